@@ -60,9 +60,7 @@ def _reached(spread: dict[str, float], on_its_side: Callable[[float], bool]) -> 
 FAMILIES = {
     **dict.fromkeys(("Llama 3", "GPT-2", "o200k"), 15),
     **dict.fromkeys(("Qwen", "DeepSeek", "Tekken", "StarCoder"), 12),
-    "BERT": 8,
     "Llama 2": 6,
-    "T5": 5,
 }
 """How many times less CPU time than datatrove's is wanted, by tokenizer."""
 

@@ -2,7 +2,7 @@
 """Tokenization against datatrove's own writer for each kind of tokenizer: CPU time from parquet to shards, same bytes.
 
     python benchmarks/tokenizer_families.py                          all of it: hours
-    python benchmarks/tokenizer_families.py --megabytes 2 --rounds 1 "Llama 3" BERT
+    python benchmarks/tokenizer_families.py --megabytes 2 --rounds 1 "Llama 3" GPT-2
 
 150 MB of text in many languages and of code, two workers on each side, default flags: a program's start and the
 routing are part of what is measured, twice: on a machine that meets the tokenizer, where a start has its proof, and

@@ -217,8 +217,6 @@ EXTRAS = {
     "matplotlib": "tokenize",
     "lm_eval": "evaluate",
     "gigatoken": "fast",
-    "nanotoken": "fast",
-    "splintr": "fast",
     "awkward": "fast",
     "duckdb": "bench",
 }

@@ -13,7 +13,7 @@ source "$here/lib/python.sh"
 
 logs=${PATH_TO_LOGS:-$RELAYRUN_ROOT/logs}/slurm/merge-$(basename -- "$dataset")
 "$PYTHON" -m relayrun.config.compose.writable "$dataset-merge" "$logs"
-pending=$("$PYTHON" -m relayrun.tokens.shards.pending_merges "$dataset")
+pending=$("$PYTHON" -m relayrun.tokens.tokenize merges "$dataset")
 names=()
 [[ -z $pending ]] || mapfile -t names <<<"$pending"
 mkdir -p -- "$logs" "$dataset-merge"

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from relayrun.errors import InputError
-from relayrun.tokens.shards import pending_merges
-from relayrun.tokens.shards.pending_merges import unmerged_dumps
 from relayrun.tokens.shards.shard import Shard, ShardWriter
+from relayrun.tokens.tokenize import dumps
+from relayrun.tokens.tokenize.dumps import unmerged_dumps
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts/tokenization/submit_merge.sh"
 
@@ -79,6 +79,6 @@ def test_dumps_that_cannot_be_merged_are_all_named(tmp_path: Path, monkeypatch: 
         for file in (dataset / f"dump-{dump}").glob("1.*"):
             file.unlink()
     assert unmerged_dumps(dataset) == ["dump-0", "dump-1", "dump-2"]
-    monkeypatch.setattr(pending_merges, "free_space", lambda _: 100)
+    monkeypatch.setattr(dumps, "free_space", lambda _: 100)
     with pytest.raises(InputError, match=r"text-merge: the merged shards take 0\.0 GB, and 0\.0 GB are free"):
         unmerged_dumps(dataset)

@@ -75,8 +75,6 @@ PROGRAMS = {
     "relayrun.train.reporting.tracker_feed": "feeder of a tracker",
     "relayrun.submit.megatron_lm.programs.parse_flags": "parser of Megatron-LM's flags",
     "relayrun.tokens.tokenize": "tokenization, for scripts",
-    "relayrun.tokens.shards.pending_merges": "dumps that are to be merged, for scripts",
-    "relayrun.tokens.tokenize.site_environment": "site of a tokenization, for scripts",
     "relayrun.train": "rank",
     "relayrun.train.mirror": "copier of checkpoints",
     "relayrun.train.fork_server": "fork server of ranks",

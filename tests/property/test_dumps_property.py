@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from relayrun.tokens.readers.inputs import read_paths_file
-from relayrun.tokens.tokenize.dumps import DataFile, find_data_files, prepare_dumps, split_files
+from relayrun.tokens.readers.inputs import DataFile, find_data_files, read_paths_file
+from relayrun.tokens.tokenize.dumps import prepare_dumps, split_files
 
 NAMES = st.text(
     st.characters(exclude_characters="/\n\0", exclude_categories=()).filter(lambda c: not "\ud800" <= c <= "\udc7f")

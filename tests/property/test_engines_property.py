@@ -264,8 +264,8 @@ def test_an_engine_that_differs_or_fails_is_left_out_loudly(monkeypatch: pytest.
     assert "gigatoken gives other ids than Hugging Face's tokenizers for" in told[0]
     assert "going on without gigatoken" in told[1]
     told.clear()
-    assert select_engine("splintr", tokenizer("gpt2"), Texts.of(["x"]), told.append).engine == "huggingface"
-    assert "splintr is not known to be exact for this kind of tokenizer" in told[0]
+    assert select_engine("bytes", tokenizer("gpt2"), Texts.of(["x"]), told.append).engine == "huggingface"
+    assert "bytes is not known to be exact for this kind of tokenizer" in told[0]
 
 
 def test_pieces_of_text_are_found_in_the_text_that_holds_them_alone() -> None:

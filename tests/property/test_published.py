@@ -15,10 +15,8 @@ from tests.published import FORMS, published, small
 
 ENGINES = {
     **dict.fromkeys(FORMS, "gigatoken"),
-    **dict.fromkeys(("T5", "XLM-R"), "splintr"),
-    "BERT": "nanotoken",
     "one token a byte": "bytes",
-    **dict.fromkeys(("Kimi-like", "SuperBPE-like", "right-to-left digits"), "huggingface"),
+    **dict.fromkeys(("BERT", "T5", "XLM-R", "Kimi-like", "SuperBPE-like", "right-to-left digits"), "huggingface"),
 }
 DAY = datetime.date.today().toordinal()
 

@@ -6,7 +6,6 @@ import csv
 import gzip
 import io
 import json
-import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,7 +25,6 @@ from relayrun.tokens.shuffle.reshard import ReshardOptions, reshard
 from relayrun.tokens.tokenize import MegatronTokenWriter
 from relayrun.tokens.tokenize.dump_jobs import tokenize_dump
 from relayrun.tokens.tokenize.dump_status import read_status, status_table
-from relayrun.tokens.tokenize.options import TokenizeOptions, _current_value
 
 from .test_dumps_status import settings
 from .test_preprocess import Run, data, out, run, shards, tokenizer, write_jsonl
@@ -271,20 +269,6 @@ def test_a_file_that_is_left_out_takes_its_bad_lines_with_it(run: Run, data: Pat
     (data / "b.jsonl.gz").write_bytes(gzip.compress(b"bad\n" + os.urandom(5000).hex().encode() + b"\n")[:-50])
     result = run(["a.jsonl", "b.jsonl.gz"], tasks=1, on_error="skip-line")
     assert (result.documents, result.skipped_files, result.bad_lines) == (1, 1, {})
-
-
-@pytest.mark.parametrize(
-    ("setting", "former", "now"),
-    [("on_error", "stop", "fail"), ("on_error", "skip", "skip-file"), ("engine", "fastokens", "auto")],
-)
-def test_former_words_work_with_one_warning(
-    caplog: pytest.LogCaptureFixture, setting: str, former: Any, now: str
-) -> None:
-    _current_value.cache_clear()
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            assert getattr(TokenizeOptions(tokenizer="t", **{setting: former}), setting) == now
-    assert [record.getMessage() for record in caplog.records] == [f"{setting}: {former!r} is {now!r} now"]
 
 
 def test_status_counts_lines_by_reason(settings: Any) -> None:

@@ -17,7 +17,7 @@ from relayrun.config.compose import resolve
 from relayrun.control.chain.quota import read_quotas
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError, split_error
-from relayrun.files import append_line, write_json
+from relayrun.files import append_line
 from relayrun.submit import submission
 from relayrun.submit.check import programs, settings, slurm
 from relayrun.submit.check.data import build_manifest, data_usage
@@ -25,7 +25,8 @@ from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.submit.check.findings import CheckFinding, Findings
 from relayrun.submit.check.report import check_config
 from relayrun.tokens.shards.merge import merge_shards
-from relayrun.tokens.shards.shard import FOLDER_RECORD, ShardRecords, ShardWriter, TokenizerRecord
+from relayrun.tokens.shards.shard import ShardRecords, ShardWriter, TokenizerRecord
+from tests.shard_records import write_folder_record
 from tests.workspace import VOCABULARY, Workspace
 
 
@@ -195,10 +196,9 @@ def test_epochs_are_counted_and_too_many_refused(workspace: Workspace) -> None:
     assert "error" not in allowed
 
 
-def write_record(folder: Path, largest: int | None, fingerprint: str = "f" * 64) -> None:
+def write_record(folder: Path, largest: int | None) -> None:
     """A record of tokenization beside the shards of a folder, by a tokenizer that nobody can tell from the run's."""
-    shards = {path.stem: {} if largest is None else {"largest_id": largest} for path in folder.glob("*.bin")}
-    write_json(folder / FOLDER_RECORD, {"settings": {"tokenizer": fingerprint, "eos": 0}, "shards": shards})
+    write_folder_record(folder, {path.stem: {"largest_id": largest} for path in folder.glob("*.bin")})
 
 
 def test_the_largest_id_on_record_is_compared_with_the_vocabulary(workspace: Workspace) -> None:
@@ -231,16 +231,14 @@ def test_writers_record_the_largest_id(tmp_path: Path) -> None:
     writer.add(reserved, [2])
     writer.finish()
     assert writer.largest_id == 80_000
-    write_json(
-        tmp_path / FOLDER_RECORD, {"settings": {"tokenizer": "", "eos": 0}, "shards": {"shard": {"largest_id": 7}}}
-    )
+    write_folder_record(tmp_path, {"shard": {"largest_id": 7}})
     record = ShardRecords().of(str(tmp_path / "shard"))
     assert record is not None
     assert record.largest_id == 7
 
 
 def test_a_merged_shard_has_the_largest_id_of_its_inputs(tmp_path: Path) -> None:
-    made = TokenizerRecord(fingerprint="f" * 64, ids="", size=None, eos=None)
+    made = TokenizerRecord(fingerprint="f" * 64, ids="1" * 64, size=100, eos=None)
     prefixes = [str(tmp_path / name) for name in "abc"]
     for prefix, ids in zip(prefixes, ([3, 9], [1], [7]), strict=True):
         writer = ShardWriter(prefix, np.uint16, own_record=made)

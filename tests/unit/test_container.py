@@ -159,21 +159,6 @@ def test_a_dump_without_a_cluster_runs_as_before(tmp_path: Path) -> None:
     assert (given.command, given.preparation) == ([sys.executable], [])
 
 
-def test_names_of_an_earlier_version_are_read(tmp_path: Path) -> None:
-    text = "tokenizer: x\ntokenizer_name: t\ndataset_name: d\nmetadata_folder: m\noutput_folder: o\n"
-    (tmp_path / "a.yaml").write_text(
-        text
-        + "slurm: {partition: p, setup: [module load a], additional_parameters: "
-        + "{reservation: r, mail-type: END, dependency: 'afterok:3'}}\n"
-    )
-    found = load_tokenization_config(tmp_path / "a.yaml")
-    assert (found.job.partition, found.job.reservation, found.job.dependency) == ("p", "r", "afterok:3")
-    assert found.job.sbatch == {"mail-type": "END"}
-    (tmp_path / "b.yaml").write_text(text + "slurm: {}\njob: {}\n")
-    with pytest.raises(ConfigError, match=r"b.yaml:6: slurm is another name of section job; keep one"):
-        load_tokenization_config(tmp_path / "b.yaml")
-
-
 def test_a_dump_may_not_be_written_below_a_protected_path(place: Path) -> None:
     (place / "clusters").mkdir()
     (place / "clusters/here.yaml").write_text(f"name: here\nscheduler: local\nread_only_paths: [{place}/data]\n")

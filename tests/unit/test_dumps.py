@@ -10,15 +10,13 @@ from pathlib import Path
 import pytest
 
 from relayrun.errors import InputError, RelayrunError, SchedulerError
-from relayrun.tokens.readers.inputs import read_paths_file
+from relayrun.tokens.readers.inputs import DataFile, find_data_files, read_paths_file
 from relayrun.tokens.tokenize import dumps as dumps_module
 from relayrun.tokens.tokenize.dumps import (
-    DataFile,
     MetadataFolder,
     count_files_linked_twice,
     dump_size,
     estimated_hours,
-    find_data_files,
     prepare_dumps,
     split_files,
 )

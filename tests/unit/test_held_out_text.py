@@ -105,18 +105,6 @@ def test_a_copy_of_a_part_that_a_mixture_cut_is_refused(tmp_path: Path, record: 
     assert not refused(tmp_path / "code", tmp_path / "copy" / "web")
 
 
-def test_a_merge_of_an_earlier_version_which_names_its_parts_alone_is_refused(tmp_path: Path) -> None:
-    parts = [shard(tmp_path / "t" / f"s{number}", number, record=number > 0) for number in range(2)]
-    merge_shards(parts, tmp_path / "m" / "merged")
-    path = tmp_path / "m" / "merged.record.json"
-    record = json.loads(path.read_text())
-    del record["texts"]
-    path.write_text(json.dumps(record))
-    for part in parts:
-        assert refused({"train": [part]}, tmp_path / "m")
-    assert not refused({"train": [shard(tmp_path / "x", 9)]}, tmp_path / "m")
-
-
 @pytest.fixture(scope="module")
 def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `tokenizer.json`, and `text` as `one` and `two` shards in folders of these names."""

@@ -21,6 +21,7 @@ from relayrun.tokens.shards import merge as module
 from relayrun.tokens.shards.checks import verify_shards
 from relayrun.tokens.shards.merge import merge_shards
 from relayrun.tokens.shards.shard import INDEX_HEADER, Shard, ShardWriter
+from tests.shard_records import write_folder_record
 
 ROOT = Path(__file__).resolve().parents[2]
 EOD = 9
@@ -33,7 +34,7 @@ def write_shard(prefix: Path, documents: list[list[int]], dtype: type = np.uint1
     writer.finish()
     record = prefix.parent / "tokenization.json"
     shards = json.loads(record.read_text())["shards"] if record.exists() else {}
-    record.write_text(json.dumps({"shards": {**shards, prefix.name: {"xxh3_128": writer.xxh3_128}}}))
+    write_folder_record(prefix.parent, {**shards, prefix.name: {"xxh3_128": writer.xxh3_128}})
     return str(prefix)
 
 

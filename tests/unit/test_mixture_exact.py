@@ -22,6 +22,7 @@ from relayrun.tokens.shards.manifest import DatasetManifest, Manifest
 from relayrun.tokens.shards.merge import merge_shards
 from relayrun.tokens.shards.prefixes import SUMMARY_JSON, find_prefixes
 from relayrun.tokens.shards.shard import Shard, ShardWriter
+from tests.shard_records import write_folder_record
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "tools" / "create_data_mixture.py"
 EOD = 99
@@ -39,7 +40,7 @@ def dataset(folder: Path, *, shards: int, documents: int = 400, longest: int = 4
         writer.add(ids, lengths)
         assert writer.finish()
         record[f"{number:05d}_tokens"] = {"xxh3_128": writer.xxh3_128}
-    (folder / "tokenization.json").write_text(json.dumps({"shards": record}))
+    write_folder_record(folder, record)
     return folder
 
 

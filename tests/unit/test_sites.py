@@ -19,7 +19,7 @@ from relayrun.config.compose import resolve
 from relayrun.config.compose.yaml_file import LocatedSettings
 from relayrun.submit import submission
 from relayrun.submit.check import report
-from relayrun.tokens.tokenize import site_environment
+from relayrun.tokens.tokenize import job_config
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTERS = ROOT / "configs/clusters"
@@ -250,5 +250,5 @@ def test_the_variables_of_sbatch_hold_for_jobs_of_tokenization_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SBATCH_ACCOUNT", "proj2")
-    site_environment.write_site_files("generic", tmp_path / "site")
+    job_config.write_site_files("generic", tmp_path / "site")
     assert "--account=proj2" in (tmp_path / "site.options").read_text().split("\0")

@@ -16,14 +16,13 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from relayrun.errors import InputError
-from relayrun.tokens.readers.inputs import read_paths_file
+from relayrun.tokens.readers.inputs import find_data_files, read_paths_file
 from relayrun.tokens.stores import urls
 from relayrun.tokens.tokenize.dump_jobs import prepare_submission, tokenize_dump
 from relayrun.tokens.tokenize.dumps import (
     MetadataFolder,
     count_files_linked_twice,
     dump_size,
-    find_data_files,
     prepare_dumps,
 )
 from relayrun.tokens.tokenize.job_config import TokenizationSettings

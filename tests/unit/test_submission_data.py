@@ -13,7 +13,6 @@ from relayrun.cli import main
 from relayrun.config.compose import resolve
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.errors import InputError
-from relayrun.files import read_json, write_json
 from relayrun.submit import submission
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.tokens.shards.shard import ShardWriter
@@ -152,9 +151,7 @@ def test_a_run_keeps_the_mean_of_its_loss_unless_a_submit_names_another(
 
 
 @pytest.mark.slow
-def test_a_list_of_shards_keeps_its_order_and_a_run_that_began_with_a_sorted_one_keeps_that(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_list_of_shards_keeps_its_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     workspace = Workspace.make(tmp_path)
     manifest = workspace.run("run").manifest
 
@@ -179,19 +176,10 @@ def test_a_list_of_shards_keeps_its_order_and_a_run_that_began_with_a_sorted_one
     assert "sorted" not in capsys.readouterr().err
     shutil.rmtree(tmp_path / "run")
     assert submit_list(0, 1, 2) == [0, 1, 2]
-    value = read_json(manifest)
-    del value["listed_order"]  # as an earlier version wrote it for 0, 2, 1, too
-    write_json(manifest, value)
-    assert submit_list(0, 2, 1) == [0, 1, 2]
-    assert "'d': its shards stay in sorted order, with which this run began" in capsys.readouterr().err
-    assert submit_list(0, 1, 2) == [0, 1, 2]
-    assert "sorted" not in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_the_list_of_a_validation_set_keeps_its_order_and_a_run_that_began_with_a_sorted_one_keeps_that(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_list_of_a_validation_set_keeps_its_order(tmp_path: Path) -> None:
     workspace = Workspace.make(tmp_path)
     manifest = workspace.run("run").manifest
     for seed, name in enumerate("abc", start=2):
@@ -201,7 +189,6 @@ def test_the_list_of_a_validation_set_keeps_its_order_and_a_run_that_began_with_
         """Submit the list of folders; return the order in which they are read."""
         held_out = {"books": [f"{tmp_path}/held-out/{name}" for name in names]}
         data = {"tokenizer": f"{tmp_path}/tokenizer.json", "datasets": [f"{tmp_path}/data"], "validation": held_out}
-        capsys.readouterr()
         submission.submit_run(resolve.load_run_config(workspace.config("run", data=data)))
         for job in (tmp_path / "run").glob("local*"):
             shutil.rmtree(job)
@@ -214,8 +201,3 @@ def test_the_list_of_a_validation_set_keeps_its_order_and_a_run_that_began_with_
         submit_list("abc")
     shutil.rmtree(tmp_path / "run")
     assert submit_list("abc") == "abc"
-    value = read_json(manifest)
-    del value["listed_validation"]  # as an earlier version wrote it for b, c, a, too
-    write_json(manifest, value)
-    assert submit_list("bca") == "abc"
-    assert "validation set 'books': its shards stay in sorted order" in capsys.readouterr().err

@@ -199,8 +199,8 @@ def test_rows_are_appended_whole_behind_a_torn_line_and_by_many_at_once(tmp_path
         ("tokeniser: x\n", r"config\.yaml:1: tokeniser: unknown setting; did you mean 'tokenizer'\?"),
         ("tokenizer: x\n", "tokenizer_name: this setting is missing"),
         ("tokenizer_name: a b\n", r"config\.yaml:1: tokenizer_name: String should match"),
-        ("tokenizer: x\nslurm: {partitions: p}\n", r":2: job\.partitions: unknown.*did you mean 'partition'"),
-        ("slurm: {time: soon}\n", r":1: job\.time: 'soon' is no Slurm time"),
+        ("tokenizer: x\njob: {partitions: p}\n", r":2: job\.partitions: unknown.*did you mean 'partition'"),
+        ("job: {time: soon}\n", r":1: job\.time: 'soon' is no Slurm time"),
         (
             "tokenizer: x\nmodel_identifier: y\n",
             r":2: model_identifier: this is another name of tokenizer, which is [\s\S]*:1;",

@@ -253,14 +253,14 @@ def test_a_torn_file_is_left_out_if_asked_and_named(
     write_jsonl(data / "a.jsonl", TEXTS)
     (data / "b.jsonl").write_text('{"text": "half"}\n{"te')
     write_jsonl(data / "c.jsonl", ["end"])
-    result = run(["a.jsonl", "b.jsonl", "c.jsonl"], tasks=1, on_error="skip", batch_bytes=1)
+    result = run(["a.jsonl", "b.jsonl", "c.jsonl"], tasks=1, on_error="skip-file", batch_bytes=1)
     assert shard_documents(out / "00000_tokens") == expected_ids(tokenizer, [*TEXTS, "end"])
     assert (result.documents, result.skipped_files) == (len(TEXTS) + 1, 1)
     assert "left out: " in capsys.readouterr().err
     task = json.loads((out / "tokenization.json").read_text())["shards"]["00000_tokens"]
     assert task["skipped"][0]["file"] == "b.jsonl"
     assert xxhash.xxh3_128((out / "00000_tokens.bin").read_bytes()).hexdigest() == task["xxh3_128"]["bin"]
-    assert run(["a.jsonl", "b.jsonl", "c.jsonl"], tasks=1, on_error="skip").tasks_run == 0
+    assert run(["a.jsonl", "b.jsonl", "c.jsonl"], tasks=1, on_error="skip-file").tasks_run == 0
 
 
 @pytest.mark.slow

@@ -111,9 +111,8 @@ def test_a_form_that_is_a_little_different_is_not_known() -> None:
     assert of("Llama 2", model={"fuse_unk": False}) is None
     assert of("Llama 2", normalizer=None) is None
     assert of("Mistral", pre_tokenizer=published.metaspace("never", splits=False)) is None
-    assert of("BERT", normalizer={"type": "Lowercase"}) is None
-    nmt = [{"type": "Nmt"}, {"type": "NFKC"}]  # of which splintr gives other ids
-    assert of("XLM-R", normalizer={"type": "Sequence", "normalizers": nmt}) is None
+    assert of("BERT") is None
+    assert of("T5") is None
     without = json.loads(small("GPT-2"))
     letter = published.byte_letters()[0x0A]
     without["model"]["merges"] = []
@@ -127,7 +126,7 @@ def test_patterns_are_known_in_every_spelling() -> None:
     assert normalize_pattern(r"a\\x41\x41\x5d\u00e9") == r"a\\x41A\x5dé"
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "BERT", "T5"])
+@pytest.mark.parametrize("name", ["GPT-2", "Llama 2"])
 def test_without_its_engine_everything_works_and_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = Tokenizer.from_str(small(name))
     tokenizer.encode_special_tokens = True

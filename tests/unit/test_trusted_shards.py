@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from datetime import UTC, datetime
@@ -45,25 +44,6 @@ def test_a_file_that_was_edited_in_its_middle_is_tokenized_again(
     assert "00000_tokens is made again: a.jsonl is not what it was" in capsys.readouterr().err
     assert shard_documents(out / "00000_tokens") == expected_ids(tokenizer, [LONG[0], "puddle", LONG[2]])
     assert run(["a.jsonl", "b.jsonl"]).tasks_run == 0
-
-
-def as_before(out: Path) -> None:
-    """The record as an earlier version wrote it: fingerprints of the ends alone, and no word of bad lines."""
-    record = json.loads((out / "tokenization.json").read_text())
-    for task in record["shards"].values():
-        task["fingerprints"] = ["0" * 64 for _ in task["fingerprints"]]
-        del task["bad_lines"], task["bad_line_examples"]
-    (out / "tokenization.json").write_text(json.dumps(record))
-
-
-@pytest.mark.slow
-def test_a_record_of_an_earlier_version_keeps_working(run: Run, data: Path, out: Path) -> None:
-    write_jsonl(data / "a.jsonl", LONG)
-    run(["a.jsonl"])
-    as_before(out)
-    assert run(["a.jsonl"]).tasks_run == 0
-    os.utime(data / "a.jsonl", (1, 1))  # the ends alone prove nothing
-    assert run(["a.jsonl"]).tasks_run == 1
 
 
 class Timeless(MemoryFileSystem):  # type: ignore[misc]  # fsspec is untyped

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -61,11 +61,11 @@ def build_manifest(config: RunConfig, run: Run | None = None) -> Manifest:
         {
             name: _stream_files(name, source, config.data.lanes, frozen)
             if source.is_stream
-            else _shard_prefixes(name, source, frozen)
+            else _shard_prefixes(source)
             for name, source in config.data.sources.items()
         },
         {
-            name: _validation_prefixes(name, folders, frozen)
+            name: find_prefixes([Path(folder) for folder in folders], listed=True)
             if config.trainer == "native"
             else expand_paths([glob.escape(folder) for folder in folders])  # or prefixes, as flags name them
             for name, folders in config.data.validation.items()
@@ -89,42 +89,13 @@ def _stream_files(name: str, source: DataSource, lanes: int, frozen: Manifest | 
     return freeze_text_files(name, source, lanes, [file for edition in editions for file in edition.files])
 
 
-def _shard_prefixes(name: str, source: DataSource, frozen: Manifest | None) -> list[str] | DatasetManifest | None:
+def _shard_prefixes(source: DataSource) -> list[str] | DatasetManifest | None:
     """The shards of a data set; None where it has none by design."""
     if not source.paths:
         return None
     if any(is_url(path) for path in source.paths):
         return freeze_shards(source.paths)
-    prefixes = expand_paths(source.paths)
-    if frozen is None or frozen.listed_order or len(source.paths) == 1:
-        return prefixes
-    known = (dataset.fingerprint for dataset in _editions(name, source, frozen))
-    return _in_first_order(f"data set {name!r}", prefixes, expand_paths(source.paths, listed=False), known)
-
-
-def _validation_prefixes(name: str, folders: list[str], frozen: Manifest | None) -> list[str]:
-    """The shards of a validation set."""
-    paths = [Path(folder) for folder in folders]
-    prefixes = find_prefixes(paths, listed=True)
-    if frozen is None or frozen.listed_validation or len(paths) == 1 or name not in frozen.validation:
-        return prefixes
-    known = [frozen.validation[name].fingerprint]
-    return _in_first_order(f"validation set {name!r}", prefixes, find_prefixes(paths), known)
-
-
-def _in_first_order(what: str, prefixes: list[str], before: list[str], known: Iterable[str]) -> list[str]:
-    """The list in the order in which it is given; but sorted, as in `before`, where a run began so.
-
-    A list keeps its order. A run of an earlier version, which sorted every list, goes on with the order that it has.
-    `known`: fingerprints of what it has.
-    """
-    if before == prefixes:
-        return prefixes
-    has = set(known)
-    if DatasetManifest.build(prefixes).fingerprint in has or DatasetManifest.build(before).fingerprint not in has:
-        return prefixes
-    log.warning("%s: its shards stay in sorted order, with which this run began; the list has another", what)
-    return before
+    return expand_paths(source.paths)
 
 
 def _editions(name: str, source: DataSource, frozen: Manifest) -> Iterator[DatasetManifest]:

@@ -94,7 +94,7 @@ def refuse_two_tokenizers(datasets: Sequence[MixtureDataset], *, allow: bool = F
             if record is None or record.made is None:
                 continue
             first = first or (shard.prefix, record.made)
-            if record.made.same(first[1]):
+            if record.made.ids == first[1].ids:
                 continue
             error = InputError(
                 f"another tokenizer made this shard than {first[0]}: ids mean other text",

@@ -21,12 +21,11 @@ from relayrun.errors import ConfigError, InputError
 from relayrun.tokens.order.document_packing import WINDOWS_PER_BLOCK, assign_rows
 from relayrun.tokens.order.document_windows import DocumentCut
 from relayrun.tokens.readers.columns import read_column
-from relayrun.tokens.readers.inputs import DATA_SUFFIXES
+from relayrun.tokens.readers.inputs import DATA_SUFFIXES, find_data_files
 from relayrun.tokens.readers.texts import Texts
 from relayrun.tokens.shards.prefixes import find_prefixes
 from relayrun.tokens.shards.shard import Shard
 from relayrun.tokens.stores import urls
-from relayrun.tokens.tokenize.dumps import find_data_files
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
 

@@ -1,4 +1,4 @@
-"""Files of a data set to texts and rows of a bounded size.
+"""Read the files of a data set as texts and rows of bounded size.
 
     inputs     names of data files, paths files, and lines that cannot be read
     columns    the text column of a file, or all columns, as Arrow data

@@ -1,13 +1,15 @@
-"""Files of a data set as Arrow data of a bounded size: the text column alone, or all columns.
+"""Files of a data set as Arrow data of bounded size: the text column, or all columns.
 
 While rows are moved, texts and lists have 64-bit offsets, so that any number of them fits into one array, and
-dictionaries are plain values, whose bytes in a file do not depend on the rows around them. `narrow_table` undoes the
-first; the second stays, as Parquet has an encoding of its own for it.
+dictionaries become plain values, whose bytes in a file do not depend on the surrounding rows. `narrow_table` restores
+32-bit offsets; dictionaries stay plain, as Parquet encodes repeated values itself.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,24 +26,27 @@ from relayrun.tokens.readers.texts import find_field, keep_utf8, keep_utf8_rows,
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.urls import MissingInput, open_input, printable
 
+log = logging.getLogger(__name__)
+
 _MAX_REPEATED_ROWS = 128
-"""Rows of an array where the file may hold a text once for many rows, so that its size says little of theirs."""
+"""Rows of an array if the file may store a text once for many rows: file size then says little about text size."""
 
 _COLUMN_READ_AHEAD = 1 << 20
+_FILES_AT_A_TIME = 8
 
 _ARROW_FILE = b"ARROW1"
-"""An IPC file begins so, an IPC stream does not."""
+"""First bytes of an IPC file; an IPC stream begins differently."""
 
 
 def read_column(
     path: str, column: str, *, batch_bytes: int, scratch: str | None = None, faults: LineFaults | None = None
 ) -> Generator[pa.Array]:
-    """String or large_string arrays of all rows of a file, in order, nulls kept, of about `batch_bytes` each.
+    """Yield all rows of a file in order as string or large_string arrays of about `batch_bytes` each, nulls kept.
 
-    The kind of file is known by its suffix. `column` is a name, or names with dots for a nested field; a name
-    that holds the dots itself comes first. `scratch`: a folder for texts of jsonl files that are too long for memory.
-    All texts are UTF-8. Raises InputError naming the file and the line, or the row group and the row, of what is not,
-    unless `faults` leaves such lines out; and InputError naming a file that cannot be read at all.
+    The suffix gives the format. `column` is a name, or names with dots for a nested field; a column whose own name
+    holds the dots comes first. `scratch`: a folder for texts of jsonl files that are too long for memory. All texts are
+    UTF-8. Raises InputError that names the file and the line, or the row group and the row, of a bad text, unless
+    `faults` skips it; and InputError that names a file that cannot be read at all.
     """
     faults = faults or LineFaults()
     kind = file_kind(path)
@@ -68,11 +73,11 @@ def read_column(
 
 
 MAX_BAD_FIRST_LINES = 100
-"""Bad lines behind which a file is no further looked at, where lines may be left out."""
+"""`check_column` stops after so many bad lines if lines may be skipped."""
 
 
 class _FirstBadLines(LineFaults):
-    """Leaves out some bad lines; then the last one is an InputError."""
+    """Skips the first bad lines, then raises InputError for the last one."""
 
     last: tuple[BadLine, str] | None = None
 
@@ -83,31 +88,76 @@ class _FirstBadLines(LineFaults):
             self.refuse()
 
     def refuse(self) -> None:
-        """Raise InputError naming the last bad line, if there was one."""
+        """Raise InputError that names the last bad line, if any."""
         if self.last is not None:
             LineFaults().add(*self.last)
 
 
 def check_column(path: str, column: str, *, skip_lines: bool = False) -> None:
-    """Read the schema of a file, or its first lines, and the first texts. Raises InputError as `read_column`.
+    """Read the schema or the first lines of a file, and the first texts. Raises InputError as `read_column`.
 
-    `skip_lines`: some bad lines at the beginning are no fault.
+    `skip_lines`: some bad lines at the beginning are accepted.
     """
     faults = _FirstBadLines(skip=skip_lines)
     arrays = read_column(path, column, batch_bytes=1, faults=faults)
     if next(arrays, None) is None:
-        faults.refuse()  # not one line is good
+        faults.refuse()  # every line is bad
     arrays.close()
 
 
+MAX_CHECKED_FILES = 256
+"""Files of a data set that are checked, evenly chosen; only a few in a store, which may be slow or closed from here."""
+MAX_CHECKED_REMOTE_FILES = 8
+
+
+def check_files(
+    paths: Sequence[str],
+    column: str,
+    *,
+    skip_lines: bool,
+    skip_files: bool = False,
+    what: str = "files cannot be tokenized",
+) -> None:
+    """Raise InputError, which begins with `what`, that names the files without the column, and unreadable files.
+
+    The beginning of each file is read, or its schema. With `skip_files` only a column that no file has is an error,
+    with `skip_lines` only a file without a good line. An unreachable store is a warning.
+    """
+    if not paths:
+        return
+    remote = urls.is_url(paths[0])
+    chosen = paths[:: -(-len(paths) // (MAX_CHECKED_REMOTE_FILES if remote else MAX_CHECKED_FILES))]
+    with ThreadPoolExecutor(_FILES_AT_A_TIME) as pool:
+        found = list(pool.map(lambda path: _file_fault(path, column, skip_lines=skip_lines), chosen))
+    faults: list[RelayrunError] = [fault for fault in found if fault is not None]
+    if not faults or (skip_files and len(faults) < len(chosen)):
+        return
+    every = f" (looked at {len(chosen):,} of {len(paths):,})" if len(chosen) < len(paths) else ""
+    error = combined_error(faults, f"{what}{every}")
+    if remote and not any("no column" in fault.message for fault in faults):
+        log.warning("%s", error)
+        return
+    raise error
+
+
+def _file_fault(path: str, column: str, *, skip_lines: bool) -> InputError | None:
+    if not urls.is_url(path) and os.path.exists(path) and not os.path.isfile(path):
+        return None  # a pipe can be read only once
+    try:
+        check_column(path, column, skip_lines=skip_lines)
+    except InputError as error:
+        return error
+    return None
+
+
 def unreadable_file_error(path: str, error: Exception, *, hint: str | None = None) -> InputError:
-    """The error of a file that Arrow or the store cannot read."""
+    """Return the error for a file that Arrow or the store cannot read."""
     lines = str(error).splitlines() or [type(error).__name__]
     return InputError(f"cannot be read, it may be torn: {lines[0]}", where=printable(path), hint=hint)
 
 
 def _read_parquet(raw: BinaryIO, path: str, column: str, batch_bytes: int, faults: LineFaults) -> Iterator[pa.Array]:
-    # pages come through a buffer: without it the column of a whole row group is read at once
+    # buffered pages: without a buffer the column of a whole row group is read at once
     with pq.ParquetFile(raw, buffer_size=_COLUMN_READ_AHEAD, pre_buffer=False) as file:
         fields = find_field(file.schema_arrow, path, column)
         leaves = [file.metadata.schema.column(i).path for i in range(file.metadata.num_columns)]
@@ -125,15 +175,15 @@ def _read_parquet(raw: BinaryIO, path: str, column: str, batch_bytes: int, fault
                 del batch
                 array = keep_utf8(array, faults, row_namer(path, group, first))
                 yield array
-                del array  # a long document is not kept while the next one is read
+                del array  # frees a long document before the next one is read
                 first += rows
 
 
 def _read_arrow(raw: BinaryIO, path: str, column: str, faults: LineFaults) -> Iterator[pa.Array]:
-    """The texts of an IPC file, or of an IPC stream, a record batch at a time: so the format keeps them."""
+    """Yield the texts of an IPC file or stream, a record batch at a time, as the format stores them."""
     is_file = raw.read(len(_ARROW_FILE)) == _ARROW_FILE
     raw.seek(0)
-    # two readers: the schema says which column is read, and no other one is brought into memory
+    # two readers: the schema says which column to read, so that the other columns stay on disk
     with pa.ipc.open_file(raw) if is_file else pa.ipc.open_stream(raw) as reader:
         schema = reader.schema
     fields = find_field(schema, path, column)
@@ -142,7 +192,7 @@ def _read_arrow(raw: BinaryIO, path: str, column: str, faults: LineFaults) -> It
     reader = pa.ipc.open_file(raw, options=options) if is_file else pa.ipc.open_stream(raw, options=options)
     batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else iter(reader)
     for number, batch in enumerate(batches):
-        batch.validate()  # before its texts are looked at: offsets come from the file as they are
+        batch.validate()  # before its texts are read: offsets come unchecked from the file
         array = text_array(batch, fields)
         del batch
         array = keep_utf8(array, faults, row_namer(path, number, 0, what="record batch"))
@@ -151,40 +201,38 @@ def _read_arrow(raw: BinaryIO, path: str, column: str, faults: LineFaults) -> It
 
 
 _ROWS_READ_AHEAD = 1 << 18
-"""Bytes of every column that are read at a time."""
+"""Bytes read at a time per column."""
 
 _BATCH_BYTES = 4_000_000
 _MAX_TABLE_ROWS = 4096
 _FIRST_ROWS = 128
-"""Rows that are read first of a file that may hold a text once for many rows: its size says little of theirs."""
+"""Rows read first from such a file, see `_MAX_REPEATED_ROWS`."""
 
 _PAGE_ROWS = 1024
-"""Writers look at the size of a page after about so many rows."""
+"""Parquet writers check the size of a page after about so many rows."""
 
 _COMPRESSION_FACTOR = 6
-"""A compressed jsonl file holds about this many times its bytes."""
-
-_FOOTERS_AT_A_TIME = 8
+"""Size of a compressed jsonl file in memory, over its size on disk, about."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowFile:
-    """A file of rows. `size`: about its bytes in memory; `rows`: their number, where the file tells it."""
+    """A file of rows. `size`: about its bytes in memory; `rows`: their number, None unless the file stores it."""
 
     path: str
     size: int
     rows: int | None
     page: int
-    """About the bytes of its largest page, which a reader holds whole."""
+    """Bytes of its largest page, about; a reader holds a whole page."""
 
     schema: pa.Schema
-    """The schema of a file that is written from it: without dictionaries, views and metadata."""
+    """Schema of an output file: without dictionaries, views and metadata."""
 
 
 def inspect_files(files: Sequence[tuple[str, int]], column: str) -> list[RowFile]:
-    """What these files (path, bytes on disk) are, from the footers of those that are parquet.
+    """Return a RowFile for each (path, bytes on disk), from the footers of parquet files.
 
-    Raises InputError naming the files that are torn, lack the column, or have other columns than the first one.
+    Raises InputError that names the files that are torn, lack the column, or have other columns than the first one.
     """
     bad: list[RelayrunError] = []
 
@@ -195,7 +243,7 @@ def inspect_files(files: Sequence[tuple[str, int]], column: str) -> list[RowFile
             bad.append(error)
             return None
 
-    with ThreadPoolExecutor(_FOOTERS_AT_A_TIME) as pool:
+    with ThreadPoolExecutor(_FILES_AT_A_TIME) as pool:
         found = [file for file in pool.map(tried, files) if file is not None]
     if bad:
         raise combined_error(sorted(bad, key=str), f"of {len(files):,} files cannot be shuffled")
@@ -235,7 +283,7 @@ def _inspect_file(path: str, size: int, column: str) -> RowFile:
 
 
 def read_rows(file: RowFile, column: str, faults: LineFaults | None = None) -> Iterator[pa.Table]:
-    """All rows of a file in order, some megabytes at a time, in the types of `wide_schema`; their texts are UTF-8.
+    """Yield all rows of a file in order, some megabytes at a time, in the types of `wide_schema`; texts are UTF-8.
 
     Raises InputError as `read_column`.
     """
@@ -264,9 +312,9 @@ def read_rows(file: RowFile, column: str, faults: LineFaults | None = None) -> I
 
 @contextlib.contextmanager
 def open_parquet(path: str) -> Iterator[pq.ParquetFile]:
-    """Open a parquet file, local or below a URL. Raises InputError naming one that cannot be read."""
+    """Open a parquet file, local or below a URL. Raises InputError that names an unreadable file."""
     try:
-        # pages come through a buffer: without it a whole row group is read at once
+        # buffered pages: without a buffer a whole row group is read at once
         with (
             _open_source(path) as source,
             pq.ParquetFile(source, buffer_size=_ROWS_READ_AHEAD, pre_buffer=False) as file,
@@ -277,17 +325,17 @@ def open_parquet(path: str) -> Iterator[pq.ParquetFile]:
 
 
 def _open_source(path: str) -> pa.NativeFile:
-    utf8 = path == printable(path)  # Arrow takes no other names
+    utf8 = path == printable(path)  # Arrow accepts UTF-8 names only
     return pa.OSFile(path) if utf8 and not urls.is_url(path) else pa.PythonFile(urls.open_input(path), "r")
 
 
 def wide_schema(schema: pa.Schema) -> pa.Schema:
-    """The same columns with 64-bit offsets."""
+    """Return the schema with 64-bit offsets."""
     return pa.schema([_wide_field(field) for field in schema])
 
 
 def narrow_table(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """The table in the types of `schema`; of several chunks where one would hold too much for them."""
+    """Cast the table to `schema`; split into several chunks if one chunk would exceed its offsets."""
     if table.nbytes < 1 << 31 or len(table) == 1:
         return table.cast(schema)
     half = len(table) // 2
@@ -295,7 +343,7 @@ def narrow_table(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 
 def text_column(table: pa.Table, column: str) -> pa.ChunkedArray:
-    """The column of the text, which may be a nested one."""
+    """Return the text column, which may be nested."""
     first, *others = find_field(table.schema, "", column)
     found = table[first]
     for name in others:

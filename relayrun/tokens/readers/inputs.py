@@ -1,14 +1,16 @@
-"""Input files of a data set: their formats by name, paths files, and lines that cannot be read.
+"""Input files of a data set: formats by file name, paths files, and lines that cannot be read.
 
-A format is known by the suffix of a name, in any case of letters. A paths file is taken literally: a line is a path,
-blanks, quotes and undecodable bytes included (`os.fsencode`), and only a newline ends it. The first bad line or row is
-an error that names it, or all are counted by reason (`LineFaults`). This module imports no Arrow.
+The suffix of a name gives the format, in any case of letters. A line of a paths file is a path, taken literally:
+blanks, quotes and undecodable bytes included (`os.fsencode`); only a newline ends it. The first bad line or row raises
+an error that names it, or all bad lines are counted by reason (`LineFaults`). This module does not import Arrow.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+import stat
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,18 +19,18 @@ from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.urls import MissingInput, printable
 
 MAX_EXAMPLES = 5
-"""Lines that are named, of those that were left out."""
+"""Skipped lines that are quoted, at most."""
 
 
 def describe_bad_lines(counts: Mapping[str, int]) -> str:
-    """How many lines were left out, for a message: `3 lines (2 not UTF-8, 1 not JSON)`."""
+    """Describe the number of skipped lines for a message: `3 lines (2 not UTF-8, 1 not JSON)`."""
     total = sum(counts.values())
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items(), key=lambda each: -each[1]))
     return f"{total:,} line{'s' if total != 1 else ''} ({reasons})"
 
 
 class BadLine(Exception):
-    """A line has no text: a `reason` of few words, which is counted, and the whole `message`."""
+    """A line without a usable text: a `reason` of few words, which is counted, and the whole `message`."""
 
     def __init__(self, reason: str, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
@@ -36,23 +38,23 @@ class BadLine(Exception):
 
 
 class LineFaults:
-    """What becomes of bad lines and rows."""
+    """Policy for bad lines and rows: raise, or skip and count."""
 
     def __init__(self, *, skip: bool = False, keep: bool = False) -> None:
-        """`skip`: leave them out and count them; else the first one is an InputError.
+        """`skip`: leave bad lines out and count them; else the first one raises InputError.
 
-        `keep`: a row without a text stays in the place of each, so that rows keep their numbers; see `take_marks`.
+        `keep`: keep a null in place of each bad row, so that rows keep their numbers; see `take_marks`.
         """
         self._skip = skip
         self.keep = keep
         self._marks: list[tuple[int, str]] = []
         self.counts: dict[str, int] = {}
-        """Lines that were left out, by reason."""
+        """Skipped lines by reason."""
         self.examples: list[str] = []
-        """The first of them, each with its place."""
+        """The first skipped lines, each with its file and line."""
 
     def add(self, bad: BadLine, where: str) -> None:
-        """Count the line at `where` as left out. Raises InputError naming it where none may be left out."""
+        """Count the line at `where` as skipped. Raises InputError that names it unless lines may be skipped."""
         error = InputError(printable(bad.message), where=printable(where), hint=bad.hint)
         if not self._skip:
             raise error from None
@@ -61,17 +63,17 @@ class LineFaults:
             self.examples.append(f"{error.where}: {error.message}")
 
     def look(self, row: Mapping[str, Any], long: Mapping[str, Any]) -> None:
-        """Look at the object of a line before its text is taken; raise BadLine to leave it out.
+        """Inspect the object of a JSON line before its text is taken; overrides raise BadLine to skip the line.
 
-        `long`: the long strings of the line, which have names in their place (`jsonlines`).
+        `long`: the long strings of the line, by the placeholders that replace them (`json_csv`).
         """
 
     def mark(self, row: int, reason: str) -> None:
-        """Remember why row number `row` of the array that is read has no text."""
+        """Remember why row number `row` of the array being read has no text."""
         self._marks.append((row, reason))
 
     def take_marks(self) -> list[tuple[int, str]]:
-        """Return the rows of the array that was read last that were kept without a text, and why; forget them."""
+        """Return and clear the rows of the last array that were kept without a text, with the reasons."""
         marks, self._marks = self._marks, []
         return marks
 
@@ -88,22 +90,22 @@ DATA_SUFFIXES = (
     ".csv.gz",
     ".arrow",
 )
-"""The endings of the files of a dataset."""
+"""Suffixes of the data files of a data set."""
 
 METADATA_FILE_NAMES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""Names of files that Hugging Face's datasets puts beside its data; they hold no documents."""
+"""Files that Hugging Face's datasets writes beside its data; they hold no documents."""
 
 FileKind = Literal["parquet", "arrow", "csv", "json lines"]
 
 
 def is_data_file(path: str) -> bool:
-    """Whether a file of a dataset's folder is read."""
+    """True if this file of a data set's folder holds documents."""
     name = path.lower()
     return name.endswith(DATA_SUFFIXES) and name.rsplit("/", 1)[-1] not in METADATA_FILE_NAMES
 
 
 def file_kind(path: str) -> FileKind:
-    """How a file is read; one of another name is taken for JSON lines."""
+    """Return the format of a file by its name; JSON lines for any other name."""
     name = path.lower()
     if name.endswith(".parquet"):
         return "parquet"
@@ -113,22 +115,22 @@ def file_kind(path: str) -> FileKind:
 
 
 def file_compression(path: str) -> Literal["gzip", "zstd"] | None:
-    """How the bytes of a file of text are compressed."""
+    """Return the compression of a text file by its name."""
     name = path.lower()
     return "gzip" if name.endswith(".gz") else "zstd" if name.endswith(".zst") else None
 
 
 InputFile = tuple[str, int, int]
-"""Path below the dataset folder, bytes, time of change in ns."""
+"""Path below the data set folder, bytes, and modification time in ns."""
 
 MISSING_FILE = (0, -1)
-"""Bytes and time of change of a file that is not there."""
+"""Bytes and modification time of a missing file."""
 
 
 def read_paths_file(path: str | os.PathLike[str]) -> list[str]:
-    """The paths of a paths file, in its order. Empty lines name no file and are skipped.
+    """Return the paths of a paths file in its order, without empty lines.
 
-    Raises InputError for a missing file, an absolute path, a path given twice, or no path at all.
+    Raises InputError for a missing file, an absolute path, a path given twice, or a file without paths.
     """
     try:
         content = Path(path).read_bytes()
@@ -154,10 +156,10 @@ def read_paths_file(path: str | os.PathLike[str]) -> list[str]:
 
 
 def stat_inputs(dataset: str | os.PathLike[str], names: list[str], *, missing_ok: bool = False) -> list[InputFile]:
-    """Size and time of change of `names` below `dataset`.
+    """Return size and modification time of `names` below `dataset`, a folder or a URL (see `urls.stat_url`).
 
-    `dataset` may be a URL, see `urls.stat_url`. Raises InputError naming the files that are missing, unless
-    `missing_ok`: then they have the size and time `MISSING_FILE`.
+    Raises InputError that names the missing files. With `missing_ok`, missing files have the size and time
+    `MISSING_FILE`.
     """
     if not urls.is_url(dataset) and not os.path.isdir(dataset):
         raise InputError("there is no such dataset folder", where=dataset, hint=did_you_mean_path(dataset) or None)
@@ -189,7 +191,7 @@ def _stat_input(dataset: str, name: str) -> tuple[int, int]:
 
 
 def paths_file_bytes(names: Iterable[str]) -> bytes:
-    """The content of a paths file. Raises InputError for a name that holds a newline."""
+    """Return the content of a paths file. Raises InputError for a name that holds a newline."""
     lines = []
     for name in names:
         if "\n" in name:
@@ -200,3 +202,82 @@ def paths_file_bytes(names: Iterable[str]) -> bytes:
             )
         lines.append(os.fsencode(name) + b"\n")
     return b"".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFile:
+    """A file of the data set: its path below the data set folder, bytes, and identity."""
+
+    path: str
+    size: int
+    identity: tuple[int, int] | str
+    """Device and inode: equal for two paths to one file. Below a URL: the path."""
+
+
+def find_data_files(
+    folder: str | os.PathLike[str], *, filter_in: Sequence[str] = (), filter_out: Sequence[str] = ()
+) -> list[DataFile]:
+    """Return all data files below `folder`, local or a URL that fsspec knows, ordered by path.
+
+    A file is kept if its path below `folder` (links not resolved, case-sensitive) contains any of `filter_in`, if
+    given, and none of `filter_out`. Links in a local folder are followed, except to a parent folder. Raises InputError
+    if the folder is missing or cannot be listed, or a link to a data file is broken.
+    """
+
+    def is_wanted(path: str) -> bool:
+        return (
+            is_data_file(path)
+            and (not filter_in or any(text in path for text in filter_in))
+            and not any(text in path for text in filter_out)
+        )
+
+    place = urls.absolute_path(folder)
+    find = _find_below_url if urls.is_url(place) else _find_locally
+    return sorted(find(place, is_wanted), key=lambda file: os.fsencode(file.path))
+
+
+def _find_below_url(url: str, is_wanted: Callable[[str], bool]) -> list[DataFile]:
+    found = [DataFile(path=path, size=size, identity=path) for path, size in urls.list_url(url) if is_wanted(path)]
+    for file in found:
+        if "::" in file.path:
+            raise InputError(
+                "fsspec cannot open a name with `::`",
+                where=urls.join_path(url, file.path),
+                hint="rename the file, or leave it out with --filter-out",
+            )
+    return found
+
+
+def _find_locally(folder: str, is_wanted: Callable[[str], bool]) -> list[DataFile]:
+    if not os.path.isdir(folder):
+        hint = did_you_mean_path(folder) or "give the folder that holds the files of text, or a URL"
+        raise InputError("there is no such dataset folder", where=folder, hint=hint)
+    dead: list[InputError] = []
+    found: list[DataFile] = []
+    top = os.stat(folder)
+    stack = [("", frozenset({(top.st_dev, top.st_ino)}))]
+    while stack:
+        relative, ancestors = stack.pop()
+        with os.scandir(os.path.join(folder, relative)) as entries:
+            for entry in entries:
+                path = os.path.join(relative, entry.name)
+                wanted = is_wanted(path)
+                try:
+                    status = entry.stat()
+                except OSError as error:
+                    if not wanted:
+                        continue
+                    if entry.is_symlink():
+                        what, hint = f"this link leads nowhere ({error.strerror})", "mend or remove it, or --filter-out"
+                        dead.append(InputError(what, where=printable(entry.path), hint=hint))
+                        continue
+                    raise
+                identity = (status.st_dev, status.st_ino)
+                if stat.S_ISDIR(status.st_mode):
+                    if identity not in ancestors:
+                        stack.append((path, ancestors | {identity}))
+                elif wanted and stat.S_ISREG(status.st_mode):
+                    found.append(DataFile(path=path, size=status.st_size, identity=identity))
+    if dead:
+        raise combined_error(sorted(dead, key=str), "links lead nowhere")
+    return found

@@ -1,14 +1,13 @@
-"""Lines of JSON, and rows of CSV, to texts. A long document costs little memory.
+"""Lines of JSON and rows of CSV to texts, with little memory for long documents.
 
-orjson reads the lines. A Python string takes up to four bytes per character, so the long strings of a long line are
-taken out first, and decoded block by block into UTF-8, the longest into files. The rest of the line is short, and
-orjson decides about it, with a name in the place of each of those strings: duplicates, types and faults are as in any
-other line. A fault outside the text costs no document: Python's own json reads a line that orjson refuses (NaN, lone
-surrogates and, here, bytes that are not UTF-8); only a text that holds one of the last two is refused.
+orjson parses the lines. A Python string takes up to four bytes per character, so the long strings of a long line are
+extracted first and decoded block by block into UTF-8, the longest into files; orjson parses the rest with placeholders,
+so that duplicates, types and faults are handled as in any other line. Python's own json parses a line that orjson
+refuses (NaN, lone surrogates and, here, bytes that are not UTF-8): a fault outside the text costs no document.
 
 CSV has a first row of names, commas, and quotes that may span lines (RFC 4180). Python's own reader takes fields of any
-length and knows on which line each row begins; Arrow's needs every row to fit into a block, and does not name a row
-that is not UTF-8.
+length and knows the line where each row begins; Arrow's reader needs every row to fit into a block, and does not name a
+row that is not UTF-8.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ _LONG_BYTES = 1 << 20
 """Bytes of a line, or of a block of a string."""
 
 _PLACEHOLDER = uuid.uuid4().hex
-"""Stands, with a number behind it, for a string that was taken out: no text holds it by chance or by intent."""
+"""Replaces, with a number appended, an extracted string: random, so that no text holds it by chance or by intent."""
 
 _CUT_PATTERN = re.compile(
-    rb"(?<=[^\\]{12})(?=[^\x80-\xbf])"  # no escape, nor a pair of them, is so long; and a character begins here
-    rb"|(?<=[^\\])(?<!\\u[dD][89abAB][0-9a-fA-F]{2})(?=\\)"  # an escape begins, and no second half of a pair
+    rb"(?<=[^\\]{12})(?=[^\x80-\xbf])"  # longer than an escape or a pair of escapes; and a character begins here
+    rb"|(?<=[^\\])(?<!\\u[dD][89abAB][0-9a-fA-F]{2})(?=\\)"  # an escape begins, not the second half of a surrogate pair
 )
-"""Where the inside of a JSON string may be cut into two."""
+"""Positions where the inside of a JSON string may be cut into two."""
 
 
 _BOM = b"\xef\xbb\xbf"
@@ -57,15 +56,16 @@ def read_jsonl(
     scratch: str | None = None,
     faults: LineFaults | None = None,
 ) -> Iterator[pa.Array]:
-    """As `columns.read_column`. Raises InputError naming the line, or the file where it holds no lines of JSON."""
+    """Yield texts as `columns.read_column`. Raises InputError that names the line, or the file if it does not hold JSON
+    lines."""
     with open_decompressed(raw, compression) as lines:
         yield from _read_texts(lines, printable(path), column, batch_bytes, scratch, faults or LineFaults())
 
 
 def open_decompressed(raw: BinaryIO, compression: str | None) -> io.BufferedReader:
-    """A buffered file of the bytes of `raw`, decompressed."""
+    """Return a buffered file of the decompressed bytes of `raw`."""
     stream: Any = raw
-    if compression is not None:  # Arrow notices a truncated stream, the zstandard package does not
+    if compression is not None:  # Arrow detects a truncated stream, the zstandard package does not
         stream = pa.CompressedInputStream(raw, compression)
     own = isinstance(stream, (io.BufferedReader, io.BytesIO))
     return cast(io.BufferedReader, stream if own else io.BufferedReader(stream, _LONG_BYTES))
@@ -110,7 +110,7 @@ def _read_texts(
             array = spilled.text()
             del spilled
             yield array
-            del array  # it is not kept while the next one is read
+            del array  # frees it before the next one is read
             continue
         if reason is not None:
             faults.mark(len(texts), reason)
@@ -121,7 +121,7 @@ def _read_texts(
 
 
 def _refuse_other_kinds(first: bytes, file: str) -> None:
-    """Raise InputError where the first line tells that this is one array, one object over many lines, or UTF-16."""
+    """Raise InputError if the first line shows one JSON array, one object over several lines, or UTF-16."""
     begin = first.strip()
     if first.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise InputError(
@@ -143,7 +143,7 @@ def _refuse_other_kinds(first: bytes, file: str) -> None:
 
 
 def _line_text(line: bytes, column: str, faults: LineFaults, long: Mapping[str, LongText | None]) -> str | None:
-    """The text of a line, or the name of a long one. Raises BadLine."""
+    """Return the text of a line, or the placeholder of a long text. Raises BadLine."""
     exact = True
     try:
         row = orjson.loads(line)
@@ -168,7 +168,7 @@ def _line_text(line: bytes, column: str, faults: LineFaults, long: Mapping[str, 
 
 
 def _parse_leniently(line: bytes) -> Any:
-    """JSON with NaN, integers of any length, lone surrogates, and bytes that are not UTF-8 as lone surrogates."""
+    """Parse JSON with NaN, integers of any length, lone surrogates, and non-UTF-8 bytes as lone surrogates."""
     return json.loads(line.decode("utf-8", "surrogateescape"), parse_int=float)
 
 
@@ -195,14 +195,15 @@ def _column_value(row: Any, column: str) -> str | None:
 
 
 def _without_long_strings(begin: bytes, lines: Any, scratch: str | None) -> tuple[bytes, dict[str, LongText | None]]:
-    """A line that begins with `begin`, with names for its long strings; and these strings by name, in UTF-8.
+    """Return the line that begins with `begin`, with placeholders for long strings, and these strings in UTF-8 by
+    placeholder.
 
-    None stands for one that cannot be written as UTF-8. A line that holds what is no string of JSON is read to its end,
-    and what is returned of it is no JSON.
+    None marks a string that cannot be encoded as UTF-8. A line with an invalid JSON string is read to its end, and the
+    returned line is not JSON.
     """
     short, taken = bytearray(), dict[str, LongText | None]()
     left = bytearray(begin)
-    text: LongText | None = None  # of the string that `left` is inside of
+    text: LongText | None = None  # the string that `left` is inside of
     long = ended = broken = encodable = False
     while True:
         if broken:
@@ -239,14 +240,13 @@ def _without_long_strings(begin: bytes, lines: Any, scratch: str | None) -> tupl
                     text = None
                     continue
         if ended:
-            return bytes(short if text is None else short + b'"'), taken  # an open string is an error
+            return bytes(short if text is None else short + b'"'), taken  # an open string is an error of JSON
         block = lines.readline(_LONG_BYTES)
         ended = len(block) < _LONG_BYTES or block.endswith(b"\n")
         left += block
 
 
 def _closing_quote(inside: bytearray) -> int:
-    """Where the quote is that ends a string, -1 if it does not end here."""
     quote = inside.find(b'"')
     while quote >= 0:
         first = quote
@@ -259,7 +259,7 @@ def _closing_quote(inside: bytearray) -> int:
 
 
 def _decode_string(inside: bytearray) -> bytes | None:
-    """The inside of a string in UTF-8; None where it cannot be written so. Raises ValueError for what is no string."""
+    """Decode the inside of a JSON string to UTF-8; None if it has no UTF-8 form. Raises ValueError for invalid JSON."""
     string = b'"' + inside + b'"'
     try:
         return bytes(orjson.loads(string).encode())
@@ -269,17 +269,16 @@ def _decode_string(inside: bytearray) -> bytes | None:
 
 
 _MAX_FIELD_CHARACTERS = (1 << 31) - 1
-"""Characters of a field, at most."""
 
 
 def read_csv(
     raw: BinaryIO, path: str, column: str, compression: str | None, batch_bytes: int, faults: LineFaults
 ) -> Iterator[pa.Array]:
-    """As `columns.read_column`. Raises InputError naming the line where the row begins."""
+    """Yield texts as `columns.read_column`. Raises InputError that names the line where the row begins."""
     file = printable(path)
     csv.field_size_limit(_MAX_FIELD_CHARACTERS)
     with open_decompressed(raw, compression) as lines:
-        # a byte order mark is dropped; a byte that is not UTF-8 becomes a lone surrogate, which no UTF-8 gives
+        # drops a byte order mark; a byte that is not UTF-8 becomes a lone surrogate, which valid UTF-8 never yields
         decoded = io.TextIOWrapper(lines, "utf-8-sig", errors="surrogateescape", newline="")
         reader = csv.reader(decoded, strict=True)
         names: list[str] | None = None

@@ -1,8 +1,8 @@
 """Texts in memory: the text column of Arrow tables, and texts as two buffers.
 
 `Texts` holds UTF-8 bytes and the offset of each text, without a Python object per text. `LongText` collects one text
-piece by piece, and keeps a very long one in a temporary file. The other functions find the text column in an Arrow
-schema, and check that its texts are UTF-8.
+piece by piece and keeps a very long one in a temporary file. The other functions find the text column in an Arrow
+schema and check that its texts are UTF-8.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from relayrun.tokens.stores.urls import printable
 
 
 def large_strings(texts: Sequence[str | bytes | None]) -> pa.Array:
-    """Texts as Arrow's large_string; bytes must be UTF-8. `pa.array` would import pandas, which takes half a second.
+    """Return texts as Arrow's large_string; bytes must be UTF-8. `pa.array` would import pandas, which takes half a
+    second.
 
     Raises UnicodeEncodeError for a lone surrogate.
     """
@@ -39,7 +40,6 @@ def large_strings(texts: Sequence[str | bytes | None]) -> pa.Array:
 
 
 def _offsets(encoded: Sequence[bytes]) -> npt.NDArray[np.int64]:
-    """Where each text begins in all of them one behind the other, and where the last one ends; shape [texts + 1]."""
     offsets = np.zeros(len(encoded) + 1, np.int64)
     np.cumsum([*map(len, encoded)], out=offsets[1:])
     return offsets
@@ -47,7 +47,7 @@ def _offsets(encoded: Sequence[bytes]) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True, kw_only=True)
 class Texts:
-    """`len` texts in UTF-8; text i is `data[offsets[i]:offsets[i + 1]]`. `data` may be longer at both ends."""
+    """UTF-8 texts: text i is `data[offsets[i]:offsets[i + 1]]`. `data` may extend beyond them at both ends."""
 
     data: npt.NDArray[np.uint8]
     offsets: npt.NDArray[np.int64]
@@ -55,13 +55,13 @@ class Texts:
 
     @classmethod
     def of(cls, texts: Sequence[str]) -> Texts:
-        """Raises UnicodeEncodeError for a lone surrogate."""
+        """Encode strings. Raises UnicodeEncodeError for a lone surrogate."""
         encoded = [text.encode() for text in texts]
         return cls(data=np.frombuffer(b"".join(encoded), np.uint8), offsets=_offsets(encoded))
 
     @classmethod
     def from_arrow(cls, array: pa.Array) -> Texts:
-        """The buffers of a string or large_string array without nulls; nothing is copied but the offsets."""
+        """Wrap the buffers of a string or large_string array without nulls; only the offsets are copied."""
         _, offsets, data = array.buffers()
         kind = np.int64 if pa.types.is_large_string(array.type) else np.int32
         if not len(array):
@@ -79,28 +79,28 @@ class Texts:
 
     @property
     def used(self) -> npt.NDArray[np.uint8]:
-        """The bytes of all texts, one behind the other."""
+        """Bytes of all texts, concatenated."""
         return self.data[self.offsets[0] : self.offsets[-1]]
 
     def highest(self) -> npt.NDArray[np.uint8]:
-        """The highest byte of each text, 0 for an empty one; shape [texts]."""
+        """Return the highest byte of each text, 0 for an empty one; shape [texts]."""
         full = self.sizes > 0
         highest = np.zeros(len(self), np.uint8)
-        if full.any():  # empty texts take no room: the next full one begins where they do
+        if full.any():  # empty texts occupy no bytes: the next full text begins at their offset
             highest[full] = np.maximum.reduceat(self.used, self.offsets[:-1][full] - self.offsets[0])
         return highest
 
     def strings(self) -> list[str]:
-        """One Python string per text."""
+        """Return a Python string per text."""
         return [str(piece, "utf-8") for piece in self.views()]
 
     def views(self) -> Iterator[memoryview]:
-        """The bytes of every text, not copied."""
+        """Yield the bytes of every text, not copied."""
         view = memoryview(self.data)  # type: ignore[arg-type]
         return (view[begin:end] for begin, end in itertools.pairwise(self.offsets.tolist()))
 
     def take(self, mask: npt.NDArray[np.bool_]) -> Texts:
-        """The texts where `mask`, shape [texts], is set."""
+        """Return the texts where `mask`, shape [texts], is set."""
         offsets = np.zeros(int(mask.sum()) + 1, np.int64)
         np.cumsum(self.sizes[mask], out=offsets[1:])
         bounds = zip(self.offsets[:-1][mask].tolist(), self.offsets[1:][mask].tolist(), strict=True)
@@ -108,7 +108,7 @@ class Texts:
         return Texts(data=np.concatenate(pieces) if pieces else np.empty(0, np.uint8), offsets=offsets)
 
     def split(self, most_bytes: int, most_texts: int) -> Iterator[Texts]:
-        """Pieces within both bounds, a longer text alone; nothing is copied."""
+        """Yield slices within both bounds, without copying; a text longer than `most_bytes` is alone."""
         begin = 0
         while begin < len(self):
             fits = int(np.searchsorted(self.offsets, self.offsets[begin] + most_bytes, side="right")) - 1
@@ -117,42 +117,42 @@ class Texts:
             begin = end
 
     def any_in(self, marked: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Which texts hold one of the positions `marked` (ascending, in `data`), shape [texts]."""
+        """Return which texts hold one of the positions `marked` (ascending, in `data`), shape [texts]."""
         found = np.searchsorted(marked, self.offsets)
         return np.asarray(found[1:] > found[:-1])
 
 
 MAX_BYTES_IN_MEMORY = 16 << 20
-"""Bytes of a text that is kept in memory."""
+"""Longer texts move into a file."""
 
 _mapped: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
-"""Texts that lie in files, by their address."""
+"""Texts in files, by their address."""
 
 
 class LongText:
-    """The bytes of one text, above `MAX_BYTES_IN_MEMORY` in a file without a name, which is gone when nobody reads
-    it."""
+    """The bytes of one text; above `MAX_BYTES_IN_MEMORY` in an unnamed temporary file, which vanishes with its last
+    reader."""
 
     def __init__(self, folder: str | None) -> None:
-        """`folder` gets the file; None: the text stays in memory, whatever its length."""
+        """`folder` gets the file; None: the text stays in memory at any length."""
         self._folder = folder
         self._memory = bytearray()
         self._file: IO[bytes] | None = None
 
     def add(self, data: bytes) -> None:
-        """Raises RelayrunError when the disk is full."""
+        """Append bytes. Raises RelayrunError when the disk is full."""
         self._memory += data
         if self._folder is not None and (self._file is not None or len(self._memory) > MAX_BYTES_IN_MEMORY):
             with _explain_full_disk(self._folder):
                 if self._file is None:
                     self._file = tempfile.TemporaryFile(dir=self._folder, prefix=".text-")  # noqa: SIM115
-                    weakref.finalize(self, self._file.close)  # also of a text that nobody asks for
+                    weakref.finalize(self, self._file.close)  # also if `text` is never called
                 self._file.write(self._memory)
                 self._file.flush()
             self._memory = bytearray()
 
     def text(self) -> pa.Array:
-        """A large_string array of this one text, not copied; nothing may be added any more. Raises as `add` does."""
+        """Return the text as a large_string array of length 1, not copied; call `add` no more. Raises as `add` does."""
         data: bytearray | mmap.mmap = self._memory
         if self._file is not None:
             with _explain_full_disk(self._folder), self._file:
@@ -164,7 +164,6 @@ class LongText:
 
 @contextlib.contextmanager
 def _explain_full_disk(folder: object) -> Iterator[None]:
-    """An error of the file is not one of the input."""
     try:
         yield
     except OSError as error:
@@ -172,11 +171,11 @@ def _explain_full_disk(folder: object) -> Iterator[None]:
 
 
 def release_pages(data: npt.NDArray[np.uint8]) -> None:
-    """Tell the kernel that a text is read up to the end of `data`: what lies in a file need not stay in memory."""
+    """Tell the kernel that a text is read up to the end of `data`: its file pages need not stay in memory."""
     begin = _address(data)
     for place, mapped in _mapped.items():
         if place <= begin < place + len(mapped):
-            # from the beginning: the kernel brings pages around a place that is read, and so some behind it once more
+            # from the beginning: the kernel reads pages around each access, and so loads released pages again
             mapped.madvise(mmap.MADV_DONTNEED, 0, begin - place + data.size)
 
 
@@ -185,7 +184,7 @@ def _address(data: npt.NDArray[np.uint8]) -> int:
 
 
 def find_field(schema: pa.Schema, path: str, column: str) -> list[str]:
-    """The names that lead to the column of the text. Raises InputError naming `path`."""
+    """Return the names that lead to the text column. Raises InputError that names `path`."""
     names = [column] if column in schema.names else column.split(".")
     if names[0] not in schema.names:
         raise missing_column_error(path, column, schema.names)
@@ -201,7 +200,7 @@ def find_field(schema: pa.Schema, path: str, column: str) -> list[str]:
 
 
 def missing_column_error(where: str, column: str, columns: Sequence[str]) -> InputError:
-    """The error of a file without the column."""
+    """Return the error for a file without the column."""
     return InputError(
         f"no column {column!r}; there are: {', '.join(columns)}",
         where=printable(where),
@@ -210,7 +209,7 @@ def missing_column_error(where: str, column: str, columns: Sequence[str]) -> Inp
 
 
 def text_array(batch: pa.RecordBatch, fields: Sequence[str]) -> pa.Array:
-    """The texts of a batch as a string or large_string array; `fields` as `find_field` gives them."""
+    """Return the texts of a batch as a string or large_string array; `fields` as returned by `find_field`."""
     array = batch.column(fields[0])
     for field in fields[1:]:
         array = pc.struct_field(array, field)
@@ -220,10 +219,10 @@ def text_array(batch: pa.RecordBatch, fields: Sequence[str]) -> pa.Array:
 
 
 def keep_utf8(array: pa.Array, faults: LineFaults, where: Callable[[int], str]) -> pa.Array:
-    """The texts of a string or large_string array that are UTF-8, which Arrow's readers do not look at.
+    """Return the UTF-8 texts of a string or large_string array; Arrow's readers do not check the encoding.
 
-    `where` names row i of the array; `faults` may keep a null in the place of another one. Raises InputError for the
-    first other one, unless `faults` leaves it out, and pa.ArrowInvalid for an array that is broken in another way.
+    `where` names row i of the array; `faults` may keep a null in place of a bad row. Raises InputError for the first
+    bad row unless `faults` skips it, and pa.ArrowInvalid for an array that is broken in another way.
     """
     good = _utf8_mask(array, faults, where)
     if good is None:
@@ -234,18 +233,18 @@ def keep_utf8(array: pa.Array, faults: LineFaults, where: Callable[[int], str]) 
 def keep_utf8_rows(
     batch: pa.RecordBatch, fields: Sequence[str], faults: LineFaults, where: Callable[[int], str]
 ) -> pa.RecordBatch:
-    """The rows of a batch whose texts are UTF-8, with all their columns. Raises as `keep_utf8` does."""
+    """Return the rows of a batch whose texts are UTF-8, with all columns. Raises as `keep_utf8` does."""
     good = _utf8_mask(text_array(batch, fields), faults, where)
     return batch if good is None else batch.filter(good)
 
 
 def _utf8_mask(array: pa.Array, faults: LineFaults, where: Callable[[int], str]) -> pa.Array | None:
-    """Which texts are UTF-8; None where all are, which costs little to find out."""
+    """Mask of the rows that are UTF-8; None if all are, which is cheap to find out."""
     try:
         array.validate(full=True)
         return None
     except pa.ArrowInvalid:
-        array.validate()  # raises for offsets outside the buffers: then no row can be looked at
+        array.validate()  # raises for offsets outside the buffers: then no row can be read
     good = np.ones(len(array), np.bool_)
     for row, text in enumerate(Texts.from_arrow(array).views()):
         if array[row].is_valid:
@@ -264,7 +263,7 @@ def _utf8_mask(array: pa.Array, faults: LineFaults, where: Callable[[int], str])
 
 
 def row_namer(path: str, group: int, first: int, *, what: str = "row group") -> Callable[[int], str]:
-    """How row i of an array is named that begins at row `first` of a row group, or of a record batch of Arrow."""
+    """Return a function that names row i of an array that begins at row `first` of a row group or record batch."""
     return lambda row: f"{path}: {what} {group}, row {first + row} of it (both counted from 0)"
 
 

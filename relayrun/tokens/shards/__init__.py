@@ -4,7 +4,7 @@
     prefixes        find the shards below folders (standard library only)
     manifest        the frozen list of shards that a run reads
     checks          shards against their records, and their tokenizer against the run's
-    merge           several shards into one; pending_merges: the dumps of a data set not merged yet
+    merge           several shards into one
 
 In: token ids, prefixes and folders. Out: shards, manifests, and errors that name the shard.
 """

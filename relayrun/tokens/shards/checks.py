@@ -1,11 +1,11 @@
-"""Check shards: against their records, and their tokenizer against the run's.
+"""Check shards against their records, and their tokenizer against the run's.
 
-`verify_shards` reads every shard once, front to back: header, sizes, order, ids, ends of documents, checksums. Several
-shards are read at a time, because numpy and xxhash release Python's lock.
+`verify_shards` reads every shard once, front to back: header, sizes, order, ids, ends of documents, checksums. Threads
+read several shards at a time, because numpy and xxhash release Python's lock.
 
 `check_tokenizer` compares the tokenizer in the record beside a shard's real .bin with the run's, also for a link in a
 mixture. Shards of other programs have no record: `check_first_ids` reads some of their ids, and training checks every
-id again when it reads it.
+id when it reads it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ log = logging.getLogger(__name__)
 
 ALLOW_SETTING = "data.allow_other_tokenizer"
 MAX_SAMPLED_SHARDS = 32
-"""Shards without a record whose ids are looked at, in each data set."""
+"""Shards without a record whose ids are sampled, in each data set."""
 SAMPLED_IDS = 1 << 16
-"""How many ids of such a shard are looked at, at its beginning."""
+"""Sampled ids at the beginning of such a shard."""
 
 
 def check_tokenizer(
@@ -45,7 +45,7 @@ def check_tokenizer(
 ) -> int:
     """Raise InputError if a shard was made with another tokenizer than the run's; with `allow`, warn.
 
-    Parameters as `tokenizer_differences`. Returns how many shards have no record.
+    Parameters as in `tokenizer_differences`. Returns the number of shards without a record.
     """
     errors, without = tokenizer_differences(manifest, mixture, ends_matter=ends_matter)
     for error in errors:
@@ -58,10 +58,11 @@ def check_tokenizer(
 def tokenizer_differences(
     manifest: Manifest, mixture: Iterable[str] | None = None, *, ends_matter: bool = False
 ) -> tuple[list[InputError], dict[str, list[str]]]:
-    """Return an error for every set and way in which shards differ from the run's tokenizer.
+    """Return an error for every data set and way in which shards differ from the run's tokenizer, and shards without a
+    record.
 
-    `mixture`: names of the data sets to look at, beside all validation sets; None: all. `ends_matter`: something in
-    the run depends on which id ends a document. Also returned: by set, the prefixes of shards that have no record.
+    `mixture`: names of the data sets to check, besides all validation sets; None: all. `ends_matter`: the run depends
+    on the id that ends a document. Prefixes of shards without a record come by data set.
     """
     records, real_path = ShardRecords(), RealPathCache()
     errors: list[InputError] = []
@@ -96,7 +97,7 @@ def iterate_data_sets(manifest: Manifest, mixture: Iterable[str] | None) -> Iter
 
 
 def _tokenizer_difference(made: TokenizerRecord, manifest: Manifest, ends_matter: bool) -> str | None:
-    """Say how the tokenizer of a record differs from the run's; None if it does not, or nobody knows."""
+    """Describe how the tokenizer of a record differs from the run's; None if equal or unknown."""
     if (words := _vocabulary_difference(made, manifest)) is not None:
         return words
     if ends_matter and made.eos != manifest.eod:
@@ -106,14 +107,9 @@ def _tokenizer_difference(made: TokenizerRecord, manifest: Manifest, ends_matter
 
 
 def _vocabulary_difference(made: TokenizerRecord, manifest: Manifest) -> str | None:
-    if made.ids and manifest.tokenizer_ids:
-        if made.ids == manifest.tokenizer_ids:
-            return None
-    elif manifest.tokenizer_fingerprint in ("", made.fingerprint):
+    if manifest.tokenizer_ids in ("", made.ids):
         return None
     size, own = made.size, manifest.vocabulary_size
-    if size is None:
-        return "the fingerprints of the two tokenizers differ"
     if size == own:
         return f"both have {own:,} entries, and ids mean other text"
     small = ", and ids beyond it end the run" if size > own else ""
@@ -121,8 +117,8 @@ def _vocabulary_difference(made: TokenizerRecord, manifest: Manifest) -> str | N
 
 
 def check_first_ids(prefixes: Sequence[str], what: str, vocabulary_size: int) -> None:
-    """Raise InputError if one of the first ids of some of these shards, evenly chosen, is beyond the vocabulary."""
-    prefixes = [prefix for prefix in prefixes if "://" not in prefix]  # their ids are checked when they are read
+    """Raise InputError if a first id of some of these shards, evenly chosen, is beyond the vocabulary."""
+    prefixes = [prefix for prefix in prefixes if "://" not in prefix]  # training checks their ids when it reads them
     step = max(1, -(-len(prefixes) // MAX_SAMPLED_SHARDS))
     for prefix in prefixes[::step]:
         ids: npt.NDArray[np.int64] = np.asarray(Shard.open(prefix).ids()[:SAMPLED_IDS], np.int64)
@@ -136,12 +132,12 @@ def check_first_ids(prefixes: Sequence[str], what: str, vocabulary_size: int) ->
 
 
 _READ_BYTES = 1 << 20
-"""Bytes that are looked at twice, for checksum and range, while they are in the processor's cache."""
+"""Bytes read twice, for checksum and range, while they are in the processor's cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifiedShard:
-    """A shard, and what is wrong with it."""
+    """A shard and its faults."""
 
     prefix: str
     tokens: int
@@ -158,10 +154,10 @@ def verify_shards(
     threads: int | None = None,
     report: Callable[[VerifiedShard], None] = lambda verified: None,
 ) -> list[VerifiedShard]:
-    """Check shards, each fault named; `report` gets each shard as it is done, in the order of `prefixes`.
+    """Check shards and describe each fault; `report` gets each shard when it is done, in the order of `prefixes`.
 
-    `vocabulary_size`: ids must lie below it. `eod`: every document must end with it. `checksums`: compare
-    with the record beside the shard, if there is one.
+    `vocabulary_size`: ids must lie below it. `eod`: every document must end with it. `checksums`: compare with the
+    record beside the shard, if any.
     """
     records = ShardRecords() if checksums else None
     check = functools.partial(_verify_shard, vocabulary_size=vocabulary_size, eod=eod, records=records)
@@ -243,9 +239,9 @@ def _document_end_faults(shard: Shard, eod: int) -> list[str]:
 
 
 def _id_faults(shard: Shard, vocabulary_size: int | None, digest: Any) -> list[str]:
-    """One pass over the .bin: the range of the ids, and its checksum."""
+    """Check the range of the ids and update `digest`, in one pass over the .bin."""
     highest = -1
-    unsigned = np.dtype(f"u{shard.dtype.itemsize}")  # there an id below zero is a very large one, too
+    unsigned = np.dtype(f"u{shard.dtype.itemsize}")  # a negative id becomes very large
     with open(shard.prefix + ".bin", "rb", buffering=0) as file:
         buffer = bytearray(_READ_BYTES)
         while read := file.readinto(buffer):
@@ -261,16 +257,15 @@ def _id_faults(shard: Shard, vocabulary_size: int | None, digest: Any) -> list[s
 
 
 def _recorded_checksums(prefix: str, records: ShardRecords) -> dict[str, str]:
-    """What the record beside the shard says, or nothing."""
     record = records.of(os.path.realpath(prefix + ".bin").removesuffix(".bin"))
     return {} if record is None else record.xxh3_128
 
 
 def check_data(manifest: Manifest, mixture: list[str], data: DataSection) -> None:
-    """Raises FatalTrainingError if a shard is not what it was, InputError if files are only missing.
+    """Raise FatalTrainingError for a changed shard, InputError if files are only missing.
 
-    A missing file may be a file system that is away for a while: the next attempt may find it again. Nor may a shard
-    have been made anew with another tokenizer since the submit; a run that began before this was looked at goes on.
+    A missing file may be a file system that is briefly away: the next attempt may find it. A shard that was made again
+    with another tokenizer since the submit is a changed shard.
     """
     try:
         manifest.verify(mixture)
@@ -279,7 +274,6 @@ def check_data(manifest: Manifest, mixture: list[str], data: DataSection) -> Non
             raise
         raise FatalTrainingError(error.message, hint=error.hint) from None
     try:
-        allow = data.allow_other_tokenizer or not manifest.tokenizer_ids
-        check_tokenizer(manifest, mixture, allow=allow, ends_matter=data.depends_on_ends)
+        check_tokenizer(manifest, mixture, allow=data.allow_other_tokenizer, ends_matter=data.depends_on_ends)
     except InputError as error:
         raise FatalTrainingError(error.message, where=error.where, hint=error.hint) from None

@@ -1,17 +1,14 @@
-"""The frozen, ordered lists of the shards that a run reads, one list for each data set; of a stream, its files of text.
+"""The frozen, ordered lists of the shards, or the files of text, that a run reads; a list for each data set.
 
-The manifest is built when a run is made, and written into its directory; every attempt reads it
-and never looks for shards again, so that a file that appears later cannot shift the data. A submit with
-another mixture adds data sets to it (`mixture.data_change`); a data set that stands in it is never changed.
-Building
-reads every .idx once (20 bytes per document: about 0.3 s for 10^7 documents); reading and verifying
-cost a line of JSON and two `stat` calls per shard.
+The manifest is built when a run is made, and written into its directory; every attempt reads it and never searches for
+shards again, so that a file that appears later cannot shift the data. A submit with another mixture adds data sets
+(`mixture.data_change`); a listed one never changes. Building reads every .idx once (20 bytes per document: about 0.3 s
+for 10^7 documents); reading and verifying cost a line of JSON and two `stat` calls per shard.
 
-A fingerprint is the SHA-256 of a shard's whole .idx, with its sizes: documents that were added, cut,
-reordered or tokenized otherwise change it. It does not depend on paths, so a data set may move. The
-.bin is not read: ids that change while every document keeps its length are not seen. Of a file of text
-the fingerprint is that of its two ends, where parquet has its list of row groups; its time of change tells whether it
-may have been edited between them.
+A fingerprint is the SHA-256 of a shard's whole .idx, with its sizes: added, cut or reordered documents and other
+lengths change it; paths do not, so a data set may move. The .bin is not read: changed ids of equal document lengths
+stay unnoticed. The fingerprint of a file of text covers its two ends, where parquet has its list of row groups; its
+modification time tells whether it may have been edited between them.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class ShardEntry:
-    """One shard as it was when the manifest was built."""
+    """One shard, as found when the manifest was built."""
 
     prefix: str
     """Absolute path without .bin or .idx, links not resolved."""
@@ -56,8 +53,8 @@ class ShardEntry:
     def build(cls, prefix: str | os.PathLike[str]) -> ShardEntry:
         """Open a shard and read its whole index.
 
-        Raises InputError if the shard is torn, holds no integers, or if its .bin is not its documents
-        one behind the other in the order of the index (windows read the .bin straight through).
+        Raises InputError if the shard is torn, holds no integers, or if its .bin is not the contiguous documents in the
+        order of the index (windows read the .bin straight through).
         """
         prefix = os.fspath(Path(prefix).absolute())
         try:
@@ -87,7 +84,7 @@ class ShardEntry:
         )
 
     def differences(self) -> list[str]:
-        """What differs on disk: a line per missing file or other size. A URL is compared when it is opened."""
+        """Describe each missing file and changed size on disk. Shards below URLs are compared when they are opened."""
         found: list[str] = []
         if "://" in self.prefix:
             return found
@@ -104,28 +101,28 @@ class ShardEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
-    """One file of text as it was when the manifest was built."""
+    """One file of text, as found when the manifest was built."""
 
     path: str
     """Absolute path, links not resolved, or a URL."""
     size: int
     """Bytes."""
     fingerprint: str
-    """SHA-256 of its first and last 64 KiB, hexadecimal; of a file that was edited between them, of its whole, too."""
+    """SHA-256, hexadecimal, of the first and last 64 KiB; of the whole file, if it was edited between them."""
     changed: int = 0
-    """When it was changed last, ns since 1970; 0: not known."""
+    """Modification time, ns since 1970; 0 if unknown."""
     content: str = ""
-    """The xxh3-128 of all of it; empty: it was never read whole."""
+    """The xxh3-128 of the whole file; empty if it was never read whole."""
     fragments: int | None = None
-    """Only its first so many row groups are read; None: all."""
+    """Only the first row groups up to this number are read; None: all."""
     rows: int | None = None
-    """Only its first so many rows are read; None: all."""
+    """Only the first rows up to this number are read; None: all."""
 
     def differences(self) -> list[str]:
-        """What differs on disk: a line for a missing file, another size, or another time of change.
+        """Describe a missing file, a changed size, or a changed modification time on disk.
 
-        Where the time is another one the file is read whole, and is the same if its content is known to be. A URL is
-        compared when it is opened.
+        A file of another time is read whole, and is unchanged if its content is known and equal. URLs are compared when
+        opened.
         """
         if "://" in self.path:
             return []
@@ -139,7 +136,7 @@ class FileEntry:
         return [] if same else [f"{self.path}: was changed: {self.other_time()}"]
 
     def other_time(self) -> str:
-        """What is wrong with a file of the same size whose time of change is another one, in words."""
+        """Describe a file of equal size and another modification time."""
         if self.content:
             return "its content is another one"
         when = f"{self.changed // 10**9}.{self.changed % 10**9:09}"
@@ -148,11 +145,11 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetManifest:
-    """Shards in the order in which they are read: together one stream of tokens. Or files of text, which have none."""
+    """Shards in reading order, together one stream of tokens; or files of text, which have no tokens yet."""
 
     shards: tuple[ShardEntry, ...]
     files: tuple[FileEntry, ...] = ()
-    """Files of text, sorted by name or as listed; where there are some, there are no shards."""
+    """Files of text, sorted by name or as listed; `shards` is then empty."""
 
     @cached_property
     def tokens(self) -> int:
@@ -164,7 +161,7 @@ class DatasetManifest:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over type, sizes and fingerprint of every shard in order, hexadecimal."""
+        """SHA-256, hexadecimal, over type, sizes and fingerprint of every shard in order."""
         digest = hashlib.sha256()
         for shard in self.shards:
             digest.update(
@@ -176,13 +173,14 @@ class DatasetManifest:
         return digest.hexdigest()
 
     def differences(self) -> list[str]:
-        """What differs on disk, a line each."""
+        """Describe each difference on disk."""
         entries: list[ShardEntry | FileEntry] = [*self.shards, *self.files]
         return [line for entry in entries for line in entry.differences()]
 
     @classmethod
     def build(cls, prefixes: Sequence[str | os.PathLike[str]]) -> DatasetManifest:
-        """Read the indices of `prefixes`; their order is kept. Errors as in `ShardEntry.build`, for all of them."""
+        """Read the indices of `prefixes` in their order. Raises the errors of `ShardEntry.build` for all of them at
+        once."""
         shards: list[ShardEntry] = []
         bad: list[RelayrunError] = []
         for prefix in prefixes:
@@ -197,26 +195,21 @@ class DatasetManifest:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Everything that decides which tokens a run may see."""
+    """All data that decides which tokens a run may read."""
 
     datasets: dict[str, DatasetManifest]
-    """Shards of all data sets that the mixture has ever had, by identity
-    (`config.sections.data.DataSource.identity`)."""
+    """Shards of all data sets that the mixture has ever had, by identity (`DataSource.identity`)."""
     validation: dict[str, DatasetManifest]
     vocabulary_size: int
-    """Entries of the tokenizer, its special tokens included, not padded."""
+    """Entries of the tokenizer with its special tokens, not padded."""
     eod: int | None
     """Id of the token that ends a document."""
     tokenizer: str
-    """The tokenizer's name as given in the config; a label, never opened from here."""
+    """Name of the tokenizer in the config; a label that is never opened."""
     tokenizer_fingerprint: str = ""
-    """Fingerprint of the whole tokenizer; empty if it is not known."""
+    """Fingerprint of the whole tokenizer; empty if unknown."""
     tokenizer_ids: str = ""
-    """Fingerprint of what decides its ids (`encode.tokenizer`); empty if it is not known."""
-    listed_order: bool = False
-    """Whether a list of shards or folders stands here in the order given; earlier versions sorted it."""
-    listed_validation: bool = False
-    """The same for the folders of validation sets, which were sorted for longer."""
+    """Fingerprint of the data that decides ids (`encode.tokenizer.ids_fingerprint`); empty if unknown."""
 
     @classmethod
     def build(
@@ -231,11 +224,10 @@ class Manifest:
         tokenizer_ids: str = "",
         split: float = 0.0,
     ) -> Manifest:
-        """Freeze the shards of each data set and of each validation set, by name; None: it has no shards by design.
+        """Freeze the shards of each data set and validation set, by name; None: a data set without shards by design.
 
-        A data set of files of text comes frozen. `split`: `data.split`.
-
-        Raises InputError if a set is empty or a shard is refused (`ShardEntry.build`), and as `check_apart`.
+        A data set of files of text comes frozen. `split`: `data.split`. Raises InputError if a set is empty or a shard
+        is refused (`ShardEntry.build`), and as `check_apart`.
         """
         built: list[dict[str, DatasetManifest]] = []
         for sets, what in ((datasets, "data set"), (validation, "validation set")):
@@ -256,8 +248,6 @@ class Manifest:
             tokenizer=tokenizer,
             tokenizer_fingerprint=tokenizer_fingerprint,
             tokenizer_ids=tokenizer_ids,
-            listed_order=True,
-            listed_validation=True,
         )
         manifest.check_apart(list(datasets), split=split)
         return manifest
@@ -265,8 +255,8 @@ class Manifest:
     def check_apart(self, mixture: Iterable[str], *, split: float = 0.0) -> None:
         """Raise InputError if a shard stands twice in a set or in the mixture, or its text in a validation set.
 
-        `mixture` names the data sets that are read together. Links and hard links to one .bin are one
-        shard; a data set that has left the mixture may be gone from the disk. Also raises as `check_held_out`.
+        `mixture` names the data sets that are read together. Links and hard links to one .bin are one shard; a data set
+        that left the mixture may be gone from disk. Also raises as `check_held_out`.
         """
         together = set(mixture)
         in_training: dict[tuple[int, int], tuple[str, str]] = {}
@@ -290,7 +280,7 @@ class Manifest:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Self:
-        """Read what `write` wrote. Raises FileNotFoundError, and InputError if it is damaged."""
+        """Read a written manifest. Raises FileNotFoundError, and InputError if it is damaged."""
         try:
             value = read_json(path)
             if value["version"] != MANIFEST_VERSION:
@@ -302,9 +292,7 @@ class Manifest:
                 eod=value["eod"],
                 tokenizer=value["tokenizer"],
                 tokenizer_fingerprint=value["tokenizer_fingerprint"],
-                tokenizer_ids=value.get("tokenizer_ids", ""),  # runs of earlier versions have none
-                listed_order=value.get("listed_order", False),
-                listed_validation=value.get("listed_validation", False),
+                tokenizer_ids=value["tokenizer_ids"],
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             what = "it is no JSON" if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)) else repr(error)
@@ -323,8 +311,6 @@ class Manifest:
                 "tokenizer": self.tokenizer,
                 "tokenizer_fingerprint": self.tokenizer_fingerprint,
                 "tokenizer_ids": self.tokenizer_ids,
-                "listed_order": self.listed_order,
-                "listed_validation": self.listed_validation,
                 "vocabulary_size": self.vocabulary_size,
                 "eod": self.eod,
                 "datasets": {name: _dataset_to_json(dataset) for name, dataset in self.datasets.items()},
@@ -333,14 +319,14 @@ class Manifest:
         )
 
     def differences(self, mixture: Iterable[str]) -> list[str]:
-        """What differs on disk in the data sets `mixture` and the validation sets: two `stat` calls per shard."""
+        """Describe differences on disk in the data sets `mixture` and the validation sets; two `stat` calls a shard."""
         found = [f"{name}: {line}" for name in mixture for line in self.datasets[name].differences()]
         for name, dataset in self.validation.items():
             found += [f"validation {name!r}: {line}" for line in dataset.differences()]
         return found
 
     def verify(self, mixture: Iterable[str] | None = None) -> None:
-        """Raise InputError that names every difference of sizes on disk. `mixture` as in `differences`; None: all."""
+        """Raise InputError that names every difference on disk. `mixture` as in `differences`; None: all."""
         if found := self.differences(self.datasets if mixture is None else mixture):
             raise InputError(
                 "\n  ".join([f"the data differ from the manifest in {len(found)} file(s):", *found]),
@@ -355,7 +341,7 @@ def check_held_out(
     files: Iterable[FileEntry] = (),
     split: Collection[str] = (),
 ) -> None:
-    """Raise InputError if text that is held out is trained on, by `ShardRecords.texts`; the sets are prefixes by name.
+    """Raise InputError if held-out text is trained on (`ShardRecords.texts`); the sets are prefixes by name.
 
     `files`: training data that are read as text. `split`: the training sets of which a share is held out.
     """
@@ -407,7 +393,7 @@ def _check_contiguous(shard: Shard) -> None:
 
 
 def _file_identities(name: str, dataset: DatasetManifest, *, missing_ok: bool = False) -> dict[tuple[int, int], str]:
-    """(device, inode) of every .bin → prefix, and of every local file of text → path."""
+    """Map (device, inode) of every .bin to its prefix, and of every local file of text to its path."""
     found: dict[tuple[int, int], str] = {}
     below_urls = [shard.prefix for shard in dataset.shards if "://" in shard.prefix]
     if len(set(below_urls)) < len(below_urls):
@@ -444,7 +430,7 @@ def _dataset_to_json(dataset: DatasetManifest) -> dict[str, Any]:
 def _dataset_from_json(value: dict[str, Any]) -> DatasetManifest:
     dataset = DatasetManifest(
         shards=tuple(ShardEntry(**shard) for shard in value["shards"]),
-        files=tuple(FileEntry(**file) for file in value.get("files", ())),  # none in runs of earlier versions
+        files=tuple(FileEntry(**file) for file in value.get("files", ())),
     )
     if dataset.fingerprint != value["fingerprint"] or dataset.tokens != value["tokens"]:
         raise ValueError("its shards do not have the fingerprint that it names")

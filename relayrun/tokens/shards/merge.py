@@ -1,9 +1,9 @@
-"""Several shards into one, by moving bytes: no token is looked at.
+"""Merge several shards into one by moving bytes; tokens are not decoded.
 
-The result is that of Megatron-LM's `tools/merge_datasets.py`: the .bin files one behind the other, and one index; and
-a record of its own, which names the tokenizer of its inputs and the checksums of both files. Each input is compared
-with the checksums of its record on the way, since the bytes pass through memory anyway: past the page cache that costs
-no more than `cat`.
+The result equals that of Megatron-LM's `tools/merge_datasets.py`: the concatenated .bin files and one index; plus a
+record, which names the tokenizer of the inputs and the checksums of both files. Each input is compared with the
+checksums of its record on the way, since its bytes pass through memory anyway: past the page cache this costs no more
+than `cat`.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from relayrun.tokens.stores.direct_io import DirectFile
 log = logging.getLogger(__name__)
 
 _PIECE = 1 << 20
-"""Bytes that are read, hashed and passed on at a time: they stay in the processor's cache."""
+"""Bytes read, hashed and written at a time, which stay in the processor's cache."""
 
 
 def merge_shards(prefixes: Sequence[str], output: str | os.PathLike[str], *, multimodal: bool = False) -> Shard:
     """Write the shards `prefixes`, in this order, as the shard `output`; return it.
 
-    `multimodal`: their indices hold a mode of every sequence, and so does the result's.
-    Nothing stands under the final names before the shard is whole. Raises InputError for a torn shard, for one that is
-    not what its record says, for token types or tokenizers (by their records) that differ, or if `output` exists or is
-    one of the inputs. Warns where the record cannot name a tokenizer, because not every input does.
+    `multimodal`: the indices, and the result's, hold a mode of every sequence. The final names appear when the shard is
+    whole. Raises InputError for a torn shard, a shard that differs from its record, different token types or (by their
+    records) tokenizers, and if `output` exists or is one of the inputs. Warns if an input without a record leaves the
+    tokenizer of the result unnamed.
     """
     target = os.path.abspath(output)
     inputs = inspect_inputs(prefixes, output, multimodal=multimodal)
@@ -59,14 +59,14 @@ def merge_shards(prefixes: Sequence[str], output: str | os.PathLike[str], *, mul
         if not held:
             hint = "wait for it, or choose another name"
             raise InputError("another merge writes this output", where=target, hint=hint)
-        _refuse_existing(target)  # again: another one may have ended since
+        _refuse_existing(target)  # again: another merge may have ended since
         remove_leftovers(Path(target).parent, shared=True)
         _write_merged(inputs, target, [os.path.abspath(prefix) for prefix in prefixes], multimodal=multimodal)
     return Shard.open(target, multimodal=multimodal)
 
 
 def _write_merged(inputs: MergeInputs, target: str, prefixes: list[str], *, multimodal: bool) -> None:
-    """Write the files under names of this process, then give them theirs; where that fails, none of them is left."""
+    """Write temporary files, then rename them; remove all of them on a failure."""
     shards, known, dtype = inputs.shards, inputs.records, inputs.shards[0].dtype
     folder = Path(target).parent
     tokens, index_file = (str(folder / f"{temporary_prefix()}{secrets.token_hex(8)}") for _ in range(2))
@@ -110,22 +110,22 @@ def _write_merged(inputs: MergeInputs, target: str, prefixes: list[str], *, mult
 
 @dataclass(frozen=True)
 class MergeInputs:
-    """The shards of a merge, the record of each that has one, and the tokenizer that all of them have on record."""
+    """The shards of a merge, the record of each, and the tokenizer on record of all of them."""
 
     shards: list[Shard]
     records: list[ShardRecord | None]
     made: TokenizerRecord | None
     texts: frozenset[str]
-    """What names the text of all of them (`ShardRecords.texts`)."""
+    """Text names (`ShardRecords.texts`) of all inputs."""
 
     @property
     def bytes(self) -> int:
-        """The size of the shard that they become, about."""
+        """Size of the merged shard, about."""
         return sum(shard.tokens * shard.dtype.itemsize + shard.idx_bytes for shard in self.shards)
 
 
 def inspect_inputs(prefixes: Sequence[str], output: str | os.PathLike[str], *, multimodal: bool = False) -> MergeInputs:
-    """Look at the inputs of a merge and the place of its output; no token is read. Raises InputError as
+    """Check the inputs of a merge and the place of its output, without reading tokens. Raises InputError as
     `merge_shards`."""
     refuse_urls(output)
     target = os.path.abspath(output)
@@ -156,15 +156,15 @@ def _refuse_existing(target: str) -> None:
 def _common_tokenizer(
     prefixes: Sequence[str], records: Sequence[ShardRecord | None], target: str
 ) -> TokenizerRecord | None:
-    """The tokenizer that all inputs have on record; None, with a warning, where one has none.
+    """The tokenizer that all inputs have on record; None, with a warning, if an input has none.
 
-    Raises InputError where two differ, or end documents with different tokens.
+    Raises InputError if two differ, or end documents with different tokens.
     """
     found = [(prefix, record.made) for prefix, record in zip(prefixes, records, strict=True) if record is not None]
     known = [(prefix, made) for prefix, made in found if made is not None]
     for prefix, made in known:
         first, other = known[0]
-        if not made.same(other):
+        if made.ids != other.ids:
             what = "another tokenizer made this shard than"
         elif made.eos != other.eos:
             what = f"documents end with {_describe_token(made.eos)} here, with {_describe_token(other.eos)} in"
@@ -179,11 +179,11 @@ def _common_tokenizer(
             len(prefixes),
         )
         return None
-    return max((made for _, made in known), key=lambda made: bool(made.ids))  # records of earlier versions say less
+    return known[0][1]
 
 
 def _largest_id(shards: Sequence[Shard], records: Sequence[ShardRecord | None]) -> int | None:
-    """The largest id of all inputs; None where one of them has none on record, or all are empty."""
+    """The largest id of all inputs; None if unknown for any of them, or all are empty."""
     noted = [
         None if record is None else record.largest_id
         for shard, record in zip(shards, records, strict=True)
@@ -198,9 +198,9 @@ def _describe_token(id_: int | None) -> str:
 
 
 def _append_shard(shard: Shard, sums: dict[str, str], out: DirectFile, digest: xxhash.xxh3_128) -> None:
-    """The tokens of `shard` behind what `out` holds; its offsets must run without gaps from 0.
+    """Append the tokens of `shard` to `out`; its offsets must be contiguous from 0.
 
-    `sums`: what its record says of its files, if it has one. Raises InputError where they are others.
+    Raises InputError if its files do not have the checksums `sums` of its record, if any.
     """
     left = shard.tokens * shard.dtype.itemsize
     lengths = np.asarray(shard.lengths(), np.int64)
@@ -218,7 +218,7 @@ def _append_shard(shard: Shard, sums: dict[str, str], out: DirectFile, digest: x
                 own.update(piece[:read])
             out.commit(read)
             left -= read
-    if not sums or shard.cut:  # the record of a cut one is that of the whole
+    if not sums or shard.cut:  # a cut shard has the record of the whole one
         return
     index = xxhash.xxh3_128_hexdigest(Path(shard.prefix + ".idx").read_bytes())
     for suffix, found in (("bin", own.hexdigest()), ("idx", index)):

@@ -1,11 +1,11 @@
-"""Find the shards below folders. Standard library only, so that launchers may ask at no cost.
+"""Find the shards below folders. Standard library only: launchers import it at no cost.
 
-A prefix is the path of a shard without `.bin` or `.idx`. Prefixes are absolute (jobs start in other
-directories), links in them are kept, and they come sorted unless a list gives the order: the order of a directory
-listing differs between machines and from day to day, and the order of the data must not.
+A prefix is the path of a shard without `.bin` or `.idx`. Prefixes are absolute (jobs start in other directories), keep
+links, and are sorted unless a list gives the order: the order of a directory listing differs between machines and days,
+and the order of the data must not.
 
-The summary in the folder of a mixture says which files belong to the mixture, and which links repeat a shard on
-purpose: several passes over a data set lie in folders of their own, because each file needs its own name.
+The summary in the folder of a mixture lists the files of the mixture, and the links that repeat a shard on purpose:
+passes over a data set lie in folders of their own, because each file needs its own name.
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ SHARD_SUFFIXES = (".bin", ".idx")
 def find_prefixes(paths: Sequence[Path], *, listed: bool = False) -> list[str]:
     """Return every prefix below the folders `paths`, sorted, each once; `listed`: in the order of `paths`.
 
-    Links are followed. A real folder is read once, under the first name that leads to it: a loop of
-    links ends, and two links to one folder do not put its shards into the data twice. Links to
-    single files are taken as they are.
-    Raises InputError if a folder is missing, holds no shard, or holds a .bin without its .idx (or
-    the other way round).
+    Links are followed. A real folder is read once, under its first name: a loop of links ends, and two links to one
+    folder do not repeat its shards. Links to single files are kept as they are. Raises InputError for a missing folder,
+    a folder without shards, and half a shard.
     """
     seen: set[tuple[int, int]] = set()
     prefixes: dict[str, None] = {}
@@ -40,13 +38,12 @@ def find_prefixes(paths: Sequence[Path], *, listed: bool = False) -> list[str]:
     return list(prefixes) if listed else sorted(prefixes)
 
 
-def expand_paths(paths: Sequence[str], *, listed: bool = True) -> list[str]:
-    """Return every prefix that folders, prefixes, or patterns (`*`, `?`, `[..]`) of either lead to, each once.
+def expand_paths(paths: Sequence[str]) -> list[str]:
+    """Return every prefix that folders, prefixes, or patterns (`*`, `?`, `[..]`) of either match, each once.
 
-    A shard or a folder that exists under just the name that is given is never a pattern.
-    They come in the order of `paths`, sorted where one path leads to several; without `listed`, sorted all together.
-    What a pattern matches beside shards, such as a folder of logs, is left out.
-    Raises InputError as `find_prefixes`, and for paths that lead to nothing.
+    An existing shard or folder of exactly that name is never a pattern. The order is that of `paths`, sorted within
+    each path. Other matches of a pattern, such as a folder of logs, are skipped. Raises InputError as `find_prefixes`,
+    and for paths that match nothing.
     """
     found: list[tuple[list[Path], set[str]]] = []
     bad: list[RelayrunError] = []
@@ -60,9 +57,6 @@ def expand_paths(paths: Sequence[str], *, listed: bool = True) -> list[str]:
     files = (prefix + suffix for _, prefixes in found for prefix in sorted(prefixes) for suffix in SHARD_SUFFIXES)
     if half := [_half_shard_error(file) for file in files if not os.path.isfile(file)]:
         raise combined_error(half, "shards are not whole")
-    if not listed:
-        folders = [folder for below, _ in found for folder in below]
-        return sorted(set(find_prefixes(folders)).union(*(prefixes for _, prefixes in found)))
     seen: set[tuple[int, int]] = set()
     ordered: dict[str, None] = {}
     for below, prefixes in found:
@@ -72,14 +66,14 @@ def expand_paths(paths: Sequence[str], *, listed: bool = True) -> list[str]:
 
 
 def _match_path(path: str) -> tuple[list[Path], set[str]]:
-    """The folders and the prefixes that one path of `expand_paths` leads to. Raises InputError if there is none."""
+    """Folders and prefixes that one path of `expand_paths` matches. Raises InputError for none."""
     if os.path.isdir(path):
         return [Path(path).absolute()], set()
     exists = any(os.path.lexists(path + suffix) for suffix in SHARD_SUFFIXES)
     pattern = glob.escape(path) if exists else escape_literal_front(path)
     files = set(glob.glob(pattern)) | {match for suffix in SHARD_SUFFIXES for match in glob.glob(pattern + suffix)}
     below = [Path(match).absolute() for match in files if os.path.isdir(match)]
-    if glob.has_magic(path):  # `dump-0/*` means its shards, and not the logs beside them
+    if glob.has_magic(path):  # `dump-0/*` means its shards, not the logs beside them
         below = [folder for folder in below if any(_walk_prefixes(os.fspath(folder), set()))]
     shards = {
         os.path.abspath(match[:-4]) for match in files if match.endswith(SHARD_SUFFIXES) and os.path.isfile(match)
@@ -92,9 +86,9 @@ def _match_path(path: str) -> tuple[list[Path], set[str]]:
 
 
 def escape_literal_front(path: str) -> str:
-    """`path` as a pattern whose longest front that exists under just this name stands for itself alone.
+    """Return `path` as a pattern whose longest existing front is literal.
 
-    So does the begin of a name, in front of its first `*` or `?`, with which a name there begins: `web[2024]-*`.
+    The start of a name before its first `*` or `?` is literal, too, if an existing name begins with it: `web[2024]-*`.
     """
     parts = path.split("/")
     fronts = ("/".join(parts[:length]) for length in range(len(parts), 0, -1))
@@ -106,19 +100,18 @@ def escape_literal_front(path: str) -> str:
 
 
 def literal_name_start(rest: str) -> str:
-    """What stands in front of the first `*` or `?` of a name, if it holds a bracket; else nothing."""
+    """Return the part of a name before its first `*` or `?` if it holds a bracket; else an empty string."""
     found = re.match(r"/*[^/*?]*\[[^/*?]*(?=[*?])", rest)
     return "" if found is None else found[0]
 
 
 def _prefixes_below(root: Path, seen: set[tuple[int, int]]) -> set[str]:
-    """The prefixes below one folder, without those of the folders in `seen`. Raises InputError as `find_prefixes`."""
     if not root.is_dir():
         what, near = ("not a folder", "") if root.exists() else ("no such folder", did_you_mean_path(root))
         hint = "; ".join(filter(None, [near, "give folders that hold .bin and .idx files"]))
         raise InputError(what, where=root, hint=hint)
     found = set(_walk_prefixes(os.fspath(root), seen))
-    if not found and not any(_walk_prefixes(os.fspath(root), set())):  # not even when read without the others
+    if not found and not any(_walk_prefixes(os.fspath(root), set())):  # not even without `seen`
         raise InputError(
             "no .bin and .idx files below this folder", where=root, hint="tokenize into it first, or leave it out"
         )
@@ -134,9 +127,9 @@ def _half_shard_error(missing: str) -> InputError:
 
 
 def join_prefixes(prefixes: Sequence[str]) -> str:
-    """The prefixes separated by spaces, as Megatron's `--data-path $(...)` takes them.
+    """Join the prefixes with spaces, for Megatron's `--data-path $(...)`.
 
-    Raises InputError if one holds a blank: a shell would split it.
+    Raises InputError for a prefix with a blank: a shell would split it.
     """
     for prefix in prefixes:
         if prefix.split() != [prefix]:
@@ -185,9 +178,9 @@ SUMMARY_JSON = "dataset_mixture_summary.json"
 
 
 def mixture_files(mixture: Path) -> dict[str, bool]:
-    """What belongs to the mixture in this folder, by its summary: path below it → whether it is a link.
+    """Return the files of the mixture in this folder by its summary: path below it → True for a link.
 
-    Nothing, if it is no mixture.
+    Empty if the folder is not a mixture.
     """
     try:
         former = read_json(mixture / SUMMARY_JSON)
@@ -200,7 +193,7 @@ def mixture_files(mixture: Path) -> dict[str, bool]:
             files |= {
                 link + suffix: suffix == ".bin" or "cut_after_documents" not in shard for suffix in SHARD_SUFFIXES
             }
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):  # ValueError: also no UTF-8
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):  # ValueError: also invalid UTF-8
         return {}
     return files
 
@@ -211,7 +204,7 @@ def _mixture_links(mixture: str) -> frozenset[str]:
 
 
 def is_repeated_pass(prefix: str, other: str) -> bool:
-    """Whether two prefixes are one shard in two passes of a mixture that repeats its dataset."""
+    """True if two prefixes are one shard in two passes of a mixture that repeats its data set."""
     folder = os.path.commonpath([prefix, other])
     mixture = os.path.dirname(folder)
     names = [os.path.relpath(path, mixture) for path in (prefix, other)]

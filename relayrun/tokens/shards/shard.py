@@ -1,26 +1,23 @@
 """One shard: PREFIX.bin (token ids), PREFIX.idx (the index), and the record of its tokenizer and checksums.
 
-Layout of the .idx, little-endian, as `megatron/core/datasets/indexed_dataset.py` (megatron-core 0.16.1)
-reads it: 9 bytes magic, u64 version = 1, u8 dtype code, u64 sequences S, u64 entries of the document
-index D, then S int32 lengths (tokens), S int64 offsets (bytes into the .bin), D int64 document bounds
-(indices of sequences, the first is 0, the last is S); a multimodal one ends with S int8 modes. We write one sequence
-per document, so D = S + 1, and none for a document without tokens, as Megatron-LM's `preprocess_data.py` does: then D
-is greater.
+Layout of the .idx, little-endian, as `megatron/core/datasets/indexed_dataset.py` (megatron-core 0.16.1) reads it: 9
+bytes magic, u64 version = 1, u8 dtype code, u64 sequences S, u64 entries of the document index D, then S int32 lengths
+(tokens), S int64 offsets (bytes into the .bin), D int64 document bounds (indices of sequences, the first is 0, the last
+is S); a multimodal index ends with S int8 modes. A document is one sequence, so D = S + 1; as in Megatron-LM's
+`preprocess_data.py` a document without tokens has no sequence, and makes D greater.
 
-The shards of a dump share `tokenization.json` in their folder. A shard that a merge or the datatrove step wrote has
+The shards of a dump share `tokenization.json` in their folder. A shard of a merge or of the datatrove step has
 `PREFIX.record.json`: tasks and jobs that write into one folder at once need no lock for it. If a shard has both, its
-own record is the newer one.
+own record is newer.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import repeat
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,53 +28,47 @@ import xxhash
 from relayrun.errors import InputError
 from relayrun.files import RealPathCache, fsync_directory, read_json, write_json
 from relayrun.tokens.stores.direct_io import MAX_RESERVE_BYTES, DirectFile
+from relayrun.tokens.stores.urls import hash_file_ends
 
 FOLDER_RECORD = "tokenization.json"
-"""The record of a folder of shards."""
+"""Name of the record of a folder of shards."""
 RECORD_SUFFIX = ".record.json"
-"""What the name of a shard's own record has behind the prefix."""
+"""A shard's own record is PREFIX with this suffix."""
 SHARD_RECORD_FORMAT = "relayrun shard, version 1"
-_END_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerRecord:
-    """What a record says of the tokenizer."""
+    """The tokenizer of a shard, as its record states it."""
 
     fingerprint: str
     """SHA-256 of the serialized tokenizer."""
     ids: str
-    """Fingerprint of what decides its ids (`encode.tokenizer`); empty in records of earlier versions."""
-    size: int | None
-    """Entries of its vocabulary; None in records of earlier versions."""
+    """Fingerprint of the data that decides ids (`encode.tokenizer.ids_fingerprint`)."""
+    size: int
+    """Entries of the vocabulary."""
     eos: int | None
-    """The id that ends every document; None if none does."""
-
-    def same(self, other: TokenizerRecord) -> bool:
-        """Whether two records name one tokenizer, as far as both tell."""
-        return self.ids == other.ids if self.ids and other.ids else self.fingerprint == other.fingerprint
+    """Id that ends every document; None: no id does."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardRecord:
-    """One shard's record."""
+    """The record of one shard."""
 
     made: TokenizerRecord | None
-    """None where nobody knows."""
+    """Its tokenizer; None if unknown."""
     xxh3_128: dict[str, str]
-    """Checksums, 32 hexadecimal digits, of the .bin and the .idx; empty where nobody knows."""
+    """Checksums, 32 hexadecimal digits, of the .bin and the .idx; empty if unknown."""
     largest_id: int | None = None
-    """The largest id in the .bin; None where it is empty, and where nobody has noted it."""
+    """The largest id in the .bin; None if the .bin is empty or the id is unknown."""
     inputs: tuple[tuple[str, int, str], ...] = ()
-    """Path, bytes and fingerprint (`tokenize.shard_folder`) of each raw file that it was made of, as far as known."""
+    """Path, bytes and fingerprint (`tokenize.shard_folder`) of each raw file of the shard, as far as known."""
     texts: frozenset[str] = frozenset()
-    """The texts (`ShardRecords.texts`) of the shards that it joins."""
-    merged: tuple[str, ...] = ()
-    """The prefixes of these shards, where an earlier version merged them and noted no texts."""
+    """Text names (`ShardRecords.texts`) of the shards that were merged into it."""
 
 
 def write_shard_record(prefix: str, shard: ShardRecord, *, merged: Sequence[str] | None = None) -> None:
-    """Write the record of the shard `prefix` alone, before its files get their names. `merged`: the shards it joins."""
+    """Write the record of the shard `prefix`, before its files get their names. `merged`: the shards merged into it."""
     record: dict[str, Any] = {
         "format": SHARD_RECORD_FORMAT,
         "tokenizer": None if shard.made is None else asdict(shard.made),
@@ -90,19 +81,19 @@ def write_shard_record(prefix: str, shard: ShardRecord, *, merged: Sequence[str]
 
 
 def remove_shard_record(prefix: str) -> None:
-    """Remove the record of a shard that another is about to replace."""
+    """Remove the record of a shard that is about to be replaced."""
     Path(prefix + RECORD_SUFFIX).unlink(missing_ok=True)
 
 
 class ShardRecords:
-    """The records of shards; each folder is read once."""
+    """Records of shards; reads each folder once."""
 
     def __init__(self) -> None:
         self._folders: dict[str, tuple[dict[str, ShardRecord], set[str]]] = {}
         self._real_path = RealPathCache()
 
     def of(self, real_prefix: str) -> ShardRecord | None:
-        """What is on record of the shard whose .bin is the real file `real_prefix`.bin; None where nothing is."""
+        """Return the record of the shard whose .bin is the real file `real_prefix`.bin; None if there is no record."""
         folder, name = os.path.split(real_prefix)
         if folder not in self._folders:
             self._folders[folder] = _read_folder_record(folder), _list_shard_records(folder)
@@ -110,11 +101,11 @@ class ShardRecords:
         return (_read_shard_record(real_prefix) if name + RECORD_SUFFIX in own else None) or shared.get(name)
 
     def texts(self, prefixes: Iterable[str]) -> dict[str, set[str]]:
-        """Name the text of each shard: shards have a name in common if they hold the same text, whatever their paths.
+        """Name the text of each shard: shards with the same text share a name, whatever their paths.
 
-        Names are the checksums on record: of the .bin, of the shards that were merged, of the raw files. Where one of
-        several shards whose .bin has the same size has none, all of them are compared by the ends of the .bin: a
-        mixture cuts a shard by its .idx. An empty shard has no name, nor has one that is not there or lies below a URL.
+        Names are the checksums on record: of the .bin, of the merged shards, of the raw files. If any of several shards
+        with .bin files of equal size has no checksum, all of them are compared by the ends of the .bin: a mixture cuts
+        a shard by its .idx. Empty shards, missing shards and shards below URLs have no name.
         """
         found: dict[str, set[str]] = {}
         sizes: dict[int, dict[str, list[str]]] = {}
@@ -130,7 +121,6 @@ class ShardRecords:
                 sizes.setdefault(size, {}).setdefault(real, []).append(prefix)
                 record = self.of(real) or ShardRecord(made=None, xxh3_128={})
                 found[prefix] = {record.xxh3_128.get("bin", real), *record.texts}
-                found[prefix] = found[prefix].union(*self.texts(record.merged).values())
                 for path, length, fingerprint in record.inputs:
                     found[prefix] |= self.texts_of_file(path, length, fingerprint)
                 if real in found[prefix]:
@@ -138,58 +128,41 @@ class ShardRecords:
         for alike in (sizes[size] for size in without if len(sizes[size]) > 1):
             for real, several in alike.items():
                 for prefix in several:
-                    found[prefix].add(_hash_ends(real))
+                    found[prefix].add(hash_file_ends(real + ".bin"))
         return found
 
     def texts_of_file(self, path: str, size: int, *fingerprints: str) -> set[str]:
-        """Name the text of a raw file, in the same way; an empty one has no name."""
+        """Name the text of a raw file in the same way; an empty file has no name."""
         path = path.removeprefix("file://")
         place = path if "://" in path else self._real_path(path)
         return {f"{each} {size}" for each in (place, *fingerprints) if each and size}
 
 
-def _hash_ends(prefix: str) -> str:
-    """A hash of the first and last 64 KiB of the .bin."""
-    with open(prefix + ".bin", "rb") as file:
-        digest = hashlib.sha256(file.read(_END_BYTES))
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _END_BYTES))
-        digest.update(file.read())
-    return digest.hexdigest()
-
-
 def _read_folder_record(folder: str) -> dict[str, ShardRecord]:
-    """What the record of a folder says, by name of the shard; nothing where there is none, or one that is no such."""
+    """Read the record of a folder, by name of the shard. Empty if the record is missing or invalid."""
     try:
         record: Any = read_json(os.path.join(folder, FOLDER_RECORD))
-        dataset = (record.get("source") or {}).get("dataset") or ""
-        shards = {
+        settings, known, dataset = record["settings"], record["tokenizer"], record["source"]["dataset"]
+        made = TokenizerRecord(
+            fingerprint=settings["tokenizer"], ids=known["ids"], size=known["size"], eos=settings["eos"]
+        )
+        return {
             name: ShardRecord(
-                made=None,
-                xxh3_128=task.get("xxh3_128", {}),
-                largest_id=task.get("largest_id"),
+                made=made,
+                xxh3_128=task["xxh3_128"],
+                largest_id=task["largest_id"],
                 inputs=tuple(
                     (os.path.join(dataset, path), size, fingerprint)
                     for (path, size, _), fingerprint, documents in zip(
-                        task.get("inputs", ()),
-                        task.get("fingerprints", ()),
-                        task.get("file_documents") or repeat(1),
-                        strict=False,
+                        task["inputs"], task["fingerprints"], task["file_documents"], strict=True
                     )
-                    if fingerprint and documents  # else it was left out, or holds no text, as many a file of Spark
+                    if fingerprint and documents  # else the file was skipped, or is empty, as many files of Spark
                 ),
             )
             for name, task in record["shards"].items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
-    try:
-        settings, known = record["settings"], record.get("tokenizer", {})
-        made = TokenizerRecord(
-            fingerprint=settings["tokenizer"], eos=settings["eos"], ids=known.get("ids", ""), size=known.get("size")
-        )
-    except (KeyError, TypeError, AttributeError):
-        made = None
-    return {name: replace(shard, made=made) for name, shard in shards.items()}
 
 
 def _list_shard_records(folder: str) -> set[str]:
@@ -206,9 +179,8 @@ def _read_shard_record(real_prefix: str) -> ShardRecord | None:
         return ShardRecord(
             made=None if made is None else TokenizerRecord(**made),
             xxh3_128=dict(record["xxh3_128"]),
-            largest_id=record.get("largest_id"),
+            largest_id=record["largest_id"],
             texts=frozenset(record.get("texts", ())),
-            merged=() if "texts" in record else tuple(record.get("merged", ())),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -228,14 +200,17 @@ DTYPE_CODES: dict[int, type[np.generic]] = {
 }
 
 
+_TOKENIZE_AGAIN = "tokenize it again, or leave this prefix out"
+
+
 def token_dtype(vocabulary_size: int) -> type[np.generic]:
-    """Megatron's rule: uint16 below 65,500 entries of the vocabulary, int32 from there."""
+    """Return the token type by Megatron's rule: uint16 below 65,500 vocabulary entries, else int32."""
     return np.uint16 if vocabulary_size < 65_500 else np.int32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One .bin/.idx pair, its header read and its sizes checked. `prefix` is the path without suffix."""
+    """One .bin/.idx pair with its header read and its sizes checked. `prefix` is the path without suffix."""
 
     prefix: str
     dtype: np.dtype[np.generic]
@@ -245,17 +220,16 @@ class Shard:
     bin_bytes: int
     idx_bytes: int
     multimodal: bool = False
-    """Whether the index says of every sequence which kind of data it is."""
+    """True if the index holds the mode of each sequence."""
 
     @classmethod
     def open(cls, prefix: str | os.PathLike[str], *, multimodal: bool = False) -> Shard:
         """Read the header of PREFIX.idx (34 bytes) and the sizes of both files.
 
-        `multimodal`: its index ends with the mode of each sequence, as Megatron writes it with that option.
-        Raises InputError if a file is missing, is not an index, or is shorter than its header says.
+        `multimodal`: the index ends with the mode of each sequence, as Megatron writes it with that option. Raises
+        InputError if a file is missing, is not an index, or is shorter than its header says.
         """
         prefix = os.fspath(prefix)
-        hint = "tokenize it again, or leave this prefix out"
         try:
             with open(prefix + ".idx", "rb", buffering=0) as file:
                 header = file.read(INDEX_HEADER.size)
@@ -263,37 +237,17 @@ class Shard:
                 last = _last_sequence(file.fileno(), header, idx_bytes)
             bin_bytes = os.stat(prefix + ".bin").st_size
         except FileNotFoundError as error:
-            raise InputError(
-                "a shard needs both its .bin and its .idx file; this one is missing", where=error.filename, hint=hint
-            ) from None
-        if len(header) < INDEX_HEADER.size or header[:9] != INDEX_MAGIC:
-            raise InputError("not a Megatron index", where=prefix + ".idx", hint=hint)
-        _, version, code, sequences, bounds = INDEX_HEADER.unpack(header)
-        if version != 1 or code not in DTYPE_CODES:
-            raise InputError(f"unknown index version {version} or token type {code}", where=prefix + ".idx", hint=hint)
-        wanted = INDEX_HEADER.size + (13 if multimodal else 12) * sequences + 8 * bounds
-        if idx_bytes != wanted and bounds and idx_bytes == wanted + (-sequences if multimodal else sequences):
-            raise InputError(
-                "the index has no modes of sequences" if multimodal else "the index has modes of sequences: multimodal",
-                where=prefix + ".idx",
-                hint="merge without --multimodal" if multimodal else "only merge_datasets.py --multimodal takes it",
-            )
-        if idx_bytes != wanted or bounds == 0:
-            raise InputError(
-                f"index is torn: {idx_bytes} bytes, its header asks for {wanted}", where=prefix + ".idx", hint=hint
-            )
-        dtype = np.dtype(DTYPE_CODES[code])
-        tokens = bin_bytes // dtype.itemsize
-        if sequences:  # the last sequence must end inside the .bin; a cut shard may leave bytes behind it
+            missing = "a shard needs both its .bin and its .idx file; this one is missing"
+            raise InputError(missing, where=error.filename, hint=_TOKENIZE_AGAIN) from None
+        dtype, sequences, bounds = _check_header(prefix + ".idx", header, idx_bytes, multimodal)
+        tokens = 0
+        if sequences:  # the last sequence must end inside the .bin; a cut shard may have bytes after it
             length, offset = last
             end = offset + length * dtype.itemsize
             if end > bin_bytes:
-                raise InputError(
-                    f"token file is torn: {bin_bytes} bytes, its index asks for {end}", where=prefix + ".bin", hint=hint
-                )
+                torn = f"token file is torn: {bin_bytes} bytes, its index asks for {end}"
+                raise InputError(torn, where=prefix + ".bin", hint=_TOKENIZE_AGAIN)
             tokens = end // dtype.itemsize
-        else:
-            tokens = 0
         return cls(
             prefix=prefix,
             dtype=dtype,
@@ -307,7 +261,7 @@ class Shard:
 
     @property
     def cut(self) -> bool:
-        """Whether the .bin goes on behind the last sequence: a mixture cut this shard by a shorter .idx."""
+        """True if the .bin extends beyond the last sequence: a mixture cut this shard by a shorter .idx."""
         return self.bin_bytes > self.tokens * self.dtype.itemsize
 
     def lengths(self) -> npt.NDArray[np.int32]:
@@ -321,7 +275,7 @@ class Shard:
         )
 
     def bounds(self) -> npt.NDArray[np.int64]:
-        """First sequence of each document, and the number of sequences, shape [documents + 1], memory-mapped."""
+        """First sequence of each document, then the number of sequences; shape [documents + 1], memory-mapped."""
         return np.memmap(
             self.prefix + ".idx", np.dtype("<i8"), "r", INDEX_HEADER.size + 12 * self.sequences, (self.documents + 1,)
         )
@@ -336,8 +290,28 @@ class Shard:
         return np.memmap(self.prefix + ".bin", self.dtype, "r", 0, (self.tokens,))
 
 
+def _check_header(index: str, header: bytes, idx_bytes: int, multimodal: bool) -> tuple[np.dtype[np.generic], int, int]:
+    """Token type, sequences and entries of the document index. Raises InputError for a header or size that is wrong."""
+    if len(header) < INDEX_HEADER.size or header[:9] != INDEX_MAGIC:
+        raise InputError("not a Megatron index", where=index, hint=_TOKENIZE_AGAIN)
+    _, version, code, sequences, bounds = INDEX_HEADER.unpack(header)
+    if version != 1 or code not in DTYPE_CODES:
+        raise InputError(f"unknown index version {version} or token type {code}", where=index, hint=_TOKENIZE_AGAIN)
+    wanted = INDEX_HEADER.size + (13 if multimodal else 12) * sequences + 8 * bounds
+    if idx_bytes != wanted and bounds and idx_bytes == wanted + (-sequences if multimodal else sequences):
+        raise InputError(
+            "the index has no modes of sequences" if multimodal else "the index has modes of sequences: multimodal",
+            where=index,
+            hint="merge without --multimodal" if multimodal else "only merge_datasets.py --multimodal takes it",
+        )
+    if idx_bytes != wanted or bounds == 0:
+        torn = f"index is torn: {idx_bytes} bytes, its header asks for {wanted}"
+        raise InputError(torn, where=index, hint=_TOKENIZE_AGAIN)
+    return np.dtype(DTYPE_CODES[code]), sequences, bounds
+
+
 def _last_sequence(idx: int, header: bytes, idx_bytes: int) -> tuple[int, int]:
-    """Length in tokens and offset in bytes of the last sequence of the open index; zeros where it holds none."""
+    """Length in tokens and offset in bytes of the last sequence of the open index; zeros for an empty index."""
     sequences = INDEX_HEADER.unpack(header)[3] if len(header) == INDEX_HEADER.size else 0
     place = INDEX_HEADER.size + 4 * sequences
     if not sequences or place + 8 * sequences > idx_bytes:
@@ -348,30 +322,30 @@ def _last_sequence(idx: int, header: bytes, idx_bytes: int) -> tuple[int, int]:
 
 
 class ShardWriter:
-    """Writes one shard; nothing stands under its final names before `finish`.
+    """Writes one shard; its final names appear with `finish`.
 
-    Temporary names end in `.tmp`, so that no tool takes them for a shard. `finish` syncs both files
-    and renames the .bin first: an .idx under its final name always has its whole .bin.
+    Temporary names end in `.tmp`, so that no tool takes them for a shard. `finish` syncs both files and renames the
+    .bin first: an .idx under its final name always has its whole .bin.
     """
 
     def __init__(
         self, prefix: str | os.PathLike[str], dtype: type[np.generic], *, own_record: TokenizerRecord | None = None
     ) -> None:
-        """Begin the shard `prefix`. `own_record`: it gets a record of its own beside it, which names this tokenizer."""
+        """Begin the shard `prefix`. `own_record`: write a record beside the shard that names this tokenizer."""
         self.prefix = os.fspath(prefix)
         self._made = own_record
         self.dtype = np.dtype(dtype)
         self.tokens = 0
         self.largest_id = -1
-        """The largest id so far; -1 where there is none."""
+        """The largest id so far, or -1."""
         self.xxh3_128: dict[str, str] = {}
-        """Checksums, 32 hexadecimal digits, of the .bin and the .idx, after `finish`."""
+        """Checksums of the .bin and the .idx after `finish`, 32 hexadecimal digits."""
         self._lengths: list[npt.NDArray[np.int32]] = []
         self._open = 0
         """Tokens of the document that `append` has begun."""
         self._hash = xxhash.xxh3_128()
         self._reserved: npt.NDArray[np.generic] | None = None
-        """What `reserve` gave of the file's own memory and nobody filled."""
+        """Reserved memory of the file that is not filled yet."""
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
         self._bin = DirectFile(self.prefix + ".bin.tmp")  # closed by finish or abort
 
@@ -381,7 +355,7 @@ class ShardWriter:
 
     def add(self, ids: npt.ArrayLike, lengths: npt.ArrayLike) -> None:
         """Append documents: `ids` is their concatenation, `lengths` the tokens of each, shape [documents]."""
-        array = np.ascontiguousarray(ids, dtype=self.dtype)  # itself, where it is that already: see `reserve`
+        array = np.ascontiguousarray(ids, dtype=self.dtype)  # keeps the identity of a reserved array
         counts = np.array(lengths, dtype=np.int32)  # a copy: the caller may reuse its buffer
         if int(counts.sum(dtype=np.int64)) != array.size:
             raise ValueError(f"lengths sum to {counts.sum(dtype=np.int64)}, but there are {array.size} ids")
@@ -389,19 +363,18 @@ class ShardWriter:
         self._lengths.append(counts)
 
     def append(self, ids: npt.ArrayLike) -> None:
-        """Append tokens of a document that goes on until `end_document`."""
+        """Append tokens of the open document, which `end_document` ends."""
         array = np.ascontiguousarray(ids, dtype=self.dtype)
         self._write(array)
         self._open += array.size
 
     def end_document(self) -> None:
-        """End the document that `append` has begun."""
+        """End the open document."""
         self._lengths.append(np.array([self._open], np.int32))
         self._open = 0
 
     def reserve(self, tokens: int) -> npt.NDArray[np.generic]:
-        """Return an array for `add`, shape [tokens], in the memory that the file is written from: its ids are not
-        copied."""
+        """Return an array for `add`, shape [tokens], in the memory that the file is written from: saves a copy."""
         size = tokens * self.dtype.itemsize
         if size > MAX_RESERVE_BYTES:
             return np.empty(tokens, self.dtype)
@@ -420,11 +393,11 @@ class ShardWriter:
             self.largest_id = max(self.largest_id, int(array.max()))
 
     def mark(self) -> object:
-        """Return a place that `rollback` can return to."""
+        """Return a state for `rollback`."""
         return self.tokens, len(self._lengths), self._hash.copy(), self.largest_id
 
     def rollback(self, mark: object) -> None:
-        """Drop what was added since `mark`."""
+        """Drop everything added since `mark`."""
         assert isinstance(mark, tuple)
         self.tokens, count, digest, self.largest_id = mark
         self._hash, self._reserved, self._open = digest.copy(), None, 0
@@ -432,7 +405,7 @@ class ShardWriter:
         self._bin.truncate(self.tokens * self.dtype.itemsize)
 
     def finish(self) -> bool:
-        """Publish the shard. Returns False, and leaves nothing, if no document was added."""
+        """Publish the shard. Returns False, without files, if no document was added."""
         if not self.documents:
             self.abort()
             return False
@@ -466,7 +439,7 @@ class ShardWriter:
     def abort(self) -> None:
         """Drop the shard and its temporary files."""
         try:
-            with contextlib.suppress(OSError):  # a full disk may be told of when a file is closed
+            with contextlib.suppress(OSError):  # a full disk may be reported at close
                 self._bin.close()
         finally:
             for name in (".bin.tmp", ".idx.tmp"):
@@ -475,7 +448,7 @@ class ShardWriter:
 
 
 def encode_index(lengths: npt.NDArray[np.int32], bounds: npt.NDArray[np.int64], dtype: np.dtype[np.generic]) -> bytes:
-    """The .idx of sequences of these `lengths` that lie one behind the other; documents as in the layout above."""
+    """Return the .idx of contiguous sequences of these `lengths`; documents as in the layout above."""
     offsets = np.zeros(len(lengths), dtype="<i8")
     np.cumsum(lengths[:-1].astype("<i8") * dtype.itemsize, out=offsets[1:])
     code = next(code for code, kind in DTYPE_CODES.items() if np.dtype(kind) == dtype)

@@ -1,4 +1,4 @@
-"""A global shuffle of a data set on disk before it is tokenized, on one node or on several.
+"""Shuffle a whole data set on disk before it is tokenized, on one node or on several.
 
     reshard        the shuffle within a memory limit: plan, pass 1, pass 2
     buckets        rows scattered by their keys, and written in the order of the keys

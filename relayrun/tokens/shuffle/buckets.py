@@ -1,17 +1,16 @@
 """Rows scattered by their keys to buckets, on disk or in memory, and written to files in the order of the keys.
 
-Every row has a key, a 64-bit hash of the seed, the number of its file, and its number there. A bucket holds the
-rows of a range of keys; the rows of bucket 0 in the order of their keys, then those of bucket 1 and so on, are the
-shuffle. A part is a run of the input files, scattered by one thread into one file:
+The key of a row is a 64-bit hash of the seed, the number of its file, and its number there. A bucket holds a range of
+keys; the rows of bucket 0 in the order of their keys, then of bucket 1 and so on, are the shuffle. A part is a run of
+the input files, which a thread scatters into one file:
 
-    part-3.arrow    segments: the rows of one bucket among those that were in memory at a time, as a message of Arrow
-    part-3.npz      offsets of the segments; rows in every bin (a bucket has `BINS_PER_BUCKET`); lengths of texts
+    part-3.arrow    segments: rows of one bucket that were in memory at a time, as a message of Arrow
+    part-3.npz      offsets of the segments; rows in every bin (`BINS_PER_BUCKET` a bucket); lengths of texts
 
-Parts in their order, segments in theirs, and rows in theirs are in the order of the input, so that a stable sort
-gives rows of equal keys one order, whatever the parts and the buckets.
-
-Each output file is a known range of rows, so that files can be written side by side. All files but the last hold the
-same number of rows, a whole number of row groups: as many as the first one took to reach the size that was asked for.
+Parts, segments and rows are each in the order of the input, so that a stable sort gives rows of equal keys one order,
+whatever the parts and the buckets. Each output file is a known range of rows, so that threads write files side by side.
+All files but the last hold the same number of rows, a whole number of row groups, after which the first file reached
+the requested size.
 """
 
 from __future__ import annotations
@@ -38,11 +37,12 @@ from relayrun.tokens.shuffle.text_lengths import LengthProfile, RowSplit
 
 _KEY = pa.field("__relayrun_key", pa.uint64(), nullable=False)
 BINS_PER_BUCKET = 64
-"""The pieces of a bucket, at most, in which it is read where it turns out to be larger than expected."""
+"""Pieces, at most, in which a bucket is read if it is larger than expected."""
 
 
 def row_keys(seed: int, file: int, rows: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The keys of these rows of file number `file`: two rounds of the splitmix64 finaliser (Steele et al., 2014)."""
+    """Return the keys of these rows of file number `file`: two rounds of the splitmix64 finaliser (Steele et al.,
+    2014)."""
     start = np.random.SeedSequence([seed, file]).generate_state(1, np.uint64)[0]
     mixed = rows * np.uint64(0x9E3779B97F4A7C15) + start
     for _ in range(2):
@@ -53,7 +53,7 @@ def row_keys(seed: int, file: int, rows: npt.NDArray[np.uint64]) -> npt.NDArray[
 
 
 def keyed_schema(schema: pa.Schema) -> pa.Schema:
-    """The schema of the rows of files of this schema, while they are moved: with their keys."""
+    """Return the schema of rows while they are moved: with their keys."""
     return wide_schema(schema).append(_KEY)
 
 
@@ -65,9 +65,10 @@ def keyed_rows(
     faults: LineFaults,
     cut: RowSplit | None = None,
 ) -> Iterator[pa.Table]:
-    """The rows of these files and their numbers, in pieces, with their keys; notes the lengths of the texts.
+    """Yield the rows of these numbered files with their keys, batch by batch, and add the lengths of the texts to
+    `lengths`.
 
-    Rows that `faults` leaves out have no number. With `cut`, a row is what it makes of one, with a number of its own.
+    Rows that `faults` skips have no number. With `cut`, each row of a split text has its own number.
     """
     for number, file in files:
         row = 0
@@ -81,7 +82,7 @@ def keyed_rows(
 
 
 class BucketSplitter:
-    """Takes rows apart by bucket, about `most` bytes at a time: in few steps, through memory that is used again."""
+    """Splits rows by bucket, about `most` bytes at a time: few steps, and reused memory."""
 
     def __init__(self, buckets: int, most: int) -> None:
         self._buckets, self._most = buckets, most
@@ -91,7 +92,7 @@ class BucketSplitter:
         """Rows of every bin."""
 
     def add(self, table: pa.Table) -> Iterator[tuple[int, pa.Table]]:
-        """Numbers of buckets and rows of theirs, when enough has come together."""
+        """Yield numbers of buckets and their rows once enough rows are waiting."""
         self._waiting.append(table)
         self._size += table.nbytes
         del table
@@ -99,7 +100,7 @@ class BucketSplitter:
             yield from self.rest()
 
     def rest(self) -> Iterator[tuple[int, pa.Table]]:
-        """What waits."""
+        """Yield the waiting rows."""
         if not self._waiting:
             return
         table = pa.concat_tables(self._waiting).combine_chunks()
@@ -116,9 +117,9 @@ class BucketSplitter:
 def scatter_rows(
     tables: Iterable[pa.Table], stem: Path, partition: BucketSplitter, lengths: LengthProfile
 ) -> Iterator[None]:
-    """Write the part `stem` (.arrow, .npz) with the rows of `tables`.
+    """Write the part `stem` (.arrow, .npz) with the rows of `tables`, and yield after every table.
 
-    Yields after every table. Both files come whole, the .npz last: a part that has one is done.
+    Both files appear whole, the .npz last: a part with an .npz is done.
     """
     segments: list[tuple[int, int, int]] = []
 
@@ -146,7 +147,7 @@ def _row_bins(table: pa.Table, buckets: int) -> npt.NDArray[np.int64]:
 
 
 class SortedRows:
-    """Rows in memory, in the order of their keys; rows of equal keys in the order in which they came."""
+    """Rows in memory in the order of their keys; rows of equal keys in the order of arrival."""
 
     def __init__(self, tables: Sequence[pa.Table], schema: pa.Schema) -> None:
         """Sort the rows of `tables`, which have the columns of `keyed_schema`."""
@@ -162,7 +163,7 @@ class SortedRows:
 
 
 class Buckets(Protocol):
-    """Where sorted rows come from, bucket by bucket."""
+    """Source of sorted rows, bucket by bucket."""
 
     size: int
     """Bytes of all rows."""
@@ -178,7 +179,7 @@ class Buckets(Protocol):
 
 
 def text_bytes(buckets: Buckets) -> int:
-    """Bytes of the texts of all rows."""
+    """Return the bytes of the texts of all rows."""
     return sum(int(lengths[:, 1].sum()) for lengths in buckets.before)
 
 
@@ -193,7 +194,7 @@ class MemoryBuckets:
         self.before: list[npt.NDArray[np.float64]] = []
 
     def add_part(self, pieces: Sequence[list[pa.Table]], lengths: LengthProfile) -> None:
-        """The pieces of every bucket, from the part that comes next in the input."""
+        """Add the rows of the next part of the input, by bucket."""
         self._pieces = [[*old, *new] for old, new in zip(self._pieces or [[] for _ in pieces], pieces, strict=True)]
         self.counts = np.array([sum(map(len, tables)) for tables in self._pieces], np.int64)
         self.size += sum(table.nbytes for tables in pieces for table in tables)
@@ -204,7 +205,7 @@ class MemoryBuckets:
 
 
 class DiskBuckets:
-    """The buckets of all parts."""
+    """The buckets of all parts on disk."""
 
     def __init__(self, stems: Sequence[Path], schema: pa.Schema) -> None:
         self._files = [stem.with_suffix(".arrow") for stem in stems]
@@ -230,18 +231,18 @@ class DiskBuckets:
         return np.asarray(self._bins.reshape(-1, BINS_PER_BUCKET // self._pieces).sum(axis=1), np.int64)
 
     def split(self, most: int) -> None:
-        """Count a bucket as several from now on, where the largest one holds more than `most` bytes."""
+        """Count a bucket as several from now on if the largest bucket exceeds `most` bytes."""
         self._pieces = next((each for each in (1, 2, 4, 8, 16, 32) if self._largest <= most * each), BINS_PER_BUCKET)
 
     def load(self, number: int) -> SortedRows:
-        """Read bucket `number`, or the piece of one that this is since `split`, from the disk."""
+        """Read bucket `number` (after `split`: the piece of a bucket) from disk."""
         bucket, piece = divmod(number, self._pieces)
         segments = self._segments[self._bounds[bucket] : self._bounds[bucket + 1]].tolist()
         if self._pieces == 1:
             return SortedRows(self._read(segments), self._schema)
         first = (bucket * self._pieces + piece) * (BINS_PER_BUCKET // self._pieces)
         tables = []
-        for segment in segments:  # one by one: together they are too many
+        for segment in segments:  # one by one: together they exceed the memory
             (table,) = self._read([segment])
             bins = _row_bins(table, self._buckets)
             tables.append(table.filter(pa.array((first <= bins) & (bins < first + BINS_PER_BUCKET // self._pieces))))
@@ -273,7 +274,7 @@ def _explain_read_errors() -> Iterator[None]:
 
 
 def _read_at(file: io.FileIO, start: int, view: memoryview) -> None:
-    while view:  # one call reads 2 GiB at most
+    while view:  # a call reads at most 2 GiB
         if not (read := os.preadv(file.fileno(), [view], start)):
             raise OSError(errno.EIO, "shorter than it was written", file.name)
         view, start = view[read:], start + read
@@ -281,7 +282,7 @@ def _read_at(file: io.FileIO, start: int, view: memoryview) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputFormat:
-    """How a file is written. `size`: bytes of a file, at least; `row_group_size`: rows of a row group."""
+    """Format of an output file. `size`: minimum bytes of a file; `row_group_size`: rows of a row group."""
 
     schema: pa.Schema
     column: str
@@ -295,9 +296,9 @@ def output_file_name(number: int) -> str:
 
 
 class ShuffleWriter:
-    """Writes files of the rows of `buckets` into `folder`, and the lengths of their texts beside, into `notes`.
+    """Writes files of the rows of `buckets` into `folder`, and the lengths of their texts into `notes`.
 
-    For one thread: it keeps the bucket that it read last.
+    For one thread: it caches the last bucket.
     """
 
     def __init__(self, buckets: Buckets, form: OutputFormat, folder: Path, notes: Path) -> None:
@@ -307,11 +308,11 @@ class ShuffleWriter:
         self._number = -1
 
     def write_first(self, rows: list[int]) -> Iterator[None]:
-        """Write file 0, and append the number of its rows to `rows`; yields after every row group."""
+        """Write file 0 and append its number of rows to `rows`; yield after every row group."""
         yield from self._write(0, 0, int(self._ends[-1]), rows)
 
     def write(self, numbers: Sequence[int], rows: int) -> Iterator[None]:
-        """Write these files, of `rows` rows each; yields after every row group."""
+        """Write these files with `rows` rows each; yield after every row group."""
         for number in numbers:
             yield from self._write(number, number * rows, min((number + 1) * rows, int(self._ends[-1])), None)
 
@@ -342,7 +343,7 @@ class ShuffleWriter:
         while start < stop:
             number = int(np.searchsorted(self._ends, start, side="right"))
             if self._bucket is None or number != self._number:
-                self._bucket = None  # first: two are too many
+                self._bucket = None  # before the next load: two buckets exceed the memory
                 self._bucket, self._number = self._buckets.load(number), number
             end = int(self._ends[number])
             begin = end - len(self._bucket)

@@ -1,21 +1,20 @@
-"""A shuffle by several tasks, on several nodes, that share folders and nothing else.
+"""A shuffle by several tasks on several nodes, which share folders and nothing else.
 
-The work has stages, each of which begins when all tasks have finished the one before (submit_reshard.sh: one step of
-Slurm after the other):
+A stage begins when all tasks have finished the previous one (submit_reshard.sh: a sequence of Slurm steps):
 
-    begin     task 0 looks at the files, and makes the folders
+    begin     task 0 inspects the files, and makes the folders
     scatter   every task scatters some parts of the files to buckets
-    measure   task 0 writes the first file, which says how many rows a file has
+    measure   task 0 writes the first file, which fixes the number of rows per file
     write     every task writes a run of the other files
-    finish    task 0 draws the picture, gives the folder its name, and removes what was temporary
+    finish    task 0 draws the plot, gives the folder its name, and removes temporary files
 
-What a killed task leaves is a whole part, a whole file, or nothing: all stages again do what is missing, with any
-number of tasks.
+A killed task leaves a whole part, a whole file, or nothing: running all stages again, with any number of tasks, does
+the missing work.
 
-    TEMP/reshard-NAME-HASH/plan.json             what is shuffled, its parts and buckets
+    TEMP/reshard-NAME-HASH/plan.json             options and files, parts and buckets
     TEMP/reshard-NAME-HASH/part-3.arrow, .npz    see buckets.py
     TEMP/reshard-NAME-HASH/rows.json             rows of a file, and of all
-    TEMP/reshard-NAME-HASH/after-7.npy           lengths of the texts of a file, for the picture
+    TEMP/reshard-NAME-HASH/after-7.npy           lengths of the texts of a file, for the plot
     .NAME.reshard/data_7.parquet                 beside the output NAME, whose content it becomes
 """
 
@@ -36,7 +35,7 @@ import pyarrow as pa
 
 from relayrun.errors import InputError, RelayrunError, refuse_unwritable
 from relayrun.files import free_space, fsync_directory, read_json, write_atomic, write_json
-from relayrun.tokens.readers.columns import RowFile
+from relayrun.tokens.readers.columns import RowFile, check_files
 from relayrun.tokens.shuffle.buckets import output_file_name
 from relayrun.tokens.shuffle.reshard import (
     LENGTHS_PICTURE,
@@ -51,7 +50,6 @@ from relayrun.tokens.shuffle.reshard import (
 )
 from relayrun.tokens.shuffle.text_lengths import draw_lengths
 from relayrun.tokens.stores import urls
-from relayrun.tokens.tokenize.check_inputs import check_files
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +68,7 @@ _OUTPUT_SETTINGS = (
 
 
 class ReshardTask:
-    """Task `task` of `tasks`. Raises InputError where the options name no folder for temporary files."""
+    """Task `task` of `tasks`. Raises InputError if the options name no folder for temporary files."""
 
     def __init__(self, options: ReshardOptions, *, task: int, tasks: int) -> None:
         if options.temp_dir is None:
@@ -85,7 +83,7 @@ class ReshardTask:
         """Do this task's share of a stage; `finish` returns the number of rows. Raises RelayrunError."""
         if self.task and stage in ("begin", "measure", "finish"):
             return None
-        if self._is_named() and stage != "finish":  # a former start was killed behind its last rename
+        if self._is_named() and stage != "finish":  # a former start was killed after its last rename
             return None
         does: dict[str, Callable[[], int | None]] = {
             "begin": self._begin,
@@ -97,15 +95,17 @@ class ReshardTask:
         return does[stage]()
 
     def check(self) -> None:
-        """Look at what the job would stop at, before it is queued; nothing is written. Raises RelayrunError.
+        """Check before the job is queued that it can run, without writing. Raises RelayrunError.
 
-        A shuffle that has begun goes on with what is there, so nothing is looked at again.
+        A shuffle that has begun is not checked again.
         """
         if self.building.exists() or self._is_named():
             return
         plan = make_shuffle_plan(self.options, tasks=self.tasks)
         refuse_unwritable(self.work)
-        lines = [file.path for file in plan.files if file.rows is None]  # parquet's columns are in its footer
+        lines = [
+            file.path for file in plan.files if file.rows is None
+        ]  # make_shuffle_plan has checked the columns of parquet
         skips = self.options.on_error == "skip-line"
         check_files(lines, self.options.column, skip_lines=skips, what="files cannot be shuffled")
         needed, free = sum(file.size for file in plan.files), free_space(self.work)
@@ -118,7 +118,7 @@ class ReshardTask:
         )
         if not lines:
             raise error
-        log.warning("%s", error)  # what lines take is estimated
+        log.warning("%s", error)  # the size of unpacked lines is an estimate
 
     def _is_named(self) -> bool:
         return self.output.exists() and (self.work / "plan.json").exists() and not self.building.exists()
@@ -193,7 +193,7 @@ class ReshardTask:
 
 
 def _plan_to_json(plan: ShufflePlan) -> dict[str, Any]:
-    """What plan.json holds; `of` is what the bytes of the output depend on."""
+    """Return the content of plan.json; `of` holds everything that the output bytes depend on."""
     options = {name: getattr(plan.options, name) for name in _OUTPUT_SETTINGS}
     options["dataset_folder"] = urls.absolute_path(plan.options.dataset_folder)
     files = [[file.path, file.size, file.rows, file.page, _modified_time(file.path)] for file in plan.files]

@@ -1,11 +1,11 @@
-"""A global shuffle of a dataset on disk, within a memory limit.
+"""Shuffle a whole data set on disk within a memory limit.
 
-Every row has a key: a 64-bit hash of the seed, the number of its file in the sorted list, and its number there.
-The output is all rows in the order of their keys, in files of equal numbers of rows. Where the dataset does not fit
-into memory, pass 1 scatters rows to buckets by the upper bits of the key, on disk (buckets.py), and pass 2 sorts one
-bucket after the other in memory and writes it. So the same files and seed give the same bytes, whatever
-the memory, the threads, the buckets and the nodes. DuckDB's ORDER BY of a hash does not, with several threads and
-files. Cost: every row is read twice and written twice; memory of a few buckets.
+The key of a row is a 64-bit hash of the seed, the number of its file in the sorted list, and its number there. The
+output is all rows in the order of their keys, in files of equal numbers of rows. If the data set does not fit into
+memory, pass 1 scatters rows to buckets on disk by the upper bits of the key (buckets.py), and pass 2 sorts one bucket
+after another in memory and writes it. So the same files and seed give the same bytes, whatever the memory, the threads,
+the buckets and the nodes; DuckDB's ORDER BY of a hash does not, with several threads and files. Cost: every row is read
+twice and written twice; memory of a few buckets.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import pyarrow as pa
 from relayrun.errors import InputError, refuse_unwritable
 from relayrun.files import exclusive_maker, remove_leftovers, replaced_folder, temporary_prefix
 from relayrun.tokens.readers.columns import RowFile, inspect_files
-from relayrun.tokens.readers.inputs import DATA_SUFFIXES, LineFaults, describe_bad_lines
+from relayrun.tokens.readers.inputs import DATA_SUFFIXES, LineFaults, describe_bad_lines, find_data_files
 from relayrun.tokens.shuffle.buckets import (
     Buckets,
     BucketSplitter,
@@ -42,29 +42,28 @@ from relayrun.tokens.shuffle.buckets import (
 )
 from relayrun.tokens.shuffle.text_lengths import LengthProfile, RowSplit, draw_lengths
 from relayrun.tokens.stores import urls
-from relayrun.tokens.tokenize.dumps import find_data_files
 from relayrun.tokens.tokenize.options import TokenizeOptions
 
 log = logging.getLogger(__name__)
 
 LENGTHS_PICTURE = "lengths.png"
 _BASE = 200_000_000
-"""Memory of the process itself, with Arrow and what draws the picture."""
+"""Memory of the process itself, with Arrow and the plot."""
 
 _THREAD = 30_000_000
-"""And of a thread besides the rows that it keeps: what it reads meanwhile, what the allocator keeps."""
+"""Memory of a thread besides its rows: read buffers, and memory that the allocator keeps."""
 
 _ENOUGH = 64_000_000
-"""Bytes moved at a time, or of a bucket, where more would fit: memory that was not in use has to be cleared."""
+"""Bytes moved at a time, or of a bucket, even if more would fit: the kernel has to clear fresh memory."""
 
 _SEGMENT = 256_000
-"""Bytes of a segment, where memory allows: smaller ones cost more calls."""
+"""Bytes of a segment, if memory allows: smaller segments cost more calls."""
 
 _PAGES = 2
-"""That a reader holds: as stored, and decompressed."""
+"""Pages that a reader holds: as stored, and decompressed."""
 
 _LEAST = 32_000_000
-"""For the rows that a thread keeps: with less, they are moved in small pieces."""
+"""Least memory for the rows of a thread: with less, rows move in small pieces."""
 
 _GROUP_COPIES = 3
 """Copies of a row group in memory: as taken from its bucket, and encoded."""
@@ -76,14 +75,15 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class ReshardOptions:
-    """What is shuffled and how. Sizes are in bytes; `row_group_size` in rows.
+    """Options of a shuffle. Sizes are in bytes; `row_group_size` in rows.
 
-    Parquet files keep all their columns, which must be the same in all; of jsonl files only `column` is kept.
-    `file_size`: of an output file, at least; looked at after every row group of the first one.
-    `row_group_bytes`: of the text of a row group before it is compressed, about; in place of `row_group_size`.
-    `split_rows`: characters of a row, at most; longer texts become several, with an overlap of `split_overlap`.
-    `on_error`: what becomes of a line or row without a text in UTF-8; a warning counts those that are left out.
-    `memory_limit`: of a process; up to `threads` work at a time, as many as find room.
+    Parquet files keep all their columns, which must be equal in all files; of jsonl files only `column` is kept.
+
+    `file_size`: minimum of an output file, checked after every row group of the first file.
+    `row_group_bytes`: of the text of a row group before compression, about; replaces `row_group_size`.
+    `split_rows`: characters of a row, at most; longer texts are split, with an overlap of `split_overlap`.
+    `on_error`: fail at, or skip and count, a line or row without a text in UTF-8.
+    `memory_limit`: of a process; up to `threads` threads work at a time, as many as fit.
     """
 
     dataset_folder: str
@@ -103,7 +103,7 @@ class ReshardOptions:
 
     @property
     def cut(self) -> RowSplit | None:
-        """How long texts are cut. Raises InputError for lengths that do not fit."""
+        """The split of long texts. Raises InputError for invalid lengths."""
         if self.split_rows is None:
             if self.split_overlap:
                 raise InputError("is of rows that --split-rows cuts", where="--split-overlap")
@@ -111,7 +111,7 @@ class ReshardOptions:
         return RowSplit(size=self.split_rows, overlap=self.split_overlap)
 
     def group_rows(self, rows: int, text: int) -> int:
-        """Rows of a row group, where `rows` rows hold `text` bytes of text."""
+        """Return the rows of a row group if `rows` rows hold `text` bytes of text."""
         if self.row_group_bytes is None:
             return self.row_group_size
         return max(1, round(self.row_group_bytes * rows / max(text, 1)))
@@ -119,7 +119,7 @@ class ReshardOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ShufflePlan:
-    """How the work is split. `parts`: runs of files [first, last) that are scattered side by side."""
+    """Division of the work. `parts`: runs of files [first, last) that are scattered side by side."""
 
     options: ReshardOptions
     files: tuple[RowFile, ...]
@@ -127,7 +127,7 @@ class ShufflePlan:
     buckets: int
 
     def form(self, buckets: Buckets) -> OutputFormat:
-        """The form of the files that are written."""
+        """Return the format of the output files."""
         options = self.options
         return OutputFormat(
             schema=self.files[0].schema,
@@ -139,25 +139,25 @@ class ShufflePlan:
 
     @property
     def buffer(self) -> int:
-        """Bytes that a thread of pass 1 takes apart at a time."""
+        """Bytes that a thread of pass 1 splits at a time."""
         return min(self.readers().each // 4, max(_ENOUGH, self.buckets * _SEGMENT))
 
     def readers(self) -> ThreadShares:
-        """Threads of pass 1. Raises InputError where there is no room for one."""
+        """Return the threads of pass 1. Raises InputError if not even one fits into memory."""
         return _shares(self.options, _THREAD + _PAGES * max(file.page for file in self.files), _LEAST)
 
     def writers(self, size: int, rows: int, text: int) -> ThreadShares:
-        """Threads of pass 2, where `rows` rows take `size` bytes, `text` of them texts.
+        """Return the threads of pass 2, if `rows` rows take `size` bytes, `text` of them in texts.
 
-        Raises InputError where there is no room for one.
+        Raises InputError if not even one fits into memory.
         """
         group = size / max(rows, 1) * min(self.options.group_rows(rows, text), rows)
-        return _shares(self.options, _THREAD, max(_LEAST, int(2 * _GROUP_COPIES * group)))  # a half is for buckets
+        return _shares(self.options, _THREAD, max(_LEAST, int(2 * _GROUP_COPIES * group)))  # half of it for buckets
 
 
 @dataclass(frozen=True)
 class ThreadShares:
-    """How many threads find room at a time, and the bytes that each may keep."""
+    """Number of threads that fit at a time, and the bytes that each may keep."""
 
     threads: int
     each: int
@@ -218,7 +218,7 @@ def _reshard(plan: ShufflePlan, options: ReshardOptions) -> int:
 
 
 def make_shuffle_plan(options: ReshardOptions, *, tasks: int) -> ShufflePlan:
-    """Look at all files; `tasks` is the number of processes. Raises InputError before anything is written."""
+    """Inspect all files and plan for `tasks` processes. Raises InputError before anything is written."""
     for name in ("file_size", "row_group_size", "threads"):
         if getattr(options, name) < 1:
             raise InputError("must be at least 1", where=f"--{name.replace('_', '-')}")
@@ -249,13 +249,13 @@ def make_shuffle_plan(options: ReshardOptions, *, tasks: int) -> ShufflePlan:
     rows, known = sum(file.rows or 0 for file in files), cut is None and all(file.rows is not None for file in files)
     writers = plan.writers(size, rows, size) if known else plan.writers(0, 0, 0)
     buckets = 1 + size * 5 // 4 // min(writers.each // 3, max(_ENOUGH, size // 1000))
-    if tasks > 1:  # tasks write runs of files, and two neighbours read the bucket between them
+    if tasks > 1:  # tasks write runs of files, and two neighbours read the bucket at their border
         buckets = max(buckets, 16 * workers)
     return replace(plan, buckets=min(_MOST_BUCKETS, buckets))
 
 
 def _parts(files: Sequence[RowFile], count: int) -> tuple[tuple[int, int], ...]:
-    """Runs of files of about equal size, at most `count` of them."""
+    """Split files into at most `count` runs of about equal size."""
     ends = np.cumsum([file.size + 1 for file in files])
     bounds = np.searchsorted(ends, ends[-1] * np.arange(count + 1) / count, side="left")
     bounds[0], bounds[-1] = 0, len(files)
@@ -274,13 +274,13 @@ def _keyed_part(plan: ShufflePlan, part: int, lengths: LengthProfile) -> Iterato
 
 
 class _TooLarge(Exception):
-    """For the memory."""
+    """The rows exceed the memory."""
 
 
 def _in_memory(plan: ShufflePlan) -> MemoryBuckets | None:
-    """All rows in memory; None where they do not fit."""
+    """Read all rows into memory; None if they do not fit."""
     readers = plan.readers()
-    # while they come, a thread holds a buffer and its copy; while they go, a bucket and row groups
+    # a reading thread holds a buffer and its copy; a writing thread, a bucket and row groups
     room = readers.threads * (readers.each - 2 * plan.buffer)
     if sum(file.size for file in plan.files) > room * 9 // 10:
         return None
@@ -312,7 +312,7 @@ def _in_memory(plan: ShufflePlan) -> MemoryBuckets | None:
 
 
 def scatter_parts(plan: ShufflePlan, parts: Iterable[int], work: Path) -> None:
-    """Pass 1 for these parts; those that are done are left out."""
+    """Run pass 1 for these parts, except finished ones."""
     readers = plan.readers()
 
     def one(part: int) -> Iterator[None]:
@@ -330,14 +330,14 @@ def part_stem(work: Path, part: int) -> Path:
 
 
 def open_buckets(plan: ShufflePlan, work: Path) -> DiskBuckets:
-    """What pass 1 made of all parts."""
+    """Open the result of pass 1."""
     found = DiskBuckets([part_stem(work, part) for part in range(len(plan.parts))], plan.files[0].schema)
     found.split(plan.writers(found.size, int(found.counts.sum()), text_bytes(found)).each // 3)
     return found
 
 
 def write_first_file(plan: ShufflePlan, buckets: Buckets, building: Path, work: Path) -> int:
-    """Write file 0; return its number of rows, which is that of all files but the last."""
+    """Write file 0; return its number of rows, which all files but the last share."""
     if not buckets.counts.sum():
         raise InputError("the files hold no row", where=plan.options.dataset_folder)
     rows: list[int] = []
@@ -353,7 +353,7 @@ def count_files(buckets: Buckets, rows: int) -> int:
 def write_files(
     plan: ShufflePlan, buckets: Buckets, numbers: Sequence[int], rows: int, building: Path, work: Path
 ) -> None:
-    """Pass 2 for these files, in runs for the threads."""
+    """Run pass 2 for these files, in runs for the threads."""
     threads = plan.writers(buckets.size, int(buckets.counts.sum()), text_bytes(buckets)).threads
     runs = [numbers[at * len(numbers) // threads : (at + 1) * len(numbers) // threads] for at in range(threads)]
     run_in_threads(

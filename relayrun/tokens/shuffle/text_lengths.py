@@ -1,7 +1,7 @@
 """Lengths of the texts of a shuffle: the plot before and after, and long texts split into rows of bounded length.
 
-The plot shows the mean length of the texts against their position in the data set. With a `RowSplit`, a shuffle moves
-pieces of a document and not the whole of it.
+The plot shows the mean length of the texts over their position in the data set. With a `RowSplit`, a shuffle moves
+pieces of documents instead of documents.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ import pyarrow.compute as pc
 from relayrun.errors import InputError
 
 _STRETCHES = 256
-"""At least so many stretches of a file are told apart, where it has as many rows; at most twice as many."""
+"""A file with as many rows is resolved into at least so many stretches, and at most twice as many."""
 _STRETCHES_OF_ALL = 65_536
-"""The same for all files of a dataset together: fewer of each where there are many files, and never less than one."""
+"""The limit for all files of a data set together: with many files each has fewer stretches, at least one."""
 _POINTS = 200
-"""Points of a panel, where there are as many rows: the same in both, whatever was read or written at a time."""
+"""Points of a panel, at most: equal in both, whatever was read or written at a time."""
 
 
 class LengthProfile:
-    """Lengths in bytes of the texts of files, in the order in which they come, as totals of equal stretches.
+    """Lengths in bytes of the texts of files in their order, as totals of equal stretches of rows.
 
-    A stretch is one row at first, and twice as long whenever a file has too many of them. So the memory is bounded, and
-    what comes out depends neither on how many rows come at a time nor on who reads which files.
+    A stretch is one row at first, and doubles whenever a file has too many stretches. So memory is bounded, and the
+    result depends neither on the rows per batch nor on which task reads which files.
     """
 
     def __init__(self, files: int = 1) -> None:
-        """Begin with nothing. `files`: how many there are in the whole dataset."""
+        """`files`: number of files of the whole data set."""
         self._most = 2 * max(1, min(_STRETCHES, _STRETCHES_OF_ALL // files))
         self._done: list[npt.NDArray[np.float64]] = []
-        """Rows and bytes of the stretches of each file that has ended."""
+        """Rows and bytes of the stretches of each finished file."""
         self._begin_file()
 
     def _begin_file(self) -> None:
         self._each = 1
         self._totals: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self._rest_rows = self._rest_total = 0
-        """Rows and bytes of the last stretch, which is not complete."""
+        """Rows and bytes of the last, incomplete stretch."""
 
     def add(self, texts: pa.ChunkedArray) -> None:
-        """Take the texts that come next; one that is missing has no length."""
+        """Add the next texts; a missing text has length 0."""
         sums = np.cumsum(pc.fill_null(pc.binary_length(texts), 0).to_numpy(), dtype=np.int64)
         if not sums.size:
             return
@@ -63,19 +63,19 @@ class LengthProfile:
             self._rest_total += int(sums[-1])
 
     def _double(self) -> None:
-        if self._totals.size % 2:  # the first half of a longer stretch
+        if self._totals.size % 2:  # the first half of a doubled stretch
             self._rest_rows += self._each
             self._rest_total += int(self._totals[-1])
             self._totals = self._totals[:-1]
         self._totals, self._each = self._totals[::2] + self._totals[1::2], 2 * self._each
 
     def end_file(self) -> None:
-        """Note that what comes next is of another file."""
+        """Begin the next file."""
         self._done.append(self._of_file())
         self._begin_file()
 
     def array(self) -> npt.NDArray[np.float64]:
-        """Rows and bytes of every stretch, shape [stretches, 2]."""
+        """Return rows and bytes of every stretch, shape [stretches, 2]."""
         return np.concatenate([*self._done, self._of_file()])
 
     def _of_file(self) -> npt.NDArray[np.float64]:
@@ -87,7 +87,7 @@ class LengthProfile:
 def draw_lengths(
     before: Sequence[npt.NDArray[np.float64]], after: Sequence[npt.NDArray[np.float64]], file: Path
 ) -> None:
-    """Write a PNG of what `LengthProfile.array` gave for the parts of the dataset, in their order, before and after."""
+    """Write a PNG of the arrays of `LengthProfile.array` before and after, each by part of the data set in order."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -105,9 +105,9 @@ def draw_lengths(
 def length_points(
     stretches: npt.NDArray[np.float64],
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], float]:
-    """Middles, in rows, and mean lengths of equal shares of the dataset, and the mean length of all its texts.
+    """Return the middles, in rows, and mean lengths of equal shares of the data set, and the mean length of all texts.
 
-    Where a share ends inside a stretch, the stretch's bytes are split by rows.
+    If a share ends inside a stretch, the bytes of the stretch are split by rows.
     """
     rows, sizes = (np.concatenate([[0.0], np.cumsum(column)]) for column in stretches.T)
     edges = np.linspace(0, rows[-1], min(int(rows[-1]), _POINTS) + 1)
@@ -117,17 +117,17 @@ def length_points(
 
 @dataclass(frozen=True, kw_only=True)
 class RowSplit:
-    """How a text becomes rows: of at most `size` characters, each of which repeats the last `overlap` of the former.
+    """Split of a text into rows of at most `size` characters; each row repeats the last `overlap` characters of the
+    former.
 
     A text of n characters is one row if n ≤ size, else ceil((n - overlap) / (size - overlap)), as document windows are.
-    Raises InputError where the overlap leaves a row nothing new.
+    Raises InputError if the overlap leaves a row without new text.
     """
 
     size: int
     overlap: int = 0
 
     def __post_init__(self) -> None:
-        """Check both lengths."""
         if self.size < 1:
             raise InputError("must be at least 1", where="--split-rows")
         if not 0 <= self.overlap < self.size:
@@ -137,16 +137,16 @@ class RowSplit:
 
     @property
     def growth(self) -> float:
-        """The most bytes that a text becomes, over its own."""
+        """Largest size of the rows of a text over the size of the text."""
         return self.size / (self.size - self.overlap)
 
     def rows(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """How many rows texts of these lengths, in characters, become."""
+        """Return the number of rows of texts of these lengths, in characters."""
         step = self.size - self.overlap
         return np.where(lengths <= self.size, 1, -(-(lengths - self.overlap) // step))
 
     def apply(self, table: pa.Table, column: str) -> pa.Table:
-        """The rows of a table with its texts cut; the other columns are repeated. `column`: of large_string."""
+        """Return the rows of a table with split texts; other columns are repeated. `column`: of large_string."""
         texts = table[column].combine_chunks()
         lengths = pc.fill_null(pc.utf8_length(texts), 0).to_numpy(zero_copy_only=False)
         counts = self.rows(lengths)
@@ -161,7 +161,7 @@ class RowSplit:
             pieces.append(pa.array([text[start : start + self.size] for start in starts], texts.type))
             done = row + 1
         cut = pa.concat_arrays([*pieces, texts[done:]])
-        place = table.column_names.index(column)  # left out below: a text that is repeated whole may be gigabytes
+        place = table.column_names.index(column)  # dropped below: a whole text, repeated, may take gigabytes
         rest = table.drop_columns([column])
         if rest.num_columns:
             rest = rest.take(np.repeat(np.arange(len(table)), counts))

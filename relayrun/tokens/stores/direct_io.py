@@ -1,4 +1,4 @@
-"""Large files written once past the page cache (O_DIRECT), and the checksums of files.
+"""Large files written once past the page cache (O_DIRECT), and checksums of files.
 
 A checksum is XXH3 with 128 bits: it finds torn, swapped and flipped bytes at the speed of memory. `HashingFile`
 computes it while a file is written.
@@ -21,17 +21,17 @@ import numpy.typing as npt
 import xxhash
 
 _HASH_BYTES = 1 << 20
-"""Bytes that are read at a time: they stay in the processor's cache."""
+"""Bytes read at a time, which stay in the processor's cache."""
 
 
 def file_checksum(path: str | os.PathLike[str]) -> str:
-    """The xxh3-128 of a whole file, 32 hexadecimal digits. Raises OSError as it comes."""
+    """Return the xxh3-128 of a whole file, 32 hexadecimal digits. Raises OSError."""
     with open(path, "rb", buffering=0) as file:
         return open_file_checksum(file)
 
 
 def open_file_checksum(file: Any) -> str:
-    """The xxh3-128 of what is left of an open file (with `readinto`), 32 hexadecimal digits. Raises as reading does."""
+    """Return the xxh3-128 of the rest of an open file (with `readinto`), 32 hexadecimal digits. Raises as it does."""
     digest, buffer = xxhash.xxh3_128(), bytearray(_HASH_BYTES)
     while read := file.readinto(buffer):
         digest.update(memoryview(buffer)[:read])
@@ -39,27 +39,27 @@ def open_file_checksum(file: Any) -> str:
 
 
 class HashingFile:
-    """A file, open for writing, that is hashed as it is written from its begin on."""
+    """A file open for writing, hashed while it is written from the beginning."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._digest = xxhash.xxh3_128()
         self.bytes = 0
-        """Written up to now."""
+        """Bytes written so far."""
 
     def write(self, data: Any) -> int:
-        """Write bytes or a contiguous buffer; return how many bytes it has."""
+        """Write bytes or a contiguous buffer; return its size in bytes."""
         self._digest.update(data)
         self.bytes += memoryview(data).nbytes
         return self._file.write(data)
 
     def fileno(self) -> int:
-        """Return the descriptor when everything is in the kernel's hands: whoever syncs by it syncs everything."""
+        """Flush, and return the descriptor, so that a sync of the descriptor covers all writes."""
         self._file.flush()
         return self._file.fileno()
 
     def hexdigest(self) -> str:
-        """The xxh3-128 of what was written up to now, 32 hexadecimal digits."""
+        """Return the xxh3-128 of the bytes written so far, 32 hexadecimal digits."""
         return str(self._digest.hexdigest())
 
 
@@ -70,19 +70,16 @@ ALIGNMENT = 4096
 """Direct writes begin and end at multiples of it: no device asks for more (open(2), O_DIRECT)."""
 
 MAX_RESERVE_BYTES = BLOCK_BYTES - ALIGNMENT
-"""Most bytes that `DirectFile.reserve` gives at once: a block may begin with up to `ALIGNMENT` bytes of the one
-before."""
+"""Most bytes that `DirectFile.reserve` returns: a block may begin with up to `ALIGNMENT` bytes of the previous one."""
 
 
 class DirectFile(io.RawIOBase):
     """A file for writing that stays out of the page cache.
 
-    The bytes go from a block of memory straight to the disk, in a thread that writes behind. So checkpoints and
-    shards do not push the data that training reads out of memory, the disk has no burst at the sync, and the kernel
-    neither copies nor looks for pages, which is most of the CPU time of an ordinary write. On a file system without
-    direct writes (O_DIRECT) the kernel is told early to write and to forget instead.
-
-    What goes wrong behind is raised by a later call: by `fileno` or `close` at the latest.
+    A thread writes each block of memory straight to disk, behind the caller. So checkpoints and shards do not evict the
+    training data from memory, the sync causes no burst of writes, and the kernel neither copies nor searches pages,
+    which is most of the CPU time of an ordinary write. On a file system without O_DIRECT the kernel is told early to
+    write and to drop pages instead. A later call raises the error of a write: `fileno` or `close` at the latest.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -91,9 +88,9 @@ class DirectFile(io.RawIOBase):
             mmap.mmap(-1, BLOCK_BYTES),
         )  # begin at a page, as direct writes must
         self._begin = self._filled = 0
-        """Where the block that fills up stands in the file, and how much of it there is."""
+        """File offset of the current block, and bytes in it."""
         self._dirty = False
-        """Whether some of it is in memory alone."""
+        """True while some of the block is only in memory."""
         self._behind: Future[None] | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._fd = -1
@@ -110,44 +107,42 @@ class DirectFile(io.RawIOBase):
         return True
 
     def fileno(self) -> int:
-        """Return the descriptor when all that was written is in the file, so that whoever syncs by it syncs
-        everything."""
+        """Return the descriptor when all writes are in the file, so that a sync of the descriptor covers them."""
         self._checkClosed()
         self._hand_over()
         return self._fd
 
     def flush(self) -> None:
-        """Do nothing: torch asks for it behind every tensor, and the last block would be written again each time."""
+        """Do nothing: torch flushes after every tensor, and each flush would write the last block again."""
 
     def tell(self) -> int:
         return self._begin + self._filled
 
     def write(self, data: Any) -> int:
-        """Write all of `data`, bytes or a contiguous buffer of whatever type; return how many bytes it has."""
+        """Write all of `data`, bytes or a contiguous buffer of any type; return its size in bytes."""
         self._checkClosed()
         view = memoryview(data)
         if not view.nbytes:
-            return 0  # Python cannot look at nothing as bytes
+            return 0  # Python cannot cast an empty view to bytes
         source = np.frombuffer(view.cast("B"), np.uint8)
         begin = 0
         while begin < len(source):
             piece = source[begin : begin + BLOCK_BYTES - self._filled]
-            # numpy lets other threads run meanwhile, a copy between memoryviews does not
+            # numpy releases the lock while it copies, a copy between memoryviews does not
             self.reserve(len(piece))[:] = piece
             self.commit(len(piece))
             begin += len(piece)
         return len(source)
 
     def reserve(self, size: int) -> npt.NDArray[np.uint8]:
-        """Return memory for the next `size` bytes, shape [size], to be filled before `commit`; at most
-        `MAX_RESERVE_BYTES`."""
+        """Return memory for the next `size` bytes, shape [size], to fill before `commit`; at most MAX_RESERVE_BYTES."""
         if self._filled + size > BLOCK_BYTES:
             self._pass_on()
         assert self._filled + size <= BLOCK_BYTES
         return np.frombuffer(self._block, np.uint8)[self._filled : self._filled + size]
 
     def commit(self, size: int) -> None:
-        """Make the first `size` bytes of the memory that `reserve` gave the next bytes of the file."""
+        """Append the first `size` bytes of the reserved memory to the file."""
         self._checkClosed()
         self._filled += size
         self._dirty = True
@@ -155,11 +150,11 @@ class DirectFile(io.RawIOBase):
             self._pass_on()
 
     def truncate(self, size: int | None = None) -> int:
-        """Cut off what was written behind `size`; writing goes on there."""
+        """Cut the file off at `size` bytes; the next write continues there."""
         size = self.tell() if size is None else size
         if not 0 <= size <= self.tell():
             raise ValueError(f"there are {self.tell()} bytes, not {size}")
-        self._wait()  # or what is on its way would be cut off, or come back
+        self._wait()  # else a pending write could be cut off, or restore what is cut
         begin, tail = self._begin, b""
         if size < begin:
             begin = size // ALIGNMENT * ALIGNMENT
@@ -173,7 +168,7 @@ class DirectFile(io.RawIOBase):
         return size
 
     def close(self) -> None:
-        """Write what is left and close the file. Raises OSError for a write that failed behind."""
+        """Write the rest and close the file. Raises OSError for a write that failed in the background."""
         if self.closed or self._fd < 0:
             return
         try:
@@ -190,17 +185,16 @@ class DirectFile(io.RawIOBase):
                 self._fd = -1
 
     def _hand_over(self) -> None:
-        """Everything is in the kernel's hands."""
         self._wait()
         if self._dirty:
             whole = self._filled // ALIGNMENT * ALIGNMENT
             self._write_at(memoryview(self._block)[:whole], self._begin)
-            # the rest is kept in the block too, for a file that goes on
+            # the block keeps the rest too, for the next writes
             self._cached(memoryview(self._block)[whole : self._filled], self._begin + whole)
             self._dirty = False
 
     def _pass_on(self) -> None:
-        """The block is written behind, but for what ends between two places of a direct write; the other fills up."""
+        """Write the block in the background, except for an unaligned rest, and continue in the other block."""
         self._wait()
         whole = self._filled // ALIGNMENT * ALIGNMENT
         rest = self._filled - whole
@@ -211,7 +205,7 @@ class DirectFile(io.RawIOBase):
         self._begin, self._filled = self._begin + whole, rest
 
     def _wait(self) -> None:
-        """For the block behind. What failed once fails every time."""
+        """Wait for the background write. A failed write raises every time."""
         if self._behind is not None:
             self._behind.result()
             self._behind = None
@@ -222,16 +216,16 @@ class DirectFile(io.RawIOBase):
                 _write_all(self._fd, block, place)
                 return
             except OSError as error:
-                if error.errno != errno.EINVAL:  # opened for direct writes, and refuses them
+                if error.errno != errno.EINVAL:  # some file systems open for direct writes, and refuse them
                     raise
                 self._direct = False
         self._cached(block, place)
 
     def _cached(self, data: memoryview, place: int) -> None:
-        """Through the page cache."""
+        """Write through the page cache."""
         with self._through_the_cache():
             _write_all(self._fd, data, place)
-        # begins to write this, and drops what is written of the block before (Linux, mm/fadvise.c)
+        # starts writing this block, and drops the written pages of the previous one (Linux, mm/fadvise.c)
         with contextlib.suppress(OSError):  # advice alone
             begin = max(place - BLOCK_BYTES, 0)
             os.posix_fadvise(self._fd, begin, place + len(data) - begin, os.POSIX_FADV_DONTNEED)

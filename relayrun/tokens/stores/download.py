@@ -1,8 +1,8 @@
 """Files of a data set of the Hugging Face hub, fetched once and compared with the hub's checksums.
 
-huggingface_hub fetches, and goes on with a file where an interrupted run left it. A file has its final name when it has
-arrived whole; then its checksum is compared, and noted in SHA256SUMS, which `sha256sum -c` reads. A file that is noted
-there with its size is not fetched or read again.
+huggingface_hub fetches, and resumes a file where an interrupted run stopped. A complete file gets its final name; then
+its checksum is compared and noted in SHA256SUMS, which `sha256sum -c` reads. A file that is noted there and has its
+size is neither fetched nor read again.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class HubFile:
     path: str
     size: int
     digest: str
-    """Hexadecimal: SHA-256 of a large file (Git LFS), else SHA-1 of it as a blob of Git."""
+    """Hexadecimal: SHA-256 of a large file (Git LFS), else its SHA-1 as a Git blob."""
     large: bool
 
     def check(self, file: Path) -> str | None:
-        """Return the SHA-256 of a file on disk; None where it is not this one."""
+        """Return the SHA-256 of a file on disk; None if it is another file."""
         sha256, blob = hashlib.sha256(), hashlib.sha1(f"blob {self.size}\0".encode(), usedforsecurity=False)
         with file.open("rb") as data:
             while chunk := data.read(_CHUNK):
@@ -62,11 +62,11 @@ def download_dataset(
     endpoint: str | None = None,
     report: Callable[[str], None] = print,
 ) -> int:
-    """Fetch the files of a data set whose paths fit one of the patterns; return how many there are.
+    """Fetch the files of a data set whose paths match one of the patterns; return their number.
 
-    They keep their paths below `output`. `at_once`: how many files at a time. `report` is told of each that is checked.
-    Raises InputError where the hub has no such data set, no file fits, a file does not have its checksum, or the
-    connection fails again and again; what has arrived is kept for the next run.
+    Files keep their paths below `output`. `at_once`: files fetched at a time. `report` gets a line per checked file.
+    Raises InputError if the hub has no such data set, no file matches, a checksum differs, or the connection keeps
+    failing; fetched files stay for the next run.
     """
     from huggingface_hub import HfApi
 
@@ -119,7 +119,7 @@ def _list_files(api: Any, repository: str, revision: str) -> tuple[str, list[Hub
 
 
 def _fetch_file(api: Any, repository: str, commit: str, file: HubFile, output: Path) -> str:
-    """Fetch a file and return its SHA-256. One that is here with a wrong checksum is fetched once more."""
+    """Fetch a file and return its SHA-256. A file with a wrong checksum is fetched once more."""
 
     def fetch(force: bool) -> Path:
         path = api.hf_hub_download(
@@ -147,7 +147,6 @@ def _fetch_file(api: Any, repository: str, commit: str, file: HubFile, output: P
 
 
 def _retry(call: Callable[[], T], where: str) -> T:
-    """Return what `call` returns; after a failure that may pass, call it again after each of `RETRY_PAUSES`."""
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
@@ -171,7 +170,7 @@ def _retry(call: Callable[[], T], where: str) -> T:
             reason = error
         except EntryNotFoundError:
             raise InputError("the hub lists this file and does not have it", where=where) from None
-        except Exception as error:  # OSError, and those of httpx, which are none
+        except Exception as error:  # OSError, and httpx's errors, which do not derive from it
             if isinstance(error, OSError) and _is_local(error):
                 raise InputError(f"cannot be written: {error}", where=error.filename or where) from None
             reason = error
@@ -187,7 +186,7 @@ def _retry(call: Callable[[], T], where: str) -> T:
 
 
 def _is_local(error: OSError) -> bool:
-    """Whether it is this machine's file system that has failed: its errors alone carry a number and a name."""
+    """True if this machine's file system failed: only its errors carry a number and a name."""
     return error.errno is not None and error.filename is not None
 
 
@@ -197,7 +196,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _is_downloaded(file: HubFile, output: Path, sums: dict[str, str]) -> bool:
-    """Whether a file was checked before: noted, there, and as long as the hub says."""
+    """True if the file was checked before: noted, present, and of the size that the hub lists."""
     noted = sums.get(file.path)
     if noted is None or (file.large and noted != file.digest):
         return False

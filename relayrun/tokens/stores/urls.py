@@ -1,10 +1,8 @@
 """Paths of data sets: a local folder or file, or a URL that fsspec knows (`s3://bucket/web`).
 
 Credentials come from the environment, as the package of the scheme reads them. Local names are opened literally;
-fsspec, which gives `::` and undecodable bytes a meaning of their own, is used for URLs alone.
-
-A read below a URL that fails is retried after a pause, from the same position: a store that answers slowly, closes a
-connection, or says 500 or 429, costs a pause and not a shard of hours.
+fsspec, which interprets `::` and undecodable bytes, opens URLs only. A failed read below a URL is retried after a
+pause, from the same position: a slow store, a closed connection, a 500 or 429 costs a pause and not a shard of hours.
 """
 
 from __future__ import annotations
@@ -29,10 +27,10 @@ from relayrun.masking import mask_tokens
 log = logging.getLogger(__name__)
 
 RETRY_PAUSES: tuple[float, ...] = (1, 2, 4, 8, 16, 32, 60, 60, 60, 60)
-"""Seconds between the tries of one read: about five minutes. A read that works begins the count anew."""
+"""Seconds between the tries of one read: about five minutes. A successful read resets the count."""
 
 _READ_BYTES = 8 << 20
-"""Bytes of a read, where all that is left is asked for."""
+"""Bytes of a read when all remaining bytes are requested."""
 
 _PERMANENT_ERRORS = (
     FileNotFoundError,
@@ -42,25 +40,25 @@ _PERMANENT_ERRORS = (
     ValueError,
     NotImplementedError,
 )
-"""Errors that come again: no such file, no access, no package for the scheme, a wrong URL."""
+"""Errors that a retry cannot cure: missing file, no access, no package for the scheme, wrong URL."""
 
 _STORE_FULL_CODES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-"""Errors of a store that takes nothing more: a pause of seconds makes no room."""
+"""Errors of a store without space: a pause of seconds frees none."""
 
 _TRANSIENT_STATUSES = (408, 425, 429)
-"""What passes among the 4xx of a server."""
+"""Transient statuses among HTTP's 4xx."""
 
 T = TypeVar("T")
 
 
 class StoreError(RelayrunError):
-    """A store did not answer for as long as it was asked. No fault of a file: no choice leaves the file out for it."""
+    """A store did not answer within the retries. The files are not at fault: `on_error` never skips them for it."""
 
 
 def retry_transient(call: Callable[[], T], url: str) -> T:
-    """Return what `call` returns; where it fails in a way that may pass, call it again after each of `RETRY_PAUSES`.
+    """Return what `call` returns; after a transient failure, call it again after each of `RETRY_PAUSES`.
 
-    Raises what comes again as it came, and StoreError where the last try fails, too.
+    Raises permanent errors unchanged, and StoreError when the last try fails.
     """
     for number, pause in enumerate((*RETRY_PAUSES, None), start=1):
         try:
@@ -82,9 +80,9 @@ def retry_transient(call: Callable[[], T], url: str) -> T:
 
 
 def _transient_error(error: Exception) -> Exception | None:
-    """The error that may pass, or None.
+    """Return the transient error, or None.
 
-    fsspec says of a web page that cannot be looked at, for whatever reason, that it is not found: the cause tells.
+    fsspec reports FileNotFoundError for any web page that it cannot reach: the cause decides.
     """
     cause = error.__cause__
     if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and _is_connection_error(cause):
@@ -107,13 +105,13 @@ def _is_connection_error(cause: Exception) -> bool:
 
 
 def _is_refusal(error: Exception) -> bool:
-    cause = error.__cause__ if isinstance(error, FileNotFoundError) else None  # so fsspec says it of a web page
+    cause = error.__cause__ if isinstance(error, FileNotFoundError) else None  # fsspec's error for a web page
     refused = isinstance(error, PermissionError) or _http_status(error) in _EXPIRED_STATUSES
     return refused or (cause is not None and _http_status(cause) in _EXPIRED_STATUSES)
 
 
 def _http_status(error: BaseException) -> int:
-    """The status of HTTP that an error of aiohttp, huggingface_hub, botocore or azure carries, or 0."""
+    """HTTP status of an error of aiohttp, huggingface_hub, botocore or azure, or 0."""
     response: Any = getattr(error, "response", None)
     places = (error, "status"), (error, "status_code"), (response, "status_code")
     found = next((value for place, name in places if (value := getattr(place, name, None))), None)
@@ -123,18 +121,18 @@ def _http_status(error: BaseException) -> int:
 
 
 _EXPIRED_STATUSES = (401, 403, 410)
-"""What a store answers to a signed link, or a token, that has run out."""
+"""Statuses of a store for an expired signed link or token."""
 
 
 class RemoteFile(io.RawIOBase):
-    """A file below a URL, to read. A read that fails is tried again on a file that is opened anew at the same place.
+    """A file below a URL, for reading. A failed read is retried on a newly opened file at the same position.
 
-    So is one that is refused although the one before was not: links and tokens run out, and a store's package gets new
-    ones where it opens a file. Where that is refused, too, it is a StoreError.
+    A read that is refused after a successful one is retried, too: links and tokens expire, and a store's package
+    fetches new ones when it opens a file. If the retry is refused, StoreError is raised.
     """
 
     def __init__(self, url: str) -> None:
-        """Open it. Raises as `retry_transient` does."""
+        """Open the file. Raises as `retry_transient` does."""
         self._url = url
         self._at = 0
         self._streams = False
@@ -154,14 +152,14 @@ class RemoteFile(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Read on from another place, which need not be fetched for that."""
+        """Set the position; the bytes before it need not be fetched."""
         if whence == io.SEEK_END and self._size is None:
             raise io.UnsupportedOperation("the server does not tell the size of this file")
         self._at = offset + (0, self._at, self._size or 0)[whence]
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:
-        """Read `size` bytes, fewer only at the end of the file; None or -1: all that is left."""
+        """Read `size` bytes, fewer only at the end of the file; None or -1: all remaining bytes."""
         pieces: list[bytes] = []
         left = float("inf") if size is None or size < 0 else size
         while left > 0:
@@ -176,14 +174,14 @@ class RemoteFile(io.RawIOBase):
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def readinto(self, buffer: Any) -> int:
-        """Fill `buffer`, or less of it at the end of the file; return how many bytes that are."""
+        """Fill `buffer`, or less of it at the end of the file; return the number of bytes."""
         view = memoryview(buffer).cast("B")
         data = self.read(len(view))
         view[: len(data)] = data
         return len(data)
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self._drop()
         super().close()
 
@@ -202,18 +200,18 @@ class RemoteFile(io.RawIOBase):
             self._drop()
             if self._streams:
                 raise OSError(str(error)) from None
-            self._streams = True  # a server of web pages without ranges: from the begin, as one stream
+            self._streams = True  # a web server without ranges: one stream from the beginning
             return self._read(size)
         except Exception as error:
             self._drop()
             if self._allowed and _is_refusal(error):
-                self._allowed = False  # one more try, on a file that is opened with what is valid now
+                self._allowed = False  # one more try, on a file that is opened with valid credentials
                 return self._read(size)
             raise
 
     @contextlib.contextmanager
     def _refusals(self) -> Iterator[None]:
-        """Name the URL in errors of packages that are no OSError."""
+        """Name the URL in the errors of packages that do not derive from OSError."""
         try:
             yield
         except Exception as error:
@@ -231,7 +229,7 @@ class RemoteFile(io.RawIOBase):
         import fsspec
 
         options = {"block_size": 0} if self._streams else {}
-        if self._at and not self._allowed:  # not the connection that was refused, nor its token
+        if self._at and not self._allowed:  # neither the refused connection nor its token
             options["skip_instance_cache"] = True
         file = fsspec.open(self._url, "rb", **options).open()
         if self._at and getattr(file, "size", None) not in (None, self._size):
@@ -241,14 +239,14 @@ class RemoteFile(io.RawIOBase):
     def _go_to(self, place: int) -> None:
         try:
             self._file.seek(place)
-        except ValueError:  # of a stream: what is read already comes once more
+        except ValueError:  # a stream: skip the bytes that were read already
             if self._file.tell() > place:
                 self._file = self._open()
             while (left := place - self._file.tell()) > 0 and self._file.read(min(left, _READ_BYTES)):
                 pass
 
     def _drop(self) -> None:
-        with contextlib.suppress(Exception):  # it may be the connection that has failed
+        with contextlib.suppress(Exception):  # the connection itself may have failed
             if self._file is not None:
                 self._file.close()
         self._file = None
@@ -256,26 +254,24 @@ class RemoteFile(io.RawIOBase):
 
 _END_BYTES = 1 << 16
 _MOST_LINKS = 40
-"""Links that are followed from one to the next, as Linux does."""
+"""Links followed one after another, as in Linux."""
 
 
 class MissingInput(InputError):
-    """A file of a dataset is not there."""
+    """A file of a data set is missing."""
 
 
 def is_url(place: str | os.PathLike[str]) -> bool:
-    """Whether a folder or file carries a scheme. No absolute local path does: it holds no `//`."""
+    """True if a path carries a scheme. An absolute local path never holds `//`."""
     return "://" in os.fspath(place)
 
 
 def resolve_url_link(folder: str | os.PathLike[str]) -> str:
-    """The folder as it is given, or the URL to which a link leads, `raw-dataset-link` of `prepare_dumps.py`.
-
-    A link may lead there through other links.
-    """
+    """Return the folder as given, or the URL that a link leads to, directly or through other links
+    (`raw-dataset-link`)."""
     given = os.fspath(folder)
     link = given.rstrip("/")
-    with contextlib.suppress(OSError):  # it is no link, or not there
+    with contextlib.suppress(OSError):  # not a link, or missing
         for _ in range(_MOST_LINKS):
             target = os.readlink(link)
             if is_url(target):
@@ -285,7 +281,7 @@ def resolve_url_link(folder: str | os.PathLike[str]) -> str:
 
 
 def absolute_path(folder: str | os.PathLike[str]) -> str:
-    """A local folder from the root of the file system; a URL without slashes at its end, also of a link to one.
+    """Return an absolute local path, or a URL without trailing slashes; links to URLs are resolved.
 
     Raises InputError for a URL with a password, which would be written into files.
     """
@@ -305,17 +301,17 @@ def absolute_path(folder: str | os.PathLike[str]) -> str:
 
 
 def join_path(folder: str, name: str) -> str:
-    """The path of a file below a folder."""
+    """Return the path of a file below a folder."""
     return f"{absolute_path(folder)}/{name}" if is_url(folder) else os.path.join(folder, name)
 
 
 def open_input(path: str) -> BinaryIO:
-    """Open a file to read its bytes; below a URL, reads that fail are tried again. Raises OSError and ImportError."""
+    """Open a file for reading bytes; reads below a URL are retried. Raises OSError and ImportError."""
     return cast(BinaryIO, RemoteFile(path)) if is_url(path) else open(path, "rb")
 
 
 def hash_file_ends(path: str) -> str:
-    """SHA-256, hexadecimal, of the first and last 64 KiB of a file. Raises InputError and OSError."""
+    """Return the SHA-256, hexadecimal, of the first and last 64 KiB of a file. Raises InputError and OSError."""
     with open_input(path) as file:
         digest = hashlib.sha256(file.read(_END_BYTES))
         end = file.seek(0, os.SEEK_END)
@@ -325,10 +321,10 @@ def hash_file_ends(path: str) -> str:
 
 
 def list_url(url: str) -> list[tuple[str, int]]:
-    """All files below a URL: their paths below it, and their bytes.
+    """List all files below a URL: paths below it, and bytes.
 
-    Raises InputError where the scheme is not known or its package not installed, for lack of access to any folder,
-    and where there is nothing.
+    Raises InputError for an unknown scheme or a missing package, for lack of access to any folder, and for an empty
+    URL.
     """
     with _explain_store_errors(url, missing="there is no such dataset folder"):
         import fsspec
@@ -341,15 +337,15 @@ def list_url(url: str) -> list[tuple[str, int]]:
 
 
 def list_store_sizes(store: Any, root: str) -> dict[str, int]:
-    """Bytes of all files below a path of fsspec's `store`, by their paths below it; of a file itself by no name.
+    """Map all files below a path of fsspec's `store` to bytes, by path below it; the name of a file itself is empty.
 
-    Raises what the store raises, for lack of access to any folder too.
+    Raises what the store raises, also for lack of access to any folder.
     """
     return {info["name"].removeprefix(root).lstrip("/"): _store_size(store, info) for info in _walk_store(store, root)}
 
 
 def stat_url(url: str) -> tuple[int, int]:
-    """Bytes of the file at a URL, and its time of change as `modified_time` tells it. Raises InputError."""
+    """Return bytes and modification time (`modified_time`) of the file at a URL. Raises InputError."""
     with _explain_store_errors(url, missing="this file of the paths file is missing"):
         import fsspec
 
@@ -359,10 +355,10 @@ def stat_url(url: str) -> tuple[int, int]:
 
 
 def modified_time(info: Mapping[str, Any]) -> int:
-    """When a file of a store changed, in ns, from what its store tells; 0 where it tells nothing.
+    """Return the modification time of a file of a store, in ns; 0 if the store does not tell it.
 
-    A store that tells no time, but a tag of the version, has a number made of that tag in its place: a server of web
-    pages, and the hub of Hugging Face, whose tag is the hash of the content.
+    If the store tells only a tag of the version (a web server; the Hugging Face hub, whose tag is the hash of the
+    content), a number derived from the tag replaces the time.
     """
     for key in ("mtime", "LastModified", "updated", "created", "Last-Modified"):
         changed = info.get(key)
@@ -383,10 +379,10 @@ def _walk_store(store: Any, root: str) -> Iterator[dict[str, Any]]:
 
     own = type(store).find is not AbstractFileSystem.find
     if own or getattr(type(store), "_find", AsyncFileSystem._find) is not AsyncFileSystem._find:
-        yield from store.find(root, detail=True).values()  # a store of objects lists them all at once
+        yield from store.find(root, detail=True).values()  # an object store lists all files at once
         return
     folders = [root]
-    while folders:  # not the general `find`: it leaves out folders that cannot be read
+    while folders:  # not the generic `find`, which skips unreadable folders
         folder = folders.pop()
         for info in store.ls(folder, detail=True):
             if info["type"] == "directory":
@@ -397,7 +393,7 @@ def _walk_store(store: Any, root: str) -> Iterator[dict[str, Any]]:
 
 def _store_size(store: Any, info: dict[str, Any]) -> int:
     size = info.get("size")
-    if size is None:  # not in a listing of web pages
+    if size is None:  # missing in a listing of web pages
         size = store.info(info["name"]).get("size")
     if size is None:
         raise InputError("the server does not tell the size of this file", where=info["name"])
@@ -418,7 +414,7 @@ def _explain_store_errors(url: str, *, missing: str) -> Iterator[None]:
             where=url,
             hint=f"pip install {_scheme_package(url.partition('://')[0])}",
         ) from None
-    except Exception as error:  # an unknown scheme, no access: each package has its own
+    except Exception as error:  # unknown scheme, no access: each package has its own errors
         lines = str(error).splitlines() or [type(error).__name__]
         raise InputError(
             f"fsspec cannot look at this: {lines[0]}",
@@ -428,7 +424,6 @@ def _explain_store_errors(url: str, *, missing: str) -> Iterator[None]:
 
 
 def _scheme_package(scheme: str) -> str:
-    """What is to be installed for a scheme."""
     from fsspec.registry import known_implementations
 
     package = str(known_implementations.get(scheme, {}).get("class", "")).partition(".")[0]
@@ -436,5 +431,5 @@ def _scheme_package(scheme: str) -> str:
 
 
 def printable(name: str) -> str:
-    """A file name for the terminal: bytes that are not UTF-8 come out as `\\udcff`."""
+    """Return a file name for the terminal: bytes that are not UTF-8 become `\\udcff`."""
     return name.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -17,13 +17,12 @@ from relayrun.config.sections.conditions import Condition, condition_columns, pa
 from relayrun.config.sections.data import DataSource, StreamLimit, StreamSection
 from relayrun.errors import ConfigError, InputError, did_you_mean_path
 from relayrun.tokens.readers.columns import check_column, open_parquet, read_column
-from relayrun.tokens.readers.inputs import file_kind
+from relayrun.tokens.readers.inputs import file_kind, find_data_files
 from relayrun.tokens.shards.manifest import DatasetManifest, FileEntry
 from relayrun.tokens.shards.prefixes import escape_literal_front, literal_name_start
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.direct_io import file_checksum
 from relayrun.tokens.streams.row_filters import RowFaults, arrow_expression, is_content_fault, stream_filter
-from relayrun.tokens.tokenize.dumps import find_data_files
 
 FILE_KINDS = {"parquet": "parquet", "jsonl": "json lines", "arrow": "arrow"}
 """The kind that `file_kind` returns for each `data.mixture.NAME.source`."""

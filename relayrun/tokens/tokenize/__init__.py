@@ -1,6 +1,6 @@
-"""Raw text to token shards.
+"""Tokenize raw text into shards.
 
-    dumps, check_inputs, dump_jobs, dump_status, tune, verify   the dumps of a data set
+    dumps, dump_jobs, dump_status, tune, verify   the dumps of a data set
     pipeline, shard_task, shard_folder    one paths file to one folder of shards, task by task
     encode/                               the tokenizer, and the libraries that encode
     options, job_config                   settings: flags of a command; YAML and environment variables

@@ -35,14 +35,14 @@ OnTaskDone = Callable[[int, dict[str, int]], None]
 
 
 class KillAwareExecutor(LocalPipelineExecutor):  # type: ignore[misc]  # datatrove is untyped
-    """Runs datatrove tasks on `workers` processes, in this process if there is one worker.
+    """Runs datatrove tasks on `workers` processes, or in this process for one worker.
 
-    `logging_dir` gets datatrove's logs and statistics. Its completion markers are written and never read:
-    they know the number of a task and not its input, so the caller decides what is still to do.
+    `logging_dir` gets datatrove's logs and statistics. Its completion markers are written and never read: they know the
+    number of a task and not its input, so the caller decides which tasks to run.
     """
 
     def __init__(self, pipeline: Sequence[PipelineStep], *, tasks: int, workers: int, logging_dir: str) -> None:
-        # a DataFolder of our own, because datatrove would give `::` and `~` in the path a meaning
+        # an explicit DataFolder, because datatrove would interpret `::` and `~` in the path
         folder = DataFolder(os.path.abspath(logging_dir), fs=LocalFileSystem())
         super().__init__(list(pipeline), tasks=tasks, workers=workers, logging_dir=folder, skip_completed=False)
 
@@ -52,7 +52,7 @@ class KillAwareExecutor(LocalPipelineExecutor):  # type: ignore[misc]  # datatro
 
 
 def _run_task(executor: KillAwareExecutor, rank: int) -> dict[str, int]:
-    """Run one task; return the totals of its statistics by name. datatrove's log goes to its file alone."""
+    """Run one task; return the totals of its statistics by name. datatrove's log goes to its file only."""
     try:
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
             stats: PipelineStats = copy.deepcopy(executor)._run_for_rank(rank)
@@ -67,14 +67,14 @@ log = logging.getLogger(__name__)
 class MegatronTokenWriter(PipelineStep):  # type: ignore[misc]  # datatrove is untyped
     """Writes the documents of task r to `output_folder/{r:05d}_tokens.bin` and `.idx`, each ended by the EOS.
 
-    Put it last in a datatrove pipeline, behind any readers and filters. Empty documents are dropped and
-    counted. Nothing stands under the final names before the shard is whole, and there is no shard where
-    there is no document. `{r:05d}_tokens.record.json` names the tokenizer and the checksums of both files.
+    Put it last in a datatrove pipeline, after any readers and filters. Empty documents are dropped and counted. The
+    final names appear when the shard is whole; a task without documents writes no shard. `{r:05d}_tokens.record.json`
+    names the tokenizer and the checksums of both files.
 
     Args:
         output_folder: a local folder; made if missing.
         tokenizer_name_or_path: the `tokenizer` of `TokenizeOptions`.
-        eos_token, append_eod, keep_empty, cache_dir, batch_bytes: as in `TokenizeOptions`; None: as by default there.
+        eos_token, append_eod, keep_empty, cache_dir, batch_bytes: as in `TokenizeOptions`; None: its default.
         add_bos: its `bos`.
         engine: its `engine`; proven on the first batch of every process.
         on_error: "fail", or "skip-line": a document without a text, or with one that cannot be written as UTF-8, is
@@ -134,7 +134,7 @@ class MegatronTokenWriter(PipelineStep):  # type: ignore[misc]  # datatrove is u
             raise InputError("on_error is 'fail' or 'skip-line' here: the reader of a pipeline decides about files")
 
     def run(self, data: Iterable[Document] | None, rank: int = 0, world_size: int = 1) -> None:
-        """Write the shard of task `rank`; datatrove calls this. Raises InputError where a document has no text."""
+        """Write the shard of task `rank`; datatrove calls this. Raises InputError for a document without a text."""
         # workers are processes: without this each of them would start a thread per core
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         batches = self._batches(data or ())
@@ -202,7 +202,6 @@ _ARGUMENT_NAMES = {name: name for name in TokenizeOptions.model_fields} | {
 
 
 def _one_of_two_names(name: str, value: Any, other: str, value_of_other: Any) -> Any:
-    """The one of two names for the same that is given."""
     given = [each for each in (value, value_of_other) if each is not None]
     if len(given) != 1:
         raise TypeError(f"give {name}, or {other}, which is another name of it")
@@ -210,7 +209,7 @@ def _one_of_two_names(name: str, value: Any, other: str, value_of_other: Any) ->
 
 
 class _Sample:
-    """Texts that do not count when arguments are compared."""
+    """Texts that compare equal, so that the cache of `_process_tokenizer` ignores them."""
 
     def __init__(self, texts: Texts) -> None:
         self.texts = next(texts.split(1_000_000, len(texts) or 1), texts)
@@ -226,7 +225,7 @@ class _Sample:
 def _process_tokenizer(
     options: TokenizeOptions, stamp: object, sample: _Sample
 ) -> tuple[Engine, DocumentFraming, TokenizerRecord]:
-    """Loaded and proven once per process, however many tasks it runs; `stamp` changes when the file does."""
+    """Load and prove once per process, however many tasks it runs; `stamp` changes with the file."""
     loaded = load_tokenizer(options)
     selection = select_engine(
         options.engine, lambda: loaded.tokenizer, sample.texts, log.warning, definition=loaded.definition

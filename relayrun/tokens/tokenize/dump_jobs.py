@@ -1,7 +1,7 @@
-"""Jobs that tokenize the dumps of a data set: processes of this machine or Slurm jobs, both through submitit.
+"""Jobs that tokenize the dumps of a data set: local processes or Slurm jobs, both through submitit.
 
-A job tokenizes one dump, adds a row to the CSV and moves the dump's paths file to `completed-dumps`. A job
-that was killed is submitted again; it goes on with the shards that are missing.
+A job tokenizes one dump, adds a row to the CSV and moves the dump's paths file to `completed-dumps`. A killed job is
+submitted again, and makes the missing shards.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ from relayrun.control.scheduler.factory import slurm_scheduler
 from relayrun.errors import InputError, RelayrunError, SchedulerError, did_you_mean_path, refuse_unwritable
 from relayrun.files import write_atomic
 from relayrun.slurmtime import parse_time
+from relayrun.tokens.readers.inputs import read_paths_file
+from relayrun.tokens.stores.urls import join_path
 from relayrun.tokens.tokenize.dump_status import ERROR_FILE, finished_shards
 from relayrun.tokens.tokenize.dumps import MetadataFolder, replace_link
 from relayrun.tokens.tokenize.job_config import TokenizationConfig, TokenizationSettings
+from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.processes import (
     JobRequeued,
     file_lock,
@@ -51,21 +54,20 @@ CSV_COLUMNS = (
     "throughput",
 )
 """Columns of the CSV. dataset_total_size: bytes of the dump's files; processed_total_size: bytes of its .bin files;
-time: seconds; bw: MB (10^6 bytes) of input per second; total_tokens_processed: counted; throughput: tokens per
-second."""
+time: seconds; bw: MB (10^6 bytes) of input per second; total_tokens_processed: counted; throughput: tokens per second.
+"""
 
-_LOCAL_LIMIT_MINUTES = 60 * 24 * 30  # submitit kills local jobs after two minutes unless told otherwise
+_LOCAL_LIMIT_MINUTES = 60 * 24 * 30  # submitit's default kills local jobs after two minutes
 _POLL_SECONDS = 0.2
 
 
 def prepare_submission(settings: TokenizationSettings) -> list[int]:
-    """Check what can be checked before any job starts, make the folders, and return the dumps to tokenize.
+    """Check all inputs before any job starts, make the folders, and return the dumps to tokenize.
 
-    Folders for logs are made here because a Slurm job whose output folder is missing dies without a log.
-    Raises InputError where no dump is left, finished dumps of this metadata folder went elsewhere, a folder is closed
-    to this user, there is no such tokenizer, or the files have no such column.
+    Folders for logs are made here because a Slurm job whose output folder is missing dies without a log. Raises
+    InputError if no dump is left, finished dumps of this metadata folder went elsewhere, a folder is not writable, or
+    the tokenizer or the column is missing.
     """
-    from relayrun.tokens.tokenize.check_inputs import check_dump_inputs
     from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
 
     metadata = MetadataFolder(settings.metadata_folder)
@@ -76,7 +78,7 @@ def prepare_submission(settings: TokenizationSettings) -> list[int]:
     output = settings.dataset_output
     refuse_unwritable(metadata.path, metadata.completed, output, settings.job_logs, settings.csv)
     refuse_unwritable(*(place(index) for index in indices for place in (settings.dump_output, settings.dump_logs)))
-    check_dump_inputs(metadata, indices, settings)
+    _check_inputs(metadata, indices, settings)
     link = metadata.tokenized_link
     if metadata.finished() and link.is_symlink() and os.readlink(link) != str(output):
         raise InputError(
@@ -93,10 +95,20 @@ def prepare_submission(settings: TokenizationSettings) -> list[int]:
     return indices
 
 
-def tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]:
-    """Tokenize dump `index`, add its row to the CSV, and move its paths file to the finished ones.
+def _check_inputs(metadata: MetadataFolder, indices: Sequence[int], options: TokenizeOptions) -> None:
+    """Raise InputError that names the files of these dumps without the column, and unreadable files."""
+    from relayrun.tokens.readers.columns import check_files  # on demand: a login node may lack pyarrow
 
-    Returns the row. The message of a RelayrunError or OSError is left beside the dump's shards, too.
+    dataset = metadata.dataset()
+    names = [name for index in indices for name in read_paths_file(metadata.paths_file(index))]
+    paths = [join_path(dataset, name) for name in names]
+    check_files(paths, options.column, skip_lines=options.skips_lines, skip_files=options.skips_files)
+
+
+def tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]:
+    """Tokenize dump `index`, add its row to the CSV, and move its paths file to the finished ones; return the row.
+
+    The message of a RelayrunError or OSError is written beside the dump's shards, too.
     """
     settings.dump_logs(index).mkdir(parents=True, exist_ok=True)
     output = settings.dump_output(index)
@@ -124,7 +136,7 @@ def _tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]
             result = tokenize_paths_file(
                 settings,
                 output_folder=output,
-                dataset=metadata.dataset(),  # messages name files of the dataset, not of the link
+                dataset=metadata.dataset(),  # messages name files of the data set, not of the link
                 paths_file=paths_file,
                 logging_dir=settings.dump_logs(index),
             )
@@ -145,13 +157,13 @@ def _tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]
             "total_tokens_processed": result.tokens,
             "throughput": round(result.tokens / seconds, 1),
         }
-        append_csv_row(settings.csv, row)  # before the move: a kill between them adds a second row, but loses none
+        append_csv_row(settings.csv, row)  # before the move: a kill in between adds a second row, but loses none
         metadata.finish(index)
     return row
 
 
 def append_csv_row(path: Path, row: dict[str, Any]) -> None:
-    """Append one row under a lock, with the header where the file is new, in one write; synced."""
+    """Append one row under a lock, in one synced write; a new file gets the header."""
     with file_lock(path), open(path, "rb+") as file:
         text = io.StringIO()
         writer = csv.DictWriter(text, CSV_COLUMNS, lineterminator="\n")
@@ -170,9 +182,9 @@ def append_csv_row(path: Path, row: dict[str, Any]) -> None:
 def submit_dumps(config: TokenizationConfig, *, wait: bool = True) -> list[int]:
     """Tokenize all dumps of a metadata folder, `max_parallel` at a time; return their numbers.
 
-    The executor `local` runs processes of this machine and waits for them; `slurm` submits job arrays, one node
-    per dump, and waits if `wait`. Raises RelayrunError naming the dumps that failed, with the first message;
-    SchedulerError where Slurm refuses.
+    The executor `local` runs local processes and waits for them; `slurm` submits job arrays, one node per dump, and
+    waits if `wait`. Raises RelayrunError that names the failed dumps, with the first message; SchedulerError if Slurm
+    refuses.
     """
     settings = config.absolute(os.getcwd())
     settings.check()
@@ -211,7 +223,7 @@ def _run_local(settings: TokenizationSettings, indices: Sequence[int], max_paral
                 running[index] = executor.submit(tokenize_dump, settings, index)
             for index in [index for index, job in running.items() if job.done()]:
                 job = running.pop(index)
-                job._process.wait()  # reap it: submitit leaves that to the garbage collector
+                job._process.wait()  # submitit leaves reaping to the garbage collector
                 state = "failed" if index in MetadataFolder(settings.metadata_folder).pending() else "done"
                 print(f"dump {index} {state} ({len(indices) - len(waiting) - len(running)}/{len(indices)})", flush=True)
             time.sleep(_POLL_SECONDS)
@@ -221,47 +233,22 @@ def _run_local(settings: TokenizationSettings, indices: Sequence[int], max_paral
 
 
 def _submit_slurm(config: TokenizationConfig, indices: Sequence[int]) -> None:
-    """Submit and record a job for every dump: one array, or several one behind the other, as large as Slurm takes."""
+    """Submit and record a job for every dump: one array, or consecutive ones of the largest size that Slurm accepts."""
     import submitit
 
-    # what a job reads holds no site: its worker need not know this version's settings of one
+    # the pickle holds no site: a worker of another version need not know its settings
     settings = TokenizationSettings.model_validate(config.model_dump(include=set(TokenizationSettings.model_fields)))
-    options = config.job
-    try:
-        executor = submitit.SlurmExecutor(settings.job_logs / "submitit", python=shlex.join(config.command))
-    except RuntimeError as error:
-        raise SchedulerError(
-            f"Slurm is not installed here: {error}", hint="submit from a login node, or use the local executor"
-        ) from None
-    log = settings.job_logs / "R-%x-%j"
-    direct = {"account", "partition", "qos", "constraint", "exclude", "mem", "cpus_per_task"}
-    plain = options.model_dump(include=direct, exclude_none=True)
-    further: dict[str, Any] = {} if options.reservation is None else {"reservation": options.reservation}
-    for name, value in sbatch_script_options(options.sbatch).items():
-        further[name] = True if value is None else value  # as submitit writes an option without a value
-    executor.update_parameters(
-        **plain | {"exclusive": options.exclusive or None},
-        job_name=settings.name,
-        time=math.ceil(parse_time(options.time) / 60),
-        nodes=1,
-        ntasks_per_node=1,
-        setup=config.preparation,
-        array_parallelism=config.max_parallel,
-        use_srun=False,  # one task: without srun the job's own output files hold everything
-    )
+    executor = _slurm_executor(config, settings)
     metadata = MetadataFolder(settings.metadata_folder)
     size = max(1, slurm_scheduler().max_array_size())
     arrays: list[str] = []
     for first in range(0, len(indices), size):
         part = indices[first : first + size]
-        additional = {"output": f"{log}.out", "error": f"{log}.err", **further}
-        # or all arrays would run at once, `max_parallel` dumps each
-        wait = [options.dependency, f"afterany:{arrays[-1]}" if arrays else None]
-        if any(wait):
-            additional["dependency"] = ",".join(filter(None, wait))
-        executor.update_parameters(additional_parameters=additional)
+        # else all arrays would run at once, `max_parallel` dumps each
+        wait = [config.job.dependency, f"afterany:{arrays[-1]}" if arrays else None]
+        executor.update_parameters(additional_parameters=_sbatch_parameters(config, settings, wait))
         try:
-            with contextlib.redirect_stderr(io.StringIO()):  # submitit repeats there what it raises
+            with contextlib.redirect_stderr(io.StringIO()):  # submitit also prints the error that it raises
                 jobs = executor.map_array(tokenize_dump, [settings] * len(part), part)
         except submitit.core.utils.UncompletedJobError as error:
             lines = str(error).splitlines()
@@ -272,6 +259,44 @@ def _submit_slurm(config: TokenizationConfig, indices: Sequence[int]) -> None:
             metadata.record_job(str(job.job_id), index)
         arrays.append(str(jobs[0].job_id).split("_")[0])
     print(f"submitted {len(indices)} dumps as Slurm job {', '.join(arrays)}; logs: {settings.job_logs}", flush=True)
+
+
+def _slurm_executor(config: TokenizationConfig, settings: TokenizationSettings) -> Any:
+    """submitit's executor with the parameters that all arrays share. Raises SchedulerError without a Slurm."""
+    import submitit
+
+    try:
+        executor = submitit.SlurmExecutor(settings.job_logs / "submitit", python=shlex.join(config.command))
+    except RuntimeError as error:
+        raise SchedulerError(
+            f"Slurm is not installed here: {error}", hint="submit from a login node, or use the local executor"
+        ) from None
+    direct = {"account", "partition", "qos", "constraint", "exclude", "mem", "cpus_per_task"}
+    executor.update_parameters(
+        **config.job.model_dump(include=direct, exclude_none=True),
+        exclusive=config.job.exclusive or None,
+        job_name=settings.name,
+        time=math.ceil(parse_time(config.job.time) / 60),
+        nodes=1,
+        ntasks_per_node=1,
+        setup=config.preparation,
+        array_parallelism=config.max_parallel,
+        use_srun=False,  # one task: without srun the job's own output files hold everything
+    )
+    return executor
+
+
+def _sbatch_parameters(
+    config: TokenizationConfig, settings: TokenizationSettings, wait: Sequence[str | None]
+) -> dict[str, Any]:
+    """Options of sbatch for which submitit has no parameters."""
+    log = settings.job_logs / "R-%x-%j"
+    found: dict[str, Any] = {"output": f"{log}.out", "error": f"{log}.err"}
+    if config.job.reservation is not None:
+        found["reservation"] = config.job.reservation
+    for name, value in sbatch_script_options(config.job.sbatch).items():
+        found[name] = True if value is None else value  # as submitit writes an option without a value
+    return found | ({"dependency": ",".join(filter(None, wait))} if any(wait) else {})
 
 
 def _raise_failures(settings: TokenizationSettings, failed: Sequence[int], total: int) -> None:

@@ -1,4 +1,4 @@
-"""Where the dumps of a metadata folder stand, from files alone: done, tokens, speed, what is left, failures."""
+"""Progress of the dumps of a metadata folder, from files only: state, tokens, speed, remaining time, failures."""
 
 from __future__ import annotations
 
@@ -14,59 +14,60 @@ from typing import Any
 from relayrun.errors import InputError
 from relayrun.files import read_json
 from relayrun.tokens.readers.inputs import MAX_EXAMPLES, describe_bad_lines
+from relayrun.tokens.shards.shard import FOLDER_RECORD
 from relayrun.tokens.tokenize import shard_folder
 from relayrun.tokens.tokenize.dumps import MetadataFolder
-from relayrun.tokens.tokenize.shard_folder import RECORD_FILE, STALE_SECONDS, RunningTask
+from relayrun.tokens.tokenize.shard_folder import STALE_SECONDS, RunningTask
 
 ERROR_FILE = "error.txt"
-"""Beside the shards of a dump that failed: the one message."""
+"""Error message of a failed dump, beside its shards."""
 
 GONE_SECONDS = 600.0
-"""After so long without a word a stalled dump is not waited for."""
+"""`watch_status` stops waiting for a stalled dump that reported nothing for so long."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DumpStatus:
-    """One dump."""
+    """Status of one dump."""
 
     index: int
     state: str
-    """One of: done, running, stalled (tasks have said nothing for a minute), failed, open (some shards are done, nobody
-    works on the others), waiting."""
+    """One of: done, running, stalled (tasks have reported nothing for a minute), failed, open (some shards are done, no
+    job works on the others), waiting."""
     shards: int
-    """Shards that are recorded as finished."""
+    """Shards recorded as finished."""
     of: int
-    """All shards; 0 where no job has dealt the files yet."""
+    """All shards; 0 until a job has dealt the files."""
     finished_tokens: int
     finished_bytes: int
     """Bytes of the input files of finished shards."""
     bytes: int
-    """Bytes of all input files; 0 if it is not known."""
+    """Bytes of all input files; 0 if unknown."""
     worker_seconds: float
-    """Seconds that finished shards took, summed over the workers."""
+    """Seconds of finished shards, summed over the workers."""
     busy_seconds: float
-    """How long at least one worker worked on a finished shard."""
+    """Seconds in which at least one worker made a finished shard."""
     running: tuple[RunningTask, ...]
-    """Tasks that have said something within the last minute."""
+    """Tasks that reported within the last minute."""
     silent: tuple[RunningTask, ...]
-    """Those that have not."""
+    """Unfinished tasks that did not."""
     skipped: tuple[str, ...]
-    """What was wrong with files that were left out."""
+    """Errors of skipped files."""
     error: str | None
-    """Why it failed."""
+    """Error message of a failed dump."""
     bad_lines: Mapping[str, int] = field(default_factory=dict)
-    """Lines that were left out, by reason."""
+    """Skipped lines by reason."""
     bad_line_examples: tuple[str, ...] = ()
-    """The first of them."""
+    """The first skipped lines."""
 
     @property
     def tokens(self) -> int:
-        """Those of running tasks included."""
+        """Tokens of finished shards and running tasks."""
         return self.finished_tokens + sum(task.tokens for task in self.running)
 
     @property
     def node_rate(self) -> float:
-        """Tokens per second of the node: now, or over the time it worked."""
+        """Tokens per second of the node: now, or over its busy time."""
         if self.running:
             return sum(task.tokens_per_second for task in self.running)
         return self.finished_tokens / self.busy_seconds if self.busy_seconds else 0.0
@@ -83,12 +84,12 @@ class DumpStatus:
 
 
 def read_status(metadata_folder: str | os.PathLike[str], *, now: float | None = None) -> list[DumpStatus]:
-    """All dumps of a metadata folder, by number. Raises InputError if it is none. `now`: seconds since 1970."""
+    """Return the status of all dumps of a metadata folder, by number. `now`: seconds since 1970. Raises InputError."""
     metadata = MetadataFolder(metadata_folder)
     pending, finished = (
         set(metadata.pending()),
         set(metadata.finished()),
-    )  # in this order: a dump moves from one to both
+    )  # in this order: a dump that moves in between is in both
     if not finished and not pending:
         raise InputError("there are no dumps here", where=metadata.path, hint="prepare_dumps.py makes them")
     now, sizes = time.time() if now is None else now, metadata.sizes()
@@ -99,7 +100,7 @@ def read_status(metadata_folder: str | os.PathLike[str], *, now: float | None = 
 
 
 def seconds_left(dumps: Iterable[DumpStatus], *, tokens_per_byte: float, rate: float) -> float | None:
-    """Until `dumps` are done at `rate` tokens per second; None where that cannot be told."""
+    """Return the seconds until `dumps` are done at `rate` tokens per second; None if unknown."""
     left = 0.0
     for dump in dumps:
         if dump.state != "done":
@@ -110,14 +111,14 @@ def seconds_left(dumps: Iterable[DumpStatus], *, tokens_per_byte: float, rate: f
 
 
 def mean_tokens_per_byte(dumps: Sequence[DumpStatus]) -> float:
-    """Tokens of a byte of the files that are read; 0 where there are none yet."""
+    """Return the tokens per byte of the files read so far; 0 before the first."""
     read = sum(dump.finished_bytes + sum(task.bytes_read for task in dump.running) for dump in dumps)
     tokens = sum(dump.finished_tokens + sum(t.tokens for t in dump.running if t.bytes_read) for dump in dumps)
     return tokens / read if read else 0.0
 
 
 def status_table(dumps: Sequence[DumpStatus]) -> str:
-    """For the terminal: a line a dump, the totals, and what failed."""
+    """Format a line per dump, the totals, and the failures for the terminal."""
     density = mean_tokens_per_byte(dumps)
     rows = [("dump", "state", "shards", "tokens", "Mtok/s node", "Mtok/s core", "ETA", "node", "left out")]
     for d in dumps:
@@ -157,7 +158,7 @@ def status_table(dumps: Sequence[DumpStatus]) -> str:
 
 
 def all_dumps_done(dumps: Sequence[DumpStatus], *, now: float) -> bool | None:
-    """Whether all dumps are done; None while there is something to wait for, running or queued."""
+    """True if all dumps are done, False if the others have failed; None while a dump is running or waiting."""
     if all(dump.state == "done" for dump in dumps):
         return True
     over = all(
@@ -169,9 +170,9 @@ def all_dumps_done(dumps: Sequence[DumpStatus], *, now: float) -> bool | None:
 
 
 def watch_status(metadata_folder: str | os.PathLike[str], seconds: float) -> bool:
-    """Print the table every so many seconds, on a terminal in place, until there is nothing left to wait for.
+    """Print the table every `seconds`, on a terminal in place, until no dump is left to wait for.
 
-    Returns whether all dumps are done; the others have failed. Raises InputError.
+    Returns True if all dumps are done; the others have failed. Raises InputError.
     """
     from rich.console import Console
     from rich.live import Live
@@ -260,15 +261,13 @@ def _read_dump(metadata: MetadataFolder, index: int, now: float, *, done: bool, 
         silent=silent,
         skipped=tuple(file["error"] for task in shards.values() for file in task["skipped"]),
         error=error,
-        bad_lines=sum((Counter(task.get("bad_lines", {})) for task in shards.values()), Counter()),
-        bad_line_examples=tuple(e for task in shards.values() for e in task.get("bad_line_examples", []))[
-            :MAX_EXAMPLES
-        ],
+        bad_lines=sum((Counter(task["bad_lines"]) for task in shards.values()), Counter()),
+        bad_line_examples=tuple(e for task in shards.values() for e in task["bad_line_examples"])[:MAX_EXAMPLES],
     )
 
 
 def _covered_seconds(spans: Iterable[tuple[float, float]]) -> float:
-    """Seconds that at least one of the spans covers."""
+    """Seconds covered by at least one span."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))
@@ -277,15 +276,15 @@ def _covered_seconds(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def finished_shards(output: Path) -> int:
-    """The number of finished shards in the folder of a dump."""
+    """Return the number of finished shards in the folder of a dump."""
     return len(_read_record(output).get("shards", {}))
 
 
 def _read_record(output: Path) -> dict[str, Any]:
     try:
-        record: dict[str, Any] = read_json(output / RECORD_FILE)
+        record: dict[str, Any] = read_json(output / FOLDER_RECORD)
     except FileNotFoundError:
         return {}
     except ValueError:
-        raise InputError("not a record of tokenization", where=output / RECORD_FILE) from None
+        raise InputError("not a record of tokenization", where=output / FOLDER_RECORD) from None
     return record

@@ -2,16 +2,16 @@
 
     raw-dataset-link              -> the data set folder; its target may be a URL (`s3://bucket/web`), as text
     dumps/paths_file_{i}.txt      files of dump i, not tokenized yet: paths below the data set folder, one a line
-    completed-dumps/              where a finished dump's paths file goes
+    completed-dumps/              paths files of finished dumps
     tokenized-dir-link            -> OUTPUT/TOKENIZER_NAME/DATASET_NAME
     tokenize-T-D.csv              one row per finished dump
     dump-sizes.json               bytes of each dump's files when it was prepared
     jobs.jsonl                    Slurm ids of submitted jobs
-    .lock                         held alone while dumps are prepared or submitted, shared while one is tokenized
+    .lock                         exclusive while dumps are prepared or submitted, shared while a dump is tokenized
 
-Files are dealt largest first onto the lightest dump (Graham's LPT rule: the heaviest dump is at most 4/3 of the best
-possible), with ties broken by number of files, then dump, then path, so that the same files give the same dumps
-whatever the order in which the file system lists them. O(files log dumps).
+The split deals files largest first onto the lightest dump (Graham's LPT rule: the heaviest dump is at most 4/3 of the
+optimum), with ties broken by number of files, then dump, then path, so that the same files give the same dumps whatever
+the order of the directory listing. O(files log dumps).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import heapq
 import logging
 import os
 import re
-import stat
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from relayrun.control.scheduler.factory import slurm_scheduler
-from relayrun.errors import InputError, RelayrunError, combined_error, did_you_mean_path, refuse_unwritable
+from relayrun.errors import InputError, RelayrunError, combined_error, refuse_unwritable
 from relayrun.files import (
     append_line,
+    free_space,
     fsync_directory,
     read_json,
     read_lines,
@@ -40,16 +40,22 @@ from relayrun.files import (
     write_atomic,
     write_json,
 )
-from relayrun.tokens.readers.inputs import DATA_SUFFIXES, is_data_file, paths_file_bytes, read_paths_file, stat_inputs
+from relayrun.tokens.readers.inputs import (
+    DATA_SUFFIXES,
+    DataFile,
+    find_data_files,
+    paths_file_bytes,
+    read_paths_file,
+    stat_inputs,
+)
 from relayrun.tokens.stores import urls
-from relayrun.tokens.stores.urls import printable
 from relayrun.tokens.tokenize.processes import file_lock
 
 _PATHS_FILE = re.compile(r"paths_file_(0|[1-9][0-9]*)\.txt")
 
 
 def replace_link(link: Path, target: str) -> None:
-    """Make `link` point to `target`, in one step. Raises InputError if something else than a link is there."""
+    """Make `link` point to `target` atomically. Raises InputError if `link` is not a link."""
     if link.exists() and not link.is_symlink():
         raise InputError("a link is to be made here, but there is a file or folder", where=link)
     with tempfile.TemporaryDirectory(dir=link.parent, prefix=temporary_prefix()) as folder:
@@ -60,7 +66,7 @@ def replace_link(link: Path, target: str) -> None:
 
 
 class MetadataFolder:
-    """The names inside M, and who may change it."""
+    """The paths inside M, and the lock on changes."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(os.path.abspath(path))
@@ -72,7 +78,7 @@ class MetadataFolder:
         self._sizes = self.path / "dump-sizes.json"
 
     def dataset(self) -> str:
-        """Where paths files start: a folder, links resolved, or a URL."""
+        """Return the folder of the data set, links resolved, or its URL."""
         target = urls.resolve_url_link(self.raw_link)
         return target if urls.is_url(target) else os.path.realpath(target)
 
@@ -80,11 +86,11 @@ class MetadataFolder:
         return self.dumps / f"paths_file_{index}.txt"
 
     def pending(self) -> list[int]:
-        """Numbers of the dumps that are not tokenized yet, ascending."""
+        """Return the numbers of the dumps to tokenize, ascending."""
         return _dump_numbers(self.dumps)
 
     def finished(self) -> list[int]:
-        """Numbers of the dumps that are, ascending."""
+        """Return the numbers of the finished dumps, ascending."""
         return _dump_numbers(self.completed)
 
     def finish(self, index: int) -> None:
@@ -95,7 +101,7 @@ class MetadataFolder:
         fsync_directory(self.dumps)
 
     def reopen(self, index: int) -> None:
-        """Move the paths file of finished dump `index` back: the next submit tokenizes it again, as far as needed."""
+        """Move the paths file of finished dump `index` back: the next submit tokenizes its missing shards."""
         self.dumps.mkdir(exist_ok=True)
         os.replace(self.completed / f"paths_file_{index}.txt", self.paths_file(index))
         fsync_directory(self.dumps)
@@ -103,7 +109,7 @@ class MetadataFolder:
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
-        """Keep everybody else from preparing or submitting dumps of this folder. Raises RelayrunError if taken."""
+        """Lock this folder while its dumps are prepared or submitted. Raises RelayrunError if the lock is taken."""
         with file_lock(self.path / ".lock", wait=False) as held:
             if not held:
                 raise RelayrunError(
@@ -116,36 +122,36 @@ class MetadataFolder:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """While dumps are tokenized; several may be, but nobody prepares or submits meanwhile."""
+        """Share the lock while dumps are tokenized: nobody prepares or submits dumps meanwhile."""
         with file_lock(self.path / ".lock", shared=True):
             yield
 
     def write_sizes(self, sizes: dict[int, int]) -> None:
-        """Note the bytes of dumps, beside those that are noted."""
+        """Add the bytes of dumps to the noted sizes."""
         write_json(self._sizes, {str(index): size for index, size in sorted((self.sizes() | sizes).items())})
 
     def sizes(self) -> dict[int, int]:
-        """Bytes of the files of each dump, as far as they are noted."""
+        """Return the noted bytes of the files of each dump."""
         with contextlib.suppress(FileNotFoundError, ValueError, AttributeError):
             return {int(index): int(size) for index, size in read_json(self._sizes).items()}
         return {}
 
     def record_job(self, job_id: str, dump: int) -> None:
-        """Remember that Slurm job `job_id` (an array element as `12_3`) tokenizes dump `dump`."""
+        """Record that Slurm job `job_id` (an array element as `12_3`) tokenizes dump `dump`."""
         append_line(self._jobs, {"slurm_job_id": job_id, "dump": dump})
 
     def live_jobs(self) -> list[str]:
-        """Ids of recorded jobs of unfinished dumps that are queued or running.
+        """Return the recorded jobs of unfinished dumps that are pending or running.
 
         Raises SchedulerError if there are such records and Slurm cannot be asked.
         """
         unfinished = set(self.pending())
         ids = [str(record["slurm_job_id"]) for record in read_lines(self._jobs) if record.get("dump") in unfinished]
-        live = slurm_scheduler().live_ids() if ids else set()  # one question: there may be thousands of jobs
+        live = slurm_scheduler().live_ids() if ids else set()  # one query for thousands of jobs
         return [job_id for job_id in dict.fromkeys(ids) if job_id in live]
 
     def refuse_live_jobs(self) -> None:
-        """Raises RelayrunError while Slurm jobs of this folder are queued or running."""
+        """Raise RelayrunError while Slurm jobs of this folder are pending or running."""
         if live := self.live_jobs():
             names = ", ".join(live[:8]) + (f" and {len(live) - 8} others" if len(live) > 8 else "")
             raise RelayrunError(
@@ -164,7 +170,8 @@ def _dump_numbers(folder: Path) -> list[int]:
 
 
 def dump_size(paths_file: str | os.PathLike[str]) -> int:
-    """Bytes of all files of a paths file in `dumps/` or `completed-dumps/`. Raises InputError if one is missing."""
+    """Return the bytes of all files of a paths file in `dumps/` or `completed-dumps/`. Raises InputError if one is
+    missing."""
     metadata = MetadataFolder(Path(os.path.abspath(paths_file)).parent.parent)
     return sum(size for _, size, _ in stat_inputs(metadata.dataset(), read_paths_file(paths_file)))
 
@@ -172,17 +179,7 @@ def dump_size(paths_file: str | os.PathLike[str]) -> int:
 log = logging.getLogger(__name__)
 
 BYTES_PER_DUMP = 150_000_000_000
-"""Without a number of dumps: about an hour of a large node."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataFile:
-    """A file of the dataset: its path below the dataset folder, its bytes, and which file it really is."""
-
-    path: str
-    size: int
-    identity: tuple[int, int] | str
-    """Device and inode: equal for two paths that lead to one file. Below a URL: the path."""
+"""Default size of a dump: about an hour of a large node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,78 +194,8 @@ class Dump:
         return sum(file.size for file in self.files)
 
 
-def find_data_files(
-    folder: str | os.PathLike[str], *, filter_in: Sequence[str] = (), filter_out: Sequence[str] = ()
-) -> list[DataFile]:
-    """All data files below `folder`, a local one or a URL that fsspec knows, ordered by path.
-
-    A file is kept if its path below `folder` (links not resolved, case-sensitive) contains any of
-    `filter_in`, where given, and none of `filter_out`. Links of a local folder are followed, but not one back to
-    a folder that it lies in. Raises InputError if the folder is missing or cannot be listed, or a link to a data
-    file leads nowhere.
-    """
-
-    def is_wanted(path: str) -> bool:
-        return (
-            is_data_file(path)
-            and (not filter_in or any(text in path for text in filter_in))
-            and not any(text in path for text in filter_out)
-        )
-
-    place = urls.absolute_path(folder)
-    find = _find_below_url if urls.is_url(place) else _find_locally
-    return sorted(find(place, is_wanted), key=lambda file: os.fsencode(file.path))
-
-
-def _find_below_url(url: str, is_wanted: Callable[[str], bool]) -> list[DataFile]:
-    found = [DataFile(path=path, size=size, identity=path) for path, size in urls.list_url(url) if is_wanted(path)]
-    for file in found:
-        if "::" in file.path:
-            raise InputError(
-                "fsspec cannot open a name with `::`",
-                where=urls.join_path(url, file.path),
-                hint="rename the file, or leave it out with --filter-out",
-            )
-    return found
-
-
-def _find_locally(folder: str, is_wanted: Callable[[str], bool]) -> list[DataFile]:
-    if not os.path.isdir(folder):
-        hint = did_you_mean_path(folder) or "give the folder that holds the files of text, or a URL"
-        raise InputError("there is no such dataset folder", where=folder, hint=hint)
-    dead: list[InputError] = []
-    found: list[DataFile] = []
-    top = os.stat(folder)
-    stack = [("", frozenset({(top.st_dev, top.st_ino)}))]
-    while stack:
-        relative, ancestors = stack.pop()
-        with os.scandir(os.path.join(folder, relative)) as entries:
-            for entry in entries:
-                path = os.path.join(relative, entry.name)
-                wanted = is_wanted(path)
-                try:
-                    status = entry.stat()
-                except OSError as error:
-                    if not wanted:
-                        continue
-                    if entry.is_symlink():
-                        what, hint = f"this link leads nowhere ({error.strerror})", "mend or remove it, or --filter-out"
-                        dead.append(InputError(what, where=printable(entry.path), hint=hint))
-                        continue
-                    raise
-                identity = (status.st_dev, status.st_ino)
-                if stat.S_ISDIR(status.st_mode):
-                    if identity not in ancestors:
-                        stack.append((path, ancestors | {identity}))
-                elif wanted and stat.S_ISREG(status.st_mode):
-                    found.append(DataFile(path=path, size=status.st_size, identity=identity))
-    if dead:
-        raise combined_error(sorted(dead, key=str), "links lead nowhere")
-    return found
-
-
 def split_files(files: Sequence[DataFile], n_dumps: int, *, first_index: int = 0) -> list[Dump]:
-    """Deal `files` onto `n_dumps` dumps (never more than files), numbered from `first_index`."""
+    """Deal `files` onto `n_dumps` dumps (at most one per file), numbered from `first_index`."""
     count = min(n_dumps, len(files))
     parts: list[list[DataFile]] = [[] for _ in range(count)]
     heap = [(0, 0, part) for part in range(count)]  # (bytes, files, part): files of 0 bytes are spread too
@@ -287,12 +214,12 @@ def prepare_dumps(
     filter_out: Sequence[str] = (),
     n_dumps: int | None = None,
 ) -> list[Dump]:
-    """Write the paths files of all files that are in no finished dump; return those dumps.
+    """Write the paths files of all files that are in no finished dump; return these dumps.
 
-    New dumps are numbered after the highest finished one, so that no output folder is used twice. The
-    whole of `dumps/` is replaced at once: after a kill it holds the old dumps or the new ones.
-    Raises RelayrunError while jobs of this folder are pending or running, or if a half-tokenized dump would
-    change under its output; InputError if no file is left.
+    New dumps are numbered after the highest finished one, so that no output folder is used twice. All of `dumps/` is
+    replaced at once: after a kill it holds the old dumps or the new ones. Raises RelayrunError while jobs of this
+    folder are pending or running, or if a half-tokenized dump would change under its output; InputError if no file is
+    left.
     """
     if n_dumps is not None and n_dumps < 1:
         raise InputError("the number of dumps must be at least 1", where="--n-dumps")
@@ -330,17 +257,17 @@ def prepare_dumps(
 
 
 def estimated_hours(size: int, *, seconds_per_gb: float) -> float:
-    """Hours to tokenize `size` bytes at `seconds_per_gb` (1 GB = 10^9 bytes)."""
+    """Return the hours to tokenize `size` bytes at `seconds_per_gb` (1 GB = 10^9 bytes)."""
     return size / 1e9 * seconds_per_gb / 3600
 
 
 def count_files_linked_twice(files: Sequence[DataFile]) -> int:
-    """How many of `files` are reached by more than one path, and so would be tokenized more than once."""
+    """Count the `files` with more than one path, which are tokenized more than once."""
     return len(files) - len({file.identity for file in files})
 
 
 def _refuse_to_change_half_done(metadata: MetadataFolder, contents: dict[int, bytes]) -> None:
-    """Shards of a dump that failed half-way stay valid only for the paths file that they were made from."""
+    """Shards of a half-tokenized dump are valid only for the paths file they were made from."""
     for index in metadata.pending():
         output = metadata.tokenized_link / f"dump-{index}"
         if contents.get(index) != metadata.paths_file(index).read_bytes() and any(output.glob("*.bin")):
@@ -368,3 +295,44 @@ def print_dumps(dumps: Sequence[Dump], *, seconds_per_gb: float) -> None:
         print(f"{name:<12} {count:>9,} {size / 1e9:>12,.3f} {hours:>8,.2f}")
     if twice := count_files_linked_twice(files):
         log.warning("%s files are reached by more than one path (links) and will be tokenized again", f"{twice:,}")
+
+
+def merged_prefix(dataset: Path, dump: str) -> Path:
+    """Return the prefix of the merged shard of a dump."""
+    return dataset.with_name(f"{dataset.name}-merge") / f"{dump}-merged"
+
+
+def unmerged_dumps(dataset: Path) -> list[str]:
+    """Return the names of the dumps that are not merged yet.
+
+    Raises RelayrunError for torn shards, for different tokenizers or token types, and for lack of space.
+    """
+    from relayrun.tokens.shards.merge import inspect_inputs  # on demand: numpy
+    from relayrun.tokens.shards.prefixes import find_prefixes
+
+    dumps = sorted(path.name for path in dataset.glob("dump-*") if path.is_dir())
+    if not dumps:
+        hint = "give the folder that holds dump-0, dump-1, ..."
+        raise InputError("there is no dump in this folder", where=dataset, hint=hint)
+    names: list[str] = []
+    errors: list[RelayrunError] = []
+    size = 0
+    for name in dumps:
+        output = merged_prefix(dataset, name)
+        if output.with_name(f"{output.name}.idx").exists():
+            log.info("%s: merged already", name)
+            continue
+        names.append(name)
+        try:
+            size += inspect_inputs(find_prefixes([dataset / name], listed=True), output).bytes
+        except InputError as error:
+            errors.append(error)
+    if errors:
+        raise combined_error(errors, "dumps cannot be merged")
+    if names and (free := free_space(merged_prefix(dataset, names[0]))) < size:
+        raise InputError(
+            f"the merged shards take {size / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free",
+            where=merged_prefix(dataset, names[0]).parent,
+            hint="make room; or make that folder a link to one on another file system",
+        )
+    return names

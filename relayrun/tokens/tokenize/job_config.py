@@ -1,4 +1,4 @@
-"""Settings of a dataset's tokenization, from a YAML file or from environment variables."""
+"""Settings of a data set's tokenization, from a YAML file or from environment variables."""
 
 from __future__ import annotations
 
@@ -17,58 +17,59 @@ from relayrun.config.compose import sites, yaml_file
 from relayrun.config.compose.writable import check_outputs, check_writable
 from relayrun.config.sections.base import OutputPath, Positive, Section, SingleLine, SlurmTime
 from relayrun.config.sections.job import ClusterSection, JobPlacement
-from relayrun.config.sections.job_script import check_setup_lines
+from relayrun.config.sections.job_script import check_setup_lines, sbatch_script_options
 from relayrun.control.chain import job_script
 from relayrun.control.scheduler import slurm_commands
 from relayrun.control.scheduler.slurm import whole_job_command
 from relayrun.errors import ConfigError
+from relayrun.files import write_atomic
 from relayrun.tokens.tokenize.options import TokenizeOptions
 
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-"""Becomes a part of folder and job names."""
+"""Part of folder and job names."""
 
 
 class TokenizationSettings(TokenizeOptions):
-    """How every dump of a dataset is tokenized, into `output_folder/tokenizer_name/dataset_name/dump-i`."""
+    """Settings for every dump of a data set; the output is `output_folder/tokenizer_name/dataset_name/dump-i`."""
 
     tokenizer_name: FileName
     dataset_name: FileName
     metadata_folder: OutputPath
-    """As written by prepare_dumps.py."""
+    """Folder written by prepare_dumps.py."""
     output_folder: OutputPath
     logs: OutputPath = "logs"
-    """Gets slurm/tokenization-T-D/ and datatrove/T/D/dump-i/."""
+    """Folder for slurm/tokenization-T-D/ and datatrove/T/D/dump-i/."""
 
     @property
     def name(self) -> str:
-        """The name of the jobs."""
+        """Name of the jobs."""
         return f"tokenization-{self.tokenizer_name}-{self.dataset_name}"
 
     @property
     def dataset_output(self) -> Path:
-        """Where `M/tokenized-dir-link` points."""
+        """Target of `M/tokenized-dir-link`."""
         return Path(self.output_folder, self.tokenizer_name, self.dataset_name)
 
     @property
     def job_logs(self) -> Path:
-        """Output of the jobs."""
+        """Folder of the output of the jobs."""
         return Path(self.logs, "slurm", self.name)
 
     @property
     def csv(self) -> Path:
-        """One row per finished dump."""
+        """Table with one row per finished dump."""
         return Path(self.metadata_folder, f"tokenize-{self.tokenizer_name}-{self.dataset_name}.csv")
 
     def dump_output(self, index: int) -> Path:
-        """Shards of dump `index`."""
+        """Return the folder of the shards of dump `index`."""
         return self.dataset_output / f"dump-{index}"
 
     def dump_logs(self, index: int) -> Path:
-        """The folder of the logs of dump `index`."""
+        """Return the folder of the logs of dump `index`."""
         return Path(self.logs, "datatrove", self.tokenizer_name, self.dataset_name, f"dump-{index}")
 
     def absolute(self, base: str | os.PathLike[str]) -> Self:
-        """With relative paths read from the folder `base`; a tokenizer that is no path stays a name."""
+        """Resolve relative paths from the folder `base`; a tokenizer that is not a path stays a name."""
         tokenizer = os.path.join(base, self.tokenizer)
         return self.model_copy(
             update={
@@ -81,22 +82,22 @@ class TokenizationSettings(TokenizeOptions):
 
 
 class TokenizationJob(JobPlacement):
-    """What the job of a dump asks of Slurm; names are Slurm's. Every dump gets one node."""
+    """Slurm request of the job of a dump, in Slurm's names. Every dump gets one node."""
 
     time: SlurmTime = "12:00:00"
-    """Time limit of one start; a job that needs longer queues itself again."""
+    """Time limit of one start; a longer job queues itself again."""
     cpus_per_task: Positive | None = None
     """Processors of the job; default: Slurm's."""
     exclusive: bool = True
-    """The whole node for one dump."""
+    """Allocate the whole node for one dump."""
     setup: list[SingleLine] = []
-    """Lines of Bash that run in the job before Python starts, behind `cluster.modules`; one that fails ends the job."""
+    """Lines of Bash that run in the job before Python starts, after `cluster.modules`; a failing line ends the job."""
     dependency: SingleLine | None = None
-    """What the jobs wait for, as in afterok:123."""
+    """Dependency of the jobs, for example afterok:123."""
 
 
 def site_setup_lines(cluster: ClusterSection | None, setup: Sequence[str]) -> list[str]:
-    """Lines of a job before its Python starts: the site's environment and modules, then a person's own."""
+    """Return the lines of a job before its Python starts: the site's environment and modules, then the user's own."""
     lines: list[str] = []
     if cluster is not None:
         lines += job_script.export_lines(cluster.environment)
@@ -106,19 +107,19 @@ def site_setup_lines(cluster: ClusterSection | None, setup: Sequence[str]) -> li
 
 
 SITE_JOB_DEFAULTS = ("account", "partition", "qos", "reservation", "constraint", "exclude", "sbatch", "setup")
-"""The defaults of a site's jobs that hold for tokenization too; the others are meant for GPUs and ranks."""
+"""Job defaults of a site that apply to tokenization; the others are meant for GPUs and ranks."""
 
 
 class TokenizationConfig(TokenizationSettings):
-    """What `launchers/submit_tokenization.py` reads."""
+    """Config of `launchers/submit_tokenization.py`."""
 
     executor: Literal["local", "slurm"] = "slurm"
-    """Slurm jobs, or processes of this machine; default: the cluster's scheduler, or slurm."""
+    """Slurm jobs, or local processes; default: the cluster's scheduler, or slurm."""
     max_parallel: Positive = 4
-    """Dumps that are tokenized at a time."""
+    """Dumps tokenized at a time."""
     job: TokenizationJob = TokenizationJob()
     cluster: ClusterSection | None = None
-    """A file of configs/clusters/, by its name, or what stands in one: as for training."""
+    """Name of a file of configs/clusters/, or its content, as for training."""
 
     @model_validator(mode="after")
     def _container_on_slurm(self) -> Self:
@@ -128,7 +129,7 @@ class TokenizationConfig(TokenizationSettings):
 
     @property
     def command(self) -> list[str]:
-        """How a job starts Python: in the site's container, behind its command prefix."""
+        """Command of a job that starts Python: in the site's container, after its command prefix."""
         site = self.cluster
         if site is None:
             return [sys.executable]
@@ -141,14 +142,14 @@ class TokenizationConfig(TokenizationSettings):
 
     @property
     def preparation(self) -> list[str]:
-        """Lines of the job before Python starts: the site's environment and modules, then a person's own."""
+        """Lines of the job before Python starts: the site's environment and modules, then the user's own."""
         lines: list[str] = []
         if self.cluster is not None or self.job.setup:
             lines.append("set -euo pipefail")
         return lines + site_setup_lines(self.cluster, self.job.setup)
 
     def check(self) -> None:
-        """Raise ConfigError for outputs where nothing may be written, and for what Slurm or Bash would refuse."""
+        """Raise ConfigError for outputs that are not writable, and for options that Slurm or Bash would refuse."""
         outputs = {name: getattr(self, name) for name in ("metadata_folder", "output_folder", "logs")}
         if self.cluster is None:
             check_outputs(outputs)
@@ -177,7 +178,7 @@ ENVIRONMENT_SETTINGS = {
     "NUMBER_OF_DATATROVE_WORKERS": "workers",
     "TOKENIZER_BATCH_BYTES": "batch_bytes",
 }
-"""Names in the Bash launcher, and the setting that each of them is; Curator's own names too, but for PATH."""
+"""Variables of the Bash launcher and their settings; Curator's own names too, except PATH."""
 
 CURATOR_NAMES = {
     "model_identifier": "tokenizer",
@@ -185,7 +186,7 @@ CURATOR_NAMES = {
     "text_field": "column",
     "tokenization_batch_size": "batch_documents",
 }
-"""Names of NeMo Curator's MegatronTokenizerWriter, and the setting that each of them is, where the names differ."""
+"""Arguments of NeMo Curator's MegatronTokenizerWriter that have other names here, and their settings."""
 
 _Settings = TypeVar("_Settings", bound=Section)
 
@@ -193,7 +194,6 @@ _Settings = TypeVar("_Settings", bound=Section)
 def load_tokenization_config(path: str | os.PathLike[str]) -> TokenizationConfig:
     """Read a YAML config. Relative paths in it start at the project that holds the file. Raises ConfigError."""
     source = yaml_file.read_yaml(Path(path))
-    _rename_section(source)
     sites.insert_site(source, folders=sites.site_folders(Path(path)))
     sites.refuse_other_cluster(source, os.environ)
     sites.insert_environment(source, os.environ)
@@ -204,9 +204,9 @@ def load_tokenization_config(path: str | os.PathLike[str]) -> TokenizationConfig
 
 
 def settings_from_environment(environment: Mapping[str, str]) -> TokenizationSettings:
-    """Settings of the Bash launcher. Relative paths start at the working directory.
+    """Read the settings of the Bash launcher. Relative paths start at the working directory.
 
-    Raises ConfigError for a missing or wrong value, and for a variable whose name is almost that of a setting.
+    Raises ConfigError for a missing or wrong value, and for a variable whose name is close to that of a setting.
     """
     for name in environment:
         if name not in ENVIRONMENT_SETTINGS and (
@@ -228,24 +228,6 @@ def settings_from_environment(environment: Mapping[str, str]) -> TokenizationSet
     if "logs" not in values:
         settings = settings.model_copy(update={"logs": str(places.project_folder() / "logs")})
     return settings.absolute(os.getcwd())
-
-
-def _rename_section(source: yaml_file.LocatedSettings) -> None:
-    """Section `slurm` is another name of `job`, and its `additional_parameters` of `job.sbatch`."""
-    if "slurm" in source.values:
-        if "job" in source.values:
-            raise ConfigError("slurm is another name of section job; keep one of them", where=source.place(("slurm",)))
-        source.values["job"] = source.values.pop("slurm") or {}
-        former = {place: where for place, where in source.places.items() if place[0] == "slurm"}
-        source.places.update({("job", *place[1:]): where for place, where in former.items()})
-    job = source.values.get("job")
-    if isinstance(job, dict) and isinstance(further := job.pop("additional_parameters", None), dict):
-        for name, value in further.items():
-            setting = str(name).replace("-", "_")
-            if setting in TokenizationJob.model_fields:
-                job.setdefault(setting, value)
-            else:
-                job.setdefault("sbatch", {})[str(name)] = value
 
 
 def _validate(model: type[_Settings], source: yaml_file.LocatedSettings) -> _Settings:
@@ -276,3 +258,36 @@ def _validate(model: type[_Settings], source: yaml_file.LocatedSettings) -> _Set
         elif detail["type"] == "missing":
             message = "this setting is missing"
         raise ConfigError(f"{'.'.join(location)}: {message}", where=source.place(location)) from None
+
+
+def write_site_files(name: str, file: Path) -> None:
+    """Write the site settings of jobs that Bash scripts submit to cluster `name`. Raises ConfigError.
+
+    Such a job sources `file`: environment, modules and setup lines of the site, and the prefixes of its Python in the
+    arrays `site_srun` (srun's options for a container that is an srun plugin) and `site_command`. `file`.options holds
+    the options of sbatch, each ended by a NUL. A job submitted from YAML gets the same settings.
+    """
+    given = yaml_file.LocatedSettings({"cluster": name}, {("cluster",): sites.CLUSTER_VARIABLE})
+    sites.insert_site(given, folders=sites.site_folders())
+    sites.insert_environment(given, os.environ)
+    sites.insert_job_defaults(given, only=SITE_JOB_DEFAULTS)
+    try:
+        cluster = ClusterSection.model_validate(given.values["cluster"])
+        job = TokenizationJob.model_validate(given.values.get("job", {}))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ConfigError(first["msg"].removeprefix("Value error, "), where=f"cluster {name}: {place}") from None
+    container = cluster.container.with_mounts([str(places.CODE_ROOT)])
+    srun = [*cluster.srun_options, *container.srun_options] if container.srun_options else []
+    lines = [
+        *site_setup_lines(cluster, job.setup),
+        f"site_srun=({shlex.join(srun)})",
+        f"site_command=({shlex.join([*container.command, *cluster.command_prefix])})",
+    ]
+    if cluster.python is not None:
+        lines.append(f"export PYTHON={shlex.quote(cluster.python)}")
+    write_atomic(file, "\n".join(lines) + "\n")
+    options: dict[str, str | None] = {**job.placement, **sbatch_script_options(job.sbatch)}
+    words = [f"--{option}" if value is None else f"--{option}={value}" for option, value in options.items()]
+    write_atomic(file.with_name(f"{file.name}.options"), "".join(f"{word}\0" for word in words))

@@ -1,4 +1,4 @@
-"""One paths file to one folder of shards."""
+"""Tokenize one paths file into one folder of shards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from relayrun.tokens.readers.inputs import InputFile, describe_bad_lines, read_p
 from relayrun.tokens.stores.urls import absolute_path, join_path, resolve_url_link
 from relayrun.tokens.tokenize import shard_folder
 from relayrun.tokens.tokenize.encode.engines import select_engine
-from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
+from relayrun.tokens.tokenize.encode.tokenizer import DocumentTokenizer, load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.processes import file_lock, run_tasks, use_one_thread
 from relayrun.tokens.tokenize.shard_folder import ShardFolder, TaskRecord
@@ -28,13 +28,13 @@ from relayrun.tokens.tokenize.shard_task import ShardTask, TokenizeContext, proc
 log = logging.getLogger(__name__)
 
 SMALLEST_SAMPLE, LARGEST_SAMPLE = 250_000, 4_000_000
-"""Bounds, in bytes, of the job's texts that engines are proven with: a 2000th of the input, within them.
-At a hundredth of the fastest engine's speed, the reference would need a third of the time for a 500th."""
+"""Bounds, in bytes, of the job's texts that prove an engine: a 2000th of the input, within them. The reference has
+about a hundredth of the fastest engine's speed, and would take a third of the time for a 500th."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizeResult:
-    """What a folder of shards holds, and what this run did for it."""
+    """Content of a folder of shards, and the work of this run."""
 
     files: int
     input_bytes: int
@@ -43,10 +43,10 @@ class TokenizeResult:
     empty_documents: int
     null_documents: int
     routed_documents: int
-    """Documents that the fast engine was not trusted with."""
+    """Documents that went to the reference instead of the fast engine."""
     skipped_files: int
     bad_lines: dict[str, int]
-    """Lines that were left out, by reason."""
+    """Skipped lines by reason."""
     output_bytes: int
     """Bytes of all .bin files."""
     workers: int
@@ -55,7 +55,7 @@ class TokenizeResult:
     seconds: float
 
     def summary(self) -> str:
-        """One paragraph for the terminal."""
+        """Return one paragraph for the terminal."""
         return (
             f"{self.documents:,} documents, {self.tokens:,} tokens from {self.files:,} files "
             f"({self.input_bytes / 1e9:.3f} GB) in {self.seconds:.1f} s\n"
@@ -75,10 +75,10 @@ def tokenize_paths_file(
 ) -> TokenizeResult:
     """Tokenize the files of `paths_file`, which are paths below the folder `dataset`, into `output_folder`.
 
-    `logging_dir` (default: `logs` in the output folder) gets a copy of the tokenizer, which the workers read.
-    What an earlier run has finished is kept, and files that the paths file lists since then get shards of
-    their own (see `shard_folder.py`).
-    Raises InputError or OSError for what a person can mend; then every shard under a final name is whole.
+    `logging_dir` (default: `logs` in the output folder) gets a copy of the tokenizer, which the workers read. Finished
+    work of an earlier run is kept, and files added to the paths file since get shards of their own (see
+    `shard_folder`). Raises InputError or OSError for faults that a user can repair; every shard under a final name is
+    whole then.
     """
     started = time.monotonic()
     refuse_urls(output_folder, *([] if logging_dir is None else [logging_dir]))
@@ -96,78 +96,18 @@ def tokenize_paths_file(
             remove_leftovers(folder_of_ours)
         with _hold_hub_cache(options.cache_dir):
             tokenizer = load_tokenizer(options)
-        framing = tokenizer.framing(keep_empty=options.keep_empty)
-        folder = ShardFolder(
-            output,
-            {
-                "tokenizer": tokenizer.fingerprint,
-                "eos": tokenizer.eos_id,
-                "bos": tokenizer.bos_id,
-                "token type": framing.dtype,
-                "column": options.column,
-                "empty documents": "kept" if options.keep_empty else "dropped",
-                "tasks": options.tasks,
-            },
-            names,
-            tokenizer={"ids": tokenizer.ids_fingerprint, "size": tokenizer.size},
-            source={"dataset": absolute_path(source), "tokenizer": str(logs / "tokenizer.json")},
-        )
-        parts = [
-            ShardTask(name=name, inputs=tuple(inputs[file] for file in files)) for name, files in folder.parts.items()
-        ]
+        folder = _open_folder(output, names, options, tokenizer, source, logs)
+        parts = [ShardTask(name, tuple(inputs[file] for file in files)) for name, files in folder.parts.items()]
         workers = min(len(parts) if options.workers == -1 else options.workers, len(parts))
         todo = _unfinished_tasks(folder, parts, source, workers)
         for part in todo:
             folder.drop(part.name)
-            folder.tasks.pop(part.name, None)
         shard_folder.clear_progress(output)
         if todo:
-            folder.write()
-            logs.mkdir(parents=True, exist_ok=True)
-            # workers read this copy: no hub, no transformers, and no change under way
-            write_atomic(logs / "tokenizer.json", tokenizer.definition)
-            files = [file for part in todo for file in part.inputs]
-            size = min(max(sum(file[1] for file in files) // 2000, SMALLEST_SAMPLE), LARGEST_SAMPLE)
-            texts = sample_texts(
-                options.column, [join_path(source, file[0]) for file in files], most_bytes=size, scratch=str(output)
-            )
-            selection = select_engine(
-                options.engine,
-                functools.partial(getattr, tokenizer, "tokenizer"),
-                texts,
-                log.warning,
-                definition=tokenizer.definition,
-            )
-            print(f"engine: {selection}", flush=True)
-            job = TokenizeContext(
-                dataset=source,
-                output=str(output),
-                definition=str(logs / "tokenizer.json"),
-                fingerprint=tokenizer.fingerprint,
-                selection=selection,
-                framing=framing,
-                options=options,
-            )
-
-            del tokenizer, texts  # forks would carry them
-            process_engine(job.definition, job.fingerprint, selection)
-
-            def on_done(part: ShardTask, task: TaskRecord) -> None:
-                folder.add(part.name, task)
-                print(f"{part.name}: {task.documents:,} documents, {task.tokens:,} tokens", flush=True)
-                for skipped in task.skipped:
-                    log.warning("left out: %s", skipped.error)
-                if task.bad_lines:
-                    first = task.bad_line_examples[0]
-                    log.warning(
-                        "%s: left out: %s, the first is %s", part.name, describe_bad_lines(task.bad_lines), first
-                    )
-
-            try:
-                run_tasks(functools.partial(tokenize_shard, job), todo, workers, on_done, where=output)
-            finally:
-                folder.drop_temporary()
-                shard_folder.clear_progress(output)
+            context = _begin_tasks(folder, todo, options, tokenizer, source, logs)
+            del tokenizer  # else forks would inherit it
+            process_engine(context.definition, context.fingerprint, context.selection)
+            _run_tasks(folder, todo, context, workers)
     result = _result(folder, inputs.values(), workers=workers, tasks_run=len(todo), seconds=time.monotonic() - started)
     if not result.documents:
         raise InputError(
@@ -179,8 +119,79 @@ def tokenize_paths_file(
     return result
 
 
+def _open_folder(
+    output: Path, names: Sequence[str], options: TokenizeOptions, tokenizer: DocumentTokenizer, source: str, logs: Path
+) -> ShardFolder:
+    settings = {
+        "tokenizer": tokenizer.fingerprint,
+        "eos": tokenizer.eos_id,
+        "bos": tokenizer.bos_id,
+        "token type": tokenizer.dtype.__name__,
+        "column": options.column,
+        "empty documents": "kept" if options.keep_empty else "dropped",
+        "tasks": options.tasks,
+    }
+    return ShardFolder(
+        output,
+        settings,
+        names,
+        tokenizer={"ids": tokenizer.ids_fingerprint, "size": tokenizer.size},
+        source={"dataset": absolute_path(source), "tokenizer": str(logs / "tokenizer.json")},
+    )
+
+
+def _begin_tasks(
+    folder: ShardFolder,
+    todo: Sequence[ShardTask],
+    options: TokenizeOptions,
+    tokenizer: DocumentTokenizer,
+    source: str,
+    logs: Path,
+) -> TokenizeContext:
+    """Write the record and a copy of the tokenizer, and select the engine by a sample of the texts."""
+    folder.write()
+    logs.mkdir(parents=True, exist_ok=True)
+    # workers read this copy: without hub and transformers, and safe from changes
+    write_atomic(logs / "tokenizer.json", tokenizer.definition)
+    files = [file for part in todo for file in part.inputs]
+    size = min(max(sum(file[1] for file in files) // 2000, SMALLEST_SAMPLE), LARGEST_SAMPLE)
+    paths = [join_path(source, file[0]) for file in files]
+    texts = sample_texts(options.column, paths, most_bytes=size, scratch=str(folder.path))
+    load, definition = functools.partial(getattr, tokenizer, "tokenizer"), tokenizer.definition
+    selection = select_engine(options.engine, load, texts, log.warning, definition=definition)
+    print(f"engine: {selection}", flush=True)
+    return TokenizeContext(
+        dataset=source,
+        output=str(folder.path),
+        definition=str(logs / "tokenizer.json"),
+        fingerprint=tokenizer.fingerprint,
+        selection=selection,
+        framing=tokenizer.framing(keep_empty=options.keep_empty),
+        options=options,
+    )
+
+
+def _run_tasks(folder: ShardFolder, todo: Sequence[ShardTask], context: TokenizeContext, workers: int) -> None:
+    """Make the shards, and record each when it is done."""
+
+    def on_done(part: ShardTask, task: TaskRecord) -> None:
+        folder.add(part.name, task)
+        print(f"{part.name}: {task.documents:,} documents, {task.tokens:,} tokens", flush=True)
+        for skipped in task.skipped:
+            log.warning("left out: %s", skipped.error)
+        if task.bad_lines:
+            lines, first = describe_bad_lines(task.bad_lines), task.bad_line_examples[0]
+            log.warning("%s: left out: %s, the first is %s", part.name, lines, first)
+
+    try:
+        run_tasks(functools.partial(tokenize_shard, context), todo, workers, on_done, where=folder.path)
+    finally:
+        folder.drop_temporary()
+        shard_folder.clear_progress(folder.path)
+
+
 def _unfinished_tasks(folder: ShardFolder, parts: Sequence[ShardTask], source: str, threads: int) -> list[ShardTask]:
-    """The parts that are not done; says why one is made again. Every file of a finished shard is read once."""
+    """The parts that are not done; warns why a part is made again. Reads every file of a finished shard once."""
     with ThreadPoolExecutor(threads) as pool:
         faults = list(pool.map(lambda part: folder.fault(part.name, part.inputs, source), parts))
     for part, fault in zip(parts, faults, strict=True):
@@ -191,7 +202,7 @@ def _unfinished_tasks(folder: ShardFolder, parts: Sequence[ShardTask], source: s
 
 @contextlib.contextmanager
 def _hold_hub_cache(cache_dir: str | None) -> Iterator[None]:
-    """Jobs that share a cache of the hub fetch a tokenizer one after another: the first fetches, the others find it."""
+    """Serialize jobs that share a cache of the hub: the first fetches a tokenizer, the others find it."""
     if cache_dir is None:
         yield
         return

@@ -1,10 +1,10 @@
-"""Processes of a tokenization: a pool of workers that may die, file locks, and the time limit of a Slurm job.
+"""Processes of a tokenization: a pool that survives killed workers, file locks, and the time limit of a Slurm job.
 
 Python's `multiprocessing` pool, and datatrove's, wait for ever when a worker is killed (out of memory, for example).
-This pool notices: the run ends with one error, and results of finished tasks are kept. Workers leave at once when
-their parent dies: each watches a pipe whose other end closes with it. Workers are forks of this process, and so share
-its tokenizer, if it has one thread (see `use_one_thread`): locks of other threads would stay locked in a fork for ever.
-Otherwise they are spawned. So this module imports neither numpy nor Arrow.
+This pool ends the run with one error and keeps the results of finished tasks. Workers leave at once when their parent
+dies: each watches a pipe whose other end closes with it. Workers are forks of a process with one thread (see
+`use_one_thread`), and share its tokenizer; with several threads they are spawned, since locks of other threads stay
+locked in a fork for ever. So this module imports neither numpy nor Arrow.
 
 A file lock is `flock` on a file that is never replaced: the kernel releases it when the holder dies.
 
@@ -37,33 +37,33 @@ from relayrun.control.scheduler.factory import slurm_scheduler
 from relayrun.errors import RelayrunError, SchedulerError, combined_error, split_error
 
 EXIT_MARGIN_SECONDS = 120.0
-"""How long before the limit the work stops; a tenth of the time that is left at the start where that is less."""
+"""Time between the stop and the limit; a tenth of the time left at the start, if that is less."""
 
 
 class _TimeIsUp(BaseException):
-    """Not an Exception: no task may take it for its own failure."""
+    """Not an Exception: tasks must not catch it as their own failure."""
 
 
 def slurm_job_id() -> str | None:
-    """Id of the Slurm job that this process runs in; None outside.
+    """Return the id of the Slurm job of this process; None outside Slurm.
 
-    An element of an array by its number (`12_3`): the plain id of its last element is that of the whole array,
-    and to queue that again would end all the others.
+    An array element is ARRAY_TASK (`12_3`): the plain id of its last element is that of the whole array, and requeueing
+    that id would end all the others.
     """
     array, element = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{element}" if array else os.environ.get("SLURM_JOB_ID")
 
 
 class JobRequeued(RelayrunError):
-    """The time limit is near, and the job is queued again: no failure."""
+    """The time limit is near and the job is requeued; not a failure."""
 
 
 @contextlib.contextmanager
 def requeue_before_time_limit(progress: Callable[[], int]) -> Iterator[None]:
-    """Within a Slurm job: at SIGUSR2, or shortly before the time limit, stop the work and queue the job again.
+    """In a Slurm job, stop the work and requeue the job at SIGUSR2 or shortly before the time limit.
 
-    `progress` counts the finished shards. Raises RelayrunError at the limit. Elsewhere this does nothing. For the
-    main thread.
+    `progress` counts the finished shards. Raises RelayrunError at the limit. Does nothing outside Slurm. Main thread
+    only.
     """
     job = slurm_job_id()
     if job is None:
@@ -71,7 +71,7 @@ def requeue_before_time_limit(progress: Callable[[], int]) -> Iterator[None]:
         return
 
     def stop(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # once: what follows must not be interrupted
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # once: the exit must not be interrupted
         signal.setitimer(signal.ITIMER_REAL, 0)
         raise _TimeIsUp
 
@@ -81,18 +81,18 @@ def requeue_before_time_limit(progress: Callable[[], int]) -> Iterator[None]:
     try:
         signal.signal(signal.SIGUSR2, stop)
         signal.signal(signal.SIGALRM, stop)
-        if 0 < left < threading.TIMEOUT_MAX:  # a timer of the kernel: with a thread, workers could not be forks
+        if 0 < left < threading.TIMEOUT_MAX:  # a kernel timer: with a timer thread, workers could not be forks
             signal.setitimer(signal.ITIMER_REAL, left - min(EXIT_MARGIN_SECONDS, left / 10))
         yield
     except _TimeIsUp:
-        whole = time.time() - began > left / 2  # else it was asked to leave early, for a preemption perhaps
+        whole = time.time() - began > left / 2  # else the signal came early, perhaps for a preemption
         if whole and progress() == before and int(os.environ.get("SLURM_RESTART_COUNT") or 0):
             raise RelayrunError(
                 "no shard was finished before the time limit, for the second time",
                 where=f"Slurm job {job}",
                 hint="give the jobs more time, or more tasks (smaller shards)",
             ) from None
-        slurm_scheduler().requeue(job)  # although tokenize.sh asks for --no-requeue: nothing else is to start it again
+        slurm_scheduler().requeue(job)  # tokenize.sh asks for --no-requeue, so that nothing else starts it again
         raise JobRequeued(
             "the time limit is near; the job is queued again and goes on with what is missing", where=f"Slurm job {job}"
         ) from None
@@ -103,7 +103,7 @@ def requeue_before_time_limit(progress: Callable[[], int]) -> Iterator[None]:
 
 
 def _job_end_time(job: str) -> float:
-    """When the time limit is reached, in seconds since 1970. Slurm 22.05 does not say so in the environment."""
+    """End of the time limit, in seconds since 1970. Slurm 22.05 does not export it."""
     if given := os.environ.get("SLURM_JOB_END_TIME"):
         return float(given)
     with contextlib.suppress(SchedulerError):
@@ -124,19 +124,18 @@ def _close_locks_in_child() -> None:
 
 os.register_at_fork(
     after_in_child=_close_locks_in_child
-)  # a worker that outlives its parent by a moment must not keep the lock
+)  # a worker may outlive its parent by a moment, and must not keep the lock
 
 _NO_LOCKS_HERE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 @contextlib.contextmanager
 def file_lock(path: str | os.PathLike[str], *, wait: bool = True, shared: bool = False) -> Iterator[bool]:
-    """Hold the lock on `path` (made if missing), alone or with other `shared` holders.
+    """Hold the lock on `path` (made if missing), exclusively or with other `shared` holders.
 
-    Yields False if `wait` is False and somebody else holds it.
-
-    On a file system without locks (some Lustre mounts) it yields True: our appends are single writes,
-    and the other guards (job ids, records) hold there too.
+    Yields False if `wait` is False and another process holds the lock. On a file system without locks (some Lustre
+    mounts) it yields True: our appends are single writes, and the other guards (job ids, records) still protect the
+    files.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     _held_locks.add(fd)
@@ -168,18 +167,18 @@ T = TypeVar("T")
 
 
 def use_one_thread() -> None:
-    """Keep libraries from starting threads in this process and its workers; to be called before they are imported."""
+    """Keep libraries from starting threads in this process and its workers; call before importing them."""
     os.environ.update(ONE_THREAD_ENVIRONMENT)
 
 
 def run_tasks(
     task: Callable[[K], T], items: Sequence[K], workers: int, on_done: Callable[[K, T], None], *, where: object
 ) -> None:
-    """Call `task` for every item on `workers` processes (here if there is one); `on_done` gets each result here.
+    """Call `task` for every item on `workers` processes (here for one worker); `on_done` gets each result here.
 
-    A task that fails does not stop the others. At the end a defect is raised, or else the errors of all tasks as one,
-    in the order of `items`. `task` is pickled once per item. Raises RelayrunError, naming `where`, if a worker was
-    killed: then the tasks that still ran are lost, not those done.
+    A failing task does not stop the others. At the end a defect is raised, or else the errors of all tasks as one, in
+    the order of `items`. `task` is pickled once per item. Raises RelayrunError, naming `where`, if a worker was killed:
+    running tasks are lost, finished ones are kept.
     """
     workers = min(workers, len(items))
     errors = (_run_here if workers <= 1 else _run_on_processes)(task, items, workers, on_done, where)
@@ -212,7 +211,7 @@ def _run_on_processes(
     context: BaseContext = multiprocessing.get_context("fork" if forked else "spawn")
     lifeline, our_end = context.Pipe(duplex=False)
     errors: dict[K, Exception] = {}
-    for stream in (sys.stdout, sys.stderr):  # or a fork would print what waits there once more
+    for stream in (sys.stdout, sys.stderr):  # else a fork would print the buffers again
         stream.flush()
     pool = concurrent.futures.ProcessPoolExecutor(
         workers, mp_context=context, initializer=_initialize_worker, initargs=(lifeline, our_end if forked else None)
@@ -245,7 +244,7 @@ def _run_on_processes(
 def _initialize_worker(lifeline: Connection, other_end: Connection | None) -> None:
     if other_end is not None:
         other_end.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which then lets go of the lifeline
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which then closes the lifeline
     signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     threading.Thread(target=_leave_with_parent, args=(lifeline,), daemon=True).start()
 

@@ -1,12 +1,12 @@
-"""One task of a tokenization: some files to one shard, from Arrow's buffers to the .bin without a row in between.
+"""One task of a tokenization: from files to a shard, from Arrow's buffers to the .bin without an object per row.
 
-A long document is encoded in pieces. BPE looks at one pre-token at a time, so a cut is exact if no pre-token reaches
-over it and none ends elsewhere because of it. With the pre-tokenizers listed here that holds between a newline and a
-letter if a letter also stands before the newline: no alternative of theirs matches a newline and a letter behind it,
-and the white space run is the newline alone, whatever follows (`\\s+(?!\\S)` looks no further than that). A Unicode
-normalizer never joins a newline to anything. Letters are taken from blocks that every version of Unicode's tables
-agrees about. A tokenizer without merges gives every character ids of its own: it may be cut between any two. So a
-document needs the memory of a piece, however long it is; other tokenizers get it whole.
+A long document is encoded in pieces, so that its memory is that of a piece. BPE encodes each pre-token alone: a cut is
+exact if no pre-token crosses it or ends elsewhere because of it. With the pre-tokenizers listed here this holds between
+a newline and a letter if a letter also precedes the newline: no alternative of their patterns matches a newline and a
+letter after it, and the white space run is the newline alone, whatever follows (`\\s+(?!\\S)` looks no further). A
+Unicode normalizer never joins a newline to another character. Letters come from blocks on which all versions of
+Unicode's tables agree. A tokenizer without merges gives every character its own ids and may be cut between any two.
+Other tokenizers get the document whole.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.shard_folder import SkippedFile, TaskProgress, TaskRecord, file_fingerprint
 
 CUTTABLE_PATTERNS = frozenset({CL100K, QWEN2, O200K})
-"""The patterns of Llama 3 and cl100k, Qwen 2, o200k; GPT-2's is known as ByteLevel with `use_regex`."""
+"""The patterns of Llama 3 and cl100k, Qwen 2, o200k; GPT-2's is ByteLevel with `use_regex`."""
 
 _LETTERS = (
     "A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u0233\u0391-\u03a1\u03a3-\u03ce\u0410-\u044f\u05d0-\u05ea\u0621-\u063a"
@@ -53,9 +53,9 @@ CutUnit = Literal["lines", "characters"]
 
 
 def cut_unit(known: dict[str, Any], *, merges: bool) -> CutUnit | None:
-    """What documents of this tokenizer may be cut between; None: nothing.
+    """Return the units between which documents of this tokenizer may be cut; None: they may not be cut.
 
-    `known` is its tokenizer.json, without the vocabulary perhaps; `merges`: whether its BPE has any.
+    `known` is its tokenizer.json, with or without the vocabulary; `merges`: whether its BPE has any.
     """
     model, normalizer, before = known["model"], known.get("normalizer"), known.get("pre_tokenizer") or {}
     *splits, last = before.get("pretokenizers") or [before]
@@ -86,7 +86,7 @@ def _is_cuttable(split: dict[str, Any]) -> bool:
 
 
 def split_points(text: npt.NDArray[np.uint8], size: int, where: CutUnit = "lines") -> Iterator[int]:
-    """Where pieces of the UTF-8 `text` end: each begins at least `size` bytes before; the last end is the text's."""
+    """Yield the ends of pieces of the UTF-8 `text`, of at least `size` bytes each; the last end is the text's."""
     find, end = {"lines": _next_line_cut, "characters": _next_character_cut}[where], 0
     while text.size - end > size and (after := find(text, end + size)) is not None:
         end = after
@@ -96,15 +96,15 @@ def split_points(text: npt.NDArray[np.uint8], size: int, where: CutUnit = "lines
 
 
 def _next_character_cut(text: npt.NDArray[np.uint8], begin: int) -> int | None:
-    """The first place from `begin` where a character begins, behind the first one."""
+    """The first position from `begin` where a character other than the first begins."""
     window = text[max(begin, 1) : begin + 5]
     heads = np.flatnonzero(window & 0xC0 != 0x80)
     return max(begin, 1) + int(heads[0]) if heads.size else None
 
 
 def _next_line_cut(text: npt.NDArray[np.uint8], begin: int) -> int | None:
-    """The first place behind `begin` where `text` may be cut."""
-    for start in range(begin, text.size, _WINDOW - 16):  # windows overlap by the longest place
+    """The first position after `begin` where `text` may be cut."""
+    for start in range(begin, text.size, _WINDOW - 16):  # windows overlap by the longest match
         window = text[start : start + _WINDOW].tobytes()
         inside = next((byte for byte in range(min(4, len(window))) if window[byte] & 0xC0 != 0x80), 0)
         string = window[inside:].decode("utf-8", "ignore")
@@ -116,38 +116,38 @@ def _next_line_cut(text: npt.NDArray[np.uint8], begin: int) -> int | None:
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 PIECE_BYTES = 500_000
-"""The least bytes of a piece of a long document."""
+"""Least bytes of a piece of a long document."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ShardTask:
     """A task: the files of one shard."""
 
     name: str
-    """The name of the shard, without suffix."""
+    """Name of the shard, without suffix."""
     inputs: tuple[InputFile, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizeContext:
-    """What all tasks share; sent to every worker."""
+    """Data that all tasks share; sent to every worker."""
 
     dataset: str
-    """Folder that the paths start at."""
+    """Folder or URL that the paths start at."""
     output: str
     definition: str
     """Path of the serialized tokenizer."""
     fingerprint: str
-    """The tokenizer's: another one may have been under this path in the life of a process."""
+    """The tokenizer's: within the life of a process the file may have changed."""
     selection: EngineSelection
     framing: DocumentFraming
     options: TokenizeOptions
 
 
 def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
-    """Write the shard of `part`; nothing stands under its name before it is whole.
+    """Write the shard of `part`; its final name appears when it is whole.
 
-    Raises InputError for bad files: all of them, since behind the first one the others are read all the same.
+    Raises InputError for all bad files at once: after the first one the others are still read.
     """
     started = time.time()
     engine = process_engine(job.definition, job.fingerprint, job.selection)
@@ -198,7 +198,7 @@ def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
 
 
 def _file_faults(job: TokenizeContext, file: InputFile) -> list[RelayrunError]:
-    """What is wrong with a file, read to its end or its first fault; nothing becomes of its texts."""
+    """Faults of a file, read to its end or its first fault without tokenizing."""
     path, options, faults = join_path(job.dataset, file[0]), job.options, LineFaults(skip=job.options.skips_lines)
     arrays = read_column(path, options.column, batch_bytes=options.batch_bytes, scratch=job.output, faults=faults)
     try:
@@ -226,7 +226,7 @@ def _tokenize_file(
         where = (
             _cut_unit_of_file(job.definition, job.fingerprint) if texts.used.size > job.options.batch_bytes else None
         )
-        if where is not None:  # one text alone
+        if where is not None:  # a batch of a single long text
             if _tokenize_long(texts, where, job.framing, engine, shard):
                 record.documents += 1
             else:
@@ -237,16 +237,16 @@ def _tokenize_file(
             record.empty_documents += len(texts) - len(lengths)
             shard.add(ids, lengths)
         progress.say(documents=record.documents, tokens=shard.tokens)
-        del texts  # a long one is not kept while the next is read
+        del texts  # frees a long text before the next one is read
     progress.bytes_read += file[1]
-    known = file_fingerprint(path)  # when it is read, so that its bytes are still in memory
+    known = file_fingerprint(path)  # right after reading, while its bytes are in memory
     if stat_inputs(job.dataset, [file[0]]) != [file]:
         raise InputError("this file was changed while it was read", where=printable(path), hint="run again")
     return known
 
 
 def _tokenize_long(text: Texts, where: CutUnit, framing: DocumentFraming, engine: Engine, shard: ShardWriter) -> bool:
-    """One text, in pieces; what becomes of it is as in `DocumentFraming`. Returns whether the shard got a document."""
+    """Encode one text in pieces, framed as `DocumentFraming` does. True if the shard got a document."""
     routed, begin, before = engine.routed, 0, shard.tokens
     for end in split_points(text.used, PIECE_BYTES, where):
         piece = Texts(data=text.used, offsets=np.array([begin, end], np.int64))
@@ -266,7 +266,7 @@ def _tokenize_long(text: Texts, where: CutUnit, framing: DocumentFraming, engine
 
 
 def _gather_arrays(arrays: Iterator[pa.Array], job: TokenizeContext) -> Iterator[pa.Array]:
-    """Small arrays together, up to a batch."""
+    """Concatenate small arrays up to a batch."""
     waiting: list[pa.Array] = []
     size = rows = 0
     for array in arrays:
@@ -277,7 +277,7 @@ def _gather_arrays(arrays: Iterator[pa.Array], job: TokenizeContext) -> Iterator
             size = rows = 0
         waiting.append(array)
         size, rows = size + array.nbytes, rows + len(array)
-        del array  # or a long document would still be here when the next one is read
+        del array  # frees a long document before the next one is read
         if size > job.options.batch_bytes:
             yield _take_arrays(waiting)
             size = rows = 0
@@ -286,7 +286,7 @@ def _gather_arrays(arrays: Iterator[pa.Array], job: TokenizeContext) -> Iterator
 
 
 def _take_arrays(arrays: list[pa.Array]) -> pa.Array:
-    """All of them as one, out of the list."""
+    """Concatenate and clear the list."""
     array = arrays[0] if len(arrays) == 1 else pa.concat_arrays(arrays)
     arrays.clear()
     return array
@@ -304,11 +304,11 @@ def _text_batches(arrays: Iterator[pa.Array], job: TokenizeContext, record: Task
 
 
 def sample_texts(job_column: str, paths: list[str], *, most_bytes: int, scratch: str | None = None) -> Texts:
-    """The first texts of at most eight of the files, spread over them all; what cannot be read is left out.
+    """Return the first texts of at most eight of the files, evenly chosen; unreadable texts are skipped.
 
     `scratch`: see `read_column`.
     """
-    paths = [path for path in paths if is_url(path) or os.path.isfile(path)]  # a pipe can be read once alone
+    paths = [path for path in paths if is_url(path) or os.path.isfile(path)]  # a pipe can be read only once
     chosen = paths[:: max(1, len(paths) // 8)][:8]
     texts: list[str] = []
     for path in chosen:
@@ -321,7 +321,7 @@ def sample_texts(job_column: str, paths: list[str], *, most_bytes: int, scratch:
                         left -= len(piece)
                 if left <= 0:
                     break
-        except InputError:  # its own task will tell
+        except InputError:  # the task of the file reports it
             continue
     return Texts.of(texts)
 
@@ -334,14 +334,14 @@ def _cut_unit_of_file(definition: str, fingerprint: str) -> CutUnit | None:
 
 @functools.lru_cache(maxsize=1)
 def process_engine(definition: str, fingerprint: str, selection: EngineSelection) -> Engine:
-    """Loaded once per worker, however many tasks it runs."""
+    """Load once per worker, however many tasks it runs."""
     engine = selection.build(Path(definition).read_text(encoding="utf-8"))
-    # loading, and reading the sample, need several times what they leave: a worker would keep that for its whole life
+    # loading, and reading the sample, take several times the memory they leave; a worker would keep it for life
     pa.default_memory_pool().release_unused()
     with contextlib.suppress(AttributeError):  # other C libraries have no such functions
         libc = ctypes.CDLL(None)
         libc.malloc_trim(0)
-        # what one batch frees is for the next: the kernel would have to clear it again (mallopt(3))
+        # keep the memory of a batch for the next one: the kernel would have to clear it again (mallopt(3))
         libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
         libc.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
     return engine

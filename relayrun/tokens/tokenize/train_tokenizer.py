@@ -1,4 +1,4 @@
-"""A tokenizer of one's own, trained on a dataset's text: byte-level BPE, which takes any text and gives it back."""
+"""Train a byte-level BPE tokenizer on the text of a data set; it encodes any text without loss."""
 
 from __future__ import annotations
 
@@ -9,23 +9,21 @@ from pathlib import Path
 from relayrun.errors import ConfigError, InputError
 from relayrun.files import write_atomic, write_json
 from relayrun.tokens.readers.columns import read_column
-from relayrun.tokens.readers.inputs import DATA_SUFFIXES
+from relayrun.tokens.readers.inputs import DATA_SUFFIXES, find_data_files
 from relayrun.tokens.stores import urls
-from relayrun.tokens.tokenize.dumps import find_data_files
 from relayrun.tokens.tokenize.encode.tokenizer_files import hold_tokenizer_folder
 from relayrun.tokens.tokenize.options import TokenizeOptions
 
 BOS_TOKEN, EOS_TOKEN = "<|begin_of_text|>", "<|end_of_text|>"
 SPECIAL_TOKENS = (BOS_TOKEN, EOS_TOKEN)
 SAMPLE_CHARACTERS = 8_000_000
-"""Characters that a tokenizer is trained on."""
+"""Characters of the training text."""
 _LONGEST = 20_000
-"""Characters of a document that are taken, so that no long one outweighs the others."""
+"""Characters taken from a document, so that no long document outweighs the others."""
 _BATCH_BYTES = 1 << 20
 
 
 DEFAULT_COLUMN: str = TokenizeOptions.default("column")
-"""The column of the text, where none is named."""
 
 
 def train_tokenizer(
@@ -37,12 +35,11 @@ def train_tokenizer(
 ) -> Path:
     """Train a byte-level BPE on the data files below `folders` (local ones or URLs); return `output`.
 
-    `output` becomes a folder that `transformers.AutoTokenizer.from_pretrained` opens: tokenizer.json
-    and its two settings files, with BEGIN as token 0 and END as token 1. It adds neither to a text.
-    The training text is the first SAMPLE characters of the documents, an equal share a folder; the same
-    files give the same tokenizer, whatever the number of threads (a test compares the bytes).
-    Raises ConfigError if the vocabulary is too small for the 256 bytes, InputError if there is no text or `output`
-    holds a tokenizer.
+    `output` becomes a folder that `transformers.AutoTokenizer.from_pretrained` opens: tokenizer.json and its two
+    settings files, with BOS_TOKEN as id 0 and EOS_TOKEN as id 1. The tokenizer adds neither to a text. The training
+    text is the first SAMPLE_CHARACTERS of the documents, an equal share a folder; the same files give the same
+    tokenizer, whatever the number of threads (a test compares the bytes). Raises ConfigError if the vocabulary is too
+    small for the 256 bytes, InputError if there is no text or `output` holds a tokenizer.
     """
     if vocabulary_size < 256 + len(SPECIAL_TOKENS):
         raise ConfigError(
@@ -86,7 +83,6 @@ def _train(folders: Sequence[str | os.PathLike[str]], output: Path, *, column: s
 
 
 def _texts(folder: str | os.PathLike[str], column: str) -> Iterator[str]:
-    """The texts below a folder, in the order of their files' names."""
     root = urls.absolute_path(folder)
     for file in find_data_files(root):
         for texts in read_column(urls.join_path(root, file.path), column, batch_bytes=_BATCH_BYTES):

@@ -1,8 +1,8 @@
-"""How many workers and which batches suit this node: short runs over a sample of the user's own files.
+"""Find the workers and batches that suit this node, by short runs over a sample of the user's own files.
 
-A trial starts the real program (`preprocess_megatron.py`) on links to the files (below a URL: on the first of them,
-each once), into a temporary folder, waits until every worker tokenizes, counts what they say of their progress for
-some seconds, and ends it. Start-up, which a dump pays once, is not counted.
+A trial starts the real program (`preprocess_megatron.py`) on links to the files (below a URL: on the first files, each
+once), in a temporary folder, waits until every worker tokenizes, counts the reported progress for some seconds, and
+ends the program. Start-up, which a dump pays once, is not counted.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ from relayrun import places
 from relayrun.errors import InputError, RelayrunError
 from relayrun.files import read_json, remove_leftovers, temporary_prefix
 from relayrun.tokens.readers.inputs import DATA_SUFFIXES, paths_file_bytes, read_paths_file
+from relayrun.tokens.shards.shard import FOLDER_RECORD
 from relayrun.tokens.stores import urls
 from relayrun.tokens.tokenize import shard_folder
 from relayrun.tokens.tokenize.dumps import MetadataFolder
 from relayrun.tokens.tokenize.options import TokenizeOptions, options_to_flags
-from relayrun.tokens.tokenize.shard_folder import RECORD_FILE
 
 TRIED_BATCH_BYTES = tuple(int(TokenizeOptions.default("batch_bytes") * part) for part in (0.25, 1, 4))
-"""Bounds of a batch that are tried where none are given."""
+"""Default limits of a batch to try."""
 
 GOOD_ENOUGH = 0.97
-"""A part of the best rate: of settings at least so good the one with the fewest workers is recommended."""
+"""Share of the best rate: among settings at least so good, the one with the fewest workers is recommended."""
 
 _LINKS = 20_000
 _BYTES_PER_SECOND = 100_000_000
-"""No worker reads faster."""
+"""Upper bound of a worker's reading speed."""
 _START_SECONDS = 180.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuningTrial:
-    """One setting, and what it gave."""
+    """Result of one setting."""
 
     workers: int
     batch_bytes: int
     tokens_per_second: float
-    """The rate of the node."""
+    """Rate of the node."""
     worker_bytes: int
     """Memory of the largest worker (resident set)."""
 
 
 def default_workers() -> list[int]:
-    """One, a quarter, half, and all of the cores that this process may use."""
+    """Return one, a quarter, half, and all of the cores that this process may use."""
     cores = len(os.sched_getaffinity(0))
     return sorted({1, max(1, cores // 4), max(1, cores // 2), cores})
 
@@ -68,8 +68,8 @@ def run_trials(
 ) -> list[TuningTrial]:
     """Try `options` with every pair of `workers` and `batch_bytes`, for `seconds` each.
 
-    `temp_dir` should lie on the file system that dumps are written to. Raises InputError where there are no dumps, or
-    numbers make no sense; RelayrunError with its message if a run fails.
+    `temp_dir` should lie on the file system of the dumps' output. Raises InputError for missing dumps and invalid
+    numbers; RelayrunError with the message of a run that fails.
     """
     if not workers or not batch_bytes or min(*workers, *batch_bytes) < 1 or seconds <= 0:
         raise InputError("workers, bytes of a batch and seconds are positive numbers")
@@ -94,14 +94,14 @@ def run_trials(
 
 
 def recommend_trial(trials: Sequence[TuningTrial]) -> TuningTrial:
-    """The fewest workers, and then the smallest batch, that are about as fast as the best."""
+    """Return the trial with the fewest workers, then the smallest batch, that is about as fast as the best."""
     best = max(trial.tokens_per_second for trial in trials)
     good = [trial for trial in trials if trial.tokens_per_second >= GOOD_ENOUGH * best]
     return min(good, key=lambda trial: (trial.workers, trial.batch_bytes))
 
 
 def trial_row(trial: TuningTrial | None) -> str:
-    """A line of the table; None: its head."""
+    """Format a line of the table; None: its head."""
     cells = ("workers", "batch bytes", "Mtok/s node", "Mtok/s core", "GB a worker")
     if trial is not None:
         rate = trial.tokens_per_second / 1e6
@@ -116,7 +116,7 @@ def trial_row(trial: TuningTrial | None) -> str:
 
 
 def config_advice(trial: TuningTrial) -> str:
-    """What to write into a config."""
+    """Describe the settings for a config."""
     return (
         f"recommended for this node: workers: {trial.workers}, batch_bytes: {trial.batch_bytes}, "
         f"and tasks: {trial.workers} or more"
@@ -156,8 +156,8 @@ def _run_trial(
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         first = next((n for n, line in enumerate(lines) if line.startswith("error: ")), len(lines) - 1)
         raise RelayrunError("\n".join(lines[first:]).removeprefix("error: "))
-    if rate is None:  # everything was done before the time was over
-        tasks = read_json(output / RECORD_FILE)["shards"].values()
+    if rate is None:  # the program finished within the time
+        tasks = read_json(output / FOLDER_RECORD)["shards"].values()
         busy = max(task["started"] + task["seconds"] for task in tasks) - min(task["started"] for task in tasks)
         rate = sum(task["tokens"] for task in tasks) / busy
     return TuningTrial(workers=workers, batch_bytes=options.batch_bytes, tokens_per_second=rate, worker_bytes=memory)
@@ -181,7 +181,7 @@ def _first_files(url: str, names: Sequence[str], *, least: int, most_bytes: floa
 
 
 def _link_files(files: Sequence[str], folder: Path, *, least: int, most_bytes: float) -> list[str]:
-    """Links to the files, over and over, as many as the trial can read, and at least `least`."""
+    """Link the files, repeatedly, as many as the trial can read, and at least `least`."""
     names: list[str] = []
     total = 0
     while len(names) < least or (total < most_bytes and len(names) < _LINKS):
@@ -194,7 +194,7 @@ def _link_files(files: Sequence[str], folder: Path, *, least: int, most_bytes: f
 
 
 def _measure(process: subprocess.Popen[bytes], output: Path, workers: int, seconds: float) -> tuple[float | None, int]:
-    """Tokens per second of all workers, None if the program has ended by itself; and the largest worker's memory."""
+    """Tokens per second of all workers, None if the program ended by itself; and the memory of the largest worker."""
     first: dict[str, shard_folder.RunningTask] = {}
     last: dict[str, shard_folder.RunningTask] = {}
     begun, counting, memory = time.monotonic(), 0.0, 0
@@ -223,7 +223,7 @@ def _measure(process: subprocess.Popen[bytes], output: Path, workers: int, secon
 
 
 def _process_memory(pid: int) -> list[int]:
-    """Resident bytes of a process and of those that it started."""
+    """Resident bytes of a process and its children."""
     import psutil
 
     try:
@@ -234,7 +234,7 @@ def _process_memory(pid: int) -> list[int]:
 
 
 def _end_program(process: subprocess.Popen[bytes]) -> None:
-    """End the program; its workers leave with it."""
+    """Kill the program and wait for its workers, which leave with it."""
     import psutil
 
     try:

@@ -1,11 +1,11 @@
-"""Verify shards against the files that they were made from, a sample of documents or all; also whole finished dumps.
+"""Verify shards against the files that they were made from, by a sample of documents or all; also whole finished dumps.
 
-A shard's record (`tokenization.json` beside it) names its files and where they lie. The reference is `tokenizers`
-itself (`Tokenizer.encode`, one document at a time for a sample), whatever engine made the shard.
+A shard's record (`tokenization.json` beside it) names its files and their place. The reference is `tokenizers` itself
+(`Tokenizer.encode`, one document at a time for a sample), whatever engine made the shard.
 
-A sample costs a shard one of its files, read once, and some documents: the shard's bytes decide which, so that the same
-shard has the same sample. `full` makes the shard again in a temporary folder, and compares checksums: many times the
-work of a fast engine. A finished dump with faults is opened again: the next submit makes its faulty shards anew.
+A sample reads one file of a shard once, and compares some documents; the shard's bytes choose them, so that a shard has
+always the same sample. `full` makes the shard again in a temporary folder and compares checksums: many times the work
+of a fast engine. A finished dump with faults is opened again: the next submit makes its faulty shards anew.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from relayrun.tokens.readers.inputs import LineFaults, stat_inputs
 from relayrun.tokens.readers.texts import Texts
 from relayrun.tokens.shards.checks import verify_shards
 from relayrun.tokens.shards.prefixes import find_prefixes
-from relayrun.tokens.shards.shard import Shard
+from relayrun.tokens.shards.shard import FOLDER_RECORD, Shard
 from relayrun.tokens.stores.urls import join_path, printable
 from relayrun.tokens.tokenize.dumps import MetadataFolder
 from relayrun.tokens.tokenize.encode.engines import select_engine
@@ -39,7 +39,6 @@ from relayrun.tokens.tokenize.encode.tokenizer import DocumentFraming, load_toke
 from relayrun.tokens.tokenize.options import OnError, TokenizeOptions
 from relayrun.tokens.tokenize.processes import run_tasks
 from relayrun.tokens.tokenize.shard_folder import (
-    RECORD_FILE,
     FolderRecord,
     TaskRecord,
     is_unchanged,
@@ -58,11 +57,11 @@ _MAX_SAMPLED_BYTES = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class SourceComparison:
-    """One shard against its files. `fault`: what differs; `note`: why it was not compared."""
+    """One shard against its files. `fault`: the difference; `note`: the reason why it was not compared."""
 
     prefix: str
     documents: int = 0
-    """Documents that were compared."""
+    """Compared documents."""
     fault: str | None = None
     note: str | None = None
 
@@ -76,10 +75,10 @@ def compare_with_source(
     temp_dir: str | None = None,
     report: Callable[[SourceComparison], None] = lambda compared: None,
 ) -> list[SourceComparison]:
-    """Compare shards with the files that they were made from; `report` gets each as it is done.
+    """Compare shards with the files that they were made from; `report` gets each shard when it is done.
 
-    `tokenizer`: where the one that a record names is gone. A shard that differs is struck from its record, so that the
-    next run of its tokenization makes it again. Links to one shard are one; shards without a record are left out.
+    `tokenizer` replaces a recorded copy that is gone. A shard that differs is removed from its record, so that the next
+    run of its tokenization makes it again. Links to one shard count once; shards without a record are skipped.
     """
     real = {os.path.realpath(prefix + ".bin").removesuffix(".bin"): prefix for prefix in reversed(prefixes)}
     known = {prefix: name for prefix, name in real.items() if _folder_record(os.path.dirname(prefix)) is not None}
@@ -97,7 +96,7 @@ def compare_with_source(
 
 
 def print_comparison(compared: SourceComparison) -> None:
-    """Print what is wrong with a shard, or why it was not compared."""
+    """Print the fault of a shard, or the reason why it was not compared."""
     if compared.fault is not None:
         print(f"{compared.prefix}: {compared.fault}", flush=True)
     elif compared.note is not None:
@@ -106,14 +105,13 @@ def print_comparison(compared: SourceComparison) -> None:
 
 @functools.cache
 def _warn_once(folder: str, note: str) -> None:
-    """One line for all shards of a folder."""
+    """Warn once for all shards of a folder."""
     log.warning("%s: shards are not compared with their files: %s", folder, note)
 
 
 def _folder_record(folder: str) -> FolderRecord | None:
-    """The record of a folder; None where there is none."""
     try:
-        return _cached_folder_record(folder, os.stat(os.path.join(folder, RECORD_FILE)).st_mtime_ns)
+        return _cached_folder_record(folder, os.stat(os.path.join(folder, FOLDER_RECORD)).st_mtime_ns)
     except (FileNotFoundError, InputError):
         return None
 
@@ -129,10 +127,6 @@ def _compare_shard(prefix: str, *, full: bool, tokenizer: str | None, temp_dir: 
     task = record.tasks.get(name) if record is not None else None
     if record is None or task is None:
         return SourceComparison(prefix=prefix, note="its record does not know it")
-    if record.dataset is None:
-        return SourceComparison(
-            prefix=prefix, note="its record is of an earlier version, and does not say where its files lie"
-        )
     try:
         definition = _recorded_tokenizer(record, tokenizer)
         for now, then, digest in zip(
@@ -150,14 +144,14 @@ def _compare_shard(prefix: str, *, full: bool, tokenizer: str | None, temp_dir: 
 
 
 def _recorded_tokenizer(record: FolderRecord, given: str | None) -> str:
-    """The serialized tokenizer that a folder's shards were made with. Raises InputError where it is not at hand."""
+    """The serialized tokenizer that made a folder's shards. Raises InputError if it is not available."""
     wanted = record.settings["tokenizer"]
     if given is not None:
         for special_text in (False, True):
             loaded = load_tokenizer(TokenizeOptions(tokenizer=given, append_eod="no", special_text=special_text))
             if loaded.fingerprint == wanted:
                 return loaded.definition
-    elif record.tokenizer is not None and os.path.isfile(record.tokenizer):
+    elif os.path.isfile(record.tokenizer):
         text = Path(record.tokenizer).read_text(encoding="utf-8")
         if hashlib.sha256(text.encode()).hexdigest() == wanted:
             return text
@@ -170,7 +164,7 @@ def _recorded_tokenizer(record: FolderRecord, given: str | None) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Source:
-    """A shard, and all that it was made of."""
+    """A shard and its sources."""
 
     record: FolderRecord
     task: TaskRecord
@@ -188,19 +182,15 @@ class _Source:
         )
 
     def compare_sample(self) -> SourceComparison:
-        """Some documents of one file."""
+        """Compare some documents of one file."""
         counts, prefix = self.task.file_documents, self.shard.prefix
         full_files = [number for number, count in enumerate(counts) if count]
-        if not full_files:
-            return SourceComparison(
-                prefix=prefix, note="its record is of an earlier version, and does not count its files"
-            )
         generator = random.Random(self.task.xxh3_128.get("bin"))
         number = generator.choice(full_files)
         first, count = sum(counts[:number]), counts[number]
         wanted = sorted(generator.sample(range(count), min(SAMPLED_DOCUMENTS, count)))
         texts, found = self._chosen(number, set(wanted))
-        if found != count:  # texts without ids: only who tokenizes all of them knows which document is which
+        if found != count:  # texts without ids: only tokenizing all texts tells which document is which
             return SourceComparison(
                 prefix=prefix, note=f"{found:,} texts gave {count:,} documents; compare all of it with --full"
             )
@@ -218,7 +208,7 @@ class _Source:
         return SourceComparison(prefix=prefix, documents=len(texts))
 
     def _chosen(self, number: int, wanted: set[int]) -> tuple[dict[int, str], int]:
-        """The texts of the documents `wanted` of a file, by number, and how many documents the file has."""
+        """The texts of the documents `wanted` of a file, by number, and the number of documents of the file."""
         texts: dict[int, str] = {}
         count = 0
         for piece in self._texts(number):
@@ -229,7 +219,6 @@ class _Source:
         return texts, count
 
     def _texts(self, number: int) -> Iterator[memoryview]:
-        assert self.record.dataset is not None
         path = join_path(self.record.dataset, self.task.inputs[number][0])
         faults = LineFaults(skip=bool(self.task.bad_lines))
         column, size = self.record.settings["column"], TokenizeOptions.default("batch_bytes")
@@ -237,13 +226,12 @@ class _Source:
             yield from Texts.from_arrow(array.drop_null()).views()
 
     def compare_all(self, temp_dir: str | None) -> SourceComparison:
-        """The whole shard, made again."""
-        assert self.record.dataset is not None
+        """Make the whole shard again and compare checksums."""
         options = TokenizeOptions(
             tokenizer="",
             column=self.record.settings["column"],
             engine="huggingface",
-            on_error=cast(OnError, self.task.on_error or ("skip-file" if self.task.skipped else "fail")),
+            on_error=cast(OnError, self.task.on_error),
         )
         name = os.path.basename(self.shard.prefix)
         with tempfile.TemporaryDirectory(dir=temp_dir, prefix=f"{temporary_prefix()}verify-") as folder:
@@ -282,7 +270,6 @@ def _first_difference(shard: Shard, again: TaskRecord, prefix: str) -> str:
 
 
 def _document_ids(shard: Shard, number: int) -> Any:
-    """The ids of document `number`; empty behind the last one."""
     first, last = (int(each) for each in shard.bounds()[number : number + 2]) if number < shard.documents else (0, 0)
     if first == last:
         return np.empty(0, shard.dtype)
@@ -299,7 +286,7 @@ def _reference_tokenizer(definition: str) -> Tokenizer:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifiedDump:
-    """One finished dump, and what is wrong with its shards."""
+    """One finished dump and the faults of its shards."""
 
     index: int
     shards: int
@@ -310,7 +297,7 @@ class VerifiedDump:
     """Why a dump with faults could not be opened again."""
 
     def summary(self) -> str:
-        """One line for the terminal, and one for each fault."""
+        """Return one line for the terminal, and one for each fault."""
         lines = [f"dump {self.index}: {fault}" for fault in self.faults]
         end = "opened again: submit, and what is wrong is made anew" if self.faults else "no fault"
         if self.closed is not None:
@@ -327,10 +314,11 @@ def verify_dumps(
     temp_dir: str | None = None,
     report: Callable[[VerifiedDump], None] = lambda verified: None,
 ) -> list[VerifiedDump]:
-    """Check every finished dump: its shards by their checksums, a sample of documents (`full`: all) by their files.
+    """Check the shards of every finished dump by their checksums, and a sample of documents (`full`: all) by their
+    files.
 
-    The paths file of a dump with faults goes back to those that are to be tokenized, where the next submit makes its
-    faulty shards again and keeps the others. Raises InputError where no dump is finished.
+    The paths file of a dump with faults moves back to `dumps/`, so that the next submit makes its faulty shards again
+    and keeps the others. Raises InputError if no dump is finished.
     """
     metadata = MetadataFolder(metadata_folder)
     if not metadata.finished():
@@ -353,7 +341,7 @@ def _verify_dump(folder: Path, index: int, full: bool, workers: int, temp_dir: s
     try:
         record = FolderRecord.read(folder)
         prefixes = find_prefixes([folder])
-    except (InputError, FileNotFoundError) as error:  # shards that are gone, or a half of one
+    except (InputError, FileNotFoundError) as error:  # missing shards, or half a shard
         return VerifiedDump(index=index, shards=0, documents=0, faults=(str(error).splitlines()[0],))
     there = {os.path.basename(prefix) for prefix in prefixes}
     faults = [f"{name} is gone" for name, task in record.tasks.items() if task.tokens and name not in there]

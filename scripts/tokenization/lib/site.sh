@@ -4,7 +4,7 @@
 site=() # options of sbatch
 if [[ -n ${CLUSTER:-} ]]; then
   export RELAYRUN_SITE=${logs:?}/site-$$.sh # the jobs source it
-  "$PYTHON" -m relayrun.tokens.tokenize.site_environment "$CLUSTER" "$RELAYRUN_SITE"
+  "$PYTHON" -m relayrun.tokens.tokenize site "$CLUSTER" "$RELAYRUN_SITE"
   # shellcheck disable=SC2034  # whoever sources this reads it
   mapfile -d '' -t site <"$RELAYRUN_SITE.options"
 fi

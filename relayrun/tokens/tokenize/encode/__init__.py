@@ -1,4 +1,4 @@
-"""Texts to token ids: the tokenizer, the libraries that encode, and the proof that they agree.
+"""Encode texts to token ids: the tokenizer, the libraries that encode, and the proof that they agree.
 
     tokenizer, tokenizer_files     load a tokenizer; find it on the hub, convert it, cache it
     libraries                      the reference (`tokenizers`) and the fast engines, behind one interface

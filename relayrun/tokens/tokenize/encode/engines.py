@@ -1,8 +1,8 @@
 """Select the engine of a job: the fastest that is known to be exact for its tokenizer, and proven at the start.
 
-`families` lists the forms of tokenizers that an engine may encode, and the texts that it must not have. An engine that
-passes there must give the reference's ids on texts of the job and on a fixed set of edge cases before it is trusted;
-otherwise, or if it is not installed, `tokenizers` encodes everything.
+`families` lists the forms of tokenizers that an engine may encode, and the texts that it must not have. Such an engine
+is trusted after it gave the reference's ids on texts of the job and on a fixed set of edge cases; otherwise, or if it
+is not installed, `tokenizers` encodes everything.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, cast, get_args
+from typing import Literal, get_args
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -32,7 +32,7 @@ from relayrun.tokens.tokenize.encode.libraries import (
 )
 from relayrun.tokens.tokenize.encode.partial_vocabulary import PartialVocabularyEngine
 from relayrun.tokens.tokenize.encode.routing import RoutedEngine, unicode_categories
-from relayrun.tokens.tokenize.options import FORMER_VALUES, EngineName
+from relayrun.tokens.tokenize.options import EngineName
 
 _SPACES = " \t\n\r\v\f\x1c\x85\u00a0\u1680\u2000\u2003\u2028\u2029\u202f\u205f\u3000\u200b\ufeff"
 _JOINERS = "\u200d\u0301\u0327\u20dd\ufe0f\u093f\u0e33\u1160\U000e0061\U0001f3fd"
@@ -50,7 +50,7 @@ _WORDS = (
 
 
 def edge_cases(tokenizer: Tokenizer) -> list[str]:
-    """White space in every order, marks, digits, long runs, text of special tokens, and many characters."""
+    """Return texts with white space in every order, marks, digits, long runs, special tokens, and many characters."""
     texts = ["", *_WORDS]
     texts += [f"{first}{second}a{second}{first}\n{first}." for first in _SPACES for second in _SPACES]
     texts += [f"a{mark} {mark}b{mark}{mark}1{mark}\n{mark}'s" for mark in _JOINERS]
@@ -67,7 +67,7 @@ def edge_cases(tokenizer: Tokenizer) -> list[str]:
 
 @functools.cache
 def _character_texts() -> list[str]:
-    """Every assigned character but letters in a few contexts, and some of the letters; 32 of them a text."""
+    """Every assigned character except letters in a few contexts, and some of the letters; 32 of them a text."""
     category, point = unicode_categories(0, 0x34000), np.arange(0x34000)
     letters = np.isin(category, (b"Lo", b"Ll", b"Lu"))
     every = np.select([point < 0x530, point < 0x3000], [1, 4], 64)
@@ -91,22 +91,22 @@ ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 
 
 TokenizerLoader = Callable[[], Tokenizer]
-"""Gives a loaded tokenizer, when it is needed."""
+"""Returns a loaded tokenizer on demand."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSelection:
-    """The engine of a job, as workers build it: small enough to be sent, and written into the record."""
+    """The engine of a job, as workers build it: small enough to send, and recorded."""
 
-    engine: Literal["huggingface", "gigatoken", "nanotoken", "splintr", "bytes"]
+    engine: Literal["huggingface", "gigatoken", "bytes"]
     version: str
     plan: EnginePlan | None = None
-    """How it encodes; None for the reference."""
+    """Its plan; None for the reference."""
 
     def build(self, definition: str, tokenizer: TokenizerLoader | None = None) -> Engine:
-        """The engine for a serialized tokenizer, with truncation and padding off. The last one built is kept.
+        """Return the engine for a serialized tokenizer without truncation and padding. The last one built is cached.
 
-        `tokenizer` gives the same one loaded, where the caller has it: it is asked when the first text needs it.
+        `tokenizer` returns the loaded tokenizer, if the caller has it; called when the first text needs it.
         """
         return _build_engine(self, definition, _Reference(tokenizer))
 
@@ -115,7 +115,7 @@ class EngineSelection:
 
 
 class _Reference:
-    """The reference, loaded once; it does not count when arguments are compared."""
+    """The reference, loaded once; instances compare equal, so that the cache of `_build_engine` ignores them."""
 
     def __init__(self, load: TokenizerLoader | None) -> None:
         self._load = load
@@ -123,7 +123,7 @@ class _Reference:
 
     @property
     def ready(self) -> bool:
-        """Whether it has been loaded already."""
+        """True once loaded."""
         return self._tokenizer is not None
 
     def of(self, definition: str) -> Tokenizer:
@@ -143,7 +143,7 @@ class _Reference:
 
 @functools.lru_cache(maxsize=1)
 def _build_engine(selection: EngineSelection, definition: str, reference: _Reference) -> Engine:
-    """Loading takes seconds: what is proven in a process is what works there, and in its forks."""
+    """Loading takes seconds: the engine proven in a process serves that process and its forks."""
     plan = selection.plan
     if plan is None:
         return HuggingFaceEngine(reference.of(definition))
@@ -167,15 +167,12 @@ def select_engine(
     *,
     definition: str | None = None,
 ) -> EngineSelection:
-    """The fastest engine that is known and proven to be exact, or `wanted` if it is; `report` is told of fall-backs.
+    """Return the fastest engine that is known and proven to be exact, or `wanted` if it is; `report` gets fall-backs.
 
-    `tokenizer` has `encode_special_tokens` on, truncation and padding off; `definition` is its `to_str()`, where the
-    caller has it already. What was proven on this machine is not proven again (see `tokenizer_files`): then a tokenizer
-    that is given by what loads it is not loaded. Raises InputError for a wrong name.
+    `tokenizer` has `encode_special_tokens` on, truncation and padding off; `definition` is its `to_str()`, if the
+    caller has it. Proofs are cached on this machine (`tokenizer_files`): a repeated proof does not even load the
+    tokenizer. Raises InputError for an unknown name.
     """
-    wanted = cast(
-        EngineName, FORMER_VALUES["engine"].get(wanted, wanted)
-    )  # a job of an earlier version has it in a pickle
     if wanted not in ENGINES:
         raise InputError(f"unknown engine {wanted!r}; there are: {', '.join(ENGINES)}")
 
@@ -186,14 +183,14 @@ def select_engine(
     reference = _Reference(load)
     selection = None if wanted == "huggingface" else _prove_engine(wanted, reference, sample, report, definition)
     selection = selection or EngineSelection(engine="huggingface", version=_package_version("huggingface"))
-    _build_engine(selection, definition, reference)  # forks of this process find it built
+    _build_engine(selection, definition, reference)  # forks of this process inherit it
     return selection
 
 
 def _prove_engine(
     wanted: EngineName, reference: _Reference, sample: Texts, report: Callable[[str], None], definition: str
 ) -> EngineSelection | None:
-    """The fast engine, or None, where `report` is told why."""
+    """The fast engine, or None after `report` got the reason."""
     plan = plan_engine(definition)
     if plan is None or wanted not in ("auto", plan.engine):
         what = "no fast engine is" if wanted == "auto" else f"{wanted} is not"
@@ -207,7 +204,7 @@ def _prove_engine(
     except ImportError:
         package = ENGINE_PACKAGES[plan.engine]
         report(f"{plan.engine} is not installed: huggingface encodes, which is slower; pip install {package}")
-    except BaseException as error:  # ValueError, RuntimeError, and a Rust panic, which is no Exception
+    except BaseException as error:  # ValueError, RuntimeError, and a Rust panic, which does not derive from Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         report(f"{plan.engine} cannot take this tokenizer: {(str(error).splitlines() or [repr(error)])[0][:200]}")
@@ -223,7 +220,7 @@ def _prove_engine(
 def _first_wrong_text(
     selection: EngineSelection, engine: Engine, reference: _Reference, sample: Texts, definition: str
 ) -> str | None:
-    """The first text of the proof whose ids are not the reference's."""
+    """The first text of the proof whose ids differ from the reference's."""
     packages = (ENGINE_PACKAGES["huggingface"], ENGINE_PACKAGES[selection.engine])
     both = (definition.encode(), repr(selection).encode())
     of_sample = (sample.used.tobytes(), (sample.offsets - sample.offsets[0]).tobytes())
@@ -242,7 +239,6 @@ def _first_wrong_text(
 
 
 def _first_difference(encoded: Encoded, right: Encoded, texts: Texts) -> str | None:
-    """The first text whose ids differ."""
     if np.array_equal(encoded[0], right[0]) and np.array_equal(encoded[1], right[1]):
         return None
     ours, theirs = (np.split(ids, np.cumsum(lengths)[:-1]) for ids, lengths in (encoded, right))

@@ -1,10 +1,9 @@
-"""The tokenizers that a fast engine may encode: for each the engine, how its definition is prepared, and what it
-may not have.
+"""Families of tokenizers that a fast engine may encode: its engine, changes of its definition, and excluded texts.
 
-`plan_engine` compares the parts of a tokenizer.json that decide on ids (normalizer, pre-tokenizer, options of the
-model) with the forms listed here, as they are, not by a name or a likeness; what is not listed has no plan, and is
-encoded by the reference. Why each form is exact stands in docs/decisions/0029; `tests/property/test_published.py`
-tries every form on 40,000 texts and on every character of Unicode.
+`plan_engine` compares the parts of a tokenizer.json that decide ids (normalizer, pre-tokenizer, options of the model)
+literally with the forms listed here, never by name or likeness; the reference encodes unlisted forms. Decision 0029
+(docs/decisions) proves each form; `tests/property/test_published.py` tries every form on 40,000 texts and on every
+character of Unicode.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Json = dict[str, Any]
 UnicodeForm = Literal["NFC", "NFD", "NFKC", "NFKD"]
 
 PLAIN_BPE = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "fuse_unk")
-"""Options of a BPE model that a plain one has not."""
+"""Options that a plain BPE model does not set."""
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORD = r"[^\r\n\p{L}\p{N}]?"
@@ -52,18 +51,19 @@ DEEPSEEK = (
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFamily:
-    """A form of tokenizer, as the table of the documentation lists it."""
+    """A form of tokenizers, as listed in the documentation's table."""
 
     name: str
     engine: FastEngineName
     doubtful: str = ""
-    """Characters whose class depends on the version of Unicode or on case folding: texts with one go elsewhere."""
+    """Characters whose class depends on the version of Unicode or on case folding: the reference encodes texts with
+    them."""
 
 
 _FOLDED = "\u017f\u212a"
-"""What folds to an ASCII letter: `(?i:'s)` matches an apostrophe and a long s."""
+"""Characters that fold to an ASCII letter: `(?i:'s)` matches an apostrophe and a long s."""
 _SPACE_ONCE = "\u180e"
-"""White space in some versions of Unicode, and not in others."""
+"""White space in some versions of Unicode only."""
 
 BYTE_LEVEL: dict[tuple[str, ...], TokenizerFamily] = {
     (GPT2,): TokenizerFamily(name="GPT-2", engine="gigatoken", doubtful=_SPACE_ONCE),
@@ -73,56 +73,55 @@ BYTE_LEVEL: dict[tuple[str, ...], TokenizerFamily] = {
     (TEKKEN,): TokenizerFamily(name="Tekken", engine="gigatoken", doubtful=_SPACE_ONCE),
     DEEPSEEK: TokenizerFamily(name="DeepSeek", engine="gigatoken", doubtful=_SPACE_ONCE),
 }
-"""Families of byte-level BPE by the patterns that cut their texts."""
+"""Families of byte-level BPE by their split patterns."""
 DIGITS_FAMILY = TokenizerFamily(name="StarCoder, Digits", engine="gigatoken", doubtful=_SPACE_ONCE)
 SENTENCEPIECE_FAMILY = TokenizerFamily(name="Llama 2, Mistral, Gemma", engine="gigatoken")
-WORDPIECE_FAMILY = TokenizerFamily(name="BERT", engine="nanotoken")
-UNIGRAM_FAMILY = TokenizerFamily(name="T5, XLM-R", engine="splintr")
 BYTES_FAMILY = TokenizerFamily(name="a token for each byte", engine="bytes")
-FAMILIES = (*BYTE_LEVEL.values(), DIGITS_FAMILY, SENTENCEPIECE_FAMILY, WORDPIECE_FAMILY, UNIGRAM_FAMILY, BYTES_FAMILY)
+FAMILIES = (*BYTE_LEVEL.values(), DIGITS_FAMILY, SENTENCEPIECE_FAMILY, BYTES_FAMILY)
 BYTE_LEVEL_FAMILIES = frozenset(family.name for family in (*BYTE_LEVEL.values(), DIGITS_FAMILY))
-"""Names of the families whose words are written in letters for bytes."""
+"""Names of the families that spell words in letters for bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnginePlan:
-    """How one engine encodes the texts of one tokenizer."""
+    """Plan of an engine for the texts of one tokenizer."""
 
     family: str
     engine: FastEngineName
     changes: tuple[tuple[str, str], ...]
-    """Parts of the definition that the engine gets changed: name and JSON."""
+    """Changed parts of the definition for the engine: name and JSON."""
     normalize: UnicodeForm | None = None
-    """Texts that are not in this form go through the tokenizer's own normalizer first."""
+    """Texts that are not in this form pass through the tokenizer's own normalizer first."""
     digits: Literal["each", "runs"] | None = None
-    """What the pre-tokenizer cuts out of a text before its pattern sees the rest: every digit, or every run."""
+    """The pre-tokenizer isolates every digit, or every run of digits, before its pattern applies to the rest."""
     doubtful: str = ""
-    """Characters that send a text elsewhere, besides those that are not assigned."""
+    """Characters that route a text to the reference, besides unassigned ones."""
     plain: tuple[str, ...] = ()
-    """Text that sends a text elsewhere: of added tokens."""
+    """Texts of added tokens that route a text to the reference."""
     cut: tuple[tuple[str, int], ...] = ()
     """Text and id of added tokens that are cut out of a text first."""
     special: tuple[str, ...] = ()
-    """Text of special tokens, which is not cut but covers what would be."""
+    """Texts of special tokens, which are not cut but protect the bytes they cover."""
 
 
 def plan_engine(definition: str) -> EnginePlan | None:
-    """The plan for a serialized tokenizer, as `Tokenizer.to_str` writes it; None where no form is its own."""
+    """Return the plan for a serialized tokenizer, as `Tokenizer.to_str` writes it; None for an unlisted form."""
     known = parse_without_vocabulary(definition)
     model = known["model"]
-    kind = "pieces" if model.get("byte_fallback") and model.get("type") == "BPE" else str(model.get("type"))
-    if kind == "BPE" and vocabulary_and_merges(definition)[1].startswith("]"):
-        return _bytes(known, definition)
-    find = {"BPE": _byte_level, "pieces": _pieces, "WordPiece": _wordpiece, "Unigram": _unigram}.get(kind)
-    plan = find(known) if find else None
-    if plan is None or kind not in ("BPE", "pieces"):
-        return plan
+    if model.get("type") != "BPE":
+        return None
+    in_pieces = bool(model.get("byte_fallback"))
     entries, merges = vocabulary_and_merges(definition)
-    letters = BYTE_LETTERS if kind == "BPE" else _BYTE_PIECES
-    begun = "," + entries  # a name stands behind a comma: behind an escaped quote it would be the end of another one
+    if not in_pieces and merges.startswith("]"):
+        return _bytes(known, definition)
+    plan = _pieces(known) if in_pieces else _byte_level(known)
+    if plan is None:
+        return None
+    letters = _BYTE_PIECES if in_pieces else BYTE_LETTERS
+    begun = "," + entries  # a name follows a comma: after an escaped quote it would be the end of another name
     if not all(f",{json.dumps(letter, ensure_ascii=False)}:" in begun for letter in letters):
         return None
-    if kind == "pieces":
+    if in_pieces:
         return None if _merges_bytes(merges) else plan
     foreign = _foreign(entries)
     return None if foreign is None else dataclasses.replace(plan, plain=plan.plain + foreign)
@@ -131,10 +130,10 @@ def plan_engine(definition: str) -> EnginePlan | None:
 _LETTERS = tuple(byte_letters())
 _NEVER = {*map(chr, (0xC0, 0xC1, *range(0xF5, 0x100)))}
 BYTE_LETTERS = tuple(letter for letter in _LETTERS if letter not in _NEVER)
-"""What `ByteLevel` writes for the bytes that UTF-8 has: one that the vocabulary lacks would be dropped, or not."""
+"""`ByteLevel`'s letters for the bytes that occur in UTF-8: it may drop a letter that the vocabulary lacks."""
 _BYTE_PIECES = tuple(f"<0x{byte:02X}>" for byte in range(256))
 _TWO_BYTES = np.zeros((256, 256), np.bool_)
-"""Which two bytes of UTF-8 are a letter of `ByteLevel`, by lead and the byte behind it."""
+"""True for each two bytes of UTF-8 that are a letter of `ByteLevel`, by lead and second byte."""
 for _letter in _LETTERS:
     if ord(_letter) > 0x7F:
         _TWO_BYTES[tuple(_letter.encode())] = True
@@ -142,10 +141,10 @@ _ONE_BYTE = bytes(range(0x21, 0x7F))
 
 
 def _foreign(entries: str) -> tuple[str, ...] | None:
-    """Entries of a byte-level vocabulary that are not written in bytes; None where it is unclear what they are.
+    """Entries of a byte-level vocabulary that are not spelled in bytes; None if unclear.
 
-    `tokenizers` never finds them in a text. gigatoken reads their letters as text, and finds them: such a text goes
-    elsewhere. Special tokens stand in many vocabularies, and some of them hold other letters (`<｜User｜>`).
+    `tokenizers` never finds them in a text. gigatoken reads their letters as text and finds them: the reference encodes
+    such a text. Special tokens stand in many vocabularies, and some of them hold other letters (`<｜User｜>`).
     """
     data = entries.encode()
     escapes = data.replace(rb"\\", b"").replace(rb"\"", b"")
@@ -164,16 +163,16 @@ _MERGE_TO_BYTE = re.compile(r'\["(<[0x0-9A-F]*)","([x0-9A-F]*>)"\]')
 
 
 def _merges_bytes(merges: str) -> bool:
-    """Whether a merge of SentencePiece's BPE takes the token of a byte, or gives one.
+    """True if a merge of SentencePiece's BPE takes or makes the token of a byte.
 
-    For gigatoken that token is the byte. For `tokenizers` it is a byte only where a character is unknown.
+    For gigatoken that token is the byte. For `tokenizers` it is a byte only in place of an unknown character.
     """
     made = (f'"{left}{right}"' for left, right in _MERGE_TO_BYTE.findall(merges))
     return bool(_MERGE_OF_BYTE.search(merges)) or any(map(_MERGE_OF_BYTE.fullmatch, made))
 
 
 def _byte_level(known: Json) -> EnginePlan | None:
-    """Bytes in the place of characters: the vocabulary is whole, whatever the text, and merges are all there is."""
+    """Bytes in place of characters: the vocabulary covers any text, and merges alone decide."""
     normalizer = _alone(known.get("normalizer"), "normalizers")
     form = normalizer.get("type") if normalizer else None
     *before, last = _flat(known.get("pre_tokenizer")) or [{}]
@@ -206,7 +205,7 @@ def _byte_level(known: Json) -> EnginePlan | None:
 
 
 def _bytes(known: Json, definition: str) -> EnginePlan | None:
-    """Bytes that are never merged: no cut of a text and no name in the vocabulary but those of bytes matters."""
+    """Bytes that are never merged: neither cuts of a text nor names in the vocabulary matter, except those of bytes."""
     model = known["model"]
     level, *others = _flat(known.get("pre_tokenizer"))
     odd = (*(name for name in PLAIN_BPE if name != "unk_token"), "ignore_merges")
@@ -234,7 +233,7 @@ _PIECE_FORMS: tuple[tuple[Json | None, Json | None], ...] = (
         for splits in (False, True)
     ),
 )
-"""Normalizer and pre-tokenizer of SentencePiece's BPE: of Llama 2, of Gemma, of Mistral. No Unicode table decides."""
+"""Normalizer and pre-tokenizer of SentencePiece's BPE: of Llama 2, Gemma, Mistral. Independent of Unicode's tables."""
 
 
 def _pieces(known: Json) -> EnginePlan | None:
@@ -249,68 +248,29 @@ def _pieces(known: Json) -> EnginePlan | None:
     return _plan(known, SENTENCEPIECE_FAMILY)
 
 
-def _wordpiece(known: Json) -> EnginePlan | None:
-    normalizer, model = known.get("normalizer") or {}, known["model"]
-    wanted = {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "strip_accents": None}
-    if (
-        {name: value for name, value in normalizer.items() if name != "lowercase"} != wanted
-        or known.get("pre_tokenizer") != {"type": "BertPreTokenizer"}
-        or model.get("continuing_subword_prefix") != "##"
-        or model.get("max_input_chars_per_word") != 100
-    ):
-        return None
-    return _plan(known, WORDPIECE_FAMILY)
-
-
-_ALWAYS = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
-_UNIGRAM_CUTS = (_ALWAYS, {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, _ALWAYS]})
-_MANY_SPACES = {"Regex": " {2,}"}
-
-
-def _unigram(known: Json) -> EnginePlan | None:
-    """What SentencePiece's models become: a precompiled map of characters, and words behind their spaces."""
-    first, *others = _flat(known.get("normalizer"), "normalizers") or [{}]
-    allowed = (
-        *({"type": "Replace", "pattern": _MANY_SPACES, "content": content} for content in (" ", "▁")),
-        {"type": "Strip", "strip_left": False, "strip_right": True},
-    )
-    if (
-        first.get("type") != "Precompiled"
-        or not all(step in allowed for step in others)
-        or known.get("pre_tokenizer") not in _UNIGRAM_CUTS
-        or known["model"].get("byte_fallback")
-        or known["model"].get("unk_id") is None
-    ):
-        return None
-    plan = _plan(known, UNIGRAM_FAMILY, special_too=True)
-    unknown = str(known["model"]["vocab"][known["model"]["unk_id"]][0])  # splintr finds its name in a text
-    return plan and dataclasses.replace(plan, plain=(*plan.plain, unknown))
-
-
 def _plan(
     known: Json,
     family: TokenizerFamily,
     *,
     normalize: UnicodeForm | None = None,
     digits: Literal["each", "runs"] | None = None,
-    special_too: bool = False,
     **changes: Json | None,
 ) -> EnginePlan | None:
-    """The engine gets no added tokens: special ones are text, and texts with others go elsewhere.
+    """The engine gets no added tokens: special tokens are text, and the reference encodes texts with the others.
 
-    A token that `tokenizers` looks for in normalized text may be in a text that does not hold its own: then there is
-    no plan, but where the normalizer is a normal form, whose texts are looked at again.
+    A token that `tokenizers` finds in normalized text may be in a text that does not hold its own text: then there is
+    no plan, except for Unicode normal forms, whose texts are checked again.
     """
     tokens = known.get("added_tokens") or []
     in_normalized = any(token["normalized"] and not token["special"] for token in tokens)
-    if in_normalized and known.get("normalizer") and family in (SENTENCEPIECE_FAMILY, WORDPIECE_FAMILY, UNIGRAM_FAMILY):
+    if in_normalized and known.get("normalizer") and family is SENTENCEPIECE_FAMILY:
         return None
     parts: Json = {"added_tokens": [], **changes}
-    # what stands behind a cut must be encoded as at the beginning of a text
+    # the text after a cut must be encoded like the beginning of a text
     cuts_allowed = family is SENTENCEPIECE_FAMILY and (known.get("pre_tokenizer") or {}).get("prepend_scheme") is None
     cut = tuple((token["content"], token["id"]) for token in tokens if cuts_allowed and _is_plain(token))
     gone = {content for content, _ in cut}
-    plain = [token["content"] for token in tokens if special_too or not token["special"]]
+    plain = [token["content"] for token in tokens if not token["special"]]
     return EnginePlan(
         family=family.name,
         engine=family.engine,
@@ -325,30 +285,30 @@ def _plan(
 
 
 def _is_plain(token: Json) -> bool:
-    """Whether its text is a token wherever it stands, and nothing around it belongs to it."""
+    """True if its text is a token everywhere, independent of its surroundings."""
     rules = ("special", "normalized", "single_word", "lstrip", "rstrip")
     return bool(token["content"]) and not any(token[rule] for rule in rules)
 
 
 def _alone(step: Json | None, name: str) -> Json | None:
-    """What a sequence of one step, or of none, amounts to."""
+    """Unwrap a sequence of one step or of none."""
     steps = _flat(step, name)
     return None if not steps or steps == [{}] else steps[0] if len(steps) == 1 else step
 
 
 def _flat(step: Json | None, name: str = "pretokenizers") -> list[Json]:
-    """The steps of a sequence, those of sequences inside it too; never none of a pre-tokenizer."""
+    """The steps of a sequence, including nested sequences; never empty for a pre-tokenizer."""
     if step and step.get("type") == "Sequence":
         return [each for part in step[name] for each in _flat(part, name)]
     return [step or {}]
 
 
 _COVERING = frozenset({GPT2, CL100K, QWEN2, O200K, TEKKEN})
-"""Patterns that match every character, so that to keep their matches alone removes nothing."""
+"""Patterns that match every character, so that keeping only their matches removes nothing."""
 
 
 def _pattern(step: Json) -> str:
-    """The pattern by which this step cuts, in one spelling; "" where it does something else."""
+    """The split pattern of this step, in one spelling; "" for any other step."""
     if step.get("type") != "Split":
         return ""
     pattern = normalize_pattern(str(step["pattern"].get("Regex", "")))
@@ -361,9 +321,10 @@ _ESCAPE = re.compile(r"\\(?:x\{([0-9A-Fa-f]+)\}|x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{
 
 
 def normalize_pattern(pattern: str) -> str:
-    """A pattern in the spelling of this table: numbered escapes of letters as the letters themselves.
+    """Return a pattern in the spelling of this table: numbered escapes of letters as the letters themselves.
 
-    DeepSeek's first cuts are written with letters, or with their numbers, and line ends as escapes or themselves.
+    Definitions of DeepSeek spell their first patterns with letters or their numbers, and line ends with or without
+    escapes.
     """
 
     def one(match: re.Match[str]) -> str:
@@ -378,7 +339,6 @@ def normalize_pattern(pattern: str) -> str:
 
 
 def _line_ends(pattern: str) -> str:
-    """With line ends as escapes."""
     return pattern.replace("\r", r"\r").replace("\n", r"\n")
 
 

@@ -2,16 +2,14 @@
 
     huggingface   `tokenizers`, the reference: every other engine must give its ids
     gigatoken     BPE, byte-level and SentencePiece's
-    nanotoken     WordPiece
-    splintr       Unigram
     bytes         a token for each byte, by numpy
 
-A faster engine is right for some tokenizers and some texts alone: see `families`. Each raises what its library raises
-for a tokenizer that it cannot load, and ImportError if it is not installed. None of them may start threads: workers
-are forks of a process that has used it.
+A fast engine is right for some tokenizers and some texts only: see `families`. Each raises its library's error for a
+tokenizer that it cannot load, and ImportError if it is not installed. Engines must not start threads: workers are forks
+of a process that has used them.
 
 A definition is a serialized tokenizer, as `Tokenizer.to_str` writes it. The vocabulary and the merges are most of it,
-and stand at its end: they are passed over, not parsed.
+at its end: they are skipped, not parsed.
 """
 
 from __future__ import annotations
@@ -32,30 +30,30 @@ _VOCABULARY = '"vocab":{'
 
 
 def parse_without_vocabulary(definition: str) -> dict[str, Any]:
-    """A serialized tokenizer; without vocabulary and merges where they can be left out."""
+    """Parse a serialized tokenizer, without vocabulary and merges if they can be skipped."""
     return _parse_definition(definition)[0]
 
 
 def vocabulary_and_merges(definition: str) -> tuple[str, str]:
-    """The JSON of the vocabulary's entries and of the merges of a BPE, without the brackets around the entries.
+    """Return the JSON of the vocabulary's entries and of the merges of a BPE, without the brackets around the entries.
 
-    In a string of JSON the quotes of both names would be escaped.
+    In a JSON string the quotes of both names would be escaped.
     """
     entries, _, merges = definition.partition(_VOCABULARY)[2].partition('},"merges":[')
     return entries, merges
 
 
 def change_definition(definition: str, changes: tuple[tuple[str, str], ...]) -> str:
-    """The same tokenizer with other parts: `changes` are names of parts and their JSON."""
+    """Return the tokenizer with changed parts: `changes` are names of parts and their JSON."""
     known, rest = _parse_definition(definition)
     known |= {name: json.loads(value) for name, value in changes}
-    known["model"] = known.pop("model")  # at its end
+    known["model"] = known.pop("model")  # last
     head = json.dumps(known, ensure_ascii=False, separators=(",", ":"))
     return head if rest is None else head.removesuffix("}}}") + rest
 
 
 def load_normalizer(definition: str) -> Callable[[str], str]:
-    """The normalizer of a serialized tokenizer, as `tokenizers` runs it; the vocabulary is not loaded for it."""
+    """Return the normalizer of a serialized tokenizer, as `tokenizers` runs it, without loading the vocabulary."""
     model = {"type": "BPE", "vocab": {}, "merges": []}
     known = {"version": "1.0", "normalizer": parse_without_vocabulary(definition).get("normalizer"), "model": model}
     tokenizer = Tokenizer.from_str(json.dumps(known))
@@ -63,46 +61,40 @@ def load_normalizer(definition: str) -> Callable[[str], str]:
 
 
 def _parse_definition(definition: str) -> tuple[dict[str, Any], str | None]:
-    """Without the vocabulary, and then the text from its first entry; or the whole of it, and None.
+    """Parse without the vocabulary, and return the text from its first entry; or parse everything, and return None.
 
-    In a string of JSON the quotes of the name would be escaped.
+    In a JSON string the quotes of the name would be escaped.
     """
     head, found, rest = definition.partition(_VOCABULARY)
     if found:
         with contextlib.suppress(ValueError, KeyError):
             known: dict[str, Any] = json.loads(head + _VOCABULARY + "}}}")
             model = known["model"]
-            if "pre_tokenizer" in known and model["type"] in ("BPE", "WordPiece") and "unk_token" in model:
+            if "pre_tokenizer" in known and model["type"] == "BPE" and "unk_token" in model:
                 return known, rest
     whole: dict[str, Any] = json.loads(definition)
     return whole, None
 
 
 Encoded = tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]
-"""Ids of all texts, shape [tokens], and the number of each text's, shape [texts]."""
+"""Ids of all texts, shape [tokens], and the number of ids of each text, shape [texts]."""
 
-FastEngineName = Literal["gigatoken", "nanotoken", "splintr", "bytes"]
-ENGINE_PACKAGES = {
-    "huggingface": "tokenizers",
-    "gigatoken": "gigatoken",
-    "nanotoken": "nanotoken",
-    "splintr": "splintr-rs",
-    "bytes": "numpy",
-}
-"""The name of the package, by engine."""
+FastEngineName = Literal["gigatoken", "bytes"]
+ENGINE_PACKAGES = {"huggingface": "tokenizers", "gigatoken": "gigatoken", "bytes": "numpy"}
+"""Name of the package, by engine."""
 
 _HF_BYTES = 500_000
 """`tokenizers` needs about 100 bytes of memory per byte of text."""
 
 
 class Engine(Protocol):
-    """Texts to the ids of `Tokenizer.encode(text, add_special_tokens=False)` with `encode_special_tokens` on."""
+    """Encodes texts to ids of `Tokenizer.encode(text, add_special_tokens=False)` with `encode_special_tokens` on."""
 
     routed: int
-    """Texts that another engine took over, so far."""
+    """Texts that the reference has encoded so far."""
 
     def encode(self, texts: Texts) -> Encoded:
-        """The ids of all texts, and how many each of them has."""
+        """Return the ids of all texts, and the number of ids of each."""
         ...
 
 
@@ -122,7 +114,7 @@ class HuggingFaceEngine:
 
 
 class GigatokenEngine:
-    """BPE in numbers of bytes and spaces, with a cache of words. Its Unicode tables are its own."""
+    """BPE with a cache of words. Its Unicode tables are its own."""
 
     def __init__(self, definition: str) -> None:
         import gigatoken
@@ -133,7 +125,7 @@ class GigatokenEngine:
     def encode(self, texts: Texts) -> Encoded:
         if not len(texts):
             return _concatenate([])
-        import awkward as ak  # what it takes without an object, and a copy, per text
+        import awkward as ak  # avoids an object and a copy per text
 
         content = ak.contents.NumpyArray(texts.data, parameters={"__array__": "byte"})
         offsets = ak.index.Index64(texts.offsets)
@@ -144,60 +136,24 @@ class GigatokenEngine:
         return layout.content.data[bounds[0] : bounds[-1]], bounds[1:] - bounds[:-1]
 
 
-class NanotokenEngine:
-    """WordPiece."""
-
-    def __init__(self, definition: str) -> None:
-        import nanotoken
-
-        self.routed = 0
-        self._backend: Any = nanotoken.Tokenizer.from_json(definition).backend
-
-    def encode(self, texts: Texts) -> Encoded:
-        if not len(texts):
-            return _concatenate([])
-        pieces = [*map(bytes, texts.views())]
-        ids, bounds = self._backend.encode_batch(pieces, add_special_tokens=False, parallel=False)
-        ends = np.asarray(bounds, np.int64)
-        return np.asarray(ids, np.uint32), ends[1:] - ends[:-1]
-
-
-class SplintrEngine:
-    """Unigram. Its function for batches uses threads, and would wait for ever in a fork."""
-
-    def __init__(self, definition: str) -> None:
-        import splintr
-
-        self.routed = 0
-        self._tokenizer: Any = splintr.from_json_bytes(definition.encode())
-
-    def encode(self, texts: Texts) -> Encoded:
-        return _concatenate(
-            [np.frombuffer(flat, np.uint32) for flat in map(self._tokenizer.encode_flat, texts.strings())]
-        )
-
-
 class ByteEngine:
-    """Byte-level BPE without merges: the id of each byte, whatever stands around it."""
+    """Byte-level BPE without merges: a fixed id per byte."""
 
     def __init__(self, definition: str) -> None:
         self.routed = 0
         model = json.loads(definition)["model"]
         unknown = model["vocab"].get(model["unk_token"])
         ids = [model["vocab"].get(letter, unknown) for letter in byte_letters()]
-        self._ids = np.array([0 if id_ is None else id_ for id_ in ids], np.uint32)  # None: of bytes that no text has
+        self._ids = np.array(
+            [0 if id_ is None else id_ for id_ in ids], np.uint32
+        )  # None: bytes that never occur in UTF-8
 
     def encode(self, texts: Texts) -> Encoded:
         return self._ids[texts.used], texts.sizes
 
 
-FAST_ENGINES: dict[FastEngineName, Callable[[str], Engine]] = {
-    "gigatoken": GigatokenEngine,
-    "nanotoken": NanotokenEngine,
-    "splintr": SplintrEngine,
-    "bytes": ByteEngine,
-}
-"""What loads a serialized tokenizer, by engine."""
+FAST_ENGINES: dict[FastEngineName, Callable[[str], Engine]] = {"gigatoken": GigatokenEngine, "bytes": ByteEngine}
+"""Constructors that load a serialized tokenizer, by engine."""
 
 
 def _concatenate(parts: Iterable[npt.NDArray[np.uint32]]) -> Encoded:

@@ -1,8 +1,8 @@
 """The reference for a few texts: `tokenizers` with the part of a large vocabulary that these texts can use.
 
-To load a vocabulary of 200,000 entries takes `tokenizers` a second, in every worker that meets a text which a fast
-engine may not have: one of 40,000, for the sake of a character. What such a text can use is found by hashes, in the
-serialized tokenizer as it stands, in a sixth of that time.
+`tokenizers` takes a second to load a vocabulary of 200,000 entries, in every worker that meets a text which a fast
+engine may not have: one text of 40,000, because of a single character. Hashes find the entries that such a text can
+use, in the serialized tokenizer as it stands, in a sixth of that time.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ MAX_LETTERS = 30_000
 Hashes = npt.NDArray[np.uint64]
 _Places = npt.NDArray[np.int64]
 _BACKSLASH, _QUOTE = "\0\0", "\1\1"
-"""In place of the two escapes that letters of `ByteLevel` have in JSON, as long as these: then quotes are borders."""
+"""Replace the two escapes of `ByteLevel`'s letters in JSON, at equal length: then every quote is a border."""
 _AT_ONCE = 1 << 16
-"""Letters that are hashed at a time: what that takes stays in the processor's cache."""
+"""Letters hashed at a time: the arrays stay in the processor's cache."""
 _BASE = 0x9E3779B97F4A7C15
 
 
 class PartialVocabularyEngine:
-    """The reference of a byte-level BPE that `families` lists, for the first texts alone a part of it.
+    """The reference of a listed byte-level BPE; for the first texts with a part of its vocabulary.
 
-    A merge is used where its product stands in a word as `ByteLevel` writes it; an entry of the vocabulary where it is
-    a byte, such a product, or a word. Without the others, the ids are the same. What holds the text of an added token
-    that is not special is for the whole tokenizer.
+    A merge is used if its product stands in a word as `ByteLevel` writes it; an entry of the vocabulary, if it is a
+    byte, such a product, or a word. Without the others, the ids are the same. The whole tokenizer encodes texts with
+    the text of an added token that is not special.
     """
 
     def __init__(self, definition: str, plain: Iterable[str], whole: Callable[[], Engine]) -> None:
-        """`plain`: text that the whole tokenizer must have, which `whole` loads."""
+        """`plain`: texts that only the whole tokenizer may encode, which `whole` loads."""
         self.routed = 0
         self._definition, self._plain, self._make = definition, tuple(plain), whole
         self._left = MAX_LETTERS
@@ -62,7 +62,7 @@ class PartialVocabularyEngine:
         return engine.encode(texts)
 
     def _part(self, texts: Texts) -> Engine | None:
-        """The reference with what these texts can use; None where they ask for the whole one."""
+        """The reference with the entries that these texts can use; None if they need the whole one."""
         if len(texts.used) > self._left:
             return None
         head = parse_without_vocabulary(self._definition) | {"added_tokens": []}
@@ -77,7 +77,9 @@ class PartialVocabularyEngine:
             entries, merges = self._items
             wanted = _parts_of_words(words, max(entries.longest, merges.longest))
             return HuggingFaceEngine(_load_part(head, entries.find(wanted), merges.find(wanted)))
-        except Exception:  # not as `tokenizers` writes it; or two hashes are the same, and a merge lacks its parts
+        except (
+            Exception
+        ):  # written in another way than by `tokenizers`; or a collision of hashes leaves a merge without its parts
             return None
 
     def _words(self, cut: Tokenizer, texts: Texts) -> set[str] | None:
@@ -105,7 +107,7 @@ def _load_part(head: dict[str, Any], entries: str, merges: str) -> Tokenizer:
 
 @dataclass(frozen=True, kw_only=True)
 class _Items:
-    """The items of a list or an object in a text of JSON, by the hash of a string in each."""
+    """Items of a list or an object in a text of JSON, by the hash of a string in each."""
 
     text: str
     hashes: Hashes
@@ -116,7 +118,7 @@ class _Items:
     """Letters of the longest string."""
 
     def find(self, wanted: Hashes) -> str:
-        """The items whose hash is in `wanted`, which ascends: in the order of the text, commas between them."""
+        """Return the items whose hash is in `wanted` (ascending), in the order of the text, separated by commas."""
         near = wanted[np.minimum(np.searchsorted(wanted, self.hashes), wanted.size - 1)]
         found = np.flatnonzero(near == self.hashes)
         bounds = zip(self.begins[found].tolist(), self.ends[found].tolist(), strict=True)
@@ -124,9 +126,9 @@ class _Items:
 
 
 def _items_of(definition: str) -> tuple[_Items, _Items]:
-    """The entries of the vocabulary by their names, and the merges by their products.
+    """Index the entries of the vocabulary by their names, and the merges by their products.
 
-    Raises ValueError where either is not written as `tokenizers` writes it.
+    Raises ValueError if either is not written as `tokenizers` writes it.
     """
     entries, merges = vocabulary_and_merges(definition)
     letters, quotes = _quotes(entries)
@@ -163,7 +165,7 @@ def _items_of(definition: str) -> tuple[_Items, _Items]:
 
 
 def _quotes(text: str) -> tuple[npt.NDArray[np.uint32], _Places]:
-    """The letters of a text of JSON, escapes replaced, and where its quotes are."""
+    """Letters of a text of JSON, escapes replaced, and positions of its quotes."""
     letters = np.frombuffer(_escaped_in_json(text).encode("utf-32-le"), np.uint32)
     return letters, np.flatnonzero(letters == ord('"'))
 
@@ -171,7 +173,7 @@ def _quotes(text: str) -> tuple[npt.NDArray[np.uint32], _Places]:
 def _hashed(
     letters: npt.NDArray[np.uint32], item_begins: _Places, item_ends: _Places, begins: _Places, ends: _Places
 ) -> Iterator[Hashes]:
-    """The hashes of the strings from `begins` to `ends`, each inside its item; raises ValueError for a huge item."""
+    """Yield hashes of the strings from `begins` to `ends`, each inside its item. Raises ValueError for a huge item."""
     at = 0
     while at < begins.size:
         start = int(item_begins[at])
@@ -184,7 +186,7 @@ def _hashed(
 
 
 def _parts_of_words(words: Iterable[str], longest: int) -> Hashes:
-    """The hashes of the words, of their parts of up to `longest` letters, and of all bytes; ascending, none twice."""
+    """Hashes of the words, of their parts of up to `longest` letters, and of all bytes; ascending, unique."""
     every = [*words, *map(_escaped, BYTE_LETTERS)]
     sizes = np.array([*map(len, every)], np.int64)
     ends = np.cumsum(sizes)
@@ -204,7 +206,7 @@ def _sums(letters: npt.NDArray[np.uint32]) -> Hashes:
 
 
 def _span_hashes(sums: Hashes, begins: _Places, ends: _Places) -> Hashes:
-    """A polynomial of the letters between, modulo 2**64: the same wherever they stand."""
+    """A polynomial of the letters in each span, modulo 2**64: independent of its position."""
     return np.asarray((sums[ends] - sums[begins]) * _INVERSES[begins], np.uint64)
 
 

@@ -1,11 +1,10 @@
-"""Route the texts of a tokenizer: a fast engine for most, the reference for the others, as the `EnginePlan` says.
+"""Route the texts of a tokenizer by its `EnginePlan`: most to a fast engine, the others to the reference.
 
-Sets of characters find the texts that go to the reference, without a Python object per text.
-
-Digits and added tokens that the engine would treat otherwise are cut out, the pieces between them are encoded as texts
-of their own, and the known ids are filled in. A step of a pre-tokenizer sees each piece of the step before alone, so a
-text may be cut where `Digits` cuts it. `tokenizers` looks for added tokens that are not to be normalized in the text as
-it is, the longest first; a special token that is found stays text, but covers its bytes.
+Sets of characters find the texts for the reference, without a Python object per text. Digits and added tokens that the
+engine would encode differently are cut out, the pieces between them are encoded as texts of their own, and the known
+ids are filled in. A step of a pre-tokenizer sees each piece of the step before alone, so a text may be cut where
+`Digits` cuts it. `tokenizers` searches the original text for added tokens that are not normalized, the longest first; a
+special token that is found stays text, but protects its bytes.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ def encode_pieces(
     ids: npt.NDArray[np.uint32],
     cuts: Sequence[Positions],
 ) -> Encoded:
-    """The ids of all texts, where the bytes from `begins[i]` to `ends[i]` have the one id `ids[i]`.
+    """Return the ids of all texts, where the bytes from `begins[i]` to `ends[i]` have the single id `ids[i]`.
 
-    What stands between them, and between `cuts`, is encoded by `engine` as texts of their own. All places count from
-    the first byte used; those of the spans ascend, and none reaches over another or over the end of a text.
+    `engine` encodes the pieces between them, and between `cuts`, as texts of their own. Positions count from the first
+    byte used; the spans ascend, and neither overlap nor cross the end of a text.
     """
     used, documents = texts.used, texts.offsets - texts.offsets[0]
     borders = np.zeros(used.size + 1, np.int8)
     borders[begins] += 1
     borders[ends] -= 1
     inside = np.cumsum(borders[:-1], dtype=np.int8).astype(np.bool_)
-    before = np.zeros(used.size + 1, np.int64)  # bytes that are taken out, before each byte
+    before = np.zeros(used.size + 1, np.int64)  # removed bytes before each byte
     np.cumsum(inside, out=before[1:])
     starts = np.unique(np.concatenate([cut - before[cut] for cut in (documents, begins, *cuts)]))
     others, lengths = engine.encode(Texts(data=used[~inside], offsets=starts))
@@ -67,11 +66,11 @@ class CharacterSet:
     """A set of characters."""
 
     points: npt.NDArray[np.bool_]
-    """By code point, shape [2**21]: padded to what four bytes of UTF-8 can hold."""
+    """By code point, shape [2**21]: padded to the range of four bytes of UTF-8."""
 
     @functools.cached_property
     def beginnings(self) -> npt.NDArray[np.bool_]:
-        """Whether a character of the set begins with these two bytes, the first times 256; shape [2**16]."""
+        """True if a character of the set begins with these two bytes, the first times 256; shape [2**16]."""
         found = np.zeros(1 << 16, np.bool_)
         for lead, inside, bits in ((0xC0, 0, 5), (0xE0, 6, 4), (0xF0, 12, 3)):
             block = np.flatnonzero(np.any(self.points.reshape(-1, 1 << inside), axis=1))
@@ -81,16 +80,16 @@ class CharacterSet:
 
 
 def find_characters(texts: Texts, table: CharacterSet, first_lead: int) -> npt.NDArray[np.int64]:
-    """Where the characters of `table` begin, ascending, in `texts.data`.
+    """Return the positions where characters of `table` begin, ascending, in `texts.data`.
 
-    `first_lead`, not below 0xC2, is the lowest first byte of any of them: no other byte is looked at.
+    `first_lead`, at least 0xC2, is the lowest first byte of any of them: other bytes are skipped.
     """
-    used = np.append(texts.used, np.zeros(3, np.uint8))  # what is behind the last character may be looked at
+    used = np.append(texts.used, np.zeros(3, np.uint8))  # the bytes after the last character may be read
     leads = np.flatnonzero(used >= first_lead)
     pairs = used[leads].astype(np.int64)
     pairs <<= 8
     pairs |= used[leads + 1]
-    leads = leads[table.beginnings[pairs]]  # few are left: most blocks of Unicode are as a whole in or out
+    leads = leads[table.beginnings[pairs]]  # few remain: most blocks of Unicode are wholly inside or outside
     first, second, third, fourth = (used[leads + step].astype(np.int64) & 0x3F for step in range(4))
     points = np.where(used[leads] < 0xE0, first << 6 | second, (first & 0x0F) << 12 | second << 6 | third)
     long = used[leads] >= 0xF0
@@ -100,20 +99,20 @@ def find_characters(texts: Texts, table: CharacterSet, first_lead: int) -> npt.N
 
 
 def texts_holding(texts: Texts, table: CharacterSet, first_lead: int) -> npt.NDArray[np.bool_]:
-    """Which texts hold a character of `table`, shape [texts]; `first_lead`: see `find_characters`."""
+    """Return which texts hold a character of `table`, shape [texts]; `first_lead`: see `find_characters`."""
     suspect = texts.highest() >= first_lead
     if suspect.all():
         return texts.any_in(find_characters(texts, table, first_lead))
-    if suspect.any():  # few of an English corpus; this pass costs a tenth of the next one
+    if suspect.any():  # few in an English corpus; this pass costs a tenth of the next one
         suspect[suspect] = texts_holding(texts.take(suspect), table, first_lead)
     return suspect
 
 
 def texts_holding_bytes(texts: Texts, needles: tuple[bytes, ...]) -> npt.NDArray[np.bool_]:
-    """Which texts hold one of these pieces of UTF-8, shape [texts]. None of them may be empty."""
+    """Return which texts hold one of these pieces of UTF-8, shape [texts]. Pieces must not be empty."""
     found = np.zeros(len(texts), np.bool_)
     highest = texts.used.max(initial=0)
-    needles = tuple(needle for needle in needles if max(needle) <= highest)  # the others are nowhere
+    needles = tuple(needle for needle in needles if max(needle) <= highest)  # no text holds the others
     data = texts.used.tobytes() if needles else b""
     for needle in needles:
         place = data.find(needle)
@@ -129,7 +128,7 @@ def texts_holding_bytes(texts: Texts, needles: tuple[bytes, ...]) -> npt.NDArray
 
 
 def not_ascii(texts: Texts) -> npt.NDArray[np.bool_]:
-    """Which texts hold anything but ASCII, shape [texts]."""
+    """Return which texts hold anything but ASCII, shape [texts]."""
     return texts.highest() >= 0x80
 
 
@@ -138,18 +137,18 @@ FIRST_UNASSIGNED_LEAD = 0xCD
 
 
 def unassigned(texts: Texts) -> npt.NDArray[np.bool_]:
-    """Which texts hold a code point that this Python's Unicode tables do not know, shape [texts].
+    """Return which texts hold a code point that this Python's Unicode tables do not know, shape [texts].
 
-    Only bytes from 0xCD are looked at, which are leads of code points from U+0340: English costs next to nothing.
+    Only bytes from 0xCD are inspected, which are leads of code points from U+0340: English costs next to nothing.
     """
     return texts_holding(texts, unassigned_table(), FIRST_UNASSIGNED_LEAD)
 
 
 @functools.cache
 def unassigned_table(more: str = "") -> CharacterSet:
-    """The code points that this Python's Unicode tables do not know, and those of `more`."""
+    """Return the code points that this Python's Unicode tables do not know, and those of `more`."""
     table = np.ones(1 << 21, np.bool_)
-    for begin, end in ((0, 0x34000), (0xE0000, 0xE0200)):  # the planes between hold nothing yet
+    for begin, end in ((0, 0x34000), (0xE0000, 0xE0200)):  # the planes between are empty
         table[begin:end] = unicode_categories(begin, end) == b"Cn"
     table[0xF0000:0x110000] = False  # private use
     table[[*map(ord, more)]] = True
@@ -158,7 +157,7 @@ def unassigned_table(more: str = "") -> CharacterSet:
 
 @functools.cache
 def numeric_table() -> CharacterSet:
-    """The characters of the categories Nd, Nl and No: what the pre-tokenizer `Digits` calls a digit."""
+    """Return the characters of the categories Nd, Nl and No, which the pre-tokenizer `Digits` calls digits."""
     table = np.zeros(1 << 21, np.bool_)
     table[:0x34000] = np.isin(unicode_categories(0, 0x34000), (b"Nd", b"Nl", b"No"))
     return CharacterSet(table)
@@ -166,14 +165,14 @@ def numeric_table() -> CharacterSet:
 
 @functools.cache
 def unicode_categories(begin: int, end: int) -> npt.NDArray[np.bytes_]:
-    """The two letters of the Unicode category of these code points, by this Python's tables."""
+    """Return the two letters of the Unicode category of these code points, by this Python's tables."""
     return np.frombuffer("".join(map(unicodedata.category, map(chr, range(begin, end)))).encode(), "S2")
 
 
 class AddedTokenEngine:
-    """Encodes what stands between added tokens by `engine`.
+    """Encodes the pieces between added tokens by `engine`.
 
-    `tokens` are the text and the id of each, `special` the texts of special ones.
+    `tokens`: text and id of each added token; `special`: texts of special tokens.
     """
 
     def __init__(self, engine: Engine, tokens: Iterable[tuple[str, int]], special: Iterable[str]) -> None:
@@ -196,7 +195,8 @@ class AddedTokenEngine:
 
 
 def longest_match_pattern(words: Iterable[bytes]) -> bytes:
-    """A pattern that matches the longest of `words`, none empty: it decides byte by byte, however many there are."""
+    """Return a pattern that matches the longest of `words`, none empty: it decides byte by byte, however many there
+    are."""
     tree: dict[int, set[bytes]] = {}
     for word in words:
         tree.setdefault(word[0], set()).add(word[1:])
@@ -209,12 +209,12 @@ def longest_match_pattern(words: Iterable[bytes]) -> bytes:
 
 
 _FIRST_NUMERIC_LEAD = 0xC2
-"""Lead byte of U+00B2, the first numeric character that is not ASCII."""
+"""Lead byte of U+00B2, the first numeric character beyond ASCII."""
 _NO_POSITIONS = np.empty(0, np.int64)
 
 
 class DigitEngine:
-    """Encodes what stands between digits by `engine`, and the digits one by one, or by runs."""
+    """Encodes the pieces between digits by `engine`, and the digits one by one, or by runs."""
 
     def __init__(self, engine: Engine, *, each: bool) -> None:
         self.routed = 0
@@ -236,18 +236,18 @@ class DigitEngine:
 
 
 def _other_digits(texts: Texts) -> tuple[Positions, Positions]:
-    """Where numeric characters that are not ASCII begin and end, in the bytes used."""
+    """Begins and ends of numeric characters beyond ASCII, in the bytes used."""
     begins = find_characters(texts, numeric_table(), _FIRST_NUMERIC_LEAD) - texts.offsets[0]
     lead = texts.used[begins]
     return begins, begins + 2 + (lead >= 0xE0) + (lead >= 0xF0)
 
 
 _FIRST_CHANGED_LEAD: dict[UnicodeForm, int] = {"NFC": 0xCC, "NFD": 0xC3, "NFKC": 0xC2, "NFKD": 0xC2}
-"""Lead byte of the first character that the form changes, alone or behind another."""
+"""Lead byte of the first character that the form changes, alone or after another."""
 
 
 class RoutingRules:
-    """Which texts an engine may not have."""
+    """Rules for the texts that an engine must not encode."""
 
     def __init__(self, plan: EnginePlan) -> None:
         late = "".join(point for point in plan.doubtful if point.encode()[0] >= FIRST_UNASSIGNED_LEAD)
@@ -258,13 +258,13 @@ class RoutingRules:
         self._plain = tuple(sorted(token.encode() for token in plain if token))
 
     def elsewhere(self, texts: Texts) -> npt.NDArray[np.bool_]:
-        """Which texts the engine may not have, shape [texts]."""
+        """Return which texts the engine must not encode, shape [texts]."""
         routed = texts_holding(texts, self._table, FIRST_UNASSIGNED_LEAD)
         return routed | texts_holding_bytes(texts, (*self._early, *self._plain))
 
 
 class RoutedEngine:
-    """A fast engine for most texts, and the reference for those that it is not trusted with."""
+    """A fast engine for most texts, and the reference for the others."""
 
     def __init__(
         self,
@@ -273,7 +273,7 @@ class RoutedEngine:
         normalizer: Callable[[], Callable[[str], str]],
         other: Callable[[], Engine],
     ) -> None:
-        """`normalizer`, which makes the tokenizer's own, and `other` are called when the first text needs them."""
+        """`normalizer`, which loads the tokenizer's own, and `other` are called when the first text needs them."""
         self.routed = 0
         self._fast = fast
         if plan.digits:
@@ -307,10 +307,10 @@ class RoutedEngine:
         return ids, lengths
 
     def _normalized(self, texts: Texts, form: UnicodeForm) -> tuple[Texts, npt.NDArray[np.bool_]]:
-        """The texts as the tokenizer's own normalizer makes them, and which of them the engine may not have then.
+        """Texts after the tokenizer's own normalizer, and which of them the engine must not encode then.
 
-        Where Python says that a text is in the form, the normalizer leaves it: both know all its characters, and
-        what Unicode says of an assigned character's normal form never changes.
+        The normalizer does not change a text that Python finds in the form: both know all its characters, and Unicode
+        never changes the normal form of an assigned character.
         """
         suspect = np.flatnonzero(texts.highest() >= _FIRST_CHANGED_LEAD[form])
         new: dict[int, bytes] = {}

@@ -1,12 +1,12 @@
-"""A Hugging Face tokenizer made ready for documents: its ids, their fingerprint, and what frames a document.
+"""Prepare a Hugging Face tokenizer for documents: its ids, their fingerprint, and the framing of a document.
 
-Ids are those of `tokenizers.Tokenizer.encode(text, add_special_tokens=False)` with `encode_special_tokens`
-on: text that looks like a special token stays text unless asked, and no template is put around a document.
-Truncation, padding and dropout that a tokenizer.json may ask for are off.
+Ids are those of `tokenizers.Tokenizer.encode(text, add_special_tokens=False)` with `encode_special_tokens` on: text of
+a special token stays text unless requested, and no template surrounds a document. Truncation, padding and dropout of a
+tokenizer.json are off.
 
-`ids_fingerprint` hashes what decides ids: the model (vocabulary, merges or scores), the normalizer, the pre-tokenizer
-and the added tokens. Truncation, padding, templates and the decoder do not count, nor whether an added token is
-special: a dump that was made with `--special-text` has the same vocabulary.
+`ids_fingerprint` hashes the data that decides ids: the model (vocabulary, merges or scores), the normalizer, the
+pre-tokenizer and the added tokens. Truncation, padding, templates and the decoder do not count, nor whether an added
+token is special: a dump made with `--special-text` has the same vocabulary.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from relayrun.tokens.tokenize.options import AppendEod, TokenizeOptions
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentFraming:
-    """Ids before and behind every document, the type of the ids, and what becomes of a document without ids.
+    """Ids before and after every document, the type of the ids, and the treatment of a document without ids.
 
     A kept empty document gets neither BOS nor EOD, as in Megatron-LM's `preprocess_data.py`.
     """
@@ -54,9 +54,9 @@ class DocumentFraming:
         lengths: npt.NDArray[np.int64],
         room: Callable[[int], npt.NDArray[np.generic]] | None = None,
     ) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.int64]]:
-        """Concatenated `ids`, shape [tokens], and `lengths`, shape [documents], of what goes into the shard.
+        """Return the framed `ids`, shape [tokens], and `lengths`, shape [documents], for the shard.
 
-        `room` gives the array for the ids, of `dtype`.
+        `room` allocates the array for the ids, of `dtype`.
         """
         if not self.keep_empty:
             lengths = lengths[lengths > 0]
@@ -75,14 +75,14 @@ class DocumentFraming:
 
 
 def ids_fingerprint(definition: str) -> str:
-    """Return the SHA-256, hexadecimal, of what decides ids in a serialized tokenizer (`Tokenizer.to_str()`)."""
+    """Return the SHA-256, hexadecimal, of the data that decides ids in a serialized tokenizer (`Tokenizer.to_str`)."""
     with _garbage_collection_off():
         return _hash_definition(definition)
 
 
 @contextlib.contextmanager
 def _garbage_collection_off() -> Iterator[None]:
-    """Without looks for cycles among half a million new lists, which take as long as to make these."""
+    """Pause garbage collection: searching half a million new lists for cycles takes as long as making them."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -98,11 +98,11 @@ def _hash_definition(definition: str) -> str:
     for token in parts["added_tokens"] or ():
         token.pop("special", None)
     model = parts["model"] or {}
-    # half a million lists and names, which hold neither null nor false: to look through them takes a second
+    # half a million lists and names without null and false: searching them takes a second
     large = {name: model.pop(name) for name in ("vocab", "merges") if name in model}
-    if any(isinstance(pair, str) for pair in large.get("merges", ())[:1]):  # files of older versions of the library
-        large["merges"] = [pair.split(" ", 1) for pair in large["merges"]]  # which reads no list of both kinds
-    if isinstance(vocabulary := large.get("vocab"), dict):  # by names alone: `dumps` would compare pairs
+    if any(isinstance(pair, str) for pair in large.get("merges", ())[:1]):  # files of older versions of tokenizers
+        large["merges"] = [pair.split(" ", 1) for pair in large["merges"]]  # which does not read a list of both kinds
+    if isinstance(vocabulary := large.get("vocab"), dict):  # sorted by names: `dumps` would compare pairs
         large["vocab"] = {name: vocabulary[name] for name in sorted(vocabulary)}
     said = _without_nulls(parts)
     if large:
@@ -111,7 +111,7 @@ def _hash_definition(definition: str) -> str:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Without what is null or false: newer versions of the library write more of it."""
+    """Without null and false: newer versions of the library write more of them."""
     if isinstance(value, dict):
         return {name: _without_nulls(part) for name, part in value.items() if part is not None and part is not False}
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
@@ -124,21 +124,21 @@ _USUAL_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentTokenizer:
-    """A tokenizer and what ends, and begins, a document."""
+    """A tokenizer and the tokens that end, and begin, a document."""
 
     definition: str
     """The serialized tokenizer, as `tokenizers` writes it."""
     fingerprint: str
     """The sha256 of the definition: equal for equal ids."""
     ids_fingerprint: str
-    """The hash of what decides ids, see `identity`."""
+    """Hash of the data that decides ids."""
     eos_token: str | None
-    """None if documents are not to be ended."""
+    """None if no token ends documents."""
     eos_id: int | None
     bos_id: int | None
-    """None if documents are not to be begun with a token."""
+    """None if no token begins documents."""
     size: int
-    """Entries with the added tokens, `len(tokenizer)`; not below the largest id + 1 where ids have holes."""
+    """Entries with the added tokens, `len(tokenizer)`; at least the largest id + 1, also if ids have holes."""
 
     @property
     def dtype(self) -> type[np.generic]:
@@ -147,88 +147,83 @@ class DocumentTokenizer:
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer, loaded when it is asked for first: a large one takes a second."""
+        """The tokenizer, loaded at the first access: a large one takes a second."""
         tokenizer = Tokenizer.from_str(self.definition)
         tokenizer.encode_special_tokens = True
         return tokenizer
 
     def framing(self, *, keep_empty: bool) -> DocumentFraming:
-        """What goes around the ids of a document."""
+        """Return the framing of documents."""
         return DocumentFraming(bos_id=self.bos_id, eod_id=self.eos_id, dtype=self.dtype.__name__, keep_empty=keep_empty)
 
 
 def load_tokenizer(options: TokenizeOptions) -> DocumentTokenizer:
     """Load a tokenizer.json file, a folder that holds one, or a name on the Hugging Face hub, as `options` say.
 
-    What a folder holds in place of a tokenizer.json is converted, where that is exact (see `convert`).
+    A folder without a tokenizer.json is converted, if that is exact (see `tokenizer_files`).
 
-    The EOS is `eos_token`, or what the configuration beside the tokenizer names, or the one usual name
-    among its special tokens; without any, `append_eod` "yes" is an error and "auto" a warning. The BOS is
-    what the configuration names. Files of the hub are downloaded once per node; the hub's token comes from the
-    environment. Raises InputError if there is no such tokenizer, EOS, BOS or token.
+    The EOS is `eos_token`, or the one in the configuration beside the tokenizer, or the only usual name among its
+    special tokens; without any, `append_eod` "yes" is an error and "auto" a warning. The configuration names the BOS.
+    Files of the hub are downloaded once per node; the hub's token comes from the environment. Raises InputError if the
+    tokenizer, EOS, BOS or token is missing.
     """
-    name_or_path = options.tokenizer
-    path = Path(name_or_path)
+    path = Path(options.tokenizer)
     file = path / "tokenizer.json" if path.is_dir() else path
-    size, configured = 0, _ConfiguredTokens()
-    name = None
-    if file.is_file():
-        data = file.read_bytes()
-        configured = _ConfiguredTokens(
-            eos=_read_configured_token(file.parent, "eos_token"), bos=_read_configured_token(file.parent, "bos_token")
-        )
-        asked = (
-            options.eos_token,
-            options.append_eod,
-            options.bos,
-            options.special_text,
-            configured.eos,
-            configured.bos,
-        )
-        name = tokenizer_files.cache_key("tokenizer", (data, repr(asked).encode()), ("tokenizers",))
-        if (known := tokenizer_files.read_cache(name)) is not None:
-            first, _, definition = known.decode().partition("\n")
-            return DocumentTokenizer(definition=definition, **json.loads(first))
-        tokenizer = _from_file(file, data)
-    elif path.is_dir():
+    if not file.is_file():
+        return _prepare(_convert_or_fetch(path, file, options), options)
+    data = file.read_bytes()
+    eos, bos = (_read_configured_token(file.parent, name) for name in ("eos_token", "bos_token"))
+    asked = (options.eos_token, options.append_eod, options.bos, options.special_text, eos, bos)
+    key = tokenizer_files.cache_key("tokenizer", (data, repr(asked).encode()), ("tokenizers",))
+    if (known := tokenizer_files.read_cache(key)) is not None:
+        first, _, definition = known.decode().partition("\n")
+        return DocumentTokenizer(definition=definition, **json.loads(first))
+    return _prepare(_FoundTokenizer(_from_file(file, data), eos, bos), options, key)
+
+
+@dataclass(frozen=True)
+class _FoundTokenizer:
+    """A tokenizer, the tokens that its configuration names, and the entries that transformers counts."""
+
+    tokenizer: Tokenizer
+    eos: str | None
+    bos: str | None
+    size: int = 0
+
+
+def _convert_or_fetch(path: Path, file: Path, options: TokenizeOptions) -> _FoundTokenizer:
+    """The tokenizer of a folder without `file`, a tokenizer.json, or of the hub. Raises InputError."""
+    name = options.tokenizer
+    if path.is_dir():
         check_convertible(path)
-        tokenizer, size, configured = _from_transformers(os.path.abspath(path), options.cache_dir)
+        found = _from_transformers(os.path.abspath(path), options.cache_dir)
         log.warning("%s: there is no tokenizer.json; transformers converted the tokenizer", path)
-    elif path.suffix == ".json" or not tokenizer_files.is_hub_name(name_or_path):
+        return found
+    if path.suffix == ".json" or not tokenizer_files.is_hub_name(name):
         raise tokenizer_files.missing_tokenizer_error(file)
-    else:
-        here = tokenizer_files.check_hub(name_or_path, options.cache_dir)
-        tokenizer, size, configured = _from_transformers(name_or_path, options.cache_dir, only_here=here)
-    eos_token = _find_eos(tokenizer, options.eos_token or configured.eos, options.append_eod, name_or_path)
+    here = tokenizer_files.check_hub(name, options.cache_dir)
+    return _from_transformers(name, options.cache_dir, only_here=here)
+
+
+def _prepare(found: _FoundTokenizer, options: TokenizeOptions, key: str | None = None) -> DocumentTokenizer:
+    """Apply the options, and cache the result as `key` unless a warning has to be repeated at each start."""
+    where, tokenizer = options.tokenizer, found.tokenizer
+    eos_token = _find_eos(tokenizer, options.eos_token or found.eos, options.append_eod, where)
     eos_id = tokenizer.token_to_id(eos_token) if eos_token is not None else None
     if eos_token is not None and eos_id is None:
         raise InputError(
             f"the tokenizer has no token {eos_token!r} to end documents with",
-            where=name_or_path,
+            where=where,
             hint="name one of its tokens with --eos-token",
         )
-    bos_id = tokenizer.token_to_id(configured.bos) if options.bos and configured.bos is not None else None
-    if options.bos and bos_id is None:
-        raise InputError(
-            "the tokenizer names no token to begin documents with",
-            where=name_or_path,
-            hint="leave --bos out, or put a bos_token into its tokenizer_config.json",
-        )
-    random = isinstance(tokenizer.model, BPE) and tokenizer.model.dropout
-    if random:
-        log.warning(
-            "%s: its dropout %g is switched off: merges left out at random would give a text other ids each time",
-            name_or_path,
-            random,
-        )
-        tokenizer.model.dropout = None
+    bos_id = _find_bos(tokenizer, found.bos, where) if options.bos else None
+    random = _switch_off_dropout(tokenizer, where)
     if options.special_text:
         tokenizer = _without_special_tokens(tokenizer)
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    size = max(size, len(vocabulary), max(vocabulary.values()) + 1)
     definition = str(tokenizer.to_str())
     facts: dict[str, Any] = {
         "fingerprint": hashlib.sha256(definition.encode()).hexdigest(),
@@ -236,30 +231,46 @@ def load_tokenizer(options: TokenizeOptions) -> DocumentTokenizer:
         "eos_token": eos_token,
         "eos_id": eos_id,
         "bos_id": bos_id,
-        "size": size,
+        "size": max(found.size, len(vocabulary), max(vocabulary.values()) + 1),
     }
-    said = random or (eos_token is None and options.append_eod != "no")
-    if name is not None and not said:  # else each start has its warning
-        tokenizer_files.write_cache(name, f"{json.dumps(facts)}\n{definition}".encode())
+    warned = random or (eos_token is None and options.append_eod != "no")
+    if key is not None and not warned:
+        tokenizer_files.write_cache(key, f"{json.dumps(facts)}\n{definition}".encode())
     loaded = DocumentTokenizer(definition=definition, **facts)
-    loaded.__dict__["tokenizer"] = tokenizer  # it need not be loaded again
+    loaded.__dict__["tokenizer"] = tokenizer  # saves loading it again
     return loaded
 
 
+def _switch_off_dropout(tokenizer: Tokenizer, where: str) -> bool:
+    """True, with a warning, if the tokenizer had a dropout."""
+    dropout = isinstance(tokenizer.model, BPE) and tokenizer.model.dropout
+    if dropout:
+        log.warning(
+            "%s: its dropout %g is switched off: merges left out at random would give a text other ids each time",
+            where,
+            dropout,
+        )
+        tokenizer.model.dropout = None
+    return bool(dropout)
+
+
+def _find_bos(tokenizer: Tokenizer, named: str | None, where: str) -> int:
+    bos_id: int | None = None if named is None else tokenizer.token_to_id(named)
+    if bos_id is None:
+        raise InputError(
+            "the tokenizer names no token to begin documents with",
+            where=where,
+            hint="leave --bos out, or put a bos_token into its tokenizer_config.json",
+        )
+    return bos_id
+
+
 def _without_special_tokens(tokenizer: Tokenizer) -> Tokenizer:
-    """With no added token special: then their text becomes their ids, in every engine."""
+    """Make added tokens not special, so that every engine encodes their text as their ids."""
     definition = json.loads(tokenizer.to_str())
     for token in definition["added_tokens"]:
         token["special"] = False
     return Tokenizer.from_str(json.dumps(definition))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _ConfiguredTokens:
-    """Tokens that the configuration of a tokenizer names."""
-
-    eos: str | None = None
-    bos: str | None = None
 
 
 def _find_eos(tokenizer: Tokenizer, named: str | None, append_eod: AppendEod, where: str) -> str | None:
@@ -288,17 +299,15 @@ def _from_file(file: Path, data: bytes) -> Tokenizer:
         ) from None
 
 
-def _from_transformers(
-    name: str, cache_dir: str | None, *, only_here: bool = False
-) -> tuple[Tokenizer, int, _ConfiguredTokens]:
-    from transformers import AutoTokenizer  # seconds to import, and needed for hub names alone
+def _from_transformers(name: str, cache_dir: str | None, *, only_here: bool = False) -> _FoundTokenizer:
+    from transformers import AutoTokenizer  # seconds to import, and needed for hub names only
 
     try:
-        # code that comes with a tokenizer is neither run nor asked about
+        # never run, nor ask about, code that comes with a tokenizer
         loaded: Any = AutoTokenizer.from_pretrained(
             name, cache_dir=cache_dir, trust_remote_code=False, local_files_only=only_here
         )
-    except Exception as error:  # OSError, ValueError, ImportError, ... by what is missing
+    except Exception as error:  # OSError, ValueError, ImportError, ...
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(
             f"no such tokenizer: {reason}",
@@ -312,15 +321,11 @@ def _from_transformers(
             where=name,
             hint="take a tokenizer.json of the same model",
         )
-    return (
-        Tokenizer.from_str(backend.to_str()),
-        len(loaded),
-        _ConfiguredTokens(eos=loaded.eos_token, bos=loaded.bos_token),
-    )
+    return _FoundTokenizer(Tokenizer.from_str(backend.to_str()), loaded.eos_token, loaded.bos_token, len(loaded))
 
 
 def _read_configured_token(folder: Path, name_of_token: str) -> str | None:
-    """`eos_token` or `bos_token` as transformers writes it: text, or an object with its text in `content`."""
+    """Read `eos_token` or `bos_token` as transformers writes it: text, or an object with its text in `content`."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         try:
             value = json.loads((folder / name).read_text(encoding="utf-8")).get(name_of_token)

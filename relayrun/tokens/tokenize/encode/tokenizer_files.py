@@ -1,15 +1,15 @@
 """Files of tokenizers: found on the hub, converted, written for bytes, and cached on this machine.
 
-The hub is asked once and with a short limit, before transformers is imported: transformers tries again for a minute if
-the hub does not answer, also for a name that is a typo of a path.
+The hub is asked once and with a short limit, before transformers is imported: transformers retries for a minute if the
+hub does not answer, even for a name that is a mistyped path.
 
-The cache keeps what was found out about a tokenizer. The name of a value is the hash of all that it depends on: its
-input, this package's code, the installed libraries, Python's tables of Unicode, and the processor. The file begins with
-the hash of the rest: a damaged file is ignored. `RELAYRUN_CACHE` names the folder (default: `relayrun` in the user's
-cache folder); if it is empty, or not writable, nothing is kept. Values that were not used for a month are removed.
+The cache keeps facts about tokenizers and proofs of engines. The cache key is a hash of everything that the value
+depends on: its input, this package's code, the installed libraries, Python's Unicode tables, and the processor. A file
+begins with the hash of the rest: a damaged file is ignored. `RELAYRUN_CACHE` names the folder (default: `relayrun` in
+the user's cache folder); if it is empty, or not writable, nothing is kept. Values unused for a month are removed.
 
-The tokenizer of bytes needs no training: every byte of a text is a token, whose id is the byte. Its ids are those of
-genome models (ASCII, with EOS 0, PAD 1, BOS 2 and UNK 3). Bytes 0 to 3 become UNK; no text of letters holds them.
+The byte tokenizer needs no training: every byte of a text is a token, whose id is the byte. Its ids are those of genome
+models (ASCII, with EOS 0, PAD 1, BOS 2 and UNK 3). Bytes 0 to 3 become UNK; text does not hold them.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from relayrun.errors import InputError, did_you_mean_path, refuse_urls
 from relayrun.files import exclusive_maker, write_atomic, write_json
 
 BYTE_SPECIAL_TOKENS = {"eos_token": "<EOS>", "pad_token": "<PAD>", "bos_token": "<BOS>", "unk_token": "<UNK>"}
-"""Special tokens by what transformers calls them, in the order of their ids."""
+"""Special tokens by their names in transformers, in the order of their ids."""
 
 
 def write_byte_tokenizer(output: Path) -> Path:
     """Write the tokenizer as a folder that `transformers.AutoTokenizer.from_pretrained` opens; return `output`.
 
-    It puts nothing around a text. Raises InputError if `output` holds a tokenizer.
+    The tokenizer adds nothing to a text. Raises InputError if `output` holds a tokenizer.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -62,7 +62,7 @@ def write_byte_tokenizer(output: Path) -> Path:
 
 @contextlib.contextmanager
 def hold_tokenizer_folder(output: Path) -> Iterator[None]:
-    """Keep other processes from making a tokenizer in this folder. Raises InputError where it holds or gets one."""
+    """Keep other processes from making a tokenizer in this folder. Raises InputError if one exists or is being made."""
     refuse_urls(output)
     with exclusive_maker(Path(os.path.realpath(output))) as held:
         if not held:
@@ -73,14 +73,14 @@ def hold_tokenizer_folder(output: Path) -> Iterator[None]:
 
 
 def byte_letters() -> list[str]:
-    """The letter that stands for each byte in a byte-level vocabulary: itself where it can be seen (GPT-2's table)."""
+    """Return the letter for each byte in a byte-level vocabulary: the character itself if visible (GPT-2's table)."""
     seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in seen else next(others)) for byte in range(256)]
 
 
 _TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\r?\n")
-"""The first line of a tiktoken file: a token in base64, and its rank."""
+"""First line of a tiktoken file: a token in base64, and its rank."""
 
 _CONVERTIBLE_FILES = (
     "vocab.json",
@@ -90,7 +90,7 @@ _CONVERTIBLE_FILES = (
     "sentencepiece.bpe.model",
     "tokenizer.model",
 )
-"""Files that a tokenizer of transformers is made from."""
+"""Files from which transformers makes a tokenizer."""
 
 _SAVE_COMMAND = (
     'python -c \'from transformers import AutoTokenizer as A; A.from_pretrained("IN").save_pretrained("OUT")\''
@@ -98,7 +98,7 @@ _SAVE_COMMAND = (
 
 
 def check_convertible(folder: Path) -> None:
-    """Raise InputError, saying what to do, unless transformers can make a tokenizer.json from what `folder` holds."""
+    """Raise InputError with the way out, unless transformers can make a tokenizer.json from the files in `folder`."""
     if not (folder / "tokenizer_config.json").is_file() and not (folder / "config.json").is_file():
         found = [name for name in _CONVERTIBLE_FILES if (folder / name).is_file()]
         raise InputError(
@@ -112,14 +112,14 @@ def check_convertible(folder: Path) -> None:
 
 
 def refuse_unconvertible(file: Path, *, in_folder: bool = False) -> None:
-    """Raise InputError, saying what to do, for a tiktoken or SentencePiece file that cannot be converted exactly here.
+    """Raise InputError with the way out for a tiktoken or SentencePiece file that cannot be converted exactly here.
 
-    In a folder with its configuration a SentencePiece model can be, where its package is installed.
+    A SentencePiece model in a folder with its configuration can be converted if its package is installed.
     """
     with open(file, "rb") as opened:
         first = opened.readline(1000)
     if _TIKTOKEN.fullmatch(first):
-        # transformers would take the pattern of Llama 3 for every such file
+        # transformers would apply the pattern of Llama 3 to every such file
         raise InputError(
             "this is a tiktoken file, which does not say how text is split into words; there is no tokenizer.json",
             where=file,
@@ -141,7 +141,7 @@ def refuse_unconvertible(file: Path, *, in_folder: bool = False) -> None:
 
 
 HUB_TIMEOUT_SECONDS = 5.0
-"""How long the hub may take for its answer."""
+"""Time limit of the hub's answer."""
 
 _HUB_NAME_PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
 _HUB_NAME = re.compile(rf"(?:{_HUB_NAME_PART}/)?{_HUB_NAME_PART}")
@@ -154,16 +154,16 @@ _TOKENIZER_FILES = (
     "spiece.model",
     "config.json",
 )
-"""What a copy of a tokenizer on this machine has at least one of."""
+"""A copy of a tokenizer on this machine has at least one of these files."""
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether something on the hub may be called so: `gpt2`, `org/name`."""
+    """True for a valid name on the hub: `gpt2`, `org/name`."""
     return _HUB_NAME.fullmatch(text) is not None and ".." not in text and "--" not in text and len(text) <= 96
 
 
 def missing_tokenizer_error(path: str | os.PathLike[str]) -> InputError:
-    """The error for a tokenizer that can only be a file or folder, and is not there."""
+    """Return the error for a missing tokenizer that can only be a file or folder."""
     hint = (
         did_you_mean_path(path) or "give a tokenizer.json, a folder that holds one, or a name on the Hugging Face hub"
     )
@@ -173,7 +173,7 @@ def missing_tokenizer_error(path: str | os.PathLike[str]) -> InputError:
 def check_hub(name: str, cache_dir: str | None) -> bool:
     """Return whether only the copy on this machine may be read, since the hub is away.
 
-    Raises InputError where neither the hub nor this machine has such a tokenizer.
+    Raises InputError if neither the hub nor this machine has the tokenizer.
     """
     from huggingface_hub import constants, get_token, try_to_load_from_cache
 
@@ -193,7 +193,7 @@ def check_hub(name: str, cache_dir: str | None) -> bool:
     except urllib.error.HTTPError as error:
         error.close()
         if error.code not in (401, 403, 404):
-            return False  # it is there, and busy: transformers tries again
+            return False  # the hub is busy: transformers retries
         if not copied:
             shown = "" if token is not None else ", or shows it to nobody without a token (HF_TOKEN)"
             raise _not_on_hub_error(name, f"{constants.ENDPOINT} has none of this name{shown}") from None
@@ -220,7 +220,7 @@ _CODE_FOLDER = Path(__file__).resolve().parents[2]
 
 
 def cache_key(what: str, parts: Iterable[bytes], packages: Iterable[str]) -> str:
-    """The name of a value that depends on `parts`, and on the packages of these names, besides this code."""
+    """Return the key of a value that depends on `parts` and on these packages, besides this code and this machine."""
     known = hashlib.sha256()
     for part in (what.encode(), _code_and_machine(), *map(_package_record, sorted(packages)), *parts):
         known.update(len(part).to_bytes(8, "little") + part)
@@ -228,7 +228,7 @@ def cache_key(what: str, parts: Iterable[bytes], packages: Iterable[str]) -> str
 
 
 def read_cache(name: str) -> bytes | None:
-    """The value that was kept under this name; None where there is none, or a damaged one."""
+    """Return the value of this key; None if it is missing or damaged."""
     with contextlib.suppress(OSError, RuntimeError):
         if (folder := _cache_folder()) is not None:
             file = folder / name
@@ -240,7 +240,7 @@ def read_cache(name: str) -> bytes | None:
 
 
 def write_cache(name: str, value: bytes) -> None:
-    """Keep a value, if that can be done."""
+    """Keep a value, if the cache is writable."""
     with contextlib.suppress(OSError, RuntimeError):
         if (folder := _cache_folder()) is not None:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -260,12 +260,12 @@ def _cache_folder() -> Path | None:
 
 @functools.cache
 def _code_and_machine() -> bytes:
-    """The code of tokenization, Python's tables and the processor."""
+    """Hash of the code of tokenization, Python's tables and the processor."""
     known = hashlib.sha256()
     for file in sorted(_CODE_FOLDER.rglob("*.py")):
         known.update(file.relative_to(_CODE_FOLDER).as_posix().encode() + b"\0" + file.read_bytes())
     processor = f"{unicodedata.unidata_version} {platform.machine()} {platform.python_version()}"
-    with contextlib.suppress(OSError):  # other systems have no such file
+    with contextlib.suppress(OSError):  # Linux only
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n", 1)[0].splitlines()
         processor += "".join(line for line in lines if line.split("\t")[0] in ("model name", "flags", "Features"))
     return known.digest() + processor.encode()
@@ -273,7 +273,7 @@ def _code_and_machine() -> bytes:
 
 @functools.cache
 def _package_record(package: str) -> bytes:
-    """What is installed: the hashes of its files, as its record lists them, and its version."""
+    """The installed version, and the hashes of its files as its record lists them."""
     try:
         found = importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:
