@@ -1,9 +1,7 @@
-"""The hooks of one attempt on one rank: relayrun's own, then those of `training.hooks`; made and called here.
+"""Hooks of one attempt on one rank: make them, call them in order, and run the tracker processes of rank 0.
 
-`TrackerProcesses` is rank 0's side of W&B and TensorBoard: it starts a process for each and ends it in time.
-
-Nothing here may stop or slow training: what fails is said in one line. The feeds themselves are
-`tracker_feed`.
+`Hooks` calls relayrun's hooks, then those of `training.hooks`. `TrackerProcesses` starts a `tracker_feed` process for
+W&B and for TensorBoard and ends it in time; a failure there is one line of the log and never stops or slows training.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
     from relayrun.train.distributed import Ranks
 
 BETWEEN_STEPS = ("before_step", "after_step", "at_rewind", "after_save", "after_failed_save", "at_evaluation")
-"""Methods whose time is `Step.hooks_seconds`; that of `before_update` is part of the step."""
+"""Methods whose time is `Step.hooks_seconds`; the time of `before_update` is part of the step."""
 
 
 class Sections(Protocol):
@@ -46,9 +44,10 @@ class Sections(Protocol):
 
 
 def import_hooks(entries: Sequence[HookEntry], ranks: Ranks) -> list[tuple[str, Hook]]:
-    """Import and make the hooks of `training.hooks`, with their import paths; called by all ranks together.
+    """Import and instantiate the hooks of `training.hooks`; return them with their import paths. All ranks call it
+    together.
 
-    Raises ConfigError on all ranks alike if one of them could not.
+    Raises ConfigError on all ranks if it fails on any.
     """
     if not entries:
         return []
@@ -81,7 +80,7 @@ def _make(entry: HookEntry) -> Hook:
 
 
 class Hooks:
-    """Calls the hooks in their order: relayrun's own, then the user's. See `hooks.py` for when and on which ranks."""
+    """Calls the hooks in order: relayrun's, then the user's. `hooks.py` says when and on which ranks."""
 
     def __init__(
         self,
@@ -90,7 +89,7 @@ class Hooks:
         ranks: Ranks,
         sections: Sections | None = None,
     ) -> None:
-        """`users`: what `import_hooks` gave. `sections`: where it is told that one of them runs."""
+        """`users`: result of `import_hooks`. `sections`: reports when one of them runs."""
         self._ranks = ranks
         self._sections = sections
         self._users = bool(users)
@@ -113,20 +112,20 @@ class Hooks:
         self._may_differ = any(hook.may_differ for _, hook, _ in named if _overrides(hook, "before_update"))
 
     def setup(self, context: HookContext) -> None:
-        """Set all hooks up. What each would save now is what it loads later from a checkpoint without a state of it."""
+        """Set up all hooks, and keep their states as initial states for checkpoints without them."""
         self._say = context.say
         self._call("setup", context)
         self._initial = copy.deepcopy(self.state_dict())
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """What a checkpoint keeps of the hooks, by their names; the values are still theirs, so write them at once."""
+        """Return the states of the hooks by name; write them at once, since the values are not copies."""
         states = {name: save() for name, save in self._save.items()}
         return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, common: Mapping[str, Any]) -> None:
-        """Put in place what `state_dict` gave; `common` holds other things, too, none of which has a colon in its name.
+        """Load what `state_dict` returned; other entries of `common` have no colon in their name.
 
-        A hook that is gone or new is no error: one line says it.
+        A removed or new hook is not an error: one line reports it.
         """
         for name in common:
             if ":" in name and name not in self._load:
@@ -143,7 +142,7 @@ class Hooks:
         self._call("before_step", start)
 
     def before_update(self, gradients: Gradients) -> UpdateVerdict:
-        """What all hooks on all ranks make of an iteration."""
+        """Return the verdict of all hooks on all ranks."""
         verdict = UpdateVerdict(Action.UPDATE)
         for call in self._calls["before_update"]:
             found: UpdateVerdict | None = call(gradients)
@@ -180,7 +179,7 @@ class Hooks:
         self._call("close")
 
     def take_seconds(self) -> float | None:
-        """What a user's hooks took between steps since the last call; None: there are none."""
+        """Return the time of a user's hooks between steps since the last call; None without such hooks."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds if self._users else None
 
@@ -189,7 +188,7 @@ class Hooks:
             call(*facts)
 
     def _guarded(self, path: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A user's method, whose errors name it."""
+        """Wrap a user's method so that its errors name it."""
         name = method.__name__
         where = f"hook {path}, {name}"
 
@@ -216,7 +215,7 @@ def _overrides(hook: Hook, method: str) -> bool:
 
 
 def _checked(method: str, path: str, value: Any) -> Any:
-    """What a user's method returned, if it is what it should be. Raises TypeError."""
+    """Return the value of a user's method. Raises TypeError if it has the wrong type."""
     if method == "state_dict":
         if not isinstance(value, dict):
             raise TypeError(f"returned {type(value).__name__} instead of a dict")
@@ -229,7 +228,7 @@ def _checked(method: str, path: str, value: Any) -> Any:
 
 
 def _check_plain(value: object, at: str) -> None:
-    """Raise TypeError for what a checkpoint would not give back."""
+    """Raise TypeError for a value that a checkpoint cannot restore."""
     from torch import Tensor
     from torch.nn import Parameter
 
@@ -242,3 +241,112 @@ def _check_plain(value: object, at: str) -> None:
             _check_plain(item, f"{at}[{number}]")
     elif not (value is None or type(value) in (bool, int, float, str) or type(value) in (Tensor, Parameter)):
         raise TypeError(f"state{at} is a {type(value).__name__}; a checkpoint keeps plain values and tensors")
+
+
+LEAVE_SECONDS = 5.0
+"""Seconds that rank 0 waits for its feeds after the outcome is written; less than `rundir.time_limit.GRACE_MARGIN`. The
+next attempt's feed sends the rest."""
+
+
+class TrackerProcesses(Hook):
+    """Tracker feeds of one attempt."""
+
+    def __init__(self, run: Run, attempt: int, config: RunConfig, say: Callable[[str], None]) -> None:
+        self._run, self._attempt, self._config, self._say = run, attempt, config, say
+        self._feeds: list[subprocess.Popen[bytes]] = []
+
+    def at_start(self, iteration: int, consumed_samples: int) -> None:
+        run, config, say = self._run, self._config, self._say
+        mode = wandb_mode(os.environ)
+        names = (["wandb"] if mode else []) + (["tensorboard"] if config.tracking.tensorboard else [])
+        try:
+            stream = update_tracker_runs(run)[-1] if names else None
+            for name in names:
+                self._feeds.append(_start(name, run, self._attempt))
+        except (OSError, RelayrunError) as error:
+            say(f"warning: W&B and TensorBoard are off in this attempt: {error}")
+            return
+        if mode and stream is not None:
+            say(f"W&B is on ({mode}): project {config.project}, run {config.name}, id {stream.id}")
+        else:
+            say("W&B is off: neither WANDB_API_KEY nor WANDB_MODE=offline is in the environment")
+
+    def close(self) -> None:
+        """Let the feeds send the rest, within LEAVE_SECONDS for all of them together."""
+        end = time.monotonic() + LEAVE_SECONDS
+        for feed in self._feeds:
+            with contextlib.suppress(OSError):
+                assert feed.stdin is not None
+                feed.stdin.write(b"\n")
+                feed.stdin.close()
+        for feed in self._feeds:
+            try:
+                feed.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                feed.kill()
+                feed.wait()
+
+
+def _start(name: str, run: Run, attempt: int) -> subprocess.Popen[bytes]:
+    command = [
+        sys.executable,
+        "-m",
+        "relayrun.train.reporting.tracker_feed",
+        name,
+        f"--run-dir={run.path}",
+        f"--attempt={attempt}",
+        f"--parent={os.getpid()}",
+    ]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0)
+
+
+def attempt_hooks(
+    run: Run,
+    begin: AttemptStart,
+    config: RunConfig,
+    ranks: Ranks,
+    model: ModelStage,
+    optimizer: ScheduledOptimizer,
+    *,
+    timings: Timings,
+    guard: LossGuard,
+    metrics: Metrics,
+    sections: SectionReporter,
+) -> Hooks:
+    """Make and set up the hooks of an attempt on this rank; all ranks call it together.
+
+    Raises ConfigError on all ranks if an entry of `training.hooks` cannot be imported or instantiated.
+    """
+    own = [timings, guard, metrics, *_reports(run, begin, config, ranks, model, metrics)]
+    hooks = Hooks(own, import_hooks(config.training.hooks, ranks), ranks, sections)
+    context = HookContext(
+        run_dir=run.path,
+        attempt=begin.attempt,
+        config=config,
+        ranks=ranks,
+        model=model,
+        optimizer=optimizer,
+        say=metrics.say,
+    )
+    hooks.setup(context)
+    return hooks
+
+
+def _reports(
+    run: Run, begin: AttemptStart, config: RunConfig, ranks: Ranks, model: ModelStage, metrics: Metrics
+) -> Iterator[Hook]:
+    if ranks.rank == 0:
+        yield ProgressLog(
+            run.progress,
+            job_id=begin.job_id,
+            ranks=ranks.world_size,
+            flops_per_token=model.flops_per_token(),
+            seq_length=config.training.seq_length,
+        )
+    if config.debug.profile is not None and ranks.rank in config.debug.profile_ranks:
+        folder = run.debug_of(begin.attempt) / "profile"
+        yield Profiler(config.debug, rank=ranks.rank, folder=folder, say=metrics.say)
+    if ranks.rank == 0 and has_agent():
+        yield FirstStepNotice()
+    if ranks.rank == 0:
+        yield TrackerProcesses(run, begin.attempt, config, metrics.say)

@@ -1,4 +1,4 @@
-"""One attempt on one rank: set up, check the data, train until something asks to leave, save, record the outcome."""
+"""The training loop of one attempt on one rank: set up, check the data, train, save, and record the outcome."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ log = logging.getLogger(__name__)
 
 
 class FinalSaveFailed(RelayrunError):
-    """The state could not be saved when leaving; the attempt has failed."""
+    """The state could not be saved before leaving; the attempt has failed."""
 
 
 class RollbackFailed(RelayrunError):
-    """The newest checkpoint cannot be taken up; the attempt has failed."""
+    """A rollback to the newest checkpoint failed; the attempt has failed."""
 
 
 class TrainingLoop:
-    """The state of one attempt on this rank."""
+    """State of one attempt on this rank."""
 
     def __init__(
         self,
@@ -170,14 +170,13 @@ class TrainingLoop:
             self.memory.begin(self.position.iteration)
 
     def _memory_tier(self) -> MemoryTier | None:
-        """Copies of the state in this node's memory, where there is an agent to keep them."""
         folder = liveness.memory_folder()
         if folder is None or not self.config.checkpoint.memory_interval:
             return None
         return MemoryTier(folder, self.config, self.attempt, self.checkpointer, self.ranks, metrics=self.metrics)
 
     def _set_out(self) -> BatchReader:
-        """Read from the position on; data.json says what."""
+        """Return a reader that starts at the current position; rank 0 writes that position into data.json."""
         if self.ranks.rank == 0:
             data = self.order.state(self.position.consumed_samples) | {"progress": self.position.state()}
             write_json(self.attempt.data, data)
@@ -209,15 +208,16 @@ class TrainingLoop:
         )
 
     def run(self) -> AttemptOutcome:
-        """Train until done or asked to leave; return how it ended. The state is durable then.
+        """Train until the last iteration or until asked to leave; return the outcome, with the state durable.
 
-        Raises LeaveFailed if the last save did not work, FatalTrainingError on a loss that is no number.
+        Raises FinalSaveFailed if the last save fails, FatalTrainingError if the loss is not finite (`training.on_nan:
+        stop`).
         """
         self.model.train_mode(True)
         steps, end = self.config.training.steps, self.config.training.end_iteration
         if self.config.training.manual_gc_interval:
-            gc.disable()  # else each rank stops at another time, and all wait for each
-        gc.freeze()  # what set-up made stays: collections, of which every save has one, look at the rest alone
+            gc.disable()  # else ranks collect at different times, and all wait for each of them
+        gc.freeze()  # objects of the set-up live on: a collection, which every save causes, need not scan them
         while True:
             at = self.position.iteration
             self.sections.enter("triggers", at)
@@ -229,7 +229,7 @@ class TrainingLoop:
                 gc.collect()
             if agreed.leave is not None:
                 return self._leave(agreed.leave, agreed.reason)
-            if agreed.save and at:  # before the first iteration there is nothing to save: answered after it
+            if agreed.save and at:  # at iteration 0 the request waits
                 self.saver.asked(self.position)
             if at % self.config.checkpoint.interval == 0:
                 self.saver.due(self.position)
@@ -245,7 +245,7 @@ class TrainingLoop:
                 self._evaluate()
 
     def _step(self) -> bool:
-        """One iteration; False if it was a rewind."""
+        """Run one iteration; return False if it ended in a rollback."""
         size, consumed = self.position.batch_size, self.position.consumed_samples
         number = self.position.iteration + 1
         self.hooks.before_step(StepStart(iteration=number, consumed_samples=consumed, global_batch_size=size))
@@ -280,7 +280,7 @@ class TrainingLoop:
             waited = self.saver.before_update()
         self.optimizer.step(grad_norm if verdict.action is Action.UPDATE else None)
         self.measures.of_weights(number)
-        distributed.wait_for_device(self.ranks)  # else the next forward pass would seem to take the update's time
+        distributed.wait_for_device(self.ranks)  # else the update's time would count for the next forward pass
         updated = time.perf_counter()
         self.sections.enter("report")
         self.position.advance(skipped=verdict.action is Action.SKIP)
@@ -320,7 +320,7 @@ class TrainingLoop:
         self.saver.stall_seconds = 0.0
         if verdict.action is Action.UPDATE:
             self.saver.reserve(self.position.iteration)
-        if self.timings.estimates_evaluation:  # it may be due before a save or an evaluation moves the deadline
+        if self.timings.estimates_evaluation:  # it may be due before anything else moves the deadline
             self.control.lead = self.timings.lead()
         at = self.position.iteration
         if verdict.action is Action.STOP:
@@ -336,12 +336,11 @@ class TrainingLoop:
         return verdict.action is not Action.REWIND
 
     def _judge(self, gradients: Gradients) -> UpdateVerdict:
-        """What all ranks do with this iteration."""
         verdict = self.hooks.before_update(gradients)
-        return self.guard.limited(verdict.action, verdict.reason)  # those of a user's hooks, too
+        return self.guard.limited(verdict.action, verdict.reason)  # verdicts of a user's hooks, too
 
     def _rewind(self, reason: str) -> None:
-        """Back to the newest checkpoint; the samples up to here are passed over."""
+        """Load the newest checkpoint; the samples up to the current position are skipped."""
         at = self.position.iteration
         self.saver.settle(at)
         base = self.saver.saved_iteration
@@ -350,7 +349,7 @@ class TrainingLoop:
         self.metrics.say(f"iteration {at}: {reason}; back to iteration {base}")
         if self.memory is not None:
             self.memory.void()
-            self.ranks.maximum([0])  # on every rank, before the rewind is on record
+            self.ranks.maximum([0])  # all ranks discard their copies before the rollback is recorded
         self.pulse.enter("start", base)
         rewind = Rollback(
             iteration=at,
@@ -362,7 +361,7 @@ class TrainingLoop:
         path = self.ranks.on_first_rank(partial(record_rollback, self.run_dir, self.attempt, rewind), RollbackFailed)
         self.reader.close()
         self.position, taken = self.restore.newest_whole(ResumePoint(iteration=base, path=path))
-        if taken.iteration != base:  # what led to trouble is trained on again, and passed over when it comes again
+        if taken.iteration != base:  # the samples that led to trouble come again, and are skipped then
             self.metrics.at_rewind(rewind)
             rewind = replace(
                 rewind,
@@ -392,13 +391,13 @@ class TrainingLoop:
         asked = self.control.take()
         result = f"nothing trained since iteration {at}" if at == self.saver.saved_iteration else "saved"
         failure = self.saver.last(self.position)
-        if failure is not None:  # triggers stay: an exit asked for must reach the next attempt
+        if failure is not None:  # triggers stay: an exit request must reach the next attempt
             raise FinalSaveFailed(f"iteration {at} could not be saved ({FINAL_SAVE_TRIES} tries): {failure}")
         outcome = AttemptOutcome(outcome=name, reason=reason, iteration=at, time=time.time())
-        self.hooks.at_end(outcome)  # what a hook raises fails the attempt, and an exit asked for must reach the next
-        self.ranks.maximum([0])  # on every rank
+        self.hooks.at_end(outcome)  # a hook may fail the attempt; an exit request must then reach the next
+        self.ranks.maximum([0])  # the hooks of all ranks are through
         if self.ranks.rank == 0:
-            outcome.write(self.attempt.outcome)  # before the exit is acknowledged: a kill between the two keeps it
+            outcome.write(self.attempt.outcome)  # before the acknowledgement: a kill between them keeps the request
         self.control.acknowledge(asked, at, result)
         return outcome
 
@@ -413,10 +412,9 @@ def train_attempt(
     *,
     process_began: float,
 ) -> None:
-    """Run the attempt; on return its outcome is written. Raises what `TrainingLoop` raises, ConfigError, and
-    NoGpu.
+    """Run the attempt and write its outcome. Raises as `TrainingLoop.run`, ConfigError, and NoGpuFound.
 
-    `process_began`: seconds since 1970, for the record.
+    `process_began`: seconds since 1970, for `started.json`.
     """
     imported = time.time()
     cpu_patches.patch_for_cpu()
@@ -434,7 +432,7 @@ def train_attempt(
         )
         source = training.source if training.source in restarts.STATE_SOURCES else "disk"
         liveness.tell_agent("started", **asdict(times), source=source, iteration=training.position.iteration)
-        if not run.attempt(begin.attempt).started.exists():  # of later rounds, rounds.jsonl has the times
+        if not run.attempt(begin.attempt).started.exists():  # rounds.jsonl has the times of later restarts
             record_start(run.attempt(begin.attempt), times)
     training.hooks.at_start(training.position.iteration, training.position.consumed_samples)
     outcome = training.run()
@@ -447,7 +445,7 @@ def train_attempt(
 
 
 def record_rollback(run: Run, attempt: Attempt, rewind: Rollback) -> str:
-    """Put a rewind on record; return the path of its checkpoint. Raises RelayrunError if that is not the newest."""
+    """Record a rollback; return the path of its checkpoint. Raises RelayrunError if that is not the newest one."""
     newest = next(Lineage(run).backwards(), None)
     if newest is None or newest.commit.iteration != rewind.base_iteration:
         raise RelayrunError(
@@ -460,7 +458,7 @@ def record_rollback(run: Run, attempt: Attempt, rewind: Rollback) -> str:
 
 
 def record_start(attempt: Attempt, started: StartTimes) -> None:
-    """Leave started.json. On a full disk training goes on without it."""
+    """Write started.json. If the disk is full, training continues without it."""
     try:
         started.write(attempt.started)
     except OSError as error:

@@ -1,13 +1,12 @@
-"""A short matrix product and an exchange with the neighbours, to be compared with the run's own history.
+"""Benchmark of a node: a short matrix product and an exchange with neighbours, compared with the run's own history.
 
-Where a server forks ranks it forks this, too, with all imports done (`measure_node`); elsewhere it is a program:
+A fork server forks it with all imports done (`measure_node`); elsewhere it is a program:
 
     python -m relayrun.train.node_benchmark --place 0 --nodes 4 --address n0 --port 21000 --gpus 8 --socket 5
 
-Numbers are small integers, whose products are exact in every precision and order of sums: a wrong one is the device's.
-Each node exchanges with both of its neighbours, one after the other, and its faster exchange counts: of two nodes that
-are slow with each other, the one that is fast with its other neighbour is well. On GPUs torch computes; without any it
-is numpy, where torch is not there already.
+The numbers are small integers, whose products are exact in every precision and order of summation: a wrong result is a
+fault of the device. Each node exchanges with both neighbours in turn, and the faster exchange counts: a node that is
+fast with one neighbour is healthy. torch computes on GPUs; without a GPU numpy computes unless torch is imported.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from datetime import timedelta
 from typing import Any
 
 SIZE, SIZE_OF_GPUS = 768, 4096
-"""Rows and columns of the matrices: some ten milliseconds of a processor, one of a GPU."""
+"""Rows and columns of the matrices: some ten milliseconds on a processor, one on a GPU."""
 REPEATS = 5
-"""The fastest of so many counts, so that what else runs for a moment does not."""
+"""Repetitions, of which the fastest counts, to exclude short disturbances."""
 EXCHANGE_BYTES = 4 << 20
 EXCHANGE_SECONDS = 1800.0
-"""How long nodes wait for each other at most, since one may import for long; the coordinator waits less for numbers."""
+"""Longest wait of nodes for each other, since imports may take long; the coordinator waits less for results."""
 
 
 def matrix_product(gpus: int) -> dict[str, Any]:
-    """Seconds of a matrix product on the slowest device that trains (`matmul`), which that is (`on`), how many there
-    are (`devices`), and what came out `wrong`.
+    """Return seconds of a matrix product on the slowest device that trains (`matmul`), its name (`on`), the number of
+    `devices`, and `wrong` results.
 
-    A processor's own time counts: what others take of it is no fault of it, and slow steps are found while they train.
+    On a CPU the processor time counts, without time of other processes; slow steps show that while training runs.
     """
     if gpus or "torch" in sys.modules:
         return _with_torch(gpus)
@@ -80,7 +79,7 @@ def _product_of_torch(device: Any, size: int, kind: Any) -> tuple[float, str]:
             torch.cuda.synchronize(device)
         best = min(best, clock() - began)
     assert product is not None
-    # bfloat16 holds no sum above 256 exactly: there two products must be the same, and rounded sums of rows near
+    # bfloat16 is not exact above 256: the sums of rows must then be equal up to rounding
     wanted = first.double() @ second.double().sum(dim=1)
     there = product.double().sum(dim=1)
     slack = 0.0 if kind == torch.float32 else product.double().abs().sum(dim=1) * 2**-8
@@ -106,7 +105,8 @@ def _with_numpy() -> dict[str, Any]:
 
 
 def exchange_pairs(nodes: int) -> Iterator[list[tuple[int, int]]]:
-    """Which nodes exchange at the same time: each has a turn with both neighbours in the ring."""
+    """Yield lists of node pairs that exchange at the same time: each node has a turn with both neighbours in the
+    ring."""
     if nodes == 2:
         yield [(0, 1)]
         return
@@ -119,9 +119,9 @@ def exchange_pairs(nodes: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def exchange_with_neighbours(place: int, nodes: int, *, address: str, port: int, gpus: int) -> dict[str, Any]:
-    """Sum over all nodes, which must be right, and exchange with each neighbour; return the seconds of the faster one.
+    """Check a sum over all nodes, and exchange with each neighbour; return the seconds of the faster exchange.
 
-    Raises RuntimeError and other errors of torch where nodes do not reach each other.
+    Raises RuntimeError and other errors of torch if nodes do not reach each other.
     """
     import torch
     from torch import distributed
@@ -144,7 +144,7 @@ def exchange_with_neighbours(place: int, nodes: int, *, address: str, port: int,
         mine = [pair for pair in turn if place in pair]
         for first, second in mine:
             with_whom = second if place == first else first
-            for _ in range(REPEATS + 1):  # the first one connects
+            for _ in range(REPEATS + 1):  # the first exchange connects
                 began = time.perf_counter()
                 asked = [
                     distributed.P2POp(distributed.isend, own, with_whom),
@@ -162,7 +162,7 @@ def exchange_with_neighbours(place: int, nodes: int, *, address: str, port: int,
 
 
 def measure_node(*, place: int, nodes: int, address: str, port: int, gpus: int) -> dict[str, Any]:
-    """Measure this node beside the others; what fails is an `error` among the values."""
+    """Measure this node together with the others; a failure becomes `error` in the result."""
     found: dict[str, Any] = {}
     try:
         found = matrix_product(gpus)
@@ -176,7 +176,7 @@ def measure_node(*, place: int, nodes: int, address: str, port: int, gpus: int) 
 
 
 def main() -> int:
-    """Measure this node, and tell the agent at the other end of the socket."""
+    """Measure this node, and send the result to the agent over the socket."""
     from relayrun.control.agent.messages import MessageSocket
 
     parser = argparse.ArgumentParser(prog="relayrun.train.node_benchmark", description="Measures a node.")

@@ -1,27 +1,18 @@
-"""Metrics of a run: metrics.jsonl, lines on the console, progress.txt; norms, timers and slow ranks (stragglers).
+"""Metrics of a run: metrics.jsonl, console lines, progress.txt; norms, timers and slow ranks (stragglers).
 
-Rank 0 writes. Lines of an iteration hold the fields of `Step`; those of an evaluation `iteration, validation,
-perplexity, evaluation_seconds, time`, where `validation` maps the name of a set to its loss, and `perplexity` to e to
-the loss. Floats have full precision (Python's
-repr), losses are in nats per token. A line is not synced to disk when it is written. Those before a state from which
-training may go on are, checkpoint or copy on another node: the record is never behind the state. Losing later ones
-with a node costs nothing, since their iterations are computed again.
+Rank 0 writes. A line of an iteration has the fields of `Step`; a line of an evaluation `iteration, validation,
+perplexity, evaluation_seconds, time`, where `validation` maps the name of a set to its loss in nats per token, and
+`perplexity` to e to the loss. Floats have full precision (Python's repr). Lines are not synced when they are written,
+but before a checkpoint, or a copy on another node, counts: the record is never behind the state. Later lines lost with
+a node are computed again.
 
-Nothing here waits for the device. Numbers stay on it until they are copied into memory of the host that it writes by
-itself; they are read when the iteration has waited for the device anyway, which it does once at its end.
+Nothing here waits for the device: values are copied to the host asynchronously, and read at the end of the iteration,
+when the device has been waited for. GPU times are events.
 
-Own time ends where a rank begins to wait for others: reading data; both passes until gradients are to be reduced; the
-optimizer's update; the copy for a save (and its writing, where training waits for that). What ranks of one replica wait
-for each other inside a pass (tensor, context and pipeline parallel) cannot be told apart: then all of them are slow.
-
-The price is an all-gather of four numbers on the host every 20 steps, and some reads of a clock: on a GPU they are
-events, and it is not waited for.
-
-Fields are separated by tabs: local time, `Job ID: N`, `# GPUs: N`, then `Starting job`, or `Saved checkpoint`,
-`Iteration: N`, `Job throughput: X TFLOP/s/GPU`, `Cumulative throughput: X TFLOP/s/GPU`,
-`Floating-point operations: X` and `Tokens (in billions): X`. The job's throughput counts from its start, waiting
-and saving included; the cumulative one from the start of the first job in a row with as many ranks, time in the
-queue included.
+progress.txt has fields separated by tabs: local time, `Job ID: N`, `# GPUs: N`, then `Starting job`, or `Saved
+checkpoint`, `Iteration: N`, `Job throughput: X TFLOP/s/GPU`, `Cumulative throughput: X TFLOP/s/GPU`, `Floating-point
+operations: X` and `Tokens (in billions): X`. The job's throughput counts from its start, with waits and saves; the
+cumulative one from the start of the first of the latest jobs with equally many ranks, with the time in the queue.
 """
 
 from __future__ import annotations
@@ -65,7 +56,7 @@ from relayrun.train.timers import DeviceTimestamps, Timestamp
 
 
 class IntervalMetrics:
-    """The measurements of one attempt on one rank. All ranks call the same methods at the same iterations."""
+    """Norms, zeros and timers of one attempt on one rank. All ranks call the same methods at the same iterations."""
 
     def __init__(self, config: RunConfig, model: ModelStage, optimizer: ScheduledOptimizer, ranks: Ranks) -> None:
         settings = self._settings = config.tracking
@@ -78,29 +69,29 @@ class IntervalMetrics:
             self._names = sorted({name for names in ranks.gather(list(self._parameters)) for name in names})
         places = {name: place for place, name in enumerate(self._names)}
         self._places = torch.tensor([places[name] for name in self._parameters], device=model.device)
-        """Where this rank's parameters stand among those of all ranks."""
+        """Index of each of this rank's parameters among those of all ranks."""
         self._zeros = torch.zeros(1, dtype=torch.float64, device=model.device)
         on_gpu = model.device.type == "cuda"
         self._host = torch.zeros(len(self._names) + 1, dtype=torch.float64, pin_memory=on_gpu)
-        self._read = self._host.numpy()  # the same memory, which needs no call to be read
+        self._read = self._host.numpy()  # shares the memory; reads need no call of torch
 
     def due(self, iteration: int) -> bool:
-        """Whether this iteration is measured."""
+        """True if this iteration is measured."""
         return iteration % self._settings.log_interval == 0
 
     def of_gradients(self, iteration: int) -> None:
-        """Measure what is to be known of the prepared gradients, before they are clipped."""
+        """Measure the prepared gradients before they are clipped."""
         if self._settings.log_num_zeros_in_grad and self.due(iteration):
             self._zeros = megatron_optimizer.count_zero_gradients(self._optimizer.inner, self._model.device)
 
     def of_weights(self, iteration: int) -> None:
-        """Measure the updated weights, and have everything copied to the host. The device is not waited for."""
+        """Measure the updated weights, and start to copy all values to the host, without a wait."""
         if (self._weights or self._settings.log_num_zeros_in_grad) and self.due(iteration):
             found = torch.cat([self._squares().double(), self._zeros])
             self._host.copy_(found, non_blocking=True)
 
     def take(self, iteration: int) -> dict[str, Any]:
-        """Return what was measured in this iteration, as fields of `Step`. The device has been waited for."""
+        """Return the values of this iteration as fields of `Step`, after a wait for the device."""
         settings, clock = self._settings, self._model.timers
         clock.collect()
         if not self.due(iteration):
@@ -119,7 +110,7 @@ class IntervalMetrics:
 
     @torch.no_grad()
     def _squares(self) -> torch.Tensor:
-        """Squared norms of all weights in the order of the names, the same on every rank."""
+        """Return the squared norms of all weights in the order of the names, equal on every rank."""
         found = torch.zeros(len(self._names), device=self._model.device)
         if not self._names:
             return found
@@ -133,14 +124,14 @@ class IntervalMetrics:
 
 
 def _named_parameters(model: ModelStage) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """This rank's parameters by names that do not depend on the layout; none that another rank has, too."""
+    """Yield this rank's parameters by layout-independent names, without duplicates of other ranks."""
     for parameter, name in parameter_names(model.chunks):
         if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter):
             yield name, parameter
 
 
 def _held_elements(optimizer: ScheduledOptimizer) -> dict[torch.Tensor, range]:
-    """The elements that this rank has of the parameters that are divided among the data-parallel ranks."""
+    """Return this rank's elements of the parameters that data-parallel ranks share."""
     found: dict[torch.Tensor, range] = {}
     for inner in optimizer.inner.chained_optimizers:
         if isinstance(inner, ShardedDistributedOptimizer):
@@ -149,9 +140,10 @@ def _held_elements(optimizer: ScheduledOptimizer) -> dict[torch.Tensor, range]:
 
 
 def _norm_share(parameter: torch.nn.Parameter, held: dict[torch.Tensor, range] | None) -> torch.Tensor:
-    """What this rank adds of a parameter to the sum over all ranks: of the optimizer's own weights, if it has some.
+    """Return the part of a parameter that this rank adds to the sum over ranks: of the optimizer's weights if it has
+    any.
 
-    `held`: the elements that this rank has of divided parameters; None: they are not divided.
+    `held`: this rank's elements of shared parameters; None: they are not shared.
     """
     own: torch.Tensor | None = getattr(parameter, "main_param", None)
     if held is not None:
@@ -169,17 +161,17 @@ def _norm_share(parameter: torch.nn.Parameter, held: dict[torch.Tensor, range] |
 
 
 FIELDS_ALWAYS_WRITTEN = ("mfu", "skipped")
-"""Fields that every line has, null where there is no value; others are left out then."""
+"""Fields that every line has, null without a value; other fields are then omitted."""
 
 LARGEST_PERPLEXITY_LOSS = 20.0
-"""Losses above it, in nats, have the perplexity of this one, as Megatron-LM shows it."""
+"""Largest loss in nats for perplexity; higher losses have its perplexity, as in Megatron-LM."""
 
 CONSOLE_INTERVAL = 10
-"""Iterations between lines on the console."""
+"""Iterations between console lines."""
 
 
 class Metrics(Hook):
-    """Writes them; does nothing on ranks other than 0."""
+    """Writes metrics.jsonl and console lines on rank 0; does nothing on other ranks."""
 
     def __init__(self, attempt: Attempt, ranks: Ranks, *, total_steps: int) -> None:
         self._attempt = attempt
@@ -204,7 +196,7 @@ class Metrics(Hook):
             )
 
     def at_rewind(self, rewind: Rollback) -> None:
-        """Lines before this one, of iterations above its own, count no more."""
+        """Write a line that voids earlier lines of later iterations."""
         if self._active:
             self._write(self._attempt.metrics, {"iteration": rewind.base_iteration, "rewind": asdict(rewind)})
 
@@ -226,14 +218,14 @@ class Metrics(Hook):
         self.say(f"saved iteration {commit.iteration} in {commit.seconds:.1f} s: {commit.path}")
 
     def after_failed_save(self, iteration: int, error: str) -> None:
-        """A save that did not work, and why: loud, and on record for `relayrun status`."""
+        """Report a failed save, and record it for `relayrun status`."""
         if not self._active:
             return
         self.say(f"SAVE FAILED at iteration {iteration}: {error}")
         self._write(self._attempt.failed_saves, {"iteration": iteration, "error": error, "time": time.time()})
 
     def _write(self, path: Path, record: dict[str, Any]) -> None:
-        """Append a line. On a full disk training goes on, and the lines are kept until there is room."""
+        """Append a line. If the disk is full, training continues, and lines are kept until there is room."""
         self._unwritten.append((path, record))
         try:
             while self._unwritten:
@@ -244,7 +236,7 @@ class Metrics(Hook):
             self.say(f"warning: {len(self._unwritten)} lines of {path.name} not written: {error}")
 
     def sync(self) -> None:
-        """Have the lines so far on disk, before a state of theirs counts on another node."""
+        """Sync the lines to disk, before a state of these iterations counts on another node."""
         if not self._active:
             return
         try:
@@ -253,7 +245,7 @@ class Metrics(Hook):
             self.say(f"warning: {self._attempt.metrics.name} is not synced to disk: {error}")
 
     def say(self, text: str) -> None:
-        """A line on the console, with the time since the start of this program."""
+        """Print a line with the time since the start of this program."""
         if self._active:
             minutes, seconds = divmod(int(time.monotonic() - self._started), 60)
             print(f"[{minutes // 60:02}:{minutes % 60:02}:{seconds:02}] {text}", flush=True)
@@ -265,7 +257,7 @@ PROGRESS_TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 
 
 class ProgressLog(Hook):
-    """Appends to the file, on rank 0; a disk that is full costs lines, nothing else."""
+    """Appends to progress.txt on rank 0; a full disk costs only lines."""
 
     def __init__(self, path: Path, *, job_id: str, ranks: int, flops_per_token: float, seq_length: int) -> None:
         self._path = path
@@ -277,8 +269,8 @@ class ProgressLog(Hook):
         self._flops_at_start = self._flops_at_first_start = 0.0
 
     def at_start(self, iteration: int, consumed_samples: int) -> None:
-        """Write that the job starts, with `consumed_samples` behind it."""
-        self._began = time.time()  # loading the checkpoint is no training
+        """Write the start of the job after `consumed_samples`."""
+        self._began = time.time()  # without loading the checkpoint
         self._flops_at_start = self._flops(consumed_samples)
         self._first_start, self._flops_at_first_start = self._first_in_a_row()
         self._append("Starting job")
@@ -298,7 +290,8 @@ class ProgressLog(Hook):
         return consumed_samples * self._seq_length * self._flops_per_token
 
     def _first_in_a_row(self) -> tuple[float, float]:
-        """When the first of the last jobs with as many ranks started (seconds since 1970), and the work before it."""
+        """Return the start of the first of the latest jobs with equally many ranks (seconds since 1970), and the work
+        before it."""
         first: tuple[float, float] | None = None
         done = 0.0
         try:
@@ -330,7 +323,13 @@ class ProgressLog(Hook):
 
 
 class Stragglers:
-    """The comparison, on this rank. All ranks call the same methods at the same iterations."""
+    """Compares the own time of ranks. All ranks call the same methods at the same iterations.
+
+    Own time excludes waits for other ranks: reading data; both passes until the gradient reduction; the optimizer's
+    update; the copy for a save (and its write, if training waits for it). Waits inside a pass between ranks of one
+    replica (tensor, context and pipeline parallel) cannot be separated: then all of them are slow. The cost is an
+    all-gather of four numbers on the host every 20 steps, and some reads of a clock.
+    """
 
     def __init__(
         self, model: ModelStage, optimizer: ScheduledOptimizer, ranks: Ranks, *, node: str, say: Callable[[str], None]
@@ -342,12 +341,12 @@ class Stragglers:
         self._seconds = dict.fromkeys(STRAGGLER_SECTIONS, 0.0)
         self._steps = 0
         self._found: dict[str, Any] = {}
-        """The straggler of the newest comparison; nothing where there is none."""
+        """Straggler of the newest comparison; empty without one."""
         self._watch_passes(model)
         self._watch_update(optimizer)
 
     def _watch_passes(self, model: ModelStage) -> None:
-        """Have the moment noted at which gradients are there and are to be reduced."""
+        """Record the time at which the gradient reduction starts."""
         transformer = get_model_config(model.chunks[0])
         reduce = transformer.finalize_model_grads_func
 
@@ -365,7 +364,7 @@ class Stragglers:
                 inner.register_step_post_hook(lambda *_: self._end("optimizer"))
 
     def read(self, seconds: float) -> None:
-        """The batch is there, after so many seconds; both passes begin."""
+        """Record the seconds of reading the batch; both passes start."""
         self._seconds["data"] += seconds
         self._begin()
 
@@ -378,9 +377,9 @@ class Stragglers:
             self._begun = None
 
     def take(self, iteration: int, *, save_seconds: float) -> dict[str, Any]:
-        """End a step, for which the device has been waited; return fields of `Step`.
+        """End a step, after a wait for the device; return fields of `Step`.
 
-        `save_seconds`: this rank's own, since the step before.
+        `save_seconds`: this rank's own time in saves since the previous step.
         """
         for section, pairs in self._pairs.items():
             self._seconds[section] += sum(self._marks.between(*pair) for pair in pairs) / 1000

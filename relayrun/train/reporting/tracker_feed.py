@@ -1,10 +1,9 @@
-"""Tells a tracker of one attempt (`python -m relayrun.train.reporting.tracker_feed wandb --run-dir R --attempt N`).
+"""Feeds a tracker of one attempt: `python -m relayrun.train.reporting.tracker_feed wandb --run-dir R --attempt N`.
 
-Rank 0 starts it as a process of its own, and neither waits for it nor reads from it: whatever happens here (a service
-that is away, an exception, a full disk, a kill) leaves training alone. It reads the run directory. What the attempts
-before it could not hand over is told first; a failure is said in one line and tried again, later and later.
-
-Its standard input is a pipe that rank 0 holds: a byte or its end says that rank 0 leaves.
+Rank 0 starts it as a process and neither waits for it nor reads from it: a service outage, an exception, a full disk or
+a kill here does not affect training. It reads the run directory, and sends first what earlier attempts could not send;
+a failure is logged in one line and tried again with growing pauses. Its standard input is a pipe of rank 0: a byte or
+its end means that rank 0 leaves.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
 LAST_SECONDS = 5
-"""Seconds that it may take to hand on the rest when rank 0 has gone."""
+"""Seconds for the rest after rank 0 has left."""
 FIRST_PAUSE, LONGEST_PAUSE = 15.0, 600.0
-"""Seconds between a failure and the next try: twice as long after each."""
+"""Seconds between a failure and the next try, doubled each time."""
 
 
 def feed_tracker(
     run: Run, begin: AttemptStart, stream: TrackerRun, sink: TrackerSink, wait: Callable[[float], bool]
 ) -> None:
-    """Tell a sink until rank 0 leaves, or goes back to a checkpoint (raises Rewound).
+    """Feed a sink until rank 0 leaves, or rolls back to a checkpoint (raises StreamRolledBack).
 
-    `wait(seconds)` returns whether it leaves. Raises what the sink raises.
+    `wait(seconds)` returns True if rank 0 leaves. Raises any error of the sink.
     """
     points = PointReader.of_attempt(run, begin, stream, mark=sink.mark)
     leaving = False
@@ -61,13 +60,13 @@ def feed_tracker(
 
 
 def rank_zero_wait(parent: int, last_seconds: int = LAST_SECONDS) -> Callable[[float], bool]:
-    """A `wait` that ends early when rank 0, the process `parent`, leaves; from then on there are `last_seconds`."""
+    """Return a `wait` that ends early when rank 0, the process `parent`, leaves; then `last_seconds` remain."""
 
     def wait(seconds: float) -> bool:
         end = time.monotonic() + seconds
         while True:
             left = end - time.monotonic()
-            # a forked child of rank 0 may hold the pipe open, so the parent is looked at too
+            # a forked child of rank 0 may hold the pipe open, so the parent is checked, too
             ready, _, _ = select.select([0], [], [], max(0.0, min(left, POLL_SECONDS)))
             if ready or os.getppid() != parent:
                 signal.alarm(last_seconds)
@@ -79,7 +78,7 @@ def rank_zero_wait(parent: int, last_seconds: int = LAST_SECONDS) -> Callable[[f
 
 
 def main() -> int:
-    """Feed the tracker that the arguments name until rank 0 leaves; after a failure start over in a fresh process."""
+    """Feed the tracker in the arguments until rank 0 leaves; after a failure start over in a fresh process."""
     parser = argparse.ArgumentParser(description="Tell a tracker of one attempt.")
     parser.add_argument("tracker", choices=("wandb", "tensorboard"))
     parser.add_argument("--run-dir", type=Path, required=True)
@@ -88,10 +87,10 @@ def main() -> int:
     parser.add_argument("--pause", type=float, default=FIRST_PAUSE, help="seconds before another try")
     parser.add_argument("--last-seconds", type=int, default=LAST_SECONDS, help="seconds left when rank 0 has gone")
     options = parser.parse_args()
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):  # meant for the ranks, sent to all of the job
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):  # for the ranks, but sent to the whole job
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    os.environ.pop("WANDB_SERVICE", None)  # another client's, or the one that was lost before this try
+    os.environ.pop("WANDB_SERVICE", None)  # of another client, or lost before this try
     os.nice(10)
     run = Run(options.run_dir)
     begin = run.attempt(options.attempt).read_begin()
@@ -119,13 +118,13 @@ def main() -> int:
             pause,
         )
         if wait(pause):
-            os._exit(0)  # the client's own last words would be about the same failure
+            os._exit(0)  # the client's exit handlers would report the same failure
         start_over(options, min(2 * pause, LONGEST_PAUSE))
     return 0
 
 
 def start_over(options: argparse.Namespace, pause: float) -> NoReturn:
-    """Become a fresh process: a client that has lost its service finds no other."""
+    """Replace this process by a fresh one: a client that has lost its service does not find another."""
     command = [
         sys.executable,
         "-m",
