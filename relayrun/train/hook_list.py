@@ -1,20 +1,17 @@
-"""Hooks of one attempt on one rank: make them, call them in order, and run the tracker processes of rank 0.
-
-`Hooks` calls relayrun's hooks, then those of `training.hooks`. `TrackerProcesses` starts a `tracker_feed` process for
-W&B and for TensorBoard and ends it in time; a failure there is one line of the log and never stops or slows training.
-"""
+"""Hooks of one attempt on one rank: `Hooks` calls relayrun's hooks, then those of `training.hooks`. Without torch."""
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from relayrun.control.rundir.records import AttemptOutcome, CheckpointCommit
-from relayrun.control.rundir.restarts import Rollback
+from relayrun.config.compose.schema import RunConfig
+from relayrun.control.rundir.records import AttemptStart
+from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError, FatalTrainingError
 from relayrun.train import user_code
 from relayrun.train.hooks import (
@@ -23,15 +20,19 @@ from relayrun.train.hooks import (
     Hook,
     HookContext,
     HookFailed,
-    Step,
-    StepStart,
     UpdateVerdict,
-    ValidationResult,
 )
+from relayrun.train.loss_guard import LossGuard
+from relayrun.train.reporting.debugging import Profiler
+from relayrun.train.reporting.liveness import FirstStepNotice, SectionReporter, Timings, has_agent
+from relayrun.train.reporting.metrics import Metrics, ProgressLog
+from relayrun.train.reporting.tracker_feed import TrackerProcesses
 
 if TYPE_CHECKING:
     from relayrun.config.sections.training import HookEntry
     from relayrun.train.distributed import Ranks
+    from relayrun.train.model.gpt import ModelStage
+    from relayrun.train.optimizer.megatron_optimizer import ScheduledOptimizer
 
 BETWEEN_STEPS = ("before_step", "after_step", "at_rewind", "after_save", "after_failed_save", "at_evaluation")
 """Methods whose time is `Step.hooks_seconds`; the time of `before_update` is part of the step."""
@@ -79,8 +80,11 @@ def _make(entry: HookEntry) -> Hook:
     return made
 
 
-class Hooks:
-    """Calls the hooks in order: relayrun's, then the user's. `hooks.py` says when and on which ranks."""
+class Hooks(Hook):
+    """Calls the hooks in order: relayrun's, then the user's. `hooks.py` says when and on which ranks.
+
+    The methods of `Hook` that are not defined here call those of all hooks.
+    """
 
     def __init__(
         self,
@@ -104,6 +108,8 @@ class Hooks:
             for method in vars(Hook)
             if callable(getattr(Hook, method)) and not method.startswith("_")
         }
+        for method in self._calls.keys() - vars(Hooks).keys():
+            setattr(self, method, partial(self._call, method))
         keeping = [name for name, hook, _ in named if _overrides(hook, "state_dict")]
         self._save = dict(zip(keeping, self._calls["state_dict"], strict=True))
         self._load = dict(zip(keeping, self._calls["load_state_dict"], strict=True))
@@ -122,24 +128,18 @@ class Hooks:
         states = {name: save() for name, save in self._save.items()}
         return {name: state for name, state in states.items() if state}
 
-    def load_state_dict(self, common: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned; other entries of `common` have no colon in their name.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned; other entries of `state` have no colon in their name.
 
         A removed or new hook is not an error: one line reports it.
         """
-        for name in common:
+        for name in state:
             if ":" in name and name not in self._load:
                 self._say(f"hook {name} has a state in this checkpoint and is not in training.hooks: it is left out")
         for name, load in self._load.items():
-            if name not in common:
+            if name not in state:
                 self._say(f"hook {name} has no state in this checkpoint: it begins anew")
-            load(common[name] if name in common else copy.deepcopy(self._initial.get(name, {})))
-
-    def at_start(self, iteration: int, consumed_samples: int) -> None:
-        self._call("at_start", iteration, consumed_samples)
-
-    def before_step(self, start: StepStart) -> None:
-        self._call("before_step", start)
+            load(state[name] if name in state else copy.deepcopy(self._initial.get(name, {})))
 
     def before_update(self, gradients: Gradients) -> UpdateVerdict:
         """Return the verdict of all hooks on all ranks."""
@@ -153,30 +153,6 @@ class Hooks:
             if action is not verdict.action:
                 verdict = UpdateVerdict(action, "another rank saw trouble")
         return verdict
-
-    def after_step(self, step: Step) -> None:
-        self._call("after_step", step)
-
-    def at_rewind(self, rewind: Rollback) -> None:
-        self._call("at_rewind", rewind)
-
-    def before_publish(self, iteration: int, folder: Path) -> None:
-        self._call("before_publish", iteration, folder)
-
-    def after_save(self, commit: CheckpointCommit) -> None:
-        self._call("after_save", commit)
-
-    def after_failed_save(self, iteration: int, error: str) -> None:
-        self._call("after_failed_save", iteration, error)
-
-    def at_evaluation(self, result: ValidationResult) -> None:
-        self._call("at_evaluation", result)
-
-    def at_end(self, outcome: AttemptOutcome) -> None:
-        self._call("at_end", outcome)
-
-    def close(self) -> None:
-        self._call("close")
 
     def take_seconds(self) -> float | None:
         """Return the time of a user's hooks between steps since the last call; None without such hooks."""
@@ -241,63 +217,6 @@ def _check_plain(value: object, at: str) -> None:
             _check_plain(item, f"{at}[{number}]")
     elif not (value is None or type(value) in (bool, int, float, str) or type(value) in (Tensor, Parameter)):
         raise TypeError(f"state{at} is a {type(value).__name__}; a checkpoint keeps plain values and tensors")
-
-
-LEAVE_SECONDS = 5.0
-"""Seconds that rank 0 waits for its feeds after the outcome is written; less than `rundir.time_limit.GRACE_MARGIN`. The
-next attempt's feed sends the rest."""
-
-
-class TrackerProcesses(Hook):
-    """Tracker feeds of one attempt."""
-
-    def __init__(self, run: Run, attempt: int, config: RunConfig, say: Callable[[str], None]) -> None:
-        self._run, self._attempt, self._config, self._say = run, attempt, config, say
-        self._feeds: list[subprocess.Popen[bytes]] = []
-
-    def at_start(self, iteration: int, consumed_samples: int) -> None:
-        run, config, say = self._run, self._config, self._say
-        mode = wandb_mode(os.environ)
-        names = (["wandb"] if mode else []) + (["tensorboard"] if config.tracking.tensorboard else [])
-        try:
-            stream = update_tracker_runs(run)[-1] if names else None
-            for name in names:
-                self._feeds.append(_start(name, run, self._attempt))
-        except (OSError, RelayrunError) as error:
-            say(f"warning: W&B and TensorBoard are off in this attempt: {error}")
-            return
-        if mode and stream is not None:
-            say(f"W&B is on ({mode}): project {config.project}, run {config.name}, id {stream.id}")
-        else:
-            say("W&B is off: neither WANDB_API_KEY nor WANDB_MODE=offline is in the environment")
-
-    def close(self) -> None:
-        """Let the feeds send the rest, within LEAVE_SECONDS for all of them together."""
-        end = time.monotonic() + LEAVE_SECONDS
-        for feed in self._feeds:
-            with contextlib.suppress(OSError):
-                assert feed.stdin is not None
-                feed.stdin.write(b"\n")
-                feed.stdin.close()
-        for feed in self._feeds:
-            try:
-                feed.wait(max(0.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                feed.kill()
-                feed.wait()
-
-
-def _start(name: str, run: Run, attempt: int) -> subprocess.Popen[bytes]:
-    command = [
-        sys.executable,
-        "-m",
-        "relayrun.train.reporting.tracker_feed",
-        name,
-        f"--run-dir={run.path}",
-        f"--attempt={attempt}",
-        f"--parent={os.getpid()}",
-    ]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0)
 
 
 def attempt_hooks(

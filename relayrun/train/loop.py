@@ -6,8 +6,10 @@ import gc
 import logging
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -24,7 +26,7 @@ from relayrun.files import write_json
 from relayrun.tokens.mixture.build_datasets import mixture_datasets, training_order, validation_sets
 from relayrun.tokens.mixture.stream_worker import StreamWorker
 from relayrun.tokens.order.batches import BatchReader
-from relayrun.tokens.order.sample_rows import row_statistics
+from relayrun.tokens.order.sample_rows import RowBatch, row_statistics
 from relayrun.tokens.shards.checks import check_data
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.tokens.streams.run_tokenizer import loss_token_ids
@@ -42,7 +44,8 @@ from relayrun.train.optimizer.megatron_optimizer import ScheduledOptimizer
 from relayrun.train.reporting import liveness
 from relayrun.train.reporting.attempt_hooks import attempt_hooks
 from relayrun.train.reporting.liveness import HeartbeatWriter, SectionReporter, Timings
-from relayrun.train.reporting.metrics import IntervalMetrics, Metrics, Stragglers
+from relayrun.train.reporting.measurements import IntervalMetrics, Stragglers
+from relayrun.train.reporting.metrics import Metrics
 from relayrun.train.requests import RequestPoller, SignalFlag
 from relayrun.train.validation import Validation
 
@@ -58,7 +61,10 @@ class RollbackFailed(RelayrunError):
 
 
 class TrainingLoop:
-    """State of one attempt on this rank."""
+    """State of one attempt on this rank.
+
+    The steps of the constructor depend on each other in their order, and contain collectives of all ranks.
+    """
 
     def __init__(
         self,
@@ -70,119 +76,127 @@ class TrainingLoop:
         timings: Timings,
         pulse: HeartbeatWriter,
     ) -> None:
-        self.config = config
-        self.ranks = ranks
-        self.timings = timings
-        self.pulse = pulse
+        self.run_dir, self.attempt = run, run.attempt(begin.attempt)
+        self.config, self.ranks, self.timings, self.pulse = config, ranks, timings, pulse
         self.sections = pulse.sections = SectionReporter(
             liveness.memory_folder(), ranks.rank, timings=timings, hang_timeout=config.chain.hang_timeout
         )
-        manifest = Manifest.read(run.manifest)
+        self.manifest = Manifest.read(run.manifest)
+        self._open_data()
+        self.control = RequestPoller(run, begin, ranks, flag, agent=liveness.memory_folder())
+        self.metrics = Metrics(self.attempt, ranks, total_steps=config.training.steps)
+        self._build_model()
+        self._make_hooks(begin)
+        self.checkpointer = Checkpointer(
+            run,
+            begin.attempt,
+            config,
+            ranks=ranks,
+            model=self.model,
+            optimizer=self.optimizer,
+            order=self.order,
+            hooks=self.hooks,
+        )
+        self.initialised = time.time()
+        self._restore(ResumePoint(iteration=begin.base_iteration, path=begin.base_path))
+        self._say_start(begin.attempt)
+        self.reader = self._open_reader()
+        if self.memory is not None:
+            self.memory.begin(self.position.iteration)
+
+    def _open_data(self) -> None:
+        """Check the data, and open the training order and the validation sets."""
+        config, ranks, manifest = self.config, self.ranks, self.manifest
         ranks.on_first_rank(partial(check_data, manifest, mixture_datasets(config), config.data), InputError)
-        settings = config.training
-        self.run_dir, self.attempt = run, run.attempt(begin.attempt)
         opening = ranks.on_first_rank(lambda: secrets.token_hex(8), InputError)
-        self.order = training_order(config, manifest, opening=opening, cache=run.data_cache)
-        self.vocabulary_size = manifest.vocabulary_size
+        cache = self.run_dir.data_cache
+        self.order = training_order(config, manifest, opening=opening, cache=cache)
         self.evaluation = Validation(
-            orders=validation_sets(config, manifest, opening=opening, cache=run.data_cache),
-            training=settings,
+            orders=validation_sets(config, manifest, opening=opening, cache=cache),
+            training=config.training,
             ranks=ranks,
             vocabulary_size=manifest.vocabulary_size,
         )
-        timings.expect_evaluation(self.evaluation.samples)
-        self.control = RequestPoller(run, begin, ranks, flag, agent=liveness.memory_folder())
-        self.metrics = Metrics(run.attempt(begin.attempt), ranks, total_steps=settings.steps)
+        self.timings.expect_evaluation(self.evaluation.samples)
+        self._counts_padding = bool(config.data.cut_by_document or config.data.streams)
+
+    def _build_model(self) -> None:
+        """Build model and optimizer from the seed, and the measurements of both."""
+        config, ranks, manifest = self.config, self.ranks, self.manifest
         self.model = ModelStage(
             config,
             ranks,
             manifest.vocabulary_size,
             eod=manifest.eod,
             counted=loss_token_ids(config.data, manifest),
-            progress=pulse.beat,
+            progress=self.pulse.beat,
         )
         self.optimizer = ScheduledOptimizer(config, self.model)
         self.measures = IntervalMetrics(config, self.model, self.optimizer, ranks)
-        self.stragglers = Stragglers(self.model, self.optimizer, ranks, node=pulse.node, say=self.metrics.say)
-        self.guard = LossGuard(settings)
+        self.stragglers = Stragglers(self.model, self.optimizer, ranks, node=self.pulse.node, say=self.metrics.say)
+        self.peak = peak_flops(ranks.device_name) if config.training.resolved_precision == "bf16" else None
+
+    def _make_hooks(self, begin: AttemptStart) -> None:
+        self.guard = LossGuard(self.config.training)
         self.hooks = attempt_hooks(
-            run,
+            self.run_dir,
             begin,
-            config,
-            ranks,
+            self.config,
+            self.ranks,
             self.model,
             self.optimizer,
-            timings=timings,
+            timings=self.timings,
             guard=self.guard,
             metrics=self.metrics,
             sections=self.sections,
         )
-        self.checkpointer = Checkpointer(
-            run,
-            begin.attempt,
-            ranks=ranks,
-            model=self.model,
-            optimizer=self.optimizer,
-            order=self.order,
-            hooks=self.hooks,
-            settings=config.checkpoint,
-            fixed={
-                "parallel.use_distributed_optimizer": config.parallel.use_distributed_optimizer,
-                "training.precision": config.training.resolved_precision,
-                "optimizer": config.optimizer.kind,
-            },
-            groups=[group.model_dump() for group in config.optimizer.groups],
-        )
-        self._counts_padding = bool(config.data.cut_by_document or config.data.streams)
-        self.initialised = time.time()
-        self.memory = self._memory_tier()
+
+    def _restore(self, base: ResumePoint) -> None:
+        """Restore the state from memory or disk, and start to count saves from it."""
+        folder = liveness.memory_folder()
+        self.memory: MemoryTier | None = None
+        if folder is not None and self.config.checkpoint.memory_interval:
+            self.memory = MemoryTier(
+                folder, self.config, self.attempt, self.checkpointer, self.ranks, metrics=self.metrics
+            )
         self.restore = StateRestorer(
-            run=run,
+            run=self.run_dir,
             attempt=self.attempt,
-            config=config,
-            ranks=ranks,
+            config=self.config,
+            ranks=self.ranks,
             checkpointer=self.checkpointer,
             guard=self.guard,
             memory=self.memory,
             say=self.metrics.say,
         )
-        restored = self.restore.first(ResumePoint(iteration=begin.base_iteration, path=begin.base_path))
+        restored = self.restore.first(base)
         self.position, self.source = restored.position, restored.source
         self.saver = Saver(
             self.checkpointer,
             control=self.control,
             hooks=self.hooks,
             say=self.metrics.say,
-            timings=timings,
-            pulse=pulse,
-            asynchronous=config.checkpoint.async_save,
+            timings=self.timings,
+            pulse=self.pulse,
+            asynchronous=self.config.checkpoint.async_save,
             saved_iteration=restored.durable,
         )
-        self.peak = peak_flops(ranks.device_name) if config.training.resolved_precision == "bf16" else None
-        where = f"{ranks.layout}, {ranks.device.type}" + (", deterministic" if settings.deterministic else "")
+
+    def _say_start(self, attempt: int) -> None:
+        ranks, deterministic = self.ranks, ", deterministic" if self.config.training.deterministic else ""
+        start = f"iteration {self.position.iteration} ({self.source})" if self.source else "the beginning"
         self.metrics.say(
-            f"attempt {begin.attempt}: {self.model.parameters():,} parameters on {ranks.world_size} ranks "
-            f"({where}), from "
-            + (f"iteration {self.position.iteration} ({self.source})" if self.source else "the beginning")
+            f"attempt {attempt}: {self.model.parameters():,} parameters on {ranks.world_size} ranks "
+            f"({ranks.layout}, {ranks.device.type}{deterministic}), from {start}"
         )
-        self.reader = self._set_out()
-        if self.memory is not None:
-            self.memory.begin(self.position.iteration)
 
-    def _memory_tier(self) -> MemoryTier | None:
-        folder = liveness.memory_folder()
-        if folder is None or not self.config.checkpoint.memory_interval:
-            return None
-        return MemoryTier(folder, self.config, self.attempt, self.checkpointer, self.ranks, metrics=self.metrics)
-
-    def _set_out(self) -> BatchReader:
+    def _open_reader(self) -> BatchReader:
         """Return a reader that starts at the current position; rank 0 writes that position into data.json."""
-        if self.ranks.rank == 0:
-            data = self.order.state(self.position.consumed_samples) | {"progress": self.position.state()}
-            write_json(self.attempt.data, data)
+        consumed, ranks = self.position.consumed_samples, self.ranks
+        if ranks.rank == 0:
+            write_json(self.attempt.data, self.order.state(consumed) | {"progress": self.position.state()})
         reading = None
         if self.order.lanes is not None:
-            consumed, ranks = self.position.consumed_samples, self.ranks
             replica, replicas = ranks.data_parallel_rank, ranks.data_parallel_size
             streams = None
             if self.config.data.num_workers:
@@ -199,12 +213,12 @@ class TrainingLoop:
         self.checkpointer.reading = reading
         return BatchReader(
             reading or self.order,
-            data_parallel_rank=self.ranks.data_parallel_rank,
-            data_parallel_size=self.ranks.data_parallel_size,
+            data_parallel_rank=ranks.data_parallel_rank,
+            data_parallel_size=ranks.data_parallel_size,
             micro_batch_size=self.config.training.micro_batch_size,
             batch_sizes=self.config.training.batch_sizes,
-            consumed_samples=self.position.consumed_samples,
-            vocabulary_size=self.vocabulary_size,
+            consumed_samples=consumed,
+            vocabulary_size=self.manifest.vocabulary_size,
         )
 
     def run(self) -> AttemptOutcome:
@@ -246,23 +260,19 @@ class TrainingLoop:
 
     def _step(self) -> bool:
         """Run one iteration; return False if it ended in a rollback."""
-        size, consumed = self.position.batch_size, self.position.consumed_samples
-        number = self.position.iteration + 1
+        number, size = self.position.iteration + 1, self.position.batch_size
+        consumed = self.position.consumed_samples
         self.hooks.before_step(StepStart(iteration=number, consumed_samples=consumed, global_batch_size=size))
-        tokens = size * self.config.training.seq_length
         self.pulse.enter("step", self.position.iteration)
         self.sections.enter("data")
         started = time.perf_counter()
         lr = self.optimizer.lr
         self.optimizer.zero_grad()
         rows = next(self.reader)
-        batches = [MicroBatch(tokens=one.tokens, lengths=one.lengths, loss_mask=one.loss_mask) for one in rows]
         read = time.perf_counter()
         self.stragglers.read(read - started)
         self.sections.enter("forward")
-        counts = [sum(one.padding for one in rows), sum(one.windows for one in rows)] if self._counts_padding else []
-        loss, counts = self.ranks.mean_loss_and(counts, self.model.run(batches, train=True))
-        auxiliary = self.model.auxiliary_losses.take(len(batches))
+        loss, counts, auxiliary = self._forward_backward(rows)
         computed = time.perf_counter()
         self.sections.enter("optimizer")
         grad_norm = self.optimizer.prepare()
@@ -275,16 +285,44 @@ class TrainingLoop:
             consumed_samples=consumed,
             global_batch_size=size,
         )
-        verdict = self._judge(gradients)
-        with self.sections.within("save"):
-            waited = self.saver.before_update()
-        self.optimizer.step(grad_norm if verdict.action is Action.UPDATE else None)
-        self.measures.of_weights(number)
-        distributed.wait_for_device(self.ranks)  # else the update's time would count for the next forward pass
+        verdict, waited = self._update(gradients)
         updated = time.perf_counter()
         self.sections.enter("report")
         self.position.advance(skipped=verdict.action is Action.SKIP)
-        seconds = time.perf_counter() - started - waited
+        self._report(
+            gradients,
+            verdict,
+            seconds=time.perf_counter() - started - waited,
+            data_seconds=read - started,
+            forward_backward_seconds=computed - read,
+            optimizer_seconds=updated - computed - waited,
+            auxiliary_losses=auxiliary or None,
+            **row_statistics(counts, tokens=size * self.config.training.seq_length, samples=size),
+        )
+        return self._act_on(verdict)
+
+    def _forward_backward(self, rows: Sequence[RowBatch]) -> tuple[float, list[int], dict[str, float]]:
+        """Return the mean loss, the counts of padding and windows, and the auxiliary losses of an iteration."""
+        batches = [MicroBatch(tokens=one.tokens, lengths=one.lengths, loss_mask=one.loss_mask) for one in rows]
+        counts = [sum(one.padding for one in rows), sum(one.windows for one in rows)] if self._counts_padding else []
+        loss, counts = self.ranks.mean_loss_and(counts, self.model.run(batches, train=True))
+        return loss, counts, self.model.auxiliary_losses.take(len(batches))
+
+    def _update(self, gradients: Gradients) -> tuple[UpdateVerdict, float]:
+        """Agree on the iteration and update the weights; return the verdict, and the seconds of a wait for a copy."""
+        verdict = self.hooks.before_update(gradients)
+        verdict = self.guard.limited(verdict.action, verdict.reason)  # verdicts of a user's hooks, too
+        with self.sections.within("save"):
+            waited = self.saver.before_update()
+        self.optimizer.step(gradients.grad_norm if verdict.action is Action.UPDATE else None)
+        self.measures.of_weights(gradients.iteration)
+        distributed.wait_for_device(self.ranks)  # else the update's time would count for the next forward pass
+        return verdict, waited
+
+    def _report(self, gradients: Gradients, verdict: UpdateVerdict, *, seconds: float, **fields: Any) -> None:
+        """Pass the measurements of the iteration to the hooks. `fields`: of `Step`."""
+        number, size = gradients.iteration, gradients.global_batch_size
+        tokens = size * self.config.training.seq_length
         if self.memory is not None:
             self.memory.stepped(seconds, samples=size)
         flops = self.model.flops_per_token() * tokens / seconds / self.ranks.world_size
@@ -292,18 +330,15 @@ class TrainingLoop:
         measured |= self.stragglers.take(number, save_seconds=self.checkpointer.take_own_seconds())
         self.hooks.after_step(
             Step(
-                iteration=self.position.iteration,
-                loss=loss,
-                grad_norm=grad_norm,
-                lr=lr,
+                iteration=number,
+                loss=gradients.loss,
+                grad_norm=gradients.grad_norm,
+                lr=gradients.lr,
                 consumed_samples=self.position.consumed_samples,
                 consumed_tokens=self.position.consumed_samples * self.config.training.seq_length,
                 global_batch_size=size,
                 tokens_per_second=tokens / seconds,
                 step_seconds=seconds,
-                data_seconds=read - started,
-                forward_backward_seconds=computed - read,
-                optimizer_seconds=updated - computed - waited,
                 save_seconds=self.saver.stall_seconds,
                 model_tflops_per_gpu=flops / 1e12,
                 mfu=None if self.peak is None else flops / self.peak,
@@ -313,16 +348,18 @@ class TrainingLoop:
                 time=time.time(),
                 skipped=verdict.reason,
                 hooks_seconds=self.hooks.take_seconds(),
-                auxiliary_losses=auxiliary or None,
-                **row_statistics(counts, tokens=tokens, samples=size),
+                **fields,
             )
         )
         self.saver.stall_seconds = 0.0
+
+    def _act_on(self, verdict: UpdateVerdict) -> bool:
+        """Reserve memory after an update, or stop or roll back; return False after a rollback."""
+        at = self.position.iteration
         if verdict.action is Action.UPDATE:
-            self.saver.reserve(self.position.iteration)
+            self.saver.reserve(at)
         if self.timings.estimates_evaluation:  # it may be due before anything else moves the deadline
             self.control.lead = self.timings.lead()
-        at = self.position.iteration
         if verdict.action is Action.STOP:
             self.saver.settle(at)
             raise FatalTrainingError(
@@ -332,14 +369,10 @@ class TrainingLoop:
         if verdict.action is Action.SKIP:
             self.metrics.say(f"iteration {at}: {verdict.reason}; its update is left out")
         if verdict.action is Action.REWIND:
-            self._rewind(verdict.reason or "")
+            self._roll_back(verdict.reason or "")
         return verdict.action is not Action.REWIND
 
-    def _judge(self, gradients: Gradients) -> UpdateVerdict:
-        verdict = self.hooks.before_update(gradients)
-        return self.guard.limited(verdict.action, verdict.reason)  # verdicts of a user's hooks, too
-
-    def _rewind(self, reason: str) -> None:
+    def _roll_back(self, reason: str) -> None:
         """Load the newest checkpoint; the samples up to the current position are skipped."""
         at = self.position.iteration
         self.saver.settle(at)
@@ -373,18 +406,17 @@ class TrainingLoop:
             self.ranks.on_first_rank(partial(restarts.record_rollback, self.attempt, rewind), RollbackFailed)
             self.saver.saved_iteration = taken.iteration
         self.hooks.at_rewind(rewind)
-        self.reader = self._set_out()
+        self.reader = self._open_reader()
 
     def _evaluate(self) -> None:
-        if self.evaluation.orders:
-            self.pulse.enter("evaluation", self.position.iteration)
-            started = time.perf_counter()
-            losses = self.evaluation.run(self.model)
-            seconds = time.perf_counter() - started
-            self.hooks.at_evaluation(
-                ValidationResult(iteration=self.position.iteration, losses=losses, seconds=seconds)
-            )
-            self.saver.move_deadline()
+        if not self.evaluation.orders:
+            return
+        self.pulse.enter("evaluation", self.position.iteration)
+        started = time.perf_counter()
+        losses = self.evaluation.run(self.model)
+        seconds = time.perf_counter() - started
+        self.hooks.at_evaluation(ValidationResult(iteration=self.position.iteration, losses=losses, seconds=seconds))
+        self.saver.move_deadline()
 
     def _leave(self, name: AttemptOutcomeName, reason: str) -> AttemptOutcome:
         at = self.position.iteration

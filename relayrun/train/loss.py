@@ -1,4 +1,4 @@
-"""The mean over tokens that is trained on, and the reported mean: `training.loss_mean`.
+"""The loss: its mean over tokens that is trained on, the reported mean (`training.loss_mean`), and a user's loss.
 
 Without a mask every micro-batch and every sample has equally many tokens, so all means agree. With a mask
 (`data.eod_mask_loss`) they differ; l is a token's loss, m is 1 if the token counts:
@@ -9,18 +9,23 @@ Without a mask every micro-batch and every sample has equally many tokens, so al
     token        sum(m l) / sum(m) over the global batch: Megatron's `--calculate-per-token-loss`, in which the
                  gradients are summed and divided once, by a count that all ranks add up
 
-For `micro_batch` and `token` the report is the mean over all tokens that count, as in Megatron-LM.
+For `micro_batch` and `token` the report is the mean over all tokens that count, as in Megatron-LM. `training.loss`
+names a function of the user that returns the loss of each token.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
 from relayrun.config.sections.training import LossMean
+from relayrun.errors import ConfigError
+from relayrun.train.user_code import import_user_code
 
 LossResult = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Return value for megatron-core's schedules: the loss to differentiate, the number of tokens to divide a sum by, and
@@ -74,3 +79,46 @@ def loss_function(
         return total, count.to(torch.int), report
 
     return by_sample if mask is None or mean == "sample" else by_token
+
+
+LOSS_ARGUMENTS = ("logits", "losses", "labels", "mask")
+
+
+class UserLoss:
+    """Calls a user's loss with the arguments that it names: `logits` or `losses`, `labels`, `mask`."""
+
+    def __init__(self, path: str) -> None:
+        """Import the function. Raises ConfigError if its arguments do not fit."""
+        self._path = path
+        self._function: Callable[..., torch.Tensor] = import_user_code(path)
+        if not callable(self._function):
+            raise ConfigError(f"{path} is no function")
+        self._names = tuple(inspect.signature(self._function).parameters)
+        if set(self._names) - set(LOSS_ARGUMENTS) or ("logits" in self._names) == ("losses" in self._names):
+            raise ConfigError(
+                f"{path} takes {', '.join(self._names) or 'nothing'}; a loss takes either logits or losses, and labels "
+                "and mask, by these names"
+            )
+
+    @property
+    def wants_logits(self) -> bool:
+        """True if the function takes logits instead of losses."""
+        return "logits" in self._names
+
+    def __call__(self, output: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Return the losses of the tokens, [batch, sequence].
+
+        `output`: of the model, logits [batch, sequence, vocabulary / tensor parallel size] or losses [batch, sequence].
+        """
+        if self.wants_logits:
+            output = gather_from_tensor_model_parallel_region(output)
+        known = {"logits": output, "losses": output, "labels": labels, "mask": mask}
+        found = self._function(**{name: known[name] for name in self._names})
+        if not isinstance(found, torch.Tensor) or found.shape != labels.shape:
+            what = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+            raise ConfigError(
+                f"{self._path} returned {what}; a loss returns one of each token, {list(labels.shape)}",
+                where="training.loss",
+                hint="leave the mean to training.loss_mean",
+            )
+        return found

@@ -38,7 +38,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from torch.distributed.checkpoint.api import CheckpointException
 
-from relayrun.config.compose.schema import CheckpointSection
+from relayrun.config.compose.schema import RunConfig
 from relayrun.config.sections.training import BatchSizes, IterationRange
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run, stream_positions_path
@@ -115,17 +115,14 @@ class Checkpointer:
         self,
         run: Run,
         attempt: int,
+        config: RunConfig,
         *,
         ranks: Ranks,
         model: ModelStage,
         optimizer: ScheduledOptimizer,
         order: MixtureSampler,
         hooks: Hooks,
-        settings: CheckpointSection,
-        fixed: dict[str, object],
-        groups: list[dict[str, Any]],
     ) -> None:
-        """`fixed`: settings by name that a resume must not change. `groups`: the entries of `optimizer.groups`."""
         self._run = run
         self._attempt = attempt
         self._ranks = ranks
@@ -136,13 +133,20 @@ class Checkpointer:
         self.reading: LaneReader | None = None
         """Reader of this rank's streams, set by the loop; None without streams."""
         self._hooks = hooks
-        self._settings = settings
-        self._fixed = fixed
-        self._groups = groups
-        self._common = {"layout": ranks.layout, "fixed": fixed, **({OPTIMIZER_GROUPS: groups} if groups else {})}
+        self._settings = config.checkpoint
+        self._fixed: dict[str, object] = {
+            "parallel.use_distributed_optimizer": config.parallel.use_distributed_optimizer,
+            "training.precision": config.training.resolved_precision,
+            "optimizer": config.optimizer.kind,
+        }
+        """Settings that a resume must not change."""
+        self._groups = [group.model_dump() for group in config.optimizer.groups]
+        self._common: dict[str, object] = {"layout": ranks.layout, "fixed": self._fixed}
+        if self._groups:
+            self._common[OPTIMIZER_GROUPS] = self._groups
         self._host = HostCopy(ranks.device)
         assert self._writers.messages is not None
-        self._strategy = InProcessStrategy(self._writers.messages, settings.writer_threads)
+        self._strategy = InProcessStrategy(self._writers.messages, self._settings.writer_threads)
         self._own_seconds: list[float] = []
         """Seconds of each copy and each write, see `take_own_seconds`."""
         self._division = FullyParallelSaveStrategyWrapper(

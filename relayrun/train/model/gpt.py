@@ -32,8 +32,8 @@ from relayrun.errors import ConfigError, FatalTrainingError
 from relayrun.tokens.order import sample_rows
 from relayrun.train import distributed, megatron_versions, user_code
 from relayrun.train.distributed import Ranks
-from relayrun.train.loss import LossResult, LossSum, loss_function
-from relayrun.train.model import experts, kernels, layers, user_parts
+from relayrun.train.loss import LossResult, LossSum, UserLoss, loss_function
+from relayrun.train.model import experts, kernels, layers
 from relayrun.train.model.experts import AuxiliaryLosses
 from relayrun.train.model.layers import ACTIVATION_FUNCTIONS
 from relayrun.train.model.packed_documents import PackedDocuments, RowwiseRotaryEmbedding, positions_for
@@ -198,7 +198,7 @@ class ModelStage:
         block = layers.block_spec(self._layers, transformer, stage)
         if config.model.spec is None:
             return block
-        found = user_parts.build_user_model(
+        found = layers.build_user_model(
             config.model.spec,
             transformer,
             vocab_size=self.padded_vocabulary_size,

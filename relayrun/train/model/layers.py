@@ -1,4 +1,4 @@
-"""Modules of the layers: TransformerEngine's, or local ones that need only torch; norms; activation functions.
+"""Modules of the layers: TransformerEngine's, local ones that need only torch, or a user's; norms; activations.
 
 The local layers are megatron-core's local layer spec with another core attention and another norm. Names and shapes in
 a checkpoint are equal with both.
@@ -6,6 +6,7 @@ a checkpoint are equal with both.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -26,11 +27,12 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from relayrun.config.compose.layout_rules import expert_layer_pattern
 from relayrun.config.compose.schema import RunConfig
-from relayrun.errors import FatalTrainingError
+from relayrun.errors import ConfigError, FatalTrainingError
 from relayrun.train import megatron_versions
 from relayrun.train.model.attention import CausalAttention, LatentAttention, patch_latent_attention
 from relayrun.train.model.experts import local_experts
 from relayrun.train.model.packed_documents import document_attention
+from relayrun.train.user_code import describe_error, import_user_code
 
 
 def squared_relu(values: torch.Tensor) -> torch.Tensor:
@@ -231,3 +233,35 @@ def _with_xielu(layer: ModuleSpec, transformer: TransformerConfig) -> ModuleSpec
     if transformer.activation_func is activation_inside_layer:
         layer.submodules.mlp = megatron_versions.with_feed_forward(layer.submodules.mlp, XieluMLP)
     return layer
+
+
+MODEL_METHODS = ("set_input_tensor", "sharded_state_dict")
+"""Methods that pipeline and checkpoint call on a model."""
+
+
+def build_user_model(
+    path: str, transformer: TransformerConfig, **known: Any
+) -> ModuleSpec | TransformerBlockSubmodules | torch.nn.Module:
+    """Call the function at `path` with the TransformerConfig and the values of `known` that it names; return its
+    result.
+
+    Raises ConfigError if the function cannot be imported, raises an error, or returns another type.
+    """
+    function = import_user_code(path)
+    try:
+        names = inspect.signature(function).parameters
+        found = function(transformer, **{name: value for name, value in known.items() if name in names})
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{path} failed: {describe_error(error)}", where="model.spec") from error
+    if not isinstance(found, (ModuleSpec, TransformerBlockSubmodules, torch.nn.Module)):
+        raise ConfigError(
+            f"{path} returned {type(found).__name__}, which is no ModuleSpec, TransformerBlockSubmodules or module",
+            where="model.spec",
+        )
+    if isinstance(found, torch.nn.Module) and (lacks := [name for name in MODEL_METHODS if not hasattr(found, name)]):
+        raise ConfigError(
+            f"{path} returned {type(found).__name__}, which has no {' and no '.join(lacks)}",
+            where="model.spec",
+            hint="return a model of megatron-core, such as GPTModel, or a class that inherits one",
+        )
+    return found

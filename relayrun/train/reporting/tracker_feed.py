@@ -1,18 +1,20 @@
 """Feeds a tracker of one attempt: `python -m relayrun.train.reporting.tracker_feed wandb --run-dir R --attempt N`.
 
-Rank 0 starts it as a process and neither waits for it nor reads from it: a service outage, an exception, a full disk or
-a kill here does not affect training. It reads the run directory, and sends first what earlier attempts could not send;
-a failure is logged in one line and tried again with growing pauses. Its standard input is a pipe of rank 0: a byte or
-its end means that rank 0 leaves.
+The hook `TrackerProcesses` of rank 0 starts it, and neither waits for it nor reads from it: a service outage, an
+exception, a full disk or a kill here does not affect training. It reads the run directory, and sends first what earlier
+attempts could not send; a failure is logged in one line and tried again with growing pauses. Its standard input is a
+pipe of rank 0: a byte or its end means that rank 0 leaves.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import select
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -20,11 +22,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from relayrun.config.compose import resolve
+from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.tracker_runs import TrackerRun, update_tracker_runs
 from relayrun.control.trainers.tools import wandb_mode
-from relayrun.errors import RunDirError, run_main
+from relayrun.errors import RelayrunError, RunDirError, run_main
+from relayrun.train.hooks import Hook
 from relayrun.train.reporting.trackers import PointReader, StreamRolledBack, TensorBoard, TrackerSink, WandB
 
 log = logging.getLogger(__name__)
@@ -34,6 +38,63 @@ LAST_SECONDS = 5
 """Seconds for the rest after rank 0 has left."""
 FIRST_PAUSE, LONGEST_PAUSE = 15.0, 600.0
 """Seconds between a failure and the next try, doubled each time."""
+
+
+LEAVE_SECONDS = 5.0
+"""Seconds that rank 0 waits for its feeds after the outcome is written; less than `rundir.time_limit.GRACE_MARGIN`. The
+next attempt's feed sends the rest."""
+
+
+class TrackerProcesses(Hook):
+    """Tracker feeds of one attempt."""
+
+    def __init__(self, run: Run, attempt: int, config: RunConfig, say: Callable[[str], None]) -> None:
+        self._run, self._attempt, self._config, self._say = run, attempt, config, say
+        self._feeds: list[subprocess.Popen[bytes]] = []
+
+    def at_start(self, iteration: int, consumed_samples: int) -> None:
+        run, config, say = self._run, self._config, self._say
+        mode = wandb_mode(os.environ)
+        names = (["wandb"] if mode else []) + (["tensorboard"] if config.tracking.tensorboard else [])
+        try:
+            stream = update_tracker_runs(run)[-1] if names else None
+            for name in names:
+                self._feeds.append(_start(name, run, self._attempt))
+        except (OSError, RelayrunError) as error:
+            say(f"warning: W&B and TensorBoard are off in this attempt: {error}")
+            return
+        if mode and stream is not None:
+            say(f"W&B is on ({mode}): project {config.project}, run {config.name}, id {stream.id}")
+        else:
+            say("W&B is off: neither WANDB_API_KEY nor WANDB_MODE=offline is in the environment")
+
+    def close(self) -> None:
+        """Let the feeds send the rest, within LEAVE_SECONDS for all of them together."""
+        end = time.monotonic() + LEAVE_SECONDS
+        for feed in self._feeds:
+            with contextlib.suppress(OSError):
+                assert feed.stdin is not None
+                feed.stdin.write(b"\n")
+                feed.stdin.close()
+        for feed in self._feeds:
+            try:
+                feed.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                feed.kill()
+                feed.wait()
+
+
+def _start(name: str, run: Run, attempt: int) -> subprocess.Popen[bytes]:
+    command = [
+        sys.executable,
+        "-m",
+        "relayrun.train.reporting.tracker_feed",
+        name,
+        f"--run-dir={run.path}",
+        f"--attempt={attempt}",
+        f"--parent={os.getpid()}",
+    ]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0)
 
 
 def feed_tracker(
