@@ -42,7 +42,6 @@ from relayrun.config.compose.schema import RunConfig
 from relayrun.config.sections.job_script import sbatch_script_options
 from relayrun.control.scheduler.slurm_commands import asks_for_gpus
 from relayrun.errors import FatalTrainingError, RelayrunError
-from relayrun.train.loss import LossSum
 from relayrun.train.messages import RankMessages
 
 
@@ -121,6 +120,16 @@ GROUP_TIMEOUT = timedelta(minutes=30)
 """Time that a rank waits for the others in one collective before it fails."""
 SAVE_TAG = 1
 """Message tag of the save threads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSum:
+    """Reported loss before the last division, which follows the sum over the data-parallel ranks."""
+
+    total: float
+    """Sum of losses in nats, over samples (each a mean over its tokens) or over tokens."""
+    count: float
+    """Number of summands, weights included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,7 +356,7 @@ def gpu_memory_fields(ranks: Ranks) -> dict[str, Any]:
 
 def seed_weights(ranks: Ranks, seed: int) -> None:
     """Seed every generator for the weights: equal over data-parallel replicas, different per pipeline stage."""
-    _seed(_mix(seed, 0, ranks.pipeline_rank))
+    _seed(seed, 0, ranks.pipeline_rank)
 
 
 def seed_dropout(ranks: Ranks, seed: int) -> None:
@@ -356,16 +365,13 @@ def seed_dropout(ranks: Ranks, seed: int) -> None:
     Tensor-parallel ranks share one generator for what they compute alike; megatron-core adds one per tensor rank for
     the rest.
     """
-    _seed(_mix(seed, 1 + ranks.data_parallel_rank, ranks.pipeline_rank))
+    _seed(seed, 1 + ranks.data_parallel_rank, ranks.pipeline_rank)
 
 
-def _seed(seed: int) -> None:
+def _seed(*numbers: int) -> None:
+    """Seed with 32 bits of several numbers; nearby inputs give unrelated seeds."""
+    seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-
-
-def _mix(*numbers: int) -> int:
-    """Return a 32-bit seed from several numbers; nearby inputs give unrelated seeds."""
-    return int(np.random.SeedSequence(numbers).generate_state(1)[0])

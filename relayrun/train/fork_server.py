@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -50,57 +51,48 @@ class TrainingForkServer(RankServer):
         """Fork a rank, or a measurement of this node."""
         server = os.getpid()
         pid = os.fork()
-        if pid == 0 and order["kind"] == "probe":
-            self._measure(order)
         if pid == 0:
-            self._be_rank(order, server)
+            _run_child(lambda: self._measure(order) if order["kind"] == "probe" else self._be_rank(order, server))
         return StartedProcess(pid, partial(_wait, pid))
 
-    def _be_rank(self, order: Message, server: int) -> NoReturn:
+    def _be_rank(self, order: Message, server: int) -> int:
         """Run the training program in the child, as if it had been started for this rank."""
-        code = 1
-        try:
-            die_with_parent(signal.SIGKILL)
-            if os.getppid() != server:
-                os._exit(1)
-            # the process name, for people
-            ctypes.CDLL(None).prctl(PR_SET_NAME, f"rank-{order['rank']}".encode(), 0, 0, 0)
-            for fd in self.descriptors():
-                os.close(fd)
-            gc.enable()
-            os.environ.update(order["environment"])
-            os.environ[AGENT_SOCKET_VARIABLE] = str(self.agent.fileno())  # its end means that no rank lives
-            if (folder := memory_folder()) is not None:
-                with contextlib.suppress(OSError):  # the program reports it
-                    ActivityPage(folder, order["rank"]).enter(SET_UP, 0, math.inf)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            flag = SignalFlag()
-            flag.install()
-            from relayrun.train import __main__ as program
+        if os.getppid() != server:
+            return 1
+        # the process name, for people
+        ctypes.CDLL(None).prctl(PR_SET_NAME, f"rank-{order['rank']}".encode(), 0, 0, 0)
+        for fd in self.descriptors():
+            os.close(fd)
+        gc.enable()
+        os.environ.update(order["environment"])
+        os.environ[AGENT_SOCKET_VARIABLE] = str(self.agent.fileno())  # its end means that no rank lives
+        if (folder := memory_folder()) is not None:
+            with contextlib.suppress(OSError):  # the program reports it
+                ActivityPage(folder, order["rank"]).enter(SET_UP, 0, math.inf)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        flag = SignalFlag()
+        flag.install()
+        from relayrun.train import __main__ as program
 
-            sys.argv = [program.__file__, *order["arguments"]]
-            code = program.main(flag)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+        sys.argv = [program.__file__, *order["arguments"]]
+        return program.main(flag)
 
-    def _measure(self, order: Message) -> NoReturn:
-        code = 1
-        try:
-            die_with_parent(signal.SIGKILL)
-            self.agent.send("probing")
-            where = {name: order[name] for name in ("place", "nodes", "address", "port")}
-            self.agent.send("probed", **node_benchmark.measure_node(**where, gpus=self._gpus))
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+    def _measure(self, order: Message) -> int:
+        node_benchmark.send_measurement(self.agent, order, gpus=self._gpus)
+        return 0
+
+
+def _run_child(work: Callable[[], int]) -> NoReturn:
+    code = 1
+    try:
+        die_with_parent(signal.SIGKILL)
+        code = work()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _wait(pid: int) -> int:

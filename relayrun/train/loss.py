@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from megatron.core import parallel_state
@@ -32,16 +31,6 @@ LossResult = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tenso
 the report."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LossSum:
-    """Reported loss before the last division, which follows the sum over the data-parallel ranks."""
-
-    total: float
-    """Sum of losses in nats, over samples (each a mean over its tokens) or over tokens."""
-    count: float
-    """Number of summands, weights included."""
-
-
 def loss_function(
     mean: LossMean, *, mask: torch.Tensor | None, weights: torch.Tensor | None, context_size: int = 1
 ) -> Callable[[torch.Tensor], LossResult]:
@@ -49,7 +38,8 @@ def loss_function(
     nats.
 
     `mask`: 1 if a token counts, [batch, sequence]; None: all count. `weights`: of the samples, in the report only,
-    [batch]; None: 1. The report is float64 [2]: total and count of a `LossSum`.
+    [batch]; None: 1. The report is float64 [2]: total and count of a
+    `distributed.LossSum`.
     """
 
     def over_context(values: torch.Tensor) -> torch.Tensor:

@@ -15,10 +15,13 @@ import argparse
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from relayrun.control.agent.messages import MessageSocket
 
 SIZE, SIZE_OF_GPUS = 768, 4096
 """Rows and columns of the matrices: some ten milliseconds on a processor, one on a GPU."""
@@ -175,8 +178,16 @@ def measure_node(*, place: int, nodes: int, address: str, port: int, gpus: int) 
     return found
 
 
+def send_measurement(agent: MessageSocket, order: Mapping[str, Any], *, gpus: int) -> None:
+    """Measure this node, and send the result to the agent. `order`: `place`, `nodes`, `address`, `port`."""
+    agent.send("probing")
+    agent.send(
+        "probed", **measure_node(**{name: order[name] for name in ("place", "nodes", "address", "port")}, gpus=gpus)
+    )
+
+
 def main() -> int:
-    """Measure this node, and send the result to the agent over the socket."""
+    """Measure this node for the agent at the other end of the socket."""
     from relayrun.control.agent.messages import MessageSocket
 
     parser = argparse.ArgumentParser(prog="relayrun.train.node_benchmark", description="Measures a node.")
@@ -184,10 +195,8 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--address", required=True)
     options = parser.parse_args()
-    where = {name: getattr(options, name) for name in ("place", "nodes", "address", "port", "gpus")}
     with closing(MessageSocket(socket.socket(fileno=options.socket))) as agent:
-        agent.send("probing")
-        agent.send("probed", **measure_node(**where))
+        send_measurement(agent, vars(options), gpus=options.gpus)
     return 0
 
 

@@ -129,15 +129,14 @@ class RequestPoller:
         signalled, asked, exit_now, save_now, busy = self._ranks.maximum(
             [received, bool(reasons), self._exit is not None, self._save is not None, saving]
         )
+        leave: AttemptOutcomeName | None = None
+        reason = ""
         if exit_now:
-            reason = f"exit trigger by {self._exit.user}" if self._exit is not None else ""
-            return AgreedRequests(leave="exit", save=bool(save_now), saving=bool(busy), reason=reason)
-        if signalled or asked:
-            words = [signal.Signals(signalled).name] if signalled else []
-            return AgreedRequests(
-                leave="saved", save=bool(save_now), saving=bool(busy), reason="; ".join(words + reasons)
-            )
-        return AgreedRequests(save=bool(save_now), saving=bool(busy))
+            leave, reason = "exit", f"exit trigger by {self._exit.user}" if self._exit is not None else ""
+        elif signalled or asked:
+            leave, words = "saved", [signal.Signals(signalled).name] if signalled else []
+            reason = "; ".join(words + reasons)
+        return AgreedRequests(leave=leave, save=bool(save_now), saving=bool(busy), reason=reason)
 
     def take(self) -> tuple[Trigger, ...]:
         """Return the triggers that the last `look` saw, on rank 0; later looks do not report them again.

@@ -18,8 +18,8 @@ LEVELS = 2
 class Timer:
     """Time between starts and stops under one name."""
 
-    def __init__(self, marks: DeviceTimestamps) -> None:
-        self._marks = marks
+    def __init__(self, marks: DeviceTimestamps, *, enabled: bool) -> None:
+        self._marks, self._enabled = marks, enabled
         self._begun: Timestamp | None = None
         self._pairs: list[tuple[Timestamp, Timestamp]] = []
         self.milliseconds = 0.0
@@ -27,7 +27,8 @@ class Timer:
 
     def start(self, barrier: bool = False) -> None:
         """Start; `barrier` has no effect."""
-        self._begun = self._marks.now()
+        if self._enabled:
+            self._begun = self._marks.now()
 
     def stop(self, barrier: bool = False) -> None:
         """Stop; without a start nothing happens."""
@@ -40,16 +41,6 @@ class Timer:
         for pair in self._pairs:
             self.milliseconds += self._marks.between(*pair)
         self._pairs.clear()
-
-
-class _Nothing(Timer):
-    """Timer of a name above the requested level; it measures nothing."""
-
-    def start(self, barrier: bool = False) -> None:
-        pass
-
-    def stop(self, barrier: bool = False) -> None:
-        pass
 
 
 Timestamp = float | torch.cuda.Event
@@ -95,7 +86,7 @@ class Timers:
         """Return the timer of this name; the first call sets its level, by default the most detailed."""
         if name not in self._timers:
             shown = (LEVELS if log_level is None else log_level) <= self.level
-            self._timers[name] = Timer(self._marks) if shown else _Nothing(self._marks)
+            self._timers[name] = Timer(self._marks, enabled=shown)
         return self._timers[name]
 
     def collect(self) -> None:

@@ -11,8 +11,7 @@ from relayrun.config.compose.schema import TrainingSection
 from relayrun.tokens.order.batches import check_row
 from relayrun.tokens.order.datasets import ValidationSet
 from relayrun.tokens.order.sample_rows import RowBatch
-from relayrun.train.distributed import Ranks
-from relayrun.train.loss import LossSum
+from relayrun.train.distributed import LossSum, Ranks
 from relayrun.train.model.gpt import MicroBatch, ModelStage
 
 

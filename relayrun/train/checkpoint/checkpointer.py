@@ -55,10 +55,10 @@ from relayrun.train.checkpoint.async_writer import (
     WrittenFiles,
     check_complete,
 )
-from relayrun.train.checkpoint.checksums import FileChecksum
+from relayrun.train.checkpoint.checksums import DamagedCheckpoint, FileChecksum
 from relayrun.train.checkpoint.megatron_strategy import InProcessStrategy, Shards
 from relayrun.train.checkpoint.parallel_load import BlockExchange
-from relayrun.train.checkpoint.reader import COMMON_FILE, CheckedReader, reported_damage, reported_refusal
+from relayrun.train.checkpoint.reader import COMMON_FILE, CheckedReader, RefusedCheckpoint, reported_error
 from relayrun.train.distributed import Ranks
 from relayrun.train.hook_list import Hooks
 from relayrun.train.model.gpt import ModelStage
@@ -219,7 +219,7 @@ class Checkpointer:
         iteration, consumed_samples = position.iteration, position.consumed_samples
         sharded, common = self._divided(self.state(position))
         shards = self._strategy.by_key(sharded)
-        plain = _serialised(common) if self._ranks.rank == 0 else b""
+        plain = torch_bytes(common) if self._ranks.rank == 0 else b""
         readable = {**common["data"], "progress": common["progress"]}
         stream = self._host.follow()
 
@@ -308,9 +308,9 @@ class Checkpointer:
         try:
             return self._load(path, sizes, root=root, foreign=foreign)
         except BaseException as error:  # torch's CheckpointException is not an Exception
-            if (damaged := reported_damage(error)) is not None:
+            if (damaged := reported_error(error, DamagedCheckpoint)) is not None:
                 raise damaged from None
-            if (refused := reported_refusal(error)) is not None:
+            if (refused := reported_error(error, RefusedCheckpoint)) is not None:
                 raise FatalTrainingError(refused.message, where=refused.where, hint=refused.hint) from error
             if (words := why_not_loadable(error)) is None:
                 raise
@@ -400,7 +400,7 @@ class Checkpointer:
 
     def _check_fixed(self, found: Mapping[str, object], path: Path) -> None:
         for name, value in self._fixed.items():
-            if (before := found.get(name, "adam")) != value:  # that of before other optimizers were there
+            if (before := found.get(name, "adam")) != value:  # checkpoints of Megatron-LM do not record the optimizer
                 raise FatalTrainingError(
                     f"{name} was {before} when this checkpoint was saved, and is {value}; "
                     "one kind of optimizer cannot read the state of the other",
@@ -477,7 +477,8 @@ def _tensors(shards: Shards) -> Iterator[ShardedTensor]:
     return (shard for parts in shards.values() for shard in parts if isinstance(shard, ShardedTensor))
 
 
-def _serialised(value: object) -> bytes:
+def torch_bytes(value: object) -> bytes:
+    """Return a value as a file of `torch.save`."""
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()

@@ -27,7 +27,7 @@ import xxhash
 
 from relayrun.errors import InputError
 from relayrun.files import file_sizes, write_atomic
-from relayrun.tokens.stores.direct_io import file_checksum, open_file_checksum
+from relayrun.tokens.stores.direct_io import open_file_checksum
 
 CHECKSUM_INDEX = "checksums.json"
 INDEX_FORMAT = 1
@@ -127,11 +127,6 @@ def checksum_of_bytes(data: bytes) -> FileChecksum:
     return FileChecksum(bytes=len(data), xxh3_128=xxhash.xxh3_128_hexdigest(data))
 
 
-def checksum_of_file(path: Path) -> FileChecksum:
-    """Return size and hash of a file, read in pieces. Raises OSError."""
-    return FileChecksum(bytes=path.stat().st_size, xxh3_128=file_checksum(path))
-
-
 def write_block_checksums(
     folder: Path, rank: int, iteration: int, blocks: Iterable[ChecksumBlock], sizes: Mapping[str, int]
 ) -> dict[str, FileChecksum]:
@@ -160,7 +155,7 @@ def write_checksum_index(folder: Path, iteration: int, files: Mapping[str, FileC
         if not path.is_file() or name == CHECKSUM_INDEX:
             continue
         if name not in known:
-            known[name] = checksum_of_file(path)
+            known[name] = checksum_in_checkpoint(LocalCheckpointFiles(folder), name)
         elif (size := path.stat().st_size) != known[name].bytes:
             raise OSError(f"{path} has {size} bytes, not the {known[name].bytes} that were written")
     parts = {name: {k: v for k, v in asdict(known[name]).items() if v is not None} for name in sorted(known)}

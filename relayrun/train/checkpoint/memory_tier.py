@@ -42,7 +42,7 @@ from relayrun.control.rundir.attempt import Attempt
 from relayrun.errors import InputError
 from relayrun.files import append_line, read_lines_backwards
 from relayrun.tokens.order.batches import TrainingProgress
-from relayrun.train.checkpoint.checkpointer import Checkpointer
+from relayrun.train.checkpoint.checkpointer import Checkpointer, torch_bytes
 from relayrun.train.checkpoint.memory_replication import (
     MemoryCopy,
     NeighbourReplica,
@@ -318,13 +318,13 @@ class MemoryTier:
     def _write(self, iteration: int, state: ShardedStateDict) -> MemoryCopy:
         sharded, common = save_preprocess(state, validate_access_integrity=False)
         parts = list(nested_values(sharded))
-        plain = _packed(common)
+        plain = torch_bytes(common)
         pieces: list[torch.Tensor | bytes] = [plain]
         for part in parts:
             if isinstance(part, ShardedTensor):
                 pieces.append(part.data.detach())
             else:
-                packed = _packed(part.data)
+                packed = torch_bytes(part.data)
                 pieces.append(np.int64(len(packed)).tobytes() + packed)
         size = sum(piece.nbytes if isinstance(piece, torch.Tensor) else len(piece) for piece in pieces)
         slot = min(self._slots, key=lambda slot: (slot.header() or {"iteration": -1})["iteration"])
@@ -383,9 +383,3 @@ def _layout(sharded: ShardedStateDict) -> str:
         for part in nested_values(sharded)
     ]
     return xxhash.xxh3_128_hexdigest(json.dumps(words).encode())
-
-
-def _packed(value: object) -> bytes:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()

@@ -202,6 +202,7 @@ def file_ends(metadata: Metadata) -> dict[str, int]:
 
 
 T = TypeVar("T")
+E = TypeVar("E", bound=Exception)
 
 COMMON_FILE = "common.pt"
 FORMAT_FILE = "metadata.json"
@@ -339,14 +340,9 @@ def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
 
 
-def reported_damage(error: BaseException) -> DamagedCheckpoint | None:
-    """Return the DamagedCheckpoint that a rank raised; None if no rank did."""
-    return next((cause for cause in _causes(error) if isinstance(cause, DamagedCheckpoint)), None)
-
-
-def reported_refusal(error: BaseException) -> RefusedCheckpoint | None:
-    """Return the RefusedCheckpoint that a rank raised; None if no rank did."""
-    return next((cause for cause in _causes(error) if isinstance(cause, RefusedCheckpoint)), None)
+def reported_error(error: BaseException, kind: type[E]) -> E | None:
+    """Return the error of this kind that a rank raised; None if no rank did."""
+    return next((cause for cause in _causes(error) if isinstance(cause, kind)), None)
 
 
 def _causes(error: BaseException) -> list[BaseException]:

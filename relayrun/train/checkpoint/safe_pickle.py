@@ -136,12 +136,7 @@ def _member(owner: Any, name: Any) -> Any:
     """Stand for getattr(class, name), which Python 3.11 writes for a member of an enumeration."""
     if not (isinstance(owner, type) and issubclass(owner, InertValue) and isinstance(name, str)):
         raise pickle.UnpicklingError("it asks for an attribute of something that is no class of its own")
-    return _inert(*_parts(f"{owner.origin}.{name}"))()
-
-
-def _parts(origin: str) -> tuple[str, str]:
-    module, _, name = origin.rpartition(".")
-    return module, name
+    return _inert(*f"{owner.origin}.{name}".rsplit(".", 1))()
 
 
 _SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1}

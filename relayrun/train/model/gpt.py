@@ -31,8 +31,8 @@ from relayrun.config.sections.model import LLAMA_DEFAULTS, LatentAttentionFields
 from relayrun.errors import ConfigError, FatalTrainingError
 from relayrun.tokens.order import sample_rows
 from relayrun.train import distributed, megatron_versions, user_code
-from relayrun.train.distributed import Ranks
-from relayrun.train.loss import LossResult, LossSum, UserLoss, loss_function
+from relayrun.train.distributed import LossSum, Ranks
+from relayrun.train.loss import LossResult, UserLoss, loss_function
 from relayrun.train.model import experts, kernels, layers
 from relayrun.train.model.experts import AuxiliaryLosses
 from relayrun.train.model.layers import ACTIVATION_FUNCTIONS

@@ -15,7 +15,6 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -69,47 +68,29 @@ def _fp8_refused(settings: TransformerSection, why: str) -> FatalTrainingError:
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FusedKernel:
-    """State of a fused kernel in this attempt."""
-
-    setting: str
-    used: bool
-    why_not: str | None
-    """Reason why it cannot be used; None if it can."""
-
-
 def choose_fused_kernels(config: RunConfig, device: torch.device) -> dict[str, bool]:
     """Return the fields of a TransformerConfig that turn the kernels on or off.
 
     On GPUs rank 0 logs them. Raises FatalTrainingError if a kernel is set and cannot be used.
     """
-    found = [
-        _fused_kernel("apply_rope_fusion", config.training.apply_rope_fusion, _why_no_rope(config, device)),
-        _fused_kernel(
-            "gradient_accumulation_fusion",
-            config.training.gradient_accumulation_fusion,
-            _why_no_gradient_accumulation(device),
-        ),
-    ]
+    why_not = {
+        "apply_rope_fusion": _why_no_rope(config, device),
+        "gradient_accumulation_fusion": _why_no_gradient_accumulation(device),
+    }
+    used = {name: _is_used(name, getattr(config.training, name), reason) for name, reason in why_not.items()}
     if device.type == "cuda" and torch.distributed.get_rank() == 0:
-        log.info("kernels that join several steps: %s", "; ".join(map(_kernel_text, found)))
-    return {fusion.setting: fusion.used for fusion in found}
+        states = [f"{name} on" if used[name] else f"{name} off ({why_not[name] or 'as it is set'})" for name in used]
+        log.info("kernels that join several steps: %s", "; ".join(states))
+    return used
 
 
-def _fused_kernel(setting: str, wanted: bool | None, why_not: str | None) -> FusedKernel:
+def _is_used(setting: str, wanted: bool | None, why_not: str | None) -> bool:
     if wanted and why_not is not None:
         raise FatalTrainingError(
             f"training.{setting} is set and cannot be had: {why_not}",
             hint=f"leave out training.{setting}: then it is used where it can be",
         )
-    return FusedKernel(setting=setting, used=why_not is None if wanted is None else wanted, why_not=why_not)
-
-
-def _kernel_text(fusion: FusedKernel) -> str:
-    if fusion.used:
-        return f"{fusion.setting} on"
-    return f"{fusion.setting} off ({fusion.why_not or 'as it is set'})"
+    return why_not is None if wanted is None else wanted
 
 
 def _why_no_rope(config: RunConfig, device: torch.device) -> str | None:

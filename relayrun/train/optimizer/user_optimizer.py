@@ -47,8 +47,6 @@ def fit_plain_state(found: PlainState, wanted: PlainState) -> PlainState:
 
     It is `found` itself if both have the same optimizers with equally many groups each.
     """
-    if any("groups" in part for part in _state_parts(found)):
-        return _fit_user_optimizers(found, wanted)
     _, own = extract_sharded_base(extract_nonpersistent(wanted)[1])
     if [len(_param_groups(part)) for part in _state_parts(found)] == [
         len(_param_groups(part)) for part in _state_parts(own)
@@ -62,16 +60,6 @@ def fit_plain_state(found: PlainState, wanted: PlainState) -> PlainState:
         elif step is not None:
             part.get("optimizer", part).setdefault("state", {})["common_step"] = step
     return own  # type: ignore[no-any-return]
-
-
-def _fit_user_optimizers(found: PlainState, wanted: PlainState) -> PlainState:
-    """`fit_plain_state` for `replace_adam`, such as Muon: if the numbers of optimizers differ, all take the first
-    group."""
-    parts, numbers = list(_state_parts(found)), [key for key in wanted if isinstance(key, int)]
-    if len(parts) == max(1, len(numbers)):
-        return found
-    groups = [group for part in parts for group in part.get("groups", [])]
-    return {number: {"groups": groups} for number in numbers} if numbers else {"groups": groups}
 
 
 def _state_parts(state: PlainState) -> Iterator[PlainState]:
