@@ -24,7 +24,7 @@ PARTS: dict[str, list[tuple[type, str]]] = {
         (SectionReporter, "touch"),
     ],
     "memory": [(MemoryTier, "due")],
-    "stragglers": [(Stragglers, name) for name in ("read", "_begin", "_end", "take")],
+    "stragglers": [(Stragglers, name) for name in ("record_read", "_begin", "_end", "take")],
 }
 
 

@@ -116,7 +116,7 @@ def main(flag: SignalFlag) -> int:
     rank, node = int(os.environ["RANK"]), node_name(os.environ)
     dump_stacks_on_request(run.stacks(attempt.number) / f"rank-{rank:04}.txt")
     base = 0
-    pulse: HeartbeatWriter | None = None
+    heartbeat: HeartbeatWriter | None = None
     try:
         begin = attempt.read_begin()
         if begin is None:
@@ -127,7 +127,7 @@ def main(flag: SignalFlag) -> int:
         if rank == 0:
             read_plan_format(run)  # refuses a directory that a newer version wrote
         timings = Timings(begin)
-        pulse = HeartbeatWriter(
+        heartbeat = HeartbeatWriter(
             attempt.heartbeats,
             node=node,
             active=is_first_of_node(),
@@ -135,7 +135,7 @@ def main(flag: SignalFlag) -> int:
             timings=timings,
             rare=liveness.memory_folder() is not None,
         )
-        pulse.beat()
+        heartbeat.beat()
         if is_first_of_node() and not liveness.has_agent():
             check_node_at_start(run, attempt, node)
         quiet_libraries()
@@ -151,13 +151,13 @@ def main(flag: SignalFlag) -> int:
         from relayrun.train.loop import train_attempt
 
         debugging.write_surroundings(run, begin, config, rank=rank, node=node, first_of_node=is_first_of_node())
-        train_attempt(run, begin, config, flag, timings, pulse, process_began=began)
+        train_attempt(run, begin, config, flag, timings, heartbeat, process_began=began)
     except BaseException as error:
         if isinstance(error, RelayrunError):
             print(f"error: {error}", file=sys.stderr)
         else:
             traceback.print_exc()
-        fatal = fails_on_every_attempt(error, before_first_step=pulse is None or pulse.phase == "start")
+        fatal = fails_on_every_attempt(error, before_first_step=heartbeat is None or heartbeat.phase == "start")
         record_failure(attempt, rank, node, error, repeats=fatal)
         if fatal and rank == 0:
             reason = str(error) if isinstance(error, RelayrunError) else f"{type(error).__name__}: {error}"

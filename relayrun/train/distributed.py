@@ -1,20 +1,8 @@
 """Ranks of one attempt: process groups, agreement between ranks, random generators, determinism, file limits.
 
-With `training.deterministic` the same layout and the same versions give the same bits. On a GPU it changes:
-
-| part | without | with |
-|---|---|---|
-| matrix products | cuBLAS may choose another algorithm | workspaces of a fixed size, as torch requires |
-| sums over ranks | rings, trees or switches, as NCCL chooses | rings, whose order is fixed |
-| torch's SDPA | cuDNN's kernel on Hopper; gradients added with atomics | flash and memory-efficient kernels, in order |
-| TransformerEngine's attention | any of its kernels | kernels with a deterministic backward pass |
-| embeddings | gradients added with atomics | `weight[ids]`, whose gradients torch sorts first |
-| kernels of torch.compile | reductions split as measured | reductions split in one way |
-| operations without a deterministic kernel in torch | run | raise RuntimeError, which names them |
-
-torch's flag covers torch's kernels, megatron-core's `deterministic_mode` the embeddings, and environment variables
-(`relayrun.config.compose.determinism`) the rest. Megatron-LM also refuses fused cross entropy and the overlap of
-tensor-parallel communication. CPUs are deterministic anyway; there only the embeddings change.
+docs/exactness.md lists the effects of `training.deterministic`: torch's flag covers torch's kernels, megatron-core's
+`deterministic_mode` the embeddings (`weight[ids]`, whose gradients torch sorts first), and environment variables
+(`relayrun.config.compose.determinism`) the rest. CPUs are deterministic anyway; there only the embeddings change.
 
 Generators: torch's (dropout on a CPU), CUDA's (dropout on a GPU), megatron-core's named states, which replace them
 around dropout in model-parallel regions, and Python's and numpy's, which a user's data or a library may use.

@@ -96,7 +96,6 @@ def _run_child(work: Callable[[], int]) -> NoReturn:
 
 
 def _wait(pid: int) -> int:
-    """Wait for a forked process; return its exit code, negative for a signal."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 

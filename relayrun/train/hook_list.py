@@ -164,7 +164,6 @@ class Hooks(Hook):
             call(*facts)
 
     def _guarded(self, path: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a user's method so that its errors name it."""
         name = method.__name__
         where = f"hook {path}, {name}"
 
@@ -191,7 +190,6 @@ def _overrides(hook: Hook, method: str) -> bool:
 
 
 def _checked(method: str, path: str, value: Any) -> Any:
-    """Return the value of a user's method. Raises TypeError if it has the wrong type."""
     if method == "state_dict":
         if not isinstance(value, dict):
             raise TypeError(f"returned {type(value).__name__} instead of a dict")

@@ -1,46 +1,20 @@
 """Hooks observe training from outside the loop: relayrun's own, injected faults of a drill, and a user's.
 
-A hook inherits `Hook` and overrides the methods that it needs; the others are never called and cost nothing.
+A hook overrides the methods of `Hook` that it needs, whose docstrings say when they are called; the others cost
+nothing. relayrun's hooks come first (timings, guard, metrics, progress.txt, profiler, trackers), then `training.hooks`
+in the order of that list. All ranks call the same methods in the same order, in the main thread, and may use
+collectives there; exceptions are noted. A hook that writes model or optimizer, or draws from the global random
+generators, changes the run, and a resume repeats that only if the hook does the same again.
 
-| method | when | ranks |
-|---|---|---|
-| `setup` | the model is built; nothing is loaded | all |
-| `load_state_dict` | a checkpoint has been loaded: at a resume and in a rollback | all |
-| `at_start` | once, before the first step of the attempt | all |
-| `before_step` | before the batch of an iteration is read | all |
-| `before_update` | the gradients are reduced, not clipped; the weights are not updated | all |
-| `after_step` | after the update of an iteration, or after it was skipped | all |
-| `at_rewind` | a rollback has loaded its checkpoint | all |
-| `state_dict` | a save begins | all; rank 0's state is kept |
-| `before_publish` | all bytes of a checkpoint are written, and it does not count yet | 0, in the save thread |
-| `after_save` | a checkpoint is durable | all |
-| `after_failed_save` | a save failed; training continues | all |
-| `at_evaluation` | the losses of an evaluation are known | all |
-| `at_end` | the attempt leaves with its state durable; its outcome is not written yet | all |
-| `close` | last: the outcome is written, the process groups are destroyed | all |
+An exception of a user's hook fails the attempt, with a message that names import path, method and error; the next
+attempt may succeed, and the chain ends after `chain.max_failed_attempts` without progress. On one rank alone it ends
+that rank, and the others are then ended. FatalTrainingError on rank 0, or on all ranks, ends the chain with its reason;
+a single rank stops the chain by a verdict of `before_update`. A hook that cannot be imported, does not inherit `Hook`,
+or rejects its options ends the chain on every rank: no other attempt would do better.
 
-Order: relayrun's hooks come first (timings, guard, metrics, progress.txt, profiler, trackers), then `training.hooks` in
-the order of that list.
-
-Ranks: all ranks call the same methods at the same points in the same order, in the main thread. A hook may use
-collectives on all ranks, except in `before_publish` and `close`. Work for one rank stands behind `if context.ranks.rank
-== 0`.
-
-Side effects: a hook that writes model or optimizer, or draws from the global random generators, changes the run. A
-resume repeats that only if the hook does the same again. `before_update` decides about an iteration.
-
-Errors: an exception of a user's hook fails the attempt, with a message that names its import path, the method and the
-error; the next attempt may succeed, and the chain ends after `chain.max_failed_attempts` without progress. On one rank
-alone it ends that rank, and the others are then ended. In `before_publish` it fails that save. FatalTrainingError on
-rank 0, or on all ranks, ends the chain with its reason; a single rank stops the chain by a verdict of `before_update`.
-A hook that cannot be imported, does not inherit `Hook`, or rejects its options ends the chain on every rank: no other
-attempt would do better.
-
-Time: time of hooks between steps is `hooks_seconds` in the metrics and counts for the grace period. A hook that takes
-longer than `chain.hang_timeout` is a hang.
-
-The heartbeat is not a hook: it records what the loop does next, so it identifies a hook that hangs. Standard library
-only, because timings are measured before torch is imported.
+Time between steps is `hooks_seconds` in the metrics and counts for the grace period; a hook that takes longer than
+`chain.hang_timeout` is a hang. The heartbeat is not a hook, so it identifies a hook that hangs. Standard library only,
+because timings are measured before torch is imported.
 """
 
 from __future__ import annotations
@@ -222,7 +196,7 @@ class Hook:
         """Called when model and optimizer are built, before a checkpoint is loaded. Keep `context` for later."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a checkpoint keeps of this hook.
+        """Return the state that a checkpoint keeps of this hook; called when a save begins.
 
         Plain values (None, bool, int, float, str, lists, tuples and dicts of them) and torch tensors; {} keeps nothing.
         The state is written during the call, so it may change while the save continues. Rank 0's state is kept for all
@@ -231,7 +205,7 @@ class Hook:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of the loaded checkpoint; called on every rank.
+        """Restore the state of the loaded checkpoint; called on every rank, at a resume and in a rollback.
 
         If the checkpoint has no state of this hook, `state` is what `state_dict` returned after `setup`. Not called if
         a run starts from the weights of another run (`checkpoint.finetune`).
@@ -244,7 +218,7 @@ class Hook:
         """Called before the batch of an iteration is read."""
 
     def before_update(self, gradients: Gradients) -> UpdateVerdict | None:
-        """Return a verdict on this iteration; None does not object.
+        """Return a verdict on this iteration, whose gradients are reduced, not clipped; None does not object.
 
         The most severe verdict of all hooks and ranks applies, within `training.max_skips` and `max_rewinds`. Gradients
         are in `main_grad` of the parameters, or, with the distributed optimizer, this rank's part of them.
@@ -258,7 +232,8 @@ class Hook:
         """Called after a rollback to the checkpoint of `rewind.base_iteration`; samples after it are skipped."""
 
     def before_publish(self, iteration: int, folder: Path) -> None:
-        """Called with the `folder` of a complete checkpoint, which counts after this call unless the call raises."""
+        """Called on rank 0, in the save thread, when all bytes of a checkpoint are in `folder`; it counts after this
+        call, and an exception fails the save. No collectives."""
 
     def after_save(self, commit: CheckpointCommit) -> None:
         """Called when a checkpoint is durable: `commit.path`, of iteration `commit.iteration`. With
@@ -271,10 +246,12 @@ class Hook:
         """Called after an evaluation."""
 
     def at_end(self, outcome: AttemptOutcome) -> None:
-        """Called when the attempt leaves with its state durable; not called after a failure."""
+        """Called when the attempt leaves with its state durable, before its outcome is written; not called after a
+        failure."""
 
     def close(self) -> None:
-        """Called after the outcome of the attempt is written; not called after a failure."""
+        """Called last, after the outcome is written and the process groups are destroyed; not called after a failure.
+        No collectives."""
 
 
 class HookFailed(RelayrunError):

@@ -74,11 +74,11 @@ class TrainingLoop:
         ranks: Ranks,
         flag: SignalFlag,
         timings: Timings,
-        pulse: HeartbeatWriter,
+        heartbeat: HeartbeatWriter,
     ) -> None:
         self.run_dir, self.attempt = run, run.attempt(begin.attempt)
-        self.config, self.ranks, self.timings, self.pulse = config, ranks, timings, pulse
-        self.sections = pulse.sections = SectionReporter(
+        self.config, self.ranks, self.timings, self.heartbeat = config, ranks, timings, heartbeat
+        self.sections = heartbeat.sections = SectionReporter(
             liveness.memory_folder(), ranks.rank, timings=timings, hang_timeout=config.chain.hang_timeout
         )
         self.manifest = Manifest.read(run.manifest)
@@ -102,10 +102,9 @@ class TrainingLoop:
         self._say_start(begin.attempt)
         self.reader = self._open_reader()
         if self.memory is not None:
-            self.memory.begin(self.position.iteration)
+            self.memory.start(self.position.iteration)
 
     def _open_data(self) -> None:
-        """Check the data, and open the training order and the validation sets."""
         config, ranks, manifest = self.config, self.ranks, self.manifest
         ranks.on_first_rank(partial(check_data, manifest, mixture_datasets(config), config.data), InputError)
         opening = ranks.on_first_rank(lambda: secrets.token_hex(8), InputError)
@@ -121,7 +120,6 @@ class TrainingLoop:
         self._counts_padding = bool(config.data.cut_by_document or config.data.streams)
 
     def _build_model(self) -> None:
-        """Build model and optimizer from the seed, and the measurements of both."""
         config, ranks, manifest = self.config, self.ranks, self.manifest
         self.model = ModelStage(
             config,
@@ -129,11 +127,11 @@ class TrainingLoop:
             manifest.vocabulary_size,
             eod=manifest.eod,
             counted=loss_token_ids(config.data, manifest),
-            progress=self.pulse.beat,
+            progress=self.heartbeat.beat,
         )
         self.optimizer = ScheduledOptimizer(config, self.model)
         self.measures = IntervalMetrics(config, self.model, self.optimizer, ranks)
-        self.stragglers = Stragglers(self.model, self.optimizer, ranks, node=self.pulse.node, say=self.metrics.say)
+        self.stragglers = Stragglers(self.model, self.optimizer, ranks, node=self.heartbeat.node, say=self.metrics.say)
         self.peak = peak_flops(ranks.device_name) if config.training.resolved_precision == "bf16" else None
 
     def _make_hooks(self, begin: AttemptStart) -> None:
@@ -152,7 +150,6 @@ class TrainingLoop:
         )
 
     def _restore(self, base: ResumePoint) -> None:
-        """Restore the state from memory or disk, and start to count saves from it."""
         folder = liveness.memory_folder()
         self.memory: MemoryTier | None = None
         if folder is not None and self.config.checkpoint.memory_interval:
@@ -169,7 +166,7 @@ class TrainingLoop:
             memory=self.memory,
             say=self.metrics.say,
         )
-        restored = self.restore.first(base)
+        restored = self.restore.restore(base)
         self.position, self.source = restored.position, restored.source
         self.saver = Saver(
             self.checkpointer,
@@ -177,7 +174,7 @@ class TrainingLoop:
             hooks=self.hooks,
             say=self.metrics.say,
             timings=self.timings,
-            pulse=self.pulse,
+            heartbeat=self.heartbeat,
             asynchronous=self.config.checkpoint.async_save,
             saved_iteration=restored.durable,
         )
@@ -235,7 +232,7 @@ class TrainingLoop:
         while True:
             at = self.position.iteration
             self.sections.enter("triggers", at)
-            agreed = self.saver.look()
+            agreed = self.saver.poll_requests()
             if at >= end:
                 stopped = ", where training.stop_after ends the run" if end < steps else ""
                 return self._leave("done", f"iteration {at} of {steps} reached{stopped}")
@@ -244,9 +241,9 @@ class TrainingLoop:
             if agreed.leave is not None:
                 return self._leave(agreed.leave, agreed.reason)
             if agreed.save and at:  # at iteration 0 the request waits
-                self.saver.asked(self.position)
+                self.saver.save_on_request(self.position)
             if at % self.config.checkpoint.interval == 0:
-                self.saver.due(self.position)
+                self.saver.save_at_interval(self.position)
             if self.memory is not None and self.memory.due(at):
                 self.sections.enter("save")
                 usual = self.timings.step_median or 0.0
@@ -263,20 +260,20 @@ class TrainingLoop:
         number, size = self.position.iteration + 1, self.position.batch_size
         consumed = self.position.consumed_samples
         self.hooks.before_step(StepStart(iteration=number, consumed_samples=consumed, global_batch_size=size))
-        self.pulse.enter("step", self.position.iteration)
+        self.heartbeat.enter("step", self.position.iteration)
         self.sections.enter("data")
         started = time.perf_counter()
         lr = self.optimizer.lr
         self.optimizer.zero_grad()
         rows = next(self.reader)
         read = time.perf_counter()
-        self.stragglers.read(read - started)
+        self.stragglers.record_read(read - started)
         self.sections.enter("forward")
         loss, counts, auxiliary = self._forward_backward(rows)
         computed = time.perf_counter()
         self.sections.enter("optimizer")
         grad_norm = self.optimizer.prepare()
-        self.measures.of_gradients(number)
+        self.measures.measure_gradients(number)
         gradients = Gradients(
             iteration=number,
             loss=loss,
@@ -311,11 +308,11 @@ class TrainingLoop:
     def _update(self, gradients: Gradients) -> tuple[UpdateVerdict, float]:
         """Agree on the iteration and update the weights; return the verdict, and the seconds of a wait for a copy."""
         verdict = self.hooks.before_update(gradients)
-        verdict = self.guard.limited(verdict.action, verdict.reason)  # verdicts of a user's hooks, too
+        verdict = self.guard.within_limits(verdict.action, verdict.reason)  # verdicts of a user's hooks, too
         with self.sections.within("save"):
-            waited = self.saver.before_update()
+            waited = self.saver.wait_for_copy()
         self.optimizer.step(gradients.grad_norm if verdict.action is Action.UPDATE else None)
-        self.measures.of_weights(gradients.iteration)
+        self.measures.measure_weights(gradients.iteration)
         distributed.wait_for_device(self.ranks)  # else the update's time would count for the next forward pass
         return verdict, waited
 
@@ -324,7 +321,7 @@ class TrainingLoop:
         number, size = gradients.iteration, gradients.global_batch_size
         tokens = size * self.config.training.seq_length
         if self.memory is not None:
-            self.memory.stepped(seconds, samples=size)
+            self.memory.record_step(seconds, samples=size)
         flops = self.model.flops_per_token() * tokens / seconds / self.ranks.world_size
         measured = self.measures.take(number)
         measured |= self.stragglers.take(number, save_seconds=self.checkpointer.take_own_seconds())
@@ -359,9 +356,9 @@ class TrainingLoop:
         if verdict.action is Action.UPDATE:
             self.saver.reserve(at)
         if self.timings.estimates_evaluation:  # it may be due before anything else moves the deadline
-            self.control.lead = self.timings.lead()
+            self.control.grace_period = self.timings.grace_period()
         if verdict.action is Action.STOP:
-            self.saver.settle(at)
+            self.saver.wait_for_save(at)
             raise FatalTrainingError(
                 f"iteration {at}: {verdict.reason}; nothing was saved since iteration {self.saver.saved_iteration}",
                 hint="lower the learning rate, or look at the data of this iteration; to pass over it: training.on_nan",
@@ -375,15 +372,15 @@ class TrainingLoop:
     def _roll_back(self, reason: str) -> None:
         """Load the newest checkpoint; the samples up to the current position are skipped."""
         at = self.position.iteration
-        self.saver.settle(at)
+        self.saver.wait_for_save(at)
         base = self.saver.saved_iteration
         if not base:
             raise FatalTrainingError(f"iteration {at}: {reason}; there is no checkpoint to go back to")
         self.metrics.say(f"iteration {at}: {reason}; back to iteration {base}")
         if self.memory is not None:
-            self.memory.void()
+            self.memory.discard()
             self.ranks.maximum([0])  # all ranks discard their copies before the rollback is recorded
-        self.pulse.enter("start", base)
+        self.heartbeat.enter("start", base)
         rewind = Rollback(
             iteration=at,
             reason=reason,
@@ -393,7 +390,7 @@ class TrainingLoop:
         )
         path = self.ranks.on_first_rank(partial(record_rollback, self.run_dir, self.attempt, rewind), RollbackFailed)
         self.reader.close()
-        self.position, taken = self.restore.newest_whole(ResumePoint(iteration=base, path=path))
+        self.position, taken = self.restore.load_newest_intact(ResumePoint(iteration=base, path=path))
         if taken.iteration != base:  # the samples that led to trouble come again, and are skipped then
             self.metrics.at_rewind(rewind)
             rewind = replace(
@@ -411,18 +408,18 @@ class TrainingLoop:
     def _evaluate(self) -> None:
         if not self.evaluation.orders:
             return
-        self.pulse.enter("evaluation", self.position.iteration)
+        self.heartbeat.enter("evaluation", self.position.iteration)
         started = time.perf_counter()
         losses = self.evaluation.run(self.model)
         seconds = time.perf_counter() - started
         self.hooks.at_evaluation(ValidationResult(iteration=self.position.iteration, losses=losses, seconds=seconds))
-        self.saver.move_deadline()
+        self.saver.update_grace_period()
 
     def _leave(self, name: AttemptOutcomeName, reason: str) -> AttemptOutcome:
         at = self.position.iteration
         asked = self.control.take()
         result = f"nothing trained since iteration {at}" if at == self.saver.saved_iteration else "saved"
-        failure = self.saver.last(self.position)
+        failure = self.saver.save_before_leaving(self.position)
         if failure is not None:  # triggers stay: an exit request must reach the next attempt
             raise FinalSaveFailed(f"iteration {at} could not be saved ({FINAL_SAVE_TRIES} tries): {failure}")
         outcome = AttemptOutcome(outcome=name, reason=reason, iteration=at, time=time.time())
@@ -440,7 +437,7 @@ def train_attempt(
     config: RunConfig,
     flag: SignalFlag,
     timings: Timings,
-    pulse: HeartbeatWriter,
+    heartbeat: HeartbeatWriter,
     *,
     process_began: float,
 ) -> None:
@@ -457,7 +454,7 @@ def train_attempt(
     ranks = distributed.start_process_groups(config)
     for seconds in ranks.on_first_rank(lambda: Lineage(run).newest_saves(GRACE_SAVES), InputError):
         timings.save(seconds)
-    training = TrainingLoop(run, begin, config, ranks, flag, timings, pulse)
+    training = TrainingLoop(run, begin, config, ranks, flag, timings, heartbeat)
     if ranks.rank == 0:
         times = StartTimes(
             process=process_began, imported=imported, initialised=training.initialised, loaded=time.time()

@@ -40,26 +40,26 @@ class LossGuard(Hook):
 
     def after_step(self, step: Step) -> None:
         """Record the iteration. Before a rollback or a stop it counts as skipped, and that state is not kept."""
-        self.took(Action.UPDATE if step.skipped is None else Action.SKIP, step.loss)
+        self.record(Action.UPDATE if step.skipped is None else Action.SKIP, step.loss)
 
     def judge(self, loss: float, grad_norm: float) -> UpdateVerdict:
         """Return the action for a loss (nats per token) and a gradient norm before clipping."""
         settings = self._settings
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            return self.limited(_BY_NAME[settings.on_nan], f"loss {loss}, gradient norm {grad_norm}")
+            return self.within_limits(_BY_NAME[settings.on_nan], f"loss {loss}, gradient norm {grad_norm}")
         if settings.on_spike == "ignore" or len(self._losses) < settings.spike_window:
             return UpdateVerdict(Action.UPDATE)
         middle = statistics.median(self._losses)
         deviation = statistics.median(abs(value - middle) for value in self._losses)
         if loss <= middle + settings.spike_threshold * deviation:
             return UpdateVerdict(Action.UPDATE)
-        return self.limited(
+        return self.within_limits(
             _BY_NAME[settings.on_spike],
             f"loss {loss:.4f} is a spike: the last {settings.spike_window} have the median {middle:.4f} and the "
             f"median deviation {deviation:.4f}",
         )
 
-    def took(self, action: Action, loss: float) -> None:
+    def record(self, action: Action, loss: float) -> None:
         """Record the agreed action."""
         if action is Action.UPDATE:
             self._skipped = 0
@@ -75,7 +75,7 @@ class LossGuard(Hook):
         self._losses = deque(state["losses"], maxlen=self._settings.spike_window)
         self._skipped, self.rewinds = state["skipped"], state["rewinds"]
 
-    def limited(self, action: Action, reason: str | None) -> UpdateVerdict:
+    def within_limits(self, action: Action, reason: str | None) -> UpdateVerdict:
         """Return a verdict with this action, or a stop if the limit of such actions is reached."""
         settings = self._settings
         if action is Action.SKIP and self._skipped >= settings.max_skips:

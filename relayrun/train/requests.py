@@ -104,7 +104,7 @@ class RequestPoller:
         self._ranks = ranks
         self._flag = flag
         self._job_end = begin.job_end_time
-        self.lead = begin.lead
+        self.grace_period = begin.lead
         """Grace period in seconds: the attempt leaves so long before the end of the job. It may change at any time."""
         self._agent = agent
         self._looked = -math.inf
@@ -114,14 +114,14 @@ class RequestPoller:
         self._save: Trigger | None = None
         self._taken: set[Trigger] = set()
 
-    def look(self, *, saving: bool = False) -> AgreedRequests:
+    def poll(self, *, saving: bool = False) -> AgreedRequests:
         """Agree with the other ranks; all of them call it equally often.
 
         `saving`: this rank's part of a save is still in progress.
         """
         reasons: list[str] = []
         if self._ranks.rank == 0:
-            if self._job_end is not None and time.time() >= self._job_end - self.lead:
+            if self._job_end is not None and time.time() >= self._job_end - self.grace_period:
                 reasons.append("time limit near")
             self._look_at_files()
             reasons += self._stop
@@ -139,7 +139,7 @@ class RequestPoller:
         return AgreedRequests(leave=leave, save=bool(save_now), saving=bool(busy), reason=reason)
 
     def take(self) -> tuple[Trigger, ...]:
-        """Return the triggers that the last `look` saw, on rank 0; later looks do not report them again.
+        """Return the triggers that the last `poll` saw, on rank 0; later looks do not report them again.
 
         So a file that cannot be removed counts once, and a save in progress is requested once.
         """

@@ -132,7 +132,7 @@ class HostCopy:
         self._digests: dict[int, str] = {}
         self._not_hashed: list[torch.Tensor] = []
 
-    def follow(self) -> torch.cuda.Stream | None:
+    def new_stream(self) -> torch.cuda.Stream | None:
         """Return a stream for `fill` that starts after the queued work of the calling thread."""
         if self._device.type != "cuda":
             return None
@@ -161,7 +161,7 @@ class HostCopy:
     def fill(self, shards: Iterable[ShardedTensor], stream: torch.cuda.Stream | None) -> HostAllocation:
         """Copy the data of `shards` and replace it by the copies; on return the originals may change.
 
-        Any thread may call it, with the stream from `follow`. Returns the allocations that were not reserved.
+        Any thread may call it, with the stream from `new_stream`. Returns the allocations that were not reserved.
         """
         shards = list(shards)
         late = self.reserve(shards)
@@ -308,8 +308,6 @@ class _Recorder:
 
 
 class _RecordedFile(DirectFile):
-    """File whose blocks are recorded."""
-
     def __init__(self, path: str | os.PathLike[str], recorder: _Recorder) -> None:
         super().__init__(path)
         self._recorder = recorder

@@ -33,7 +33,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig, CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from torch.distributed.checkpoint.api import CheckpointException
@@ -186,11 +186,11 @@ class Checkpointer:
         taken, self._own_seconds = self._own_seconds, []
         return sum(taken)
 
-    def wanted(self) -> ShardedStateDict:
+    def wanted_state(self) -> ShardedStateDict:
         """Return the state to load for an unchanged layout."""
         return self._sharded_state(found={})
 
-    def put(
+    def restore_copy(
         self,
         plain: dict[str, Any],
         sizes: BatchSizes,
@@ -201,14 +201,14 @@ class Checkpointer:
         `plain`: its plain values. `fill(wanted, plain)` returns the wanted parts merged with the plain values.
         """
         position, hooks = self._position(plain, sizes, foreign=False), dict(plain)
-        state = fill(self.wanted(), plain)
+        state = fill(self.wanted_state(), plain)
         self._model.load(state["model"])
         self._optimizer.load(state["optimizer"], position)
         self._hooks.load_state_dict(hooks)
         distributed.restore_random_state(state["random"])
         return position
 
-    def begin(self, position: TrainingProgress, *, copy: bool, beside: bool) -> BackgroundSave:
+    def start_save(self, position: TrainingProgress, *, copy: bool, beside: bool) -> BackgroundSave:
         """Start to write, publish and record a checkpoint.
 
         With `copy` the state may change when `BackgroundSave.wait_for_copy` returns, without it when the save is over.
@@ -221,7 +221,7 @@ class Checkpointer:
         shards = self._strategy.by_key(sharded)
         plain = torch_bytes(common) if self._ranks.rank == 0 else b""
         readable = {**common["data"], "progress": common["progress"]}
-        stream = self._host.follow()
+        stream = self._host.new_stream()
 
         def copy_timed() -> None:
             began = time.perf_counter()
@@ -417,7 +417,7 @@ class Checkpointer:
         differences = [
             f"{shard.key} is {list(size) if size else 'not'} there and {list(shard.global_shape)} here"
             for whole in nested_values(wanted["model"])
-            for shard in nested_values([whole.build()] if isinstance(whole, ShardedTensorFactory) else [whole])
+            for shard in user_optimizer.sharded_pieces(whole)
             if isinstance(shard, ShardedTensor)
             and (size := getattr(found.get(shard.key), "size", None)) != torch.Size(shard.global_shape)
         ]

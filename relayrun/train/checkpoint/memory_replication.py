@@ -99,7 +99,7 @@ SPARE_BYTES = 1 << 20
 
 
 class NeighbourReplica:
-    """Position of this rank in the ring. All ranks call `begin` and `bring` at the same copies."""
+    """Position of this rank in the ring. All ranks call `send` and `fetch` at the same copies."""
 
     def __init__(self, folder: Path, ranks: Ranks, *, per_node: int) -> None:
         """`folder`: of this node's agent. `per_node`: ranks per node; there are at least two nodes."""
@@ -112,7 +112,7 @@ class NeighbourReplica:
         self.seconds = 0.0
         """Duration of the last exchange."""
 
-    def begin(self, copy: MemoryCopy) -> None:
+    def send(self, copy: MemoryCopy) -> None:
         """Start to send this rank's copy to the next node, and to receive one from the node before. `wait` waits for
         the end."""
         self._thread = threading.Thread(target=self._run, args=(copy,), name="neighbour", daemon=True)
@@ -129,12 +129,12 @@ class NeighbourReplica:
             self._thread.join()
             self._thread = None
 
-    def void(self, *, after: int = -1) -> None:
+    def discard(self, *, after: int = -1) -> None:
         """Discard copies later than iteration `after`."""
         self.wait()
         discard_later_copies(self._slots, after=after)
 
-    def bring(self, iteration: int, lost: Sequence[bool], own: MemorySlot) -> MemoryCopy | None:
+    def fetch(self, iteration: int, lost: Sequence[bool], own: MemorySlot) -> MemoryCopy | None:
         """Fetch lost copies from the nodes that keep them; return this rank's, now in `own`.
 
         `lost`: for each rank, True if it has no copy of this iteration. None if this rank's copy is not lost or no node

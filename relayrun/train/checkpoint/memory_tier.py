@@ -2,15 +2,7 @@
 
 A copy holds this rank's parts of model and optimizer, its generators, and the plain values of a checkpoint, so it fits
 only the layout of this job. A restart uses an iteration of which every rank has a copy, its own or a neighbour's, and
-loads it only if every rank finds the bytes that were written. `CopyInterval` sets the interval k in steps, as
-configured or from the cost of a copy:
-
-    cost = (seconds that training waits for a copy + added seconds of steps beside it) / (k · seconds of a step)
-
-k is the smallest value with a cost below 2 %, at least 2, and at least twice the time of the neighbour's copy: else the
-next copy would wait for it, or every step would run beside a copy and none would be left for comparison. Measurements
-are the maximum over ranks, so all ranks choose the same k. The state does not depend on k: a copy changes nothing, and
-a restart from an earlier copy computes the same again.
+loads it only if every rank finds the bytes that were written. `memory_interval` says how often the state is copied.
 """
 
 from __future__ import annotations
@@ -19,11 +11,8 @@ import io
 import json
 import logging
 import time
-from collections import deque
-from dataclasses import asdict, dataclass
-from math import ceil, floor
+from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -43,6 +32,7 @@ from relayrun.errors import InputError
 from relayrun.files import append_line, read_lines_backwards
 from relayrun.tokens.order.batches import TrainingProgress
 from relayrun.train.checkpoint.checkpointer import Checkpointer, torch_bytes
+from relayrun.train.checkpoint.memory_interval import CopyInterval, CopyTimes, StepSlowdown
 from relayrun.train.checkpoint.memory_replication import (
     MemoryCopy,
     NeighbourReplica,
@@ -52,132 +42,6 @@ from relayrun.train.checkpoint.memory_replication import (
 )
 from relayrun.train.distributed import Ranks
 from relayrun.train.reporting.metrics import Metrics
-
-COPY_TIME_SHARE = 0.02
-"""Largest cost of copies as a fraction of the steps' time."""
-SHORTEST_INTERVAL = 2
-"""Steps between copies: one step runs beside the copy, and another is for comparison."""
-FIRST_INTERVAL = 2
-"""Unmeasured copies: each is the first in its slot, whose memory is new."""
-NEWEST_COPIES = 9
-"""Copies whose median counts."""
-USUAL_STEPS = 99
-"""Steps without a copy beside them whose median counts."""
-INTERVAL_SLACK = 0.75
-"""A shorter interval must be below this fraction of the present one, since measurements vary."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CopyTimes:
-    """Median seconds of the newest copies and steps, on the slowest rank."""
-
-    copy: float
-    """Wait of training for a copy."""
-    beside: float
-    """Added time of all steps beside one copy."""
-    neighbour: float
-    """Transfer to the next node, beside the steps; 0 without a next node."""
-    step: float
-
-    @property
-    def interval(self) -> int:
-        """Smallest number of steps between copies with a cost below COPY_TIME_SHARE and without a wait for the previous
-        copy."""
-        each = 1 + floor((self.copy + self.beside) / (COPY_TIME_SHARE * self.step))
-        return max(SHORTEST_INTERVAL, each, ceil(2 * self.neighbour / self.step))
-
-    def cost(self, interval: int) -> float:
-        """Return the cost of a copy every `interval` steps, as a fraction of the steps' time."""
-        return (self.copy + self.beside) / (interval * self.step)
-
-
-class StepSlowdown:
-    """Measures by how much a copy lengthens the steps that run during its transfer to the next node.
-
-    The transfer takes processors, memory and network. Without a transfer the first step is slower, too: the caches hold
-    the copy. Steps are compared with steps of an equal batch size.
-    """
-
-    def __init__(self) -> None:
-        self._usual: deque[float] = deque(maxlen=USUAL_STEPS)
-        self._beside: list[float] = []
-        self._under_way = False
-        self._samples = 0
-
-    def copied(self) -> None:
-        """Record a copy; the next step runs beside it."""
-        self._beside.clear()
-        self._under_way = True
-
-    def stepped(self, seconds: float, *, samples: int, under_way: bool) -> None:
-        """Record the seconds of a step over `samples` samples.
-
-        `under_way`: the transfer still runs, so the next step is beside it, too.
-        """
-        if samples != self._samples:
-            self._samples = samples
-            self._usual.clear()
-            self._beside.clear()
-        (self._beside if self._under_way else self._usual).append(seconds)
-        self._under_way = under_way
-
-    @property
-    def longer(self) -> float:
-        """Added seconds of all steps beside the last copy; negative if they were shorter, 0 if unknown."""
-        return sum(self._beside) - len(self._beside) * median(self._usual) if self._usual else 0.0
-
-
-class CopyInterval:
-    """Decides when the next copy is due; equal on all ranks.
-
-    Args:
-        asked: steps between copies; None: chosen from measurements.
-        at: the iteration from which training starts, which has a copy or a checkpoint.
-        known: the interval that an earlier restart of this attempt had chosen.
-    """
-
-    def __init__(self, asked: int | None, *, at: int, known: int | None = None) -> None:
-        self._chosen = asked is None
-        self.steps = asked or max(SHORTEST_INTERVAL, known or SHORTEST_INTERVAL)
-        self._last = at
-        self._copies: deque[float] = deque(maxlen=NEWEST_COPIES)
-        self._beside: deque[float] = deque(maxlen=NEWEST_COPIES)
-        self._neighbours: deque[float] = deque(maxlen=NEWEST_COPIES)
-        self._unmeasured = FIRST_INTERVAL
-
-    def due(self, iteration: int) -> bool:
-        """True if the state of this iteration is to be copied."""
-        self._last = min(self._last, iteration)  # after a rollback
-        if iteration == self._last:
-            return False
-        return iteration - self._last >= self.steps if self._chosen else iteration % self.steps == 0
-
-    def copied(self, iteration: int, *, copy: float, beside: float, neighbour: float, step: float) -> CopyTimes | None:
-        """Record the seconds of a copy and of a median step; return the measurements if the interval changes, else
-        None.
-
-        `beside`, `neighbour`: of the previous copy.
-        """
-        self._last = iteration
-        if not self._chosen or step <= 0:
-            return None
-        if self._unmeasured:
-            self._unmeasured -= 1
-            return None
-        for seen, seconds in ((self._copies, copy), (self._beside, beside), (self._neighbours, neighbour)):
-            seen.append(seconds)
-        measured = CopyTimes(
-            copy=median(self._copies),
-            beside=max(0.0, median(self._beside)),
-            neighbour=median(self._neighbours),
-            step=step,
-        )
-        wanted = measured.interval
-        if len(self._copies) > 1 and INTERVAL_SLACK * self.steps < wanted <= self.steps:
-            return None
-        self.steps = wanted
-        return measured
-
 
 log = logging.getLogger(__name__)
 
@@ -205,7 +69,7 @@ class MemoryTier:
         self.source = "memory"
         """Source of the state that `load` restored: `memory` or `neighbour`."""
 
-    def begin(self, iteration: int) -> None:
+    def start(self, iteration: int) -> None:
         """Start to count from this iteration; call it before `due`."""
         known = self._ranks.on_first_rank(self._known, InputError) if self._asked == "auto" else None
         asked = None if self._asked == "auto" else self._asked
@@ -215,10 +79,10 @@ class MemoryTier:
         """True if the state of this iteration is to be copied."""
         return self._on and self._interval.due(iteration)
 
-    def stepped(self, seconds: float, *, samples: int) -> None:
+    def record_step(self, seconds: float, *, samples: int) -> None:
         """Record the seconds of a step over `samples` samples."""
         under_way = self._neighbour is not None and self._neighbour.under_way
-        self._steps.stepped(seconds, samples=samples, under_way=under_way)
+        self._steps.record_step(seconds, samples=samples, under_way=under_way)
 
     @torch.no_grad()
     def save(self, position: TrainingProgress, *, step_seconds: float) -> float:
@@ -241,24 +105,21 @@ class MemoryTier:
         except (NodeMemoryFullError, OSError) as error:
             words = "no copies in memory: %s; rounds start from the disk"
             log.warning("rank %s: " + words, self._ranks.rank, error)
-        figures = [
-            int(written is None),
-            *(int(1e6 * each) for each in (time.perf_counter() - started, self._steps.longer, sent, step_seconds)),
-        ]
-        failed, *measured = self._ranks.maximum(figures)
+        seconds = (time.perf_counter() - started, self._steps.added_seconds, sent, step_seconds)
+        failed, *measured = self._ranks.maximum([int(written is None), *(int(1e6 * each) for each in seconds)])
         if failed:
             self._on = False
-            self.void()
+            self.discard()
         else:
             copy, beside, neighbour, step = (each / 1e6 for each in measured)
-            changed = self._interval.copied(
+            changed = self._interval.record_copy(
                 position.iteration, copy=copy, beside=beside, neighbour=neighbour, step=step
             )
-            self._steps.copied()
+            self._steps.record_copy()
             if changed is not None and self._ranks.rank == 0:
                 self._note(position.iteration, changed)
             if self._neighbour is not None and written is not None:
-                self._neighbour.begin(written)
+                self._neighbour.send(written)
         return time.perf_counter() - started
 
     def finish(self) -> None:
@@ -266,14 +127,14 @@ class MemoryTier:
         if self._neighbour is not None:
             self._neighbour.wait()
 
-    def void(self, *, after: int = -1) -> None:
+    def discard(self, *, after: int = -1) -> None:
         """Discard copies later than iteration `after`, before or after training goes back on purpose.
 
         The later steps are computed again and must not be mixed with the first ones.
         """
         discard_later_copies(self._slots, after=after)
         if self._neighbour is not None:
-            self._neighbour.void(after=after)
+            self._neighbour.discard(after=after)
 
     def load(self, iteration: int, sizes: BatchSizes) -> TrainingProgress | None:
         """Restore the copies of this iteration; return their position.
@@ -281,14 +142,14 @@ class MemoryTier:
         None, on every rank, if a rank has neither an intact copy nor one at its neighbour; then nothing has changed.
         """
         found = self._find(iteration)
-        wanted = self._checkpointer.wanted()
+        wanted = self._checkpointer.wanted_state()
         bad = found is None or found.header["layout"] != _layout(_parts_of_load(wanted)[0])
         if bad:
             log.warning("rank %s: no copy of iteration %s in memory is what was written", self._ranks.rank, iteration)
         if self._ranks.maximum([int(bad)])[0]:
             return None
         assert found is not None
-        self.void(after=iteration)
+        self.discard(after=iteration)
         plain, body = found.body[: found.header["plain"]].tobytes(), found.body[found.header["plain"] :]
 
         def fill(wanted: ShardedStateDict, plain: dict[str, Any]) -> dict[str, Any]:
@@ -313,7 +174,7 @@ class MemoryTier:
             state: dict[str, Any] = apply_factory_merges(plain, factories)
             return state
 
-        return self._checkpointer.put(torch.load(io.BytesIO(plain), weights_only=True), sizes, fill)
+        return self._checkpointer.restore_copy(torch.load(io.BytesIO(plain), weights_only=True), sizes, fill)
 
     def _write(self, iteration: int, state: ShardedStateDict) -> MemoryCopy:
         sharded, common = save_preprocess(state, validate_access_integrity=False)
@@ -334,7 +195,6 @@ class MemoryTier:
         return write_copy(slot, pieces, **header, size=size, plain=len(plain), layout=_layout(sharded))
 
     def _known(self) -> int | None:
-        """Return the newest interval that this attempt has recorded."""
         lines = read_lines_backwards(self._attempt.memory_intervals)
         return next((int(line["interval"]) for _, line in lines), None)
 
@@ -364,7 +224,7 @@ class MemoryTier:
         lost = self._ranks.maximum([int(found is None and number == rank) for number in range(size)])
         if any(lost):
             self.source = "neighbour"
-            brought = self._neighbour.bring(iteration, [bool(each) for each in lost], self._slots[0])
+            brought = self._neighbour.fetch(iteration, [bool(each) for each in lost], self._slots[0])
             return found or brought
         return found
 
@@ -375,7 +235,6 @@ def _parts_of_load(wanted: ShardedStateDict) -> tuple[ShardedStateDict, dict[str
 
 
 def _layout(sharded: ShardedStateDict) -> str:
-    """Return a hash of the parts in their order."""
     words = [
         [part.key, list(part.global_offset), list(part.data.shape), str(part.data.dtype)]
         if isinstance(part, ShardedTensor)

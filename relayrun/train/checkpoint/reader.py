@@ -315,7 +315,6 @@ class CheckedReader(FileSystemReader):
             raise DamagedCheckpoint(f"{what} cannot be read: {_first_line(error)}", where=self.folder) from None
 
     def _read(self, place: BlockLocation) -> bytearray:
-        """Read a block and compare it with its hash. Raises DamagedCheckpoint."""
         with open(self.folder / place.file, "rb") as file:
             file.seek(place.at)
             data = bytearray(place.bytes)

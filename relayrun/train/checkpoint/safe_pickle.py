@@ -37,8 +37,6 @@ class NotAllowed(Exception):
 
 
 class _Sealed(type):
-    """Class whose attributes cannot be set."""
-
     def __setattr__(cls, name: str, value: Any) -> None:
         raise NotAllowed(f"it gives attributes to {cls.__name__}")
 

@@ -95,7 +95,7 @@ class Saver:
         hooks: Hooks,
         say: Callable[[str], None],
         timings: Timings,
-        pulse: HeartbeatWriter,
+        heartbeat: HeartbeatWriter,
         asynchronous: bool,
         saved_iteration: int,
     ) -> None:
@@ -104,12 +104,12 @@ class Saver:
         self._hooks = hooks
         self._say = say
         self._timings = timings
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         self._asynchronous = asynchronous
         self._under_way: BackgroundSave | None = None
         self._asked: Sequence[Trigger] = ()
         """Triggers that the save in progress answers."""
-        self._lead = control.lead
+        self._lead = control.grace_period
         """Last reported grace period, without a save in progress."""
         self.saved_iteration = saved_iteration
         """Iteration of the newest durable checkpoint."""
@@ -126,7 +126,7 @@ class Saver:
             return
         self._reserved = True
         started = time.perf_counter()
-        self._pulse.enter("save", iteration)
+        self._heartbeat.enter("save", iteration)
         reserved = self._checkpointer.reserve()
         seconds = time.perf_counter() - started
         self.stall_seconds += seconds
@@ -134,16 +134,16 @@ class Saver:
             size, pieces = reserved.size / (1 << 30), reserved.pieces
             self._say(f"host memory for saves: {size:.1f} GiB on this rank, {pieces} pieces, in {seconds:.1f} s")
 
-    def look(self) -> AgreedRequests:
+    def poll_requests(self) -> AgreedRequests:
         """Return the agreed requests; conclude a save that is over on every rank."""
         if self._under_way is not None:
-            self._control.lead = self._timings.lead(under_way=self._under_way.seconds)
-        agreed = self._control.look(saving=self._under_way is not None and not self._under_way.over)
+            self._control.grace_period = self._timings.grace_period(under_way=self._under_way.seconds)
+        agreed = self._control.poll(saving=self._under_way is not None and not self._under_way.over)
         if not agreed.saving:
             self._conclude()
         return agreed
 
-    def asked(self, position: TrainingProgress) -> None:
+    def save_on_request(self, position: TrainingProgress) -> None:
         """Answer triggers/save: start a save now, or after the one in progress."""
         if self._under_way is not None:
             return
@@ -153,19 +153,19 @@ class Saver:
         else:
             self._begin(position, taken)
 
-    def due(self, position: TrainingProgress) -> None:
+    def save_at_interval(self, position: TrainingProgress) -> None:
         """Save this iteration, which is a multiple of `checkpoint.interval`."""
-        iteration = position.iteration
-        if iteration not in (self.saved_iteration, self._iteration_under_way):
-            if self._under_way is not None:
+        iteration, save = position.iteration, self._under_way
+        if iteration != self.saved_iteration and (save is None or iteration != save.iteration):
+            if save is not None:
                 self._say(
-                    f"iteration {iteration} is to be saved, and the save of iteration {self._iteration_under_way} is "
+                    f"iteration {iteration} is to be saved, and the save of iteration {save.iteration} is "
                     "still under way: waiting for it; saves are slower than checkpoint.interval"
                 )
-            self.settle(iteration)
+            self.wait_for_save(iteration)
             self._begin(position, ())
 
-    def before_update(self) -> float:
+    def wait_for_copy(self) -> float:
         """Wait until the state may change; return the seconds waited."""
         if self._under_way is None or self._under_way.copied:
             return 0.0
@@ -175,17 +175,17 @@ class Saver:
         self.stall_seconds += seconds
         return seconds
 
-    def settle(self, iteration: int) -> None:
+    def wait_for_save(self, iteration: int) -> None:
         """Wait for the save in progress, if any. `iteration`: the current position of training."""
         if self._under_way is not None:
             started = time.perf_counter()
-            self._pulse.enter("save", iteration)
+            self._heartbeat.enter("save", iteration)
             self._conclude()
             self.stall_seconds += time.perf_counter() - started
 
-    def last(self, position: TrainingProgress) -> str | None:
+    def save_before_leaving(self, position: TrainingProgress) -> str | None:
         """Make the state durable before leaving; return the failure in words, or None."""
-        self.settle(position.iteration)
+        self.wait_for_save(position.iteration)
         result = None
         for _ in range(FINAL_SAVE_TRIES):
             if position.iteration == self.saved_iteration:
@@ -193,22 +193,17 @@ class Saver:
             result = self._begin(position, (), leaving=True)
         return None if position.iteration == self.saved_iteration else result
 
-    @property
-    def _iteration_under_way(self) -> int | None:
-        return None if self._under_way is None else self._under_way.iteration
-
     def _begin(self, position: TrainingProgress, asked: Sequence[Trigger], *, leaving: bool = False) -> str:
         started = time.perf_counter()
-        self._pulse.enter("save", position.iteration)
+        self._heartbeat.enter("save", position.iteration)
         beside = self._asynchronous and not leaving
-        self._under_way = self._checkpointer.begin(position, copy=self._asynchronous, beside=beside)
+        self._under_way = self._checkpointer.start_save(position, copy=self._asynchronous, beside=beside)
         self._asked = asked
         result = "" if beside else self._conclude()
         self.stall_seconds += time.perf_counter() - started
         return result
 
     def _conclude(self) -> str:
-        """Wait for the save in progress; return its result in words."""
         save, asked = self._under_way, self._asked
         if save is None:
             return ""
@@ -222,20 +217,20 @@ class Saver:
             self.saved_iteration = save.iteration
             self._hooks.after_save(commit)
         self._under_way, self._asked = None, ()
-        self.move_deadline()
+        self.update_grace_period()
         self._control.acknowledge(asked, save.iteration, result)
         return result
 
-    def move_deadline(self) -> None:
+    def update_grace_period(self) -> None:
         """Update the grace period from the measurements."""
-        before, self._control.lead = self._lead, self._timings.lead()
-        if abs(self._control.lead - before) > 1:
+        before, self._control.grace_period = self._lead, self._timings.grace_period()
+        if abs(self._control.grace_period - before) > 1:
             self._say(
-                f"lead {before:.0f} s -> {self._control.lead:.0f} s before the end of the job "
+                f"lead {before:.0f} s -> {self._control.grace_period:.0f} s before the end of the job "
                 f"(95 % of steps within {self._timings.step_p95 or 0:.2f} s, of saves within "
                 f"{self._timings.save_p95 or 0:.1f} s)"
             )
-        self._lead = self._control.lead
+        self._lead = self._control.grace_period
 
 
 MOST_FALL_BACKS = 2
@@ -277,7 +272,7 @@ class StateRestorer:
     memory: MemoryTier | None
     say: Callable[[str], None]
 
-    def first(self, base: ResumePoint) -> RestoredState:
+    def restore(self, base: ResumePoint) -> RestoredState:
         """Restore the state of this start: from memory if the agents say so, else from `base`."""
         iteration = liveness.memory_iteration()
         if self.memory is not None and iteration is not None:
@@ -286,13 +281,13 @@ class StateRestorer:
                 return RestoredState(position=position, source=self.memory.source, durable=base.iteration)
             self.say(f"the copies of iteration {iteration} in memory are not whole; from the disk")
         if self.memory is not None:
-            self.memory.void()
-        position, taken = self.newest_whole(base)
+            self.memory.discard()
+        position, taken = self.load_newest_intact(base)
         if self.ranks.rank == 0 and liveness.restart_number() > 1:  # the base may have changed
             restarts.mark_restart_in_metrics(self.attempt, taken.iteration, number=liveness.restart_number())
         return RestoredState(position=position, source=taken.path or "", durable=position.iteration)
 
-    def newest_whole(self, base: ResumePoint) -> tuple[TrainingProgress, ResumePoint]:
+    def load_newest_intact(self, base: ResumePoint) -> tuple[TrainingProgress, ResumePoint]:
         """Load `base`, or the newest intact checkpoint before it; return the position and that checkpoint.
 
         Raises TooManyDamagedCheckpoints after MOST_FALL_BACKS + 1 damaged ones, QuarantineFailed if one cannot be

@@ -27,14 +27,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as functional
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
 from megatron.core.tensor_parallel import ColumnParallelLinear, get_cuda_rng_tracker
 from megatron.core.tensor_parallel.mappings import (
     all_to_all,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer import TransformerConfig, multi_latent_attention
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention
@@ -145,16 +144,6 @@ def attend_varlen(
     out = call(*flat, bounds, bounds, longest, longest, **asked)
     out = out[0] if isinstance(out, tuple) else out
     return out.view(batch, sequence, heads, -1).transpose(0, 1)  # type: ignore[no-any-return]
-
-
-def patch_latent_attention() -> None:
-    """Let the layer be built without TransformerEngine; with it do nothing.
-
-    Fault: megatron-core 0.16.1 assumes TransformerEngine (transformer/multi_latent_attention.py) and calls isinstance
-    with a class that is None: TypeError.
-    """
-    if not HAVE_TE:
-        multi_latent_attention.HAVE_TE = False
 
 
 class LatentAttention(MLASelfAttention):  # type: ignore[misc]  # megatron-core has no types

@@ -89,16 +89,6 @@ class AuxiliaryLosses:
         return replicas
 
 
-def patch_router() -> None:
-    """Let the router compute its scores without TransformerEngine; with it do nothing.
-
-    Fault: megatron-core 0.16.1 checks if `te_general_gemm` is None (transformer/moe/moe_utils.py), and without
-    TransformerEngine that name is undefined.
-    """
-    if not moe_utils.HAVE_TE:
-        moe_utils.te_general_gemm = None
-
-
 class LocalExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no types
     """Experts of a rank, run one after the other; names in a checkpoint equal TransformerEngine's.
 
@@ -180,7 +170,7 @@ class LocalRouters:
         for router in self._all if by_token else ():
             router.calculate_per_token_loss = False
 
-    def weigh(self, factor: float) -> None:
+    def scale_losses(self, factor: float) -> None:
         """Multiply the losses of the next step; reported losses do not change."""
         aux, z = self._settings.moe_aux_loss_coeff, self._settings.moe_z_loss_coeff
         for router in self._all:
@@ -189,16 +179,16 @@ class LocalRouters:
             )
             router.config.moe_z_loss_coeff = None if z is None else factor * z
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Let the next step move copies of the biases; discard the moves of an unfinished step."""
-        self.end(moved=False)
+        self.end_step(moved=False)
         for router in self._balanced():
             bias = router.expert_bias
             bias.data = bias.data.float()  # as the router does before its first read
             self._biases.append(bias)
             router.expert_bias = bias.clone()
 
-    def end(self, *, moved: bool) -> None:
+    def end_step(self, *, moved: bool) -> None:
         """Put the biases back, with or without the moves of the step."""
         for router, bias in zip(self._balanced(), self._biases, strict=False):
             if moved:
@@ -212,6 +202,9 @@ class LocalRouters:
 
 def local_experts(config: TransformerConfig) -> Any:
     """Return the feed-forward part of a layer with experts, made of local modules."""
-    patch_router()
+    # megatron-core 0.16.1 checks if `te_general_gemm` is None (transformer/moe/moe_utils.py), and without
+    # TransformerEngine that name is undefined
+    if not moe_utils.HAVE_TE:
+        moe_utils.te_general_gemm = None
     part = get_mlp_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
     return megatron_versions.with_experts(part, LocalExperts)

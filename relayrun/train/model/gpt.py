@@ -171,42 +171,37 @@ class ModelStage:
 
     def _build(self, config: RunConfig, transformer: TransformerConfig, stage: int) -> torch.nn.Module:
         virtual = {"ignore_virtual": False, "vp_stage": stage}
-        spec = self._spec(config, transformer, stage)
+        arguments: dict[str, Any] = {
+            "vocab_size": self.padded_vocabulary_size,
+            "max_sequence_length": self.seq_length,
+            "pre_process": parallel_state.is_pipeline_first_stage(**virtual),
+            "post_process": parallel_state.is_pipeline_last_stage(**virtual),
+            "vp_stage": stage if self.ranks.virtual_stages > 1 else None,
+        }
+        spec = self._spec(config, transformer, stage, arguments)
         if isinstance(spec, torch.nn.Module):
             return self._finished(config, transformer, spec)
         gpt = GPTModel(
             config=transformer,
             transformer_layer_spec=spec,
-            vocab_size=self.padded_vocabulary_size,
-            max_sequence_length=self.seq_length,
-            pre_process=parallel_state.is_pipeline_first_stage(**virtual),
-            post_process=parallel_state.is_pipeline_last_stage(**virtual),
             share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
             position_embedding_type="rope",
             rotary_percent=config.model.rotary_percent,
             rotary_base=config.model.rotary_base,
             rope_scaling=config.model.rope_scaling_factor is not None,
             rope_scaling_factor=config.model.rope_scaling_factor or 1.0,
-            vp_stage=stage if self.ranks.virtual_stages > 1 else None,
+            **arguments,
         )
         return self._finished(config, transformer, gpt)
 
     def _spec(
-        self, config: RunConfig, transformer: TransformerConfig, stage: int
+        self, config: RunConfig, transformer: TransformerConfig, stage: int, arguments: dict[str, Any]
     ) -> ModuleSpec | TransformerBlockSubmodules | torch.nn.Module:
         """Return the spec of the layers of a virtual stage, or the whole model if `model.spec` returns one."""
         block = layers.block_spec(self._layers, transformer, stage)
         if config.model.spec is None:
             return block
-        found = layers.build_user_model(
-            config.model.spec,
-            transformer,
-            vocab_size=self.padded_vocabulary_size,
-            max_sequence_length=self.seq_length,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-            vp_stage=stage if self.ranks.virtual_stages > 1 else None,
-        )
+        found = layers.build_user_model(config.model.spec, transformer, **arguments)
         if isinstance(found, ModuleSpec):  # megatron-core would add a last norm without sequence parallelism
             return replace(block, layer_specs=[found] * len(block.layer_specs))
         return found
@@ -251,7 +246,7 @@ class ModelStage:
 
     def load(self, state: dict[str, Any]) -> None:
         """Load the result of a load into `sharded_state_dict`."""
-        self.routers.end(moved=False)
+        self.routers.end_step(moved=False)
         for number, chunk in enumerate(self.chunks):
             chunk.module.load_state_dict(state[str(number)], strict=True)
 
@@ -286,11 +281,11 @@ class ModelStage:
         reduced over the data-parallel ranks, and left in the gradient buffers.
         """
         if train:
-            self.routers.begin()
+            self.routers.begin_step()
             if self._by_token and self.auxiliary_losses:  # their gradients are means over micro-batches
                 tokens = sum(float(counts.sum()) for batch in batches if (counts := self._counts(batch)) is not None)
                 (every,) = self.ranks.sum_over_samples([tokens])
-                self.routers.weigh(max(every, 1.0) / (len(batches) * self.ranks.data_parallel_size))
+                self.routers.scale_losses(max(every, 1.0) / (len(batches) * self.ranks.data_parallel_size))
         # forward passes never wait for their last message, which gloo then does not send (megatron-core 0.16.1)
         self.transformer.overlap_p2p_comm_warmup_flush = self._warmup_flush and train
         iterators = [iter(batches) for _ in self.chunks]
@@ -325,7 +320,7 @@ class ModelStage:
             parts = megatron_versions.batch_of_context_rank(parts)
         mask = parts.pop("loss_mask", None)
         for positions in self._restarted:
-            positions.at(parts["position_ids"])
+            positions.set_positions(parts["position_ids"])
         labels, own = parts["labels"], self._own_loss
         if own is not None and own.wants_logits:
             parts["labels"] = None

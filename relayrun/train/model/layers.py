@@ -18,7 +18,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
-from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer import ModuleSpec, TransformerConfig, multi_latent_attention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -29,7 +29,7 @@ from relayrun.config.compose.layout_rules import expert_layer_pattern
 from relayrun.config.compose.schema import RunConfig
 from relayrun.errors import ConfigError, FatalTrainingError
 from relayrun.train import megatron_versions
-from relayrun.train.model.attention import CausalAttention, LatentAttention, patch_latent_attention
+from relayrun.train.model.attention import CausalAttention, LatentAttention
 from relayrun.train.model.experts import local_experts
 from relayrun.train.model.packed_documents import document_attention
 from relayrun.train.user_code import describe_error, import_user_code
@@ -210,7 +210,9 @@ def _local_layer(transformer: TransformerConfig, experts: int | None) -> ModuleS
             setattr(attention, name, NormWithState)
     attention.core_attention = CausalAttention
     if transformer.multi_latent_attention:
-        patch_latent_attention()
+        # megatron-core 0.16.1 assumes TransformerEngine and calls isinstance with a class that is None: TypeError
+        if not HAVE_TE:
+            multi_latent_attention.HAVE_TE = False
         parts.self_attention.module = LatentAttention
         parts.input_layernorm = NormWithState
         if transformer.qk_layernorm:

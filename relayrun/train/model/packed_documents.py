@@ -60,7 +60,7 @@ class RowwiseRotaryEmbedding(torch.nn.Module):
         self._rotary = rotary
         self._ids: torch.Tensor | None = None
 
-    def at(self, position_ids: torch.Tensor) -> None:
+    def set_positions(self, position_ids: torch.Tensor) -> None:
         """Set the positions of the next forward pass, int64 [batch, sequence] of this context-parallel rank."""
         self._ids = position_ids
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedStateDict, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedStateDict
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
@@ -148,9 +148,8 @@ def state_shards(
     flat tensors of these elements by name; the result has views of them. Keys are `<prefix>.<name>.<the parameter's
     key>`. `instance`: number of this distributed optimizer.
     """
-    pieces = list(nested_values([whole.build()] if isinstance(whole, ShardedTensorFactory) else [whole]))
     found: dict[str, dict[int, ShardedTensor]] = {name: {} for name in state}
-    for piece in pieces:
+    for piece in user_optimizer.sharded_pieces(whole):
         begins = piece.data.storage_offset() - parameter.storage_offset()
         assert piece.data.is_contiguous()
         assert piece.data.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
@@ -342,7 +341,7 @@ class ScheduledOptimizer:
         if norm is not None:
             clip_gradients(self.inner, maximum=self._clip, norm=norm)
             self.inner.step_with_ready_grads()
-        self._model.routers.end(moved=norm is not None)
+        self._model.routers.end_step(moved=norm is not None)
         self.schedule.step(increment=1)
 
     def load(self, state: dict[str, Any], position: TrainingProgress) -> None:

@@ -68,7 +68,6 @@ class Muon(torch.optim.AdamW):
         parameter.add_(update, alpha=-group["lr"])
 
     def _orthogonal(self, part: torch.Tensor, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """Return this rank's part of the whole matrix's update."""
         ranks = (
             parallel_state.get_expert_tensor_parallel_group()
             if group["is_expert_parallel"]

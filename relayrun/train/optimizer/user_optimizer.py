@@ -170,7 +170,6 @@ def group_settings(optimizer: MegatronOptimizer) -> set[str]:
 
 
 def _taken(optimizer: torch.optim.Optimizer) -> set[str]:
-    """Return the argument names of an optimizer's class."""
     return set(inspect.signature(type(optimizer).__init__).parameters)
 
 
@@ -307,7 +306,7 @@ def _once(name: str, entry: Any, whole: ShardedBase) -> ShardedObject:
 
 def _part(name: str, entry: Any, whole: ShardedBase) -> ShardedObject:
     """Return a value for the part of the parameter that a rank holds."""
-    piece, *more = _pieces(whole)
+    piece, *more = sharded_pieces(whole)
     sizes = (1,) * piece.prepend_axis_num + tuple(piece.local_shape)
     offset = tuple(offset // size for offset, size in zip(piece.global_offset, sizes, strict=True))
     shape = list(piece.axis_fragmentations)
@@ -323,13 +322,13 @@ def _replica(piece: ShardedTensor, part: int) -> tuple[int, ...]:
     return (*own, part)
 
 
-def _pieces(whole: ShardedBase) -> list[ShardedTensor]:
+def sharded_pieces(whole: ShardedBase) -> list[ShardedTensor]:
     """Return the tensors that a parameter is saved as."""
     return list(nested_values([whole.build()])) if isinstance(whole, ShardedTensorFactory) else [whole]
 
 
 def _piece(whole: ShardedBase) -> ShardedTensor:
-    return _pieces(whole)[0]
+    return sharded_pieces(whole)[0]
 
 
 def _plain(name: str, value: Any) -> Any:

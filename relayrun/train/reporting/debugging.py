@@ -37,12 +37,9 @@ def memory_sample() -> str:
     import psutil
 
     memory = psutil.virtual_memory()
-    used = [f"host {(memory.total - memory.available) / GIB:.1f} of {memory.total / GIB:.1f} GiB", *_gpu_memory()]
+    used = [f"host {(memory.total - memory.available) / GIB:.1f} of {memory.total / GIB:.1f} GiB"]
+    used += [f"gpu {gpu.index}: {_gib(gpu.memory_used)} of {_gib(gpu.memory_total)} GiB" for gpu in node_gpus()]
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {', '.join(used)}"
-
-
-def _gpu_memory() -> list[str]:
-    return [f"gpu {gpu.index}: {_gib(gpu.memory_used)} of {_gib(gpu.memory_total)} GiB" for gpu in node_gpus()]
 
 
 def _gib(size: int | None) -> str:
@@ -50,12 +47,8 @@ def _gib(size: int | None) -> str:
     return "?" if size is None else f"{size / GIB:.1f}"
 
 
-def start_memory_log(path: Path, *, interval: float) -> None:
-    """Append a line to `path` now and every `interval` seconds, until this process ends."""
-    threading.Thread(target=_write_memory_log, args=(path, interval), name="memory", daemon=True).start()
-
-
 def _write_memory_log(path: Path, interval: float) -> None:
+    """Append a line now and every `interval` seconds, until this process ends."""
     try:
         while True:
             with path.open("a", encoding="utf-8") as file:
@@ -116,7 +109,9 @@ def write_surroundings(
         path = folder / "compute_environment.txt"
         threading.Thread(target=_write_environment, args=(path, run, begin, config), daemon=True).start()
     if first_of_node and config.debug.memory_interval:
-        start_memory_log(folder / f"memory_logging-{node}.txt", interval=config.debug.memory_interval)
+        path = folder / f"memory_logging-{node}.txt"
+        arguments = (path, config.debug.memory_interval)
+        threading.Thread(target=_write_memory_log, args=arguments, name="memory", daemon=True).start()
 
 
 def _write_environment(path: Path, run: Run, begin: AttemptStart, config: RunConfig) -> None:

@@ -13,14 +13,16 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.masking import mask_tokens
+from relayrun.train.gpu_health import NoNvml, ask_device, ask_nvml
 
 MIB = 1 << 20
 
@@ -63,52 +65,36 @@ class Gpu:
 
 def node_gpus() -> list[Gpu]:
     """Return the GPUs of this node by index; empty if NVML is missing or does not respond."""
+
+    def read(nvml: Any) -> list[Gpu]:
+        driver = nvml.nvmlSystemGetDriverVersion()
+        return [_gpu(nvml, index, driver) for index in range(nvml.nvmlDeviceGetCount())]
+
     try:
-        import pynvml
-    except ImportError:
+        return ask_nvml(read)
+    except NoNvml:
         return []
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return []
-    try:
-        driver = _decoded(pynvml.nvmlSystemGetDriverVersion())
-        return [_gpu(pynvml, index, driver) for index in range(pynvml.nvmlDeviceGetCount())]
-    except pynvml.NVMLError:
-        return []
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def _gpu(nvml: Any, index: int, driver: str) -> Gpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
-
-    def told(question: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return question(handle, *arguments)
-        except nvml.NVMLError:  # not every device answers every question
-            return None
-
-    memory = told(nvml.nvmlDeviceGetMemoryInfo)
-    power, limit = told(nvml.nvmlDeviceGetPowerUsage), told(nvml.nvmlDeviceGetEnforcedPowerLimit)  # milliwatts
+    told = partial(ask_device, nvml)
+    memory = told(nvml.nvmlDeviceGetMemoryInfo, handle)
+    power = told(nvml.nvmlDeviceGetPowerUsage, handle)  # milliwatts, as the limit
+    limit = told(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
     return Gpu(
         index=index,
-        name=_decoded(nvml.nvmlDeviceGetName(handle)),
+        name=nvml.nvmlDeviceGetName(handle),
         driver=driver,
         memory_used=None if memory is None else memory.used,
         memory_total=None if memory is None else memory.total,
-        sm_clock=told(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM),
-        sm_clock_max=told(nvml.nvmlDeviceGetMaxClockInfo, nvml.NVML_CLOCK_SM),
-        memory_clock=told(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_MEM),
+        sm_clock=told(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
+        sm_clock_max=told(nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_SM),
+        memory_clock=told(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_MEM),
         power=None if power is None else power / 1000,
         power_limit=None if limit is None else limit / 1000,
-        temperature=told(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
+        temperature=told(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
     )
-
-
-def _decoded(value: Any) -> str:
-    """Decode strings that older versions of the package return as bytes."""
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
 def _nvml_value(value: float | None, unit: int = 1) -> str:

@@ -154,7 +154,7 @@ class Timings(Hook):
     def save_p95(self) -> float | None:
         return percentile(self._saves, 0.95) if self._saves else None
 
-    def lead(self, *, under_way: float | None = None) -> float:
+    def grace_period(self, *, under_way: float | None = None) -> float:
         """Return the grace period in seconds: the attempt's initial value until steps and saves are measured (plus an
         evaluation), and always if its bounds are equal.
 

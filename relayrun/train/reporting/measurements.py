@@ -59,12 +59,12 @@ class IntervalMetrics:
         """True if this iteration is measured."""
         return iteration % self._settings.log_interval == 0
 
-    def of_gradients(self, iteration: int) -> None:
+    def measure_gradients(self, iteration: int) -> None:
         """Measure the prepared gradients before they are clipped."""
         if self._settings.log_num_zeros_in_grad and self.due(iteration):
             self._zeros = megatron_optimizer.count_zero_gradients(self._optimizer.inner, self._model.device)
 
-    def of_weights(self, iteration: int) -> None:
+    def measure_weights(self, iteration: int) -> None:
         """Measure the updated weights, and start to copy all values to the host, without a wait."""
         if (self._weights or self._settings.log_num_zeros_in_grad) and self.due(iteration):
             found = torch.cat([self._squares().double(), self._zeros])
@@ -181,7 +181,7 @@ class Stragglers:
                 inner.register_step_pre_hook(lambda *_: self._begin())
                 inner.register_step_post_hook(lambda *_: self._end("optimizer"))
 
-    def read(self, seconds: float) -> None:
+    def record_read(self, seconds: float) -> None:
         """Record the seconds of reading the batch; both passes start."""
         self._seconds["data"] += seconds
         self._begin()

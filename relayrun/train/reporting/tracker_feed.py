@@ -84,17 +84,13 @@ class TrackerProcesses(Hook):
                 feed.wait()
 
 
+def _command(tracker: str, run_dir: Path, attempt: int, parent: int) -> list[str]:
+    program = [sys.executable, "-m", "relayrun.train.reporting.tracker_feed", tracker]
+    return [*program, f"--run-dir={run_dir}", f"--attempt={attempt}", f"--parent={parent}"]
+
+
 def _start(name: str, run: Run, attempt: int) -> subprocess.Popen[bytes]:
-    command = [
-        sys.executable,
-        "-m",
-        "relayrun.train.reporting.tracker_feed",
-        name,
-        f"--run-dir={run.path}",
-        f"--attempt={attempt}",
-        f"--parent={os.getpid()}",
-    ]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0)
+    return subprocess.Popen(_command(name, run.path, attempt, os.getpid()), stdin=subprocess.PIPE, bufsize=0)
 
 
 def feed_tracker(
@@ -186,17 +182,8 @@ def main() -> int:
 
 def start_over(options: argparse.Namespace, pause: float) -> NoReturn:
     """Replace this process by a fresh one: a client that has lost its service does not find another."""
-    command = [
-        sys.executable,
-        "-m",
-        "relayrun.train.reporting.tracker_feed",
-        options.tracker,
-        f"--run-dir={options.run_dir}",
-        f"--attempt={options.attempt}",
-        f"--parent={options.parent}",
-        f"--pause={pause}",
-        f"--last-seconds={options.last_seconds}",
-    ]
+    command = _command(options.tracker, options.run_dir, options.attempt, options.parent)
+    command += [f"--pause={pause}", f"--last-seconds={options.last_seconds}"]
     os.execv(command[0], command)
 
 

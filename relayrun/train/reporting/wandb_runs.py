@@ -17,7 +17,7 @@ import logging
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from relayrun.config.compose.schema import CommonConfig
 from relayrun.control.rundir import evaluations
@@ -28,6 +28,10 @@ from relayrun.errors import InputError
 from relayrun.train.reporting import trackers
 from relayrun.train.reporting.trackers import wandb_client_settings
 
+if TYPE_CHECKING:
+    import wandb
+    from wandb.apis.public import Run as PublicRun
+
 log = logging.getLogger(__name__)
 
 HISTORY_ROWS = 1000
@@ -36,40 +40,6 @@ SYSTEM_ROWS = 100_000
 """Largest number of system metric rows: W&B returns them as one sample, complete up to this size."""
 WRITTEN_BY_THE_CLIENT = ("config.yaml", "wandb-summary.json", "wandb-history.jsonl", "wandb-events.jsonl")
 """Files of every run that the copy's own client writes."""
-
-
-class SourceFile(Protocol):
-    """The used part of `wandb.apis.public.File`."""
-
-    name: str
-
-    def download(self, root: str, *, replace: bool) -> object: ...
-
-
-class SourceRun(Protocol):
-    """The used part of `wandb.apis.public.Run`."""
-
-    id: str
-    name: str
-    config: dict[str, Any]
-    summary_metrics: dict[str, Any]
-    tags: list[str]
-    notes: str | None
-    group: str | None
-
-    def scan_history(self, *, page_size: int, min_step: int, use_cache: bool) -> Iterable[dict[str, Any]]: ...
-
-    def history(self, *, samples: int, stream: str, pandas: bool) -> list[dict[str, Any]]: ...
-
-    def files(self) -> Iterable[SourceFile]: ...
-
-
-class WandbApi(Protocol):
-    """The used part of `wandb.Api`."""
-
-    def run(self, path: str) -> SourceRun: ...
-
-    def runs(self, path: str) -> Iterable[SourceRun]: ...
 
 
 @dataclass(frozen=True)
@@ -84,7 +54,7 @@ class WandbProject:
 
 
 def copy_project(
-    api: WandbApi, source: WandbProject, target: WandbProject, *, run_ids: Sequence[str], names: Sequence[str] = ()
+    api: wandb.Api, source: WandbProject, target: WandbProject, *, run_ids: Sequence[str], names: Sequence[str] = ()
 ) -> Iterator[str]:
     """Copy these runs, or all; yield a line for each. `names`: of the copies, one per run. Raises InputError."""
     if source == target:
@@ -103,7 +73,7 @@ def copy_project(
         yield copy_run(api, run, target, names[number] if names else run.name)
 
 
-def copy_run(api: WandbApi, source: SourceRun, target: WandbProject, name: str) -> str:
+def copy_run(api: wandb.Api, source: PublicRun, target: WandbProject, name: str) -> str:
     """Write one run, or its missing rows; return a summary."""
     import wandb
 
@@ -150,7 +120,7 @@ def copy_run(api: WandbApi, source: SourceRun, target: WandbProject, name: str) 
     return f"{source.id} ({name}): {rows:,} rows{since}{with_files} to {target}"
 
 
-def _newest_system(api: WandbApi, target: WandbProject, run_id: str) -> float | None:
+def _newest_system(api: wandb.Api, target: WandbProject, run_id: str) -> float | None:
     """Return the time of the newest system metrics of a copy, in seconds since 1970; None without any."""
     there = api.run(f"{target}/{run_id}").history(samples=SYSTEM_ROWS, stream="system", pandas=False)
     return max((float(row["_timestamp"]) for row in there), default=None)
@@ -172,8 +142,7 @@ def _send_system(made: Any, rows: Iterable[dict[str, Any]], *, behind: float | N
         interface._publish(interface._make_record(stats=stats))
 
 
-def _send_files(made: Any, source: SourceRun, folder: str) -> int:
-    """Send a run's files, except media and the client's own files; return their number."""
+def _send_files(made: Any, source: PublicRun, folder: str) -> int:
     count = 0
     for file in source.files():
         if file.name in WRITTEN_BY_THE_CLIENT or file.name.startswith("media/"):
