@@ -38,12 +38,6 @@ BETWEEN_STEPS = ("before_step", "after_step", "at_rewind", "after_save", "after_
 """Methods whose time is `Step.hooks_seconds`; the time of `before_update` is part of the step."""
 
 
-class Sections(Protocol):
-    """The part of `train.reporting.liveness.SectionReporter` that the hooks of a user need."""
-
-    def within(self, section: str) -> AbstractContextManager[None]: ...
-
-
 def import_hooks(entries: Sequence[HookEntry], ranks: Ranks) -> list[tuple[str, Hook]]:
     """Import and instantiate the hooks of `training.hooks`; return them with their import paths. All ranks call it
     together.
@@ -91,7 +85,7 @@ class Hooks(Hook):
         own: Sequence[Hook],
         users: Sequence[tuple[str, Hook]],
         ranks: Ranks,
-        sections: Sections | None = None,
+        sections: SectionReporter | None = None,
     ) -> None:
         """`users`: result of `import_hooks`. `sections`: reports when one of them runs."""
         self._ranks = ranks

@@ -38,7 +38,6 @@ from relayrun.train.model.experts import AuxiliaryLosses
 from relayrun.train.model.layers import ACTIVATION_FUNCTIONS
 from relayrun.train.model.packed_documents import PackedDocuments, RowwiseRotaryEmbedding, positions_for
 from relayrun.train.model.size import flops_per_token, pad_to_multiple
-from relayrun.train.model.user_parts import UserLoss
 from relayrun.train.timers import Timers
 
 
