@@ -132,7 +132,7 @@ def test_a_save_trigger_is_answered_once_although_it_cannot_be_removed(
 
 def test_a_save_is_over_when_it_is_over_on_every_rank(run: Run) -> None:
     ranks = OneRank()
-    assert control(run, ranks).look(saving=True) == AgreedRequests(saving=True)
+    assert control(run, ranks).poll(saving=True) == AgreedRequests(saving=True)
     assert control(run, ranks).poll() == AgreedRequests()
     ranks.others = [0, 0, 0, 0, 1]
     assert control(run, ranks).poll() == AgreedRequests(saving=True)

@@ -86,10 +86,10 @@ def test_an_evaluation_that_may_be_under_way_is_counted_in() -> None:
     assert timings.grace_period() == before + 40
     later = after_saves(Timings(begin(evaluation_seconds=40.0)), [2.0])  # before the first one of this attempt
     later.step(0.5, 8)
-    assert later.lead() == before + 40
+    assert later.grace_period() == before + 40
     for _ in range(10):
         later.evaluation(4.0)
-    assert later.lead() == before + 4
+    assert later.grace_period() == before + 4
 
 
 def test_an_evaluation_that_was_never_measured_is_counted_with_half_a_step_for_each_batch() -> None:
@@ -107,11 +107,11 @@ def test_an_evaluation_that_was_never_measured_is_counted_with_half_a_step_for_e
     fixed = Timings(begin(lead=12.0, lead_floor=12.0, lead_ceiling=12.0))
     fixed.expect_evaluation(samples=800)
     fixed.step(2.0, 16)
-    assert fixed.lead() == 12
+    assert fixed.grace_period() == 12
     known = Timings(begin(evaluation_seconds=40.0))
     known.expect_evaluation(samples=800)
     known.step(2.0, 16)
-    assert (known.estimates_evaluation, known.lead()) == (False, 60)
+    assert (known.estimates_evaluation, known.grace_period()) == (False, 60)
 
 
 def test_only_the_newest_saves_count() -> None:
