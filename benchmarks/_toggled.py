@@ -14,7 +14,7 @@ from typing import Any
 from relayrun.train.checkpoint.memory_tier import MemoryTier
 from relayrun.train.hooks import Hook, StepStart
 from relayrun.train.reporting.liveness import HeartbeatWriter, SectionReporter
-from relayrun.train.reporting.metrics import Stragglers
+from relayrun.train.reporting.measurements import Stragglers
 
 PARTS: dict[str, list[tuple[type, str]]] = {
     "heartbeats": [
@@ -24,7 +24,7 @@ PARTS: dict[str, list[tuple[type, str]]] = {
         (SectionReporter, "touch"),
     ],
     "memory": [(MemoryTier, "due")],
-    "stragglers": [(Stragglers, name) for name in ("read", "_begin", "_end", "take")],
+    "stragglers": [(Stragglers, name) for name in ("record_read", "_begin", "_end", "take")],
 }
 
 

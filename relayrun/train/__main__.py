@@ -1,10 +1,8 @@
-"""`python -m relayrun.train --run-dir R --attempt N`: one process per rank.
+"""Training program of one rank: `python -m relayrun.train --run-dir R --attempt N`.
 
-Before training, the first rank of a node without an agent checks its node.
-
-Exit codes: 0 done, saved or exit; 3 fatal (another attempt would fail in the same way); 1 anything else.
-Rank 0 leaves `outcome.json`, written last; there is none with code 1, and where another rank had the fatal error:
-its failure record says so.
+Exit codes: 0 for the outcomes done, saved and exit; 3 for a fatal error, which every attempt would meet; 1 otherwise.
+Rank 0 writes `outcome.json` last. It is missing with code 1 and if another rank had the fatal error, whose failure
+record says so. On a node without an agent its first rank checks the node before training.
 """
 
 from __future__ import annotations
@@ -44,12 +42,12 @@ log = logging.getLogger(__name__)
 
 
 class UnhealthyNode(RelayrunError):
-    """Ranks cannot train on this node; they may on another one."""
+    """Ranks cannot train on this node; they may on another node."""
 
 
 def check_node_at_start(run: Run, attempt: Attempt, node: str) -> None:
-    """Put on record what is wrong with this node. Raises SickNode where ranks cannot train here."""
-    if not run.plan.exists():  # started by hand: nobody has said what to look for
+    """Record the findings about this node. Raises UnhealthyNode if ranks cannot train on it."""
+    if not run.plan.exists():  # started by hand: no plan says what to check
         return
     plan = HealthPlan.looked_for(Plan.load(run).node_health)
     if plan is None:
@@ -85,27 +83,26 @@ PROGRAM_ERRORS = (
     TypeError,
     ValueError,
 )
-"""Errors of the code or its input, which every attempt meets before its first step, where nothing is computed yet.
+"""Errors of the code or its input. Before the first step, where nothing is computed yet, every attempt meets them.
 
-Not among them: what a node, a device, a file system or another rank can cause (OSError, ImportError, RuntimeError).
+Not listed: errors that a node, a device, a file system or another rank can cause (OSError, ImportError, RuntimeError).
 """
 DEVICE_ASSERTION = re.compile(r"\bdevice|\bcuda\b", re.I)
-"""What torch asserts of the GPUs of a node."""
+"""Matches torch's assertions about the GPUs of a node."""
 TORN_FILE_ERRORS = (UnicodeError, json.JSONDecodeError)
-"""Kinds of ValueError that a file system which is away for a while causes, too."""
+"""Kinds of ValueError that a file system outage causes, too."""
 
 PROGRAM_MODULES = ("relayrun.config.compose.resolve", "relayrun.train.loop", "relayrun.train.reporting.debugging")
-"""What `main` imports after its first sign of life."""
+"""Modules that `main` imports after its first heartbeat."""
 
 FAILURE_TEXT_LIMIT = 2000
 """Characters of an error that a failure record keeps."""
 
 
 def main(flag: SignalFlag) -> int:
-    """Train one attempt on this rank, until it is done or leaves; return the exit code, as the module says.
+    """Train one attempt on this rank until it leaves; return the exit code, see the module.
 
-    An error of the attempt is not raised: it is printed and becomes a failure record, and a fatal outcome where no
-    other attempt would do better.
+    An error of the attempt is printed and becomes a failure record, and a fatal outcome if every attempt would meet it.
     """
     parser = argparse.ArgumentParser(prog="python -m relayrun.train", description="Train one attempt on this rank.")
     parser.add_argument("--run-dir", type=Path, required=True)
@@ -119,7 +116,7 @@ def main(flag: SignalFlag) -> int:
     rank, node = int(os.environ["RANK"]), node_name(os.environ)
     dump_stacks_on_request(run.stacks(attempt.number) / f"rank-{rank:04}.txt")
     base = 0
-    pulse: HeartbeatWriter | None = None
+    heartbeat: HeartbeatWriter | None = None
     try:
         begin = attempt.read_begin()
         if begin is None:
@@ -130,7 +127,7 @@ def main(flag: SignalFlag) -> int:
         if rank == 0:
             read_plan_format(run)  # refuses a directory that a newer version wrote
         timings = Timings(begin)
-        pulse = HeartbeatWriter(
+        heartbeat = HeartbeatWriter(
             attempt.heartbeats,
             node=node,
             active=is_first_of_node(),
@@ -138,12 +135,12 @@ def main(flag: SignalFlag) -> int:
             timings=timings,
             rare=liveness.memory_folder() is not None,
         )
-        pulse.beat()
+        heartbeat.beat()
         if is_first_of_node() and not liveness.has_agent():
             check_node_at_start(run, attempt, node)
         quiet_libraries()
         megatron_versions.check_version()
-        # from here on imports that take long; nsys must be around the process before torch is there
+        # slow imports follow; nsys must wrap the process before torch is imported
         from relayrun.train.reporting import debugging
 
         config = read_attempt_config(run.config_revision(begin.config_revision))
@@ -154,13 +151,13 @@ def main(flag: SignalFlag) -> int:
         from relayrun.train.loop import train_attempt
 
         debugging.write_surroundings(run, begin, config, rank=rank, node=node, first_of_node=is_first_of_node())
-        train_attempt(run, begin, config, flag, timings, pulse, process_began=began)
+        train_attempt(run, begin, config, flag, timings, heartbeat, process_began=began)
     except BaseException as error:
         if isinstance(error, RelayrunError):
             print(f"error: {error}", file=sys.stderr)
         else:
             traceback.print_exc()
-        fatal = fails_on_every_attempt(error, before_first_step=pulse is None or pulse.phase == "start")
+        fatal = fails_on_every_attempt(error, before_first_step=heartbeat is None or heartbeat.phase == "start")
         record_failure(attempt, rank, node, error, repeats=fatal)
         if fatal and rank == 0:
             reason = str(error) if isinstance(error, RelayrunError) else f"{type(error).__name__}: {error}"
@@ -175,16 +172,16 @@ def main(flag: SignalFlag) -> int:
 
 @functools.cache
 def read_attempt_config(revision: Path) -> RunConfig:
-    """Read a revision of a run's config, which never changes; a process that forks ranks has read it for them."""
+    """Read a config revision, which never changes; a fork server has read it for its ranks."""
     from relayrun.config.compose import resolve
 
     return resolve.require_native(resolve.read_resolved_config(revision))
 
 
 def quiet_libraries() -> None:
-    """Leave out what torch and megatron-core say to their own authors, at every import, config and save.
+    """Suppress warnings of torch and megatron-core for their own developers, at every import, config and save.
 
-    PYTHONWARNINGS may ask for it.
+    PYTHONWARNINGS can enable them.
     """
     for kind in (FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=kind, module=r"(torch|megatron)\.")
@@ -192,7 +189,7 @@ def quiet_libraries() -> None:
 
 
 def import_program_modules() -> None:
-    """Import PROGRAM, for a process that forks ranks. Computes nothing."""
+    """Import PROGRAM_MODULES, for a process that forks ranks. Computes nothing."""
     quiet_libraries()
     megatron_versions.check_version()
     for module in PROGRAM_MODULES:
@@ -200,7 +197,7 @@ def import_program_modules() -> None:
 
 
 def fails_on_every_attempt(error: BaseException, *, before_first_step: bool) -> bool:
-    """Whether every attempt would meet this error, whatever its nodes."""
+    """True if every attempt would meet this error on any node."""
     if isinstance(error, (FatalTrainingError, ConfigError)):
         return True
     if isinstance(error, RelayrunError) and error.__cause__ is not None:  # a user's hook failed in this way
@@ -212,8 +209,8 @@ def fails_on_every_attempt(error: BaseException, *, before_first_step: bool) -> 
 
 
 def record_failure(attempt: Attempt, rank: int, node: str, error: BaseException, *, repeats: bool = False) -> None:
-    """Leave this rank's own words on its end. Its first line is the cause only if its time is the first of all:
-    the other ranks then fail in their collectives."""
+    """Write the failure record of this rank. The earliest record of all ranks has the cause: the other ranks then fail
+    in their collectives."""
     words = f"{type(error).__name__}: {error}"[:FAILURE_TEXT_LIMIT]
     failure = RankFailure(rank=rank, node=node, error=words, time=time.time(), repeats=repeats)
     try:
@@ -230,5 +227,5 @@ if __name__ == "__main__":
     code = main(flag)
     sys.stdout.flush()
     sys.stderr.flush()
-    # no waiting for threads and process groups: a rank that failed must end, so that the others are ended too
+    # do not wait for threads and process groups: a failed rank must end, so that the others are ended
     os._exit(code)

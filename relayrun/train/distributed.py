@@ -1,30 +1,11 @@
-"""The ranks of one attempt: process groups, agreement between ranks, random generators, determinism, file limits.
+"""Ranks of one attempt: process groups, agreement between ranks, random generators, determinism, file limits.
 
-`raise_file_limit`: sockets to the other ranks are files. `enable_determinism` (`training.deterministic`): the same bits
-at every run of the same layout with the same versions.
+docs/exactness.md lists the effects of `training.deterministic`: torch's flag covers torch's kernels, megatron-core's
+`deterministic_mode` the embeddings (`weight[ids]`, whose gradients torch sorts first), and environment variables
+(`relayrun.config.compose.determinism`) the rest. CPUs are deterministic anyway; there only the embeddings change.
 
-Soft limits of open files are often 1,024, whatever the node has; a process may raise its own up to the hard limit.
-
-`training.deterministic` changes on a GPU:
-
-| part | without | with |
-|---|---|---|
-| products of matrices | cuBLAS may take another algorithm | workspaces of a fixed size, as torch demands |
-| sums over ranks | rings, trees, switches: NCCL's choice | rings, whose order is fixed |
-| torch's SDPA | cuDNN's kernel on Hopper; gradients added with atomics | flash and memory-efficient kernels, in order |
-| TransformerEngine's attention | any of its kernels | those that are deterministic in the backward pass |
-| embeddings | gradients added with atomics | `weight[ids]`, whose gradients torch sorts first |
-| kernels of torch.compile | reductions cut as measured | cut in one way |
-| what torch has no deterministic kernel for | runs | raises RuntimeError, which names it |
-
-torch's flag does all that its kernels do, megatron-core's deterministic_mode the embeddings, and variables of the
-environment (`relayrun.config.compose.determinism`) the rest. Megatron-LM also refuses fused cross entropy and the
-overlap of tensor-parallel communication; relayrun uses neither. On CPUs everything is deterministic without: there only
-the embeddings change.
-
-Generators: torch's (dropout on a CPU), CUDA's (dropout on a GPU), and megatron-core's named states,
-which take their place around dropout in model-parallel regions. Python's and numpy's are kept for
-whatever a user's data or a library draws from.
+Generators: torch's (dropout on a CPU), CUDA's (dropout on a GPU), megatron-core's named states, which replace them
+around dropout in model-parallel regions, and Python's and numpy's, which a user's data or a library may use.
 """
 
 from __future__ import annotations
@@ -49,14 +30,13 @@ from relayrun.config.compose.schema import RunConfig
 from relayrun.config.sections.job_script import sbatch_script_options
 from relayrun.control.scheduler.slurm_commands import asks_for_gpus
 from relayrun.errors import FatalTrainingError, RelayrunError
-from relayrun.train.loss import LossSum
 from relayrun.train.messages import RankMessages
 
 
 def enable_determinism(config: RunConfig) -> None:
-    """Turn it on in this process where the config asks for it. To be called before the first use of CUDA and NCCL.
+    """Apply `training.deterministic` to this process; call it before the first use of CUDA and NCCL.
 
-    Raises ConfigError if the environment of this rank takes determinism away.
+    Raises ConfigError if the environment of this rank prevents determinism.
     """
     if not config.training.deterministic:
         return
@@ -65,18 +45,18 @@ def enable_determinism(config: RunConfig) -> None:
         os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(True)
     torch.backends.cuda.enable_cudnn_sdp(False)
-    # the flag alone also fills all new memory: that finds who reads what was never written, and costs bandwidth
+    # the flag also fills all new memory, to find reads of uninitialized values, which costs bandwidth
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 class OpenFileLimitTooLow(RelayrunError):
-    """This node does not let a rank open as many files as there are ranks; another node may."""
+    """This node does not let a rank open enough files for its sockets; another node may."""
 
 
 def raise_file_limit(rank: int, ranks: int) -> None:
-    """Raise the limit of this rank and its children to the hard one. Called before the ranks find each other.
+    """Raise the soft limit of open files, often 1,024, to the hard limit; call it before the ranks connect.
 
-    Raises TooFewFiles where that cannot do for so many ranks.
+    Raises OpenFileLimitTooLow if the hard limit is too low for this number of ranks.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -91,15 +71,15 @@ def raise_file_limit(rank: int, ranks: int) -> None:
 
 
 def sockets_of_rank(rank: int, ranks: int) -> int:
-    """Return how many sockets a rank opens at least: one to every other rank, in the group over gloo.
+    """Return the least number of sockets that a rank opens: one to every other rank, in the gloo group.
 
-    Rank 0 has the store, too, by which the ranks find each other, with one more to each of them.
+    Rank 0 also has the rendezvous store, with one more socket to each rank.
     """
     return (ranks - 1) * (1 if rank else 2)
 
 
 def capture_random_state() -> dict[str, Any]:
-    """A copy of all states."""
+    """Return a copy of the state of all generators."""
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),
@@ -111,7 +91,7 @@ def capture_random_state() -> dict[str, Any]:
 
 
 def restore_random_state(states: dict[str, Any]) -> None:
-    """Put back what `capture_random_state` returned."""
+    """Restore the states that `capture_random_state` returned."""
     torch.set_rng_state(states["torch"])
     if states["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
@@ -125,43 +105,54 @@ def restore_random_state(states: dict[str, Any]) -> None:
 T = TypeVar("T")
 
 GROUP_TIMEOUT = timedelta(minutes=30)
-"""How long a rank waits for the others in one collective before it gives up."""
+"""Time that a rank waits for the others in one collective before it fails."""
 SAVE_TAG = 1
-"""Tag of the messages between the threads of saves."""
+"""Message tag of the save threads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSum:
+    """Reported loss before the last division, which follows the sum over the data-parallel ranks."""
+
+    total: float
+    """Sum of losses in nats, over samples (each a mean over its tokens) or over tokens."""
+    count: float
+    """Number of summands, weights included."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """This rank's place, and the groups it talks in."""
+    """Position of this rank in the layout, and its process groups."""
 
     rank: int
     world_size: int
     device: torch.device
     device_name: str
     cpu_group: dist.ProcessGroup
-    """All ranks, over gloo: small agreements on the host that never wait for a GPU."""
+    """All ranks, over gloo: small agreements on the host, which never wait for a GPU."""
     data_parallel_rank: int
     data_parallel_size: int
     tensor_rank: int
     tensor_size: int
     context_size: int
-    """Ranks that share a sequence."""
+    """Number of ranks that share a sequence."""
     expert_size: int
-    """Ranks that the experts of a layer are split over; for all else they may be data-, context- or tensor-parallel."""
+    """Number of ranks over which the experts of a layer are split; for other layers these ranks may be data-, context-
+    or tensor-parallel."""
     expert_tensor_size: int
-    """Ranks that every expert is split over."""
+    """Number of ranks over which each expert is split."""
     pipeline_rank: int
     pipeline_size: int
     virtual_stages: int
-    """Parts of the model on each pipeline stage."""
+    """Model chunks on each pipeline stage."""
     is_last_stage: bool
-    """Whether this rank computes the loss."""
+    """True if this rank computes the loss."""
     messages: RankMessages | None = None
-    """What agreements go by in the threads of saves, where `cpu_group` has its collectives in other threads."""
+    """Transport of agreements in save threads; None in the main thread, which uses the collectives of `cpu_group`."""
 
     @property
     def layout(self) -> str:
-        """The sizes in words, for logs and checkpoints; equal layouts have equal words. `DP4 x TP2 x PP1` is one."""
+        """The layout in words, such as `DP4 x TP2 x PP1`, for logs and checkpoints; equal layouts have equal words."""
         virtual = f" x VPP{self.virtual_stages}" if self.virtual_stages > 1 else ""
         context = f" x CP{self.context_size}" if self.context_size > 1 else ""
         expert = f" x EP{self.expert_size}" if self.expert_size > 1 else ""
@@ -171,15 +162,15 @@ class Ranks:
 
     @property
     def replicas_share_experts(self) -> bool:
-        """Whether ranks of different replicas send each other tokens: those that hold a layer's experts together."""
+        """True if ranks of different replicas exchange tokens because they hold the experts of a layer together."""
         return self.tensor_size % (self.expert_size * self.expert_tensor_size) != 0
 
     def in_save_thread(self) -> Ranks:
-        """The same, for agreements between the threads that save."""
+        """Return these ranks for agreements between save threads."""
         return replace(self, messages=RankMessages(self.cpu_group, tag=SAVE_TAG))
 
     def maximum(self, flags: list[int]) -> list[int]:
-        """Element-wise maximum of `flags` over all ranks, the same on each of them."""
+        """Return the element-wise maximum of `flags` over all ranks, the same on every rank."""
         assert self.messages is None
         tensor = torch.tensor(flags, dtype=torch.int64)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.cpu_group)
@@ -187,7 +178,7 @@ class Ranks:
         return result
 
     def gather(self, value: Any) -> list[Any]:
-        """`value` of every rank, in rank order, on every rank. For rare use: it pickles."""
+        """Return `value` of every rank, in rank order, on every rank. It pickles: for rare use."""
         if self.messages is not None:
             return self.messages.all_gather(value)
         values: list[Any] = [None] * self.world_size
@@ -197,7 +188,7 @@ class Ranks:
     def on_first_rank(self, action: Callable[[], T], failure: type[Exception]) -> T:
         """Run `action` on rank 0; return its result on every rank.
 
-        Where it raises, every rank raises: FatalTrainingError as it is, anything else as `failure`.
+        If it raises, every rank raises: FatalTrainingError unchanged, any other error as `failure`.
         """
         answer: list[Any] = [None, None]
         if self.rank == 0:
@@ -218,10 +209,10 @@ class Ranks:
         return result
 
     def sum_over_samples(self, values: list[float]) -> list[float]:
-        """Sum what the data-parallel replicas measured (float64), in rank order; the same on every rank.
+        """Sum float64 values over the data-parallel replicas, in rank order; return the same sums on every rank.
 
-        Only values of the last pipeline stage count. The order is fixed, so a sum does not depend on how
-        the backend reduces, nor on what else is summed with it: torch adds several columns in another order.
+        Only values of the last pipeline stage count. The fixed order makes a sum independent of the backend and of the
+        other values summed with it: torch adds several columns in another order.
         """
         own = torch.tensor(values, dtype=torch.float64, device=self.device)
         parts = [torch.empty_like(own) for _ in range(self.data_parallel_size)]
@@ -234,17 +225,17 @@ class Ranks:
         return result
 
     def mean_loss(self, own: LossSum) -> float:
-        """The mean loss over all replicas, the same on every rank; `own`: what this one has measured."""
+        """Return the mean loss over all replicas, the same on every rank. `own`: the loss of this rank."""
         return self.mean_loss_and([], own)[0]
 
     def mean_loss_and(self, counts: list[int], own: LossSum) -> tuple[float, list[int]]:
-        """The mean loss and, in the same message, sums of `counts` over all replicas; of counts below 2^53."""
+        """Return the mean loss and, from the same message, sums of `counts` (below 2^53) over all replicas."""
         total, count, *sums = self.sum_over_samples([own.total, own.count, *map(float, counts)])
         return total / max(count, 1.0), [int(value) for value in sums]
 
 
 def stop_process_groups() -> None:
-    """Leave the process groups, all ranks together."""
+    """Destroy the process groups; all ranks call it together."""
     dist.barrier()
     dist.destroy_process_group()
 
@@ -252,9 +243,9 @@ def stop_process_groups() -> None:
 def start_process_groups(config: RunConfig) -> Ranks:
     """Join the other ranks (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT in the environment).
 
-    nccl where there is CUDA, gloo otherwise. Raises FatalTrainingError if the number of ranks does not
-    fit the layout, ConfigError if there is CUDA and the config leaves out its precision, TooFewFiles where this node
-    does not allow as many sockets.
+    The backend is nccl with CUDA, else gloo. Raises FatalTrainingError if the number of ranks does not fit the layout,
+    ConfigError if there is CUDA and the config sets no precision, OpenFileLimitTooLow if this node allows too few
+    sockets.
     """
     parallel = config.parallel
     world_size = int(os.environ["WORLD_SIZE"])
@@ -312,7 +303,7 @@ class NoGpuFound(RelayrunError):
 
 
 def require_gpu(config: RunConfig) -> None:
-    """Raise NoGpu where the job asks for GPUs and torch finds none: the ranks of this node would train on its CPUs."""
+    """Raise NoGpuFound if the job requests GPUs and torch finds none: the ranks would train on CPUs."""
     job, srun = config.job, dict(word.removeprefix("--").partition("=")[::2] for word in config.cluster.srun_options)
     asks = asks_for_gpus(sbatch_script_options(job.sbatch)) or asks_for_gpus(srun) or "gpus-per-node" in srun
     if torch.cuda.is_available() or not (job.gpus_per_node or asks):
@@ -327,20 +318,21 @@ def require_gpu(config: RunConfig) -> None:
 
 
 def wait_for_device(ranks: Ranks) -> None:
-    """Return when what this thread has given to the GPU is done; without one at once. Copies of a save go on."""
+    """Wait until the GPU has done the work of this thread's stream. Copies of a save continue. No effect without a
+    GPU."""
     if ranks.device.type == "cuda":
         torch.cuda.current_stream(ranks.device).synchronize()
 
 
 def peak_memory(ranks: Ranks) -> int:
-    """Bytes at most so far: of the GPU's allocator, or of this process where there is no GPU."""
+    """Return the peak bytes so far: of the GPU's allocator, or of this process without a GPU."""
     if ranks.device.type == "cuda":
         return torch.cuda.max_memory_allocated(ranks.device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def gpu_memory_fields(ranks: Ranks) -> dict[str, Any]:
-    """Bytes of the GPU's allocator, as fields of `Step`; none where there is no GPU. The device is not waited for."""
+    """Return bytes of the GPU's allocator as fields of `Step`; empty without a GPU. It does not wait for the device."""
     if ranks.device.type != "cuda":
         return {}
     return {
@@ -351,26 +343,23 @@ def gpu_memory_fields(ranks: Ranks) -> dict[str, Any]:
 
 
 def seed_weights(ranks: Ranks, seed: int) -> None:
-    """Seed every generator for the weights: the same over data-parallel replicas, another per pipeline stage."""
-    _seed(_mix(seed, 0, ranks.pipeline_rank))
+    """Seed every generator for the weights: equal over data-parallel replicas, different per pipeline stage."""
+    _seed(seed, 0, ranks.pipeline_rank)
 
 
 def seed_dropout(ranks: Ranks, seed: int) -> None:
-    """Seed every generator for training: another per data-parallel replica and pipeline stage.
+    """Seed every generator for training: different per data-parallel replica and pipeline stage.
 
-    Ranks that share a replica and a stage (tensor parallel) keep a common generator for what they
-    compute alike; megatron-core adds one per tensor rank for the rest.
+    Tensor-parallel ranks share one generator for what they compute alike; megatron-core adds one per tensor rank for
+    the rest.
     """
-    _seed(_mix(seed, 1 + ranks.data_parallel_rank, ranks.pipeline_rank))
+    _seed(seed, 1 + ranks.data_parallel_rank, ranks.pipeline_rank)
 
 
-def _seed(seed: int) -> None:
+def _seed(*numbers: int) -> None:
+    """Seed with 32 bits of several numbers; nearby inputs give unrelated seeds."""
+    seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-
-
-def _mix(*numbers: int) -> int:
-    """A 32-bit seed from several numbers; nearby inputs give unrelated seeds."""
-    return int(np.random.SeedSequence(numbers).generate_state(1)[0])

@@ -1,8 +1,8 @@
-"""`python -m relayrun.train.fork_server`: does the imports once, then forks the ranks of its node.
+"""Fork server of a node: `python -m relayrun.train.fork_server` imports once, then forks the ranks.
 
-`agent.rank_server` has the messages. Started by a node's agent, which it talks to by a socket on its standard input. It
-never computes: no parallel region of OpenMP, no backward pass, no process group, no call of CUDA, or what it forks
-would hang. What it has opened or seeded, every rank would have.
+The node's agent starts it and talks to it over a socket on standard input; `control.agent.rank_server` defines the
+messages. It never computes: an OpenMP region, a backward pass, a process group or a CUDA call would make its forks
+hang. Every rank inherits what it has opened or seeded.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -40,80 +41,69 @@ PR_SET_NAME = 15
 
 
 class TrainingForkServer(RankServer):
-    """The ranks that it forked. `gpus`: how many this node has."""
+    """Forks ranks. `gpus`: number of GPUs of this node."""
 
     def __init__(self, agent: socket.socket, *, gpus: int = 0) -> None:
         super().__init__(agent)
         self._gpus = gpus
 
     def start(self, order: Message) -> StartedProcess:
-        """Fork a rank, or what measures this node."""
+        """Fork a rank, or a measurement of this node."""
         server = os.getpid()
         pid = os.fork()
-        if pid == 0 and order["kind"] == "probe":
-            self._measure(order)
         if pid == 0:
-            self._be_rank(order, server)
+            _run_child(lambda: self._measure(order) if order["kind"] == "probe" else self._be_rank(order, server))
         return StartedProcess(pid, partial(_wait, pid))
 
-    def _be_rank(self, order: Message, server: int) -> NoReturn:
-        """In the child: become the training program, as if it had been started for this rank."""
-        code = 1
-        try:
-            die_with_parent(signal.SIGKILL)
-            if os.getppid() != server:
-                os._exit(1)
-            # for people who look at processes
-            ctypes.CDLL(None).prctl(PR_SET_NAME, f"rank-{order['rank']}".encode(), 0, 0, 0)
-            for fd in self.descriptors():
-                os.close(fd)
-            gc.enable()
-            os.environ.update(order["environment"])
-            os.environ[AGENT_SOCKET_VARIABLE] = str(self.agent.fileno())  # kept open: its end says that no rank lives
-            if (folder := memory_folder()) is not None:
-                with contextlib.suppress(OSError):  # the program says so itself
-                    ActivityPage(folder, order["rank"]).enter(SET_UP, 0, math.inf)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            flag = SignalFlag()
-            flag.install()
-            from relayrun.train import __main__ as program
+    def _be_rank(self, order: Message, server: int) -> int:
+        """Run the training program in the child, as if it had been started for this rank."""
+        if os.getppid() != server:
+            return 1
+        # the process name, for people
+        ctypes.CDLL(None).prctl(PR_SET_NAME, f"rank-{order['rank']}".encode(), 0, 0, 0)
+        for fd in self.descriptors():
+            os.close(fd)
+        gc.enable()
+        os.environ.update(order["environment"])
+        os.environ[AGENT_SOCKET_VARIABLE] = str(self.agent.fileno())  # its end means that no rank lives
+        if (folder := memory_folder()) is not None:
+            with contextlib.suppress(OSError):  # the program reports it
+                ActivityPage(folder, order["rank"]).enter(SET_UP, 0, math.inf)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        flag = SignalFlag()
+        flag.install()
+        from relayrun.train import __main__ as program
 
-            sys.argv = [program.__file__, *order["arguments"]]
-            code = program.main(flag)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+        sys.argv = [program.__file__, *order["arguments"]]
+        return program.main(flag)
 
-    def _measure(self, order: Message) -> NoReturn:
-        """In the child: measure this node, and tell the agent."""
-        code = 1
-        try:
-            die_with_parent(signal.SIGKILL)
-            self.agent.send("probing")
-            where = {name: order[name] for name in ("place", "nodes", "address", "port")}
-            self.agent.send("probed", **node_benchmark.measure_node(**where, gpus=self._gpus))
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+    def _measure(self, order: Message) -> int:
+        node_benchmark.send_measurement(self.agent, order, gpus=self._gpus)
+        return 0
+
+
+def _run_child(work: Callable[[], int]) -> NoReturn:
+    code = 1
+    try:
+        die_with_parent(signal.SIGKILL)
+        code = work()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _wait(pid: int) -> int:
-    """Wait for a forked process; return its exit code, negative for the signal that ended it."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def import_program() -> None:
-    """Import all that a rank needs before its first step. Raises what an import raises.
+    """Import everything that a rank needs before its first step. Raises any error of the imports.
 
-    Raises RuntimeError where no fork could use the GPUs that are here. Without a GPU or its driver, none needs CUDA
-    (a rank whose job asks for GPUs says so itself, see `parallel.require_gpu`).
+    Raises RuntimeError if forks could not use the GPUs of this node. Without a GPU or driver forks need no CUDA; a rank
+    whose job requests GPUs checks that itself (`distributed.require_gpu`).
     """
     from relayrun.train import __main__ as program
 
@@ -129,7 +119,7 @@ def import_program() -> None:
 
 
 def _forks_have_no_cuda() -> bool:
-    """Whether torch would refuse CUDA to what is forked now. It tells a fork alone: counting devices suffices."""
+    """Ask a fork if torch refuses CUDA there. Only a fork knows: counting devices is enough for a refusal."""
     import torch
 
     pid = os.fork()
@@ -143,7 +133,6 @@ def _forks_have_no_cuda() -> bool:
 
 
 def _gpus(run: Run) -> int:
-    """How many GPUs a node has; 0 where no plan says so."""
     try:
         return HealthPlan.of(Plan.load(run).node_health).gpus
     except RelayrunError:
@@ -151,7 +140,7 @@ def _gpus(run: Run) -> int:
 
 
 def read_config(run: Run) -> None:
-    """Read the config of the newest attempt, once for all ranks. What is wrong with it they say themselves."""
+    """Read the config of the newest attempt, once for all ranks. The ranks report its errors themselves."""
     from relayrun.train import __main__ as program
 
     with contextlib.suppress(Exception):
@@ -179,7 +168,7 @@ def main() -> int:
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
         log.warning("the imports started %s threads, which no forked rank has", threads - 1)
     gc.collect()
-    gc.freeze()  # the collector of a rank must not touch, and so copy, what all share
+    gc.freeze()  # else the collector of a rank would touch, and so copy, shared memory
     server.serve()
     return 0
 

@@ -1,9 +1,9 @@
-"""`python -m relayrun.train.gpu_health`: the health of this node's GPUs as NVIDIA's library knows it, as JSON.
+"""Health of this node's GPUs from NVML, as JSON: `python -m relayrun.train.gpu_health`.
 
     {"gpus": [{"index": 0, "ecc_uncorrected": 0, "rows_failed": false, "rows_pending": false, "slowed": 0}], "xids": []}
 
-What a device does not tell is left out. One that does not answer has `error`. Without nvidia-ml-py or the driver the
-answer is {"gpu_error": "..."}. It is a program of its own: the library may wait for a device that is gone.
+A value that a device does not report is missing; a device that does not respond has `error`. Without nvidia-ml-py or
+the driver the result is {"gpu_error": "..."}. It is a program of its own, since NVML may block on a lost device.
 """
 
 from __future__ import annotations
@@ -14,29 +14,52 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 HARDWARE_XIDS = {48, 64, 74, 79, 94, 95, 119, 120}
-"""Xid errors of the hardware: memory, NVLink, a GPU that fell off the bus, its own processor. A program causes none."""
+"""Xid errors of the hardware: memory, NVLink, a GPU off the bus, its own processor. A program cannot cause them."""
 _XID = re.compile(r"NVRM: Xid \([^)]*\): (\d+)\b.*")
 
 
-def gpu_health() -> dict[str, Any]:
-    """What the library says of every GPU that this job sees."""
+class NoNvml(Exception):
+    """NVML is missing or does not respond."""
+
+
+def ask_nvml(read: Callable[[Any], T]) -> T:
+    """Return `read(pynvml)`. Raises NoNvml."""
     try:
         import pynvml
     except ImportError:
-        return {"gpu_error": "the package nvidia-ml-py is not installed"}
+        raise NoNvml("the package nvidia-ml-py is not installed") from None
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        return {"gpu_error": str(error)}
+        raise NoNvml(str(error)) from None
     try:
-        found = [_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return read(pynvml)
     except pynvml.NVMLError as error:
-        return {"gpu_error": str(error)}
+        raise NoNvml(str(error)) from None
     finally:
         pynvml.nvmlShutdown()
+
+
+def ask_device(nvml: Any, question: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the answer of a device; None if the device cannot answer the question."""
+    try:
+        return question(*arguments)
+    except nvml.NVMLError:
+        return None
+
+
+def gpu_health() -> dict[str, Any]:
+    """Return NVML's report on every GPU that this job sees."""
+    try:
+        found = ask_nvml(lambda nvml: [_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())])
+    except NoNvml as error:
+        return {"gpu_error": str(error)}
     return {"gpus": found, "xids": read_hardware_xids()}
 
 
@@ -46,16 +69,11 @@ def _gpu(nvml: Any, index: int) -> dict[str, Any]:
         nvml.nvmlDeviceGetMemoryInfo(handle)
     except nvml.NVMLError as error:
         return {"index": index, "error": str(error)}
-
-    def told(question: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return question(handle, *arguments)
-        except nvml.NVMLError:  # not every device answers every question
-            return None
-
-    errors = told(nvml.nvmlDeviceGetTotalEccErrors, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
-    slowed = told(nvml.nvmlDeviceGetCurrentClocksThrottleReasons)
-    rows = told(nvml.nvmlDeviceGetRemappedRows)  # corrected, uncorrected, pending, failed
+    told = partial(ask_device, nvml)
+    kind, counter = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+    errors = told(nvml.nvmlDeviceGetTotalEccErrors, handle, kind, counter)
+    slowed = told(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
+    rows = told(nvml.nvmlDeviceGetRemappedRows, handle)  # corrected, uncorrected, pending, failed
     found: dict[str, Any] = {"index": index}
     if errors is not None:
         found["ecc_uncorrected"] = int(errors)
@@ -67,7 +85,7 @@ def _gpu(nvml: Any, index: int) -> dict[str, Any]:
 
 
 def read_hardware_xids() -> list[str]:
-    """Xid errors of the hardware in the kernel's log, oldest first, where this user may read it."""
+    """Return Xid errors of the hardware from the kernel log, oldest first; empty if this user may not read it."""
     lines: list[str] = []
     with contextlib.suppress(OSError):
         fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
@@ -80,7 +98,7 @@ def read_hardware_xids() -> list[str]:
 
 
 def hardware_xids(lines: list[str]) -> list[str]:
-    """Those of the hardware among lines of the kernel's log."""
+    """Return the Xid errors of the hardware among lines of the kernel log."""
     found = (_XID.search(line) for line in lines)
     return [match[0][:200] for match in found if match and int(match[1]) in HARDWARE_XIDS]
 

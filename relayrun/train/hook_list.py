@@ -1,22 +1,17 @@
-"""The hooks of one attempt on one rank: relayrun's own, then those of `training.hooks`; made and called here.
-
-`TrackerProcesses` is rank 0's side of W&B and TensorBoard: it starts a process for each and ends it in time.
-
-Nothing here may stop or slow training: what fails is said in one line. The feeds themselves are
-`tracker_feed`.
-"""
+"""Hooks of one attempt on one rank: `Hooks` calls relayrun's hooks, then those of `training.hooks`. Without torch."""
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from relayrun.control.rundir.records import AttemptOutcome, CheckpointCommit
-from relayrun.control.rundir.restarts import Rollback
+from relayrun.config.compose.schema import RunConfig
+from relayrun.control.rundir.records import AttemptStart
+from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError, FatalTrainingError
 from relayrun.train import user_code
 from relayrun.train.hooks import (
@@ -25,30 +20,29 @@ from relayrun.train.hooks import (
     Hook,
     HookContext,
     HookFailed,
-    Step,
-    StepStart,
     UpdateVerdict,
-    ValidationResult,
 )
+from relayrun.train.loss_guard import LossGuard
+from relayrun.train.reporting.debugging import Profiler
+from relayrun.train.reporting.liveness import FirstStepNotice, SectionReporter, Timings, has_agent
+from relayrun.train.reporting.metrics import Metrics, ProgressLog
+from relayrun.train.reporting.tracker_feed import TrackerProcesses
 
 if TYPE_CHECKING:
     from relayrun.config.sections.training import HookEntry
     from relayrun.train.distributed import Ranks
+    from relayrun.train.model.gpt import ModelStage
+    from relayrun.train.optimizer.megatron_optimizer import ScheduledOptimizer
 
 BETWEEN_STEPS = ("before_step", "after_step", "at_rewind", "after_save", "after_failed_save", "at_evaluation")
-"""Methods whose time is `Step.hooks_seconds`; that of `before_update` is part of the step."""
-
-
-class Sections(Protocol):
-    """The part of `train.reporting.liveness.SectionReporter` that the hooks of a user need."""
-
-    def within(self, section: str) -> AbstractContextManager[None]: ...
+"""Methods whose time is `Step.hooks_seconds`; the time of `before_update` is part of the step."""
 
 
 def import_hooks(entries: Sequence[HookEntry], ranks: Ranks) -> list[tuple[str, Hook]]:
-    """Import and make the hooks of `training.hooks`, with their import paths; called by all ranks together.
+    """Import and instantiate the hooks of `training.hooks`; return them with their import paths. All ranks call it
+    together.
 
-    Raises ConfigError on all ranks alike if one of them could not.
+    Raises ConfigError on all ranks if it fails on any.
     """
     if not entries:
         return []
@@ -80,17 +74,20 @@ def _make(entry: HookEntry) -> Hook:
     return made
 
 
-class Hooks:
-    """Calls the hooks in their order: relayrun's own, then the user's. See `hooks.py` for when and on which ranks."""
+class Hooks(Hook):
+    """Calls the hooks in order: relayrun's, then the user's. `hooks.py` says when and on which ranks.
+
+    The methods of `Hook` that are not defined here call those of all hooks.
+    """
 
     def __init__(
         self,
         own: Sequence[Hook],
         users: Sequence[tuple[str, Hook]],
         ranks: Ranks,
-        sections: Sections | None = None,
+        sections: SectionReporter | None = None,
     ) -> None:
-        """`users`: what `import_hooks` gave. `sections`: where it is told that one of them runs."""
+        """`users`: result of `import_hooks`. `sections`: reports when one of them runs."""
         self._ranks = ranks
         self._sections = sections
         self._users = bool(users)
@@ -105,6 +102,8 @@ class Hooks:
             for method in vars(Hook)
             if callable(getattr(Hook, method)) and not method.startswith("_")
         }
+        for method in self._calls.keys() - vars(Hooks).keys():
+            setattr(self, method, partial(self._call, method))
         keeping = [name for name, hook, _ in named if _overrides(hook, "state_dict")]
         self._save = dict(zip(keeping, self._calls["state_dict"], strict=True))
         self._load = dict(zip(keeping, self._calls["load_state_dict"], strict=True))
@@ -113,37 +112,31 @@ class Hooks:
         self._may_differ = any(hook.may_differ for _, hook, _ in named if _overrides(hook, "before_update"))
 
     def setup(self, context: HookContext) -> None:
-        """Set all hooks up. What each would save now is what it loads later from a checkpoint without a state of it."""
+        """Set up all hooks, and keep their states as initial states for checkpoints without them."""
         self._say = context.say
         self._call("setup", context)
         self._initial = copy.deepcopy(self.state_dict())
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """What a checkpoint keeps of the hooks, by their names; the values are still theirs, so write them at once."""
+        """Return the states of the hooks by name; write them at once, since the values are not copies."""
         states = {name: save() for name, save in self._save.items()}
         return {name: state for name, state in states.items() if state}
 
-    def load_state_dict(self, common: Mapping[str, Any]) -> None:
-        """Put in place what `state_dict` gave; `common` holds other things, too, none of which has a colon in its name.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned; other entries of `state` have no colon in their name.
 
-        A hook that is gone or new is no error: one line says it.
+        A removed or new hook is not an error: one line reports it.
         """
-        for name in common:
+        for name in state:
             if ":" in name and name not in self._load:
                 self._say(f"hook {name} has a state in this checkpoint and is not in training.hooks: it is left out")
         for name, load in self._load.items():
-            if name not in common:
+            if name not in state:
                 self._say(f"hook {name} has no state in this checkpoint: it begins anew")
-            load(common[name] if name in common else copy.deepcopy(self._initial.get(name, {})))
-
-    def at_start(self, iteration: int, consumed_samples: int) -> None:
-        self._call("at_start", iteration, consumed_samples)
-
-    def before_step(self, start: StepStart) -> None:
-        self._call("before_step", start)
+            load(state[name] if name in state else copy.deepcopy(self._initial.get(name, {})))
 
     def before_update(self, gradients: Gradients) -> UpdateVerdict:
-        """What all hooks on all ranks make of an iteration."""
+        """Return the verdict of all hooks on all ranks."""
         verdict = UpdateVerdict(Action.UPDATE)
         for call in self._calls["before_update"]:
             found: UpdateVerdict | None = call(gradients)
@@ -155,32 +148,8 @@ class Hooks:
                 verdict = UpdateVerdict(action, "another rank saw trouble")
         return verdict
 
-    def after_step(self, step: Step) -> None:
-        self._call("after_step", step)
-
-    def at_rewind(self, rewind: Rollback) -> None:
-        self._call("at_rewind", rewind)
-
-    def before_publish(self, iteration: int, folder: Path) -> None:
-        self._call("before_publish", iteration, folder)
-
-    def after_save(self, commit: CheckpointCommit) -> None:
-        self._call("after_save", commit)
-
-    def after_failed_save(self, iteration: int, error: str) -> None:
-        self._call("after_failed_save", iteration, error)
-
-    def at_evaluation(self, result: ValidationResult) -> None:
-        self._call("at_evaluation", result)
-
-    def at_end(self, outcome: AttemptOutcome) -> None:
-        self._call("at_end", outcome)
-
-    def close(self) -> None:
-        self._call("close")
-
     def take_seconds(self) -> float | None:
-        """What a user's hooks took between steps since the last call; None: there are none."""
+        """Return the time of a user's hooks between steps since the last call; None without such hooks."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds if self._users else None
 
@@ -189,7 +158,6 @@ class Hooks:
             call(*facts)
 
     def _guarded(self, path: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A user's method, whose errors name it."""
         name = method.__name__
         where = f"hook {path}, {name}"
 
@@ -216,7 +184,6 @@ def _overrides(hook: Hook, method: str) -> bool:
 
 
 def _checked(method: str, path: str, value: Any) -> Any:
-    """What a user's method returned, if it is what it should be. Raises TypeError."""
     if method == "state_dict":
         if not isinstance(value, dict):
             raise TypeError(f"returned {type(value).__name__} instead of a dict")
@@ -229,7 +196,7 @@ def _checked(method: str, path: str, value: Any) -> Any:
 
 
 def _check_plain(value: object, at: str) -> None:
-    """Raise TypeError for what a checkpoint would not give back."""
+    """Raise TypeError for a value that a checkpoint cannot restore."""
     from torch import Tensor
     from torch.nn import Parameter
 
@@ -242,3 +209,55 @@ def _check_plain(value: object, at: str) -> None:
             _check_plain(item, f"{at}[{number}]")
     elif not (value is None or type(value) in (bool, int, float, str) or type(value) in (Tensor, Parameter)):
         raise TypeError(f"state{at} is a {type(value).__name__}; a checkpoint keeps plain values and tensors")
+
+
+def attempt_hooks(
+    run: Run,
+    begin: AttemptStart,
+    config: RunConfig,
+    ranks: Ranks,
+    model: ModelStage,
+    optimizer: ScheduledOptimizer,
+    *,
+    timings: Timings,
+    guard: LossGuard,
+    metrics: Metrics,
+    sections: SectionReporter,
+) -> Hooks:
+    """Make and set up the hooks of an attempt on this rank; all ranks call it together.
+
+    Raises ConfigError on all ranks if an entry of `training.hooks` cannot be imported or instantiated.
+    """
+    own = [timings, guard, metrics, *_reports(run, begin, config, ranks, model, metrics)]
+    hooks = Hooks(own, import_hooks(config.training.hooks, ranks), ranks, sections)
+    context = HookContext(
+        run_dir=run.path,
+        attempt=begin.attempt,
+        config=config,
+        ranks=ranks,
+        model=model,
+        optimizer=optimizer,
+        say=metrics.say,
+    )
+    hooks.setup(context)
+    return hooks
+
+
+def _reports(
+    run: Run, begin: AttemptStart, config: RunConfig, ranks: Ranks, model: ModelStage, metrics: Metrics
+) -> Iterator[Hook]:
+    if ranks.rank == 0:
+        yield ProgressLog(
+            run.progress,
+            job_id=begin.job_id,
+            ranks=ranks.world_size,
+            flops_per_token=model.flops_per_token(),
+            seq_length=config.training.seq_length,
+        )
+    if config.debug.profile is not None and ranks.rank in config.debug.profile_ranks:
+        folder = run.debug_of(begin.attempt) / "profile"
+        yield Profiler(config.debug, rank=ranks.rank, folder=folder, say=metrics.say)
+    if ranks.rank == 0 and has_agent():
+        yield FirstStepNotice()
+    if ranks.rank == 0:
+        yield TrackerProcesses(run, begin.attempt, config, metrics.say)

@@ -1,4 +1,4 @@
-"""One attempt on one rank: set up, check the data, train until something asks to leave, save, record the outcome."""
+"""The training loop of one attempt on one rank: set up, check the data, train, save, and record the outcome."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import gc
 import logging
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -24,7 +26,7 @@ from relayrun.files import write_json
 from relayrun.tokens.mixture.build_datasets import mixture_datasets, training_order, validation_sets
 from relayrun.tokens.mixture.stream_worker import StreamWorker
 from relayrun.tokens.order.batches import BatchReader
-from relayrun.tokens.order.sample_rows import row_statistics
+from relayrun.tokens.order.sample_rows import RowBatch, row_statistics
 from relayrun.tokens.shards.checks import check_data
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.tokens.streams.run_tokenizer import loss_token_ids
@@ -33,6 +35,7 @@ from relayrun.train.checkpoint.checkpointer import Checkpointer
 from relayrun.train.checkpoint.memory_tier import MemoryTier
 from relayrun.train.checkpoint.save_and_restore import FINAL_SAVE_TRIES, Saver, StateRestorer
 from relayrun.train.distributed import Ranks
+from relayrun.train.hook_list import attempt_hooks
 from relayrun.train.hooks import Action, Gradients, Step, StepStart, UpdateVerdict, ValidationResult
 from relayrun.train.loss_guard import LossGuard
 from relayrun.train.model import cpu_patches
@@ -40,9 +43,9 @@ from relayrun.train.model.gpt import MicroBatch, ModelStage
 from relayrun.train.model.size import peak_flops
 from relayrun.train.optimizer.megatron_optimizer import ScheduledOptimizer
 from relayrun.train.reporting import liveness
-from relayrun.train.reporting.attempt_hooks import attempt_hooks
 from relayrun.train.reporting.liveness import HeartbeatWriter, SectionReporter, Timings
-from relayrun.train.reporting.metrics import IntervalMetrics, Metrics, Stragglers
+from relayrun.train.reporting.measurements import IntervalMetrics, Stragglers
+from relayrun.train.reporting.metrics import Metrics
 from relayrun.train.requests import RequestPoller, SignalFlag
 from relayrun.train.validation import Validation
 
@@ -50,15 +53,18 @@ log = logging.getLogger(__name__)
 
 
 class FinalSaveFailed(RelayrunError):
-    """The state could not be saved when leaving; the attempt has failed."""
+    """The state could not be saved before leaving; the attempt has failed."""
 
 
 class RollbackFailed(RelayrunError):
-    """The newest checkpoint cannot be taken up; the attempt has failed."""
+    """A rollback to the newest checkpoint failed; the attempt has failed."""
 
 
 class TrainingLoop:
-    """The state of one attempt on this rank."""
+    """State of one attempt on this rank.
+
+    The steps of the constructor depend on each other in their order, and contain collectives of all ranks.
+    """
 
     def __init__(
         self,
@@ -68,122 +74,126 @@ class TrainingLoop:
         ranks: Ranks,
         flag: SignalFlag,
         timings: Timings,
-        pulse: HeartbeatWriter,
+        heartbeat: HeartbeatWriter,
     ) -> None:
-        self.config = config
-        self.ranks = ranks
-        self.timings = timings
-        self.pulse = pulse
-        self.sections = pulse.sections = SectionReporter(
+        self.run_dir, self.attempt = run, run.attempt(begin.attempt)
+        self.config, self.ranks, self.timings, self.heartbeat = config, ranks, timings, heartbeat
+        self.sections = heartbeat.sections = SectionReporter(
             liveness.memory_folder(), ranks.rank, timings=timings, hang_timeout=config.chain.hang_timeout
         )
-        manifest = Manifest.read(run.manifest)
+        self.manifest = Manifest.read(run.manifest)
+        self._open_data()
+        self.control = RequestPoller(run, begin, ranks, flag, agent=liveness.memory_folder())
+        self.metrics = Metrics(self.attempt, ranks, total_steps=config.training.steps)
+        self._build_model()
+        self._make_hooks(begin)
+        self.checkpointer = Checkpointer(
+            run,
+            begin.attempt,
+            config,
+            ranks=ranks,
+            model=self.model,
+            optimizer=self.optimizer,
+            order=self.order,
+            hooks=self.hooks,
+        )
+        self.initialised = time.time()
+        self._restore(ResumePoint(iteration=begin.base_iteration, path=begin.base_path))
+        self._say_start(begin.attempt)
+        self.reader = self._open_reader()
+        if self.memory is not None:
+            self.memory.start(self.position.iteration)
+
+    def _open_data(self) -> None:
+        config, ranks, manifest = self.config, self.ranks, self.manifest
         ranks.on_first_rank(partial(check_data, manifest, mixture_datasets(config), config.data), InputError)
-        settings = config.training
-        self.run_dir, self.attempt = run, run.attempt(begin.attempt)
         opening = ranks.on_first_rank(lambda: secrets.token_hex(8), InputError)
-        self.order = training_order(config, manifest, opening=opening, cache=run.data_cache)
-        self.vocabulary_size = manifest.vocabulary_size
+        cache = self.run_dir.data_cache
+        self.order = training_order(config, manifest, opening=opening, cache=cache)
         self.evaluation = Validation(
-            orders=validation_sets(config, manifest, opening=opening, cache=run.data_cache),
-            training=settings,
+            orders=validation_sets(config, manifest, opening=opening, cache=cache),
+            training=config.training,
             ranks=ranks,
             vocabulary_size=manifest.vocabulary_size,
         )
-        timings.expect_evaluation(self.evaluation.samples)
-        self.control = RequestPoller(run, begin, ranks, flag, agent=liveness.memory_folder())
-        self.metrics = Metrics(run.attempt(begin.attempt), ranks, total_steps=settings.steps)
+        self.timings.expect_evaluation(self.evaluation.samples)
+        self._counts_padding = bool(config.data.cut_by_document or config.data.streams)
+
+    def _build_model(self) -> None:
+        config, ranks, manifest = self.config, self.ranks, self.manifest
         self.model = ModelStage(
             config,
             ranks,
             manifest.vocabulary_size,
             eod=manifest.eod,
             counted=loss_token_ids(config.data, manifest),
-            progress=pulse.beat,
+            progress=self.heartbeat.beat,
         )
         self.optimizer = ScheduledOptimizer(config, self.model)
         self.measures = IntervalMetrics(config, self.model, self.optimizer, ranks)
-        self.stragglers = Stragglers(self.model, self.optimizer, ranks, node=pulse.node, say=self.metrics.say)
-        self.guard = LossGuard(settings)
+        self.stragglers = Stragglers(self.model, self.optimizer, ranks, node=self.heartbeat.node, say=self.metrics.say)
+        self.peak = peak_flops(ranks.device_name) if config.training.resolved_precision == "bf16" else None
+
+    def _make_hooks(self, begin: AttemptStart) -> None:
+        self.guard = LossGuard(self.config.training)
         self.hooks = attempt_hooks(
-            run,
+            self.run_dir,
             begin,
-            config,
-            ranks,
+            self.config,
+            self.ranks,
             self.model,
             self.optimizer,
-            timings=timings,
+            timings=self.timings,
             guard=self.guard,
             metrics=self.metrics,
             sections=self.sections,
         )
-        self.checkpointer = Checkpointer(
-            run,
-            begin.attempt,
-            ranks=ranks,
-            model=self.model,
-            optimizer=self.optimizer,
-            order=self.order,
-            hooks=self.hooks,
-            settings=config.checkpoint,
-            fixed={
-                "parallel.use_distributed_optimizer": config.parallel.use_distributed_optimizer,
-                "training.precision": config.training.resolved_precision,
-                "optimizer": config.optimizer.kind,
-            },
-            groups=[group.model_dump() for group in config.optimizer.groups],
-        )
-        self._counts_padding = bool(config.data.cut_by_document or config.data.streams)
-        self.initialised = time.time()
-        self.memory = self._memory_tier()
+
+    def _restore(self, base: ResumePoint) -> None:
+        folder = liveness.memory_folder()
+        self.memory: MemoryTier | None = None
+        if folder is not None and self.config.checkpoint.memory_interval:
+            self.memory = MemoryTier(
+                folder, self.config, self.attempt, self.checkpointer, self.ranks, metrics=self.metrics
+            )
         self.restore = StateRestorer(
-            run=run,
+            run=self.run_dir,
             attempt=self.attempt,
-            config=config,
-            ranks=ranks,
+            config=self.config,
+            ranks=self.ranks,
             checkpointer=self.checkpointer,
             guard=self.guard,
             memory=self.memory,
             say=self.metrics.say,
         )
-        restored = self.restore.first(ResumePoint(iteration=begin.base_iteration, path=begin.base_path))
+        restored = self.restore.restore(base)
         self.position, self.source = restored.position, restored.source
         self.saver = Saver(
             self.checkpointer,
             control=self.control,
             hooks=self.hooks,
             say=self.metrics.say,
-            timings=timings,
-            pulse=pulse,
-            asynchronous=config.checkpoint.async_save,
+            timings=self.timings,
+            heartbeat=self.heartbeat,
+            asynchronous=self.config.checkpoint.async_save,
             saved_iteration=restored.durable,
         )
-        self.peak = peak_flops(ranks.device_name) if config.training.resolved_precision == "bf16" else None
-        where = f"{ranks.layout}, {ranks.device.type}" + (", deterministic" if settings.deterministic else "")
+
+    def _say_start(self, attempt: int) -> None:
+        ranks, deterministic = self.ranks, ", deterministic" if self.config.training.deterministic else ""
+        start = f"iteration {self.position.iteration} ({self.source})" if self.source else "the beginning"
         self.metrics.say(
-            f"attempt {begin.attempt}: {self.model.parameters():,} parameters on {ranks.world_size} ranks "
-            f"({where}), from "
-            + (f"iteration {self.position.iteration} ({self.source})" if self.source else "the beginning")
+            f"attempt {attempt}: {self.model.parameters():,} parameters on {ranks.world_size} ranks "
+            f"({ranks.layout}, {ranks.device.type}{deterministic}), from {start}"
         )
-        self.reader = self._set_out()
-        if self.memory is not None:
-            self.memory.begin(self.position.iteration)
 
-    def _memory_tier(self) -> MemoryTier | None:
-        """Copies of the state in this node's memory, where there is an agent to keep them."""
-        folder = liveness.memory_folder()
-        if folder is None or not self.config.checkpoint.memory_interval:
-            return None
-        return MemoryTier(folder, self.config, self.attempt, self.checkpointer, self.ranks, metrics=self.metrics)
-
-    def _set_out(self) -> BatchReader:
-        """Read from the position on; data.json says what."""
-        if self.ranks.rank == 0:
-            data = self.order.state(self.position.consumed_samples) | {"progress": self.position.state()}
-            write_json(self.attempt.data, data)
+    def _open_reader(self) -> BatchReader:
+        """Return a reader that starts at the current position; rank 0 writes that position into data.json."""
+        consumed, ranks = self.position.consumed_samples, self.ranks
+        if ranks.rank == 0:
+            write_json(self.attempt.data, self.order.state(consumed) | {"progress": self.position.state()})
         reading = None
         if self.order.lanes is not None:
-            consumed, ranks = self.position.consumed_samples, self.ranks
             replica, replicas = ranks.data_parallel_rank, ranks.data_parallel_size
             openers = None
             if self.config.data.num_workers:
@@ -200,28 +210,29 @@ class TrainingLoop:
         self.checkpointer.reading = reading
         return BatchReader(
             reading or self.order,
-            data_parallel_rank=self.ranks.data_parallel_rank,
-            data_parallel_size=self.ranks.data_parallel_size,
+            data_parallel_rank=ranks.data_parallel_rank,
+            data_parallel_size=ranks.data_parallel_size,
             micro_batch_size=self.config.training.micro_batch_size,
             batch_sizes=self.config.training.batch_sizes,
-            consumed_samples=self.position.consumed_samples,
-            vocabulary_size=self.vocabulary_size,
+            consumed_samples=consumed,
+            vocabulary_size=self.manifest.vocabulary_size,
         )
 
     def run(self) -> AttemptOutcome:
-        """Train until done or asked to leave; return how it ended. The state is durable then.
+        """Train until the last iteration or until asked to leave; return the outcome, with the state durable.
 
-        Raises LeaveFailed if the last save did not work, FatalTrainingError on a loss that is no number.
+        Raises FinalSaveFailed if the last save fails, FatalTrainingError if the loss is not finite (`training.on_nan:
+        stop`).
         """
         self.model.train_mode(True)
         steps, end = self.config.training.steps, self.config.training.end_iteration
         if self.config.training.manual_gc_interval:
-            gc.disable()  # else each rank stops at another time, and all wait for each
-        gc.freeze()  # what set-up made stays: collections, of which every save has one, look at the rest alone
+            gc.disable()  # else ranks collect at different times, and all wait for each of them
+        gc.freeze()  # objects of the set-up live on: a collection, which every save causes, need not scan them
         while True:
             at = self.position.iteration
             self.sections.enter("triggers", at)
-            agreed = self.saver.look()
+            agreed = self.saver.poll_requests()
             if at >= end:
                 stopped = ", where training.stop_after ends the run" if end < steps else ""
                 return self._leave("done", f"iteration {at} of {steps} reached{stopped}")
@@ -229,10 +240,10 @@ class TrainingLoop:
                 gc.collect()
             if agreed.leave is not None:
                 return self._leave(agreed.leave, agreed.reason)
-            if agreed.save and at:  # before the first iteration there is nothing to save: answered after it
-                self.saver.asked(self.position)
+            if agreed.save and at:  # at iteration 0 the request waits
+                self.saver.save_on_request(self.position)
             if at % self.config.checkpoint.interval == 0:
-                self.saver.due(self.position)
+                self.saver.save_at_interval(self.position)
             if self.memory is not None and self.memory.due(at):
                 self.sections.enter("save")
                 usual = self.timings.step_median or 0.0
@@ -245,28 +256,24 @@ class TrainingLoop:
                 self._evaluate()
 
     def _step(self) -> bool:
-        """One iteration; False if it was a rewind."""
-        size, consumed = self.position.batch_size, self.position.consumed_samples
-        number = self.position.iteration + 1
+        """Run one iteration; return False if it ended in a rollback."""
+        number, size = self.position.iteration + 1, self.position.batch_size
+        consumed = self.position.consumed_samples
         self.hooks.before_step(StepStart(iteration=number, consumed_samples=consumed, global_batch_size=size))
-        tokens = size * self.config.training.seq_length
-        self.pulse.enter("step", self.position.iteration)
+        self.heartbeat.enter("step", self.position.iteration)
         self.sections.enter("data")
         started = time.perf_counter()
         lr = self.optimizer.lr
         self.optimizer.zero_grad()
         rows = next(self.reader)
-        batches = [MicroBatch(tokens=one.tokens, lengths=one.lengths, loss_mask=one.loss_mask) for one in rows]
         read = time.perf_counter()
-        self.stragglers.read(read - started)
+        self.stragglers.record_read(read - started)
         self.sections.enter("forward")
-        counts = [sum(one.padding for one in rows), sum(one.windows for one in rows)] if self._counts_padding else []
-        loss, counts = self.ranks.mean_loss_and(counts, self.model.run(batches, train=True))
-        auxiliary = self.model.auxiliary_losses.take(len(batches))
+        loss, counts, auxiliary = self._forward_backward(rows)
         computed = time.perf_counter()
         self.sections.enter("optimizer")
         grad_norm = self.optimizer.prepare()
-        self.measures.of_gradients(number)
+        self.measures.measure_gradients(number)
         gradients = Gradients(
             iteration=number,
             loss=loss,
@@ -275,35 +282,60 @@ class TrainingLoop:
             consumed_samples=consumed,
             global_batch_size=size,
         )
-        verdict = self._judge(gradients)
-        with self.sections.within("save"):
-            waited = self.saver.before_update()
-        self.optimizer.step(grad_norm if verdict.action is Action.UPDATE else None)
-        self.measures.of_weights(number)
-        distributed.wait_for_device(self.ranks)  # else the next forward pass would seem to take the update's time
+        verdict, waited = self._update(gradients)
         updated = time.perf_counter()
         self.sections.enter("report")
         self.position.advance(skipped=verdict.action is Action.SKIP)
-        seconds = time.perf_counter() - started - waited
+        self._report(
+            gradients,
+            verdict,
+            seconds=time.perf_counter() - started - waited,
+            data_seconds=read - started,
+            forward_backward_seconds=computed - read,
+            optimizer_seconds=updated - computed - waited,
+            auxiliary_losses=auxiliary or None,
+            **row_statistics(counts, tokens=size * self.config.training.seq_length, samples=size),
+        )
+        return self._act_on(verdict)
+
+    def _forward_backward(self, rows: Sequence[RowBatch]) -> tuple[float, list[int], dict[str, float]]:
+        """Return the mean loss, the counts of padding and windows, and the auxiliary losses of an iteration."""
+        batches = [MicroBatch(tokens=one.tokens, lengths=one.lengths, loss_mask=one.loss_mask) for one in rows]
+        counts = [sum(one.padding for one in rows), sum(one.windows for one in rows)] if self._counts_padding else []
+        loss, counts = self.ranks.mean_loss_and(counts, self.model.run(batches, train=True))
+        return loss, counts, self.model.auxiliary_losses.take(len(batches))
+
+    def _update(self, gradients: Gradients) -> tuple[UpdateVerdict, float]:
+        """Agree on the iteration and update the weights; return the verdict, and the seconds of a wait for a copy."""
+        verdict = self.hooks.before_update(gradients)
+        verdict = self.guard.within_limits(verdict.action, verdict.reason)  # verdicts of a user's hooks, too
+        with self.sections.within("save"):
+            waited = self.saver.wait_for_copy()
+        self.optimizer.step(gradients.grad_norm if verdict.action is Action.UPDATE else None)
+        self.measures.measure_weights(gradients.iteration)
+        distributed.wait_for_device(self.ranks)  # else the update's time would count for the next forward pass
+        return verdict, waited
+
+    def _report(self, gradients: Gradients, verdict: UpdateVerdict, *, seconds: float, **fields: Any) -> None:
+        """Pass the measurements of the iteration to the hooks. `fields`: of `Step`."""
+        number, size = gradients.iteration, gradients.global_batch_size
+        tokens = size * self.config.training.seq_length
         if self.memory is not None:
-            self.memory.stepped(seconds, samples=size)
+            self.memory.record_step(seconds, samples=size)
         flops = self.model.flops_per_token() * tokens / seconds / self.ranks.world_size
         measured = self.measures.take(number)
         measured |= self.stragglers.take(number, save_seconds=self.checkpointer.take_own_seconds())
         self.hooks.after_step(
             Step(
-                iteration=self.position.iteration,
-                loss=loss,
-                grad_norm=grad_norm,
-                lr=lr,
+                iteration=number,
+                loss=gradients.loss,
+                grad_norm=gradients.grad_norm,
+                lr=gradients.lr,
                 consumed_samples=self.position.consumed_samples,
                 consumed_tokens=self.position.consumed_samples * self.config.training.seq_length,
                 global_batch_size=size,
                 tokens_per_second=tokens / seconds,
                 step_seconds=seconds,
-                data_seconds=read - started,
-                forward_backward_seconds=computed - read,
-                optimizer_seconds=updated - computed - waited,
                 save_seconds=self.saver.stall_seconds,
                 model_tflops_per_gpu=flops / 1e12,
                 mfu=None if self.peak is None else flops / self.peak,
@@ -313,18 +345,20 @@ class TrainingLoop:
                 time=time.time(),
                 skipped=verdict.reason,
                 hooks_seconds=self.hooks.take_seconds(),
-                auxiliary_losses=auxiliary or None,
-                **row_statistics(counts, tokens=tokens, samples=size),
+                **fields,
             )
         )
         self.saver.stall_seconds = 0.0
-        if verdict.action is Action.UPDATE:
-            self.saver.reserve(self.position.iteration)
-        if self.timings.estimates_evaluation:  # it may be due before a save or an evaluation moves the deadline
-            self.control.lead = self.timings.lead()
+
+    def _act_on(self, verdict: UpdateVerdict) -> bool:
+        """Reserve memory after an update, or stop or roll back; return False after a rollback."""
         at = self.position.iteration
+        if verdict.action is Action.UPDATE:
+            self.saver.reserve(at)
+        if self.timings.estimates_evaluation:  # it may be due before anything else moves the deadline
+            self.control.grace_period = self.timings.grace_period()
         if verdict.action is Action.STOP:
-            self.saver.settle(at)
+            self.saver.wait_for_save(at)
             raise FatalTrainingError(
                 f"iteration {at}: {verdict.reason}; nothing was saved since iteration {self.saver.saved_iteration}",
                 hint="lower the learning rate, or look at the data of this iteration; to pass over it: training.on_nan",
@@ -332,26 +366,21 @@ class TrainingLoop:
         if verdict.action is Action.SKIP:
             self.metrics.say(f"iteration {at}: {verdict.reason}; its update is left out")
         if verdict.action is Action.REWIND:
-            self._rewind(verdict.reason or "")
+            self._roll_back(verdict.reason or "")
         return verdict.action is not Action.REWIND
 
-    def _judge(self, gradients: Gradients) -> UpdateVerdict:
-        """What all ranks do with this iteration."""
-        verdict = self.hooks.before_update(gradients)
-        return self.guard.limited(verdict.action, verdict.reason)  # those of a user's hooks, too
-
-    def _rewind(self, reason: str) -> None:
-        """Back to the newest checkpoint; the samples up to here are passed over."""
+    def _roll_back(self, reason: str) -> None:
+        """Load the newest checkpoint; the samples up to the current position are skipped."""
         at = self.position.iteration
-        self.saver.settle(at)
+        self.saver.wait_for_save(at)
         base = self.saver.saved_iteration
         if not base:
             raise FatalTrainingError(f"iteration {at}: {reason}; there is no checkpoint to go back to")
         self.metrics.say(f"iteration {at}: {reason}; back to iteration {base}")
         if self.memory is not None:
-            self.memory.void()
-            self.ranks.maximum([0])  # on every rank, before the rewind is on record
-        self.pulse.enter("start", base)
+            self.memory.discard()
+            self.ranks.maximum([0])  # all ranks discard their copies before the rollback is recorded
+        self.heartbeat.enter("start", base)
         rewind = Rollback(
             iteration=at,
             reason=reason,
@@ -361,8 +390,8 @@ class TrainingLoop:
         )
         path = self.ranks.on_first_rank(partial(record_rollback, self.run_dir, self.attempt, rewind), RollbackFailed)
         self.reader.close()
-        self.position, taken = self.restore.newest_whole(ResumePoint(iteration=base, path=path))
-        if taken.iteration != base:  # what led to trouble is trained on again, and passed over when it comes again
+        self.position, taken = self.restore.load_newest_intact(ResumePoint(iteration=base, path=path))
+        if taken.iteration != base:  # the samples that led to trouble come again, and are skipped then
             self.metrics.at_rewind(rewind)
             rewind = replace(
                 rewind,
@@ -374,31 +403,30 @@ class TrainingLoop:
             self.ranks.on_first_rank(partial(restarts.record_rollback, self.attempt, rewind), RollbackFailed)
             self.saver.saved_iteration = taken.iteration
         self.hooks.at_rewind(rewind)
-        self.reader = self._set_out()
+        self.reader = self._open_reader()
 
     def _evaluate(self) -> None:
-        if self.evaluation.orders:
-            self.pulse.enter("evaluation", self.position.iteration)
-            started = time.perf_counter()
-            losses = self.evaluation.run(self.model)
-            seconds = time.perf_counter() - started
-            self.hooks.at_evaluation(
-                ValidationResult(iteration=self.position.iteration, losses=losses, seconds=seconds)
-            )
-            self.saver.move_deadline()
+        if not self.evaluation.orders:
+            return
+        self.heartbeat.enter("evaluation", self.position.iteration)
+        started = time.perf_counter()
+        losses = self.evaluation.run(self.model)
+        seconds = time.perf_counter() - started
+        self.hooks.at_evaluation(ValidationResult(iteration=self.position.iteration, losses=losses, seconds=seconds))
+        self.saver.update_grace_period()
 
     def _leave(self, name: AttemptOutcomeName, reason: str) -> AttemptOutcome:
         at = self.position.iteration
         asked = self.control.take()
         result = f"nothing trained since iteration {at}" if at == self.saver.saved_iteration else "saved"
-        failure = self.saver.last(self.position)
-        if failure is not None:  # triggers stay: an exit asked for must reach the next attempt
+        failure = self.saver.save_before_leaving(self.position)
+        if failure is not None:  # triggers stay: an exit request must reach the next attempt
             raise FinalSaveFailed(f"iteration {at} could not be saved ({FINAL_SAVE_TRIES} tries): {failure}")
         outcome = AttemptOutcome(outcome=name, reason=reason, iteration=at, time=time.time())
-        self.hooks.at_end(outcome)  # what a hook raises fails the attempt, and an exit asked for must reach the next
-        self.ranks.maximum([0])  # on every rank
+        self.hooks.at_end(outcome)  # a hook may fail the attempt; an exit request must then reach the next
+        self.ranks.maximum([0])  # the hooks of all ranks are through
         if self.ranks.rank == 0:
-            outcome.write(self.attempt.outcome)  # before the exit is acknowledged: a kill between the two keeps it
+            outcome.write(self.attempt.outcome)  # before the acknowledgement: a kill between them keeps the request
         self.control.acknowledge(asked, at, result)
         return outcome
 
@@ -409,14 +437,13 @@ def train_attempt(
     config: RunConfig,
     flag: SignalFlag,
     timings: Timings,
-    pulse: HeartbeatWriter,
+    heartbeat: HeartbeatWriter,
     *,
     process_began: float,
 ) -> None:
-    """Run the attempt; on return its outcome is written. Raises what `TrainingLoop` raises, ConfigError, and
-    NoGpu.
+    """Run the attempt and write its outcome. Raises as `TrainingLoop.run`, ConfigError, and NoGpuFound.
 
-    `process_began`: seconds since 1970, for the record.
+    `process_began`: seconds since 1970, for `started.json`.
     """
     imported = time.time()
     cpu_patches.patch_for_cpu()
@@ -427,14 +454,14 @@ def train_attempt(
     ranks = distributed.start_process_groups(config)
     for seconds in ranks.on_first_rank(lambda: Lineage(run).newest_saves(GRACE_SAVES), InputError):
         timings.save(seconds)
-    training = TrainingLoop(run, begin, config, ranks, flag, timings, pulse)
+    training = TrainingLoop(run, begin, config, ranks, flag, timings, heartbeat)
     if ranks.rank == 0:
         times = StartTimes(
             process=process_began, imported=imported, initialised=training.initialised, loaded=time.time()
         )
         source = training.source if training.source in restarts.STATE_SOURCES else "disk"
         liveness.tell_agent("started", **asdict(times), source=source, iteration=training.position.iteration)
-        if not run.attempt(begin.attempt).started.exists():  # of later rounds, rounds.jsonl has the times
+        if not run.attempt(begin.attempt).started.exists():  # rounds.jsonl has the times of later restarts
             record_start(run.attempt(begin.attempt), times)
     training.hooks.at_start(training.position.iteration, training.position.consumed_samples)
     outcome = training.run()
@@ -447,7 +474,7 @@ def train_attempt(
 
 
 def record_rollback(run: Run, attempt: Attempt, rewind: Rollback) -> str:
-    """Put a rewind on record; return the path of its checkpoint. Raises RelayrunError if that is not the newest."""
+    """Record a rollback; return the path of its checkpoint. Raises RelayrunError if that is not the newest one."""
     newest = next(Lineage(run).backwards(), None)
     if newest is None or newest.commit.iteration != rewind.base_iteration:
         raise RelayrunError(
@@ -460,7 +487,7 @@ def record_rollback(run: Run, attempt: Attempt, rewind: Rollback) -> str:
 
 
 def record_start(attempt: Attempt, started: StartTimes) -> None:
-    """Leave started.json. On a full disk training goes on without it."""
+    """Write started.json. If the disk is full, training continues without it."""
     try:
         started.write(attempt.started)
     except OSError as error:

@@ -1,10 +1,8 @@
-"""Which versions of megatron-core the ranks run with, and everything in which these differ.
+"""Supported versions of megatron-core, and everything in which they differ.
 
-Each function below does one thing that its versions do in different ways, and says since which. It asks megatron-core
-what it has, not for its number: a container may hold a state between two versions. What all supported versions do alike
-is imported from megatron-core where it is used.
-
-Nothing is imported before it is needed: `check_version` must be able to speak where an import of megatron-core fails.
+Each function below does one thing that the versions do differently, and says since which version. It inspects
+megatron-core instead of its version number, since a container may hold a state between two versions. megatron-core is
+imported inside the functions: `check` must work if that import fails.
 """
 
 from __future__ import annotations
@@ -20,18 +18,18 @@ from typing import Any
 from relayrun.errors import FatalTrainingError
 
 FIRST, BEHIND = (0, 16), (0, 20)
-"""Versions are supported from the one, and before the other."""
+"""First supported version, and first unsupported version after it."""
 TRITON = (0, 19)
-"""Since then `import megatron.core` needs triton, which it does not declare; torch for GPUs brings it along."""
+"""Since this version `import megatron.core` needs triton, which it does not declare; torch for GPUs brings it."""
 SUPPORTED = f"{FIRST[0]}.{FIRST[1]} to {BEHIND[0]}.{BEHIND[1] - 1}"
 
 _PART = re.compile(r"^(MAJOR|MINOR|PATCH) = (\d+)$", re.M)
 
 
 def installed_version() -> tuple[int, ...] | None:
-    """Return the version that `import megatron.core` would find, as [major, minor, patch], without importing it.
+    """Return the version [major, minor, patch] that `import megatron.core` would find, without importing it.
 
-    None: there is none, or it does not say. A source folder in PYTHONPATH counts, as it does for an import.
+    None if it is missing or has no version. A source folder in PYTHONPATH counts, as for an import.
     """
     try:
         found = importlib.util.find_spec("megatron.core")
@@ -48,9 +46,9 @@ def installed_version() -> tuple[int, ...] | None:
 
 
 def version_problem() -> tuple[str, str] | None:
-    """Return why relayrun does not run with the megatron-core of this Python, and what to do; None: it does.
+    """Return why relayrun does not run with the installed megatron-core, and a hint; None if it does.
 
-    A version that is not known passes: it is somebody's own.
+    An unknown version passes.
     """
     version = installed_version()
     if version is None:
@@ -76,10 +74,10 @@ def check_version() -> None:
 
 
 def quiet_megatron() -> None:
-    """Leave out what megatron-core says, once a rank, of choices that are made here on purpose.
+    """Suppress warnings of megatron-core about choices that relayrun makes on purpose.
 
-    Since 0.18 its DistributedDataParallel warns that it was given no layout of the buffers, and makes the same one.
-    Since 0.19 GPTModel warns that only its faults are still mended, and names a successor.
+    Since 0.18 DistributedDataParallel warns that it got no buffer layout, and makes the same layout. Since 0.19
+    GPTModel warns that it gets only bug fixes, and names a successor.
     """
     for module in ("distributed.distributed_data_parallel", "models.gpt.gpt_model"):
         logging.getLogger(f"megatron.core.{module}").setLevel(logging.ERROR)
@@ -88,7 +86,7 @@ def quiet_megatron() -> None:
 def batch_of_context_rank(parts: dict[str, Any]) -> dict[str, Any]:
     """Return this context-parallel rank's part of a batch: tensors [batch, sequence], two parts of each sequence.
 
-    Since 0.18 the function has to be told that the groups are not hybrid ones.
+    Since 0.18 the function must be told that the groups are not hybrid.
     """
     from megatron.core.utils import get_batch_on_this_cp_rank
 
@@ -98,10 +96,9 @@ def batch_of_context_rank(parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def gradients_for_norm(optimizer: Any) -> list[Any]:
-    """Return the gradients of one of megatron-core's optimizers that count for the norm, each on one rank alone.
+    """Return the gradients of a megatron-core optimizer that count for the norm, each on one rank only.
 
-    Since 0.19 the method has another name. Its groups with a norm of their own, of multi-token prediction, are not
-    used here.
+    Since 0.19 the method has another name. Groups with a norm of their own (multi-token prediction) are not used.
     """
     find = getattr(optimizer, "get_main_grads_for_grad_norm", None) or optimizer.get_grads_for_grad_norm
     gradients: list[Any] = find()
@@ -109,9 +106,9 @@ def gradients_for_norm(optimizer: Any) -> list[Any]:
 
 
 def with_feed_forward(part: Any, module: type) -> Any:
-    """Return the feed-forward part of a layer spec with another class for its module, a subclass of MLP.
+    """Return the feed-forward part of a layer spec with `module`, a subclass of MLP, as its class.
 
-    Since 0.18 the part is a functools.partial over `MLP.as_mlp_submodule`, before it is a ModuleSpec.
+    Since 0.18 the part is a functools.partial over `MLP.as_mlp_submodule`, before a ModuleSpec.
     """
     if isinstance(part, functools.partial):
         return functools.partial(module.as_mlp_submodule, *part.args, **part.keywords)  # type: ignore[attr-defined]
@@ -120,10 +117,10 @@ def with_feed_forward(part: Any, module: type) -> Any:
 
 
 def with_experts(part: Any, module: type) -> Any:
-    """Return the part of a layer spec with experts, with another class for these, a subclass of SequentialMLP.
+    """Return the expert part of a layer spec with `module`, a subclass of SequentialMLP, as the class of the experts.
 
-    Since 0.17 the experts are a functools.partial over their class, and since 0.18 the part around them is one too;
-    before, both are a ModuleSpec.
+    Since 0.17 the experts are a functools.partial over their class, since 0.18 the part around them, too; before, both
+    are a ModuleSpec.
     """
     around = part.keywords["submodules"] if isinstance(part, functools.partial) else part.submodules
     if isinstance(around.experts, functools.partial):

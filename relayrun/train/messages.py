@@ -1,8 +1,8 @@
-"""Small values between all ranks, in messages by way of rank 0, beside the collectives of the same group.
+"""Small values between all ranks, as messages through rank 0, beside the collectives of the same group.
 
-The collectives of a group come in one order on every rank, so a second thread cannot call them. A group of its own
-would be a second mesh: over gloo a socket from every rank to every other one. Messages with a tag of their own are
-matched by sender and tag alone, whatever the other threads do, and need no more sockets.
+The collectives of a group must come in one order on every rank, so a second thread cannot call them. A second group
+would need a second mesh: over gloo a socket from every rank to every other one. Messages with a tag of their own match
+by sender and tag alone, whatever other threads do, and need no more sockets.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import torch.distributed as dist
 
 
 class RankMessages:
-    """Called by all ranks in the same order, by one thread at a time on each. Values are pickled: for rare use."""
+    """Messages between ranks; all ranks call the same methods in the same order, from one thread each. Values are
+    pickled."""
 
     def __init__(self, group: dist.ProcessGroup, tag: int) -> None:
-        """`group`: over gloo, of all ranks. `tag`: that of no other messages in it."""
+        """`group`: over gloo, of all ranks. `tag`: not used by other messages of the group."""
         self._group = group
         self._tag = tag
         self.rank = group.rank()
@@ -33,7 +34,7 @@ class RankMessages:
         return [value, *map(_unpacked, self._receive(range(1, self.size)))]
 
     def scatter(self, values: Sequence[Any] | None) -> Any:
-        """Return what rank 0 has for this rank. `values`: on rank 0 one for each rank; None elsewhere."""
+        """Return the value for this rank. `values`: on rank 0 one value for each rank; None elsewhere."""
         if self.rank:
             return _unpacked(self._receive([0])[0])
         assert values is not None
@@ -62,7 +63,7 @@ class RankMessages:
             work.wait()
 
     def _receive(self, sources: Sequence[int]) -> list[torch.Tensor]:
-        """Return what each of these ranks sent, in this order. Messages of a rank come in the order it sent them."""
+        """Return what each source sent, in their order. Messages of one rank arrive in order."""
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in sources]
         self._take(sources, lengths)
         data = [torch.empty(int(length), dtype=torch.uint8) for length in lengths]
@@ -77,7 +78,7 @@ class RankMessages:
 
 
 def portable_error(error: Exception) -> Exception:
-    """Return an error that other ranks can be sent: itself, or its words where it cannot be pickled and read again."""
+    """Return an error that can be sent to other ranks: the error itself, or its words if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

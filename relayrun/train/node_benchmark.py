@@ -1,13 +1,12 @@
-"""A short matrix product and an exchange with the neighbours, to be compared with the run's own history.
+"""Benchmark of a node: a short matrix product and an exchange with neighbours, compared with the run's own history.
 
-Where a server forks ranks it forks this, too, with all imports done (`measure_node`); elsewhere it is a program:
+A fork server forks it with all imports done (`measure_node`); elsewhere it is a program:
 
     python -m relayrun.train.node_benchmark --place 0 --nodes 4 --address n0 --port 21000 --gpus 8 --socket 5
 
-Numbers are small integers, whose products are exact in every precision and order of sums: a wrong one is the device's.
-Each node exchanges with both of its neighbours, one after the other, and its faster exchange counts: of two nodes that
-are slow with each other, the one that is fast with its other neighbour is well. On GPUs torch computes; without any it
-is numpy, where torch is not there already.
+The numbers are small integers, whose products are exact in every precision and order of summation: a wrong result is a
+fault of the device. Each node exchanges with both neighbours in turn, and the faster exchange counts: a node that is
+fast with one neighbour is healthy. torch computes on GPUs; without a GPU numpy computes unless torch is imported.
 """
 
 from __future__ import annotations
@@ -16,25 +15,28 @@ import argparse
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from relayrun.control.agent.messages import MessageSocket
 
 SIZE, SIZE_OF_GPUS = 768, 4096
-"""Rows and columns of the matrices: some ten milliseconds of a processor, one of a GPU."""
+"""Rows and columns of the matrices: some ten milliseconds on a processor, one on a GPU."""
 REPEATS = 5
-"""The fastest of so many counts, so that what else runs for a moment does not."""
+"""Repetitions, of which the fastest counts, to exclude short disturbances."""
 EXCHANGE_BYTES = 4 << 20
 EXCHANGE_SECONDS = 1800.0
-"""How long nodes wait for each other at most, since one may import for long; the coordinator waits less for numbers."""
+"""Longest wait of nodes for each other, since imports may take long; the coordinator waits less for results."""
 
 
 def matrix_product(gpus: int) -> dict[str, Any]:
-    """Seconds of a matrix product on the slowest device that trains (`matmul`), which that is (`on`), how many there
-    are (`devices`), and what came out `wrong`.
+    """Return seconds of a matrix product on the slowest device that trains (`matmul`), its name (`on`), the number of
+    `devices`, and `wrong` results.
 
-    A processor's own time counts: what others take of it is no fault of it, and slow steps are found while they train.
+    On a CPU the processor time counts, without time of other processes; slow steps show that while training runs.
     """
     if gpus or "torch" in sys.modules:
         return _with_torch(gpus)
@@ -80,7 +82,7 @@ def _product_of_torch(device: Any, size: int, kind: Any) -> tuple[float, str]:
             torch.cuda.synchronize(device)
         best = min(best, clock() - began)
     assert product is not None
-    # bfloat16 holds no sum above 256 exactly: there two products must be the same, and rounded sums of rows near
+    # bfloat16 is not exact above 256: the sums of rows must then be equal up to rounding
     wanted = first.double() @ second.double().sum(dim=1)
     there = product.double().sum(dim=1)
     slack = 0.0 if kind == torch.float32 else product.double().abs().sum(dim=1) * 2**-8
@@ -106,7 +108,8 @@ def _with_numpy() -> dict[str, Any]:
 
 
 def exchange_pairs(nodes: int) -> Iterator[list[tuple[int, int]]]:
-    """Which nodes exchange at the same time: each has a turn with both neighbours in the ring."""
+    """Yield lists of node pairs that exchange at the same time: each node has a turn with both neighbours in the
+    ring."""
     if nodes == 2:
         yield [(0, 1)]
         return
@@ -119,9 +122,9 @@ def exchange_pairs(nodes: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def exchange_with_neighbours(place: int, nodes: int, *, address: str, port: int, gpus: int) -> dict[str, Any]:
-    """Sum over all nodes, which must be right, and exchange with each neighbour; return the seconds of the faster one.
+    """Check a sum over all nodes, and exchange with each neighbour; return the seconds of the faster exchange.
 
-    Raises RuntimeError and other errors of torch where nodes do not reach each other.
+    Raises RuntimeError and other errors of torch if nodes do not reach each other.
     """
     import torch
     from torch import distributed
@@ -144,7 +147,7 @@ def exchange_with_neighbours(place: int, nodes: int, *, address: str, port: int,
         mine = [pair for pair in turn if place in pair]
         for first, second in mine:
             with_whom = second if place == first else first
-            for _ in range(REPEATS + 1):  # the first one connects
+            for _ in range(REPEATS + 1):  # the first exchange connects
                 began = time.perf_counter()
                 asked = [
                     distributed.P2POp(distributed.isend, own, with_whom),
@@ -162,7 +165,7 @@ def exchange_with_neighbours(place: int, nodes: int, *, address: str, port: int,
 
 
 def measure_node(*, place: int, nodes: int, address: str, port: int, gpus: int) -> dict[str, Any]:
-    """Measure this node beside the others; what fails is an `error` among the values."""
+    """Measure this node together with the others; a failure becomes `error` in the result."""
     found: dict[str, Any] = {}
     try:
         found = matrix_product(gpus)
@@ -175,8 +178,16 @@ def measure_node(*, place: int, nodes: int, address: str, port: int, gpus: int) 
     return found
 
 
+def send_measurement(agent: MessageSocket, order: Mapping[str, Any], *, gpus: int) -> None:
+    """Measure this node, and send the result to the agent. `order`: `place`, `nodes`, `address`, `port`."""
+    agent.send("probing")
+    agent.send(
+        "probed", **measure_node(**{name: order[name] for name in ("place", "nodes", "address", "port")}, gpus=gpus)
+    )
+
+
 def main() -> int:
-    """Measure this node, and tell the agent at the other end of the socket."""
+    """Measure this node for the agent at the other end of the socket."""
     from relayrun.control.agent.messages import MessageSocket
 
     parser = argparse.ArgumentParser(prog="relayrun.train.node_benchmark", description="Measures a node.")
@@ -184,10 +195,8 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--address", required=True)
     options = parser.parse_args()
-    where = {name: getattr(options, name) for name in ("place", "nodes", "address", "port", "gpus")}
     with closing(MessageSocket(socket.socket(fileno=options.socket))) as agent:
-        agent.send("probing")
-        agent.send("probed", **measure_node(**where))
+        send_measurement(agent, vars(options), gpus=options.gpus)
     return 0
 
 

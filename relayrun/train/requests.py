@@ -1,22 +1,20 @@
 """Requests to a running attempt: signals, trigger files, the time limit. Rank 0 looks, all ranks agree.
 
-Signals only set a flag, which the loop reads after each step. SIGUSR1 dumps the Python stacks.
-
 | cause | seen by | then | outcome |
 |---|---|---|---|
 | SIGUSR2, SIGTERM | any rank | save, leave | saved |
 | `attempts/N/stop` | rank 0 | save, leave | saved |
-| the time limit less the lead | rank 0 | save, leave | saved |
+| the grace period before the time limit begins | rank 0 | save, leave | saved |
 | `triggers/exit` | rank 0 | save, leave, end the chain | exit |
-| `triggers/save` | rank 0 | save, go on | |
-| a save in the background is over | every rank | conclude it | |
+| `triggers/save` | rank 0 | save, continue | |
+| an asynchronous save has ended | every rank | conclude it | |
 
-One small all-reduce per step (gloo, on the host) carries it; no rank decides for itself. Where the agent of its node
-says that nobody asks for anything (`agent.requests`), rank 0 leaves the files alone.
+Signals set a flag; the loop reads it after each step. SIGUSR1 dumps the Python stacks. One small all-reduce per step
+(gloo, on the host) carries the requests; no rank decides alone. If the node's agent reports that there is no request
+(`agent.requests`), rank 0 does not read the files.
 
-Standard library only: the handlers are installed before torch is imported, which takes seconds in which a
-signal must already be understood. A rank is started with SIGUSR1 and SIGUSR2 ignored, so that none can
-kill it before that.
+Standard library only: the handlers are installed before the import of torch, which takes seconds. A rank starts with
+SIGUSR1 and SIGUSR2 ignored, so neither can kill it earlier.
 """
 
 from __future__ import annotations
@@ -49,14 +47,14 @@ LEAVE_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
 
 
 class SignalFlag:
-    """Remembers the first signal that asked this process to leave."""
+    """The first signal that asked this process to leave."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self._process = os.getpid()
 
     def install(self) -> None:
-        """Catch the signals of LEAVE in this process; a forked child keeps the handler, but it does nothing there."""
+        """Catch LEAVE_SIGNALS in this process; a forked child keeps the handler, which does nothing there."""
         for number in LEAVE_SIGNALS:
             signal.signal(number, self._handle)
 
@@ -68,7 +66,7 @@ class SignalFlag:
 def dump_stacks_on_request(path: Path) -> None:
     """Append the stacks of all threads to `path` at every SIGUSR1, also while the main thread hangs in C.
 
-    Where the file cannot be made they go to standard error.
+    If the file cannot be opened, the stacks go to standard error.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,21 +79,21 @@ def dump_stacks_on_request(path: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class AgreedRequests:
-    """What all ranks agreed on."""
+    """Requests on which all ranks agreed."""
 
     leave: AttemptOutcomeName | None = None
     save: bool = False
-    """Somebody touched triggers/save."""
+    """A user touched triggers/save."""
     saving: bool = False
-    """A save under way is not over on some rank."""
+    """A save is still in progress on some rank."""
     reason: str = ""
-    """Why to leave, in words; complete on rank 0 alone."""
+    """Reason to leave, in words; complete on rank 0 only."""
 
 
 class RequestPoller:
-    """Looks for reasons to save or to leave.
+    """Looks for requests to save or to leave.
 
-    `agent`: the folder in memory in which the agent of this node leaves its word; None: nobody looks for this rank.
+    `agent`: the memory folder of the node's agent; None without an agent.
     """
 
     def __init__(
@@ -106,24 +104,24 @@ class RequestPoller:
         self._ranks = ranks
         self._flag = flag
         self._job_end = begin.job_end_time
-        self.lead = begin.lead
-        """Seconds before the end of the job at which to leave; may be moved at any time."""
+        self.grace_period = begin.lead
+        """Grace period in seconds: the attempt leaves so long before the end of the job. It may change at any time."""
         self._agent = agent
         self._looked = -math.inf
-        """When it last looked at the files, by the monotonic clock."""
+        """Time of the last look at the files, by the monotonic clock."""
         self._stop: list[str] = []
         self._exit: Trigger | None = None
         self._save: Trigger | None = None
         self._taken: set[Trigger] = set()
 
-    def look(self, *, saving: bool = False) -> AgreedRequests:
-        """Agree with the other ranks. Called by all of them, as often on each.
+    def poll(self, *, saving: bool = False) -> AgreedRequests:
+        """Agree with the other ranks; all of them call it equally often.
 
-        `saving`: this rank's part of a save is not over.
+        `saving`: this rank's part of a save is still in progress.
         """
         reasons: list[str] = []
         if self._ranks.rank == 0:
-            if self._job_end is not None and time.time() >= self._job_end - self.lead:
+            if self._job_end is not None and time.time() >= self._job_end - self.grace_period:
                 reasons.append("time limit near")
             self._look_at_files()
             reasons += self._stop
@@ -131,20 +129,19 @@ class RequestPoller:
         signalled, asked, exit_now, save_now, busy = self._ranks.maximum(
             [received, bool(reasons), self._exit is not None, self._save is not None, saving]
         )
+        leave: AttemptOutcomeName | None = None
+        reason = ""
         if exit_now:
-            reason = f"exit trigger by {self._exit.user}" if self._exit is not None else ""
-            return AgreedRequests(leave="exit", save=bool(save_now), saving=bool(busy), reason=reason)
-        if signalled or asked:
-            words = [signal.Signals(signalled).name] if signalled else []
-            return AgreedRequests(
-                leave="saved", save=bool(save_now), saving=bool(busy), reason="; ".join(words + reasons)
-            )
-        return AgreedRequests(save=bool(save_now), saving=bool(busy))
+            leave, reason = "exit", f"exit trigger by {self._exit.user}" if self._exit is not None else ""
+        elif signalled or asked:
+            leave, words = "saved", [signal.Signals(signalled).name] if signalled else []
+            reason = "; ".join(words + reasons)
+        return AgreedRequests(leave=leave, save=bool(save_now), saving=bool(busy), reason=reason)
 
     def take(self) -> tuple[Trigger, ...]:
-        """The triggers that the last `look` saw, on rank 0; no `look` reports them again.
+        """Return the triggers that the last `poll` saw, on rank 0; later looks do not report them again.
 
-        So a file that cannot be removed does not count for ever, and a save under way is asked for once.
+        So a file that cannot be removed counts once, and a save in progress is requested once.
         """
         taken = tuple(trigger for trigger in (self._save, self._exit) if trigger is not None)
         self._taken.update(taken)
@@ -160,18 +157,18 @@ class RequestPoller:
                 log.warning("trigger %s not acknowledged: %s", trigger.name, error)
 
     def _look_at_files(self) -> None:
-        """Look what somebody asks; beside an agent only where it says so, and once a second."""
+        """Read stop file and triggers; with an agent only if it reports a request, and once a second."""
         if self._agent is not None:
             if requests.nothing_asked(self._agent):
                 self._stop, self._exit, self._save = [], None, None
                 return
             if time.monotonic() - self._looked < requests.LOOK_SECONDS:
-                return  # what was seen then holds until it is taken
+                return  # the last result holds until it is taken
         self._looked, self._stop = time.monotonic(), []
         try:
             self._stop = self._stop_file()
             self._exit, self._save = self._trigger("exit"), self._trigger("save")
-        except OSError as error:  # a file system that fails for a moment is no reason to lose steps
+        except OSError as error:  # a short outage of the file system must not cost steps
             log.warning("could not look for stop and triggers: %s", error)
 
     def _trigger(self, name: triggers.TriggerName) -> Trigger | None:

@@ -1,4 +1,4 @@
-"""Code of the user that a config names by import path: all ranks import it, or all refuse it alike."""
+"""Import of a user's code that a config names: hooks, loss, model, optimizer. All ranks import it, or all refuse it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def import_user_code(path: str) -> Any:
-    """Return what `module:name` names. Raises ConfigError in words if it cannot be imported."""
+    """Return the object at `module:name`. Raises ConfigError if it cannot be imported."""
     module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
@@ -25,9 +25,9 @@ def import_user_code(path: str) -> Any:
 
 
 def agree_on_user_code(make: Callable[[], T], ranks: Ranks, *, setting: str, hint: str) -> T:
-    """Return what `make` does on this rank; called by all ranks together.
+    """Return the result of `make` on this rank; all ranks call it together.
 
-    Raises ConfigError, naming the setting, on all ranks alike if `make` raised one on one of them.
+    If `make` raises ConfigError on any rank, ConfigError is raised on all ranks and names the setting.
     """
     made, problem = None, None
     try:
@@ -41,7 +41,7 @@ def agree_on_user_code(make: Callable[[], T], ranks: Ranks, *, setting: str, hin
 
 
 def describe_error(error: BaseException) -> str:
-    """Type, message, and the line that raised it."""
+    """Return type, message, and the line that raised the error."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{place}"

@@ -1,4 +1,4 @@
-"""The loss on held-out text: the same windows every time, dropout off, nothing of training touched."""
+"""Validation loss: the same windows every time, dropout off, the state of training unchanged."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from relayrun.config.compose.schema import TrainingSection
 from relayrun.tokens.order.batches import check_row
 from relayrun.tokens.order.datasets import ValidationSet
 from relayrun.tokens.order.sample_rows import RowBatch
-from relayrun.train.distributed import Ranks
-from relayrun.train.loss import LossSum
+from relayrun.train.distributed import LossSum, Ranks
 from relayrun.train.model.gpt import MicroBatch, ModelStage
 
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """The validation sets of a run and what of them is evaluated."""
+    """Validation sets of a run and the samples to evaluate."""
 
     orders: dict[str, ValidationSet]
     training: TrainingSection
@@ -27,13 +26,14 @@ class Validation:
 
     @property
     def samples(self) -> int:
-        """How many samples one evaluation reads, over all sets."""
+        """Samples of one evaluation, over all sets."""
         return sum(self._samples(order) for order in self.orders.values())
 
     def run(self, model: ModelStage) -> dict[str, float]:
-        """Mean loss in nats per token, by name of the set. Called by all ranks together.
+        """Return the mean loss in nats per token, by name of the set. All ranks call it together.
 
-        It is a mean of samples' means with `training.loss_mean: sample`, else the mean over all tokens that count.
+        With `training.loss_mean: sample` it is the mean of the samples' means, else the mean over all tokens that
+        count.
         """
         model.train_mode(False)
         try:
@@ -43,13 +43,13 @@ class Validation:
             model.train_mode(True)
 
     def _loss(self, model: ModelStage, order: ValidationSet) -> float:
-        """Samples 0 .. eval_steps x global batch - 1, each window at most once."""
+        """Evaluate samples 0 .. eval_steps x global batch - 1, each window at most once."""
         wanted = self._samples(order)
         own = range(self.ranks.data_parallel_rank, wanted, self.ranks.data_parallel_size)
         size = self.training.micro_batch_size
         batches = [self._batch(order, own[at : at + size]) for at in range(0, len(own), size)]
         least = 0
-        if self.ranks.replicas_share_experts:  # they send each other tokens, so all run as many as the first one
+        if self.ranks.replicas_share_experts:  # they exchange tokens, so all run as many batches as the first replica
             least = -(-len(range(0, wanted, self.ranks.data_parallel_size)) // size)
         while len(batches) % model.batches_multiple or len(batches) < least:
             copied = batches[-1] if batches else self._batch(order, range(1))
@@ -60,7 +60,8 @@ class Validation:
         return min(self.training.eval_steps * self.training.global_batch_size, len(order))
 
     def _batch(self, order: ValidationSet, samples: range) -> MicroBatch:
-        """A whole micro-batch: pipeline stages exchange fixed shapes, so a short one is filled up, weight 0."""
+        """Return a full micro-batch: pipeline stages exchange fixed shapes, so a short batch is padded with weight
+        0."""
         size = self.training.micro_batch_size
         found = [check_row(order.row(k), order, k, self.vocabulary_size) for k in samples]
         weights = np.zeros(size, dtype=np.float32)

@@ -418,11 +418,11 @@ def test_the_ranks_leave(stage: Stage, name: Any, everything: bool) -> None:
         begin = run.attempt(4).read_begin()
         ranks = SimpleNamespace(rank=0, maximum=lambda values: values)
         control = RequestPoller(run, begin, ranks, SimpleNamespace(received=None))  # type: ignore[arg-type]
-        control.look()
+        control.poll()
         loop = SimpleNamespace(
             position=SimpleNamespace(iteration=40),
             control=control,
-            saver=SimpleNamespace(saved_iteration=30, last=last),
+            saver=SimpleNamespace(saved_iteration=30, save_before_leaving=last),
             hooks=SimpleNamespace(at_end=lambda _outcome: None),
             ranks=ranks,
             attempt=run.attempt(4),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import runpy
 import sys
 
-from relayrun.train.reporting import tracker_processes
+from relayrun.train.reporting import tracker_feed
 
-tracker_processes.LEAVE_SECONDS = 600.0
+tracker_feed.LEAVE_SECONDS = 600.0
 module = sys.argv.index("-m") + 1
 sys.argv = sys.argv[module:]
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -23,7 +23,7 @@ from relayrun.files import file_sizes, write_atomic
 from relayrun.train.checkpoint import checksums, publish
 from relayrun.train.checkpoint.async_writer import ThreadedWriter, check_complete
 from relayrun.train.checkpoint.checksums import DamagedCheckpoint, verify_checkpoint
-from relayrun.train.checkpoint.reader import CheckedReader, reported_damage
+from relayrun.train.checkpoint.reader import CheckedReader, reported_error
 from tests.chain.exhaustion import KILL, run_child
 from tests.chain.fake_slurm import FakeSlurm
 from tests.history import began
@@ -45,7 +45,7 @@ def read_all(folder: Path, root: str | None) -> dict[str, Any]:
     try:
         state_dict_loader._load_state_dict(found, storage_reader=reader, planner=planner, no_dist=True)
     except BaseException as error:  # torch's own is no Exception
-        raise reported_damage(error) or error from None
+        raise reported_error(error, DamagedCheckpoint) or error from None
     return state | found
 
 

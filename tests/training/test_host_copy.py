@@ -136,7 +136,7 @@ def test_on_a_gpu_the_buffers_are_pinned() -> None:
     host = HostCopy(device)
     there = [shard("weights", torch.arange(1000.0, device=device)), shard("bytes", torch.ones(7, device=device))]
     assert host.reserve(there) == HostAllocation(8192, 1)
-    host.fill(there, host.follow())
+    host.fill(there, host.new_stream())
     assert all(one.data.is_pinned() for one in there)
     assert there[0].data.tolist() == list(range(1000))
 

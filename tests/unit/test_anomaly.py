@@ -28,7 +28,7 @@ def settings(**changes: Any) -> TrainingSection:
 def judged(guard: LossGuard, loss: float, grad_norm: float = 1.0) -> Action:
     verdict = guard.judge(loss, grad_norm)
     assert (verdict.reason is None) == (verdict.action is Action.UPDATE)
-    guard.took(verdict.action, loss)
+    guard.record(verdict.action, loss)
     return verdict.action
 
 

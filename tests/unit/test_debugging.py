@@ -80,7 +80,7 @@ class NVMLError(Exception):
     """As the package's own."""
 
 
-def nvml(*, driver: bool = True, names: tuple[bytes | str, ...] = ("GH200", b"GH200")) -> ModuleType:
+def nvml(*, driver: bool = True, names: tuple[str, ...] = ("GH200", "GH200")) -> ModuleType:
     """A stand-in for the package nvidia-ml-py: the first GPU answers everything, the others their names alone."""
     module = ModuleType("pynvml")
 
@@ -112,7 +112,7 @@ def nvml(*, driver: bool = True, names: tuple[bytes | str, ...] = ("GH200", b"GH
             "NVML_TEMPERATURE_GPU": 0,
             "nvmlInit": init,
             "nvmlShutdown": lambda: None,
-            "nvmlSystemGetDriverVersion": lambda: b"550.54",
+            "nvmlSystemGetDriverVersion": lambda: "550.54",
             "nvmlDeviceGetCount": lambda: len(names),
             "nvmlDeviceGetHandleByIndex": lambda index: index,
             "nvmlDeviceGetName": lambda handle: names[handle],

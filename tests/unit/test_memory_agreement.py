@@ -20,8 +20,9 @@ from relayrun.tokens.order.batches import TrainingProgress
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own
+    from relayrun.train.checkpoint.memory_interval import CopyInterval, StepSlowdown
     from relayrun.train.checkpoint.memory_replication import MemoryCopy, NeighbourReplica
-    from relayrun.train.checkpoint.memory_tier import CopyInterval, MemoryTier, StepSlowdown
+    from relayrun.train.checkpoint.memory_tier import MemoryTier
     from relayrun.train.distributed import Ranks
 
 COPIES = 12

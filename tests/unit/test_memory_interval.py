@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relayrun.train.checkpoint.memory_tier import (
+from relayrun.train.checkpoint.memory_interval import (
     COPY_TIME_SHARE,
     SHORTEST_INTERVAL,
     CopyInterval,
@@ -33,7 +33,7 @@ def test_the_smallest_interval_costs_less_than_its_share_and_waits_for_no_neighb
 def test_a_fixed_interval_has_its_multiples_copied() -> None:
     interval = CopyInterval(5, at=10)
     assert [at for at in range(10, 26) if interval.due(at)] == [15, 20, 25]
-    assert interval.copied(15, copy=9, beside=0, neighbour=0, step=1) is None
+    assert interval.record_copy(15, copy=9, beside=0, neighbour=0, step=1) is None
 
 
 def test_the_interval_follows_what_is_measured_and_not_every_breath_of_it() -> None:
@@ -47,7 +47,7 @@ def test_the_interval_follows_what_is_measured_and_not_every_breath_of_it() -> N
         if at > 200:
             copy = 0.4
         copied = copy * (1 + 0.001 * (at % 7))
-        if interval.copied(at, copy=copied, beside=0.0, neighbour=0.5, step=1.0) is not None:
+        if interval.record_copy(at, copy=copied, beside=0.0, neighbour=0.5, step=1.0) is not None:
             chosen[at] = interval.steps
     assert copies[:4] == [2, 4, 6, 17]  # two that are not measured, and 0.2 s of 11 s are below 2 %
     assert next(iter(chosen.values())) == 11
@@ -61,11 +61,11 @@ def test_steps_that_copies_on_their_way_make_longer_count_as_a_cost_of_copies() 
     cost, since = 0.0, 0
     for at in range(1, 1000):
         if interval.due(at):
-            interval.copied(at, copy=0.1, beside=steps.longer, neighbour=2.0, step=1.0)
-            steps.copied()
+            interval.record_copy(at, copy=0.1, beside=steps.added_seconds, neighbour=2.0, step=1.0)
+            steps.record_copy()
             since = 0
             cost += (0.1 + 2 * 0.2) * (at > 500)
-        steps.stepped(1.2 if since < 2 else 1.0, samples=8, under_way=since < 1)
+        steps.record_step(1.2 if since < 2 else 1.0, samples=8, under_way=since < 1)
         since += 1
     assert interval.steps == pytest.approx(25.5, abs=0.5)
     assert cost / 500 <= COPY_TIME_SHARE
@@ -75,9 +75,9 @@ def test_steps_beside_copies_that_are_no_longer_than_others_cost_nothing() -> No
     interval, steps = CopyInterval(None, at=0), StepSlowdown()
     for at in range(1, 300):
         if interval.due(at):
-            interval.copied(at, copy=0.1, beside=steps.longer, neighbour=0.5, step=1.0)
-            steps.copied()
-        steps.stepped(1.0 + 0.3 * (at % 3 - 1), samples=8, under_way=False)
+            interval.record_copy(at, copy=0.1, beside=steps.added_seconds, neighbour=0.5, step=1.0)
+            steps.record_copy()
+        steps.record_step(1.0 + 0.3 * (at % 3 - 1), samples=8, under_way=False)
     assert interval.steps == 6
 
 
@@ -87,11 +87,11 @@ def test_copies_after_every_step_would_leave_no_step_to_compare_with() -> None:
     beside, cost = False, 0.0
     for at in range(1, 1000):
         if interval.due(at):
-            interval.copied(at, copy=0.01, beside=steps.longer, neighbour=0.4, step=1.0)
-            steps.copied()
+            interval.record_copy(at, copy=0.01, beside=steps.added_seconds, neighbour=0.4, step=1.0)
+            steps.record_copy()
             beside = True
             cost += (0.01 + 0.1) * (at > 500)
-        steps.stepped(1.1 if beside else 1.0, samples=8, under_way=False)
+        steps.record_step(1.1 if beside else 1.0, samples=8, under_way=False)
         beside = False
     assert interval.steps == pytest.approx(5.5, abs=0.5)
     assert cost / 500 <= COPY_TIME_SHARE * 1.1
@@ -105,9 +105,9 @@ def test_steps_of_a_larger_batch_are_not_held_against_those_of_a_smaller_one() -
         larger = at > 200
         step = 2.0 if larger else 1.0
         if interval.due(at):
-            interval.copied(at, copy=0.03, beside=steps.longer, neighbour=0.5, step=step)
-            steps.copied()
-        steps.stepped(step, samples=16 if larger else 8, under_way=False)
+            interval.record_copy(at, copy=0.03, beside=steps.added_seconds, neighbour=0.5, step=step)
+            steps.record_copy()
+        steps.record_step(step, samples=16 if larger else 8, under_way=False)
         chosen.append(interval.steps)
     assert set(chosen) == {2}
 

@@ -19,7 +19,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.tracker_runs import update_tracker_runs
 from relayrun.control.trainers.tools import wandb_mode
 from relayrun.files import append_line
-from relayrun.train.reporting import tracker_feed, tracker_processes
+from relayrun.train.reporting import tracker_feed
 from relayrun.train.reporting import trackers as reporting_trackers
 from relayrun.train.reporting.trackers import MetricPoint, PointReader, StreamRolledBack, highest_tensorboard_step
 from tests.history import began
@@ -194,7 +194,7 @@ def test_a_failure_is_one_line_and_is_tried_again_from_what_the_tracker_has(tmp_
 def rewind(run: Run, number: int, base: int, *, told: bool = True) -> None:
     """What rank 0 leaves when it goes back to the checkpoint of iteration `base`."""
     record = {"iteration": base + 5, "reason": "NaN", "base_iteration": base, "next_sample": 0, "time": 0.0}
-    append_line(run.attempt(number).rollbacks, record)
+    append_line(run.attempt(number).rewinds, record)
     if told:
         append_line(run.attempt(number).metrics, {"iteration": base, "rewind": record})
 
@@ -261,7 +261,7 @@ def test_when_wandb_is_on(environment: dict[str, str], mode: str | None) -> None
 @pytest.mark.alone
 def test_rank_0_lets_go_of_a_feed_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setattr(tracker_processes, "LEAVE_SECONDS", 0.3)
+    monkeypatch.setattr(tracker_feed, "LEAVE_SECONDS", 0.3)
     hung: list[subprocess.Popen[bytes]] = []
 
     def start(*_arguments: Any) -> subprocess.Popen[bytes]:
@@ -269,10 +269,10 @@ def test_rank_0_lets_go_of_a_feed_that_does_not_end(tmp_path: Path, monkeypatch:
         hung.append(subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, bufsize=0))
         return hung[-1]
 
-    monkeypatch.setattr(tracker_processes, "_start", start)
+    monkeypatch.setattr(tracker_feed, "_start", start)
     said: list[str] = []
     config: Any = SimpleNamespace(project="p", name="n", tracking=SimpleNamespace(tensorboard=True))
-    made = tracker_processes.TrackerProcesses(Run(tmp_path), 1, config, said.append)
+    made = tracker_feed.TrackerProcesses(Run(tmp_path), 1, config, said.append)
     made.at_start(0, 0)
     assert len(hung) == 2
     begun = time.monotonic()
@@ -286,7 +286,7 @@ def test_one_line_says_that_wandb_is_off(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     said: list[str] = []
     config: Any = SimpleNamespace(project="p", name="n", tracking=SimpleNamespace(tensorboard=False))
-    made = tracker_processes.TrackerProcesses(Run(tmp_path), 1, config, said.append)
+    made = tracker_feed.TrackerProcesses(Run(tmp_path), 1, config, said.append)
     made.at_start(0, 0)
     made.close()
     assert said == ["W&B is off: neither WANDB_API_KEY nor WANDB_MODE=offline is in the environment"]
@@ -298,7 +298,7 @@ def test_trackers_that_cannot_start_are_off_and_say_so(tmp_path: Path, monkeypat
     (tmp_path / "streams.json").write_text("{")
     said: list[str] = []
     config: Any = SimpleNamespace(project="p", name="n", tracking=SimpleNamespace(tensorboard=False))
-    made = tracker_processes.TrackerProcesses(Run(tmp_path), 1, config, said.append)
+    made = tracker_feed.TrackerProcesses(Run(tmp_path), 1, config, said.append)
     made.at_start(0, 0)
     made.close()
     assert said[0].startswith("warning: W&B and TensorBoard are off in this attempt: ")

@@ -63,28 +63,28 @@ def control(
 
 
 def test_without_a_reason_training_goes_on(run: Run) -> None:
-    assert control(run).look() == AgreedRequests()
+    assert control(run).poll() == AgreedRequests()
 
 
 def test_the_deadline_is_the_end_of_the_job_less_the_lead(run: Run) -> None:
     now = time.time()
-    assert control(run, job_end_time=now + 100, lead=50.0).look() == AgreedRequests()
-    assert control(run, job_end_time=now + 100, lead=100.0).look() == AgreedRequests(
+    assert control(run, job_end_time=now + 100, lead=50.0).poll() == AgreedRequests()
+    assert control(run, job_end_time=now + 100, lead=100.0).poll() == AgreedRequests(
         leave="saved", reason="time limit near"
     )
 
 
 def test_the_deadline_moves_with_the_lead(run: Run) -> None:
     watching = control(run, job_end_time=time.time() + 100, lead=50.0)
-    assert watching.look() == AgreedRequests()
-    watching.lead = 101.0
-    assert watching.look() == AgreedRequests(leave="saved", reason="time limit near")
+    assert watching.poll() == AgreedRequests()
+    watching.grace_period = 101.0
+    assert watching.poll() == AgreedRequests(leave="saved", reason="time limit near")
 
 
 @pytest.mark.parametrize(("text", "reason"), [("asked\n", "stop file: asked"), ("", "stop file")])
 def test_the_stop_file_says_why(run: Run, text: str, reason: str) -> None:
     run.attempt(1).stop.write_text(text)
-    assert control(run).look() == AgreedRequests(leave="saved", reason=reason)
+    assert control(run).poll() == AgreedRequests(leave="saved", reason=reason)
 
 
 def test_a_file_system_that_fails_hides_neither_the_deadline_nor_stops_training(
@@ -94,21 +94,21 @@ def test_a_file_system_that_fails_hides_neither_the_deadline_nor_stops_training(
         raise OSError(116, "Stale file handle")
 
     monkeypatch.setattr(triggers, "read_trigger", fail)
-    assert control(run).look() == AgreedRequests()
-    assert control(run, job_end_time=1.0).look() == AgreedRequests(leave="saved", reason="time limit near")
+    assert control(run).poll() == AgreedRequests()
+    assert control(run, job_end_time=1.0).poll() == AgreedRequests(leave="saved", reason="time limit near")
     assert capsys.readouterr().err.count("Stale file handle") == 2
 
 
 def test_a_signal_to_any_rank_is_named(run: Run) -> None:
     ranks = OneRank()
     ranks.others = [signal.SIGTERM.value, 0, 0, 0, 0]
-    assert control(run, ranks).look() == AgreedRequests(leave="saved", reason="SIGTERM")
+    assert control(run, ranks).poll() == AgreedRequests(leave="saved", reason="SIGTERM")
 
 
 def test_the_exit_trigger_ends_the_chain_whatever_else_there_is(run: Run) -> None:
     run.attempt(1).stop.write_text("asked")
     triggers.touch_trigger(run, "exit")
-    seen = control(run).look()
+    seen = control(run).poll()
     assert seen.leave == "exit"
     assert seen.reason.startswith("exit trigger by ")
 
@@ -122,29 +122,29 @@ def test_a_save_trigger_is_answered_once_although_it_cannot_be_removed(
     watching = control(run)
     triggers.touch_trigger(run, "save")
     monkeypatch.setattr(triggers, "acknowledge_trigger", refuse)
-    assert watching.look() == AgreedRequests(save=True)
+    assert watching.poll() == AgreedRequests(save=True)
     watching.acknowledge(watching.take(), 5, "saved")
     assert "trigger save not acknowledged" in capsys.readouterr().err
-    assert watching.look() == AgreedRequests()
+    assert watching.poll() == AgreedRequests()
     os.utime(run.triggers / "save", (1, 1))  # touched again
-    assert watching.look() == AgreedRequests(save=True)
+    assert watching.poll() == AgreedRequests(save=True)
 
 
 def test_a_save_is_over_when_it_is_over_on_every_rank(run: Run) -> None:
     ranks = OneRank()
-    assert control(run, ranks).look(saving=True) == AgreedRequests(saving=True)
-    assert control(run, ranks).look() == AgreedRequests()
+    assert control(run, ranks).poll(saving=True) == AgreedRequests(saving=True)
+    assert control(run, ranks).poll() == AgreedRequests()
     ranks.others = [0, 0, 0, 0, 1]
-    assert control(run, ranks).look() == AgreedRequests(saving=True)
+    assert control(run, ranks).poll() == AgreedRequests(saving=True)
 
 
 def test_a_trigger_that_was_taken_is_not_seen_again_before_it_is_answered(run: Run) -> None:
     watching = control(run)
     triggers.touch_trigger(run, "save")
-    assert watching.look() == AgreedRequests(save=True)
+    assert watching.poll() == AgreedRequests(save=True)
     taken = watching.take()
     assert (run.triggers / "save").exists()
-    assert watching.look() == AgreedRequests()
+    assert watching.poll() == AgreedRequests()
     watching.acknowledge(taken, 5, "saved")
     assert not (run.triggers / "save").exists()
 
@@ -157,37 +157,37 @@ def test_beside_an_agent_files_are_left_alone_while_it_says_that_nothing_is_aske
     monkeypatch.setattr(requests.time, "monotonic", lambda: clock[0])
     watching = control(run, agent=memory)
     triggers.touch_trigger(run, "save")
-    assert watching.look() == AgreedRequests(save=True)  # without a word it looks itself
+    assert watching.poll() == AgreedRequests(save=True)  # without a word it looks itself
     requests.tell_ranks(memory, asked=False)
-    assert watching.look() == AgreedRequests()
+    assert watching.poll() == AgreedRequests()
     clock[0] += requests.MARK_VALID_SECONDS - 1
-    assert watching.look() == AgreedRequests()
+    assert watching.poll() == AgreedRequests()
     clock[0] += 1  # who looks for it stands still
-    assert watching.look() == AgreedRequests(save=True)
+    assert watching.poll() == AgreedRequests(save=True)
     requests.tell_ranks(memory, asked=False)
-    assert watching.look() == AgreedRequests()
+    assert watching.poll() == AgreedRequests()
     requests.tell_ranks(memory, asked=True)
-    assert watching.look() == AgreedRequests(), "it has just looked"
+    assert watching.poll() == AgreedRequests(), "it has just looked"
     clock[0] += requests.LOOK_SECONDS
-    assert watching.look() == AgreedRequests(save=True)
-    assert watching.look() == AgreedRequests(save=True), "what was seen holds until it is taken"
+    assert watching.poll() == AgreedRequests(save=True)
+    assert watching.poll() == AgreedRequests(save=True), "what was seen holds until it is taken"
     watching.acknowledge(watching.take(), 5, "saved")
-    assert watching.look() == AgreedRequests()
+    assert watching.poll() == AgreedRequests()
     run.attempt(1).stop.write_text("asked")
     clock[0] += requests.LOOK_SECONDS
-    assert watching.look() == AgreedRequests(leave="saved", reason="stop file: asked")
+    assert watching.poll() == AgreedRequests(leave="saved", reason="stop file: asked")
 
 
 def test_beside_an_agent_the_deadline_and_signals_need_no_files(run: Run, tmp_path: Path) -> None:
     flag = SignalFlag()
     watching = control(run, flag=flag, agent=tmp_path, job_end_time=time.time() + 100, lead=50.0)
     requests.tell_ranks(tmp_path, asked=False)
-    assert watching.look() == AgreedRequests()
-    watching.lead = 101.0
-    assert watching.look() == AgreedRequests(leave="saved", reason="time limit near")
-    watching.lead = 50.0
+    assert watching.poll() == AgreedRequests()
+    watching.grace_period = 101.0
+    assert watching.poll() == AgreedRequests(leave="saved", reason="time limit near")
+    watching.grace_period = 50.0
     flag.received = signal.SIGUSR2
-    assert watching.look() == AgreedRequests(leave="saved", reason="SIGUSR2")
+    assert watching.poll() == AgreedRequests(leave="saved", reason="SIGUSR2")
 
 
 def test_a_handler_does_nothing_in_a_forked_child() -> None:

@@ -147,7 +147,7 @@ from tests.unit.test_training_hooks import OneRank, Stubborn
 made = types.SimpleNamespace(
     position=types.SimpleNamespace(iteration=7),
     control=Mock(),
-    saver=Mock(saved_iteration=5, last=Mock(return_value=None)),
+    saver=Mock(saved_iteration=5, save_before_leaving=Mock(return_value=None)),
     hooks=Hooks([], [("team:Stubborn", Stubborn())], OneRank()),
 )
 try:

@@ -45,73 +45,73 @@ def after_saves(timings: Timings, seconds: list[float]) -> Timings:
 
 def test_the_lead_is_what_the_attempt_began_with_until_a_step_and_a_save_are_measured() -> None:
     timings = Timings(begin())
-    assert timings.lead() == 60
+    assert timings.grace_period() == 60
     timings.step(2.0, 8)
-    assert (timings.lead(), timings.step_p95, timings.save_p95) == (60, 2.0, None)
+    assert (timings.grace_period(), timings.step_p95, timings.save_p95) == (60, 2.0, None)
     timings.save(4.0)
-    assert timings.lead() == 2 * 2 + 1.5 * 4 + 10
+    assert timings.grace_period() == 2 * 2 + 1.5 * 4 + 10
 
 
 def test_a_slow_save_moves_the_lead_by_more_than_its_delay_and_within_the_bounds() -> None:
     timings = after_saves(Timings(begin(lead_floor=5.0, lead_ceiling=100.0)), [2.0] * 10)
     timings.step(0.5, 8)
-    before = timings.lead()
+    before = timings.grace_period()
     timings.save(22.0)
-    assert timings.lead() - before >= 20
+    assert timings.grace_period() - before >= 20
     timings.save(500.0)
-    assert timings.lead() == 100
+    assert timings.grace_period() == 100
 
 
 def test_what_is_left_of_a_save_under_way_is_part_of_the_lead() -> None:
     timings = after_saves(Timings(begin()), [20.0])
     timings.step(1.0, 8)
-    alone = timings.lead()
-    assert timings.lead(under_way=0.0) == alone + 20
-    assert timings.lead(under_way=15.0) == alone + 5
-    assert timings.lead(under_way=50.0) == alone
+    alone = timings.grace_period()
+    assert timings.grace_period(under_way=0.0) == alone + 20
+    assert timings.grace_period(under_way=15.0) == alone + 5
+    assert timings.grace_period(under_way=50.0) == alone
 
 
 def test_a_lead_with_one_bound_for_both_is_fixed() -> None:
     timings = Timings(begin(lead=12.0, lead_floor=12.0, lead_ceiling=12.0))
     timings.step(100.0, 8)
     timings.save(100.0)
-    assert timings.lead() == 12
+    assert timings.grace_period() == 12
 
 
 def test_an_evaluation_that_may_be_under_way_is_counted_in() -> None:
     timings = after_saves(Timings(begin()), [2.0])
     timings.step(0.5, 8)
-    before = timings.lead()
+    before = timings.grace_period()
     timings.evaluation(40.0)
-    assert timings.lead() == before + 40
+    assert timings.grace_period() == before + 40
     later = after_saves(Timings(begin(evaluation_seconds=40.0)), [2.0])  # before the first one of this attempt
     later.step(0.5, 8)
-    assert later.lead() == before + 40
+    assert later.grace_period() == before + 40
     for _ in range(10):
         later.evaluation(4.0)
-    assert later.lead() == before + 4
+    assert later.grace_period() == before + 4
 
 
 def test_an_evaluation_that_was_never_measured_is_counted_with_half_a_step_for_each_batch() -> None:
     timings = Timings(begin(lead_ceiling=300.0))
     timings.expect_evaluation(samples=800)
-    assert timings.lead() == 60, "nothing is known before the first step"
+    assert timings.grace_period() == 60, "nothing is known before the first step"
     timings.step(2.0, 16)
-    assert (timings.estimates_evaluation, timings.lead()) == (True, 60 + 800 / 16 * 2.0 / 2)
+    assert (timings.estimates_evaluation, timings.grace_period()) == (True, 60 + 800 / 16 * 2.0 / 2)
     timings.save(4.0)
-    assert timings.lead() == 2 * 2 + 800 / 16 * 2.0 / 2 + 1.5 * 4 + 10
+    assert timings.grace_period() == 2 * 2 + 800 / 16 * 2.0 / 2 + 1.5 * 4 + 10
     timings.step(30.0, 16)
-    assert timings.lead() == 300, "within the bounds"
+    assert timings.grace_period() == 300, "within the bounds"
     timings.evaluation(20.0)
-    assert (timings.estimates_evaluation, timings.lead()) == (False, 2 * 30 + 20 + 1.5 * 4 + 10)
+    assert (timings.estimates_evaluation, timings.grace_period()) == (False, 2 * 30 + 20 + 1.5 * 4 + 10)
     fixed = Timings(begin(lead=12.0, lead_floor=12.0, lead_ceiling=12.0))
     fixed.expect_evaluation(samples=800)
     fixed.step(2.0, 16)
-    assert fixed.lead() == 12
+    assert fixed.grace_period() == 12
     known = Timings(begin(evaluation_seconds=40.0))
     known.expect_evaluation(samples=800)
     known.step(2.0, 16)
-    assert (known.estimates_evaluation, known.lead()) == (False, 60)
+    assert (known.estimates_evaluation, known.grace_period()) == (False, 60)
 
 
 def test_only_the_newest_saves_count() -> None:
@@ -123,7 +123,7 @@ def test_steps_of_smaller_batches_count_as_if_they_had_been_of_the_size_of_now()
     timings = after_saves(Timings(begin()), [2.0])
     timings.step(0.5, 8)
     timings.step(2.0, 32)
-    assert (timings.step_p95, timings.lead()) == (2.0, 2 * 2.0 + 1.5 * 2 + 10)
+    assert (timings.step_p95, timings.grace_period()) == (2.0, 2 * 2.0 + 1.5 * 2 + 10)
     timings.step(3.0, 64)
     assert timings.step_p95 == 4.0
 

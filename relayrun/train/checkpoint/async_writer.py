@@ -1,13 +1,12 @@
-"""Asynchronous saves: the copy of the state in host memory, the thread of a save, the files that it writes.
+"""Asynchronous saves: the copy of the state in host memory, the save thread, and torch's writer with checksums.
 
-The buffers are pinned where there is CUDA (a copy from the GPU is then fast and runs beside its computing), made
-once and used again by every save: one copy of this rank's part of the checkpoint, as long as the process lives.
-They lie in a few large pieces, see `host_buffers`. torch's own stager copies whole storages, which for parameters in
-megatron-core's gradient buffers would be the parts of all data-parallel ranks.
+The buffers are pinned with CUDA (a copy from the GPU is then fast and runs beside its work), allocated once and reused
+by every save: one copy of this rank's part of the checkpoint, in a few large pieces (`host_buffers`). torch's own
+stager copies whole storages, which for parameters in megatron-core's gradient buffers are the parts of all
+data-parallel ranks.
 
-No fork and no server process, which a signal to the whole job would kill. The rank's main thread goes on with
-training; it waits only before it changes what is not copied yet, and where it wants the result. From the copy on
-the save stands behind training on the processors: where both want the same one, training gets most of it.
+There is no fork and no server process, which a signal to the whole job would kill. The main thread continues training;
+it waits only before it changes uncopied state, and for the result. After the copy the save runs at lower priority.
 """
 
 from __future__ import annotations
@@ -43,19 +42,19 @@ if TYPE_CHECKING:
     from megatron.core.dist_checkpointing import ShardedTensor
 
 BACKGROUND_NICE = 15
-"""How far a save beside training stands behind it: a thirtieth of a contended processor (weights of nice(2), sched(7)).
-At 19 it would get a seventieth, and training, waiting for the interpreter's lock in its hands, would wait long."""
+"""Niceness of a save beside training: a thirtieth of a contended processor (weights of nice(2), sched(7)). At 19 it
+would get a seventieth, and training would wait long for the interpreter's lock in its hands."""
 
 
 class BackgroundSave:
-    """Runs `write` at once. The ranks' threads talk to each other: all ranks begin the same saves in the same order."""
+    """Runs `write` in a thread at once. Its threads communicate: all ranks begin the same saves in the same order."""
 
     def __init__(
         self, iteration: int, write: Callable[[Callable[[], None]], CheckpointCommit], *, beside: bool
     ) -> None:
-        """`write` is given what it must call when the state is copied; it returns the commit, or raises.
+        """`write(copied)` calls `copied` when the state is copied, and returns the commit or raises.
 
-        `beside`: training goes on meanwhile; else it waits for the result.
+        `beside`: training continues meanwhile; else it waits for the result.
         """
         self.iteration = iteration
         self._beside = beside
@@ -76,31 +75,31 @@ class BackgroundSave:
 
     def _state_is_copied(self) -> None:
         self._copied.set()
-        if self._beside:  # on Linux a priority is of a thread, and the threads that it starts have it too
+        if self._beside:  # on Linux a thread has its own priority, which its child threads inherit
             thread = threading.get_native_id()
             os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + BACKGROUND_NICE)
 
     @property
     def over(self) -> bool:
-        """Whether this rank's part has come to an end, good or bad."""
+        """True if this rank's part has ended, successfully or not."""
         return not self._thread.is_alive()
 
     @property
     def copied(self) -> bool:
-        """Whether the state may change."""
+        """True if the state may change."""
         return self._copied.is_set()
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """Seconds since the start."""
         return time.monotonic() - self._began
 
     def wait_for_copy(self) -> None:
-        """Return when the state may change."""
+        """Wait until the state may change."""
         self._copied.wait()
 
     def result(self) -> CheckpointCommit:
-        """Wait for the end; raises what `write` raised."""
+        """Wait for the end; raise the error of `write`."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -111,30 +110,30 @@ class BackgroundSave:
 ShardKey = tuple[str, tuple[int, ...]]
 
 COPY_CHUNK_BYTES = 3 << 16
-"""Bytes that are copied, then hashed while the processor's own cache still has them: a third of what memory costs."""
+"""Bytes that are copied, then hashed while they are in the processor's cache: a third of the cost from memory."""
 
 
 @dataclass(frozen=True)
 class HostAllocation:
-    """Host memory that was allocated: `size` bytes in so many `pieces`."""
+    """Allocated host memory: `size` bytes in `pieces` pieces."""
 
     size: int
     pieces: int
 
 
 class HostCopy:
-    """Buffers by the name and the place of a shard in the checkpoint."""
+    """Host buffers by key and offset of a shard in the checkpoint."""
 
     def __init__(self, device: torch.device, *, piece: int = BUFFER_PIECE_BYTES) -> None:
-        """`device`: where the originals lie. `piece`: see PIECE."""
+        """`device`: of the originals. `piece`: see BUFFER_PIECE_BYTES."""
         self._device = device
         self._piece = piece
         self._buffers: dict[ShardKey, torch.Tensor] = {}
         self._digests: dict[int, str] = {}
         self._not_hashed: list[torch.Tensor] = []
 
-    def follow(self) -> torch.cuda.Stream | None:
-        """Called by the thread that computes: a stream for `fill` that starts behind what is queued now."""
+    def new_stream(self) -> torch.cuda.Stream | None:
+        """Return a stream for `fill` that starts after the queued work of the calling thread."""
         if self._device.type != "cuda":
             return None
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -142,9 +141,9 @@ class HostCopy:
         return stream
 
     def reserve(self, shards: Iterable[ShardedTensor]) -> HostAllocation:
-        """Allocate buffers for those of `shards` that have none; return what that took.
+        """Allocate missing buffers for `shards`; return the allocation.
 
-        Raises RuntimeError if there is not so much memory; then no buffer was made.
+        Raises RuntimeError if memory is short; then no buffer was allocated.
         """
         new = [shard for shard in shards if not self._has(shard)]
         places, lengths = lay_out_buffers([shard.data.nbytes for shard in new], self._piece)
@@ -153,16 +152,16 @@ class HostCopy:
             lengths = pinned_bytes(lengths)
         pieces = [torch.empty(length, dtype=torch.uint8, device="cpu", pin_memory=on_gpu).numpy() for length in lengths]
         for shard, (number, start) in zip(new, places, strict=True):
-            # by way of numpy it has a storage of its own size: torch's writer would copy a view of a larger one
+            # by way of numpy it has a storage of its own size: torch's writer would copy a view of a larger storage
             part = torch.from_numpy(pieces[number][start : start + shard.data.nbytes])
             self._buffers[_key(shard)] = part.view(shard.data.dtype).view(shard.data.shape)
         return HostAllocation(sum(lengths), len(lengths))
 
     @torch.no_grad()
     def fill(self, shards: Iterable[ShardedTensor], stream: torch.cuda.Stream | None) -> HostAllocation:
-        """Copy the data of `shards` and put the copies in their place. On return the originals may change.
+        """Copy the data of `shards` and replace it by the copies; on return the originals may change.
 
-        Called by any thread, with what `follow` gave. Returns what had to be allocated, because it was not reserved.
+        Any thread may call it, with the stream from `new_stream`. Returns the allocations that were not reserved.
         """
         shards = list(shards)
         late = self.reserve(shards)
@@ -171,7 +170,7 @@ class HostCopy:
             for shard in shards:
                 buffer = self._buffers[_key(shard)]
                 source, shard.data = shard.data.detach(), buffer
-                if not buffer.nbytes:  # it may have the address of another one
+                if not buffer.nbytes:  # it may share the address of another buffer
                     continue
                 if source.device.type == "cpu" and source.is_contiguous():
                     self._digests[buffer.data_ptr()] = _copy_and_digest(source, buffer)
@@ -183,9 +182,9 @@ class HostCopy:
         return late
 
     def digests(self) -> dict[int, str]:
-        """XXH3-128 of what `fill` copied, by the address of each copy.
+        """Return XXH3-128 of the copies of `fill` by their addresses; call it before they are written.
 
-        Called before the copies are written. From a GPU they are hashed here: the originals may change meanwhile.
+        Copies from a GPU are hashed here, since the originals may change meanwhile.
         """
         for buffer in self._not_hashed:
             self._digests[buffer.data_ptr()] = tensor_digest(buffer)
@@ -193,21 +192,20 @@ class HostCopy:
         return self._digests
 
     def _has(self, shard: ShardedTensor) -> bool:
-        """Whether there is a buffer of this shard's shape and type."""
         buffer = self._buffers.get(_key(shard))
         return buffer is not None and buffer.shape == shard.data.shape and buffer.dtype == shard.data.dtype
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """XXH3-128 of the values of a contiguous tensor in host memory, in hexadecimal digits."""
+    """Return XXH3-128 of a contiguous tensor in host memory, in hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(_bytes(tensor).data)
 
 
 def _copy_and_digest(source: torch.Tensor, target: torch.Tensor) -> str:
-    """Copy a tensor in host memory and return the digest of the original, which the copy has to match at a load.
+    """Copy a tensor in host memory; return the digest of the original, which the copy must match at a load.
 
-    The copy is a loop of numpy's, as wide as the processor allows; `np.copyto` is the C library's memcpy, which for so
-    few bytes is slower here and leaves less in the cache. As the hash, it lets other threads run.
+    numpy's loop copies as wide as the processor allows; `np.copyto` is the C library's memcpy, which is slower for so
+    few bytes and leaves less in the cache. Both copy and hash release the interpreter's lock.
     """
     found = xxhash.xxh3_128()
     ours, theirs = _bytes(target), _bytes(source)
@@ -219,7 +217,6 @@ def _copy_and_digest(source: torch.Tensor, target: torch.Tensor) -> str:
 
 
 def _bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """The memory of a contiguous tensor."""
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
@@ -229,7 +226,7 @@ def _key(shard: ShardedTensor) -> ShardKey:
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenFiles:
-    """What this rank wrote of a checkpoint."""
+    """Files of a checkpoint that this rank wrote."""
 
     blocks: list[ChecksumBlock]
     sizes: dict[str, int]
@@ -239,10 +236,10 @@ class WrittenFiles:
 
 
 class _Recorder:
-    """Notes the blocks of one file, while one thread writes it.
+    """Records the blocks of one file, while one thread writes it.
 
-    torch's writer asks the planner for a block, then writes it: some short pieces, and among them the values in one
-    piece, straight from the tensor's memory.
+    torch's writer requests a block from the planner, then writes it in short pieces; the values are one piece, straight
+    from the tensor's memory.
     """
 
     def __init__(self, planner: SavePlanner, name: str, digests: Mapping[int, str]) -> None:
@@ -258,7 +255,7 @@ class _Recorder:
         self._values: str | None = None
 
     def resolve_data(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """As the planner's: the data of the block that is written next, a tensor in host memory of its own."""
+        """Return the planner's data of the next block; a tensor then is in host memory with a storage of its own."""
         self.finish_block()
         data = self._planner.resolve_data(item)
         self._item, self._tensor, self._values = item, None, None
@@ -272,7 +269,7 @@ class _Recorder:
         return data
 
     def wrote(self, data: Any) -> None:
-        """Bytes went into the file."""
+        """Record bytes that went into the file."""
         view = memoryview(data)
         tensor = self._tensor
         if (
@@ -288,7 +285,7 @@ class _Recorder:
         self.size += view.nbytes
 
     def finish_block(self) -> None:
-        """What was written since `resolve_data` is a block."""
+        """End the block that began with `resolve_data`."""
         if self._item is None:
             return
         tensor, index = self._tensor, self._item.index
@@ -311,8 +308,6 @@ class _Recorder:
 
 
 class _RecordedFile(DirectFile):
-    """A file whose blocks are noted."""
-
     def __init__(self, path: str | os.PathLike[str], recorder: _Recorder) -> None:
         super().__init__(path)
         self._recorder = recorder
@@ -334,7 +329,7 @@ class _RecordedFiles(FileSystem):
 
 
 class _HashedFiles(FileSystem):
-    """What torch writes beside the blocks; `sums` has it by name."""
+    """Hashes the files that torch writes beside the blocks; `sums` has them by name."""
 
     def __init__(self) -> None:
         self.sums: dict[str, FileChecksum] = {}
@@ -353,14 +348,14 @@ class _HashedFiles(FileSystem):
 
 
 class ThreadedWriter(FileSystemWriter):
-    """The writer of torch with several threads, none of which fails unseen, and with hashes of what they write.
+    """Writer of torch with several threads that report every error, and with hashes of the written data.
 
-    torch 2.13's own prints the error of any thread but the first and leaves that thread's file out of the
-    checkpoint's metadata: a save that looks good and cannot be loaded.
+    torch 2.13's own prints the error of any thread but the first and omits that thread's file from the checkpoint's
+    metadata: the save looks good and cannot be loaded.
     """
 
     def __init__(self, folder: str | Path, threads: int, digests: Mapping[int, str] | None = None) -> None:
-        """`digests`: hashes of tensors that lie in host memory, by their addresses; others are hashed here."""
+        """`digests`: hashes of tensors in host memory by their addresses; others are hashed here."""
         super().__init__(folder, thread_count=threads)
         self._digests = digests or {}
         self._beside = _HashedFiles()
@@ -370,12 +365,12 @@ class ThreadedWriter(FileSystemWriter):
 
     @property
     def written(self) -> WrittenFiles:
-        """What it has written, when it is through."""
+        """Written files, after the end."""
         return WrittenFiles(blocks=self._blocks, sizes=self._sizes, files=self._beside.sums)
 
     def _write_data(self, planner: SavePlanner, file_queue: Queue[Any]) -> Future[list[WriteResult]]:
         def write(file: Any) -> tuple[list[WriteResult], _Recorder]:
-            # half of a writer's work, and torch.load never looks at it; the setting holds for one thread
+            # half of a writer's work, and torch.load never reads it; the setting is per thread
             torch.serialization.set_crc32_options(False)
             recorder = _Recorder(planner, file[1], self._digests)
             one = FileSystemWriter(self.path, per_thread_copy_ahead=0)
@@ -398,7 +393,7 @@ class ThreadedWriter(FileSystemWriter):
 
 
 def check_complete(folder: Path) -> None:
-    """Raise OSError unless every byte range that the checkpoint's metadata names is on disk."""
+    """Raise OSError unless every byte range in the checkpoint's metadata is on disk."""
     for name, end in {**file_ends(read_metadata(folder)), "common.pt": 1, "metadata.json": 1}.items():
         size = (folder / name).stat().st_size
         if size < end:

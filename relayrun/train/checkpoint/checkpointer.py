@@ -1,19 +1,18 @@
-"""A checkpoint in megatron-core's torch_dist format: weights, optimizer, schedule, generators, data position.
+"""Saves and loads a checkpoint of the whole state, in megatron-core's torch_dist format.
 
-All ranks write in parallel, each into files of its own; what data-parallel replicas hold in common is divided
-among them. The format is that of `megatron.core.dist_checkpointing` (0.16.1), with its reader for loading and
-torch's writer (`torch.distributed.checkpoint`), which runs in a thread while training goes on; see `save_and_restore`.
-megatron-core's own writer is not used: it forks processes and keeps a server process for their results, which a
-signal to the whole job kills, and a failure on one rank alone leaves the others waiting.
+All ranks write in parallel, each into its own files; data-parallel replicas share the work. Loading uses
+`megatron.core.dist_checkpointing`, writing torch's writer (`torch.distributed.checkpoint`) in a thread beside training.
+megatron-core's own writer forks processes and keeps a server process for their results: a signal to the whole job kills
+them, and a failure on one rank leaves the others waiting.
 
-| key | what | split over ranks |
+| key | content | split over ranks |
 |---|---|---|
 | model keys (`decoder...`, `embedding...`) | weights | as the model is |
 | `optimizer...` | Adam's moments and step, fp32 weights | `fully_reshardable`: by parameter |
-| `optimizer.state...` of another optimizer | what it keeps by name, fp32 weights | by parameter, see `user_optimizer` |
+| `optimizer.state...` of another optimizer | its state by name, fp32 weights | by parameter, see `user_optimizer` |
 | `random` | generators, see `distributed` | one object per rank |
-| `data`, `progress`, `layout`, `fixed`, `optimizer_groups` | plain values, in common.pt | the same on all |
-| `guard`, and the import path of each of a user's hooks with a state | plain values, in common.pt | rank 0's, for all |
+| `data`, `progress`, `layout`, `fixed`, `optimizer_groups` | plain values, in common.pt | equal on all ranks |
+| `guard`, and the import paths of a user's hooks | plain values, in common.pt | rank 0's, for all |
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig, CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from torch.distributed.checkpoint.api import CheckpointException
 
-from relayrun.config.compose.schema import CheckpointSection
+from relayrun.config.compose.schema import RunConfig
 from relayrun.config.sections.training import BatchSizes, IterationRange
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run, stream_positions_path
@@ -56,10 +55,10 @@ from relayrun.train.checkpoint.async_writer import (
     WrittenFiles,
     check_complete,
 )
-from relayrun.train.checkpoint.checksums import FileChecksum
+from relayrun.train.checkpoint.checksums import DamagedCheckpoint, FileChecksum
 from relayrun.train.checkpoint.megatron_strategy import InProcessStrategy, Shards
 from relayrun.train.checkpoint.parallel_load import BlockExchange
-from relayrun.train.checkpoint.reader import COMMON_FILE, CheckedReader, reported_damage, reported_refusal
+from relayrun.train.checkpoint.reader import COMMON_FILE, CheckedReader, RefusedCheckpoint, reported_error
 from relayrun.train.distributed import Ranks
 from relayrun.train.hook_list import Hooks
 from relayrun.train.model.gpt import ModelStage
@@ -67,18 +66,19 @@ from relayrun.train.optimizer import parameter_groups, user_optimizer
 from relayrun.train.optimizer.megatron_optimizer import ScheduledOptimizer
 
 CONTENT_ERRORS = (LookupError, TypeError, ValueError, AttributeError, AssertionError, CheckpointingException)
-"""What megatron-core and torch raise over keys that are missing, or values of another kind or shape."""
+"""Errors that megatron-core and torch raise for missing keys, or values of another type or shape."""
 
 _STATE_ERROR_TEXT = re.compile(r"loading state_dict|(?:missing|unexpected) key|size mismatch|not in state dict", re.I)
-"""What they say in a RuntimeError, which may be a device's, too."""
+"""Text of a RuntimeError about the content; a device may raise RuntimeError, too."""
 
 ERROR_TEXT_LIMIT = 300
 
 
 def why_not_loadable(error: BaseException) -> str | None:
-    """What is wrong with the content of a checkpoint; None where a file system, a device or another rank may be.
+    """Return the fault in the content of a checkpoint; None if a file system, a device or another rank may be the
+    cause.
 
-    torch gathers what all ranks met in one exception: then every rank must have found fault with the content.
+    torch collects the errors of all ranks in one exception: then every rank must have found a fault in the content.
     """
     if isinstance(error, CheckpointException):
         causes = [why_not_loadable(cause) for cause, _ in error.failures.values()]
@@ -96,36 +96,33 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 OPTIMIZER_GROUPS = "optimizer_groups"
-"""The key of `optimizer.groups`, where a run has some."""
+"""Key of `optimizer.groups`, present if the run has groups."""
 
 _METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
-    "chained_optim_avoid_prefix": True,  # one name for a tensor, also where experts have an optimizer of their own
+    "chained_optim_avoid_prefix": True,  # one name for a tensor, even if experts have an optimizer of their own
 }
 
 
 class SaveFailed(Exception):
-    """A save did not work, on all ranks alike. Training can go on."""
+    """A save failed on all ranks alike; training can continue."""
 
 
 class Checkpointer:
-    """Saves and loads the state of one run, for one attempt. Every method is called by all ranks together."""
+    """Saves and loads the state of a run, for one attempt. All ranks call every method together."""
 
     def __init__(
         self,
         run: Run,
         attempt: int,
+        config: RunConfig,
         *,
         ranks: Ranks,
         model: ModelStage,
         optimizer: ScheduledOptimizer,
         order: MixtureSampler,
         hooks: Hooks,
-        settings: CheckpointSection,
-        fixed: dict[str, object],
-        groups: list[dict[str, Any]],
     ) -> None:
-        """`fixed`: settings by name that a resume must find as they were. `groups`: those of `optimizer.groups`."""
         self._run = run
         self._attempt = attempt
         self._ranks = ranks
@@ -134,28 +131,35 @@ class Checkpointer:
         self._optimizer = optimizer
         self._order = order
         self.reading: LaneReader | None = None
-        """What this rank reads of streams, set by who trains; None: there are none."""
+        """Reader of this rank's streams, set by the loop; None without streams."""
         self._hooks = hooks
-        self._settings = settings
-        self._fixed = fixed
-        self._groups = groups
-        self._common = {"layout": ranks.layout, "fixed": fixed, **({OPTIMIZER_GROUPS: groups} if groups else {})}
+        self._settings = config.checkpoint
+        self._fixed: dict[str, object] = {
+            "parallel.use_distributed_optimizer": config.parallel.use_distributed_optimizer,
+            "training.precision": config.training.resolved_precision,
+            "optimizer": config.optimizer.kind,
+        }
+        """Settings that a resume must not change."""
+        self._groups = [group.model_dump() for group in config.optimizer.groups]
+        self._common: dict[str, object] = {"layout": ranks.layout, "fixed": self._fixed}
+        if self._groups:
+            self._common[OPTIMIZER_GROUPS] = self._groups
         self._host = HostCopy(ranks.device)
         assert self._writers.messages is not None
-        self._strategy = InProcessStrategy(self._writers.messages, settings.writer_threads)
+        self._strategy = InProcessStrategy(self._writers.messages, self._settings.writer_threads)
         self._own_seconds: list[float] = []
-        """What `take_own_seconds` gives, a number for each copy and each writing."""
+        """Seconds of each copy and each write, see `take_own_seconds`."""
         self._division = FullyParallelSaveStrategyWrapper(
             self._strategy,
             parallel_state.get_data_parallel_group(with_context_parallel=True),
-            do_cache_distribution=True,  # the same shards at every save: only the first one is negotiated
+            do_cache_distribution=True,  # the shards of every save are equal: negotiate once
         )
         self._first = True
 
     def reserve(self) -> HostAllocation | None:
-        """Allocate host memory for the copies of all saves; return what that took.
+        """Allocate host memory for the copies of all saves; return the allocation.
 
-        Where there is not so much, a warning says so and the result is None; the next save tries again, and fails.
+        If memory is short, log a warning and return None; the next save tries again, and fails.
         """
         sharded, _ = self._divided(self._sharded_state())
         try:
@@ -165,7 +169,7 @@ class Checkpointer:
             return None
 
     def state(self, position: TrainingProgress) -> ShardedStateDict:
-        """All that a checkpoint holds, as this rank has it now."""
+        """Return the whole state of this rank now."""
         return {
             **self._sharded_state(),
             **self._common,
@@ -175,49 +179,49 @@ class Checkpointer:
         }
 
     def take_own_seconds(self) -> float:
-        """What training has waited for in saves since the last call, and this rank did alone: its copy, or its writing.
+        """Return this rank's own time in saves that training waited for since the last call: its copy, or its write.
 
-        Of a save beside training the copy counts.
+        For a save beside training only the copy counts.
         """
         taken, self._own_seconds = self._own_seconds, []
         return sum(taken)
 
-    def wanted(self) -> ShardedStateDict:
-        """What this rank would load of a state of its own layout."""
+    def wanted_state(self) -> ShardedStateDict:
+        """Return the state to load for an unchanged layout."""
         return self._sharded_state(found={})
 
-    def put(
+    def restore_copy(
         self,
         plain: dict[str, Any],
         sizes: BatchSizes,
         fill: Callable[[ShardedStateDict, dict[str, Any]], dict[str, Any]],
     ) -> TrainingProgress:
-        """Put a state of this rank's own layout in place; return where it stands.
+        """Restore a state of an unchanged layout; return its position.
 
-        `plain`: its plain values. `fill` gives the parts that are wanted, merged with them.
+        `plain`: its plain values. `fill(wanted, plain)` returns the wanted parts merged with the plain values.
         """
         position, hooks = self._position(plain, sizes, foreign=False), dict(plain)
-        state = fill(self.wanted(), plain)
+        state = fill(self.wanted_state(), plain)
         self._model.load(state["model"])
         self._optimizer.load(state["optimizer"], position)
         self._hooks.load_state_dict(hooks)
         distributed.restore_random_state(state["random"])
         return position
 
-    def begin(self, position: TrainingProgress, *, copy: bool, beside: bool) -> BackgroundSave:
+    def start_save(self, position: TrainingProgress, *, copy: bool, beside: bool) -> BackgroundSave:
         """Start to write, publish and record a checkpoint.
 
-        With `copy` the state may change as soon as `BackgroundSave.wait_for_copy` returns, without it when the
-        save is over. `beside`: training goes on meanwhile. The save's result raises SaveFailed on every rank if it
-        did not work on one of them, and FatalTrainingError if a newer attempt owns the run.
+        With `copy` the state may change when `BackgroundSave.wait_for_copy` returns, without it when the save is over.
+        `beside`: training continues meanwhile. The result of the save raises SaveFailed on every rank if it failed on
+        any, and FatalTrainingError if a newer attempt owns the run.
         """
         started = time.monotonic()
         iteration, consumed_samples = position.iteration, position.consumed_samples
         sharded, common = self._divided(self.state(position))
         shards = self._strategy.by_key(sharded)
-        plain = _serialised(common) if self._ranks.rank == 0 else b""
+        plain = torch_bytes(common) if self._ranks.rank == 0 else b""
         readable = {**common["data"], "progress": common["progress"]}
-        stream = self._host.follow()
+        stream = self._host.new_stream()
 
         def copy_timed() -> None:
             began = time.perf_counter()
@@ -226,7 +230,7 @@ class Checkpointer:
 
         def write(copied: Callable[[], None]) -> CheckpointCommit:
             if self._ranks.device.type == "cuda":
-                torch.cuda.set_device(self._ranks.device)  # a new thread begins with the first one
+                torch.cuda.set_device(self._ranks.device)  # a new thread starts with device 0
             if copy:
                 self._agree(copy_timed)
             copied()
@@ -235,7 +239,7 @@ class Checkpointer:
                 self._on_first_rank(lambda: str(publish.prepare_staging(self._run, self._attempt, iteration)))
             )
             self._on_first_rank(lambda: write_atomic(folder / COMMON_FILE, plain))
-            if self._order.lanes is not None:  # for people: a load reads what stands in COMMON
+            if self._order.lanes is not None:  # for people: a load reads COMMON_FILE
                 self._on_first_rank(lambda: write_json(stream_positions_path(folder), readable))
             try:
                 written = self._strategy.write(shards, folder, digests)
@@ -252,7 +256,6 @@ class Checkpointer:
         return BackgroundSave(iteration, write, beside=beside)
 
     def _cursors(self, consumed_samples: int) -> list[dict[str, dict[int, Cursor]]]:
-        """Where the lanes of streams stand, of every rank."""
         if self.reading is None:
             return []
         return self._ranks.gather(self.reading.cursors(consumed_samples))
@@ -264,7 +267,7 @@ class Checkpointer:
             log.info("rank %s: the save of iteration %s allocated %.1f GiB of host memory", rank, iteration, size)
 
     def _record(self, folder: Path, iteration: int, written: WrittenFiles) -> dict[str, FileChecksum]:
-        """Write down the hashes of what this rank wrote; return its files."""
+        """Write the checksums of this rank's files; return the files."""
         rank = self._ranks.rank
         return checksums.write_block_checksums(folder, rank, iteration, written.blocks, written.sizes) | written.files
 
@@ -292,21 +295,22 @@ class Checkpointer:
         return commit
 
     def load(self, path: Path, sizes: BatchSizes, *, root: str | None, foreign: bool = False) -> TrainingProgress:
-        """Put the state at `path` in place; return where it stands, to go on with these batch sizes.
+        """Load the state at `path`; return its position, to continue with these batch sizes.
 
-        `root`: the checksum of its commit, None where there is none. `foreign`: it is not of this run; what settings
-        leave out of it begins anew. Generators are left as they are seeded if the layout of the ranks has changed.
+        `root`: the checksum of its commit, None without a commit. `foreign`: the checkpoint belongs to another run;
+        settings may leave parts out, which then start anew. If the layout of the ranks has changed, generators keep
+        their seeds.
 
-        Raises Damaged, on every rank, if a rank read other bytes than were saved; the state is then neither the old
-        one nor that of the checkpoint, until another load works. Raises FatalTrainingError if the model, the data or
-        the kind of optimizer are not those of the checkpoint, or if what it should hold is not in it.
+        Raises DamagedCheckpoint on every rank if a rank read other bytes than were saved; the state is then undefined
+        until another load succeeds. Raises FatalTrainingError if model, data or kind of optimizer differ from the
+        checkpoint, or if content is missing.
         """
         try:
             return self._load(path, sizes, root=root, foreign=foreign)
-        except BaseException as error:  # torch's own is no Exception
-            if (damaged := reported_damage(error)) is not None:
+        except BaseException as error:  # torch's CheckpointException is not an Exception
+            if (damaged := reported_error(error, DamagedCheckpoint)) is not None:
                 raise damaged from None
-            if (refused := reported_refusal(error)) is not None:
+            if (refused := reported_error(error, RefusedCheckpoint)) is not None:
                 raise FatalTrainingError(refused.message, where=refused.where, hint=refused.hint) from error
             if (words := why_not_loadable(error)) is None:
                 raise
@@ -317,7 +321,7 @@ class Checkpointer:
             ) from error
 
     def _open(self, path: Path, root: str | None) -> CheckedReader:
-        """Open a checkpoint on every rank, or raise on all what the first of them met that could not."""
+        """Open a checkpoint on every rank, or raise the first rank's error on all."""
         reader, met = None, None
         try:
             reader = CheckedReader(path, root)
@@ -381,12 +385,11 @@ class Checkpointer:
             log.info("%s: %s", reader.folder, words)
 
     def _position(self, common: dict[str, Any], sizes: BatchSizes, *, foreign: bool) -> TrainingProgress:
-        """Where a checkpoint stands in training and in the data."""
         if foreign and self._settings.no_load_data:
             iteration = common["progress"]["iteration"]
             return TrainingProgress(sizes, iteration=iteration, legs=[IterationRange(iteration, 0, sizes)])
         try:
-            if common["data"] is not None:  # Megatron-LM's say no more than how many samples were read
+            if common["data"] is not None:  # Megatron-LM records the number of samples only
                 self._order.resume(common["data"])
         except FatalTrainingError as error:
             if not foreign:
@@ -397,7 +400,7 @@ class Checkpointer:
 
     def _check_fixed(self, found: Mapping[str, object], path: Path) -> None:
         for name, value in self._fixed.items():
-            if (before := found.get(name, "adam")) != value:  # that of before other optimizers were there
+            if (before := found.get(name, "adam")) != value:  # checkpoints of Megatron-LM do not record the optimizer
                 raise FatalTrainingError(
                     f"{name} was {before} when this checkpoint was saved, and is {value}; "
                     "one kind of optimizer cannot read the state of the other",
@@ -414,7 +417,7 @@ class Checkpointer:
         differences = [
             f"{shard.key} is {list(size) if size else 'not'} there and {list(shard.global_shape)} here"
             for whole in nested_values(wanted["model"])
-            for shard in nested_values([whole.build()] if isinstance(whole, ShardedTensorFactory) else [whole])
+            for shard in user_optimizer.sharded_pieces(whole)
             if isinstance(shard, ShardedTensor)
             and (size := getattr(found.get(shard.key), "size", None)) != torch.Size(shard.global_shape)
         ]
@@ -427,17 +430,17 @@ class Checkpointer:
                 )
 
     def _divided(self, state: ShardedStateDict) -> tuple[ShardedStateDict, dict[str, Any]]:
-        """What this rank saves of a state, and the plain values of it."""
+        """Return the part of a state that this rank saves, and its plain values."""
         sharded, common = save_preprocess(state, validate_access_integrity=self._first)
         self._division.apply_saving_parallelization(sharded)
         self._first = False
         return sharded, common
 
     def _sharded_state(self, *, found: Mapping[str, Any] | None = None, optimizer: bool = True) -> ShardedStateDict:
-        """What is saved; what is loaded, where `found` is what the checkpoint holds, by key."""
+        """Return the state to save, or to load if `found` is given: the checkpoint's entries by key."""
         model, inner = self._model.sharded_state_dict(dict(_METADATA)), self._optimizer.inner
         part = {}
-        if optimizer:  # asked for a state to load into, torch's Adam would be left with half of one
+        if optimizer:  # a request for a state to load into leaves torch's Adam with half of one
             metadata = _METADATA | {user_optimizer.FOUND_KEY: found}
             part = {"optimizer": inner.sharded_state_dict(model, is_loading=found is not None, metadata=metadata)}
         return {
@@ -449,13 +452,14 @@ class Checkpointer:
         }
 
     def _on_first_rank(self, action: Callable[[], T]) -> T:
-        """In the thread of a save: do it on rank 0; return its result, or raise what it met, on every rank."""
+        """In a save thread: run it on rank 0; return its result, or raise its error, on every rank."""
         return self._writers.on_first_rank(action, SaveFailed)
 
     def _agree(self, action: Callable[[], T]) -> list[T]:
-        """In the thread of a save: do it on every rank, return what each one made; SaveFailed on all if one could not.
+        """In a save thread: run it on every rank, return all results; raise SaveFailed on all ranks if it failed on
+        any.
 
-        For rare use: it pickles.
+        It pickles: for rare use.
         """
         made, failure = None, None
         try:
@@ -473,7 +477,8 @@ def _tensors(shards: Shards) -> Iterator[ShardedTensor]:
     return (shard for parts in shards.values() for shard in parts if isinstance(shard, ShardedTensor))
 
 
-def _serialised(value: object) -> bytes:
+def torch_bytes(value: object) -> bytes:
+    """Return a value as a file of `torch.save`."""
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()

@@ -1,14 +1,14 @@
-"""How the bytes of a checkpoint are known again: XXH3-128 of every block and of every file.
+"""Checksums of a checkpoint: XXH3-128 of every block and of every file.
 
-| file | writer | what |
+| file | writer | content |
 |---|---|---|
 | `__R.checksums.jsonl` | rank R | the iteration, then a line per block that this rank wrote |
-| `checksums.json` | rank 0, last | of every other file: bytes, and its hash or who has its blocks' |
+| `checksums.json` | rank 0, last | every other file: its bytes, and its hash or the file with its blocks' hashes |
 
-The hash of checksums.json is the root: it stands in the checkpoint's line of commits.jsonl. So each byte of each file
-has one hash that it is compared with, from the root on. A block is one tensor, or the part of it that a rank holds,
-as torch wrote it into a `.distcp` file: its values, and a frame around them. The values are hashed in host memory
-before a file is written, the frame as it is written.
+The hash of checksums.json is the root, which the checkpoint's line in commits.jsonl holds. So each byte of each file is
+compared with one hash, from the root on. A block is one tensor, or a rank's part of it, as torch wrote it into a
+`.distcp` file: its values, and a frame around them. Values are hashed in host memory before a file is written, the
+frame as it is written.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ import xxhash
 
 from relayrun.errors import InputError
 from relayrun.files import file_sizes, write_atomic
-from relayrun.tokens.stores.direct_io import file_checksum, open_file_checksum
+from relayrun.tokens.stores.direct_io import open_file_checksum
 
 CHECKSUM_INDEX = "checksums.json"
 INDEX_FORMAT = 1
 PIECE_SUFFIXES = (".distcp", ".metadata", ".checksums.jsonl")
-"""How the names of a checkpoint's own files end. Another file beside them (a note, what an editor or NFS left) changes
-nothing of what is loaded."""
+"""Suffixes of a checkpoint's own files. Other files beside them (a note, leftovers of an editor or NFS) do not affect a
+load."""
 
 
 class DamagedCheckpoint(InputError):
@@ -41,17 +41,17 @@ class DamagedCheckpoint(InputError):
 
 
 class CheckpointFiles(Protocol):
-    """The files of a checkpoint, wherever it lies. One that is missing raises FileNotFoundError."""
+    """Files of a checkpoint in any store. A missing file raises FileNotFoundError."""
 
     @property
     def where(self) -> Path | str:
-        """Its folder, for people."""
+        """Folder, for people."""
 
     def names(self) -> list[str]:
-        """Return the names that stand in the folder itself."""
+        """Return the names in the folder itself."""
 
     def size(self, name: str) -> int:
-        """Return how many bytes a file has."""
+        """Return the bytes of a file."""
 
     def open(self, name: str) -> BinaryIO:
         """Open a file to read its bytes."""
@@ -59,50 +59,47 @@ class CheckpointFiles(Protocol):
 
 @dataclass(frozen=True)
 class LocalCheckpointFiles:
-    """The files of a checkpoint in a folder of this machine; of one that is a single file, that under the name `.`."""
+    """Files of a checkpoint in a local folder; a checkpoint that is a single file has the name `.`."""
 
     where: Path
 
     def names(self) -> list[str]:
-        """Return the names that stand in the folder itself."""
         return os.listdir(self.where)
 
     def size(self, name: str) -> int:
-        """Return how many bytes a file has."""
         return os.stat(self.where / name).st_size
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of every file, by its name."""
+        """Return the bytes of every file, by name."""
         return file_sizes(self.where)
 
     def open(self, name: str) -> BinaryIO:
-        """Open a file to read its bytes."""
         return (self.where / name).open("rb")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChecksumBlock:
-    """A part of a `.distcp` file: one tensor of one rank, or an object."""
+    """Part of a `.distcp` file: one tensor of one rank, or an object."""
 
     key: str
-    """Its name in the checkpoint."""
+    """Name in the checkpoint."""
     offset: list[int] | None
-    """Where it begins in the whole tensor; None for an object."""
+    """Offset in the whole tensor; None for an object."""
     shape: list[int] | None
     dtype: str | None
     file: str
     at: int
-    """Its first byte in the file."""
+    """First byte in the file."""
     bytes: int
     values_at: int = 0
-    """Where the values begin in the block."""
+    """Offset of the values in the block."""
     values_bytes: int = 0
-    """0 where the frame is all there is: an object, or a tensor without elements."""
+    """0 if there is only a frame: an object, or a tensor without elements."""
     values: str | None = None
     frame: str
 
     def fault(self, data: memoryview) -> str | None:
-        """Return what is wrong with the bytes that were read for this block; None: they are those that were saved."""
+        """Return the fault in the bytes read for this block; None if they are those that were saved."""
         name = self.key + (f" at {self.offset}" if self.offset and any(self.offset) else "")
         if len(data) != self.bytes:
             return f"{self.file} ends inside {name}"
@@ -118,7 +115,7 @@ class ChecksumBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class FileChecksum:
-    """A file of a checkpoint: its hash, or the name of the file that has those of its blocks."""
+    """A file of a checkpoint: its hash, or the name of the file with the hashes of its blocks."""
 
     bytes: int
     xxh3_128: str | None = None
@@ -126,21 +123,16 @@ class FileChecksum:
 
 
 def checksum_of_bytes(data: bytes) -> FileChecksum:
-    """Return the size and the hash of a file with this content."""
+    """Return size and hash of these bytes."""
     return FileChecksum(bytes=len(data), xxh3_128=xxhash.xxh3_128_hexdigest(data))
-
-
-def checksum_of_file(path: Path) -> FileChecksum:
-    """Read a file, in pieces, for its hash. Raises OSError."""
-    return FileChecksum(bytes=path.stat().st_size, xxh3_128=file_checksum(path))
 
 
 def write_block_checksums(
     folder: Path, rank: int, iteration: int, blocks: Iterable[ChecksumBlock], sizes: Mapping[str, int]
 ) -> dict[str, FileChecksum]:
-    """Write the record of what one rank wrote into `sizes` (bytes of its files, by name).
+    """Write the block checksums of one rank, which wrote `sizes` (bytes of its files, by name).
 
-    Returns these files and the record, as checksums.json names them.
+    Returns the entries of these files and of the record for checksums.json.
     """
     name = f"__{rank}.checksums.jsonl"
     head = {"format": INDEX_FORMAT, "iteration": iteration, "rank": rank}
@@ -154,8 +146,8 @@ def write_block_checksums(
 def write_checksum_index(folder: Path, iteration: int, files: Mapping[str, FileChecksum]) -> str:
     """Write checksums.json and return its hash.
 
-    What lies in the folder beside `files` (a hook may have put it there) is read and hashed. Raises OSError if one of
-    `files` has not the size that was written.
+    Other files in the folder besides `files`, which a hook may have written, are read and hashed. Raises OSError if one
+    of `files` has another size than was written.
     """
     known = dict(files)
     for path in sorted(folder.rglob("*")):
@@ -163,7 +155,7 @@ def write_checksum_index(folder: Path, iteration: int, files: Mapping[str, FileC
         if not path.is_file() or name == CHECKSUM_INDEX:
             continue
         if name not in known:
-            known[name] = checksum_of_file(path)
+            known[name] = checksum_in_checkpoint(LocalCheckpointFiles(folder), name)
         elif (size := path.stat().st_size) != known[name].bytes:
             raise OSError(f"{path} has {size} bytes, not the {known[name].bytes} that were written")
     parts = {name: {k: v for k, v in asdict(known[name]).items() if v is not None} for name in sorted(known)}
@@ -173,12 +165,12 @@ def write_checksum_index(folder: Path, iteration: int, files: Mapping[str, FileC
 
 
 class Checksums:
-    """The hashes of one checkpoint, and whatever is compared with them."""
+    """Checksums of one checkpoint, and the comparison with them."""
 
     def __init__(self, folder: Path | CheckpointFiles, root: str | None) -> None:
-        """Read checksums.json, and look for every file that it names.
+        """Read checksums.json, and check the size of every file that it names.
 
-        `root`: what its commit says; None for a checkpoint that no run vouches for. Raises Damaged.
+        `root`: hash from the commit; None for a checkpoint without a commit. Raises DamagedCheckpoint.
         """
         self._in: CheckpointFiles = LocalCheckpointFiles(folder) if isinstance(folder, Path) else folder
         self.folder = self._in.where
@@ -195,7 +187,7 @@ class Checksums:
         self._look_for_files()
 
     def read(self, name: str) -> bytes:
-        """Read a whole file that has a hash of its own. Raises Damaged if it is not the one that was saved."""
+        """Read a whole file that has its own hash. Raises DamagedCheckpoint if it differs."""
         known = self.files.get(name)
         if known is None or known.xxh3_128 is None:
             raise DamagedCheckpoint(f"{name} has no hash in {CHECKSUM_INDEX}", where=self.folder)
@@ -205,7 +197,7 @@ class Checksums:
         return data
 
     def check_block(self, file: str, at: int, data: bytes | bytearray) -> None:
-        """Compare what was read of a file from this byte on with its block. Raises Damaged."""
+        """Compare data of a file, from byte `at` on, with its block. Raises DamagedCheckpoint."""
         known = self.files.get(file)
         block = None if known is None or known.blocks is None else self._blocks_in(known.blocks).get((file, at))
         if block is None:
@@ -214,7 +206,7 @@ class Checksums:
             raise DamagedCheckpoint(fault, where=self.folder)
 
     def blocks(self) -> Iterator[ChecksumBlock]:
-        """Every block, by rank and in the order of their files. Raises Damaged."""
+        """Yield every block, by rank and in the order of their files. Raises DamagedCheckpoint."""
         for name in sorted({known.blocks for known in self.files.values() if known.blocks is not None}):
             yield from self._blocks_in(name).values()
 
@@ -247,33 +239,34 @@ class Checksums:
 
 @contextlib.contextmanager
 def _no_file_is_damage(name: str, folder: Path | str) -> Iterator[None]:
-    """Raise Damaged where nothing, a folder or a link into nowhere stands in the place of a file of a checkpoint."""
+    """Raise DamagedCheckpoint if a file is missing, a folder, or a broken link."""
     try:
         yield
     except OSError as error:
         missing = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
-        if not missing and not isinstance(error, FileNotFoundError):  # a store's own has no number
+        if not missing and not isinstance(error, FileNotFoundError):  # errors of an object store have no errno
             raise
         raise DamagedCheckpoint(f"{name} is missing", where=folder) from None
 
 
 def open_checksums(folder: Path, root: str | None) -> Checksums | None:
-    """Return the hashes of a checkpoint; None for one that was saved without. Raises Damaged if they were lost."""
+    """Return the checksums of a checkpoint; None if it was saved without. Raises DamagedCheckpoint if they were
+    lost."""
     if root is None and not (folder / CHECKSUM_INDEX).exists():
         return None
     return Checksums(folder, root)
 
 
 def checksum_in_checkpoint(files: CheckpointFiles, name: str) -> FileChecksum:
-    """Read a file of a checkpoint, in pieces, for its hash. Raises OSError."""
+    """Return size and hash of a file of a checkpoint, read in pieces. Raises OSError."""
     with files.open(name) as file:
         return FileChecksum(bytes=files.size(name), xxh3_128=open_file_checksum(file))
 
 
 def verify_checkpoint(folder: Path | CheckpointFiles, root: str | None) -> tuple[int, list[str]]:
-    """Read a checkpoint with checksums back in full.
+    """Read back a checkpoint with checksums in full.
 
-    Returns how many bytes were read, and what is wrong, one line for each block or file. Memory holds one block.
+    Returns the bytes read, and a line for each faulty block or file. Memory holds one block.
     """
     files = LocalCheckpointFiles(folder) if isinstance(folder, Path) else folder
     try:
@@ -305,7 +298,7 @@ def verify_checkpoint(folder: Path | CheckpointFiles, root: str | None) -> tuple
 def _verify_blocks(
     files: CheckpointFiles, name: str, blocks: list[ChecksumBlock], ends: dict[str, int], faults: list[str]
 ) -> int:
-    """Read blocks that follow each other in one file; return how many bytes were read. `ends`: where the last ended."""
+    """Read consecutive blocks of one file; return the bytes read. `ends`: end of the last block by file."""
     read = 0
     with contextlib.ExitStack() as stack:
         file: BinaryIO | None = None

@@ -1,6 +1,7 @@
-"""How buffers in host memory lie in a few large pieces, and what torch takes for them; without torch, for the submit.
+"""Layout of host memory buffers in a few large pieces, and the size that torch pins for them; without torch, for
+submit.
 
-To pin memory takes the driver long, each time, and torch rounds every piece that it pins up to a power of two.
+Pinning takes the driver long, and torch rounds every pinned piece up to a power of two.
 """
 
 from __future__ import annotations
@@ -9,17 +10,17 @@ import math
 from collections.abc import Sequence
 
 BUFFER_PIECE_BYTES = 1 << 30
-"""Bytes of a piece; a power of two. One that holds a larger buffer is larger."""
+"""Bytes of a piece, a power of two; a larger buffer gets a larger piece."""
 ALIGNMENT = 512
-"""Every buffer begins at a multiple of this many bytes of its piece; of the size of every type, too."""
+"""Alignment of buffers in their piece in bytes; a multiple of the size of every type."""
 
 
 def lay_out_buffers(sizes: Sequence[int], piece: int) -> tuple[list[tuple[int, int]], list[int]]:
-    """Place buffers of these sizes in few pieces. All numbers are bytes.
+    """Place buffers of these sizes in few pieces; all numbers are bytes.
 
-    Returns the number of the piece and the first byte of each buffer, and the lengths of the pieces. The largest
-    buffer comes first, and each goes into the first piece that has room: a piece has `piece` bytes, or the next power
-    of two if its first buffer is larger. Its length ends with its last buffer.
+    Returns the piece number and first byte of each buffer, and the lengths of the pieces. Buffers are placed by
+    descending size, each in the first piece with room: a piece has `piece` bytes, or the next power of two if its first
+    buffer is larger. Its length ends with its last buffer.
     """
     places = [(0, 0)] * len(sizes)
     limits: list[int] = []
@@ -38,10 +39,10 @@ def lay_out_buffers(sizes: Sequence[int], piece: int) -> tuple[list[tuple[int, i
 
 
 def power_of_two(size: int) -> int:
-    """Return the smallest one that is not below `size`."""
+    """Return the smallest power of two that is at least `size`."""
     return 1 << max(0, size - 1).bit_length()
 
 
 def pinned_bytes(lengths: Sequence[int]) -> list[int]:
-    """Return the bytes that torch takes for pinned pieces of these lengths."""
+    """Return the bytes that torch pins for pieces of these lengths."""
     return [power_of_two(length) for length in lengths]

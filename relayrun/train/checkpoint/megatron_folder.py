@@ -1,10 +1,10 @@
-"""A checkpoint folder of Megatron-LM (`torch_dist`): where it is, where it stands, and what its arguments were.
+"""Checkpoint folders of Megatron-LM (`torch_dist`): path, position, and the program's arguments.
 
     DIR/latest_checkpointed_iteration.txt
     DIR/iter_0000100/    .metadata  metadata.json  *.distcp  common.pt {args, iteration, optimizer, opt_param_scheduler}
 
-Weights, and the moments of a plain optimizer, lie under the names that relayrun's own checkpoints have, since both
-save with megatron-core. Without torch: a submit looks at such a folder, too.
+Weights, and the moments of a plain optimizer, have the names of relayrun's own checkpoints, since both save with
+megatron-core. Without torch: submit reads such a folder, too.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _COMMON = "common.pt"
 _NAME = re.compile(r"iter_(\d{7,})")
 
 DIRECT_SHARDINGS = ("fully_reshardable",)
-"""Forms of a distributed optimizer's state that a run reads as they lie."""
+"""Forms of a distributed optimizer's state that a run can load directly."""
 
 
 @dataclass(frozen=True)
 class MegatronCheckpoint:
-    """What `common.pt` of one checkpoint of Megatron-LM says."""
+    """Content of `common.pt` of one checkpoint of Megatron-LM."""
 
     folder: Path
-    """With .metadata and common.pt."""
+    """Contains .metadata and common.pt."""
     common: dict[str, Any]
-    """Values, and inert records of what is none (`safe_pickle`)."""
+    """Plain values, and inert records of other objects (`safe_pickle`)."""
 
     @property
     def args(self) -> dict[str, Any]:
-        """The arguments of the program that saved it, by name."""
+        """Arguments of the program that saved it, by name."""
         found: dict[str, Any] = vars(self.common["args"])
         return found
 
@@ -53,29 +53,29 @@ class MegatronCheckpoint:
 
     @property
     def batch_sizes(self) -> BatchSizes:
-        """As of its arguments. Raises ValueError."""
+        """Batch sizes from the arguments. Raises ValueError."""
         ramp = self.args.get("rampup_batch_size")
         return BatchSizes(int(self.args["global_batch_size"]), None if ramp is None else [int(each) for each in ramp])
 
     @property
     def precision(self) -> str:
-        """What `training.precision` calls it, or fp16, which no run here has."""
+        """Value of `training.precision`, or fp16, which relayrun does not support."""
         return "bf16" if self.args.get("bf16") else "fp16" if self.args.get("fp16") else "fp32"
 
     @property
     def optimizer(self) -> dict[str, Any] | None:
-        """The plain part of the optimizer's state; None where it was not saved."""
+        """Plain part of the optimizer's state; None if it was not saved."""
         found = self.common.get("optimizer")
         return found if isinstance(found, dict) else None
 
     @property
     def distributed(self) -> str | None:
-        """The form of a distributed optimizer's state; None for a plain optimizer."""
+        """Form of a distributed optimizer's state; None for a plain optimizer."""
         form = (self.optimizer or {}).get("param_state_sharding_type")
         return None if form is None else str(form)
 
     def optimizer_fault(self) -> str | None:
-        """Why a run cannot go on with the optimizer's state as it lies here; None where it can."""
+        """Return why a run cannot load the optimizer's state; None if it can."""
         if self.optimizer is None:
             return "it was saved without its optimizer"
         name = self.args.get("optimizer", "adam")
@@ -88,17 +88,17 @@ class MegatronCheckpoint:
         return None
 
     def progress(self) -> dict[str, Any]:
-        """Where it stands, as a checkpoint of a run says it (`Progress.state`)."""
+        """Return the position as in a checkpoint of a run (`TrainingProgress.state`)."""
         sizes, iteration, consumed = self.batch_sizes, self.iteration, self.consumed_samples
         first = 0, 0
-        if sizes.consumed_by(iteration) != consumed:  # its batch sizes have changed on the way
+        if sizes.consumed_by(iteration) != consumed:  # the batch sizes changed during the run
             first = iteration, consumed
         leg = {"iteration": first[0], "consumed_samples": first[1], **sizes.to_json()}
         return {"iteration": iteration, "consumed_samples": consumed, "legs": [leg], "skipped": []}
 
 
 def parse_common(data: bytes, folder: Path) -> MegatronCheckpoint | None:
-    """Return what a common.pt with this content says; None where it is not one of Megatron-LM."""
+    """Parse the bytes of a common.pt; None if it is not from Megatron-LM."""
     try:
         found = safe_pickle.read_pickle(data)
     except UnreadablePickle:
@@ -111,10 +111,10 @@ def parse_common(data: bytes, folder: Path) -> MegatronCheckpoint | None:
 
 
 def find_megatron_checkpoint(path: Path, iteration: int | None = None) -> MegatronCheckpoint | None:
-    """Return the checkpoint of an iteration in a folder of Megatron-LM, or the one that is this folder.
+    """Return the checkpoint of an iteration in a folder of Megatron-LM, or the one in this folder itself.
 
-    `iteration`: None for the one that the tracker names. Returns None where this is no folder of Megatron-LM. Raises
-    InputError if it is one without that checkpoint, or with a torn one.
+    `iteration`: None for the one that the tracker file names. Returns None if this is not a folder of Megatron-LM.
+    Raises InputError if it lacks that checkpoint or the checkpoint is incomplete.
     """
     if (path / "metadata.json").is_file():
         folder = path
@@ -162,7 +162,7 @@ def _whole(path: Path) -> str:
 
 
 def is_plain_value(value: Any) -> bool:
-    """Whether a value holds nothing but values."""
+    """True if a value contains no inert record."""
     if is_inert(value):
         return False
     if isinstance(value, dict):

@@ -1,8 +1,7 @@
-"""What megatron-core asks of a format: how the sharded part of a state is written and read, and the common part read.
+"""Save and load strategy for megatron-core: the sharded part of a state, and the common part of a load.
 
-Writing is torch's (`torch.distributed.checkpoint`), in threads of this process; see `writer`. Reading compares every
-byte; see `reader`. Plans, and the news of failures, go between the ranks in messages at a save, and by collectives of
-`group` at a load.
+torch writes (`torch.distributed.checkpoint`) in threads of this process, see `async_writer`. `reader` compares every
+byte that it reads. Ranks exchange plans and failures by messages at a save, and by collectives of `group` at a load.
 """
 
 from __future__ import annotations
@@ -51,29 +50,29 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 Shards = dict[str, list[ShardedBase]]
-"""By their key in the checkpoint; a key has several where a rank holds several parts of one tensor."""
+"""Shards by key in the checkpoint; a key has several if a rank holds several parts of one tensor."""
 
 
 class InProcessStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # megatron-core has no types
     """Writes the sharded part."""
 
     def __init__(self, messages: RankMessages, threads: int = 1) -> None:
-        """`threads`: of this rank, each of which writes a file of its own."""
+        """`threads`: writer threads of this rank, each with a file of its own."""
         super().__init__("torch_dist", 1)
         self._messages = messages
         self._threads = threads
         self.write_seconds = 0.0
-        """That this rank took to write its part of the newest save."""
+        """Seconds that this rank took to write its part of the newest save."""
 
     def by_key(self, sharded_state_dict: ShardedStateDict) -> Shards:
-        """What this rank writes."""
+        """Return the shards that this rank writes."""
         shards: Shards = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)[0]
         return shards
 
     def write(self, shards: Shards, folder: str | Path, digests: Mapping[int, str] | None = None) -> WrittenFiles:
-        """Return what this rank wrote. Raises CheckpointException on every rank if one of them failed.
+        """Return the files that this rank wrote. Raises CheckpointException on every rank if one of them failed.
 
-        `digests`: XXH3-128 of tensors in host memory, by their addresses; others are hashed before they are written.
+        `digests`: XXH3-128 of tensors in host memory by their addresses; others are hashed before they are written.
         """
         writer = ThreadedWriter(folder, self._threads, digests)
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
@@ -95,7 +94,7 @@ class InProcessStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # 
             writer.finish(metadata=whole[0], results=results)
             return [None] * len(results)
 
-        # the steps of torch's own state_dict_saver, whose collectives would need a group of their own
+        # the steps of torch's state_dict_saver, whose collectives would need another group
         joined = _together(self._messages, "plan", plan, join)
 
         def write() -> list[WriteResult]:
@@ -112,9 +111,9 @@ class InProcessStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # 
 
 
 def _together(messages: RankMessages, step: str, own: Callable[[], T], join: Callable[[list[T]], list[R]]) -> R:
-    """Do `own` on every rank, then `join` on rank 0, which has an answer for each rank; return that of this one.
+    """Run `own` on every rank, then `join` on rank 0, which returns an answer for each rank; return this rank's.
 
-    Raises CheckpointException on every rank if one of them failed, with what each of these met.
+    Raises CheckpointException on every rank if one failed, with the errors of all.
     """
     made, met = None, None
     try:
@@ -140,7 +139,7 @@ def _together(messages: RankMessages, step: str, own: Callable[[], T], join: Cal
 
 
 class _PlainObjects(MCoreLoadPlanner):  # type: ignore[misc]
-    """The planner of megatron-core; but objects are values and tensors, never code."""
+    """Load planner of megatron-core, restricted to objects that are values and tensors, never code."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         found = torch.load(value, map_location="cpu", weights_only=True)
@@ -148,7 +147,6 @@ class _PlainObjects(MCoreLoadPlanner):  # type: ignore[misc]
 
 
 def _read(sharded_state_dict: ShardedStateDict, reader: CheckedReader, group: ProcessGroup | None) -> dict[str, Any]:
-    """Return the sharded part."""
     by_key, paths, renamed = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
     tensors = [shard for shard in nested_values(sharded_state_dict) if isinstance(shard, ShardedTensor)]
     planner = _PlainObjects(
@@ -172,12 +170,9 @@ def load_state(
 ) -> dict[str, Any]:
     """Return the state that `wanted` describes, with the common part of the checkpoint; all ranks together.
 
-    `common`: what to take for the common part, and to fill in place; None: it is read.
-
-    The extra state of a module (`_extra_state`, which TransformerEngine keeps for fp8) is None where the checkpoint has
-    none: local layers and imports write it for fewer modules.
-
-    Raises Damaged, within torch's CheckpointException where a rank met it while all were reading.
+    `common`: the common part, updated in place; None: it is read. The extra state of a module (`_extra_state`, which
+    TransformerEngine keeps for fp8) is None if the checkpoint lacks it: local layers and imports write it for fewer
+    modules. Raises DamagedCheckpoint, inside torch's CheckpointException if a rank met it while all were reading.
     """
     there = reader.metadata.state_dict_metadata
 
@@ -188,7 +183,7 @@ def load_state(
 
     dict_list_map_inplace(without_missing, wanted)
     force_all_tensors_to_non_fp8(wanted)
-    # the steps of megatron-core's own load, which since 0.17 reads the common part by itself
+    # the steps of megatron-core's load, which since 0.17 reads the common part itself
     state = reader.common() if common is None else common
     sharded, nonpersistent, factories = load_preprocess(wanted)
     sharded, _ = extract_sharded_base(sharded)

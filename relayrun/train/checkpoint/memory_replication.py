@@ -1,12 +1,11 @@
 """Copies of a rank's state in the memory of the next node: a ring over the nodes, and the format of a copy.
 
-Rank r of a node sends each of its copies to the rank with the same place on the next node, beside the steps that
-follow, and takes that of the node before. It goes by messages of the group that all ranks are in, with a tag of their
-own (see `train.messages`): no port is opened, and nobody else can send. A copy counts when its last byte has come
-and all bytes have the hash that the sender wrote.
+A rank sends its copies to the rank with the same local rank on the next node, beside later steps, and receives those of
+the node before. The messages use the group of all ranks with a tag of their own (`train.messages`): no port is opened,
+and no other process can send. A copy counts when its last byte has arrived and the hash of the sender matches.
 
-The hash of a copy, XXH3-128, is over its bytes and over what its header says of them: whose state it is, of which
-iteration, how it is laid out. So neither a changed byte nor a changed header passes for a copy.
+The hash, XXH3-128, covers the bytes and the fields of the header: rank, iteration, layout. So neither a changed byte
+nor a changed header passes as a copy.
 """
 
 from __future__ import annotations
@@ -33,26 +32,26 @@ from relayrun.train.distributed import Ranks
 
 ByteArray = npt.NDArray[np.uint8]
 COPY_FIELDS = ("rank", "ranks", "iteration", "size", "plain", "layout")
-"""What a header says besides the hash: the rank and the number of all ranks; bytes in all, and of the plain values
-before the parts; a hash of the names, shapes and types of the parts."""
+"""Header fields besides the hash: rank and number of ranks; bytes in total, and of the plain values before the parts; a
+hash of the names, shapes and types of the parts."""
 
 
 @dataclass(frozen=True)
 class MemoryCopy:
-    """A copy that holds what was written."""
+    """An intact copy."""
 
     header: dict[str, Any]
     body: ByteArray
 
 
 def copy_hash(content: xxhash.xxh3_128, header: Mapping[str, Any]) -> str:
-    """The hash of a copy, whose bytes `content` has seen."""
+    """Return the hash of a copy, whose bytes `content` has consumed."""
     content.update(json.dumps([header.get(name) for name in COPY_FIELDS]).encode())
     return content.hexdigest()
 
 
 def whole_copy(slot: MemorySlot, *, rank: int, ranks: int, iteration: int) -> MemoryCopy | None:
-    """The copy in this slot; None where it is of something else, or not what was written."""
+    """Return the copy in this slot; None if it is of another rank or iteration, or not intact."""
     header = slot.header() or {}
     if [header.get(name) for name in ("rank", "ranks", "iteration")] != [rank, ranks, iteration]:
         return None
@@ -66,12 +65,12 @@ def whole_copy(slot: MemorySlot, *, rank: int, ranks: int, iteration: int) -> Me
 
 
 def copy_body(slot: MemorySlot, size: int) -> ByteArray:
-    """The bytes behind the header of a slot, as they lie in memory. Raises OSError and ValueError."""
+    """Return the bytes after the header of a slot, without a copy. Raises OSError and ValueError."""
     return np.frombuffer(slot.open(), dtype=np.uint8)[HEADER_BYTES : HEADER_BYTES + size]
 
 
 def write_copy(slot: MemorySlot, pieces: Sequence[torch.Tensor | bytes], **header: Any) -> MemoryCopy:
-    """Lay the pieces one behind the other into a slot that has room for them, and let it count."""
+    """Write the pieces one after the other into a slot with enough room, and commit it."""
     slot.void()
     target, found, at = copy_body(slot, header["size"]), xxhash.xxh3_128(), 0
     for piece in pieces:
@@ -92,18 +91,18 @@ def write_copy(slot: MemorySlot, pieces: Sequence[torch.Tensor | bytes], **heade
 log = logging.getLogger(__name__)
 
 COPIES_KEPT = 2
-"""Tag of the messages; those of saves have another."""
+"""Tag of the messages; saves have another tag."""
 CHUNK_BYTES = 1 << 22
-"""Bytes of a message: what others have to say to that rank waits for one at most."""
+"""Bytes of a message: other messages to that rank wait for one at most."""
 SPARE_BYTES = 1 << 20
-"""Bytes of room besides a copy, so that the next one, which may be a little larger, finds it too."""
+"""Spare room of a slot, so that a slightly larger next copy fits."""
 
 
 class NeighbourReplica:
-    """This rank's place in the ring. All ranks call `begin` and `bring` at the same copies."""
+    """Position of this rank in the ring. All ranks call `send` and `fetch` at the same copies."""
 
     def __init__(self, folder: Path, ranks: Ranks, *, per_node: int) -> None:
-        """`folder`: of the agent of this node. `per_node`: ranks of each node; there are two nodes at least."""
+        """`folder`: of this node's agent. `per_node`: ranks per node; there are at least two nodes."""
         self._ranks = ranks
         self._next = (ranks.rank + per_node) % ranks.world_size
         self._before = (ranks.rank - per_node) % ranks.world_size
@@ -111,34 +110,35 @@ class NeighbourReplica:
         self._thread: threading.Thread | None = None
         self._complained = False
         self.seconds = 0.0
-        """What the last exchange took."""
+        """Duration of the last exchange."""
 
-    def begin(self, copy: MemoryCopy) -> None:
-        """Send this rank's copy to the next node, and keep that of the node before. `wait` says when that is over."""
+    def send(self, copy: MemoryCopy) -> None:
+        """Start to send this rank's copy to the next node, and to receive one from the node before. `wait` waits for
+        the end."""
         self._thread = threading.Thread(target=self._run, args=(copy,), name="neighbour", daemon=True)
         self._thread.start()
 
     @property
     def under_way(self) -> bool:
-        """Whether a copy still is."""
+        """True during a transfer."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
-        """Return when nothing is under way: the copy that is being sent may change."""
+        """Wait for the transfer: then the sent copy may change."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
-    def void(self, *, after: int = -1) -> None:
-        """Let no copy count that is later than iteration `after`."""
+    def discard(self, *, after: int = -1) -> None:
+        """Discard copies later than iteration `after`."""
         self.wait()
         discard_later_copies(self._slots, after=after)
 
-    def bring(self, iteration: int, lost: Sequence[bool], own: MemorySlot) -> MemoryCopy | None:
-        """Bring back copies that were lost, from the nodes that keep them; return this rank's, which is then in `own`.
+    def fetch(self, iteration: int, lost: Sequence[bool], own: MemorySlot) -> MemoryCopy | None:
+        """Fetch lost copies from the nodes that keep them; return this rank's, now in `own`.
 
-        `lost`: for each rank, whether it has no copy of this iteration. None for a rank whose copy is not lost, and for
-        one whose copy nobody has.
+        `lost`: for each rank, True if it has no copy of this iteration. None if this rank's copy is not lost or no node
+        has it.
         """
         kept = None
         if lost[self._before]:
@@ -156,22 +156,22 @@ class NeighbourReplica:
         return whole_copy(own, rank=self._ranks.rank, ranks=len(lost), iteration=iteration)
 
     def _run(self, copy: MemoryCopy) -> None:
-        thread = threading.get_native_id()  # on Linux a priority is of a thread
+        thread = threading.get_native_id()  # on Linux a thread has its own priority
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + BACKGROUND_NICE)
         started = time.perf_counter()
         try:
             self._swap(to=self._next, copy=copy, source=self._before, slots=self._slots, of=self._before)
-        except (RuntimeError, OSError, ValueError) as error:  # a rank is gone, and this one is ended soon
+        except (RuntimeError, OSError, ValueError) as error:  # a rank is lost, and this one will be ended soon
             self._complain(f"{type(error).__name__}: {error}")
         self.seconds = time.perf_counter() - started
 
     def _swap(
         self, *, to: int | None, copy: MemoryCopy | None, source: int | None, slots: Sequence[MemorySlot], of: int
     ) -> bool:
-        """Send a copy to one rank while that of rank `of` comes from another into the older of `slots`.
+        """Send a copy to one rank while the copy of rank `of` arrives from another into the older of `slots`.
 
-        Both sides of a transfer call this at the same time. A copy of None is sent as a header without one. Returns
-        whether a copy has come, and counts.
+        Both sides of a transfer call this at the same time. A copy of None is sent as an empty header. Returns True if
+        a copy has arrived and is intact.
         """
         header = b"" if copy is None else json.dumps(copy.header).encode()
         words = np.zeros(HEADER_BYTES, dtype=np.uint8)
@@ -208,7 +208,7 @@ class NeighbourReplica:
             work.wait()
 
     def _room(self, slots: Sequence[MemorySlot], slot: MemorySlot, size: int) -> ByteArray | None:
-        """The bytes of a slot that is void, with room; None where this node has none, and nothing is kept."""
+        """Return the bytes of a voided slot with enough room; None if this node lacks memory, and nothing is kept."""
         try:
             for each in slots:
                 each.reserve(size, spare=SPARE_BYTES)
@@ -225,7 +225,7 @@ class NeighbourReplica:
 
 
 def discard_later_copies(slots: Sequence[MemorySlot], *, after: int) -> None:
-    """Let no copy count that is later than iteration `after`."""
+    """Discard copies later than iteration `after`."""
     for slot in slots:
         if after < 0 or (slot.header() or {"iteration": -1})["iteration"] > after:
             slot.void()

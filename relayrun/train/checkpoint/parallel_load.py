@@ -1,12 +1,11 @@
-"""Parallel load: a block that several ranks want is read by one of them and sent to the others.
+"""Parallel load: one rank reads a block that several ranks need, and sends it to the others.
 
-A block is read whole, since it has one hash. What several ranks want, one of them reads for all. The largest block goes
-first, each to the rank that has least to read: with the n ranks of a group, each reads at most the n-th part of what
-they want, and the largest block.
+A block is read whole, since it has one hash. Shared blocks are assigned by descending size, each to the rank with the
+least to read: of n ranks in a group, each reads at most an n-th of the needed bytes plus the largest block.
 
-In rounds: each rank reads some blocks and compares them with their hashes, the ranks agree that all went well, and then
-every rank sends to the whole group what it has read, while it reads what the next round sends. What fails on one rank
-is raised on all of the group, at the end of the round: none waits for a rank that has given up.
+In each batch every rank reads some blocks and verifies their hashes, the ranks agree that all succeeded, then every
+rank sends its blocks to the whole group while it reads the next batch. An error on one rank is raised on the whole
+group at the end of the batch, so no rank waits for a failed one.
 """
 
 from __future__ import annotations
@@ -23,26 +22,26 @@ from relayrun.train.messages import portable_error
 
 
 class BlockLocation(NamedTuple):
-    """Where a block lies."""
+    """Location of a block."""
 
     file: str
     at: int
-    """Its first byte in the file."""
+    """First byte in the file."""
     bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadAssignment:
-    """Who reads what; each list is that of a rank of the group, in the order in which it reads."""
+    """Assignment of reads; the lists are by rank of the group, each in reading order."""
 
     shared: list[list[BlockLocation]]
-    """For itself, where it wants them, and for others."""
+    """Blocks that several ranks need; the reader may be none of them."""
     alone: list[list[BlockLocation]]
-    """What no other rank wants."""
+    """Blocks that no other rank needs."""
 
 
 def assign_reads(wanted: Sequence[Sequence[BlockLocation]]) -> ReadAssignment:
-    """Divide what the ranks of a group want among them; the same on each of them.
+    """Divide the needed blocks among the ranks of a group; equal on each of them.
 
     `wanted`: by rank, each block once.
     """
@@ -65,7 +64,7 @@ def assign_reads(wanted: Sequence[Sequence[BlockLocation]]) -> ReadAssignment:
 
 
 def read_batches(places: Sequence[BlockLocation], size: int) -> list[list[BlockLocation]]:
-    """Split what a rank reads, in order, into parts of at most `size` bytes, or of one block that is larger."""
+    """Split a rank's reads, in order, into batches of at most `size` bytes, or of one larger block."""
     found: list[list[BlockLocation]] = []
     room = 0
     for place in places:
@@ -78,13 +77,13 @@ def read_batches(places: Sequence[BlockLocation], size: int) -> list[list[BlockL
 
 
 BATCH_BYTES = 1 << 28
-"""Bytes that a rank reads in a round, at most; a larger block is a round of its own. Two rounds are in memory."""
+"""Largest number of bytes that a rank reads in a batch, apart from a larger block. Two batches are in memory."""
 MESSAGE_BYTES = 1 << 26
-"""Bytes that are sent at a time: so much memory it takes on the device."""
+"""Bytes of a message, and of its buffer on the device."""
 
 
 class BlockExchange:
-    """The ranks that want the same blocks, as data-parallel replicas do."""
+    """Ranks that need the same blocks, such as data-parallel replicas."""
 
     def __init__(
         self,
@@ -94,7 +93,7 @@ class BlockExchange:
         round_size: int = BATCH_BYTES,
         piece: int = MESSAGE_BYTES,
     ) -> None:
-        """`device`: from where `group` sends. `round_size`, `piece`: see ROUND and PIECE."""
+        """`device`: from which `group` sends. `round_size`, `piece`: see BATCH_BYTES and MESSAGE_BYTES."""
         self._group = group
         self._device = device
         self._round = round_size
@@ -108,15 +107,15 @@ class BlockExchange:
         *,
         met: Exception | None = None,
     ) -> None:
-        """Give each of the `wanted` blocks to `put`, in any order; all ranks of the group together.
+        """Pass each of the `wanted` blocks to `put`, in any order; all ranks of the group together.
 
-        `read` is called for the blocks that this rank reads, in another thread as well. Raises on every rank what
-        either of them raised on the first rank where one did; but an error with a block that no other rank wants is
-        raised here alone. `met`: why this rank does not even know what it wants; it is raised on all as well.
+        `read` reads the blocks of this rank, also in another thread. An error of `read` or `put` is raised on every
+        rank, from the first rank that has one; an error in a block that no other rank needs is raised here only. `met`:
+        an error that kept this rank from knowing its blocks; it is raised on all ranks, too.
         """
         try:
             piece = torch.empty(self._piece, dtype=torch.uint8, device=self._device)
-        except RuntimeError as error:  # the device has no room
+        except RuntimeError as error:  # the device lacks memory
             met = met or error
         self._agree(met)
         everywhere: list[list[BlockLocation]] = [[]] * self._group.size()
@@ -164,7 +163,7 @@ class BlockExchange:
     def _send(
         self, sender: int, place: BlockLocation, data: bytearray | None, wanted: bool, piece: torch.Tensor
     ) -> bytearray | None:
-        """Send a block from one rank to all; return it where it is wanted. `data`: there, on the sender."""
+        """Send a block from one rank to all; return it if it is wanted. `data`: the block, on the sender."""
         sending = data is not None
         if data is None and wanted:
             data = bytearray(place.bytes)
@@ -180,7 +179,7 @@ class BlockExchange:
         return data if wanted else None
 
     def _agree(self, met: Exception | None) -> None:
-        """Go on where no rank of the group met an error; raise that of the first rank that did on all of them."""
+        """Return if no rank of the group met an error; else raise the first rank's error on all."""
         failed = torch.full((1,), int(met is not None), dtype=torch.int32, device=self._device)
         dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._group)
         if int(failed.item()):

@@ -1,9 +1,9 @@
-"""From a staged checkpoint to one that counts: rank 0's part of a save.
+"""Publishes a staged checkpoint: rank 0's part of a save.
 
-A checkpoint is written whole below `.staging/<attempt>/`, then renamed. What makes it count is the line in
-commits.jsonl after the rename; the tracker file is for other programs. An attempt that is no longer the
-newest must not publish: a later one has begun from an older checkpoint and owns the run. Nor must a rank whose round
-is over: its node froze, was given up, and goes on.
+A checkpoint is written completely below `.staging/<attempt>/`, then renamed. It counts with the line in commits.jsonl
+after the rename; the tracker file is for other programs. An attempt that is no longer the newest must not publish: a
+later attempt started from an older checkpoint and owns the run. A rank of a failed restart must not publish either: its
+node froze, was given up, and runs again.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _NAME = re.compile(r"iter_(\d{7,})")
 
 
 def prepare_staging(run: Run, attempt: int, iteration: int) -> Path:
-    """Make the folder to write into, empty."""
+    """Create an empty folder for a checkpoint."""
     folder = run.staging(attempt) / run.checkpoint(iteration).name
-    if folder.exists():  # what a failed save of this attempt left
+    if folder.exists():  # from a failed save of this attempt
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     return folder
 
 
 def publish_checkpoint(run: Run, attempt: int, commit: CheckpointCommit, staged: Path) -> None:
-    """Make a complete staged checkpoint durable and give it its final name, then record it.
+    """Make a complete staged checkpoint durable, give it its final name, and record it.
 
-    Raises FatalTrainingError if a newer attempt has begun. Ends this process if a later round has: what it would write
-    about that would be taken for the words of the rank that has its number now.
+    Raises FatalTrainingError if a newer attempt has begun. Ends this process if a later restart has begun: its records
+    would be taken for those of the rank that has its number now.
     """
     _sync(staged)
     number = liveness.restart_number()
@@ -54,17 +54,17 @@ def publish_checkpoint(run: Run, attempt: int, commit: CheckpointCommit, staged:
             f"superseded: attempt {newest} has begun, so attempt {attempt} publishes nothing", where=run.path
         )
     target = Path(commit.path)
-    if target.exists():  # of an attempt that died, or lost its right to it; nothing vouches for it
+    if target.exists():  # from a dead or superseded attempt, without a commit
         aside = run.checkpoints / ".superseded"
         aside.mkdir(exist_ok=True)
-        os.rename(target, unused_name(aside, f"{target.name}-{attempt:04}"))  # twice, where a commit line failed
+        os.rename(target, unused_name(aside, f"{target.name}-{attempt:04}"))  # twice if a commit line failed
     os.rename(staged, target)
     fsync_directory(run.checkpoints)
     try:
         sync_data(run.attempt(attempt).metrics)  # the record is never behind the state
     except OSError as error:
         log.warning("%s is not synced to disk: %s", run.attempt(attempt).metrics.name, error)
-    run.attempt(attempt).append_commit(commit)  # from here on it counts, so nothing below may fail the save
+    run.attempt(attempt).append_commit(commit)  # the checkpoint counts now, so nothing below may fail the save
     try:
         write_atomic(run.tracker, f"{commit.iteration}\n")
     except OSError as error:
@@ -72,13 +72,12 @@ def publish_checkpoint(run: Run, attempt: int, commit: CheckpointCommit, staged:
 
 
 def prune_checkpoints(run: Run, attempt: int, keep_last: int, keep_every: int | None = None) -> None:
-    """Remove this run's oldest checkpoints beyond `keep_last`, and what failed saves and dead attempts staged.
+    """Remove this run's oldest checkpoints beyond `keep_last`, and leftovers in staging of failed saves and dead
+    attempts.
 
-    In line are this attempt's own commits and what lies at or below its base. Multiples of `keep_every`
-    stay for good, what waits for its evaluation until that has it, what another run will begin with until it has, what
-    is being copied to a second place, and the last one that was read back in full. The newest one always stays: it was
-    checked a moment ago, so a good one is left whatever has become of the others. What cannot be removed is reported
-    and left.
+    Candidates are this attempt's own commits and checkpoints at or below its base. Kept are multiples of `keep_every`,
+    checkpoints that wait for their evaluation, for another run that starts from them, or for their mirror copy, and the
+    last one that was read back in full. The newest one always stays: it was verified a moment ago. A failure is logged.
     """
     begin = run.attempt(attempt).read_begin()
     base = begin.base_iteration if begin is not None else 0
@@ -96,9 +95,9 @@ def prune_checkpoints(run: Run, attempt: int, keep_last: int, keep_every: int | 
             if (keep_every and iteration % keep_every == 0) or iteration in held:
                 continue
             doomed = staging / f"removing-{iteration}"
-            os.rename(run.checkpoint(iteration), doomed)  # at once: no half a checkpoint under its name
+            os.rename(run.checkpoint(iteration), doomed)  # atomic: never half a checkpoint under its name
             shutil.rmtree(doomed)
-        for leftover in staging.glob("iter_*"):  # of saves that failed; the one that worked has been renamed
+        for leftover in staging.glob("iter_*"):  # from failed saves; a successful one has been renamed
             shutil.rmtree(leftover)
         for other in staging.parent.iterdir():
             if other.name.isdecimal() and int(other.name) < attempt:

@@ -1,18 +1,15 @@
-"""Reads a torch_dist checkpoint and compares each byte with its hash before anything is made of it.
+"""Reads a torch_dist checkpoint and compares each byte with its hash before it is used.
 
-`read_metadata` reads `.metadata` without running its content. `translate_common` turns Megatron-LM's `common.pt` into
-the common part of a run's checkpoint.
+`parse_metadata` reads `.metadata`, and torch reads tensors and objects with `weights_only`, so nothing in a checkpoint
+is run. A block is read into memory once, hashed there, and unpacked from there. So it does not matter which rank reads
+which blocks, or which layout wrote them. Ranks that need the same blocks read each of them once, see `parallel_load`.
 
-Nothing that a checkpoint holds is run: its records are read by `parse_metadata`, its tensors and objects by torch with
-`weights_only`. What is read is what is compared: a block goes from the file into memory once, is hashed there, and is
-unpacked from there. So it does not matter which rank reads which blocks, or how the ranks were laid out when they were
-written. Ranks that want the same blocks read each of them once, see `parallel_load`.
+`.metadata` is a pickle, which may name any function to call; torch and megatron-core read it with `pickle.load`. A
+checkpoint may come from anybody, so only the names of torch's records are allowed here, and only records made by the
+reader get attributes.
 
-It is a pickle, and a pickle may name any function to be called. torch and megatron-core read it with
-`pickle.load`. A checkpoint may come from anybody, so that here the names are those of torch's records alone. What they
-name is out of reach, too: attributes are given to records that this file's reader has made, and to nothing else.
-
-The sharded part needs no translation: its keys are megatron-core's on both sides.
+`translate_common` turns Megatron-LM's `common.pt` into the common part of a run's checkpoint. The sharded part needs no
+translation: both sides have megatron-core's keys.
 """
 
 from __future__ import annotations
@@ -41,13 +38,13 @@ from relayrun.train.checkpoint.parallel_load import BlockExchange, BlockLocation
 from relayrun.train.checkpoint.safe_pickle import NotAllowed, StoredTensor, sealed_class
 
 MEGATRON_LAYOUT = "those of Megatron-LM"
-"""No layout of ranks here, so that generators begin anew."""
+"""Equals no layout of ranks, so that generators start anew."""
 
 
 def translate_common(data: bytes, folder: Path) -> dict[str, Any] | None:
-    """Return the common part that a common.pt with this content comes to; None where it is not Megatron-LM's.
+    """Return the common part for the bytes of a common.pt; None if it is not from Megatron-LM.
 
-    `data` is None in it: it does not say in which order samples were read, only how many.
+    Its `data` is None: Megatron-LM records the number of samples, not their order.
     """
     found = megatron_folder.parse_common(data, folder)
     if found is None:
@@ -67,7 +64,7 @@ def translate_common(data: bytes, folder: Path) -> dict[str, Any] | None:
 
 
 def with_torch_tensors(value: Any) -> Any:
-    """The same values, with torch's tensors."""
+    """Return these values with torch's tensors."""
     if isinstance(value, StoredTensor):
         dtype = getattr(torch, value.dtype)
         if not value.data:
@@ -100,23 +97,23 @@ ALLOWED_NAMES = {
     },
     _TORCH + "planner": {"BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
 }
-"""Records of values, and what makes them: nothing here opens, imports or calls anything that a pickle gives it.
-Those of the planner stand in checkpoints that Megatron-LM wrote."""
+"""Records of values and their constructors: none opens, imports or calls anything from the pickle. Megatron-LM's
+checkpoints contain records of the planner."""
 
 _OF_MEGATRON = {
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): Metadata,
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): SavePlan,
 }
-"""Records that add fields to torch's. torch's take these as well, and megatron-core, which takes seconds to import, is
-not needed to read them."""
+"""Records that add fields to torch's. torch's classes accept these fields, and need no import of megatron-core, which
+takes seconds."""
 
 
 class RefusedCheckpoint(InputError):
-    """A checkpoint holds what is no value; nothing of it was run."""
+    """A checkpoint contains more than values; nothing of it was run."""
 
 
 def refusal_error(words: str, folder: Path) -> RefusedCheckpoint:
-    """Return the error for a checkpoint that is not loaded because of what it holds, in `words`."""
+    """Return the error for a checkpoint that is refused because of its content, in `words`."""
     return RefusedCheckpoint(
         f"this checkpoint is not loaded: {words}",
         where=folder,
@@ -125,7 +122,7 @@ def refusal_error(words: str, folder: Path) -> RefusedCheckpoint:
 
 
 class _Member:
-    """Stands for a member of an enumeration: the member itself is the process's."""
+    """Wraps a member of an enumeration, since the member itself belongs to the process."""
 
     def __init__(self, member: Enum) -> None:
         self.member = member
@@ -138,7 +135,7 @@ class _Member:
 
 
 def _member(owner: Any, name: Any) -> _Member:
-    """What Python 3.11.0 to 3.11.3 write for a member of an enumeration: getattr(class, name)."""
+    """Stand for getattr(class, name), which Python 3.11.0 to 3.11.3 write for a member of an enumeration."""
     kind = getattr(owner, "kind", None) if isinstance(owner, type) else None
     if isinstance(kind, type) and issubclass(kind, Enum) and isinstance(name, str) and name in kind.__members__:
         return _Member(kind[name])
@@ -146,7 +143,7 @@ def _member(owner: Any, name: Any) -> _Member:
 
 
 def _sealed(kind: Any) -> Any:
-    """Return what a pickle may name in place of a record, an enumeration or a function; a record's fields follow."""
+    """Return the object that a pickle may name in place of a record, an enumeration or a function."""
     make: Callable[..., Any] = kind
     if isinstance(kind, type) and issubclass(kind, Enum):
         make = lambda *given: _Member(kind(*given))  # noqa: E731
@@ -172,10 +169,10 @@ class _Records(pickle.Unpickler):
 
 
 def parse_metadata(data: bytes, folder: Path, *, checked: bool = False) -> Metadata:
-    """Return the metadata that `data`, the content of a `.metadata`, holds.
+    """Return the metadata in `data`, the bytes of a `.metadata`.
 
-    `checked`: these bytes are those that were saved. Raises Refused if it names anything but records, and Damaged,
-    naming `folder`, if it cannot be read; Refused too where it is known to be as it was saved.
+    `checked`: the bytes have the saved hash. Raises RefusedCheckpoint if it names anything but records,
+    DamagedCheckpoint, naming `folder`, if it cannot be read; with `checked` RefusedCheckpoint for both.
     """
     words = "it holds something else"
     try:
@@ -184,7 +181,7 @@ def parse_metadata(data: bytes, folder: Path, *, checked: bool = False) -> Metad
             return found
     except NotAllowed as error:
         raise refusal_error(f"{METADATA_FILE}: {error}", folder) from None
-    except Exception as error:  # whatever a pickle of flipped bytes makes of these records
+    except Exception as error:  # flipped bytes in a pickle can raise anything
         words = f"{type(error).__name__}: {error}"
     if checked:
         raise refusal_error(f"{METADATA_FILE}: {words}", folder)
@@ -197,7 +194,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def file_ends(metadata: Metadata) -> dict[str, int]:
-    """Return how many bytes each file must have at least, by name, for all blocks to be there."""
+    """Return the least size in bytes of each file, by name, that contains all blocks."""
     found: dict[str, int] = {}
     for item in metadata.storage_data.values():
         found[item.relative_path] = max(found.get(item.relative_path, 0), item.offset + item.length)
@@ -205,30 +202,31 @@ def file_ends(metadata: Metadata) -> dict[str, int]:
 
 
 T = TypeVar("T")
+E = TypeVar("E", bound=Exception)
 
 COMMON_FILE = "common.pt"
 FORMAT_FILE = "metadata.json"
 
 
 class CheckedReader(FileSystemReader):
-    """Reads one checkpoint. Raises Damaged where it does not hold the bytes that were saved."""
+    """Reads one checkpoint. Raises DamagedCheckpoint if it does not hold the bytes that were saved."""
 
     def __init__(self, folder: Path, root: str | None) -> None:
-        """Read and compare all that is small: the hashes, the metadata, the common part.
+        """Read and compare the small files: the hashes, the metadata, the common part.
 
-        `root`: the checksum of its commit; None where no commit is known, or the commit is of an earlier version.
-        A checkpoint that was saved without hashes is read as it is; `checked` tells.
+        `root`: the checksum of its commit; None if no commit is known. A checkpoint without checksums is read
+        unchecked; `checked` is then False.
         """
         super().__init__(folder)
         self.folder = folder
         self.exchange: BlockExchange | None = None
-        """The ranks with which this one divides what all of them want; None: it reads all that it wants."""
+        """Ranks that share the reading of blocks; None: this rank reads all its blocks."""
         self.bytes_wanted = self.bytes_read = 0
-        """Bytes of blocks so far: what this rank needed, and what it has read, for others as well."""
+        """Bytes of blocks so far: needed by this rank, and read by it, for others as well."""
         self._sums = open_checksums(folder, root)
         self.metadata = parse_metadata(self._whole(METADATA_FILE), folder, checked=self.checked)
         self._common = self._whole(COMMON_FILE)
-        self._whole(FORMAT_FILE)  # megatron-core reads it once more
+        self._whole(FORMAT_FILE)  # megatron-core reads it again
         for name, end in file_ends(self.metadata).items():
             try:
                 size = (folder / name).stat().st_size
@@ -239,11 +237,11 @@ class CheckedReader(FileSystemReader):
 
     @property
     def checked(self) -> bool:
-        """Whether the checkpoint has hashes to compare with."""
+        """True if the checkpoint has checksums."""
         return self._sums is not None
 
     def common(self) -> dict[str, Any]:
-        """The plain values of the checkpoint, by name; of one of Megatron-LM, what they come to. Raises Damaged."""
+        """Return the plain values of the checkpoint by name, translated for Megatron-LM. Raises DamagedCheckpoint."""
         found = self._unpacked(COMMON_FILE, self._plain_values)
         if not isinstance(found, dict):
             raise refusal_error(f"{COMMON_FILE} holds {type(found).__name__}", self.folder)
@@ -255,11 +253,12 @@ class CheckedReader(FileSystemReader):
         return torch.load(io.BytesIO(self._common), map_location="cpu", weights_only=True)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """As torch asks for it."""
+        """Return the metadata, as torch's StorageReader requires."""
         return self.metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan says, each block once. Raises Damaged, Refused: what any rank of the exchange met."""
+        """Read the blocks of the plan, each once. Raises DamagedCheckpoint, RefusedCheckpoint: of any rank of the
+        exchange."""
         wanted: dict[BlockLocation, list[ReadItem]] = {}
         met: Exception | None = None
         try:
@@ -286,7 +285,7 @@ class CheckedReader(FileSystemReader):
         return done
 
     def _put(self, items: list[ReadItem], data: bytearray, planner: LoadPlanner) -> None:
-        """Unpack a block, and hand out what each item of a plan takes of it, as torch's reader does."""
+        """Unpack a block and distribute it to the items of the plan, as torch's reader does."""
         applied = self.storage_data[items[0].storage_index].transform_descriptors or ()
         content = io.BytesIO(data)
         if applied:
@@ -305,7 +304,7 @@ class CheckedReader(FileSystemReader):
             planner.commit_tensor(item, target)
 
     def _unpacked(self, what: str, read: Callable[[], T]) -> T:
-        """What `read` returns; what torch says of it becomes Damaged or Refused."""
+        """Return the result of `read`; torch's errors become DamagedCheckpoint or RefusedCheckpoint."""
         try:
             return read()
         except pickle.UnpicklingError as error:
@@ -316,7 +315,6 @@ class CheckedReader(FileSystemReader):
             raise DamagedCheckpoint(f"{what} cannot be read: {_first_line(error)}", where=self.folder) from None
 
     def _read(self, place: BlockLocation) -> bytearray:
-        """Read a block and compare it with its hash. Raises Damaged."""
         with open(self.folder / place.file, "rb") as file:
             file.seek(place.at)
             data = bytearray(place.bytes)
@@ -324,7 +322,7 @@ class CheckedReader(FileSystemReader):
         self.bytes_read += len(data)
         if self._sums is not None:
             self._sums.check_block(place.file, place.at, data)
-        elif not any(data[:4]):  # a lost write; torch would take it for a pickle of old
+        elif not any(data[:4]):  # a lost write; torch would take it for its legacy format
             raise DamagedCheckpoint(f"{place.file} holds zeros at byte {place.at}", where=self.folder)
         return data
 
@@ -341,18 +339,13 @@ def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
 
 
-def reported_damage(error: BaseException) -> DamagedCheckpoint | None:
-    """Return what a rank said of bytes that are not those that were saved; None: no rank did."""
-    return next((cause for cause in _causes(error) if isinstance(cause, DamagedCheckpoint)), None)
-
-
-def reported_refusal(error: BaseException) -> RefusedCheckpoint | None:
-    """Return what a rank said of a checkpoint that holds more than values; None: no rank did."""
-    return next((cause for cause in _causes(error) if isinstance(cause, RefusedCheckpoint)), None)
+def reported_error(error: BaseException, kind: type[E]) -> E | None:
+    """Return the error of this kind that a rank raised; None if no rank did."""
+    return next((cause for cause in _causes(error) if isinstance(cause, kind)), None)
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    """The error itself, or what torch gathered from all ranks, by rank."""
+    """Return the error itself, or torch's collected errors of all ranks, by rank."""
     if isinstance(error, CheckpointException):
         return [cause for _, (cause, _) in sorted(error.failures.items())]
     return [error]

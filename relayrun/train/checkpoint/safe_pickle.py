@@ -1,10 +1,9 @@
-"""A file of `torch.save` as values, read without running or importing anything that it names.
+"""Reads the values in a file of `torch.save` without running or importing anything that it names.
 
-Megatron-LM lays its arguments into `common.pt`: an argparse.Namespace, with enumerations and types of its own classes.
-A pickle of such things names functions to be called. Here a name becomes an inert record of that name, and a call
-becomes a record of its arguments, whatever they are; only a Namespace, a few containers and tensors are made. No class
-or function of this process is reached, so that none can be changed either. So a file of any origin can be read, also
-where neither torch nor the program that wrote it is installed.
+Megatron-LM's `common.pt` holds its arguments: an argparse.Namespace with enumerations and types of its own classes. A
+pickle of them names functions to call. Here a name becomes an inert record of that name, and a call a record of its
+arguments; only a Namespace, a few containers and tensors are made. No class or function of this process is reached, so
+none can be changed. So a file of any origin can be read, even without torch and the program that wrote it.
 """
 
 from __future__ import annotations
@@ -20,40 +19,38 @@ from typing import Any, ClassVar
 
 _CONTAINERS = {"set": set, "frozenset": frozenset, "slice": slice}
 MOST_BYTES = 1 << 30
-"""The largest file that is read: arguments and a schedule take a few kilobytes."""
+"""Largest file that is read; arguments and a schedule take a few kilobytes."""
 MOST_PICKLE = 1 << 22
-"""The largest pickle in it; a byte of it can make a set of 216 bytes, and its tensors lie beside it."""
+"""Largest pickle in the file; a byte of it can make a set of 216 bytes, and tensors are stored outside it."""
 MOST_DEEP = 100
-"""How deep tuples lie in one another; their hashes are asked for without a limit of Python's."""
+"""Deepest nesting of tuples, whose hashes Python computes recursively without a limit."""
 MOST_TEXT = 1 << 24
-"""The longest text of what was read, in characters, about: a value that is named again is written out again."""
+"""Largest text of the values in characters, approximately; a value that is named again is counted again."""
 
 
 class UnreadablePickle(ValueError):
-    """A file that is no whole file of `torch.save`."""
+    """The file is not an intact file of `torch.save`."""
 
 
 class NotAllowed(Exception):
-    """A pickle asks for something that no value needs."""
+    """A pickle requests an operation that values do not need."""
 
 
 class _Sealed(type):
-    """A class without attributes that could be set."""
-
     def __setattr__(cls, name: str, value: Any) -> None:
         raise NotAllowed(f"it gives attributes to {cls.__name__}")
 
 
 def sealed_class(name: str, make: Callable[..., Any], **more: Any) -> Any:
-    """Return a class of the name `name` whose calls are those of `make`: what a pickle may name in place of `make`.
+    """Return a class named `name` whose call is `make`: the object that a pickle may name in place of `make`.
 
-    The opcode BUILD sets attributes of whatever was named, and a class or function of the process would keep them.
+    The opcode BUILD sets attributes of any named object, and a class or function of the process would keep them.
     """
     return _Sealed(name, (), {"__slots__": (), "__new__": lambda _, *given: make(*given), **more})
 
 
 class _Named(type):
-    """Something that the file names: `str` has the name."""
+    """Object that the file names; `str` returns the name."""
 
     origin: str
 
@@ -64,9 +61,9 @@ class _Named(type):
 
 
 class InertValue(metaclass=_Named):
-    """What a call of something that the file names was to give; it can do nothing. `str` has the name.
+    """Record of a call of a named object; it can do nothing. `str` returns the name.
 
-    The name itself, where nothing calls it, is a class of this kind: see `is_inert`.
+    A name that is not called is a class of this kind, see `is_inert`.
     """
 
     origin = ""
@@ -80,7 +77,7 @@ class InertValue(metaclass=_Named):
         return made
 
     arguments: tuple[Any, ...]
-    """What it was called with."""
+    """Arguments of the call."""
     state: Any
     items: list[Any]
 
@@ -91,11 +88,11 @@ class InertValue(metaclass=_Named):
         self.items.append((key, value))
 
     def append(self, item: Any) -> None:
-        """Take an item of a list."""
+        """Add an item of a list."""
         self.items.append(item)
 
     def extend(self, items: Sequence[Any]) -> None:
-        """Take the items of a list."""
+        """Add items of a list."""
         self.items.extend(items)
 
     def __str__(self) -> str:
@@ -103,24 +100,24 @@ class InertValue(metaclass=_Named):
         return f"{self.origin}({inside})" if self.arguments else self.origin
 
     def __repr__(self) -> str:
-        """Inside another one: a file of 200 bytes can name records in records whose text has gigabytes."""
+        """Short form inside other records: a file of 200 bytes can nest records whose full text has gigabytes."""
         return f"{self.origin}(...)" if self.arguments else self.origin
 
 
 def is_inert(value: Any) -> bool:
-    """Whether this is no value, but the record of something that the file names."""
+    """True if this is the record of an object that the file names, not a value."""
     return isinstance(value, (InertValue, _Named))
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as bytes, without torch."""
+    """Tensor as bytes, without torch."""
 
     dtype: str
-    """As `float32`."""
+    """Such as `float32`."""
     shape: tuple[int, ...]
     data: bytes = field(repr=False)
-    """Its values in row-major order; nothing where it is a view of another form."""
+    """Values in row-major order; empty for a view of another layout."""
 
 
 @dataclass(frozen=True)
@@ -134,15 +131,10 @@ def _inert(module: str, name: str) -> Any:
 
 
 def _member(owner: Any, name: Any) -> Any:
-    """What Python 3.11 writes for a member of an enumeration: getattr(class, name)."""
+    """Stand for getattr(class, name), which Python 3.11 writes for a member of an enumeration."""
     if not (isinstance(owner, type) and issubclass(owner, InertValue) and isinstance(name, str)):
         raise pickle.UnpicklingError("it asks for an attribute of something that is no class of its own")
-    return _inert(*_parts(f"{owner.origin}.{name}"))()
-
-
-def _parts(origin: str) -> tuple[str, str]:
-    module, _, name = origin.rpartition(".")
-    return module, name
+    return _inert(*f"{owner.origin}.{name}".rsplit(".", 1))()
 
 
 _SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1}
@@ -187,10 +179,10 @@ def _weighed(load: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 _OPCODES = dict(pickle._Unpickler.dispatch)
-del _OPCODES[pickle.BYTEARRAY8[0]]  # it would make room for as many bytes as the file says
+del _OPCODES[pickle.BYTEARRAY8[0]]  # it allocates as many bytes as the file says
 
 
-class _Reader(pickle._Unpickler):  # that of Python: the one of C makes room for as many values as a file has numbers
+class _Reader(pickle._Unpickler):  # Python's, since C's allocates memory for any index in the file
     dispatch: ClassVar[dict[int, Any]] = _OPCODES | {
         code[0]: _weighed(_OPCODES[code[0]]) for code in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
     }
@@ -206,7 +198,7 @@ class _Reader(pickle._Unpickler):  # that of Python: the one of C makes room for
         super().__init__(io.BytesIO(archive.read(f"{root}/data.pkl")))
 
     def weigh(self) -> None:
-        """Bound the tuple that was made: its hash looks at all that is in it, again at each place where it is."""
+        """Bound the new tuple: its hash visits all its contents, again at each place of a shared part."""
         inside = [self._tuples.get(id(each), (1, 0)) for each in self.stack[-1] if isinstance(each, tuple)]
         weight, deep = 1 + sum(each for each, _ in inside), 1 + max((each for _, each in inside), default=0)
         if weight > MOST_PICKLE or deep > MOST_DEEP:
@@ -245,10 +237,10 @@ class _Reader(pickle._Unpickler):  # that of Python: the one of C makes room for
 
 
 def _text_length(value: Any, known: dict[int, int]) -> int:
-    """Characters of a value's text, about; `known`: by id, those of what was met before. Raises Unreadable."""
+    """Return the approximate length of a value's text. `known`: lengths by id. Raises UnreadablePickle."""
     if id(value) in known:
         return known[id(value)]
-    known[id(value)] = 1  # inside itself Python writes dots
+    known[id(value)] = 1  # Python writes dots for a value inside itself
     inside: list[Any] = []
     if isinstance(value, InertValue):
         inside = [*value.arguments]
@@ -264,12 +256,12 @@ def _text_length(value: Any, known: dict[int, int]) -> int:
     if known[id(value)] > MOST_TEXT:
         raise UnreadablePickle(f"its text has more than {MOST_TEXT} characters")
     if isinstance(value, InertValue):
-        known[id(value)] = own  # inside another one
+        known[id(value)] = own  # its short form inside others
     return known[id(value)]
 
 
 def read_pickle(data: bytes) -> Any:
-    """Return what a file of `torch.save` with this content holds. Raises Unreadable."""
+    """Return the content of a file of `torch.save`. Raises UnreadablePickle."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             if sum(info.file_size for info in archive.infolist()) > MOST_BYTES:
@@ -282,5 +274,5 @@ def read_pickle(data: bytes) -> Any:
             return found
     except UnreadablePickle:
         raise
-    except (Exception, RecursionError) as error:  # whatever flipped bytes make of a pickle
+    except (Exception, RecursionError) as error:  # flipped bytes in a pickle can raise anything
         raise UnreadablePickle(f"{type(error).__name__}: {error}") from None

@@ -1,19 +1,18 @@
-"""When an attempt saves its state, and which state it starts from: copies in memory, or the newest whole checkpoint.
+"""Decides when an attempt saves, and which state it starts from: copies in memory, or the newest intact checkpoint.
 
-A damaged checkpoint goes into quarantine, and the attempt starts from the checkpoint before it.
+With `checkpoint.async_save` training waits for a save only while its parts are listed; they are copied beside the next
+forward and backward pass and written beside later steps. Only the update changes weights and optimizer, so it waits for
+the copy.
 
-With `checkpoint.async_save` a save holds training only while its parts are listed; they are copied beside the
-next forward and backward pass and written beside the steps that follow. Weights and optimizer change in the
-update alone, so the update waits for the copy.
-
-| due while a save is under way | then |
+| due while a save is in progress | then |
 |---|---|
-| `checkpoint.interval` | training waits for the end of that save, so that every multiple is saved; a line says so |
-| `triggers/save` | begins at the first step after its end; nothing waits |
-| leaving | waits for its end; then what was trained since is saved |
+| `checkpoint.interval` | training waits for the end of that save, so that every multiple is saved, and logs it |
+| `triggers/save` | starts at the first step after its end; nothing waits |
+| leaving | waits for its end; then later progress is saved |
 
-A save counts when it is published; only then are triggers answered. Its failure is said on rank 0 and known to
-all ranks at the same step; training goes on, and the next save is another chance.
+A save counts when it is published; then triggers are answered. All ranks learn of a failure at the same step, rank 0
+logs it, and training continues until the next save. A damaged checkpoint goes into quarantine, and the attempt starts
+from the checkpoint before it.
 """
 
 from __future__ import annotations
@@ -54,16 +53,16 @@ log = logging.getLogger(__name__)
 
 
 def committed_checksum(path: str) -> str | None:
-    """The checksum that the commit of a checkpoint gives; None where there is none. Raises RunDirError."""
+    """Return the checksum in the commit of a checkpoint; None without a commit. Raises RunDirError."""
     commit = newest_commit_at(path)
     return None if commit is None else commit.checksum
 
 
 def quarantine_and_fall_back(run: Run, attempt: Attempt, base: ResumePoint, error: DamagedCheckpoint) -> ResumePoint:
-    """Leave a checkpoint behind and return the newest whole one before it.
+    """Move a damaged checkpoint into quarantine; return the newest checkpoint before it.
 
-    begin.json follows, if the attempt is to go on from a checkpoint before its own base. Raises FatalTrainingError
-    where no checkpoint is left, and for a checkpoint of another run, which stays where it is.
+    begin.json follows if that one precedes the attempt's base. Raises FatalTrainingError if no checkpoint is left, and
+    for a checkpoint of another run, which is not moved.
     """
     if not is_checkpoint_of(run, base):
         raise FatalTrainingError(
@@ -82,11 +81,11 @@ def quarantine_and_fall_back(run: Run, attempt: Attempt, base: ResumePoint, erro
 
 
 FINAL_SAVE_TRIES = 3
-"""How often a save is tried when leaving; a save in between is tried once and left for the next occasion."""
+"""Tries of the save before leaving; other saves are tried once."""
 
 
 class Saver:
-    """Called by all ranks together, at the same steps."""
+    """Decides about saves; all ranks call it together, at the same steps."""
 
     def __init__(
         self,
@@ -96,7 +95,7 @@ class Saver:
         hooks: Hooks,
         say: Callable[[str], None],
         timings: Timings,
-        pulse: HeartbeatWriter,
+        heartbeat: HeartbeatWriter,
         asynchronous: bool,
         saved_iteration: int,
     ) -> None:
@@ -105,29 +104,29 @@ class Saver:
         self._hooks = hooks
         self._say = say
         self._timings = timings
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         self._asynchronous = asynchronous
         self._under_way: BackgroundSave | None = None
         self._asked: Sequence[Trigger] = ()
-        """The triggers that the save under way answers."""
-        self._lead = control.lead
-        """Without a save under way, as it was last said."""
+        """Triggers that the save in progress answers."""
+        self._lead = control.grace_period
+        """Last reported grace period, without a save in progress."""
         self.saved_iteration = saved_iteration
-        """The newest durable one."""
+        """Iteration of the newest durable checkpoint."""
         self.stall_seconds = 0.0
-        """How long saves have held training; whoever reports it sets it to 0."""
+        """Seconds that saves have held up training; the reader resets it to 0."""
         self._reserved = not asynchronous
 
     def reserve(self, iteration: int) -> None:
-        """Once, when the optimizer has its state: allocate host memory for the copies of saves beside training.
+        """Allocate host memory for asynchronous saves, once, when the optimizer has its state.
 
-        It holds training for as long as that takes, and counts as time of saves.
+        Training waits for it, and the wait counts as time of saves.
         """
         if self._reserved:
             return
         self._reserved = True
         started = time.perf_counter()
-        self._pulse.enter("save", iteration)
+        self._heartbeat.enter("save", iteration)
         reserved = self._checkpointer.reserve()
         seconds = time.perf_counter() - started
         self.stall_seconds += seconds
@@ -135,17 +134,17 @@ class Saver:
             size, pieces = reserved.size / (1 << 30), reserved.pieces
             self._say(f"host memory for saves: {size:.1f} GiB on this rank, {pieces} pieces, in {seconds:.1f} s")
 
-    def look(self) -> AgreedRequests:
-        """See what is asked for; a save that is over on every rank is concluded."""
+    def poll_requests(self) -> AgreedRequests:
+        """Return the agreed requests; conclude a save that is over on every rank."""
         if self._under_way is not None:
-            self._control.lead = self._timings.lead(under_way=self._under_way.seconds)
-        agreed = self._control.look(saving=self._under_way is not None and not self._under_way.over)
+            self._control.grace_period = self._timings.grace_period(under_way=self._under_way.seconds)
+        agreed = self._control.poll(saving=self._under_way is not None and not self._under_way.over)
         if not agreed.saving:
             self._conclude()
         return agreed
 
-    def asked(self, position: TrainingProgress) -> None:
-        """Somebody wants a checkpoint: begin it now, or after the one under way."""
+    def save_on_request(self, position: TrainingProgress) -> None:
+        """Answer triggers/save: start a save now, or after the one in progress."""
         if self._under_way is not None:
             return
         at, taken = position.iteration, self._control.take()
@@ -154,20 +153,20 @@ class Saver:
         else:
             self._begin(position, taken)
 
-    def due(self, position: TrainingProgress) -> None:
-        """This iteration is one of those that are saved."""
-        iteration = position.iteration
-        if iteration not in (self.saved_iteration, self._iteration_under_way):
-            if self._under_way is not None:
+    def save_at_interval(self, position: TrainingProgress) -> None:
+        """Save this iteration, which is a multiple of `checkpoint.interval`."""
+        iteration, save = position.iteration, self._under_way
+        if iteration != self.saved_iteration and (save is None or iteration != save.iteration):
+            if save is not None:
                 self._say(
-                    f"iteration {iteration} is to be saved, and the save of iteration {self._iteration_under_way} is "
+                    f"iteration {iteration} is to be saved, and the save of iteration {save.iteration} is "
                     "still under way: waiting for it; saves are slower than checkpoint.interval"
                 )
-            self.settle(iteration)
+            self.wait_for_save(iteration)
             self._begin(position, ())
 
-    def before_update(self) -> float:
-        """Wait until the state may change; return the seconds it took."""
+    def wait_for_copy(self) -> float:
+        """Wait until the state may change; return the seconds waited."""
         if self._under_way is None or self._under_way.copied:
             return 0.0
         started = time.perf_counter()
@@ -176,17 +175,17 @@ class Saver:
         self.stall_seconds += seconds
         return seconds
 
-    def settle(self, iteration: int) -> None:
-        """Wait for the end of the save under way, if there is one. `iteration`: where training stands."""
+    def wait_for_save(self, iteration: int) -> None:
+        """Wait for the save in progress, if any. `iteration`: the current position of training."""
         if self._under_way is not None:
             started = time.perf_counter()
-            self._pulse.enter("save", iteration)
+            self._heartbeat.enter("save", iteration)
             self._conclude()
             self.stall_seconds += time.perf_counter() - started
 
-    def last(self, position: TrainingProgress) -> str | None:
-        """Before leaving: make the state durable. Returns what went wrong, in words; None: it is durable."""
-        self.settle(position.iteration)
+    def save_before_leaving(self, position: TrainingProgress) -> str | None:
+        """Make the state durable before leaving; return the failure in words, or None."""
+        self.wait_for_save(position.iteration)
         result = None
         for _ in range(FINAL_SAVE_TRIES):
             if position.iteration == self.saved_iteration:
@@ -194,22 +193,17 @@ class Saver:
             result = self._begin(position, (), leaving=True)
         return None if position.iteration == self.saved_iteration else result
 
-    @property
-    def _iteration_under_way(self) -> int | None:
-        return None if self._under_way is None else self._under_way.iteration
-
     def _begin(self, position: TrainingProgress, asked: Sequence[Trigger], *, leaving: bool = False) -> str:
         started = time.perf_counter()
-        self._pulse.enter("save", position.iteration)
+        self._heartbeat.enter("save", position.iteration)
         beside = self._asynchronous and not leaving
-        self._under_way = self._checkpointer.begin(position, copy=self._asynchronous, beside=beside)
+        self._under_way = self._checkpointer.start_save(position, copy=self._asynchronous, beside=beside)
         self._asked = asked
         result = "" if beside else self._conclude()
         self.stall_seconds += time.perf_counter() - started
         return result
 
     def _conclude(self) -> str:
-        """Wait for the save under way and say what came of it, in words."""
         save, asked = self._under_way, self._asked
         if save is None:
             return ""
@@ -223,50 +217,50 @@ class Saver:
             self.saved_iteration = save.iteration
             self._hooks.after_save(commit)
         self._under_way, self._asked = None, ()
-        self.move_deadline()
+        self.update_grace_period()
         self._control.acknowledge(asked, save.iteration, result)
         return result
 
-    def move_deadline(self) -> None:
-        """The lead follows what was measured."""
-        before, self._control.lead = self._lead, self._timings.lead()
-        if abs(self._control.lead - before) > 1:
+    def update_grace_period(self) -> None:
+        """Update the grace period from the measurements."""
+        before, self._control.grace_period = self._lead, self._timings.grace_period()
+        if abs(self._control.grace_period - before) > 1:
             self._say(
-                f"lead {before:.0f} s -> {self._control.lead:.0f} s before the end of the job "
+                f"lead {before:.0f} s -> {self._control.grace_period:.0f} s before the end of the job "
                 f"(95 % of steps within {self._timings.step_p95 or 0:.2f} s, of saves within "
                 f"{self._timings.save_p95 or 0:.1f} s)"
             )
-        self._lead = self._control.lead
+        self._lead = self._control.grace_period
 
 
 MOST_FALL_BACKS = 2
-"""How many damaged checkpoints an attempt leaves behind: where one after the other is damaged, it may be the node."""
+"""Damaged checkpoints that an attempt puts into quarantine: if more in a row are damaged, the node may be at fault."""
 
 
 class QuarantineFailed(RelayrunError):
-    """A damaged checkpoint could not be put into quarantine; the attempt has failed."""
+    """A damaged checkpoint could not be moved into quarantine; the attempt has failed."""
 
 
 class TooManyDamagedCheckpoints(RelayrunError):
-    """One checkpoint after the other was read as damaged; the attempt has failed, and another node may read better."""
+    """Several checkpoints in a row were read as damaged; the attempt has failed, and another node may read them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RestoredState:
-    """What was put in place."""
+    """A state that was restored."""
 
     position: TrainingProgress
     source: str
-    """Which memory it came from, the path of a checkpoint, or nothing at the beginning of a run."""
+    """`memory`, `neighbour`, the path of a checkpoint, or empty at the beginning of a run."""
     durable: int
-    """The iteration of the newest checkpoint."""
+    """Iteration of the newest checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateRestorer:
-    """Puts states in place on this rank; every method is called by all ranks.
+    """Restores states on this rank; all ranks call every method together.
 
-    `guard` learns of rewinds before the state; `memory` is None where no copies are kept; `say` writes for people.
+    `guard` counts rollbacks; `memory` is None without copies in memory; `say` writes for people.
     """
 
     run: Run
@@ -278,8 +272,8 @@ class StateRestorer:
     memory: MemoryTier | None
     say: Callable[[str], None]
 
-    def first(self, base: ResumePoint) -> RestoredState:
-        """Put the state in place from which this start goes on: from memory where the agents say so, or `base`."""
+    def restore(self, base: ResumePoint) -> RestoredState:
+        """Restore the state of this start: from memory if the agents say so, else from `base`."""
         iteration = liveness.memory_iteration()
         if self.memory is not None and iteration is not None:
             position = self.memory.load(iteration, self.config.training.batch_sizes)
@@ -287,16 +281,17 @@ class StateRestorer:
                 return RestoredState(position=position, source=self.memory.source, durable=base.iteration)
             self.say(f"the copies of iteration {iteration} in memory are not whole; from the disk")
         if self.memory is not None:
-            self.memory.void()
-        position, taken = self.newest_whole(base)
-        if self.ranks.rank == 0 and liveness.restart_number() > 1:  # it may be further back than was meant
+            self.memory.discard()
+        position, taken = self.load_newest_intact(base)
+        if self.ranks.rank == 0 and liveness.restart_number() > 1:  # the base may have changed
             restarts.mark_restart_in_metrics(self.attempt, taken.iteration, number=liveness.restart_number())
         return RestoredState(position=position, source=taken.path or "", durable=position.iteration)
 
-    def newest_whole(self, base: ResumePoint) -> tuple[TrainingProgress, ResumePoint]:
-        """Put `base` in place, or the newest before it that holds the bytes that were saved; return which.
+    def load_newest_intact(self, base: ResumePoint) -> tuple[TrainingProgress, ResumePoint]:
+        """Load `base`, or the newest intact checkpoint before it; return the position and that checkpoint.
 
-        Raises TooManyDamaged behind three that do not, and FallBackFailed where one cannot be put into quarantine.
+        Raises TooManyDamagedCheckpoints after MOST_FALL_BACKS + 1 damaged ones, QuarantineFailed if one cannot be
+        moved.
         """
         for left in reversed(range(MOST_FALL_BACKS + 1)):
             if base.path is None:
@@ -316,7 +311,7 @@ class StateRestorer:
         return TrainingProgress(self.config.training.batch_sizes), base
 
     def _checkpoint(self, iteration: int, path: str) -> TrainingProgress:
-        """Put a checkpoint in place, and pass over what led to trouble after it before. Raises Damaged on all ranks."""
+        """Load a checkpoint and skip the samples of earlier rollbacks. Raises DamagedCheckpoint on all ranks."""
         own = is_checkpoint_of(self.run, ResumePoint(iteration=iteration, path=path))
         root = self.ranks.on_first_rank(partial(committed_checksum, path), InputError)
         position = self.checkpointer.load(Path(path), self.config.training.batch_sizes, root=root, foreign=not own)

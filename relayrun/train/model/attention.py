@@ -1,22 +1,18 @@
-"""Attention on torch alone, in place of megatron-core's own: causal attention, and multi-latent attention (MLA).
+"""Attention on torch alone, in place of megatron-core's: causal attention, and multi-latent attention (MLA).
 
-`gather_sequence` and `scatter_sequence` are context parallelism by heads: for attention alone, every rank gets the
-whole sequence and a part of the heads. `attend_varlen` calls torch's kernel for sequences of any length.
+megatron-core's DotProductAttention keeps scores and probabilities of [batch, heads, sequence, sequence] for every
+layer. torch selects a flash kernel, on GPUs and on CPUs, whose memory grows with the sequence instead of its square.
+With attention dropout on a CPU torch has no such kernel and computes the matrix.
 
-megatron-core's DotProductAttention keeps scores and probabilities of [batch, heads, sequence, sequence] for
-every layer. torch picks a flash kernel, on GPUs and on CPUs, which keeps none: memory grows with the
-sequence, not with its square. With attention dropout on a CPU torch has no such kernel and computes the
-matrix after all.
+Documents (`data.reset_attention_mask`) are attended to separately, without a mask: on GPUs in one call of torch's
+kernel for variable lengths (`attend_varlen`), elsewhere one after the other. A sliding window
+(`model.transformer.window_size`) is an option of that kernel; elsewhere a sequence is processed in blocks, each with
+the tokens in its window, so time grows with sequence x window.
 
-Documents (`data.reset_attention_mask`) are attended to one by one, without a mask: on GPUs in one call of torch's
-kernel for sequences of any length, elsewhere one after the other. The time falls with their lengths.
-
-A sliding window (`model.transformer.window_size`) is an option of that kernel, with documents or without; elsewhere a
-sequence is attended to in blocks, each with the tokens that its window reaches. Time grows with sequence x window.
-
-An all-to-all before attention and one behind it (DeepSpeed-Ulysses, arXiv 2309.14509). Attention itself then runs as
-on one rank, with any documents in the sequence. megatron-core's other layers see the tokens of their rank: of 2 n equal
-parts of a sequence, rank r of n has the parts r and 2 n - 1 - r (`get_batch_on_this_cp_rank`).
+Context parallelism splits attention by heads, with an all-to-all before and after it (DeepSpeed-Ulysses, arXiv
+2309.14509): `gather_sequence` gives every rank the whole sequence and a part of the heads. Other layers see the tokens
+of their rank: of 2 n equal parts of a sequence, rank r of n has the parts r and 2 n - 1 - r
+(`get_batch_on_this_cp_rank`).
 """
 
 from __future__ import annotations
@@ -31,14 +27,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as functional
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
 from megatron.core.tensor_parallel import ColumnParallelLinear, get_cuda_rng_tracker
 from megatron.core.tensor_parallel.mappings import (
     all_to_all,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer import TransformerConfig, multi_latent_attention
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention
@@ -51,10 +46,10 @@ from relayrun.train.model.packed_documents import PackedDocuments, whole_rows
 def gather_sequence(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """From this rank's tokens and all heads to all tokens, in order, and this rank's heads.
+    """Exchange this rank's tokens of all heads for all tokens, in order, of this rank's heads.
 
-    query [sequence / n, batch, heads, channels], key and value with groups in the place of heads. Returns them as
-    [sequence, batch, heads / n, channels]; groups that are too few are repeated.
+    query [sequence / n, batch, heads, channels], key and value with groups in place of heads. Returns them as
+    [sequence, batch, heads / n, channels]; too few groups are repeated.
     """
     size = parallel_state.get_context_parallel_world_size()
     heads, groups = query.shape[2], key.shape[2]
@@ -66,7 +61,8 @@ def gather_sequence(
 
 
 def scatter_sequence(out: torch.Tensor) -> torch.Tensor:
-    """Back from all tokens [sequence, batch, heads / n, channels] to this rank's [sequence / n, batch, heads, ...]."""
+    """Exchange all tokens [sequence, batch, heads / n, channels] for this rank's [sequence / n, batch, heads,
+    channels]."""
     size = parallel_state.get_context_parallel_world_size()
     sequence, batch, heads, channels = out.shape
     parts = out.reshape(2 * size, sequence // (2 * size), batch, heads, channels)[_of_ranks(size)]
@@ -85,15 +81,15 @@ def _gathered(part: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _of_ranks(size: int) -> list[int]:
-    """The parts of a sequence in the order in which the ranks hold them."""
+    """Return the parts of a sequence in the order in which the ranks hold them."""
     return [part for rank in range(size) for part in (rank, 2 * size - 1 - rank)]
 
 
 def varlen_options(known: Iterable[str], *, grouped: bool, window: int | None = None) -> tuple[dict[str, Any], bool]:
-    """Return how to ask for causal attention, by the names of the function's arguments, which changed between versions.
+    """Return the arguments of causal attention for a function with these argument names, which differ between versions.
 
-    Also whether it takes groups of keys and values as they are; else there has to be one for every head. `window`: how
-    many tokens before itself a token sees; None: all.
+    Also returns True if the function takes grouped keys and values; else it needs them for every head. `window`: number
+    of previous tokens that a token sees; None: all.
     """
     left = -1 if window is None else window
     causal: dict[str, Any] = {"window_size": (left, 0)} if "window_size" in known else {"is_causal": True}
@@ -103,7 +99,7 @@ def varlen_options(known: Iterable[str], *, grouped: bool, window: int | None = 
 
 @cache
 def varlen_function() -> Callable[..., Any] | None:
-    """The function of this torch; None where it has none."""
+    """Return torch's `varlen_attn`; None if this torch lacks it."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -113,7 +109,7 @@ def varlen_function() -> Callable[..., Any] | None:
 
 
 def varlen_usable(query: torch.Tensor, *, window: int | None = None) -> bool:
-    """Whether it has a kernel for this device and type, and for a window: that of flash attention, for 16 bits."""
+    """True if it has a kernel for this device, type and window: flash attention's, for 16 bits."""
     call = varlen_function()
     if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16) or call is None:
         return False
@@ -131,7 +127,7 @@ def attend_varlen(
     scale: float | None,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Attend with query [sequence, batch, heads, channels] to key and value of groups; returns query's shape."""
+    """Attend with query [sequence, batch, heads, channels] to key and value of groups; return query's shape."""
     call = varlen_function()
     assert call is not None
     sequence, batch = query.shape[:2]
@@ -142,7 +138,7 @@ def attend_varlen(
         key, value = (part.repeat_interleave(heads // groups, dim=2) for part in (key, value))
     if scale is not None:
         asked["scale"] = scale
-    # row behind row, as the bounds count
+    # rows one after the other, as the bounds count
     flat = (part.transpose(0, 1).reshape(batch * sequence, part.shape[2], -1) for part in (query, key, value))
     bounds, longest = documents.bounds, documents.longest
     out = call(*flat, bounds, bounds, longest, longest, **asked)
@@ -150,20 +146,10 @@ def attend_varlen(
     return out.view(batch, sequence, heads, -1).transpose(0, 1)  # type: ignore[no-any-return]
 
 
-def patch_latent_attention() -> None:
-    """Let the layer be built where TransformerEngine is missing; elsewhere do nothing.
-
-    Fault: megatron-core 0.16.1 takes TransformerEngine for installed there (transformer/multi_latent_attention.py:60)
-    and asks whether a layer is one of a class that is none: TypeError at line 185.
-    """
-    if not HAVE_TE:
-        multi_latent_attention.HAVE_TE = False
-
-
 class LatentAttention(MLASelfAttention):  # type: ignore[misc]  # megatron-core has no types
-    """The attention of a layer. Documents concern its core attention alone, and positions are told from outside.
+    """Attention of a layer. Documents concern only its core attention, and positions are set from outside.
 
-    megatron-core's own drops the batch's axis where it is 1 and there are documents, as its format `thd` wants it.
+    megatron-core's own drops a batch axis of size 1 if there are documents, as its format `thd` requires.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -172,11 +158,11 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]  # megatron-core 
             self.linear_kv_down_proj.register_forward_hook(self._gathered)
 
     def _gathered(self, _: torch.nn.Module, __: Any, out: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
-        """Gather what the projection to keys and values gives on tensor-parallel ranks, here and not in the base class.
+        """Gather the tensor-parallel projection to keys and values here instead of in the base class.
 
-        Fault: the rotary channels of a key are shared by all heads, and a rank has the gradient of its own heads for
-        them. megatron-core 0.16.1 gathers the channels (multi_latent_attention.py) by a function whose backward pass
-        takes a rank's part of its own gradient, as is right for what a column-parallel layer follows on.
+        Fault: all heads share the rotary channels of a key, and a rank has their gradient for its own heads only.
+        megatron-core 0.16.1 gathers the channels (multi_latent_attention.py) with a backward pass that takes a rank's
+        part of its own gradient, which is right only after a column-parallel layer.
         """
         whole = gather_from_tensor_model_parallel_region(out[0])
         if self.config.sequence_parallel:  # of this rank's tokens; the base class gathers the rotary channels, and sums
@@ -193,7 +179,7 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]  # megatron-core 
         packed_seq_params: Any = None,
         **named: Any,
     ) -> tuple[torch.Tensor, ...]:
-        """As in the base class: query, key and value [sequence, batch, heads, channels], and what they come from."""
+        """Return query, key and value [sequence, batch, heads, channels], and their inputs."""
         seen = None if isinstance(packed_seq_params, PackedDocuments) else packed_seq_params
         found: tuple[torch.Tensor, ...] = super().get_query_key_value_tensors(
             hidden_states, key_value_states, position_ids, seen, **named
@@ -202,10 +188,10 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]  # megatron-core 
 
 
 class _OfAllHeads(torch.autograd.Function):
-    """The identity; its gradient is the sum over tensor-parallel ranks.
+    """Identity; its gradient is the sum over tensor-parallel ranks.
 
-    megatron-core's `copy_to_tensor_model_parallel_region` sums a copy of a gradient that is a part of a larger tensor,
-    and returns what it was (tensor_parallel/mappings.py, `_reduce`).
+    megatron-core's `copy_to_tensor_model_parallel_region` sums a copy of a gradient that is a view, and returns the
+    original (tensor_parallel/mappings.py, `_reduce`).
     """
 
     @staticmethod
@@ -221,16 +207,16 @@ class _OfAllHeads(torch.autograd.Function):
 
 
 SHORTEST_BLOCK = 128
-"""Tokens of a block of a sequence with a window, where the window has not as many."""
+"""Least tokens of a block of a sequence with a window."""
 
 
 class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
-    """A `core_attention` for megatron-core's layer specs; the arguments are those it passes."""
+    """`core_attention` for megatron-core's layer specs, with their arguments."""
 
     def __init__(
         self, config: TransformerConfig, *, layer_number: int = 1, softmax_scale: float | None = None, **_: Any
     ) -> None:
-        """`layer_number` counts from 1: a pattern says which layers have the window."""
+        """`layer_number` counts from 1: a pattern sets the layers with a window."""
         super().__init__(config=config)
         pattern = config.window_attn_skip_freq
         windowed = is_layer_window_attention(config.window_size, pattern, layer_number)
@@ -252,9 +238,9 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
     ) -> torch.Tensor:
         """Attend with query [sequence, batch, heads, channels] to key and value [sequence, batch, groups, channels].
 
-        Returns [sequence, batch, heads * channels]; channels of value, which may be others than those of query and key.
-        Heads and groups are those of this tensor-parallel rank, the sequence is this context-parallel rank's part of
-        it. A token sees those before it in its row, or in its document with `packed_seq_params`, which speak of whole
+        Returns [sequence, batch, heads * channels], with the channels of value, which may differ from query and key.
+        Heads and groups are those of this tensor-parallel rank, the sequence is this context-parallel rank's part. A
+        token sees the tokens before it in its row, or in its document with `packed_seq_params`, which describe whole
         rows. There is no mask.
         """
         assert attention_mask is None
@@ -263,8 +249,8 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         if self._context_size > 1:
             query, key, value = gather_sequence(query, key, value)
         dropout = self._dropout if self.training else 0.0
-        # Heads are split over tensor-parallel ranks: each its own masks. With sequence parallel whole layers are within
-        # such a fork already; recomputed, they have its state but not its name, and a second fork would draw anew.
+        # Heads are split over tensor-parallel ranks: each draws its own masks. With sequence parallelism whole layers
+        # are in such a fork; recomputed, they have its state but not its name, and a second fork would draw anew.
         if dropout and not self._forked:
             with get_cuda_rng_tracker().fork():
                 out = self._attend(query, key, value, packed_seq_params, dropout)
@@ -282,7 +268,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         documents: PackedDocuments | None,
         dropout: float,
     ) -> torch.Tensor:
-        """All as in `forward`, over whole rows; returns [sequence, batch, heads, channels]."""
+        """Attend over whole rows; return [sequence, batch, heads, channels]."""
         packed = documents is not None or self._window is not None
         if packed and not dropout and varlen_usable(query, window=self._window):
             rows = documents or whole_rows(query.shape[1], query.shape[0], query.device)
@@ -322,7 +308,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         dropout: float,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One call of torch's kernel for [batch, heads or groups, sequence, channels]: causal, or by a mask."""
+        """Call torch's kernel for [batch, heads or groups, sequence, channels]: causal, or with a mask."""
         repeat = query.shape[1] // key.shape[1]
         shared = repeat > 1 and _kernel_takes_groups(query, key, value, dropout, mask)
         if repeat > 1 and not shared:
@@ -340,16 +326,16 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
 
 
 def _within(window: int, before: int, length: int, *, device: torch.device) -> torch.Tensor:
-    """Which of the tokens `before` a block and in it, of this length, each token of the block sees: bool, by rows."""
+    """Return the mask [length, before + length]: True for the tokens that each token of a block sees."""
     own = torch.arange(before, before + length, device=device)[:, None]
     other = torch.arange(before + length, device=device)
     return (other <= own) & (other >= own - window)
 
 
 def _of_one_width(*parts: torch.Tensor) -> list[torch.Tensor]:
-    """Fill up the channels of query, key and value with zeros, which change nothing, to the widest of the three.
+    """Pad the channels of query, key and value to the widest with zeros, which do not change the result.
 
-    torch's flash kernels want as many in a value as in a query; without one it would keep the whole matrix of scores.
+    torch's flash kernels need equal channels in value and query; without a flash kernel torch keeps all scores.
     """
     width = max(part.shape[-1] for part in parts)
     return [part if part.shape[-1] == width else functional.pad(part, (0, width - part.shape[-1])) for part in parts]
@@ -358,10 +344,10 @@ def _of_one_width(*parts: torch.Tensor) -> list[torch.Tensor]:
 def _kernel_takes_groups(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, mask: torch.Tensor | None
 ) -> bool:
-    """Whether torch reads keys and values of groups as they are, all [batch, heads or groups, sequence, channels].
+    """True if torch reads grouped keys and values directly, all [batch, heads or groups, sequence, channels].
 
-    The flash kernel of CPUs does. Of those for GPUs flash does, which does not take fp32, and the memory-efficient one
-    only in some versions of torch. Where none does, torch would fall back to the whole matrix.
+    The flash kernel of CPUs does. On GPUs flash does, which lacks fp32, and the memory-efficient kernel in some
+    versions of torch. Without either torch would fall back to the whole matrix.
     """
     if key.device.type == "cpu":
         return True

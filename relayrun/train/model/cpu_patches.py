@@ -1,11 +1,8 @@
-"""Lets megatron-core 0.16.1 run where there is no CUDA; does nothing where there is.
+"""Patches that let megatron-core run without CUDA; with CUDA they do nothing.
 
-megatron-core trains on gloo, but names CUDA in places that no option reaches. Each patch below says
-which file needs it (paths below megatron/core). Where an option exists it is used instead, see `gpt.py`:
-use_cpu_initialization, an explicit attention mask, no fusions. Nothing else in this package asks whether
-there is a GPU, apart from `distributed.py`, which picks the backend.
-
-All patches act on this process alone, which must be a training rank.
+megatron-core trains on gloo, but names CUDA in places that no option reaches. Each patch names the files that need it
+(below megatron/core, in 0.16.1). If an option exists, it is used instead, see `model/gpt.py`: use_cpu_initialization,
+no attention mask, no fusions. All patches act on this process only, which must be a training rank.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ _FACTORIES = ("tensor", "zeros", "ones", "empty", "full")
 
 
 def patch_for_cpu() -> None:
-    """Apply the patches if there is no CUDA. Call it once, before megatron-core builds anything."""
+    """Apply the patches without CUDA. Call it once, before megatron-core builds anything."""
     if not torch.cuda.is_available():
         _devices()
         _factories()
@@ -33,12 +30,11 @@ def patch_for_cpu() -> None:
 
 
 def _devices() -> None:
-    """The current device is the CPU, and there is nothing to wait for.
+    """Make the CPU the current device, with nothing to wait for.
 
-    models/common/embeddings/rotary_pos_embedding.py:162 moves inverse frequencies there,
-    distributed/param_and_grad_buffer.py:800 and 806 allocate the gradient buffers there, and
-    optimizer/distrib_optimizer.py, pipeline_parallel/p2p_communication.py and dist_checkpointing/ their
-    receive buffers; the last two also synchronize.
+    models/common/embeddings/rotary_pos_embedding.py moves inverse frequencies there,
+    distributed/param_and_grad_buffer.py allocates the gradient buffers there, and optimizer/distrib_optimizer.py,
+    pipeline_parallel/p2p_communication.py and dist_checkpointing/ their receive buffers; the last two also synchronize.
     """
     cpu = torch.device("cpu")
     _replace(torch.cuda, "current_device", lambda: cpu)
@@ -47,10 +43,10 @@ def _devices() -> None:
 
 
 def _factories() -> None:
-    """The literal device="cuda" of a tensor factory means the CPU; `Tensor.cuda` is the identity.
+    """Let device="cuda" of a tensor factory mean the CPU; `Tensor.cuda` is the identity.
 
-    optimizer/optimizer.py:481, 485, 907 (scale factors), optimizer/clip_grads.py (overflow buffer),
-    pipeline_parallel/schedules.py:596, 983, 2138 (token counts), models/common/embeddings/rope_utils.py:64.
+    optimizer/optimizer.py (scale factors), optimizer/clip_grads.py (overflow buffer), pipeline_parallel/schedules.py
+    (token counts), models/common/embeddings/rope_utils.py.
     """
     for name in _FACTORIES:
         _replace(torch, name, _on_cpu(getattr(torch, name)))
@@ -58,11 +54,10 @@ def _factories() -> None:
 
 
 def _random() -> None:
-    """The CUDA generator is the CPU's: dropout draws from that one here.
+    """Let the CUDA generator be the CPU's, from which dropout draws here.
 
-    tensor_parallel/random.py:55, 235 and 248 keep named states of "the CUDA generator" and swap them in
-    around dropout (`fork`). On a CPU a fork also sees the CPU generator move, which it logs as suspicious
-    every time; that one logger is silenced.
+    tensor_parallel/random.py keeps named states of "the CUDA generator" and swaps them in around dropout (`fork`). On a
+    CPU a fork also moves the CPU generator, which its logger reports every time; that logger is silenced.
     """
     from megatron.core.tensor_parallel import random as megatron_random
 
@@ -80,10 +75,10 @@ def _random() -> None:
 
 
 def _type_names() -> None:
-    """`Tensor.type()` reports torch.cuda.*.
+    """Let `Tensor.type()` return torch.cuda.*.
 
-    optimizer/clip_grads.py:167, optimizer/distrib_optimizer.py:431 and optimizer/optimizer.py:695 compare
-    this name to tell fp32 from bf16, and know only the names of CUDA tensors.
+    optimizer/clip_grads.py, optimizer/distrib_optimizer.py and optimizer/optimizer.py compare this name to tell fp32
+    from bf16, and know only the names of CUDA tensors.
     """
     original = torch.Tensor.type
 
@@ -96,7 +91,7 @@ def _type_names() -> None:
 
 
 class _Stream:
-    """A stream of a device that has none: what is given to it is done at once."""
+    """Stream of a device without streams: its work is done at once."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -105,7 +100,7 @@ class _Stream:
         """Return at once."""
 
     def record_event(self, event: object = None) -> _Stream:
-        """Return what can be waited for."""
+        """Return an object to wait for."""
         return self
 
     def synchronize(self) -> None:
@@ -113,11 +108,11 @@ class _Stream:
 
 
 def _streams() -> None:
-    """There are streams, and nothing to wait for in them.
+    """Provide streams with nothing to wait for.
 
-    transformer/moe/token_dispatcher.py:444 and 871-899 (alltoall) and transformer/moe/shared_experts.py copy to the
-    host and compute shared experts on streams of their own. distributed/distributed_data_parallel.py:229 and
-    distributed/param_and_grad_buffer.py:418, 425 and 523 reduce the gradients of several optimizer instances on one.
+    transformer/moe/token_dispatcher.py (alltoall) and transformer/moe/shared_experts.py copy to the host and compute
+    shared experts on their own streams. distributed/distributed_data_parallel.py and
+    distributed/param_and_grad_buffer.py reduce the gradients of several optimizer instances on a stream.
     """
     here = _Stream()
     _replace(torch.cuda, "Stream", _Stream)
@@ -127,9 +122,9 @@ def _streams() -> None:
 
 
 def _splits() -> None:
-    """The numbers of tokens that go to each rank are numpy's, as they are after a copy from a GPU.
+    """Return the numbers of tokens per rank as numpy arrays, as after a copy from a GPU.
 
-    transformer/moe/moe_utils.py:1078 makes them so for tensors of a GPU alone, and torch's all-to-all takes no tensors.
+    transformer/moe/moe_utils.py converts only tensors of a GPU, and torch's all-to-all takes no tensors.
     """
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -143,10 +138,9 @@ def _splits() -> None:
 
 
 def _compiled() -> None:
-    """The parts of the fused loss run as they are written: for CPUs a compiler would have to be there, and take longer
-    than the runs that go there.
+    """Run the parts of the fused loss uncompiled: a compiler may be missing, and takes longer than runs on CPUs.
 
-    fusions/fused_cross_entropy.py has them compiled by torch on first use.
+    fusions/fused_cross_entropy.py lets torch compile them on first use.
     """
     from megatron.core.fusions import fused_cross_entropy
 

@@ -1,10 +1,8 @@
 """Mixtures of experts (MoE) as megatron-core's MoELayer, and the auxiliary losses of their routers.
 
-Fresh weights do not depend on the layout.
-
-Without TransformerEngine an expert is a feed-forward layer of its own, and those of a rank come one after the other.
-
-megatron-core adds them up in every layer, rank and micro-batch, without their factors. Names are Megatron's.
+Without TransformerEngine each expert is a feed-forward layer, and the experts of a rank run one after the other. Fresh
+weights do not depend on the layout. megatron-core sums auxiliary losses in every layer, rank and micro-batch, without
+their factors, under Megatron's names.
 """
 
 from __future__ import annotations
@@ -34,11 +32,11 @@ AUXILIARY_LOSSES = {
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": "global_load_balancing_loss",
 }
-"""What megatron-core calls the loss of each `moe_router_load_balancing_type`."""
+"""Name in megatron-core of the loss of each `moe_router_load_balancing_type`."""
 
 
 def auxiliary_loss_names(transformer: TransformerSection) -> list[str]:
-    """Return the losses of a model, in one order on all ranks; a stage without experts has none to add to them."""
+    """Return the losses of a model, in equal order on all ranks; a stage without experts contributes nothing."""
     if transformer.num_moe_experts is None:
         return []
     kinds, factors = transformer.moe_router_load_balancing_type, transformer.moe_aux_loss_coeff
@@ -52,22 +50,22 @@ def auxiliary_loss_names(transformer: TransformerSection) -> list[str]:
 
 
 class AuxiliaryLosses:
-    """Collects them over layers and ranks, once an iteration."""
+    """Collects the losses over layers and ranks, once per iteration."""
 
     def __init__(self, wanted: list[str], *, layers: int, ranks: Ranks) -> None:
-        """`layers`: how many of the whole model have experts."""
+        """`layers`: number of layers with experts in the whole model."""
         self._names = wanted
         self._layers = layers
         self._ranks = ranks
 
     def __bool__(self) -> bool:
-        """Whether the model has any."""
+        """True if the model has such losses."""
         return bool(self._names)
 
     def take(self, micro_batches: int) -> dict[str, float]:
-        """Return the mean of each over layers, micro-batches and replicas, the same on every rank, and begin anew.
+        """Return the mean of each loss over layers, micro-batches and replicas, equal on every rank, and reset.
 
-        One small all-reduce; nothing where the model has no such losses.
+        One small all-reduce; none if the model has no such losses.
         """
         if not self._names:
             return {}
@@ -82,7 +80,7 @@ class AuxiliaryLosses:
         return dict(zip(self._names, means.tolist(), strict=True))
 
     def _measured_by(self, name: str) -> int:
-        """How many ranks have measured a loss of the same layer, and not a part of it."""
+        """Return how many ranks measured a loss of the same layer, and not a part of it."""
         replicas = self._ranks.data_parallel_size
         if name == "global_load_balancing_loss":  # each rank has a part of the mean over all replicas
             return 1
@@ -91,25 +89,15 @@ class AuxiliaryLosses:
         return replicas
 
 
-def patch_router() -> None:
-    """Let the router compute its scores where TransformerEngine is missing; elsewhere do nothing.
-
-    Fault: megatron-core 0.16.1 asks whether `te_general_gemm` is None (transformer/moe/moe_utils.py:1192 and 1225), and
-    without TransformerEngine there is no such name.
-    """
-    if not moe_utils.HAVE_TE:
-        moe_utils.te_general_gemm = None
-
-
 class LocalExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no types
-    """The experts of a rank, one after the other; names in a checkpoint are those of TransformerEngine's, too.
+    """Experts of a rank, run one after the other; names in a checkpoint equal TransformerEngine's.
 
-    megatron-core 0.16.1 draws fresh weights on a CPU for the experts of each rank from one state of the generator: with
-    expert parallelism the first experts of all ranks begin as twins, which the router can hardly tell apart, and what
-    is drawn behind them depends on how many a rank holds. Here an expert's weights follow from its number among all.
+    megatron-core 0.16.1 draws fresh weights on a CPU for the experts of each rank from one generator state: with expert
+    parallelism the first experts of all ranks start as twins, which the router can hardly tell apart, and later draws
+    depend on the number of experts per rank. Here an expert's weights follow from its global number.
 
-    It also sums the output of an expert that is on one rank alone, with what gives out a view of its input, and adds
-    the bias in place (transformer/mlp.py:247), which autograd refuses for views.
+    It also sums the output of an expert on one rank alone in place, in a view of its input, and adds the bias in place
+    (transformer/mlp.py), which autograd refuses for views.
     """
 
     def __init__(
@@ -118,7 +106,7 @@ class LocalExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no
         config: TransformerConfig,
         submodules: MLPSubmodules,
         pg_collection: Any = None,
-        **_: Any,  # a name, which later versions give it
+        **_: Any,  # a name, in later versions
     ) -> None:
         super().__init__(0, config, submodules, pg_collection)
         self.num_local_experts = num_local_experts
@@ -126,7 +114,7 @@ class LocalExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no
         first = self.ep_group.rank() * num_local_experts
         for number in range(first, first + num_local_experts):
             with _generator_at(drawn + number), warnings.catch_warnings():
-                # a whole expert is told of the sequence parallelism around it, and says that it does without
+                # a whole expert warns that it does not use the sequence parallelism around it
                 warnings.filterwarnings("ignore", message="`sequence_parallel` is set to `True`")
                 expert = MLP(
                     self.config,
@@ -135,13 +123,13 @@ class LocalExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no
                     is_expert=True,
                     tp_group=self.tp_group,
                 )
-            expert.linear_fc2.explicit_expert_comm = True  # the sum is the dispatcher's, as with more ranks
+            expert.linear_fc2.explicit_expert_comm = True  # the dispatcher sums, as with more ranks
             self.local_experts.append(expert)
 
 
 @contextlib.contextmanager
 def _generator_at(seed: int) -> Iterator[None]:
-    """Draw on the CPU from this seed, and go on as before; on a GPU megatron-core draws from states of its own."""
+    """Draw on the CPU from this seed, and restore the generator; on a GPU megatron-core draws from its own states."""
     before = torch.get_rng_state()
     torch.default_generator.manual_seed(seed)
     try:
@@ -151,12 +139,11 @@ def _generator_at(seed: int) -> Iterator[None]:
 
 
 def reduce_over_own_replicas(model: torch.nn.Module) -> None:
-    """Let the gradients of experts be summed over the ranks that hold the same ones.
+    """Sum the gradients of experts over the ranks that hold the same experts.
 
-    Fault: megatron-core 0.16.1 asks expert_model_parallel_size alone whether these are others than for the rest of the
-    model (tensor_parallel/layers.py:886 and 1209). With all experts on every rank, but each in other parts than the
-    rest, their gradients would be summed over data-parallel ranks only: replicas of an expert drift apart, and no
-    error says so.
+    Fault: megatron-core 0.16.1 uses expert_model_parallel_size alone to decide if these ranks differ from those of the
+    rest of the model (tensor_parallel/layers.py). If every rank has all experts, but in other parts than the rest,
+    gradients would be summed over data-parallel ranks only: replicas of an expert diverge without an error.
     """
     for layer in model.modules():
         if isinstance(layer, BaseMoELayer):
@@ -165,15 +152,15 @@ def reduce_over_own_replicas(model: torch.nn.Module) -> None:
 
 
 class LocalRouters:
-    """The routers of this rank, with what megatron-core does to them in a step before it should, or not as it should.
+    """Routers of this rank, with corrections of what megatron-core does to them in a step.
 
-    Fault: where gradients are divided by the tokens that count (`calculate_per_token_loss`), megatron-core 0.16.1
-    multiplies a router's losses by the tokens that this rank routes (transformer/moe/router.py:466 and 498). With
-    tensor and context parallelism that is a part of them, with `seq_aux_loss` those of one sequence, and with a mask
-    more than count. 0.19 knows the first two. Here the factor is what the division takes away, for every version.
+    Fault: if gradients are divided by the counted tokens (`calculate_per_token_loss`), megatron-core 0.16.1 multiplies
+    a router's losses by the tokens that this rank routes (transformer/moe/router.py). With tensor and context
+    parallelism these are a part, with `seq_aux_loss` those of one sequence, and with a mask more than count. 0.19
+    corrects the first two. Here the factor cancels the division, for every version.
 
-    `finalize_model_grads` moves the biases that balance experts (`moe_router_enable_expert_bias`), before anybody has
-    decided on the update, and while a save may still read them. So each step moves copies of them.
+    `finalize_model_grads` moves the biases that balance experts (`moe_router_enable_expert_bias`) before the update is
+    decided, and while a save may still read them. So each step moves copies of them.
     """
 
     def __init__(self, chunks: Iterable[torch.nn.Module], settings: TransformerSection, *, by_token: bool) -> None:
@@ -183,8 +170,8 @@ class LocalRouters:
         for router in self._all if by_token else ():
             router.calculate_per_token_loss = False
 
-    def weigh(self, factor: float) -> None:
-        """Multiply the losses of the next step; those that are reported stay what they are."""
+    def scale_losses(self, factor: float) -> None:
+        """Multiply the losses of the next step; reported losses do not change."""
         aux, z = self._settings.moe_aux_loss_coeff, self._settings.moe_z_loss_coeff
         for router in self._all:
             router.config.moe_aux_loss_coeff = (
@@ -192,17 +179,17 @@ class LocalRouters:
             )
             router.config.moe_z_loss_coeff = None if z is None else factor * z
 
-    def begin(self) -> None:
-        """Let the step that follows move copies of the biases; one that has not ended has moved none."""
-        self.end(moved=False)
+    def begin_step(self) -> None:
+        """Let the next step move copies of the biases; discard the moves of an unfinished step."""
+        self.end_step(moved=False)
         for router in self._balanced():
             bias = router.expert_bias
-            bias.data = bias.data.float()  # as the router makes it before it reads it first
+            bias.data = bias.data.float()  # as the router does before its first read
             self._biases.append(bias)
             router.expert_bias = bias.clone()
 
-    def end(self, *, moved: bool) -> None:
-        """Put the biases back: as the step has moved them, or as they were."""
+    def end_step(self, *, moved: bool) -> None:
+        """Put the biases back, with or without the moves of the step."""
         for router, bias in zip(self._balanced(), self._biases, strict=False):
             if moved:
                 bias.copy_(router.expert_bias)
@@ -215,6 +202,9 @@ class LocalRouters:
 
 def local_experts(config: TransformerConfig) -> Any:
     """Return the feed-forward part of a layer with experts, made of local modules."""
-    patch_router()
+    # megatron-core 0.16.1 checks if `te_general_gemm` is None (transformer/moe/moe_utils.py), and without
+    # TransformerEngine that name is undefined
+    if not moe_utils.HAVE_TE:
+        moe_utils.te_general_gemm = None
     part = get_mlp_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
     return megatron_versions.with_experts(part, LocalExperts)

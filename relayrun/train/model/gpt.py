@@ -1,7 +1,7 @@
-"""The model as megatron-core's GPTModel, its TransformerConfig, and the pass of a batch through it.
+"""GPTModel of megatron-core from a config: its TransformerConfig, this rank's stage, and the pass of micro-batches.
 
-RMSNorm, SwiGLU, rotary positions, grouped-query attention (arXiv 2407.21783), or what `model.transformer` asks for, in
-fp32 or bf16. `model.layers` says what its layers are made of.
+RMSNorm, SwiGLU, rotary positions and grouped-query attention (arXiv 2407.21783), or what `model.transformer` sets, in
+fp32 or bf16. `model.layers` has the modules of the layers.
 """
 
 from __future__ import annotations
@@ -31,19 +31,18 @@ from relayrun.config.sections.model import LLAMA_DEFAULTS, LatentAttentionFields
 from relayrun.errors import ConfigError, FatalTrainingError
 from relayrun.tokens.order import sample_rows
 from relayrun.train import distributed, megatron_versions, user_code
-from relayrun.train.distributed import Ranks
-from relayrun.train.loss import LossResult, LossSum, loss_function
-from relayrun.train.model import experts, kernels, layers, user_parts
+from relayrun.train.distributed import LossSum, Ranks
+from relayrun.train.loss import LossResult, UserLoss, loss_function
+from relayrun.train.model import experts, kernels, layers
 from relayrun.train.model.experts import AuxiliaryLosses
 from relayrun.train.model.layers import ACTIVATION_FUNCTIONS
 from relayrun.train.model.packed_documents import PackedDocuments, RowwiseRotaryEmbedding, positions_for
 from relayrun.train.model.size import flops_per_token, pad_to_multiple
-from relayrun.train.model.user_parts import UserLoss
 from relayrun.train.timers import Timers
 
 
 def transformer_arguments(model: ModelSection, *, on_gpu: bool) -> dict[str, Any]:
-    """What `model.transformer` says, by the names of the fields.
+    """Return the settings of `model.transformer` as fields of a TransformerConfig.
 
     Raises FatalTrainingError if the installed megatron-core lacks a field that is set.
     """
@@ -60,7 +59,7 @@ def transformer_arguments(model: ModelSection, *, on_gpu: bool) -> dict[str, Any
             hint="leave it out of model.transformer, or install a version that has it",
         )
     function = ACTIVATION_FUNCTIONS[settings.activation_func]
-    # the one kernel that computes what the settings say: the others leave out an offset or a bound
+    # only this kernel computes all settings: the others ignore an offset or a bound
     plain = settings.glu_linear_offset == 0 and settings.activation_func_clamp_value is None
     fused = on_gpu and function is functional.silu and settings.gated_linear_unit and plain
     given |= {"activation_func": function, "bias_activation_fusion": fused}
@@ -74,20 +73,20 @@ megatron_versions.quiet_megatron()
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """What one rank runs at a time."""
+    """Input of one forward pass of a rank."""
 
     tokens: npt.NDArray[np.int64]
-    """Token ids of shape [micro_batch_size, seq_length + 1]: inputs, and targets one place further."""
+    """Token ids of shape [micro_batch_size, seq_length + 1]: inputs, and targets shifted by one."""
     weights: npt.NDArray[np.float32] | None = None
-    """Weights of the samples in the reported loss, of shape [micro_batch_size]; None: each counts once."""
+    """Weights of the samples in the reported loss, of shape [micro_batch_size]; None: 1."""
     lengths: sample_rows.DocumentLengths = None
-    """Tokens of each document, of samples that know it themselves (`relayrun.tokens.order.sample_rows.SampleRow`)."""
+    """Tokens of each document, for samples that know them (`relayrun.tokens.order.sample_rows.SampleRow`)."""
     loss_mask: npt.NDArray[np.float32] | None = None
-    """1 where a token's loss counts, of shape [micro_batch_size, seq_length]; None: everywhere."""
+    """1 if a token's loss counts, of shape [micro_batch_size, seq_length]; None: all count."""
 
 
 class ModelStage:
-    """One pipeline stage of the model on this rank, with megatron-core's gradient buffers around it."""
+    """Model chunks of this rank's pipeline stage, with megatron-core's gradient buffers."""
 
     def __init__(
         self,
@@ -99,10 +98,10 @@ class ModelStage:
         counted: npt.NDArray[np.int64] | None = None,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """Build and initialise it from the run's seed; the generators are then seeded for training.
+        """Build the stage and initialize it from the run's seed; then seed the generators for training.
 
-        `counted`: the tokens that alone are predicted (`data.mask_tokens_except`); None: all are. `progress` is called
-        before every micro-batch.
+        `counted`: target tokens that count (`data.mask_tokens_except`); None: all count. `progress` is called before
+        every micro-batch.
         """
         self.padded_vocabulary_size = pad_to_multiple(vocabulary_size, config.model.make_vocab_size_divisible_by)
         self.seq_length = config.training.seq_length
@@ -110,7 +109,7 @@ class ModelStage:
         self.ranks = ranks
         self._config = config.model
         self._data = config.data
-        # asked of the settings once: each goes through all data sets
+        # computed once: each goes through all data sets
         self._masks_loss = config.data.masks_loss
         self._restarts_positions = config.data.restarts_positions
         self._attends_documents = config.data.attends_documents
@@ -124,14 +123,14 @@ class ModelStage:
         self._progress = progress
         self.dtype = torch.bfloat16 if config.training.resolved_precision == "bf16" else torch.float32
         self.batches_multiple = ranks.pipeline_size if ranks.virtual_stages > 1 else 1
-        """`run` takes a multiple of this many micro-batches."""
+        """`run` takes a multiple of this number of micro-batches."""
         self._overlap_param_gather = config.parallel.overlap_param_gather
         self.timers = Timers(config.tracking.timing_log_level, ranks.device)
         self.transformer = transformer = _transformer_config(config, ranks, self.dtype)
-        """What megatron-core's modules are told."""
+        """TransformerConfig of all modules."""
         transformer.timers = self.timers if self.timers.level else None
         self._warmup_flush = config.parallel.overlap_p2p_communication_warmup_flush
-        self._layers = layers.layer_implementation(config)  # says what is missing before it is asked for something
+        self._layers = layers.layer_implementation(config)  # reports a missing TransformerEngine first
         kernels.check_fp8(config.model.transformer, transformer)
         if transformer.tp_comm_overlap:
             kernels.start_communication_overlap(config, transformer)
@@ -143,7 +142,7 @@ class ModelStage:
             num_distributed_optimizer_instances=config.parallel.num_distributed_optimizer_instances,
         )
         self._restarted: list[RowwiseRotaryEmbedding] = []
-        """Rotary embeddings that are told the positions of each micro-batch; none where these do not restart."""
+        """Rotary embeddings that take the positions of each micro-batch; empty if positions do not restart."""
         distributed.seed_weights(ranks, config.training.seed)
         parts = [self._build(config, transformer, stage) for stage in range(ranks.virtual_stages)]
         distributed.seed_dropout(ranks, config.training.seed)
@@ -153,7 +152,7 @@ class ModelStage:
             )
             for number, part in enumerate(parts)
         ]
-        """The parts of the model on this rank: one, or one per virtual stage."""
+        """Parts of the model on this rank, one per virtual stage."""
         if config.parallel.overlap_grad_reduce:  # gradients are reduced with the last micro-batch alone
             hooks = [chunk.no_sync for chunk in self.chunks]
             transformer.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
@@ -167,53 +166,46 @@ class ModelStage:
             layers=sum(expert_layers(config.model)),
             ranks=ranks,
         )
-        """What routers to experts add to the loss, as reported."""
+        """Reported losses of expert routers."""
 
     def _build(self, config: RunConfig, transformer: TransformerConfig, stage: int) -> torch.nn.Module:
-        """The layers of one virtual stage of this rank."""
         virtual = {"ignore_virtual": False, "vp_stage": stage}
-        spec = self._spec(config, transformer, stage)
+        arguments: dict[str, Any] = {
+            "vocab_size": self.padded_vocabulary_size,
+            "max_sequence_length": self.seq_length,
+            "pre_process": parallel_state.is_pipeline_first_stage(**virtual),
+            "post_process": parallel_state.is_pipeline_last_stage(**virtual),
+            "vp_stage": stage if self.ranks.virtual_stages > 1 else None,
+        }
+        spec = self._spec(config, transformer, stage, arguments)
         if isinstance(spec, torch.nn.Module):
             return self._finished(config, transformer, spec)
         gpt = GPTModel(
             config=transformer,
             transformer_layer_spec=spec,
-            vocab_size=self.padded_vocabulary_size,
-            max_sequence_length=self.seq_length,
-            pre_process=parallel_state.is_pipeline_first_stage(**virtual),
-            post_process=parallel_state.is_pipeline_last_stage(**virtual),
             share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
             position_embedding_type="rope",
             rotary_percent=config.model.rotary_percent,
             rotary_base=config.model.rotary_base,
             rope_scaling=config.model.rope_scaling_factor is not None,
             rope_scaling_factor=config.model.rope_scaling_factor or 1.0,
-            vp_stage=stage if self.ranks.virtual_stages > 1 else None,
+            **arguments,
         )
         return self._finished(config, transformer, gpt)
 
     def _spec(
-        self, config: RunConfig, transformer: TransformerConfig, stage: int
+        self, config: RunConfig, transformer: TransformerConfig, stage: int, arguments: dict[str, Any]
     ) -> ModuleSpec | TransformerBlockSubmodules | torch.nn.Module:
-        """What the layers of one virtual stage are made of; the whole model, where `model.spec` gives that."""
+        """Return the spec of the layers of a virtual stage, or the whole model if `model.spec` returns one."""
         block = layers.block_spec(self._layers, transformer, stage)
         if config.model.spec is None:
             return block
-        found = user_parts.build_user_model(
-            config.model.spec,
-            transformer,
-            vocab_size=self.padded_vocabulary_size,
-            max_sequence_length=self.seq_length,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-            vp_stage=stage if self.ranks.virtual_stages > 1 else None,
-        )
-        if isinstance(found, ModuleSpec):  # megatron-core would take a last norm that knows no sequence parallelism
+        found = layers.build_user_model(config.model.spec, transformer, **arguments)
+        if isinstance(found, ModuleSpec):  # megatron-core would add a last norm without sequence parallelism
             return replace(block, layer_specs=[found] * len(block.layer_specs))
         return found
 
     def _finished(self, config: RunConfig, transformer: TransformerConfig, gpt: torch.nn.Module) -> torch.nn.Module:
-        """The model with what training needs around and in it."""
         if config.data.restarts_positions:
             self._restart_positions(gpt)
         if config.parallel.separates_experts:
@@ -225,7 +217,7 @@ class ModelStage:
         return Float16Module(transformer, gpt) if self.dtype is torch.bfloat16 else gpt
 
     def _restart_positions(self, gpt: Any) -> None:
-        """Let rotary positions follow `position_ids`: the model has one embedding, or each layer its own."""
+        """Let rotary positions follow `position_ids`: the model has one embedding, or each layer has its own."""
         latent = self._config.transformer.multi_latent_attention
         for owner in [layer.self_attention for layer in gpt.decoder.layers] if latent else [gpt]:
             if not hasattr(owner, "rotary_pos_emb"):
@@ -243,8 +235,8 @@ class ModelStage:
             chunk.train(mode)
 
     def sharded_state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """By part; the names within a checkpoint don't depend on the parts."""
-        if self._overlap_param_gather:  # else the weights of before the last update would be saved
+        """Return the state by chunk; names in a checkpoint do not depend on the chunks."""
+        if self._overlap_param_gather:  # else the weights before the last update would be saved
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
         return {
@@ -252,13 +244,13 @@ class ModelStage:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Put in place what a load into `sharded_state_dict` gave."""
-        self.routers.end(moved=False)
+        """Load the result of a load into `sharded_state_dict`."""
+        self.routers.end_step(moved=False)
         for number, chunk in enumerate(self.chunks):
             chunk.module.load_state_dict(state[str(number)], strict=True)
 
     def parameters(self) -> int:
-        """Parameters of the whole model: summed over its stages and tensor-parallel parts, padding included.
+        """Return the parameters of the whole model over its stages and tensor-parallel parts, padding included.
 
         A tied output layer on another stage than the embeddings is counted once.
         """
@@ -266,7 +258,7 @@ class ModelStage:
         whole = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
         experts = parallel_state.get_expert_data_parallel_rank() == 0
         for parameter in (parameter for chunk in self.chunks for parameter in chunk.parameters()):
-            # experts that are split over ranks are not reduced over all replicas, and have replicas of their own
+            # experts that are split over ranks have other replicas than the rest of the model
             first = whole if getattr(parameter, "allreduce", True) else experts
             split = getattr(parameter, "tensor_model_parallel", False)
             if first and (split or self.ranks.tensor_rank == 0) and not getattr(parameter, "shared", False):
@@ -288,12 +280,12 @@ class ModelStage:
         reduced over the data-parallel ranks, and left in the gradient buffers.
         """
         if train:
-            self.routers.begin()
-            if self._by_token and self.auxiliary_losses:  # of which the gradients shall be means over micro-batches
+            self.routers.begin_step()
+            if self._by_token and self.auxiliary_losses:  # their gradients are means over micro-batches
                 tokens = sum(float(counts.sum()) for batch in batches if (counts := self._counts(batch)) is not None)
                 (every,) = self.ranks.sum_over_samples([tokens])
-                self.routers.weigh(max(every, 1.0) / (len(batches) * self.ranks.data_parallel_size))
-        # a forward pass alone never waits for its last message, which gloo then does not send (megatron-core 0.16.1)
+                self.routers.scale_losses(max(every, 1.0) / (len(batches) * self.ranks.data_parallel_size))
+        # forward passes never wait for their last message, which gloo then does not send (megatron-core 0.16.1)
         self.transformer.overlap_p2p_comm_warmup_flush = self._warmup_flush and train
         iterators = [iter(batches) for _ in self.chunks]
         losses: list[torch.Tensor] = get_forward_backward_func()(
@@ -323,11 +315,11 @@ class ModelStage:
         }
         if (counts := self._counts(batch)) is not None:
             parts["loss_mask"] = torch.from_numpy(counts).to(device)
-        if self.ranks.context_size > 1:  # two parts of the sequence for each rank, so that all have as much to attend
+        if self.ranks.context_size > 1:  # two parts of the sequence per rank balance the work of attention
             parts = megatron_versions.batch_of_context_rank(parts)
         mask = parts.pop("loss_mask", None)
         for positions in self._restarted:
-            positions.at(parts["position_ids"])
+            positions.set_positions(parts["position_ids"])
         labels, own = parts["labels"], self._own_loss
         if own is not None and own.wants_logits:
             parts["labels"] = None
@@ -337,7 +329,7 @@ class ModelStage:
         return output, mean if own is None else lambda output: mean(own(output, labels, mask))
 
     def _counts(self, batch: MicroBatch) -> npt.NDArray[np.float32] | None:
-        """1 where the loss of a token counts, [micro_batch_size, seq_length]; None: everywhere."""
+        """Return 1 for each token that counts in the loss, [micro_batch_size, seq_length]; None: all count."""
         if self._masks_loss:
             counts = sample_rows.eod_loss_mask(batch.tokens[:, :-1], self._eod if self._data.eod_mask_loss else -1)
             counts = counts if batch.loss_mask is None else counts * batch.loss_mask
@@ -359,7 +351,7 @@ class ModelStage:
         return torch.from_numpy(found).to(self.ranks.device)
 
     def _documents(self, batch: MicroBatch) -> PackedDocuments | None:
-        """What a token may see; None: all before it."""
+        """Return the documents that attention is restricted to; None for plain causal attention."""
         if not self._attends_documents:
             return None
         eod = self._eod if self._data.reset_attention_mask else -1
@@ -368,7 +360,7 @@ class ModelStage:
 
 
 def _eod(data: DataSection, eod: int | None) -> int:
-    """The end of a document; -1, which no token is, where nothing asks for it."""
+    """Return the end-of-document token; -1, which equals no token, if no setting needs it."""
     if eod is None and data.depends_on_ends:
         raise ConfigError(
             "reset_position_ids, reset_attention_mask and eod_mask_loss need an end-of-document token, "
@@ -410,7 +402,7 @@ def _transformer_config(config: RunConfig, ranks: Ranks, dtype: torch.dtype) -> 
         expert_tensor_parallel_size=ranks.expert_tensor_size,
         pipeline_model_parallel_size=ranks.pipeline_size,
         virtual_pipeline_model_parallel_size=ranks.virtual_stages if ranks.virtual_stages > 1 else None,
-        # two stages with several parts would exchange several messages in one batch
+        # two stages with several chunks would exchange several messages in one batch
         overlap_p2p_comm=ranks.virtual_stages > 1,
         batch_p2p_comm=ranks.virtual_stages == 1,
         sequence_parallel=config.parallel.sequence_parallel,
@@ -422,22 +414,22 @@ def _transformer_config(config: RunConfig, ranks: Ranks, dtype: torch.dtype) -> 
         recompute_method=("block" if some_layers else "uniform") if recompute == "full" else None,
         recompute_num_layers=(some_layers or 1) if recompute == "full" else None,
         use_cpu_initialization=not on_gpu,
-        # compiled by torch on first use; on a CPU that takes longer than the runs that go there
+        # torch compiles it on first use, which on a CPU takes longer than the runs there
         bias_dropout_fusion=on_gpu,
         apply_rope_fusion=fused["apply_rope_fusion"],
         tp_comm_overlap=config.parallel.tp_comm_overlap,
         finalize_model_grads_func=finalize_model_grads,
         cross_entropy_loss_fusion=config.training.cross_entropy_loss_fusion,
         cross_entropy_fusion_impl=config.training.cross_entropy_fusion_impl,
-        # deferred gradients of weights are added to the buffer where they are computed
+        # deferred weight gradients are added to the buffer where they are computed
         gradient_accumulation_fusion=defers or fused["gradient_accumulation_fusion"],
         defer_embedding_wgrad_compute=defers,
         wgrad_deferral_limit=config.parallel.wgrad_deferral_limit,
         overlap_p2p_comm_warmup_flush=config.parallel.overlap_p2p_communication_warmup_flush,
-        # sums of gradients, divided once, by the tokens that count in the global batch
+        # sums of gradients, divided once by the counted tokens of the global batch
         calculate_per_token_loss=config.data.masks_loss and config.training.resolved_loss_mean == "token",
         deterministic_mode=config.training.deterministic,
-        # a stage forgets what it has sent, of which only the place in the graph is needed; with virtual stages
-        # megatron-core would let go of it before the send is waited for, and what is sent then is anything
+        # a stage frees what it has sent, of which the graph needs no data; with virtual stages
+        # megatron-core would free it before the send has finished, and garbage would be sent
         deallocate_pipeline_outputs=ranks.virtual_stages == 1,
     )

@@ -1,10 +1,10 @@
 """Kernels of the model that may be missing on a machine: fused kernels, gradient accumulation, fp8.
 
-Each is used if it is installed, or refused with a reason if the config asks for it.
+Each is used if it is installed, or refused with a reason if the config requires it.
 
-`parallel.defer_embedding_wgrad_compute` keeps what the gradient of the output layer needs, and computes it at the end
-of an iteration, when the last pipeline stage would wait for the others. megatron-core does it with the kernels of Apex
-alone, which add a product of matrices to a buffer.
+`parallel.defer_embedding_wgrad_compute` keeps the inputs of the output layer's gradient and computes it at the end of
+an iteration, when the last pipeline stage would wait for the others. megatron-core does it only with Apex's kernels,
+which add a matrix product to a buffer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -37,16 +36,16 @@ FP8_AVAILABLE = {
     "blockwise": "is_fp8_block_scaling_available",
     "mxfp8": "is_mxfp8_available",
 }
-"""What TransformerEngine is asked whether the GPU can; older versions do not know every recipe."""
+"""TransformerEngine's test of the GPU by recipe; older versions lack some recipes."""
 
 
 def check_fp8(settings: TransformerSection, transformer: TransformerConfig) -> None:
-    """Ask before the model is built; megatron-core and TransformerEngine ask in the first step.
+    """Check fp8 before the model is built; megatron-core and TransformerEngine check it in the first step.
 
-    Raises FatalTrainingError where the installed version does not know the recipe, or this GPU cannot compute by it.
+    Raises FatalTrainingError if the installed version lacks the recipe, or this GPU does not support it.
     """
     manager: Any = getattr(fp8_utils, "FP8GlobalStateManager", None)
-    if settings.fp8 is None or manager is None:  # without TransformerEngine `layers` says that it is missing
+    if settings.fp8 is None or manager is None:  # without TransformerEngine `layers` reports it
         return
     version = fp8_utils.get_te_version()
     try:
@@ -69,47 +68,29 @@ def _fp8_refused(settings: TransformerSection, why: str) -> FatalTrainingError:
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FusedKernel:
-    """One of these kernels, in this attempt."""
-
-    setting: str
-    used: bool
-    why_not: str | None
-    """Why it cannot be used here; None: it can."""
-
-
 def choose_fused_kernels(config: RunConfig, device: torch.device) -> dict[str, bool]:
     """Return the fields of a TransformerConfig that turn the kernels on or off.
 
-    On GPUs rank 0 logs which they are. Raises FatalTrainingError for one that is asked for and cannot be used.
+    On GPUs rank 0 logs them. Raises FatalTrainingError if a kernel is set and cannot be used.
     """
-    found = [
-        _fused_kernel("apply_rope_fusion", config.training.apply_rope_fusion, _why_no_rope(config, device)),
-        _fused_kernel(
-            "gradient_accumulation_fusion",
-            config.training.gradient_accumulation_fusion,
-            _why_no_gradient_accumulation(device),
-        ),
-    ]
+    why_not = {
+        "apply_rope_fusion": _why_no_rope(config, device),
+        "gradient_accumulation_fusion": _why_no_gradient_accumulation(device),
+    }
+    used = {name: _is_used(name, getattr(config.training, name), reason) for name, reason in why_not.items()}
     if device.type == "cuda" and torch.distributed.get_rank() == 0:
-        log.info("kernels that join several steps: %s", "; ".join(map(_kernel_text, found)))
-    return {fusion.setting: fusion.used for fusion in found}
+        states = [f"{name} on" if used[name] else f"{name} off ({why_not[name] or 'as it is set'})" for name in used]
+        log.info("kernels that join several steps: %s", "; ".join(states))
+    return used
 
 
-def _fused_kernel(setting: str, wanted: bool | None, why_not: str | None) -> FusedKernel:
+def _is_used(setting: str, wanted: bool | None, why_not: str | None) -> bool:
     if wanted and why_not is not None:
         raise FatalTrainingError(
             f"training.{setting} is set and cannot be had: {why_not}",
             hint=f"leave out training.{setting}: then it is used where it can be",
         )
-    return FusedKernel(setting=setting, used=why_not is None if wanted is None else wanted, why_not=why_not)
-
-
-def _kernel_text(fusion: FusedKernel) -> str:
-    if fusion.used:
-        return f"{fusion.setting} on"
-    return f"{fusion.setting} off ({fusion.why_not or 'as it is set'})"
+    return why_not is None if wanted is None else wanted
 
 
 def _why_no_rope(config: RunConfig, device: torch.device) -> str | None:
@@ -153,14 +134,14 @@ def start_communication_overlap(config: RunConfig, transformer: TransformerConfi
 
 
 APEX_KERNELS = "fused_weight_gradient_mlp_cuda"
-"""The module of Apex. megatron-core imports it by this name, once in layers.py and once where it computes the rest."""
+"""Apex's module, which megatron-core imports by this name in layers.py and for the deferred gradients."""
 
 
 def install_gradient_kernels(*, say: bool) -> None:
-    """Put functions of torch in the place of Apex's kernels where these are not installed.
+    """Replace missing kernels of Apex by functions of torch.
 
-    They compute what happens without fusion: the product in the type of the activations, then the sum. So the bits are
-    those of a run without it, at its speed and with its memory. `say`: whether this rank has a line about it.
+    They compute as without fusion: the product in the type of the activations, then the sum. So bits, speed and memory
+    are those of a run without fusion. `say`: this rank logs it.
     """
     if importlib.util.find_spec(APEX_KERNELS) is not None:
         return
@@ -177,7 +158,7 @@ def install_gradient_kernels(*, say: bool) -> None:
 def defer_output_layer_alone(model: Any) -> None:
     """Let the other linear layers of a GPTModel compute their gradients at once.
 
-    megatron-core's local ones ask the config that all share, and have nowhere to keep what they would defer.
+    megatron-core's local layers read the shared config, and cannot keep deferred inputs.
     """
     config: Any = model.config
     at_once = copy.copy(config)
@@ -189,16 +170,16 @@ def defer_output_layer_alone(model: Any) -> None:
 
 @torch.no_grad()
 def add_weight_gradient(inputs: torch.Tensor, gradient: torch.Tensor, total: torch.Tensor) -> None:
-    """Add to the gradient of a weight, [out, in]: of inputs [tokens, in] and the outputs' gradient [tokens, out]."""
+    """Add the gradient of a weight, [out, in], of inputs [tokens, in] and the outputs' gradient [tokens, out]."""
     total.add_(gradient.t().matmul(inputs))
 
 
 def reduce_output_layer_last(chunk: DistributedDataParallel) -> Callable[..., None]:
-    """Return what finalizes gradients where those of the output layer, which is in this part, come last.
+    """Return a function that finalizes gradients after the deferred gradients of the output layer in this chunk.
 
-    With overlap_grad_reduce megatron-core 0.16.1 reduces a bucket as soon as the last micro-batch has passed it, and
-    computes what was deferred after that: from the second iteration on, those gradients would be added to what is
-    already being summed (its issue 1012). So the bucket of the output layer is held back until they are there.
+    With overlap_grad_reduce megatron-core 0.16.1 reduces a bucket when the last micro-batch has passed it, and computes
+    deferred gradients later: from the second iteration on they would be added to a buffer that is being reduced (its
+    issue 1012). So the bucket of the output layer is held back.
     """
     weight = get_attr_wrapped_model(chunk, "output_layer").weight
     held = chunk.param_to_bucket_group[weight]

@@ -1,11 +1,12 @@
-"""The modules of the layers: TransformerEngine's, or local ones that need torch alone; norms; activation functions.
+"""Modules of the layers: TransformerEngine's, local ones that need only torch, or a user's; norms; activations.
 
-The local ones are megatron-core's local layer spec with another core attention and another norm. Names and shapes
-in a checkpoint are the same with both.
+The local layers are megatron-core's local layer spec with another core attention and another norm. Names and shapes in
+a checkpoint are equal with both.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
-from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer import ModuleSpec, TransformerConfig, multi_latent_attention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -26,11 +27,12 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from relayrun.config.compose.layout_rules import expert_layer_pattern
 from relayrun.config.compose.schema import RunConfig
-from relayrun.errors import FatalTrainingError
+from relayrun.errors import ConfigError, FatalTrainingError
 from relayrun.train import megatron_versions
-from relayrun.train.model.attention import CausalAttention, LatentAttention, patch_latent_attention
+from relayrun.train.model.attention import CausalAttention, LatentAttention
 from relayrun.train.model.experts import local_experts
 from relayrun.train.model.packed_documents import document_attention
+from relayrun.train.user_code import describe_error, import_user_code
 
 
 def squared_relu(values: torch.Tensor) -> torch.Tensor:
@@ -39,12 +41,12 @@ def squared_relu(values: torch.Tensor) -> torch.Tensor:
 
 
 def quick_gelu(values: torch.Tensor) -> torch.Tensor:
-    """Return x · sigmoid(1.702 x), which is near to gelu."""
+    """Return x · sigmoid(1.702 x), an approximation of gelu."""
     return values * torch.sigmoid(1.702 * values)
 
 
 def activation_inside_layer(values: torch.Tensor) -> torch.Tensor:
-    """Stand for a function that each layer has a module for; megatron-core wants one in its config."""
+    """Placeholder in the config for an activation that each layer has as a module."""
     raise AssertionError("the layer has its own")
 
 
@@ -56,14 +58,15 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "quick_gelu": quick_gelu,
     "xielu": activation_inside_layer,
 }
-"""Those of megatron-core that torch compiles on first use are written anew: on a CPU that takes longer than a run."""
+"""Activation functions of the feed-forward layers. Functions that megatron-core compiles on first use are written anew:
+on a CPU that takes longer than a run."""
 
 
 class Xielu(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
-    """The activation xIELU (arXiv 2411.13010) as Apertus has it: a parabola on the right, an exponential on the left.
+    """Activation xIELU (arXiv 2411.13010) as in Apertus: a parabola on the right, an exponential on the left.
 
     p x² + x/2 for x > 0, n (exp(min(x, -1e-6)) - 1 - x) + x/2 else; p = softplus(alpha_p), n = 1/2 + softplus(alpha_n).
-    The two weights are numbers of the layer, equal on all tensor-parallel ranks.
+    The two weights are scalars of the layer, equal on all tensor-parallel ranks.
     """
 
     _BETA = 0.5
@@ -73,14 +76,14 @@ class Xielu(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
         super().__init__(config=config)
 
         def weight(wanted: float) -> torch.nn.Parameter:
-            """The weight whose softplus is `wanted`."""
+            """Return the weight whose softplus is `wanted`."""
             return torch.nn.Parameter(torch.tensor([wanted]).expm1().log().to(config.params_dtype))
 
         self.alpha_p, self.alpha_n = weight(0.8), weight(0.8 - self._BETA)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         """[..., width / tensor-parallel size] → the same shape."""
-        # every rank has a part of the width: the weights' gradients are summed over the ranks
+        # every rank has a part of the width, so the weights' gradients are summed over the ranks
         positive, negative = map(copy_to_tensor_model_parallel_region, (self.alpha_p, self.alpha_n))
         right = functional.softplus(positive) * values * values
         left = (values.clamp(max=self._BELOW_ZERO).expm1() - values) * (self._BETA + functional.softplus(negative))
@@ -88,7 +91,7 @@ class Xielu(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
 
 
 class XieluMLP(MLP):  # type: ignore[misc]
-    """A feed-forward layer of megatron-core with an `Xielu` of its own."""
+    """Feed-forward layer of megatron-core with its own `Xielu`."""
 
     def __init__(self, config: TransformerConfig, *positional: Any, **named: Any) -> None:
         super().__init__(config, *positional, **named)
@@ -96,21 +99,21 @@ class XieluMLP(MLP):  # type: ignore[misc]
 
 
 class Norm(torch.nn.Module):
-    """A norm for megatron-core's layer specs, of the kind that `config.normalization` says.
+    """Norm for megatron-core's layer specs, of the kind `config.normalization`, with its arguments.
 
-    The arguments are those that megatron-core passes. RMSNorm has a weight for each channel, LayerNorm a bias too.
+    RMSNorm has a weight per channel, LayerNorm a bias, too.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
-        # kept as the distance from 1, or as it is
+        # stored as the difference from 1, or unchanged
         self._offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
         self._eps = eps
         self.weight = torch.nn.Parameter(torch.full((hidden_size,), 1 - self._offset, dtype=config.params_dtype))
         self.bias: torch.nn.Parameter | None = None
         if config.normalization == "LayerNorm":
             self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
-        # each tensor-parallel rank sees a part of the sequence: megatron-core then sums their gradients
+        # each tensor-parallel rank sees a part of the sequence, so megatron-core sums the gradients
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
@@ -123,17 +126,17 @@ class Norm(torch.nn.Module):
 
 
 class NormWithState(Norm):
-    """A norm with the empty extra state that TransformerEngine's norm has in its place.
+    """Norm with the empty extra state that TransformerEngine's norm has in its place.
 
-    So a checkpoint of local layers has every key that a program with TransformerEngine asks for: of the norm behind the
-    last layer, and of those of queries and keys. The others are parts of linear layers there.
+    So a checkpoint of local layers has every key that a program with TransformerEngine reads: of the last norm, and of
+    the norms of queries and keys. Other norms are parts of linear layers there.
     """
 
     def get_extra_state(self) -> None:
         return None
 
     def set_extra_state(self, state: object) -> None:
-        """Take no notice: it is TransformerEngine's, for fp8."""
+        """Ignore TransformerEngine's state for fp8."""
 
 
 Implementation = Literal["local", "transformer_engine"]
@@ -144,15 +147,15 @@ LATENT_NAMES = {
     "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
 }
-"""Names of norms in a checkpoint where layers have latent attention: TransformerEngine's, whose linear layers have the
-norms before them as a part. A norm before experts is one by itself there, too."""
+"""TransformerEngine's names of norms in a checkpoint of layers with latent attention, whose linear layers contain the
+norms before them. A norm before experts is separate there, too."""
 
 
 def layer_implementation(config: RunConfig) -> Implementation:
-    """What `training.transformer_impl` comes to here. Raises FatalTrainingError if TransformerEngine is missing."""
+    """Resolve `training.transformer_impl`. Raises FatalTrainingError if TransformerEngine is missing."""
     wanted = config.training.transformer_impl
     if wanted == "auto":
-        # where TransformerEngine has no way, or none as fast
+        # cases that TransformerEngine lacks, or computes more slowly
         local = config.data.attends_documents or config.window_over_ranks
         usable = HAVE_TE and torch.cuda.is_available() and not local
         return "transformer_engine" if usable else "local"
@@ -165,7 +168,7 @@ def layer_implementation(config: RunConfig) -> Implementation:
 
 
 def block_spec(chosen: Implementation, transformer: TransformerConfig, stage: int) -> TransformerBlockSubmodules:
-    """The layers of one virtual stage of this rank, and the norm behind the last."""
+    """Return the spec of the layers of one virtual stage of this rank, and the norm after the last."""
     if chosen == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm
 
@@ -196,7 +199,7 @@ def _transformer_engine_layer(transformer: TransformerConfig, experts: int | Non
 
 def _local_layer(transformer: TransformerConfig, experts: int | None) -> ModuleSpec:
     layer: ModuleSpec = get_gpt_layer_local_spec(
-        normalization="RMSNorm",  # without it megatron-core says that Apex is not installed
+        normalization="RMSNorm",  # else megatron-core warns that Apex is not installed
         **_attention_arguments(transformer),
     )
     parts, attention = layer.submodules, layer.submodules.self_attention.submodules
@@ -207,7 +210,9 @@ def _local_layer(transformer: TransformerConfig, experts: int | None) -> ModuleS
             setattr(attention, name, NormWithState)
     attention.core_attention = CausalAttention
     if transformer.multi_latent_attention:
-        patch_latent_attention()
+        # megatron-core 0.16.1 assumes TransformerEngine and calls isinstance with a class that is None: TypeError
+        if not HAVE_TE:
+            multi_latent_attention.HAVE_TE = False
         parts.self_attention.module = LatentAttention
         parts.input_layernorm = NormWithState
         if transformer.qk_layernorm:
@@ -222,7 +227,6 @@ def _local_layer(transformer: TransformerConfig, experts: int | None) -> ModuleS
 
 
 def _attention_arguments(transformer: TransformerConfig) -> dict[str, bool]:
-    """What megatron-core's functions that make layer specs ask of attention."""
     names = ("qk_layernorm", "qk_l2_norm", "multi_latent_attention")
     return {name: getattr(transformer, name) for name in names}
 
@@ -231,3 +235,35 @@ def _with_xielu(layer: ModuleSpec, transformer: TransformerConfig) -> ModuleSpec
     if transformer.activation_func is activation_inside_layer:
         layer.submodules.mlp = megatron_versions.with_feed_forward(layer.submodules.mlp, XieluMLP)
     return layer
+
+
+MODEL_METHODS = ("set_input_tensor", "sharded_state_dict")
+"""Methods that pipeline and checkpoint call on a model."""
+
+
+def build_user_model(
+    path: str, transformer: TransformerConfig, **known: Any
+) -> ModuleSpec | TransformerBlockSubmodules | torch.nn.Module:
+    """Call the function at `path` with the TransformerConfig and the values of `known` that it names; return its
+    result.
+
+    Raises ConfigError if the function cannot be imported, raises an error, or returns another type.
+    """
+    function = import_user_code(path)
+    try:
+        names = inspect.signature(function).parameters
+        found = function(transformer, **{name: value for name, value in known.items() if name in names})
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{path} failed: {describe_error(error)}", where="model.spec") from error
+    if not isinstance(found, (ModuleSpec, TransformerBlockSubmodules, torch.nn.Module)):
+        raise ConfigError(
+            f"{path} returned {type(found).__name__}, which is no ModuleSpec, TransformerBlockSubmodules or module",
+            where="model.spec",
+        )
+    if isinstance(found, torch.nn.Module) and (lacks := [name for name in MODEL_METHODS if not hasattr(found, name)]):
+        raise ConfigError(
+            f"{path} returned {type(found).__name__}, which has no {' and no '.join(lacks)}",
+            where="model.spec",
+            hint="return a model of megatron-core, such as GPTModel, or a class that inherits one",
+        )
+    return found

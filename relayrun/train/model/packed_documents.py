@@ -1,8 +1,8 @@
-"""The documents of a micro-batch: which tokens form a document, their positions, TransformerEngine's attention.
+"""Documents of a micro-batch: their tokens, their positions, and TransformerEngine's attention for them.
 
-megatron-core's layers pass `packed_seq_params` on to the core attention. Given in the format `sbhd` they change nothing
-on the way: tensors keep the shape [sequence, batch, ...], whatever the documents are, and so do the messages between
-pipeline stages. (In its format `thd` the rotary embedding asks the GPU for the lengths, twice a layer.)
+megatron-core's layers pass `packed_seq_params` on to the core attention. With the format `sbhd` tensors keep the shape
+[sequence, batch, ...] for any documents, and so do the messages between pipeline stages. (With its format `thd` the
+rotary embedding reads the lengths from the GPU, twice a layer.)
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from megatron.core.transformer.enums import AttnMaskType
 
 @dataclass
 class PackedDocuments(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no types
-    """The documents of a micro-batch: a token sees those of its own document up to itself."""
+    """Documents of a micro-batch: a token sees the tokens of its document up to itself."""
 
     lengths: Sequence[Sequence[int]] = field(kw_only=True)
-    """Tokens of each document, row by row; those of a row make up the whole sequence."""
+    """Tokens of each document, row by row; each row adds up to the sequence length."""
     device: torch.device = field(kw_only=True)
     qkv_format: str = "sbhd"
 
     def __post_init__(self) -> None:
-        # the rotary embedding is made for so many positions: of a row, since documents go on counting in it
+        # the number of positions of the rotary embedding: of a row, in which documents continue to count
         self.max_seqlen_q = self.max_seqlen_kv = sum(self.lengths[0])
 
     @property
@@ -38,21 +38,21 @@ class PackedDocuments(PackedSeqParams):  # type: ignore[misc]  # megatron-core h
 
     @cached_property
     def bounds(self) -> torch.Tensor:
-        """Where documents begin and the last one ends when rows stand behind each other; int32 [documents + 1]."""
+        """Starts of the documents, and the end of the last, in concatenated rows; int32 [documents + 1]."""
         flat = torch.tensor([0, *(length for row in self.lengths for length in row)], dtype=torch.int32)
         return flat.cumsum(0, dtype=torch.int32).to(self.device, non_blocking=True)
 
 
 @lru_cache(maxsize=8)
 def whole_rows(batch: int, sequence: int, device: torch.device) -> PackedDocuments:
-    """Return rows that are one document each, as a kernel for documents wants them."""
+    """Return rows that are one document each, for a kernel that needs documents."""
     return PackedDocuments(lengths=[[sequence]] * batch, device=device)
 
 
 class RowwiseRotaryEmbedding(torch.nn.Module):
-    """A rotary embedding for positions that differ from row to row, in the place of megatron-core's.
+    """Rotary embedding for positions that differ between rows, in place of megatron-core's.
 
-    Its own embedding gives position i to the i-th token of every row, whatever `position_ids` says.
+    megatron-core's gives position i to the i-th token of every row and ignores `position_ids`.
     """
 
     def __init__(self, rotary: torch.nn.Module) -> None:
@@ -60,17 +60,17 @@ class RowwiseRotaryEmbedding(torch.nn.Module):
         self._rotary = rotary
         self._ids: torch.Tensor | None = None
 
-    def at(self, position_ids: torch.Tensor) -> None:
-        """Let the next forward pass have these positions, int64 [batch, sequence]: of this context-parallel rank."""
+    def set_positions(self, position_ids: torch.Tensor) -> None:
+        """Set the positions of the next forward pass, int64 [batch, sequence] of this context-parallel rank."""
         self._ids = position_ids
 
     def get_rotary_seq_len(self, *arguments: Any, **named: Any) -> int:
-        """As the embedding within; what it says is not needed."""
+        """Return the length of the wrapped embedding; it is not used."""
         length: int = self._rotary.get_rotary_seq_len(*arguments, **named)  # type: ignore[operator]
         return length
 
     def forward(self, *_: Any, **__: Any) -> torch.Tensor:
-        """Return angles for the positions set, [sequence, batch, 1, channels]."""
+        """Return the angles of the positions, [sequence, batch, 1, channels]."""
         assert self._ids is not None
         frequencies: torch.Tensor = self._rotary.inv_freq  # type: ignore[assignment]
         frequencies = frequencies.to(self._ids.device)
@@ -82,7 +82,7 @@ class RowwiseRotaryEmbedding(torch.nn.Module):
 
 
 class RowwiseYarnEmbedding(RowwiseRotaryEmbedding):
-    """The same for a rotary embedding that is stretched (YaRN), in a layer with latent attention."""
+    """`RowwiseRotaryEmbedding` for YaRN, in a layer with latent attention."""
 
     def __init__(self, rotary: torch.nn.Module, length: int) -> None:
         """`length`: of a whole sequence."""
@@ -90,15 +90,15 @@ class RowwiseYarnEmbedding(RowwiseRotaryEmbedding):
         self._length = length
 
     def forward(self, *_: Any, **__: Any) -> tuple[torch.Tensor, float]:  # type: ignore[override]
-        """Return angles for the positions set, [sequence, batch, 1, channels], and the factor of their sines."""
+        """Return the angles of the positions, [sequence, batch, 1, channels], and the factor of their sines."""
         assert self._ids is not None
-        # as packed: of the whole sequence, also with context parallelism
+        # packed: angles of the whole sequence, also with context parallelism
         angles, factor = self._rotary(self._length, packed_seq=True)
         return angles[self._ids.T, 0], factor
 
 
 def positions_for(rotary: torch.nn.Module, length: int) -> RowwiseRotaryEmbedding:
-    """Return what takes the place of an embedding for sequences of this length."""
+    """Return the replacement of a rotary embedding for sequences of this length."""
     return (
         RowwiseYarnEmbedding(rotary, length)
         if isinstance(rotary, YarnRotaryEmbedding)
@@ -108,13 +108,13 @@ def positions_for(rotary: torch.nn.Module, length: int) -> RowwiseRotaryEmbeddin
 
 @cache
 def document_attention(attention: type) -> type:
-    """Return megatron-core's `TEDotProductAttention`, given as `attention`, as a class that also takes Documents.
+    """Return megatron-core's `TEDotProductAttention`, given as `attention`, as a class that also takes PackedDocuments.
 
-    It gets them in its own format for them, `thd`: rows behind each other, with the places where documents begin.
+    The base class gets them in its own format, `thd`: concatenated rows, with the starts of the documents.
     """
 
     class DocumentAttention(attention):  # type: ignore[misc]
-        """As its base; with Documents, for [sequence, batch, heads, channels] too."""
+        """`attention`; with PackedDocuments, for [sequence, batch, heads, channels] too."""
 
         def forward(
             self,

@@ -1,4 +1,4 @@
-"""How many parameters a model has and what a token costs, by counting; without torch."""
+"""Number of parameters, FLOPs per token and GPU memory of a model, by formula; without torch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from relayrun.config.compose.schema import ModelSection, RunConfig
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Parameters of a part of the model, of one layer."""
+    """Parameters of a part of one layer."""
 
     products: int
-    """Those of matrices, which every token is multiplied with."""
+    """Parameters of matrices, with which every token is multiplied."""
     others: int
-    """Those of norms, biases and activations."""
+    """Parameters of norms, biases and activations."""
     idle: int = 0
-    """Those of experts that a token does not go to."""
+    """Parameters of experts that a token is not routed to."""
 
     @property
     def total(self) -> int:
@@ -31,7 +31,8 @@ class ParameterCount:
 
 
 def count_attention(model: ModelSection) -> ParameterCount:
-    """Count attention's projections to queries, keys, values and (with a gate) weights of its output, and back."""
+    """Count attention's projections to queries, keys, values and (with a gate) output weights, and the output
+    projection."""
     transformer, hidden = model.transformer, model.hidden_size
     if transformer.multi_latent_attention:
         return _latent_attention(model)
@@ -52,7 +53,7 @@ def count_feed_forward(model: ModelSection, width: int) -> ParameterCount:
 
 
 def count_experts(model: ModelSection) -> ParameterCount:
-    """Count the router and the experts of a layer, in the place of one feed-forward layer."""
+    """Count router and experts of a layer."""
     transformer, hidden = model.transformer, model.hidden_size
     number = transformer.num_moe_experts
     assert number is not None
@@ -68,12 +69,12 @@ def count_experts(model: ModelSection) -> ParameterCount:
 
 
 def expert_width(model: ModelSection) -> int:
-    """Width of an expert."""
+    """Return the width of an expert."""
     return model.transformer.moe_ffn_hidden_size or model.ffn_hidden_size
 
 
 def routed_parameters(model: ModelSection) -> int:
-    """Parameters of all experts that a router chooses from: those that expert parallelism splits over ranks."""
+    """Count the parameters of all routed experts, which expert parallelism splits over ranks."""
     number = model.transformer.num_moe_experts or 0
     return sum(expert_layers(model)) * number * count_feed_forward(model, expert_width(model)).total
 
@@ -89,7 +90,7 @@ def count_layers(model: ModelSection) -> ParameterCount:
 
 
 def _latent_attention(model: ModelSection) -> ParameterCount:
-    """Count the ways from the residual stream to two narrow vectors, from these to all heads, and back."""
+    """Count the projections from the residual stream to two narrow vectors, from these to all heads, and back."""
     transformer, hidden, heads = model.transformer, model.hidden_size, model.num_attention_heads
     shared, narrow, narrow_q = transformer.qk_pos_emb_head_dim, transformer.kv_lora_rank, transformer.q_lora_rank
     query = transformer.qk_head_dim + shared
@@ -101,7 +102,7 @@ def _latent_attention(model: ModelSection) -> ParameterCount:
 
 
 def _scored(model: ModelSection) -> float:
-    """Channels of all heads, on average over those of a query and those of a value."""
+    """Return the channels of all heads: the mean of query channels and value channels."""
     transformer = model.transformer
     if not transformer.multi_latent_attention:
         return model.num_attention_heads * model.head_channels
@@ -110,29 +111,28 @@ def _scored(model: ModelSection) -> float:
 
 
 def _of_norm(model: ModelSection) -> int:
-    """Parameters of a norm for each channel."""
+    """Return the parameters of a norm per channel."""
     return 2 if model.transformer.normalization == "LayerNorm" else 1
 
 
 def count_parameters(model: ModelSection, vocabulary_size: int) -> int:
-    """Parameters of the whole model with a vocabulary of this (padded) size: layers, embeddings and the last norm."""
+    """Count the whole model with this padded vocabulary size: layers, embeddings and the last norm."""
     embeddings = 2 if model.untie_embeddings_and_output_weights else 1
     last = model.hidden_size * _of_norm(model)
     return count_layers(model).total + embeddings * vocabulary_size * model.hidden_size + last
 
 
 def pad_to_multiple(size: int, multiple: int) -> int:
-    """`size` rounded up to a multiple."""
+    """Return `size` rounded up to a multiple."""
     return -(-size // multiple) * multiple
 
 
 def flops_per_token(model: ModelSection, vocabulary_size: int, seq_length: int) -> float:
-    """Model FLOPs of one token, forward and backward: what the mathematics needs, recomputation not counted.
+    """Return the model FLOPs of one token, forward and backward, without recomputation.
 
-    6 x (parameters in matrix products: not the embedding lookup, norms, biases, and experts that it does not go to) +
-    12 x channels of all heads x the tokens that a token sees on average, summed over layers: half of the sequence,
-    since half of the scores are masked (PaLM, arXiv 2204.02311, appendix B, counts them all), or those of a sliding
-    window.
+    6 x (parameters in matrix products: no embedding lookup, norms, biases, or idle experts) + 12 x channels of all
+    heads x the mean number of tokens that a token attends to, summed over layers: half of the sequence, since half of
+    the scores are masked (PaLM, arXiv 2204.02311, appendix B, counts them all), or those in a sliding window.
     """
     products = count_layers(model).products + vocabulary_size * model.hidden_size
     return 6.0 * products + 12.0 * _scored(model) * sum(
@@ -141,7 +141,7 @@ def flops_per_token(model: ModelSection, vocabulary_size: int, seq_length: int) 
 
 
 def _seen(model: ModelSection, layer: int, seq_length: int) -> float:
-    """Tokens that a token of a sequence sees on average in a layer, counted from 0."""
+    """Return the mean number of tokens that a token attends to in a layer, counted from 0."""
     window = model.transformer.window_of(layer)
     if window is None or window + 1 >= seq_length:
         return seq_length / 2
@@ -150,12 +150,12 @@ def _seen(model: ModelSection, layer: int, seq_length: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuMemoryEstimate:
-    """Bytes of the fullest GPU, by what they are for; without CUDA's own, NCCL's buffers and gaps."""
+    """Bytes of the fullest GPU by purpose; without CUDA's own, NCCL's buffers and fragmentation."""
 
     state: float
     """Weights, gradients, and this rank's part of the optimizer's state."""
     activations: float
-    """What is kept for the backward pass."""
+    """Activations kept for the backward pass."""
     loss: float
 
     @property
@@ -164,17 +164,18 @@ class GpuMemoryEstimate:
 
 
 def memory_bytes(config: RunConfig, vocabulary_size: int) -> GpuMemoryEstimate:
-    """Estimate the memory of the fullest GPU, by formula: flash attention, SwiGLU in one kernel, sequence parallel.
+    """Estimate the memory of the fullest GPU, by formula: flash attention, fused SwiGLU, sequence parallelism.
 
-    Per parameter in bf16: 2 (weights) + 4 (gradients; 2 in bf16), and 12 (fp32 weights, two moments; less in smaller
-    types) over the ranks that divide the state of the distributed optimizer; in fp32 4 + 4, and 8. Gradients in bf16
-    are widened, 4 more of the divided ones, unless the optimizer is precision-aware. Kept for the backward pass, per
-    token and layer: 4 hidden (inputs and outputs of two norms) + 4 x channels of all heads (q, k and v as if spread
-    over them, attention's output) + 3 ffn (2 without a gate), over the tensor-parallel ranks; of a recomputed layer its
-    input. Experts are split over their ranks, and each gets as many tokens. The first stage of p in v parts holds p (1
-    + (p - 1) / (p v)) micro-batches (arXiv 2104.04473 and 2205.05198), the last one ((v - 1) p + 1) / v and the loss:
-    logits, twice in fp32, and their gradient. Where the gradients of the output layer are deferred, it keeps the
-    logits' gradient and the output layer's input of those micro-batches.
+    State per parameter in bf16: 2 (weights) + 4 (gradients; 2 in bf16), and 12 (fp32 weights, two moments; less in
+    smaller types) over the ranks that share the distributed optimizer's state; in fp32 4 + 4, and 8. Gradients in bf16
+    are widened, 4 more of the shared part, unless the optimizer is precision-aware.
+
+    Activations per token and layer: 4 hidden (inputs and outputs of two norms) + 4 x channels of all heads (q, k and v
+    as if spread over them, attention's output) + 3 ffn (2 without a gate), over the tensor-parallel ranks; of a
+    recomputed layer its input. Experts are split over their ranks, and each gets equally many tokens. The first stage
+    of p in v parts holds p (1 + (p - 1) / (p v)) micro-batches (arXiv 2104.04473 and 2205.05198), the last one ((v - 1)
+    p + 1) / v and the loss: logits, twice in fp32, and their gradient. With deferred gradients of the output layer, it
+    keeps the logits' gradient and the output layer's input of those micro-batches.
     """
     model, parallel, training = config.model, config.parallel, config.training
     vocabulary_size = pad_to_multiple(vocabulary_size, model.make_vocab_size_divisible_by)
@@ -210,7 +211,8 @@ _WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
 def _bytes_a_parameter(config: RunConfig) -> tuple[int, int, int]:
-    """Bytes of a weight; of weight and gradient, on every rank; of what the distributed optimizer divides."""
+    """Return the bytes of a weight; of weight and gradient, on every rank; of the distributed optimizer's shared
+    state."""
     if config.training.resolved_precision != "bf16":
         return 4, 8, 8
     optimizer = config.optimizer
@@ -221,9 +223,9 @@ def _bytes_a_parameter(config: RunConfig) -> tuple[int, int, int]:
 
 
 def _kept_of_feed_forward(model: ModelSection) -> float:
-    """Channels a token that feed-forward layers keep, on average over layers.
+    """Return the kept channels per token of feed-forward layers, on average over layers.
 
-    Each expert that a token goes to has a copy of it, and gives one back.
+    Each expert of a token gets a copy of it and returns another.
     """
     transformer = model.transformer
     matrices = 3 if transformer.gated_linear_unit else 2
@@ -236,9 +238,9 @@ def _kept_of_feed_forward(model: ModelSection) -> float:
 
 
 PEAK_FLOPS = {"A100": 312e12, "H100": 989.4e12, "H200": 989.4e12, "GH200": 989.4e12}
-"""FLOP/s of dense bf16 products, from the vendor's data sheets (SXM modules), by a part of the device's name."""
+"""FLOP/s of dense bf16 products from the vendor's data sheets (SXM modules), by part of the device name."""
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a GPU; None where the device is not known."""
+    """Return dense bf16 FLOP/s of a GPU; None if the device is unknown."""
     return next((peak for name, peak in PEAK_FLOPS.items() if name in device_name), None)

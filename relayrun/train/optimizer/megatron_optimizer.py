@@ -1,20 +1,16 @@
-"""Adam and the learning rate schedule as megatron-core builds them, with its distributed optimizer patched.
+"""Adam and the learning rate schedule as megatron-core builds them, with a patched distributed optimizer.
 
-Gradient norms wait for the device once; clipping does not wait. `state_shards` gives the part of a parameter's state
-that a data-parallel rank holds, as parts of the tensors in a checkpoint.
+`ShardedDistributedOptimizer` saves its state without gathering it. A data-parallel rank holds a range of each flattened
+parameter; a checkpoint names parts of tensors by offset and size along each axis. A range of a matrix is up to three
+such blocks: the end of a row, whole rows, the beginning of a row (`state_shards`).
 
-`ShardedDistributedOptimizer` saves its state without gathering it. And megatron-core 0.16.1 keeps Adam's `step` where
-TransformerEngine or Apex keep it: over torch.optim, which is what a plain `pip install` has, its
-DistributedOptimizer cannot resume. Three faults, each patched by one method of `TorchDistributedOptimizer`.
-torch's AdamW is fused on GPUs: one kernel reads and writes each state once, and the steps are counted there.
+megatron-core 0.16.1 keeps Adam's `step` where TransformerEngine or Apex keep it: over torch.optim, as a plain `pip
+install` has it, its DistributedOptimizer cannot resume. Each method of `TorchDistributedOptimizer` patches one of three
+faults. torch's AdamW is fused on GPUs: one kernel reads and writes each state once, and counts the steps.
 
-megatron-core 0.16.1 without TransformerEngine and Apex asks the GPU for every parameter's norm by itself
-(core/utils.py:1205), which waits for it so many times, and clips through a copy of every gradient. torch's functions
-on lists do either in a few kernels; on CPUs they compute the same bits.
-
-The distributed optimizer gives each rank a range of the flattened parameter; a checkpoint names parts of tensors
-by offset and size along each axis. A range of a matrix is up to three such blocks: the end of a row, whole rows,
-the beginning of a row.
+Without TransformerEngine and Apex megatron-core 0.16.1 reads the norm of every parameter from the GPU separately
+(core/utils.py), and clips through a copy of every gradient. torch's functions on lists need a few kernels and one wait
+for the norm; on CPUs they compute the same bits.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedStateDict, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedStateDict
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
@@ -47,9 +43,9 @@ from relayrun.train.optimizer.muon import Muon
 
 @torch.no_grad()
 def gradient_norm(optimizer: MegatronOptimizer, device: torch.device) -> float:
-    """Return the norm of the prepared gradients over all ranks, which call it together; the same on each of them.
+    """Return the norm of the prepared gradients over all ranks, which call it together; equal on each of them.
 
-    `device`: where the gradients lie, also on a rank that holds none.
+    `device`: of the gradients, also on a rank without any.
     """
     squares = []
     for group, gradients in _by_group(optimizer).items():
@@ -65,9 +61,9 @@ def gradient_norm(optimizer: MegatronOptimizer, device: torch.device) -> float:
 
 @torch.no_grad()
 def count_zero_gradients(optimizer: MegatronOptimizer, device: torch.device) -> torch.Tensor:
-    """Return how many elements of the prepared gradients are 0, over all ranks, which call it together: float64 [1].
+    """Return the number of zero elements in the prepared gradients over all ranks, which call it together: float64 [1].
 
-    It stays on the device, which is not waited for.
+    The result stays on the device, without a wait for it.
     """
     found = torch.zeros(1, dtype=torch.int64, device=device)
     for group, gradients in _by_group(optimizer).items():
@@ -80,7 +76,7 @@ def count_zero_gradients(optimizer: MegatronOptimizer, device: torch.device) -> 
 
 
 def _by_group(optimizer: MegatronOptimizer) -> dict[dist.ProcessGroup, list[torch.Tensor]]:
-    """The gradients of this rank by the ranks over which they are split: experts may have others than the rest."""
+    """Return this rank's gradients by the ranks over which they are split: experts may have others than the rest."""
     found: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
     for inner in optimizer.chained_optimizers:
         found.setdefault(inner.get_grad_stats_parallel_group(), []).extend(megatron_versions.gradients_for_norm(inner))
@@ -88,8 +84,8 @@ def _by_group(optimizer: MegatronOptimizer) -> dict[dist.ProcessGroup, list[torc
 
 
 def prepared_gradient(optimizer: MegatronOptimizer, parameter: torch.Tensor) -> torch.Tensor | None:
-    """The gradient that `optimizer` will read for one of its parameters; None: it has none."""
-    # a precision-aware optimizer's may have another type than the parameter, which torch forbids for `grad`
+    """Return the gradient that `optimizer` will read for one of its parameters; None without one."""
+    # with a precision-aware optimizer it may have another type than the parameter, which torch forbids for `grad`
     decoupled = optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
     gradient: torch.Tensor | None = getattr(parameter, "decoupled_grad" if decoupled else "grad", None)
     return gradient
@@ -97,7 +93,7 @@ def prepared_gradient(optimizer: MegatronOptimizer, parameter: torch.Tensor) -> 
 
 @torch.no_grad()
 def clip_gradients(optimizer: MegatronOptimizer, *, maximum: float, norm: float) -> None:
-    """Scale the prepared gradients, whose norm this is, so that it becomes `maximum`, if it is above it."""
+    """Scale the prepared gradients of this norm to `maximum` if they are above it."""
     factor = maximum / (norm + 1e-6)
     if factor < 1.0:
         gradients = [
@@ -115,7 +111,7 @@ TensorBlock = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def row_major_blocks(shape: Sequence[int], start: int, stop: int) -> Iterator[TensorBlock]:
-    """The elements [start, stop) of a tensor of this shape, in row-major order, as blocks in the same order."""
+    """Yield the elements [start, stop) of a tensor of this shape, in row-major order, as blocks."""
     if start >= stop:
         return
     if len(shape) == 1:
@@ -146,21 +142,20 @@ def state_shards(
     prefix: str,
     instance: int = 0,
 ) -> dict[str, dict[int, ShardedTensor]]:
-    """What a rank saves of a parameter's state, or reads into `state`: by name, in the order of the elements.
+    """Return the shards of a parameter's state that a rank saves, or reads into `state`: by name, in element order.
 
-    `whole`: how the model saves `parameter`. `held`: the elements of the flattened parameter that the rank
-    holds. `state`: flat tensors of as many elements, by name; the result has views of them. Keys are
-    `<prefix>.<name>.<the parameter's key>`. `instance`: which of several distributed optimizers this is a part of.
+    `whole`: the model's shard of `parameter`. `held`: elements of the flattened parameter that the rank holds. `state`:
+    flat tensors of these elements by name; the result has views of them. Keys are `<prefix>.<name>.<the parameter's
+    key>`. `instance`: number of this distributed optimizer.
     """
-    pieces = list(nested_values([whole.build()] if isinstance(whole, ShardedTensorFactory) else [whole]))
     found: dict[str, dict[int, ShardedTensor]] = {name: {} for name in state}
-    for piece in pieces:
+    for piece in user_optimizer.sharded_pieces(whole):
         begins = piece.data.storage_offset() - parameter.storage_offset()
         assert piece.data.is_contiguous()
         assert piece.data.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
         start, stop = (min(max(at - begins, 0), piece.data.numel()) for at in (held.start, held.stop))
         at = begins + start - held.start
-        stacked = (1,) * piece.prepend_axis_num  # megatron-core numbers the layers of a stack by a first axis
+        stacked = (1,) * piece.prepend_axis_num  # megatron-core stacks layers along a first axis
         for block, elements in row_major_blocks(piece.local_shape, start, stop):
             offset, size = (0,) * len(stacked) + block, stacked + elements
             for name, flat in state.items():
@@ -173,20 +168,20 @@ def state_shards(
                     global_shape=piece.global_shape,
                     global_offset=tuple(a + b for a, b in zip(piece.global_offset, offset, strict=True)),
                     axis_fragmentations=None,
-                    replica_id=(*piece.replica_id[:2], instance),  # no other rank of the instance holds it
+                    replica_id=(*piece.replica_id[:2], instance),  # held by no other rank of the instance
                 )
             at += math.prod(size)
     return found
 
 
 class ShardedDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]  # megatron-core has no types
-    """The DistributedOptimizer of megatron-core, each rank of which saves and loads the part of the state it holds.
+    """DistributedOptimizer of megatron-core; each rank saves and loads the part of the state it holds.
 
-    megatron-core's own `fully_reshardable` gathers the whole state on every data-parallel rank at a save, and
-    reads the whole of it at a load: 12 bytes of host memory per parameter of the stage, on every rank, while
-    training stands still. Its `dp_reshardable` does neither, but fits one tensor and pipeline layout only. Here
-    names and shapes are those of `fully_reshardable`, cut into the blocks that the ranks hold: nothing is sent,
-    and a checkpoint fits every layout. Either reads the other's checkpoints.
+    megatron-core's `fully_reshardable` gathers the whole state on every data-parallel rank at a save, and reads all of
+    it at a load: 12 bytes of host memory per parameter of the stage, on every rank, while training waits. Its
+    `dp_reshardable` does neither, but fits one tensor and pipeline layout only. Here names and shapes are those of
+    `fully_reshardable`, cut into the blocks that the ranks hold: nothing is sent, and a checkpoint fits every layout.
+    Each reads the other's checkpoints.
     """
 
     def sharded_param_state_fully_reshardable(
@@ -195,13 +190,13 @@ class ShardedDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]  
         is_loading: bool = False,
         metadata: dict[str, Any] | None = None,
     ) -> dict[int, dict[str, dict[int, ShardedTensor]]]:
-        """By number of the parameter among those this rank has a part of, name of the tensor, and block."""
+        """Return blocks by number of the parameter among this rank's, name of the tensor, and number of the block."""
         found, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
         wholes = {whole.data: whole for whole in nested_values(found)}
         result = {}
         for number, (parameter, held) in enumerate(self.held()):
             state = self._get_main_param_and_optimizer_states(parameter)
-            state.pop("step", None)  # the same for all parameters, and part of the groups
+            state.pop("step", None)  # equal for all parameters, and part of the groups
             if is_loading:
                 state = {name: torch.empty_like(tensor, device="cpu") for name, tensor in state.items()}
             result[number] = state_shards(
@@ -218,17 +213,17 @@ class ShardedDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]  
     def load_parameter_state_from_fully_reshardable(
         self, state_dict: dict[int, dict[str, dict[int, torch.Tensor]]]
     ) -> None:
-        """Put in place what a load into `sharded_param_state_fully_reshardable` gave."""
+        """Load the result of a load into `sharded_param_state_fully_reshardable`."""
         for number, (parameter, _) in enumerate(self.held()):
             tensors = {
-                # a precision-aware optimizer narrows it where its own state lies
+                # a precision-aware optimizer narrows it on the device of its state
                 name: torch.cat([block.flatten() for block in found.values()]).to(parameter.device)
                 for name, found in state_dict[number].items()
             }
             self._set_main_param_and_optimizer_states(parameter, tensors)
 
     def held(self) -> Iterator[tuple[torch.nn.Parameter, range]]:
-        """The parameters that this rank has a part of, and the elements of each that it holds."""
+        """Yield the parameters of which this rank holds a part, each with its elements."""
         for by_type in self.gbuf_ranges:
             for buckets in by_type.values():
                 for bucket in buckets:
@@ -237,13 +232,13 @@ class ShardedDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]  
 
 
 class TorchDistributedOptimizer(ShardedDistributedOptimizer):
-    """The DistributedOptimizer of megatron-core over torch.optim.AdamW, so that a resume is exact."""
+    """DistributedOptimizer of megatron-core over torch.optim.AdamW, with an exact resume."""
 
     def initialize_state(self) -> None:
-        """Give every parameter the state that torch would give it in its first step.
+        """Give every parameter the state of its first step in torch.
 
-        Fault: `state_dict` (distrib_optimizer.py:642) asserts that there is one common step, so it fails
-        on an optimizer that has not stepped yet, which is what a resume loads into.
+        Fault: `state_dict` (distrib_optimizer.py) asserts that there is one common step, so it fails before the first
+        step, into which a resume loads.
         """
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
@@ -258,19 +253,18 @@ class TorchDistributedOptimizer(ShardedDistributedOptimizer):
     ) -> None:
         """Copy loaded tensors into a parameter and its state.
 
-        Fault: the original (distrib_optimizer.py:911) wants a tensor for every key of the state, `step` too,
-        which no checkpoint format holds per parameter: KeyError. The step is in place already, so it is
-        handed its own value.
+        Fault: the original (distrib_optimizer.py) needs a tensor for every key of the state, `step` too, which no
+        checkpoint format holds per parameter: KeyError. The step is loaded already, so it gets its own value.
         """
         group, order = self.model_param_group_index_map[model_param]
         state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
         super()._set_main_param_and_optimizer_states(model_param, {"step": state["step"], **tensors})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load it.
+        """Load a state.
 
-        Fault: the original (distrib_optimizer.py:824-828) gives all parameters one step tensor. AdamW then
-        counts it up once per parameter: the run goes on without an error, with wrong bias corrections.
+        Fault: the original (distrib_optimizer.py) gives all parameters one step tensor. AdamW then increments it once
+        per parameter: the run continues without an error, with wrong bias corrections.
         """
         super().load_state_dict(state_dict)
         for state in self.optimizer.state.values():
@@ -278,7 +272,7 @@ class TorchDistributedOptimizer(ShardedDistributedOptimizer):
 
 
 class ScheduledOptimizer:
-    """The optimizer over the model's gradient buffers, and the schedule of its learning rate."""
+    """Optimizer over the model's gradient buffers, and the schedule of its learning rate."""
 
     def __init__(self, config: RunConfig, model: ModelStage) -> None:
         """Build it on all ranks together. Raises ConfigError on all of them if a setting cannot be met."""
@@ -326,11 +320,11 @@ class ScheduledOptimizer:
 
     @property
     def lr(self) -> float:
-        """The rate of the next step."""
-        return float(self.schedule.get_lr({}))  # groups may have others
+        """Learning rate of the next step."""
+        return float(self.schedule.get_lr({}))  # groups may have other rates
 
     def zero_grad(self) -> None:
-        """Forget the gradients, in the model's buffers and in the optimizer's own copies."""
+        """Clear the gradients, in the model's buffers and in the optimizer's own copies."""
         self._model.zero_grad()
         self.inner.zero_grad()
 
@@ -340,24 +334,24 @@ class ScheduledOptimizer:
         return gradient_norm(self.inner, self._model.device)
 
     def step(self, norm: float | None) -> None:
-        """Clip the prepared gradients, whose norm this is, and update; None: leave the model. The schedule moves on.
+        """Clip the prepared gradients of this norm, and update; None: skip the update. The schedule advances.
 
-        This and `prepare` are megatron-core's ChainedOptimizer.step (optimizer.py:1308), in two parts.
+        `prepare` and `step` are the two parts of megatron-core's ChainedOptimizer.step (optimizer.py).
         """
         if norm is not None:
             clip_gradients(self.inner, maximum=self._clip, norm=norm)
             self.inner.step_with_ready_grads()
-        self._model.routers.end(moved=norm is not None)
+        self._model.routers.end_step(moved=norm is not None)
         self.schedule.step(increment=1)
 
     def load(self, state: dict[str, Any], position: TrainingProgress) -> None:
-        """Load what a checkpoint held, its groups fitted by `parameter_groups.fit_groups`.
+        """Load the state of a checkpoint, with groups from `parameter_groups.fit_groups`.
 
         Hyperparameters stay those of this attempt's config revision.
         """
         self.inner.load_state_dict(state)
         for group, settings in zip(self.inner.param_groups, self._settings_of_groups, strict=True):
-            if not self._own:  # the distributed optimizer takes groups that look alike to it for one
+            if not self._own:  # else the distributed optimizer merges groups with equal settings
                 for name in group.keys() - settings.keys() - {"params", "step"}:
                     del group[name]
             group.update(settings)
@@ -365,7 +359,7 @@ class ScheduledOptimizer:
         self._go_to(position)
 
     def begin(self, position: TrainingProgress) -> None:
-        """Begin anew with the weights that the model has now."""
+        """Start without a state, from the current weights of the model."""
         self.inner.reload_model_params()  # fp32 copies of them
         self._go_to(position)
 
@@ -377,7 +371,8 @@ class ScheduledOptimizer:
 def learning_rate_schedule(
     config: RunConfig, optimizer: MegatronOptimizer, position: TrainingProgress
 ) -> OptimizerParamScheduler:
-    """The learning rate's way, in iterations; a length in tokens is that of the run's own past and future batches."""
+    """Return the schedule in iterations; a length in tokens is converted by the run's own past and future batch
+    sizes."""
     settings = config.optimizer
     warmup, decay = config.lr_steps(position.reaches)
     if warmup >= decay:
@@ -405,9 +400,9 @@ def learning_rate_schedule(
 
 
 def patch_distributed_optimizers(optimizer: MegatronOptimizer) -> None:
-    """Turn the distributed optimizers inside `optimizer` into those above, in place.
+    """Replace the class of the distributed optimizers inside `optimizer`, in place.
 
-    megatron-core builds them deep inside get_megatron_optimizer, with no place for another class.
+    megatron-core creates them inside get_megatron_optimizer, with no parameter for the class.
     """
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(inner, DistributedOptimizer) and not inner.is_stub_optimizer:
@@ -417,7 +412,7 @@ def patch_distributed_optimizers(optimizer: MegatronOptimizer) -> None:
 
 
 def use_fused_adam(optimizer: MegatronOptimizer) -> None:
-    """Let the torch.optim.AdamW inside `optimizer` update in one kernel, as those of TransformerEngine and Apex do.
+    """Let the torch.optim.AdamW inside `optimizer` update in one kernel, as TransformerEngine's and Apex's do.
 
     megatron-core has no option for it.
     """
@@ -428,10 +423,8 @@ def use_fused_adam(optimizer: MegatronOptimizer) -> None:
 
 
 def place_step_counts(optimizer: MegatronOptimizer) -> None:
-    """Put the counts of steps where AdamW wants them: beside the parameter if it is fused, else on the host.
-
-    A checkpoint may come from the other kind, or from a version that knew the other kind alone.
-    """
+    """Move step counts to AdamW's device: the parameter's if it is fused, else the host. A checkpoint may have
+    either."""
     for adam in _adams(optimizer):
         for group in adam.param_groups:
             for parameter in group["params"]:
@@ -446,12 +439,12 @@ def _adams(optimizer: MegatronOptimizer) -> list[torch.optim.AdamW]:
 
 
 def _types(settings: Settings) -> dict[str, Any]:
-    """The types of the optimizer's state, as megatron-core's OptimizerConfig takes them.
+    """Return the types of the optimizer's state, as fields of megatron-core's OptimizerConfig.
 
-    Raises FatalTrainingError if TransformerEngine, whose Adam alone knows others than fp32, is missing.
+    Raises FatalTrainingError without TransformerEngine, whose Adam alone supports other types than fp32.
     """
     if not settings.use_precision_aware_optimizer:
-        return {}  # with another optimizer the type of the gradients is a matter of their buffers alone
+        return {}  # otherwise the type of the gradients concerns their buffers only
     if importlib.util.find_spec("transformer_engine") is None:
         raise FatalTrainingError(
             "TransformerEngine is not installed where the ranks run, and optimizer.use_precision_aware_optimizer asks "
@@ -461,7 +454,7 @@ def _types(settings: Settings) -> dict[str, Any]:
     names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     return {
         "use_precision_aware_optimizer": True,
-        # else a checkpoint would hold the lower half of each weight's bits in place of the weight
+        # else a checkpoint would hold the lower half of each weight's bits instead of the weight
         "store_param_remainders": False,
         **{name: _DTYPES[getattr(settings, name)] for name in names},
     }
@@ -471,7 +464,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 
 
 def _settings(group: dict[str, Any], own: set[str]) -> dict[str, Any]:
-    """What a group has of the config. `own`: the names of it, where not all but the step is."""
+    """Return a group's settings. `own`: their names, if not everything but the step is a setting."""
     return {name: value for name, value in group.items() if name not in ("params", "step") and (not own or name in own)}
 
 

@@ -1,13 +1,13 @@
-"""Muon for matrices, AdamW for all other parameters, over the parts that tensor parallelism gives a rank.
+"""Muon for matrices, AdamW for all other parameters, on the parts that tensor parallelism gives a rank.
 
-Muon (K. Jordan, 2024; arXiv 2502.16982): the update is the momentum, made orthogonal by a Newton-Schulz iteration with
-the coefficients of torch.optim.Muon, times a factor of the matrix's size. It is a function of the whole matrix, so a
-rank that holds a part gathers the whole, computes what every rank of the group computes, and takes its part. Rows may
-come in another order than without tensor parallelism (SwiGLU's two halves do): the iteration gives the same rows in
-that order. It runs in fp32, where torch.optim.Muon has bf16: a change of layout then stays a matter of rounding.
+Muon (K. Jordan, 2024; arXiv 2502.16982): the update is the momentum, orthogonalized by a Newton-Schulz iteration with
+the coefficients of torch.optim.Muon, times a factor of the matrix's size. It depends on the whole matrix: a rank with a
+part gathers the whole, computes the same as every rank of the group, and takes its part. Tensor parallelism may reorder
+rows (SwiGLU's two halves); the iteration returns the same rows in that order. It runs in fp32, torch.optim.Muon in
+bf16: so a change of layout changes only the rounding.
 
-megatron-core's own needs a package that this Python cannot install, and by default takes the parts for matrices of
-their own, which changes the mathematics with the layout.
+megatron-core's own needs a package that this Python cannot install, and by default treats the parts as separate
+matrices, so the mathematics changes with the layout.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from relayrun.config.sections.optimizer import OptimizerSection
 A, B, C = 3.4445, -4.7750, 2.0315
 """Coefficients of the iteration x → A x + (B g + C g²) x with g = x xᵀ."""
 SMALLEST = 1e-7
-"""The least norm that a matrix is divided by."""
+"""Least norm by which a matrix is divided."""
 
 
 class Muon(torch.optim.AdamW):
     """Updates groups with `muon: qkv` or `muon: matrix` by Muon, all others by AdamW."""
 
     def __init__(self, params: Iterable[Any], *, settings: OptimizerSection, qkv: tuple[int, int, int]) -> None:
-        """`qkv`: rows of queries, keys and values of one query group in a matrix of all three."""
+        """`qkv`: rows of queries, keys and values per query group in a matrix of all three."""
         self._settings = settings
         self._qkv = qkv
         betas = (settings.adam_beta1, settings.adam_beta2)
@@ -51,7 +51,7 @@ class Muon(torch.optim.AdamW):
                         self._update(parameter, group)
                         done.append((parameter, parameter.grad))
         for parameter, _ in done:
-            parameter.grad = None  # AdamW passes over what has none
+            parameter.grad = None  # AdamW skips parameters without a gradient
         super().step()
         for parameter, gradient in done:
             parameter.grad = gradient
@@ -68,7 +68,6 @@ class Muon(torch.optim.AdamW):
         parameter.add_(update, alpha=-group["lr"])
 
     def _orthogonal(self, part: torch.Tensor, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """The part of the whole matrix's update that this rank holds."""
         ranks = (
             parallel_state.get_expert_tensor_parallel_group()
             if group["is_expert_parallel"]
@@ -99,7 +98,7 @@ class Muon(torch.optim.AdamW):
 
 
 def orthogonalize(matrix: torch.Tensor, steps: int) -> torch.Tensor:
-    """Bring the singular values of a matrix near to 1, by so many steps of the Newton-Schulz iteration."""
+    """Bring the singular values of a matrix near 1, by `steps` steps of the Newton-Schulz iteration."""
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
     x = x / x.norm().clamp(min=SMALLEST)
@@ -110,7 +109,7 @@ def orthogonalize(matrix: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 def muon_scale(mode: str, rows: int, columns: int) -> float:
-    """What the update of a matrix of this size is multiplied by, see `optimizer.muon_scale_mode`."""
+    """Return the factor of the update of a matrix of this size, see `optimizer.muon_scale_mode`."""
     if mode == "spectral":
         return math.sqrt(max(rows, columns))
     ratio = math.sqrt(rows / columns)

@@ -1,9 +1,7 @@
 """Groups of parameters with their own learning rate, weight decay or optimizer: `optimizer.groups`.
 
-`parameter_names` gives a parameter its name in the whole model, which does not depend on the layout.
-
-megatron-core makes the groups from what it calls overrides. A parameter's name here is that in the whole model: layers
-are counted over all pipeline stages, so that a pattern means the same on every layout.
+megatron-core makes the groups from its overrides. Patterns match a parameter's name in the whole model
+(`parameter_names`): layers are counted over all pipeline stages, so a pattern means the same on every layout.
 """
 
 from __future__ import annotations
@@ -29,9 +27,9 @@ _EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc\d\.weight))(\d
 
 
 def parameter_names(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[torch.nn.Parameter, str]]:
-    """Yield this rank's parameters with their names.
+    """Yield this rank's parameters with their names in the whole model.
 
-    Layers are counted from 0 over all pipeline stages, experts over all ranks that a layer's are split over.
+    Layers are counted from 0 over all pipeline stages, experts over all ranks of a layer.
     """
     for chunk in chunks:
         layers, held = {}, 0
@@ -53,7 +51,7 @@ def parameter_names(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[torch.n
 
 
 Override = dict[str, Any]
-"""What megatron-core's groups take beside their parameters."""
+"""Settings of a group for megatron-core."""
 
 Groups = list[dict[str, Any]]
 
@@ -63,10 +61,10 @@ _MAIN = "fp32_from_fp16_params"
 def group_overrides(
     settings: OptimizerSection, chunks: Sequence[torch.nn.Module], *, muon: bool
 ) -> dict[ParamKey, Override]:
-    """Return the groups of these parts of the model, as megatron-core takes them; all ranks together.
+    """Return the groups of these chunks as megatron-core's overrides; all ranks together.
 
-    With `muon` the matrices that Muon updates have `muon: qkv` or `muon: matrix` in their groups. Raises ConfigError on
-    all ranks if a pattern matches no parameter of the model.
+    With `muon` the groups of matrices that Muon updates have `muon: qkv` or `muon: matrix`. Raises ConfigError on all
+    ranks if a pattern matches no parameter of the model.
     """
     own = {parameter: _override(settings, parameter, name, muon=muon) for parameter, name in parameter_names(chunks)}
     _refuse_unmatched(settings.groups, [name for _, name in parameter_names(chunks)])
@@ -115,8 +113,7 @@ def _refuse_unmatched(groups: Sequence[OptimizerGroup], own: Sequence[str]) -> N
 
 
 def patch_group_loading(optimizer: MegatronOptimizer) -> None:
-    """Let the plain optimizers inside `optimizer` load any groups, once `fit_groups` has brought them into their
-    order."""
+    """Let the plain optimizers inside `optimizer` load any groups, in the order of `fit_groups`."""
     for inner in optimizer.chained_optimizers:
         if type(inner) is FP32Optimizer:
             inner.__class__ = _AnyGroups
@@ -127,15 +124,15 @@ def patch_group_loading(optimizer: MegatronOptimizer) -> None:
 class _AnyGroups(FP32Optimizer):  # type: ignore[misc]  # megatron-core has no types
     @staticmethod
     def _filter_and_reorder_param_groups(current_groups: Groups, state_dict_groups: Groups) -> Groups:
-        """Find nothing: groups with one learning rate and different weight decays look alike to the original."""
+        """Keep the order: the original confuses groups that differ only in weight decay."""
         return state_dict_groups
 
 
 class _AnyGroupsInBf16(Float16OptimizerWithFloat16Params):  # type: ignore[misc]
-    """Saves and loads groups that have no parameter on a rank.
+    """Saves and loads groups without a parameter on a rank.
 
-    Fault: the original keeps the fp32 weights in a list of lists, of which a load leaves out those that are empty; the
-    lists behind them would be read into the groups before, without an error, or the load fails.
+    Fault: the original keeps the fp32 weights in a list of lists, and a load omits empty ones; later lists would be
+    read into earlier groups without an error, or the load fails.
     """
 
     _filter_and_reorder_param_groups = staticmethod(_AnyGroups._filter_and_reorder_param_groups)
@@ -155,10 +152,10 @@ class _AnyGroupsInBf16(Float16OptimizerWithFloat16Params):  # type: ignore[misc]
 
 
 def fit_groups(found: Any, wanted: Any) -> None:
-    """Put this attempt's groups in the place of a checkpoint's, in place, and keep the count of steps.
+    """Replace a checkpoint's groups by this attempt's, in place, and keep the step count.
 
-    megatron-core finds a checkpoint's groups by their settings, and fails where these have changed. Settings are those
-    of the attempt anyhow; of a group a checkpoint adds no more than the count of steps, the same in all.
+    megatron-core finds a checkpoint's groups by their settings, and fails if these have changed. Settings are the
+    attempt's anyway; a checkpoint adds only the step count, which is equal in all groups.
     """
     if not isinstance(found, dict) or not isinstance(wanted, dict):
         return
@@ -168,6 +165,6 @@ def fit_groups(found: Any, wanted: Any) -> None:
         found["param_groups"] = [
             {name: value for name, value in group.items() if name not in ("params", "step")} | step for group in groups
         ]
-    found.pop(_MAIN, None)  # lists that are empty on rank 0
+    found.pop(_MAIN, None)  # empty lists of rank 0
     for name in found.keys() & wanted.keys():
         fit_groups(found[name], wanted[name])

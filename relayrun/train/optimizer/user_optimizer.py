@@ -1,18 +1,17 @@
-"""Any torch.optim.Optimizer in the place of Adam, with its state in checkpoints.
+"""Any torch.optim.Optimizer in place of Adam, with its state in checkpoints.
 
-megatron-core keeps Adam's state by name. Here every tensor and number that an optimizer keeps for a parameter is saved
-under the name that the optimizer gives it and that of the parameter in the whole model:
+Every tensor and number that an optimizer keeps for a parameter is saved under its name there and the name of the
+parameter in the whole model:
 
     optimizer.state.<name>.<parameter>   a tensor of the parameter's shape is split as the parameter is, and a number
                                          is saved once: both fit every layout
-                                         a tensor of another shape fits the layout that it was saved with
-    groups, in the common part           what the optimizer keeps in its groups beside its settings
+                                         a tensor of another shape fits only the layout that saved it
+    groups, in the common part           values that the optimizer keeps in its groups besides its settings
 
-What is loaded is what a checkpoint holds, so an optimizer need not be able to make its state before its first step.
+A load reads everything in the checkpoint, so an optimizer need not create its state before its first step.
 
-Tensors have one name in a checkpoint, whatever the layout. What is plain has not: megatron-core keeps experts that are
-split over ranks (expert parallelism) in an optimizer of their own, so that there are two, with groups of their own. All
-that such a checkpoint says in plain values is how many steps were made; the rest is in the run's config.
+Plain values depend on the layout: megatron-core keeps experts that are split over ranks (expert parallelism) in an
+optimizer of their own, with its own groups. The plain values hold only the step count; the rest is in the config.
 """
 
 from __future__ import annotations
@@ -44,12 +43,10 @@ PlainState = dict[Any, Any]
 
 
 def fit_plain_state(found: PlainState, wanted: PlainState) -> PlainState:
-    """Return the plain part `found` as the optimizer expects it whose state is `wanted`.
+    """Return the plain part `found` in the form of the optimizer whose state is `wanted`, which is not changed.
 
-    It is `found` itself where both have the same optimizers with as many groups each. `wanted` is not changed.
+    It is `found` itself if both have the same optimizers with equally many groups each.
     """
-    if any("groups" in part for part in _state_parts(found)):
-        return _fit_user_optimizers(found, wanted)
     _, own = extract_sharded_base(extract_nonpersistent(wanted)[1])
     if [len(_param_groups(part)) for part in _state_parts(found)] == [
         len(_param_groups(part)) for part in _state_parts(own)
@@ -65,28 +62,19 @@ def fit_plain_state(found: PlainState, wanted: PlainState) -> PlainState:
     return own  # type: ignore[no-any-return]
 
 
-def _fit_user_optimizers(found: PlainState, wanted: PlainState) -> PlainState:
-    """The same for optimizers of a user, such as Muon, which take the first group where numbers differ."""
-    parts, numbers = list(_state_parts(found)), [key for key in wanted if isinstance(key, int)]
-    if len(parts) == max(1, len(numbers)):
-        return found
-    groups = [group for part in parts for group in part.get("groups", [])]
-    return {number: {"groups": groups} for number in numbers} if numbers else {"groups": groups}
-
-
 def _state_parts(state: PlainState) -> Iterator[PlainState]:
-    """The optimizers of a state: several are numbered, one is the state itself."""
+    """Yield the optimizers of a state: several are numbered, a single one is the state itself."""
     numbers = sorted(key for key in state if isinstance(key, int))
     yield from [state[number] for number in numbers] if numbers else [state]
 
 
 def _param_groups(part: PlainState) -> list[dict[str, Any]]:
-    """The groups of parameters; in bf16 and with the distributed optimizer they lie one level deeper."""
+    """Return the parameter groups; in bf16 and with the distributed optimizer they are one level deeper."""
     return part.get("optimizer", part).get("param_groups", [])  # type: ignore[no-any-return]
 
 
 def _step_count(state: PlainState) -> Any:
-    """How many steps were made, as the checkpoint holds it; None: none yet."""
+    """Return the number of steps as the checkpoint holds it; None before the first step."""
     for part in _state_parts(state):
         inner = part.get("optimizer", part)
         found = [group["step"] for group in _param_groups(part) if group.get("step") is not None]
@@ -100,7 +88,7 @@ STATE_PREFIX = "optimizer.state."
 MAIN_PARAMETER = "fp32_param"
 """The fp32 weights of a model in bf16, under megatron-core's name."""
 FOUND_KEY = "relayrun_found"
-"""The entry of `metadata` with what a checkpoint holds, by key, for a load."""
+"""Entry of `metadata` with the checkpoint's content by key, for a load."""
 ATTEMPT_SETTINGS = {
     "default_config",
     "end_wd",
@@ -116,13 +104,13 @@ ATTEMPT_SETTINGS = {
     "wd_mult",
     "weight_decay",
 }
-"""What a group has of the config; and so is what the optimizer's class takes by name."""
+"""Settings of a group from the config; arguments of the optimizer's class are settings, too."""
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
 def import_optimizer_class(settings: OptimizerSection) -> MakeOptimizer:
-    """Import `optimizer.class`; return what makes it. Raises ConfigError in words if it cannot be used."""
+    """Import `optimizer.class`; return its factory. Raises ConfigError if it cannot be used."""
     path = settings.class_path
     assert path is not None
     found = user_code.import_user_code(path)
@@ -148,9 +136,9 @@ def import_optimizer_class(settings: OptimizerSection) -> MakeOptimizer:
 
 
 def replace_adam(optimizer: MegatronOptimizer, make: MakeOptimizer) -> None:
-    """Put another optimizer in the place of each Adam inside `optimizer`.
+    """Replace each Adam inside `optimizer`.
 
-    megatron-core builds them deep inside get_megatron_optimizer, with no place for another class.
+    megatron-core creates them inside get_megatron_optimizer, with no parameter for the class.
     """
     for inner in optimizer.chained_optimizers:
         if inner.is_stub_optimizer:
@@ -168,32 +156,31 @@ def replace_adam(optimizer: MegatronOptimizer, make: MakeOptimizer) -> None:
 def fit_user_state(found: dict[Any, Any], wanted: dict[Any, Any]) -> dict[Any, Any]:
     """Return the plain part `found` of a checkpoint for the optimizers whose state is `wanted`.
 
-    Experts that are split over ranks have an optimizer of their own. Where there are more optimizers or fewer than in
-    the checkpoint, what they keep in their groups begins anew.
+    Experts that are split over ranks have an optimizer of their own. If the number of optimizers differs from the
+    checkpoint's, the values in their groups start anew.
     """
     numbers, wanted_numbers = ({key for key in state if isinstance(key, int)} for state in (found, wanted))
     return found if numbers == wanted_numbers else {}
 
 
 def group_settings(optimizer: MegatronOptimizer) -> set[str]:
-    """Return the names in the groups of `optimizer` that are settings; all else in them is state."""
+    """Return the names in the groups of `optimizer` that are settings; all others are state."""
     inside = [inner.optimizer for inner in optimizer.chained_optimizers if not inner.is_stub_optimizer]
     return ATTEMPT_SETTINGS.union(*map(_taken, inside))
 
 
 def _taken(optimizer: torch.optim.Optimizer) -> set[str]:
-    """What an optimizer's class takes by name."""
     return set(inspect.signature(type(optimizer).__init__).parameters)
 
 
 class _NamedState:
-    """Saves and loads the state of the optimizer inside one of megatron-core's."""
+    """Saves and loads the state of the optimizer inside a megatron-core optimizer."""
 
     def __init__(self, outer: FP32Optimizer | Float16OptimizerWithFloat16Params) -> None:
         self._outer = outer
 
     def _held(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Yield the model's parameters, each with what the optimizer updates for it."""
+        """Yield the model's parameters, each with the tensor that the optimizer updates for it."""
         outer = self._outer
         if isinstance(outer, FP32Optimizer):
             yield from ((parameter, parameter) for parameter in outer.get_parameters())
@@ -209,10 +196,10 @@ class _NamedState:
         is_loading: bool = False,
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
-        """Return what a checkpoint holds of it, by number of the parameter on this rank and name.
+        """Return the state of the checkpoint, by number of the parameter on this rank and name.
 
-        `metadata[FOUND]`: what the checkpoint holds, with `is_loading`. Raises FatalTrainingError for what cannot be
-        saved, or fits another layout alone.
+        `metadata[FOUND_KEY]`: content of the checkpoint, with `is_loading`. Raises FatalTrainingError for a value that
+        cannot be saved, or fits another layout only.
         """
         weights, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
         wholes: dict[Any, ShardedBase] = {whole.data: whole for whole in nested_values(weights)}
@@ -230,7 +217,7 @@ class _NamedState:
         return {"states": states} | ({} if is_loading else {"groups": self._state_of_groups()})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put in place what a load into `sharded_state_dict` gave."""
+        """Load the result of a load into `sharded_state_dict`."""
         for number, (_, main) in enumerate(self._held()):
             state = {}
             for name, value in state_dict["states"].get(number, {}).items():
@@ -242,7 +229,7 @@ class _NamedState:
                 else:
                     state[name] = value
             self._outer.optimizer.state[main] = state
-        # there are none where experts were split otherwise, with groups of their own
+        # empty if experts were split differently, with their own groups
         saved: list[dict[str, Any]] = state_dict.get("groups", [])
         for number, group in enumerate(self._outer.optimizer.param_groups if saved else ()):
             group.update(saved[number] if len(saved) == len(self._outer.optimizer.param_groups) else saved[0])
@@ -256,7 +243,8 @@ class _NamedState:
 
 
 def _by_parameter(found: Mapping[str, Any]) -> dict[str, dict[str, tuple[str, Any]]]:
-    """Key and description of what a checkpoint holds of a parameter's state, by the parameter and the state's name."""
+    """Return key and metadata of a checkpoint's entries of a parameter's state, by the parameter and the state's
+    name."""
     result: dict[str, dict[str, tuple[str, Any]]] = defaultdict(dict)
     for key, described in found.items():
         if key.startswith(STATE_PREFIX):
@@ -303,7 +291,7 @@ def _saved(name: str, value: Any, whole: ShardedBase, main: torch.Tensor) -> Sha
 
 
 def _once(name: str, entry: Any, whole: ShardedBase) -> ShardedObject:
-    """One value for the whole parameter, which all ranks that hold parts of it have in common."""
+    """Return one value for the whole parameter, which all ranks with parts of it share."""
     piece = _piece(whole)
     stack = piece.prepend_axis_num
     parts = tuple(offset // size for offset, size in zip(piece.global_offset[stack:], piece.local_shape, strict=True))
@@ -317,12 +305,12 @@ def _once(name: str, entry: Any, whole: ShardedBase) -> ShardedObject:
 
 
 def _part(name: str, entry: Any, whole: ShardedBase) -> ShardedObject:
-    """A value for the part of the parameter that a rank holds."""
-    piece, *more = _pieces(whole)
+    """Return a value for the part of the parameter that a rank holds."""
+    piece, *more = sharded_pieces(whole)
     sizes = (1,) * piece.prepend_axis_num + tuple(piece.local_shape)
     offset = tuple(offset // size for offset, size in zip(piece.global_offset, sizes, strict=True))
     shape = list(piece.axis_fragmentations)
-    if more:  # the first halves of all ranks come before the second ones: SwiGLU
+    if more:  # SwiGLU: the first halves of all ranks come before the second halves
         axis = next(n for n, at in enumerate(piece.global_offset) if at != more[0].global_offset[n])
         shape[axis] //= 1 + len(more)
     key = f"{STATE_PREFIX}{name}.{piece.key}"
@@ -334,17 +322,17 @@ def _replica(piece: ShardedTensor, part: int) -> tuple[int, ...]:
     return (*own, part)
 
 
-def _pieces(whole: ShardedBase) -> list[ShardedTensor]:
-    """The tensors that a parameter is saved as."""
+def sharded_pieces(whole: ShardedBase) -> list[ShardedTensor]:
+    """Return the tensors that a parameter is saved as."""
     return list(nested_values([whole.build()])) if isinstance(whole, ShardedTensorFactory) else [whole]
 
 
 def _piece(whole: ShardedBase) -> ShardedTensor:
-    return _pieces(whole)[0]
+    return sharded_pieces(whole)[0]
 
 
 def _plain(name: str, value: Any) -> Any:
-    """A copy of what a checkpoint can hold. Raises FatalTrainingError if it is anything else."""
+    """Return a copy of a value for a checkpoint. Raises FatalTrainingError if its type cannot be saved."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if value is None or isinstance(value, (bool, int, float, str)):

@@ -1,9 +1,7 @@
-"""The switches of `debug:` in a rank: NCCL's log, profilers, the environment file, the memory log of a node.
+"""Debugging of a rank (`debug:`): NCCL's log, profilers, the environment file, a node's memory log.
 
-Nothing here imports torch before it is needed: nsys must be around the process from its first CUDA call on.
-
-A thread of the node's first rank writes it. It waits for nothing but its own clock and the GPUs' driver, and a failure
-ends it with one line.
+torch is imported late: nsys must wrap the process before its first CUDA call. A thread of the node's first rank writes
+the memory log; a failure ends the thread with one log line.
 """
 
 from __future__ import annotations
@@ -35,30 +33,22 @@ GIB = 1 << 30
 
 
 def memory_sample() -> str:
-    """Return the memory in use now, as one line: `host 12.3 of 95.0 GiB`, then `gpu 0: 1.2 of 94.0 GiB` for each
-    GPU."""
+    """Return the memory in use as one line: `host 12.3 of 95.0 GiB`, then `gpu 0: 1.2 of 94.0 GiB` per GPU."""
     import psutil
 
     memory = psutil.virtual_memory()
-    used = [f"host {(memory.total - memory.available) / GIB:.1f} of {memory.total / GIB:.1f} GiB", *_gpu_memory()]
+    used = [f"host {(memory.total - memory.available) / GIB:.1f} of {memory.total / GIB:.1f} GiB"]
+    used += [f"gpu {gpu.index}: {_gib(gpu.memory_used)} of {_gib(gpu.memory_total)} GiB" for gpu in node_gpus()]
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {', '.join(used)}"
 
 
-def _gpu_memory() -> list[str]:
-    return [f"gpu {gpu.index}: {_gib(gpu.memory_used)} of {_gib(gpu.memory_total)} GiB" for gpu in node_gpus()]
-
-
 def _gib(size: int | None) -> str:
-    """Some devices do not tell their memory."""
+    """Some devices do not report their memory."""
     return "?" if size is None else f"{size / GIB:.1f}"
 
 
-def start_memory_log(path: Path, *, interval: float) -> None:
-    """Append a line to `path` now and every `interval` seconds, until this process ends."""
-    threading.Thread(target=_write_memory_log, args=(path, interval), name="memory", daemon=True).start()
-
-
 def _write_memory_log(path: Path, interval: float) -> None:
+    """Append a line now and every `interval` seconds, until this process ends."""
     try:
         while True:
             with path.open("a", encoding="utf-8") as file:
@@ -72,9 +62,9 @@ UNDER_NSYS = "RELAYRUN_UNDER_NSYS"
 
 
 def enter_nsys(debug: DebugSection, folder: Path, rank: int) -> None:
-    """Where this rank is to be profiled by nsys: become nsys, which starts this program anew.
+    """Replace this process by nsys, which restarts the program, if this rank is to be profiled by nsys.
 
-    Raises ConfigError, on every rank, where there is no nsys.
+    Raises ConfigError on every rank if nsys is missing.
     """
     if debug.profile != "nsys" or UNDER_NSYS in os.environ:
         return
@@ -92,7 +82,7 @@ def enter_nsys(debug: DebugSection, folder: Path, rank: int) -> None:
 
 
 def log_nccl(folder: Path, *, node: str, rank: int) -> None:
-    """Send NCCL's words to a file of this rank. Before the first communicator."""
+    """Send NCCL's log to a file of this rank; call it before the first communicator."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -105,9 +95,9 @@ def log_nccl(folder: Path, *, node: str, rank: int) -> None:
 def write_surroundings(
     run: Run, begin: AttemptStart, config: RunConfig, *, rank: int, node: str, first_of_node: bool
 ) -> None:
-    """Start what writes compute_environment.txt (rank 0) and memory_logging-<node>.txt (a node's first rank).
+    """Write compute_environment.txt (rank 0) and memory_logging-<node>.txt (first rank of a node) in threads.
 
-    In threads: git and the driver may take long, and training does not wait for them.
+    Training does not wait: git and the driver may be slow.
     """
     folder = run.debug_of(begin.attempt)
     try:
@@ -119,7 +109,9 @@ def write_surroundings(
         path = folder / "compute_environment.txt"
         threading.Thread(target=_write_environment, args=(path, run, begin, config), daemon=True).start()
     if first_of_node and config.debug.memory_interval:
-        start_memory_log(folder / f"memory_logging-{node}.txt", interval=config.debug.memory_interval)
+        path = folder / f"memory_logging-{node}.txt"
+        arguments = (path, config.debug.memory_interval)
+        threading.Thread(target=_write_memory_log, args=arguments, name="memory", daemon=True).start()
 
 
 def _write_environment(path: Path, run: Run, begin: AttemptStart, config: RunConfig) -> None:
@@ -133,7 +125,7 @@ def _write_environment(path: Path, run: Run, begin: AttemptStart, config: RunCon
 
 
 class Profiler(Hook):
-    """Profiles the iterations from the first to the last one; does nothing on ranks that are not chosen."""
+    """Profiles the configured iterations on the chosen ranks."""
 
     def __init__(self, debug: DebugSection, *, rank: int, folder: Path, say: Callable[[str], None]) -> None:
         self._debug = debug
@@ -156,7 +148,7 @@ class Profiler(Hook):
         self._stop()
 
     def _stop(self) -> None:
-        """End a profile that is under way. A trace that cannot be written is no reason to stop."""
+        """End a profile. A trace that cannot be written must not stop training."""
         profile, self._profile = self._profile, None
         if profile is None:
             return
@@ -169,7 +161,7 @@ class Profiler(Hook):
 
 
 class _Torch:
-    """Operations of the CPU and, where there is one, of the GPU, as `torch.profiler` sees them."""
+    """Profile by `torch.profiler` of CPU and GPU operations."""
 
     def __init__(self, trace: Path) -> None:
         import torch
@@ -189,7 +181,7 @@ class _Torch:
 
 
 class _Nsys:
-    """The capture range of the nsys around this process; NVTX ranges name the operations. Needs CUDA."""
+    """Capture range of the nsys around this process; NVTX ranges name the operations. Needs CUDA."""
 
     def __init__(self) -> None:
         import torch

@@ -1,9 +1,7 @@
-"""The environment of an attempt, as compute_environment.txt records it, and the node's GPUs as NVML reports them.
+"""Environment of an attempt for compute_environment.txt, and the node's GPUs as NVML reports them.
 
-The environment is shown by an allowlist. Should a secret of the environment stand elsewhere (a command line, a
-difference of the code), it is blotted out there, and so is what has the form of a token.
-
-Where the package nvidia-ml-py or the driver is missing there are none.
+Environment variables are shown by an allowlist. Values of secret variables elsewhere in the text (a command line, a
+diff), and everything that looks like a token, are masked. Without nvidia-ml-py or the driver there are no GPUs.
 """
 
 from __future__ import annotations
@@ -15,36 +13,38 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.masking import mask_tokens
+from relayrun.train.gpu_health import NoNvml, ask_device, ask_nvml
 
 MIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU now. What a device does not tell is None."""
+    """Current state of a GPU. A value that the device does not report is None."""
 
     index: int
     name: str
     driver: str
     memory_used: int | None
-    """Bytes in use by all processes."""
+    """Bytes used by all processes."""
     memory_total: int | None
     """Bytes."""
     sm_clock: int | None
-    """MHz, now; `sm_clock_max` is the most."""
+    """MHz, current; `sm_clock_max` is the maximum."""
     sm_clock_max: int | None
     memory_clock: int | None
     """MHz."""
     power: float | None
-    """Watts drawn now; `power_limit` is the most."""
+    """Watts, current; `power_limit` is the maximum."""
     power_limit: float | None
     temperature: int | None
     """Degrees Celsius."""
@@ -64,53 +64,37 @@ class Gpu:
 
 
 def node_gpus() -> list[Gpu]:
-    """Return the GPUs of this node, by index; none where NVML is missing or does not answer."""
+    """Return the GPUs of this node by index; empty if NVML is missing or does not respond."""
+
+    def read(nvml: Any) -> list[Gpu]:
+        driver = nvml.nvmlSystemGetDriverVersion()
+        return [_gpu(nvml, index, driver) for index in range(nvml.nvmlDeviceGetCount())]
+
     try:
-        import pynvml
-    except ImportError:
+        return ask_nvml(read)
+    except NoNvml:
         return []
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return []
-    try:
-        driver = _decoded(pynvml.nvmlSystemGetDriverVersion())
-        return [_gpu(pynvml, index, driver) for index in range(pynvml.nvmlDeviceGetCount())]
-    except pynvml.NVMLError:
-        return []
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def _gpu(nvml: Any, index: int, driver: str) -> Gpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
-
-    def told(question: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return question(handle, *arguments)
-        except nvml.NVMLError:  # not every device answers every question
-            return None
-
-    memory = told(nvml.nvmlDeviceGetMemoryInfo)
-    power, limit = told(nvml.nvmlDeviceGetPowerUsage), told(nvml.nvmlDeviceGetEnforcedPowerLimit)  # milliwatts
+    told = partial(ask_device, nvml)
+    memory = told(nvml.nvmlDeviceGetMemoryInfo, handle)
+    power = told(nvml.nvmlDeviceGetPowerUsage, handle)  # milliwatts, as the limit
+    limit = told(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
     return Gpu(
         index=index,
-        name=_decoded(nvml.nvmlDeviceGetName(handle)),
+        name=nvml.nvmlDeviceGetName(handle),
         driver=driver,
         memory_used=None if memory is None else memory.used,
         memory_total=None if memory is None else memory.total,
-        sm_clock=told(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM),
-        sm_clock_max=told(nvml.nvmlDeviceGetMaxClockInfo, nvml.NVML_CLOCK_SM),
-        memory_clock=told(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_MEM),
+        sm_clock=told(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
+        sm_clock_max=told(nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_SM),
+        memory_clock=told(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_MEM),
         power=None if power is None else power / 1000,
         power_limit=None if limit is None else limit / 1000,
-        temperature=told(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
+        temperature=told(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
     )
-
-
-def _decoded(value: Any) -> str:
-    """Older versions of the package give bytes."""
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
 def _nvml_value(value: float | None, unit: int = 1) -> str:
@@ -123,17 +107,17 @@ SHOWN_VARIABLES = re.compile(
     r"|RANK|LOCAL_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT"
 )
 SECRET_NAMES = re.compile(r"KEY|TOKEN|SECRET|PASS|JWT|CREDENTIAL|AUTH", re.I)
-"""A variable with this in its name is never shown with its value. SLURM_JWT is one."""
+"""A variable whose name contains this is never shown with its value, such as SLURM_JWT."""
 COMMAND_SECONDS = 60.0
-"""How long a command that is asked may take."""
+"""Time limit of a command."""
 SHORTEST_SECRET = 8
-"""Characters of the shortest value that is blotted out: a shorter one cannot be told from ordinary text."""
+"""Length of the shortest value that is masked: a shorter one looks like ordinary text."""
 
 
 def describe_environment(
     config: RunConfig, begin: AttemptStart, *, root: Path, job_script: Path, environment: Mapping[str, str]
 ) -> str:
-    """Return the whole text of compute_environment.txt. `root` is the folder of the code that runs."""
+    """Return the text of compute_environment.txt. `root`: folder of the running code."""
     commit, difference = code_version(root)
     sections = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
@@ -156,7 +140,7 @@ def describe_environment(
 
 
 def shown_variables(environment: Mapping[str, str]) -> list[str]:
-    """Return `NAME=value` of the variables that may be shown, by name."""
+    """Return `NAME=value` of the allowed variables, by name."""
     return [
         f"{name}={value}"
         for name, value in sorted(environment.items())
@@ -165,7 +149,7 @@ def shown_variables(environment: Mapping[str, str]) -> list[str]:
 
 
 def without_secrets(text: str, environment: Mapping[str, str]) -> str:
-    """`text` with the values of variables that sound secret replaced by their names, and tokens by what they are."""
+    """Return `text` with the values of secret variables replaced by their names, and tokens by their kinds."""
     for name, value in environment.items():
         if SECRET_NAMES.search(name) and len(value) >= SHORTEST_SECRET:
             text = text.replace(value, f"<{name}>")
@@ -173,7 +157,7 @@ def without_secrets(text: str, environment: Mapping[str, str]) -> str:
 
 
 def code_version(root: Path) -> tuple[str, str]:
-    """Return commit and difference of the code in `root`: a git checkout, or a snapshot, which has both beside it."""
+    """Return commit and diff of the code in `root`: a git checkout, or a snapshot with both beside it."""
     record, difference = root.with_suffix(".commit"), root.with_suffix(".diff")
     if record.is_file():
         return _file_text(record).strip(), _file_text(difference)
@@ -183,13 +167,13 @@ def code_version(root: Path) -> tuple[str, str]:
 
 
 def installed_packages() -> list[str]:
-    """`name==version` of all that is installed."""
+    """Return `name==version` of all installed packages."""
     found = {(entry.metadata["Name"] or "").lower(): entry.version for entry in importlib.metadata.distributions()}
     return [f"{name}=={version}" for name, version in sorted(found.items())]
 
 
 def container_description(srun_options: Sequence[str], command: Sequence[str] = ()) -> str:
-    """Return what the site's options and the command before the program say of a container, with its file."""
+    """Return the container options and files in the site's srun options and command."""
     found = [shlex.join(command)] if command else []
     for option in srun_options:
         name, _, value = option.partition("=")
@@ -202,7 +186,7 @@ def container_description(srun_options: Sequence[str], command: Sequence[str] = 
 
 
 def _asked(command: Sequence[str]) -> str:
-    """What a command prints; empty where it is not there or fails."""
+    """Return the output of a command; empty if it is missing or fails."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=COMMAND_SECONDS, check=False

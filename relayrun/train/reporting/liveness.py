@@ -1,28 +1,21 @@
 """Liveness of a rank: its section and restarts for the node's agent, its heartbeat file, its step and save times.
 
-The standard library alone, so that the first heartbeat comes before torch is imported.
-
-| section | stands still too long after |
+| section | hangs after |
 |---|---|
-| forward, optimizer | ten steps at their 99th percentile, at least STEP_SECONDS |
-| data, triggers, report, evaluation | the same, at least OTHER_SECONDS |
-| save | ten saves at their 95th percentile, at least OTHER_SECONDS |
-| hooks (a user's own) | `chain.hang_timeout` |
-| start (loading after a rewind) | never: the supervisor looks after it |
+| forward, optimizer | ten steps at their 99th percentile, at least SHORTEST_STEP_LIMIT |
+| data, triggers, report, evaluation | ten steps at their 99th percentile, at least SHORTEST_OTHER_LIMIT |
+| save | ten saves at their 95th percentile, at least SHORTEST_OTHER_LIMIT |
+| hooks of a user | `chain.hang_timeout` |
+| start (loading after a rollback) | never: the supervisor watches it |
 
-Before STEPS steps are measured it is `chain.hang_timeout`, which is also the most that the two least numbers may be.
-An evaluation and a long step come further with each micro-batch. Standard library only.
+Until MEASURED_STEPS steps are measured the limit is `chain.hang_timeout`, which also bounds the two minima. An
+evaluation and a long step make progress with each micro-batch.
 
-It comes once a second. Where an agent of the node sees by its pages of memory how far the ranks are
-(`SectionReporter`), the file is for people and for who asks from outside whether the attempt lives: it comes once
-a minute, and at once where training begins or, after a rewind, begins anew.
-
-It is written by the main thread where that makes progress, never by a thread of its own: that would beat
-on while the main thread hangs. Not synced to disk: an old beat after a crash misleads nobody, since
-the attempt is over. Standard library only, so that the first beat comes before torch is imported.
-
-A run changes its speed, so only the newest measurements count. Saves of earlier attempts count until this
-one has made enough of its own. Standard library only.
+The main thread writes the heartbeat file, about once a second: a thread of its own would write on while the main thread
+hangs. If the node's agent follows the ranks by pages in memory (`SectionReporter`), the file is for people and outside
+observers: it is written once a minute, and at once when training starts or, after a rollback, starts again. It is not
+synced: after a crash the attempt is over. Only the newest measurements count, since the speed of a run changes; saves
+of earlier attempts count until there are enough new ones. Standard library only: the first heartbeat precedes torch.
 """
 
 from __future__ import annotations
@@ -50,33 +43,33 @@ from relayrun.files import write_json
 from relayrun.train.hooks import Hook, Step, ValidationResult
 
 AGENT_SOCKET_VARIABLE = "RELAYRUN_AGENT_SOCKET"
-"""Has the descriptor of the agent's socket, in the ranks that a server of an agent has forked."""
+"""Descriptor of the agent's socket, in ranks that an agent's server has forked."""
 
 
 def has_agent() -> bool:
-    """Whether a server of an agent has forked this rank."""
+    """True if an agent's server has forked this rank."""
     return AGENT_SOCKET_VARIABLE in os.environ
 
 
 def restart_number() -> int:
-    """The round of this rank; 1 where there are no rounds."""
+    """Return the number of this restart; 1 without an agent."""
     return int(os.environ.get(restarts.RESTART_VARIABLE, "1"))
 
 
 def memory_folder() -> Path | None:
-    """Where this rank may keep copies of its state in memory; None where there is no agent."""
+    """Return the folder for copies of the state in memory; None without an agent."""
     folder = os.environ.get(memory_copies.MEMORY_FOLDER_VARIABLE)
     return Path(folder) if folder else None
 
 
 def memory_iteration() -> int | None:
-    """The iteration whose copies this round starts from; None: from the disk."""
+    """Return the iteration of the copies that this restart loads; None: load from disk."""
     text = os.environ.get(memory_copies.MEMORY_ITERATION_VARIABLE)
     return None if not text else int(text)
 
 
 def tell_agent(kind: str, **values: object) -> None:
-    """Tell the agent something; nothing where there is none. The agent may be gone, and then so is this rank."""
+    """Send a message to the agent, if there is one. If the agent is gone, this rank ends soon."""
     descriptor = os.environ.get(AGENT_SOCKET_VARIABLE)
     if descriptor is not None:
         with contextlib.suppress(OSError):
@@ -85,7 +78,7 @@ def tell_agent(kind: str, **values: object) -> None:
 
 
 class FirstStepNotice(Hook):
-    """Tells the agent when the first step of a round is done."""
+    """Notifies the agent after the first step of a restart."""
 
     def __init__(self) -> None:
         self._told = False
@@ -103,7 +96,7 @@ class Timings(Hook):
         self._begin = begin
         self._steps: deque[float] = deque(maxlen=GRACE_STEPS)
         self.steps_done = 0
-        """Steps that were measured since this rank started."""
+        """Steps since this rank started."""
         self._samples = 0
         self._saves: deque[float] = deque(maxlen=GRACE_SAVES)
         known = [] if begin.evaluation_seconds is None else [begin.evaluation_seconds]
@@ -120,7 +113,7 @@ class Timings(Hook):
         self.evaluation(result.seconds)
 
     def step(self, seconds: float, samples: int) -> None:
-        """A step with this global batch size; the steps of smaller ones before it count as if they had had this one."""
+        """Record a step with this global batch size; earlier steps with smaller batches are scaled to it."""
         if samples > self._samples:
             if self._samples:
                 self._steps = deque((old * samples / self._samples for old in self._steps), maxlen=GRACE_STEPS)
@@ -129,20 +122,20 @@ class Timings(Hook):
         self.steps_done += 1
 
     def save(self, seconds: float) -> None:
-        """A save took so long, from its start to its commit; those of earlier attempts come first."""
+        """Record the duration of a save, from its start to its commit; earlier attempts come first."""
         self._saves.append(seconds)
 
     def evaluation(self, seconds: float) -> None:
-        """An evaluation took so many seconds, all validation sets together."""
+        """Record the duration of an evaluation over all validation sets."""
         self._evaluations.append(seconds)
 
     def expect_evaluation(self, samples: int) -> None:
-        """There will be evaluations, of this many samples over all validation sets."""
+        """Expect evaluations with this number of samples over all validation sets."""
         self._evaluated_samples = samples
 
     @property
     def estimates_evaluation(self) -> bool:
-        """Whether the lead has room for an evaluation although the run has measured none."""
+        """True if the grace period includes an evaluation that was not measured yet."""
         return bool(self._evaluated_samples and self._steps and not self._evaluations)
 
     @property
@@ -161,11 +154,11 @@ class Timings(Hook):
     def save_p95(self) -> float | None:
         return percentile(self._saves, 0.95) if self._saves else None
 
-    def lead(self, *, under_way: float | None = None) -> float:
-        """Seconds before the end of the job at which to leave; what the attempt began with until steps and saves
-        are measured (with room for an evaluation), and for good where its bounds leave no choice.
+    def grace_period(self, *, under_way: float | None = None) -> float:
+        """Return the grace period in seconds: the attempt's initial value until steps and saves are measured (plus an
+        evaluation), and always if its bounds are equal.
 
-        `under_way`: seconds since the start of a save that is not over.
+        `under_way`: seconds since the start of the save in progress.
         """
         estimate = self._estimated_evaluation() if self.estimates_evaluation else 0.0
         return current_grace_period(
@@ -178,7 +171,7 @@ class Timings(Hook):
         )
 
     def _estimated_evaluation(self) -> float:
-        """Half a step for each batch: a forward pass is a third of a step's work, and the first one is slow."""
+        """Half a step per batch: a forward pass is a third of a step's work, and the first one is slow."""
         return self._evaluated_samples / self._samples * percentile(self._steps, 0.95) / 2
 
 
@@ -188,12 +181,12 @@ SHORTEST_STEP_LIMIT = 60.0
 SHORTEST_OTHER_LIMIT = 120.0
 LIMIT_FACTOR = 10
 MEASURED_STEPS = 20
-"""Steps that must be measured; the limits follow after so many more."""
+"""Steps before the limits apply, and between their updates."""
 STEP_SECTIONS = ("forward", "optimizer")
 
 
 class SectionReporter:
-    """This rank's sections; nothing is written where no agent has a folder for them."""
+    """Reports this rank's section; without an agent's `folder` nothing is written."""
 
     def __init__(self, folder: Path | None, rank: int, *, timings: Timings, hang_timeout: float) -> None:
         self._page: ActivityPage | None = None
@@ -205,11 +198,11 @@ class SectionReporter:
         if folder is not None:
             try:
                 self._page = ActivityPage(folder, rank)
-            except OSError as error:  # the supervisor looks for hangs, too
+            except OSError as error:  # the supervisor detects hangs, too
                 log.warning("the agent does not learn where this rank stands: %s", error)
 
     def enter(self, section: str, iteration: int | None = None) -> None:
-        """This rank is now in this section, with so many iterations behind it (None: as before)."""
+        """Report a section, and the number of iterations done (None: unchanged)."""
         self._now = section
         if iteration is not None:
             self._iteration = iteration
@@ -217,13 +210,13 @@ class SectionReporter:
             self._page.enter(section, self._iteration, self.limit(section))
 
     def touch(self) -> None:
-        """This rank came further within its section."""
+        """Report progress within the section."""
         if self._page is not None:
             self._page.touch()
 
     @contextmanager
     def within(self, section: str) -> Iterator[None]:
-        """Inside it is this section, and then again the one before."""
+        """Report `section` inside the `with` block and restore the previous one afterwards."""
         before = self._now
         self.enter(section)
         try:
@@ -232,7 +225,7 @@ class SectionReporter:
             self.enter(before)
 
     def limit(self, section: str) -> float:
-        """Seconds without coming further after which a rank hangs in this section."""
+        """Return the seconds without progress after which a rank hangs in this section."""
         if self._timings.steps_done - self._measured_at >= MEASURED_STEPS:
             self._measured_at = self._timings.steps_done
             self._limits.clear()
@@ -242,7 +235,7 @@ class SectionReporter:
 
     def _limit(self, section: str) -> float:
         usual = self._timings.save_p95 if section == "save" else self._timings.step_p99
-        if section == "start":  # the supervisor looks after it (chain.start_timeout)
+        if section == "start":  # the supervisor watches it (chain.start_timeout)
             return math.inf
         if section == "hooks" or not self._measured_at or usual is None:
             return self._hang_timeout
@@ -253,21 +246,19 @@ class SectionReporter:
 Phase = Literal["start", "step", "save", "evaluation"]
 
 HEARTBEAT_SECONDS = 1.0
-"""Between two beats of one phase."""
+"""Seconds between heartbeats of one phase."""
 RARE_HEARTBEAT_SECONDS = 60.0
-"""Between two beats where the agent of the node looks for hangs; whoever reads them waits for so much longer."""
+"""Seconds between heartbeats if the node's agent detects hangs; readers wait correspondingly longer."""
 
 
 def node_name(environment: Mapping[str, str]) -> str:
-    """Slurm's name of this node, or the host's where there is no Slurm."""
+    """Return Slurm's name of this node, or the host name without Slurm."""
     return environment.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 class HeartbeatWriter:
-    """Writes the heartbeat of this node; does nothing where `active` is False.
-
-    `rare`: the agent of this node sees how far its ranks are without it.
-    """
+    """Writes the heartbeat of this node; does nothing if `active` is False. `rare`: an agent follows the ranks of this
+    node."""
 
     def __init__(
         self, folder: Path, *, node: str, active: bool, iteration: int, timings: Timings, rare: bool = False
@@ -280,18 +271,18 @@ class HeartbeatWriter:
         self._phase: Phase = "start"
         self._timings = timings
         self._last: float | None = None
-        """When it was last written, by the monotonic clock."""
+        """Time of the last write, by the monotonic clock."""
         self._failing = False
         self.sections: SectionReporter | None = None
-        """What the agent of this node is told besides, on every rank, once the config is known."""
+        """Reports sections to the agent, on every rank, once the config is known."""
 
     @property
     def phase(self) -> Phase:
-        """What the main thread does now; `start` until the first step."""
+        """Phase of the main thread; `start` until the first step."""
         return self._phase
 
     def enter(self, phase: Phase, iteration: int) -> None:
-        """The main thread now does `phase`, with `iteration` iterations behind it."""
+        """Record that the main thread starts `phase`, after `iteration` iterations."""
         if phase != self._phase and (not self._rare or "start" in (phase, self._phase)):
             self._last = None
         self._phase, self._iteration = phase, iteration
@@ -300,7 +291,7 @@ class HeartbeatWriter:
         self.beat()
 
     def beat(self) -> None:
-        """The main thread came further within its phase."""
+        """Record progress within the phase."""
         if self.sections is not None:
             self.sections.touch()
         now = time.monotonic()
@@ -322,7 +313,7 @@ class HeartbeatWriter:
             self._folder.mkdir(exist_ok=True)
             write_json(self._folder / f"{self.node}.json", asdict(beat), durable=False)
             self._failing = False
-        except OSError as error:  # a full disk is no reason to stop; one line says it
+        except OSError as error:  # a full disk must not stop training; one line reports it
             if not self._failing:
                 log.warning("heartbeat of %s not written: %s", self.node, error)
             self._failing = True

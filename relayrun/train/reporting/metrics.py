@@ -1,27 +1,15 @@
-"""Metrics of a run: metrics.jsonl, lines on the console, progress.txt; norms, timers and slow ranks (stragglers).
+"""Metrics of a run as files and console lines: metrics.jsonl and progress.txt. Rank 0 writes.
 
-Rank 0 writes. Lines of an iteration hold the fields of `Step`; those of an evaluation `iteration, validation,
-perplexity, evaluation_seconds, time`, where `validation` maps the name of a set to its loss, and `perplexity` to e to
-the loss. Floats have full precision (Python's
-repr), losses are in nats per token. A line is not synced to disk when it is written. Those before a state from which
-training may go on are, checkpoint or copy on another node: the record is never behind the state. Losing later ones
-with a node costs nothing, since their iterations are computed again.
+A line of an iteration has the fields of `Step`; a line of an evaluation `iteration, validation, perplexity,
+evaluation_seconds, time`, where `validation` maps the name of a set to its loss in nats per token, and `perplexity` to
+e to the loss. Floats have full precision (Python's repr). Lines are not synced when they are written, but before a
+checkpoint, or a copy on another node, counts: the record is never behind the state. Later lines lost with a node are
+computed again.
 
-Nothing here waits for the device. Numbers stay on it until they are copied into memory of the host that it writes by
-itself; they are read when the iteration has waited for the device anyway, which it does once at its end.
-
-Own time ends where a rank begins to wait for others: reading data; both passes until gradients are to be reduced; the
-optimizer's update; the copy for a save (and its writing, where training waits for that). What ranks of one replica wait
-for each other inside a pass (tensor, context and pipeline parallel) cannot be told apart: then all of them are slow.
-
-The price is an all-gather of four numbers on the host every 20 steps, and some reads of a clock: on a GPU they are
-events, and it is not waited for.
-
-Fields are separated by tabs: local time, `Job ID: N`, `# GPUs: N`, then `Starting job`, or `Saved checkpoint`,
-`Iteration: N`, `Job throughput: X TFLOP/s/GPU`, `Cumulative throughput: X TFLOP/s/GPU`,
-`Floating-point operations: X` and `Tokens (in billions): X`. The job's throughput counts from its start, waiting
-and saving included; the cumulative one from the start of the first job in a row with as many ranks, time in the
-queue included.
+progress.txt has fields separated by tabs: local time, `Job ID: N`, `# GPUs: N`, then `Starting job`, or `Saved
+checkpoint`, `Iteration: N`, `Job throughput: X TFLOP/s/GPU`, `Cumulative throughput: X TFLOP/s/GPU`, `Floating-point
+operations: X` and `Tokens (in billions): X`. The job's throughput counts from its start, with waits and saves; the
+cumulative one from the start of the first of the latest jobs with equally many ranks, with the time in the queue.
 """
 
 from __future__ import annotations
@@ -29,157 +17,34 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
-from megatron.core.transformer.module import param_is_not_shared
-from megatron.core.utils import get_model_config
-
-from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.control.rundir.node_health import (
-    STRAGGLER_RATIO,
-    STRAGGLER_SECTIONS,
-    STRAGGLER_WINDOW,
-    Straggler,
-    slowest_rank,
-)
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.restarts import Rollback
 from relayrun.files import append_line, sync_data
-from relayrun.train import timers
-from relayrun.train.distributed import Ranks
 from relayrun.train.hooks import Hook, Step, ValidationResult
-from relayrun.train.model.gpt import ModelStage
-from relayrun.train.optimizer import megatron_optimizer
-from relayrun.train.optimizer.megatron_optimizer import ScheduledOptimizer, ShardedDistributedOptimizer
-from relayrun.train.optimizer.parameter_groups import parameter_names
-from relayrun.train.timers import DeviceTimestamps, Timestamp
 
+if TYPE_CHECKING:
+    from relayrun.train.distributed import Ranks
 
-class IntervalMetrics:
-    """The measurements of one attempt on one rank. All ranks call the same methods at the same iterations."""
-
-    def __init__(self, config: RunConfig, model: ModelStage, optimizer: ScheduledOptimizer, ranks: Ranks) -> None:
-        settings = self._settings = config.tracking
-        self._divided = config.parallel.use_distributed_optimizer
-        self._model, self._optimizer, self._ranks = model, optimizer, ranks
-        self._weights = settings.log_params_norm or settings.log_params_norm_per_param
-        self._parameters = dict(_named_parameters(model)) if self._weights else {}
-        self._names: list[str] = []
-        if self._weights:
-            self._names = sorted({name for names in ranks.gather(list(self._parameters)) for name in names})
-        places = {name: place for place, name in enumerate(self._names)}
-        self._places = torch.tensor([places[name] for name in self._parameters], device=model.device)
-        """Where this rank's parameters stand among those of all ranks."""
-        self._zeros = torch.zeros(1, dtype=torch.float64, device=model.device)
-        on_gpu = model.device.type == "cuda"
-        self._host = torch.zeros(len(self._names) + 1, dtype=torch.float64, pin_memory=on_gpu)
-        self._read = self._host.numpy()  # the same memory, which needs no call to be read
-
-    def due(self, iteration: int) -> bool:
-        """Whether this iteration is measured."""
-        return iteration % self._settings.log_interval == 0
-
-    def of_gradients(self, iteration: int) -> None:
-        """Measure what is to be known of the prepared gradients, before they are clipped."""
-        if self._settings.log_num_zeros_in_grad and self.due(iteration):
-            self._zeros = megatron_optimizer.count_zero_gradients(self._optimizer.inner, self._model.device)
-
-    def of_weights(self, iteration: int) -> None:
-        """Measure the updated weights, and have everything copied to the host. The device is not waited for."""
-        if (self._weights or self._settings.log_num_zeros_in_grad) and self.due(iteration):
-            found = torch.cat([self._squares().double(), self._zeros])
-            self._host.copy_(found, non_blocking=True)
-
-    def take(self, iteration: int) -> dict[str, Any]:
-        """Return what was measured in this iteration, as fields of `Step`. The device has been waited for."""
-        settings, clock = self._settings, self._model.timers
-        clock.collect()
-        if not self.due(iteration):
-            return {}
-        found: dict[str, Any] = {}
-        squares = self._read[:-1].tolist()
-        if settings.log_params_norm:
-            found["params_norm"] = math.sqrt(sum(squares))
-        if settings.log_params_norm_per_param:
-            found["params_norm_per_param"] = dict(zip(self._names, map(math.sqrt, squares), strict=True))
-        if settings.log_num_zeros_in_grad:
-            found["num_zeros_in_grad"] = int(self._read[-1])
-        if clock.level:
-            found["timers"] = timers.range_over_ranks(self._ranks.gather(clock.take()))
-        return found
-
-    @torch.no_grad()
-    def _squares(self) -> torch.Tensor:
-        """Squared norms of all weights in the order of the names, the same on every rank."""
-        found = torch.zeros(len(self._names), device=self._model.device)
-        if not self._names:
-            return found
-        held = _held_elements(self._optimizer) if self._divided else None
-        own = [_norm_share(parameter, held) for parameter in self._parameters.values()]
-        if own:
-            norms = torch._foreach_norm(own, dtype=torch.float32)
-            found.index_copy_(0, self._places, torch.stack(norms).square())
-        dist.all_reduce(found)
-        return found
-
-
-def _named_parameters(model: ModelStage) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """This rank's parameters by names that do not depend on the layout; none that another rank has, too."""
-    for parameter, name in parameter_names(model.chunks):
-        if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter):
-            yield name, parameter
-
-
-def _held_elements(optimizer: ScheduledOptimizer) -> dict[torch.Tensor, range]:
-    """The elements that this rank has of the parameters that are divided among the data-parallel ranks."""
-    found: dict[torch.Tensor, range] = {}
-    for inner in optimizer.inner.chained_optimizers:
-        if isinstance(inner, ShardedDistributedOptimizer):
-            found |= dict(inner.held())
-    return found
-
-
-def _norm_share(parameter: torch.nn.Parameter, held: dict[torch.Tensor, range] | None) -> torch.Tensor:
-    """What this rank adds of a parameter to the sum over all ranks: of the optimizer's own weights, if it has some.
-
-    `held`: the elements that this rank has of divided parameters; None: they are not divided.
-    """
-    own: torch.Tensor | None = getattr(parameter, "main_param", None)
-    if held is not None:
-        if own is not None:
-            return own
-        elements = held.get(parameter, range(0))
-        return parameter.detach().view(-1)[elements.start : elements.stop]
-    replica = (
-        parallel_state.get_data_parallel_rank(with_context_parallel=True)
-        if getattr(parameter, "allreduce", True)
-        else parallel_state.get_expert_data_parallel_rank()
-    )
-    whole = parameter.detach() if own is None else own
-    return whole if replica == 0 else whole.new_zeros(0)
-
+log = logging.getLogger(__name__)
 
 FIELDS_ALWAYS_WRITTEN = ("mfu", "skipped")
-"""Fields that every line has, null where there is no value; others are left out then."""
+"""Fields that every line has, null without a value; other fields are then omitted."""
 
 LARGEST_PERPLEXITY_LOSS = 20.0
-"""Losses above it, in nats, have the perplexity of this one, as Megatron-LM shows it."""
+"""Largest loss in nats for perplexity; higher losses have its perplexity, as in Megatron-LM."""
 
 CONSOLE_INTERVAL = 10
-"""Iterations between lines on the console."""
+"""Iterations between console lines."""
 
 
 class Metrics(Hook):
-    """Writes them; does nothing on ranks other than 0."""
+    """Writes metrics.jsonl and console lines on rank 0; does nothing on other ranks."""
 
     def __init__(self, attempt: Attempt, ranks: Ranks, *, total_steps: int) -> None:
         self._attempt = attempt
@@ -204,7 +69,7 @@ class Metrics(Hook):
             )
 
     def at_rewind(self, rewind: Rollback) -> None:
-        """Lines before this one, of iterations above its own, count no more."""
+        """Write a line that voids earlier lines of later iterations."""
         if self._active:
             self._write(self._attempt.metrics, {"iteration": rewind.base_iteration, "rewind": asdict(rewind)})
 
@@ -226,14 +91,14 @@ class Metrics(Hook):
         self.say(f"saved iteration {commit.iteration} in {commit.seconds:.1f} s: {commit.path}")
 
     def after_failed_save(self, iteration: int, error: str) -> None:
-        """A save that did not work, and why: loud, and on record for `relayrun status`."""
+        """Report a failed save, and record it for `relayrun status`."""
         if not self._active:
             return
         self.say(f"SAVE FAILED at iteration {iteration}: {error}")
         self._write(self._attempt.failed_saves, {"iteration": iteration, "error": error, "time": time.time()})
 
     def _write(self, path: Path, record: dict[str, Any]) -> None:
-        """Append a line. On a full disk training goes on, and the lines are kept until there is room."""
+        """Append a line. If the disk is full, training continues, and lines are kept until there is room."""
         self._unwritten.append((path, record))
         try:
             while self._unwritten:
@@ -244,7 +109,7 @@ class Metrics(Hook):
             self.say(f"warning: {len(self._unwritten)} lines of {path.name} not written: {error}")
 
     def sync(self) -> None:
-        """Have the lines so far on disk, before a state of theirs counts on another node."""
+        """Sync the lines to disk, before a state of these iterations counts on another node."""
         if not self._active:
             return
         try:
@@ -253,19 +118,17 @@ class Metrics(Hook):
             self.say(f"warning: {self._attempt.metrics.name} is not synced to disk: {error}")
 
     def say(self, text: str) -> None:
-        """A line on the console, with the time since the start of this program."""
+        """Print a line with the time since the start of this program."""
         if self._active:
             minutes, seconds = divmod(int(time.monotonic() - self._started), 60)
             print(f"[{minutes // 60:02}:{minutes % 60:02}:{seconds:02}] {text}", flush=True)
 
 
-log = logging.getLogger(__name__)
-
 PROGRESS_TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 
 
 class ProgressLog(Hook):
-    """Appends to the file, on rank 0; a disk that is full costs lines, nothing else."""
+    """Appends to progress.txt on rank 0; a full disk costs only lines."""
 
     def __init__(self, path: Path, *, job_id: str, ranks: int, flops_per_token: float, seq_length: int) -> None:
         self._path = path
@@ -277,8 +140,8 @@ class ProgressLog(Hook):
         self._flops_at_start = self._flops_at_first_start = 0.0
 
     def at_start(self, iteration: int, consumed_samples: int) -> None:
-        """Write that the job starts, with `consumed_samples` behind it."""
-        self._began = time.time()  # loading the checkpoint is no training
+        """Write the start of the job after `consumed_samples`."""
+        self._began = time.time()  # without loading the checkpoint
         self._flops_at_start = self._flops(consumed_samples)
         self._first_start, self._flops_at_first_start = self._first_in_a_row()
         self._append("Starting job")
@@ -298,7 +161,8 @@ class ProgressLog(Hook):
         return consumed_samples * self._seq_length * self._flops_per_token
 
     def _first_in_a_row(self) -> tuple[float, float]:
-        """When the first of the last jobs with as many ranks started (seconds since 1970), and the work before it."""
+        """Return the start of the first of the latest jobs with equally many ranks (seconds since 1970), and the work
+        before it."""
         first: tuple[float, float] | None = None
         done = 0.0
         try:
@@ -327,80 +191,3 @@ class ProgressLog(Hook):
                 )
         except OSError as error:
             log.warning("%s not written: %s", self._path.name, error)
-
-
-class Stragglers:
-    """The comparison, on this rank. All ranks call the same methods at the same iterations."""
-
-    def __init__(
-        self, model: ModelStage, optimizer: ScheduledOptimizer, ranks: Ranks, *, node: str, say: Callable[[str], None]
-    ) -> None:
-        self._ranks, self._node, self._say = ranks, node, say
-        self._marks = DeviceTimestamps(ranks.device)
-        self._begun: Timestamp | None = None
-        self._pairs: dict[str, list[tuple[Timestamp, Timestamp]]] = {"forward": [], "optimizer": []}
-        self._seconds = dict.fromkeys(STRAGGLER_SECTIONS, 0.0)
-        self._steps = 0
-        self._found: dict[str, Any] = {}
-        """The straggler of the newest comparison; nothing where there is none."""
-        self._watch_passes(model)
-        self._watch_update(optimizer)
-
-    def _watch_passes(self, model: ModelStage) -> None:
-        """Have the moment noted at which gradients are there and are to be reduced."""
-        transformer = get_model_config(model.chunks[0])
-        reduce = transformer.finalize_model_grads_func
-
-        def arrived(*arguments: Any, **named: Any) -> None:
-            self._end("forward")
-            reduce(*arguments, **named)
-
-        transformer.finalize_model_grads_func = arrived
-
-    def _watch_update(self, optimizer: ScheduledOptimizer) -> None:
-        for part in optimizer.inner.chained_optimizers:
-            inner = getattr(part, "optimizer", None)
-            if isinstance(inner, torch.optim.Optimizer):
-                inner.register_step_pre_hook(lambda *_: self._begin())
-                inner.register_step_post_hook(lambda *_: self._end("optimizer"))
-
-    def read(self, seconds: float) -> None:
-        """The batch is there, after so many seconds; both passes begin."""
-        self._seconds["data"] += seconds
-        self._begin()
-
-    def _begin(self) -> None:
-        self._begun = self._marks.now()
-
-    def _end(self, section: str) -> None:
-        if self._begun is not None:
-            self._pairs[section].append((self._begun, self._marks.now()))
-            self._begun = None
-
-    def take(self, iteration: int, *, save_seconds: float) -> dict[str, Any]:
-        """End a step, for which the device has been waited; return fields of `Step`.
-
-        `save_seconds`: this rank's own, since the step before.
-        """
-        for section, pairs in self._pairs.items():
-            self._seconds[section] += sum(self._marks.between(*pair) for pair in pairs) / 1000
-            pairs.clear()
-        self._seconds["save"] += save_seconds
-        self._steps += 1
-        if self._steps < STRAGGLER_WINDOW or self._ranks.world_size == 1:
-            return self._found
-        own = torch.tensor([self._seconds[name] / self._steps for name in STRAGGLER_SECTIONS], dtype=torch.float64)
-        every = [torch.empty_like(own) for _ in range(self._ranks.world_size)]
-        dist.all_gather(every, own, group=self._ranks.cpu_group)
-        self._steps, self._seconds = 0, dict.fromkeys(STRAGGLER_SECTIONS, 0.0)
-        rank, ratio, section, more = slowest_rank([one.tolist() for one in every])
-        before, self._found = self._found, {}
-        if ratio < STRAGGLER_RATIO:
-            return {"slowest_rank_ratio": ratio}
-        node = self._ranks.gather(self._node)[rank]
-        found = Straggler(rank=rank, node=node, section=section, ratio=ratio, seconds=more)
-        self._found = {"straggler": asdict(found)}
-        known = before.get("straggler", {})
-        if (known.get("rank"), known.get("section")) != (rank, section):
-            self._say(f"iteration {iteration}: {found.words}")
-        return {"slowest_rank_ratio": ratio, **self._found}

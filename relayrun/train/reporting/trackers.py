@@ -1,11 +1,10 @@
-"""W&B and TensorBoard: the metrics of a stream as points, one record per iteration, and the sinks that take them.
+"""W&B and TensorBoard: metrics of a tracker run as points, one record per iteration, and the sinks that take them.
 
-A sink knows up to which iteration it has records. W&B's offline files are read for that.
-
-The client keeps up to 32 KiB in memory and loses them with its process, so what was handed to it says nothing.
-A .wandb file is a LevelDB log (https://github.com/google/leveldb/blob/main/doc/log_format.md: blocks of 32 KiB,
-records cut into fragments of crc32, length, kind) behind a header of 7 bytes, `:W&B`, two bytes and a version; a
-record is a protobuf `wandb_internal.Record`. wandb 0.31 itself reads it in Go alone.
+A sink knows the highest iteration of its records; for W&B offline its files are read. The client keeps up to 32 KiB in
+memory and loses them with its process, so a call of its API proves nothing. A .wandb file is a LevelDB log
+(https://github.com/google/leveldb/blob/main/doc/log_format.md: blocks of 32 KiB, records cut into fragments of crc32,
+length, kind) after a header of 7 bytes, `:W&B`, two bytes and a version; a record is a protobuf
+`wandb_internal.Record`. wandb 0.31 itself reads it only in Go.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ SPEED_METRICS = frozenset(
         "memory_max_reserved_bytes",
     ]
 )
-"""Fields that say how fast it goes, and not what is learned."""
+"""Fields about speed, not about learning."""
 
 METRIC_GROUPS = {
     "validation": "validation",
@@ -51,21 +50,21 @@ METRIC_GROUPS = {
     "params_norm_per_param": "params_norm",
     "auxiliary_losses": "train",
 }
-"""Fields that hold a number for each of several names, and what the names stand below."""
+"""Fields with a number per name, and the prefix of the names."""
 
 
 @dataclass
 class MetricPoint:
-    """What is known of one iteration: its step and, where there was one, its evaluation."""
+    """Values of one iteration: its step and, if there was one, its evaluation."""
 
     iteration: int
     time: float = 0.0
     """Seconds since 1970, at the end of the step."""
     values: dict[str, float] = field(default_factory=dict)
-    """Numbers of the iteration by the names that trackers show: train/loss, speed/mfu, validation/<set>."""
+    """Numbers by the names that trackers show: train/loss, speed/mfu, validation/<set>."""
 
     def add(self, line: dict[str, Any]) -> None:
-        """Take in a line of metrics.jsonl."""
+        """Add a line of metrics.jsonl."""
         for name, value in line.items():
             if name in METRIC_GROUPS:
                 self.values |= {f"{METRIC_GROUPS[name]}/{part}": number for part, number in value.items()}
@@ -78,14 +77,14 @@ class MetricPoint:
 
 
 class StreamRolledBack(Exception):
-    """Raised where the attempt went back to a checkpoint: what follows is another stream's."""
+    """The attempt rolled back to a checkpoint: later lines belong to another tracker run."""
 
 
 class PointReader:
-    """Joins the lines of iterations above `mark`: those of `earlier`, then those that `file` has and will have.
+    """Joins the lines of iterations above `mark`: lines of `earlier`, then present and future lines of `file`.
 
-    An iteration is given out when a later one has begun, since its evaluation comes in a line of its own; so an
-    attempt that is killed between the two leaves the whole iteration to the next one.
+    An iteration is complete when a later one begins, since its evaluation has a line of its own; if an attempt is
+    killed in between, the next attempt's feed sends the whole iteration.
     """
 
     def __init__(
@@ -94,14 +93,14 @@ class PointReader:
         self._earlier = iter(earlier)
         self._file = file
         self._rewinds = rewinds
-        """Rewinds in the file that still lie before this stream's lines."""
+        """Rollbacks in the file before the lines of this tracker run."""
         self._offset = 0
         self._mark = mark
         self._held: MetricPoint | None = None
 
     @classmethod
     def of_attempt(cls, run: Run, begin: AttemptStart, stream: TrackerRun, *, mark: int) -> PointReader:
-        """Follow the newest stream: what is there of it up to the attempt's base or newest rewind, then what comes."""
+        """Follow the newest tracker run: lines up to the attempt's base or newest rollback, then new lines."""
         rewinds = stream.rewind if stream.first_attempt == begin.attempt else 0
         base = stream.fork_iteration if rewinds else begin.base_iteration
         before = merged_metrics.valid_lines(run, above=mark, before=(begin.attempt, rewinds))
@@ -110,14 +109,14 @@ class PointReader:
 
     @classmethod
     def of_stream(cls, run: Run, streams: Sequence[TrackerRun], number: int, *, mark: int) -> PointReader:
-        """Read all of `streams[number]` that is there now."""
+        """Read the present lines of `streams[number]`."""
         end = streams[number + 1].start if number + 1 < len(streams) else None
         return cls(merged_metrics.valid_lines(run, above=mark, before=end), mark=mark)
 
     def poll(self, *, complete: bool = False) -> Iterator[MetricPoint]:
-        """Yield the points since the last call; `complete`: no line will be added, so the last one is whole.
+        """Yield the points since the last call; `complete`: no line will follow, so the last point is complete.
 
-        Raises Rewound behind the last point of the stream.
+        Raises StreamRolledBack after the last point of the tracker run.
         """
         for lines in (self._earlier, self._new_lines()):
             for line in lines:
@@ -134,7 +133,7 @@ class PointReader:
             self._mark, self._held = self._held.iteration, None
 
     def _take(self, line: dict[str, Any]) -> Iterator[MetricPoint]:
-        if "round" in line:  # what follows was told before, and is computed again to the same bits
+        if "round" in line:  # a restart computes known iterations again, to the same bits
             return
         iteration = line.get("iteration", 0)
         if self._held is not None and iteration > self._held.iteration:
@@ -145,7 +144,7 @@ class PointReader:
                 self._held.add(line)
 
     def _new_lines(self) -> Iterator[dict[str, Any]]:
-        """Whole lines of the file since the last call."""
+        """Yield the complete lines of the file since the last call."""
         if self._file is None:
             return
         try:
@@ -157,7 +156,7 @@ class PointReader:
                     self._offset += len(line)
                     try:
                         value = json.loads(line)
-                    except ValueError:  # what a killed or full disk left
+                    except ValueError:  # a line torn by a kill or a full disk
                         continue
                     if not isinstance(value, dict):
                         continue
@@ -175,12 +174,12 @@ _FULL, _LAST = 1, 4
 
 
 def offline_wandb_files(folder: Path, run_id: str) -> list[Path]:
-    """The .wandb files that were written offline under this id, oldest first."""
+    """Return the .wandb files that were written offline with this id, oldest first."""
     return sorted(folder.glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"))
 
 
 def highest_wandb_step(folder: Path, run_id: str) -> int:
-    """Highest step in the offline files of this id; 0 where there is none. Reads back from the newest file."""
+    """Return the highest step in the offline files of this id, newest file first; 0 without one."""
     for path in reversed(offline_wandb_files(folder, run_id)):
         steps = [int(row["_step"]) for row in wandb_history(path)]
         if steps:
@@ -189,7 +188,7 @@ def highest_wandb_step(folder: Path, run_id: str) -> int:
 
 
 def wandb_history(path: Path) -> Iterator[dict[str, Any]]:
-    """What was logged, a dict per step, oldest first, up to where a killed client stopped."""
+    """Yield the logged values, a dict per step, oldest first, up to the end of a killed client."""
     from wandb.proto import wandb_internal_pb2
 
     for data in wandb_records(path.read_bytes()):
@@ -199,7 +198,7 @@ def wandb_history(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def wandb_records(data: bytes) -> Iterator[bytes]:
-    """The whole records of a .wandb file."""
+    """Yield the complete records of a .wandb file."""
     if data[:4] != b":W&B":
         return
     at, record = WANDB_HEADER_BYTES, b""
@@ -221,23 +220,23 @@ def wandb_records(data: bytes) -> Iterator[bytes]:
 
 
 class TrackerSink(Protocol):
-    """Takes points whose iterations rise. Anything may raise: the feed starts over with a new one."""
+    """Takes points of rising iterations. Any method may raise: the feed then starts over with a new sink."""
 
     mark: int
-    """The highest iteration that it holds; 0 where it holds none."""
+    """Highest iteration of its records; 0 without records."""
 
     def write(self, point: MetricPoint) -> None:
         """Take a point above the mark."""
 
     def flush(self) -> None:
-        """Make what was taken readable, where that is not done anyway."""
+        """Make the points readable, if necessary."""
 
     def close(self) -> None:
-        """Hand on all that was taken, and take no more."""
+        """Send all points, and take no more."""
 
 
 class TensorBoard(TrackerSink):
-    """Event files in tensorboard/<id>/, a new one per attempt; all values of an iteration are one event."""
+    """Event files in tensorboard/<id>/, a new file per attempt; all values of an iteration are one event."""
 
     def __init__(self, run: Run, stream: TrackerRun) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -262,7 +261,7 @@ class TensorBoard(TrackerSink):
 
 
 def highest_tensorboard_step(folder: Path) -> int:
-    """The highest step in a folder of event files; 0 where there is none."""
+    """Return the highest step in a folder of event files; 0 without one."""
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event
 
@@ -274,7 +273,7 @@ def highest_tensorboard_step(folder: Path) -> int:
 
 
 def wandb_client_settings() -> Any:
-    """W&B's client without console, code, git state, metadata of the machine and system metrics."""
+    """Return settings of the W&B client without console, code, git state, machine metadata and system metrics."""
     import wandb
 
     return wandb.Settings(
@@ -291,16 +290,16 @@ def wandb_client_settings() -> Any:
 
 
 class WandB(TrackerSink):
-    """One W&B run over all attempts, by its id. Step is the iteration.
+    """One W&B run over all attempts, by its id; a step is an iteration.
 
-    The client takes no console, code, git state, metadata of the machine or system metrics: they would be those of one
-    node, and nothing of the environment shall reach a file.
+    The client collects nothing itself (`wandb_client_settings`): it would describe one node, and must not write
+    anything of the environment to a file.
     """
 
     def __init__(self, run: Run, stream: TrackerRun, config: CommonConfig, mode: WandbMode) -> None:
         import wandb
 
-        for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):  # homes may be full or not there
+        for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):  # homes may be full or missing
             os.environ.setdefault(name, str(run.path / "wandb"))
         (run.path / "wandb").mkdir(exist_ok=True)
         self._run = wandb.init(
@@ -334,7 +333,7 @@ class WandB(TrackerSink):
 
 
 def _shown(config: CommonConfig, stream: TrackerRun) -> dict[str, Any]:
-    """The config as W&B shows it, without the variables that a site sets."""
+    """Return the config that W&B shows, without the site's environment variables."""
     values = config.model_dump(mode="json")
     del values["cluster"]["environment"]
     if stream.forked_from is not None:

@@ -1,13 +1,12 @@
-"""W&B runs beside the training's own: the run of the evaluations, and copies of runs in another project.
+"""W&B runs besides the training's own: the run of the evaluations, and copies of runs in another project.
 
-A result comes when training is long past its iteration, or over, and W&B's steps only rise. So the step is the
-number of the result, in the order in which they came; as everywhere, W&B is asked what it has and told the rest.
+An evaluation may end long after its iteration, and W&B's steps only rise, so a step is the number of the result by
+time. As everywhere, W&B is asked what it has, and gets the rest.
 
-History is read by scan (every row, not a sample) and written with its steps and times. A copy has its source's id, so a
-second call goes on where the first was cut off, or sends what the source has meanwhile, and never writes a row twice;
-files it sends again. System metrics keep their times; their running time is counted from the copy's start, as W&B does
-by itself. Media (images, tables, artifacts) stay where they are: a row's
-reference to them is left out, and so are their files.
+A copy scans the history (every row, not a sample) and keeps steps and times. It has its source's id, so a second call
+continues where the first ended and never writes a row twice; files are sent again. System metrics keep their times;
+their running time counts from the copy's start, as in W&B. Media (images, tables, artifacts) and references to them are
+not copied.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import logging
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from relayrun.config.compose.schema import CommonConfig
 from relayrun.control.rundir import evaluations
@@ -29,53 +28,23 @@ from relayrun.errors import InputError
 from relayrun.train.reporting import trackers
 from relayrun.train.reporting.trackers import wandb_client_settings
 
+if TYPE_CHECKING:
+    import wandb
+    from wandb.apis.public import Run as PublicRun
+
 log = logging.getLogger(__name__)
 
 HISTORY_ROWS = 1000
-"""Rows of the history that are asked for at a time."""
+"""Rows of the history per request."""
 SYSTEM_ROWS = 100_000
-"""Rows of system metrics of a run at most: W&B hands them out as one sample, whole up to this many."""
+"""Largest number of system metric rows: W&B returns them as one sample, complete up to this size."""
 WRITTEN_BY_THE_CLIENT = ("config.yaml", "wandb-summary.json", "wandb-history.jsonl", "wandb-events.jsonl")
 """Files of every run that the copy's own client writes."""
 
 
-class SourceFile(Protocol):
-    """What is read of a `wandb.apis.public.File`."""
-
-    name: str
-
-    def download(self, root: str, *, replace: bool) -> object: ...
-
-
-class SourceRun(Protocol):
-    """What is read of a `wandb.apis.public.Run`."""
-
-    id: str
-    name: str
-    config: dict[str, Any]
-    summary_metrics: dict[str, Any]
-    tags: list[str]
-    notes: str | None
-    group: str | None
-
-    def scan_history(self, *, page_size: int, min_step: int, use_cache: bool) -> Iterable[dict[str, Any]]: ...
-
-    def history(self, *, samples: int, stream: str, pandas: bool) -> list[dict[str, Any]]: ...
-
-    def files(self) -> Iterable[SourceFile]: ...
-
-
-class WandbApi(Protocol):
-    """What is asked of a `wandb.Api`."""
-
-    def run(self, path: str) -> SourceRun: ...
-
-    def runs(self, path: str) -> Iterable[SourceRun]: ...
-
-
 @dataclass(frozen=True)
 class WandbProject:
-    """A project by entity (user or team) and name."""
+    """Project by entity (user or team) and name."""
 
     entity: str
     name: str
@@ -85,9 +54,9 @@ class WandbProject:
 
 
 def copy_project(
-    api: WandbApi, source: WandbProject, target: WandbProject, *, run_ids: Sequence[str], names: Sequence[str] = ()
+    api: wandb.Api, source: WandbProject, target: WandbProject, *, run_ids: Sequence[str], names: Sequence[str] = ()
 ) -> Iterator[str]:
-    """Copy these runs, or all; yield a line for each. `names`: of the copies, one a run. Raises InputError."""
+    """Copy these runs, or all; yield a line for each. `names`: of the copies, one per run. Raises InputError."""
     if source == target:
         raise InputError(
             "source and destination are the same project, so a copy would be its own source",
@@ -104,12 +73,12 @@ def copy_project(
         yield copy_run(api, run, target, names[number] if names else run.name)
 
 
-def copy_run(api: WandbApi, source: SourceRun, target: WandbProject, name: str) -> str:
-    """Write one run, or what is missing of it; return what was done, in words."""
+def copy_run(api: wandb.Api, source: PublicRun, target: WandbProject, name: str) -> str:
+    """Write one run, or its missing rows; return a summary."""
     import wandb
 
     system = source.history(samples=SYSTEM_ROWS, stream="system", pandas=False)
-    with tempfile.TemporaryDirectory() as folder:  # the client links what it uploads, until it has finished
+    with tempfile.TemporaryDirectory() as folder:  # the client links its uploads until it has finished
         made = wandb.init(
             entity=target.entity,
             project=target.name,
@@ -151,14 +120,14 @@ def copy_run(api: WandbApi, source: SourceRun, target: WandbProject, name: str) 
     return f"{source.id} ({name}): {rows:,} rows{since}{with_files} to {target}"
 
 
-def _newest_system(api: WandbApi, target: WandbProject, run_id: str) -> float | None:
-    """Time of the newest system metrics that a copy has, in seconds since 1970; None where it has none."""
+def _newest_system(api: wandb.Api, target: WandbProject, run_id: str) -> float | None:
+    """Return the time of the newest system metrics of a copy, in seconds since 1970; None without any."""
     there = api.run(f"{target}/{run_id}").history(samples=SYSTEM_ROWS, stream="system", pandas=False)
     return max((float(row["_timestamp"]) for row in there), default=None)
 
 
 def _send_system(made: Any, rows: Iterable[dict[str, Any]], *, behind: float | None) -> None:
-    """Send system metrics later than `behind` with their times; the client would only send those of its machine."""
+    """Send system metrics later than `behind` with their times; the client's API only samples its own machine."""
     from wandb.proto import wandb_internal_pb2 as pb
 
     interface = made._interface
@@ -173,8 +142,7 @@ def _send_system(made: Any, rows: Iterable[dict[str, Any]], *, behind: float | N
         interface._publish(interface._make_record(stats=stats))
 
 
-def _send_files(made: Any, source: SourceRun, folder: str) -> int:
-    """Send a run's files, but for media and those that the client writes itself; return how many."""
+def _send_files(made: Any, source: PublicRun, folder: str) -> int:
     count = 0
     for file in source.files():
         if file.name in WRITTEN_BY_THE_CLIENT or file.name.startswith("media/"):
@@ -190,7 +158,7 @@ def _is_media(value: Any) -> bool:
 
 
 def send_evaluations(run: Run, config: CommonConfig, mode: WandbMode) -> None:
-    """Send what W&B lacks of the results. Raises whatever the client raises."""
+    """Send the results that W&B lacks. Raises any error of the client."""
     streams = read_tracker_runs(run)
     results = sorted(
         (r for r in evaluations.evaluation_results(run) if r.status == "done"), key=lambda result: result.time
@@ -202,7 +170,7 @@ def send_evaluations(run: Run, config: CommonConfig, mode: WandbMode) -> None:
     name = f"{streams[0].id}-evaluation"
     (run.path / "wandb").mkdir(exist_ok=True)
     with open(run.evaluations / "wandb.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two jobs may end at once
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two jobs may end at the same time
         client = wandb.init(
             project=config.project,
             name=f"{config.name}-evaluation",
