@@ -1,7 +1,7 @@
 """The parts of node time, and the ledger that books the time of one allocation into them.
 
-`PARTS` names every part, its group, and the category of Google's ml-goodput-measurement that it counts to. `Ledger`
-holds a cursor that moves from the start of the allocation to its end; each microsecond is booked once.
+`PARTS` names every part, its group, and its category in Google's ml-goodput-measurement. `Ledger` holds a cursor that
+moves from the start of the allocation to its end; each microsecond is booked once.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ PartGroup = Literal["productive", "overhead", "start", "lost", "end", "unknown"]
 
 @dataclass(frozen=True, kw_only=True)
 class NodeTimePart:
-    """One name under which time is booked."""
+    """A named part of node time."""
 
     name: str
     group: PartGroup
     words: str
-    """What the nodes did, for people."""
+    """Activity of the nodes, for people."""
     google: str
-    """The `BadputType` of ml-goodput-measurement that this time counts to; empty: it is productive there."""
+    """The `BadputType` of ml-goodput-measurement; empty if the time is productive there."""
 
 
 PARTS: tuple[NodeTimePart, ...] = (
@@ -143,7 +143,7 @@ PARTS: tuple[NodeTimePart, ...] = (
     ),
     NodeTimePart(name="unknown", group="unknown", words="nobody knows", google="OTHER"),
 )
-"""In the order in which people read them."""
+"""In display order."""
 
 PART_NAMES: tuple[str, ...] = tuple(part.name for part in PARTS)
 START_PARTS: frozenset[str] = frozenset(part.name for part in PARTS if part.group == "start")
@@ -151,24 +151,23 @@ LOST_PARTS: frozenset[str] = frozenset(part.name for part in PARTS if part.group
 WHOLE_ALLOCATION_PARTS: frozenset[str] = frozenset(
     {"prolog", "supervisor", "launch", "import", "no attempt", "end", "unknown"}
 )
-"""What spare nodes do as all others; in the rest they wait."""
+"""Parts that spare nodes share with all others; in other parts spare nodes wait."""
 
 
 MICROSECONDS_PER_SECOND = 1_000_000
-"""Microseconds."""
 
 BookedPartSink = Callable[[str, int, int, int], None]
-"""Is told of a part, its microseconds of all nodes, and between which two times (microseconds since 1970) they lie."""
+"""Called with a part, its microseconds of all nodes, and the times (microseconds since 1970) between which they lie."""
 
 
 def to_microseconds(seconds: float) -> int:
-    """Seconds as whole microseconds."""
+    """Convert seconds to whole microseconds."""
     return round(seconds * MICROSECONDS_PER_SECOND)
 
 
 @dataclass(kw_only=True)
 class RestartTime:
-    """What the nodes of a stay did in one round of its ranks; see `Booked`."""
+    """Node time of an allocation between two starts of its ranks."""
 
     parts: dict[str, int] = field(default_factory=dict)
     iterations: int = 0
@@ -177,10 +176,10 @@ class RestartTime:
 
 
 class Ledger:
-    """The cursor, and what has been booked up to it, for all nodes of a stay.
+    """A cursor, and the time booked up to it, for all nodes of an allocation.
 
-    Of its nodes some train, some are spare, and some are given up: these have been lost, and the job goes on without
-    them. Slurm takes a lost one from the job when it has noticed the loss too, and books it no more from then on.
+    Some of the nodes train, some are spare, some are given up: they were lost, and the job continues without them. When
+    Slurm notices a loss, it removes the node from the job, and its time is no longer booked.
     """
 
     def __init__(self, stay: NodeAllocation, sink: BookedPartSink | None = None) -> None:
@@ -188,9 +187,9 @@ class Ledger:
         self.end = max(self.start, to_microseconds(stay.end))
         self.rounds = [RestartTime()]
         self.stepped = 0
-        """Microseconds in which steps were computed that count."""
+        """Microseconds in which steps that count were computed."""
         self.resized = [to_microseconds(time) for time, _ in stay.resized]
-        """When the job had another number of nodes, rising."""
+        """Times at which the number of nodes changed, increasing."""
         self._nodes = stay.nodes
         self._left = [nodes for _, nodes in stay.resized]
         self._training, self._spare = stay.nodes - stay.spare_nodes, stay.spare_nodes
@@ -198,26 +197,26 @@ class Ledger:
 
     @property
     def training(self) -> int:
-        """How many nodes train; fewer than the round began with, where Slurm has noticed a loss first."""
+        """Number of training nodes; below the number at the last restart if Slurm noticed a loss first."""
         return min(self._training, self._nodes)
 
     def next_round(self, failed: FailedRestart) -> None:
-        """What follows is of the next round, without the nodes that were lost."""
+        """Book the following time for the next start of the ranks, without the lost nodes."""
         self.rounds.append(RestartTime())
         alive = max(0, self._training + self._spare - len(failed.lost))
         self._training = min(failed.nodes or self._training, alive)
         self._spare = alive - self._training
 
     def until(self, part: str, time: int) -> None:
-        """All up to this time is this part; nothing where that lies behind the cursor."""
+        """Book all time up to `time` as one part; nothing if `time` is before the cursor."""
         time = min(time, self.end)
         if time > self.cursor:
             self.mixed({part: time - self.cursor}, time)
 
     def mixed(self, amounts: Mapping[str, int], time: int) -> None:
-        """All up to this time, which is not behind the end, is these parts; they sum to it."""
+        """Book all time up to `time`, which is not after the end, as parts that sum to it."""
         rest = dict(amounts)
-        while self.resized and self.resized[0] < time:  # in which order the parts came is not known
+        while self.resized and self.resized[0] < time:  # the order of the parts is unknown
             at = max(self.cursor, self.resized.pop(0))
             first, left = {}, at - self.cursor
             for part, amount in rest.items():
@@ -229,7 +228,7 @@ class Ledger:
         self._add(rest, time)
 
     def _add(self, amounts: Mapping[str, int], time: int) -> None:
-        """The same, where the number of nodes does not change meanwhile."""
+        """Book parts during which the number of nodes is constant."""
         training = self.training
         spare = min(self._spare, self._nodes - training)
         idle = 0

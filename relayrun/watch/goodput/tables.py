@@ -1,4 +1,4 @@
-"""An account as tables for people, and as JSON for programs."""
+"""An account as tables for people and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ PART_COLUMNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("rest", ("between", "spare", "end")),
     ("unknown", ("unknown",)),
 )
-"""Columns of the table of attempts, and what stands in each."""
+"""Columns of the table of attempts, and the parts in each."""
 
 
 RESTART_COLUMNS = ("round", "failed", "steps again", "node time")
-"""Columns of the table of rounds before those of `COLUMNS`."""
+"""First columns of the table of restarts, before `PART_COLUMNS`."""
 
 
 def account_summary(account: NodeTimeAccount) -> str:
-    """Return the figures of a run in some lines."""
+    """Return the main figures of a run in a few lines."""
     waits = [
         f"{name} {format_duration(account.waited[name])}"
         for name in WAIT_KINDS
@@ -57,7 +57,7 @@ def account_summary(account: NodeTimeAccount) -> str:
 
 
 def parts_table(account: NodeTimeAccount) -> Table:
-    """Return a table of the parts; they sum to what was allocated."""
+    """Return a table of the parts; they sum to the allocated time."""
     table = Table(title="where the node time went", box=None, title_justify="left", padding=(0, 2, 0, 0))
     for name in ("part", "node time", "share", "what the nodes did"):
         table.add_column(name, justify="right" if name in ("node time", "share") else "left")
@@ -72,7 +72,7 @@ def parts_table(account: NodeTimeAccount) -> Table:
 
 
 def allocations_table(account: NodeTimeAccount) -> Table:
-    """Return a table of the attempts, each column a share of what the attempt's job had allocated."""
+    """Return a table of the attempts, each column a share of the attempt's allocation."""
     table = Table(title="by attempt", box=None, title_justify="left", padding=(0, 2, 0, 0))
     for name in ("attempt", "job", "nodes", "ended", "queued", "node time", *(name for name, _ in PART_COLUMNS)):
         table.add_column(name, justify="left" if name == "ended" else "right")
@@ -91,7 +91,7 @@ def allocations_table(account: NodeTimeAccount) -> Table:
 
 
 def restarts_table(account: NodeTimeAccount) -> Table | None:
-    """Return a table of the rounds of attempts whose ranks were started again; None where there is none."""
+    """Return a table of the restarts inside attempts; None without restarts."""
     table = Table(title="by round", box=None, title_justify="left", padding=(0, 2, 0, 0))
     for name in (*RESTART_COLUMNS, *(name for name, _ in PART_COLUMNS)):
         table.add_column(name, justify="left" if name == "failed" else "right")
@@ -101,7 +101,7 @@ def restarts_table(account: NodeTimeAccount) -> Table | None:
 
 
 def restart_rows(account: NodeTimeAccount) -> list[list[str]]:
-    """Return the cells of that table, a list a row."""
+    """Return the cells of the table of restarts, row by row."""
     rows = []
     for stay in account.stays:
         words = [failed.culprit for failed in stay.failed_rounds]
@@ -117,7 +117,7 @@ def restart_rows(account: NodeTimeAccount) -> list[list[str]]:
 
 
 def lost_time_table(account: NodeTimeAccount) -> Table:
-    """Return a table of what each cause of ends cost."""
+    """Return a table of the node time lost to each cause."""
     table = Table(title="by cause of the end", box=None, title_justify="left", padding=(0, 2, 0, 0))
     for name in ("ended", "times", "lost", "next starts", "waited", "nodes blamed"):
         table.add_column(name, justify="left" if name in ("ended", "nodes blamed") else "right")
@@ -134,7 +134,7 @@ def lost_time_table(account: NodeTimeAccount) -> Table:
 
 
 def account_as_json(account: NodeTimeAccount) -> dict[str, Any]:
-    """Return all of an account as plain values: node seconds, seconds, and shares between 0 and 1."""
+    """Return the account as plain values: node seconds, seconds, and shares between 0 and 1."""
     return {
         "run": account.name,
         "path": str(account.run.path),
@@ -178,7 +178,7 @@ def account_as_json(account: NodeTimeAccount) -> dict[str, Any]:
 
 
 def as_ml_goodput(account: NodeTimeAccount) -> dict[str, float]:
-    """Return node seconds by the names of ml-goodput-measurement; productive time is `TOTAL` there."""
+    """Return node seconds by the names of ml-goodput-measurement, where `TOTAL` is productive time."""
     sums: dict[str, int] = {}
     for part in PARTS:
         name = part.google or "TOTAL"
@@ -224,13 +224,13 @@ def _seconds(amounts: dict[str, int]) -> dict[str, float]:
 
 
 def format_node_time(amount: int) -> str:
-    """Microseconds of all nodes, for people: node seconds, or node hours where there are many."""
+    """Format microseconds of all nodes as node seconds or node hours."""
     seconds = amount / MICROSECONDS_PER_SECOND
     return f"{seconds / 3600:,.2f} node h" if seconds >= 3600 else f"{seconds:,.1f} node s"
 
 
 def format_duration(amount: int) -> str:
-    """Microseconds, for people."""
+    """Format microseconds: `4.2 s`, `3 min 20 s`, `5 h 10 min`."""
     seconds = amount / MICROSECONDS_PER_SECOND
     if seconds < 60:
         return f"{seconds:.1f} s"
@@ -239,7 +239,7 @@ def format_duration(amount: int) -> str:
 
 
 def format_share(amount: int, total: int) -> str:
-    """A share in percent; empty where it is 0."""
+    """Format a share in percent; empty for 0."""
     return f"{amount / total:.1%}" if amount and total else ""
 
 

@@ -1,8 +1,8 @@
 """HTML for pages about runs: elements, tables, the style sheet, and the frame of a page.
 
-`tag` escapes all text that is not `Markup`: the name of a run stays text, whatever characters it has. `html_page` adds
-the head, the style sheet, and a content policy that forbids scripts and network access. The style sheet serves narrow
-and wide screens, light and dark, and paper.
+`tag` escapes all text that is not `Markup`, so the name of a run stays text. `html_page` adds the head, the style
+sheet, and a content policy that forbids scripts and network access. The style sheet serves narrow and wide screens,
+light and dark, and paper.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from html import escape
 
 
 class Markup(str):
-    """Text that is markup: `tag` makes it, and escapes all other text."""
+    """Text that is markup, made by `tag`."""
 
     __slots__ = ()
 
@@ -23,7 +23,7 @@ VOID_ELEMENTS = frozenset({"meta", "line", "path", "rect", "br"})
 
 
 def tag(name: str, /, *children: str | None, **attributes: str | float | None) -> Markup:
-    """Return an element. Attributes that are None are left out; `class_` is `class`, and `_` in names is `-`."""
+    """Return an element. Attributes that are None are omitted; `class_` means `class`, and `_` in names means `-`."""
     given = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(str(value), quote=True)}"'
         for key, value in attributes.items()
@@ -35,7 +35,7 @@ def tag(name: str, /, *children: str | None, **attributes: str | float | None) -
 
 
 def join_markup(parts: Iterable[str | None]) -> Markup:
-    """Return the parts one behind the other, with text escaped; None is nothing."""
+    """Concatenate the parts, with text escaped and None skipped."""
     return Markup("".join(part if isinstance(part, Markup) else escape(part) for part in parts if part is not None))
 
 
@@ -105,13 +105,13 @@ pre{{background:var(--panel);border:1px solid var(--rule);border-radius:6px;padd
 
 
 MAX_TABLE_ROWS = 200
-"""A table has so many rows at most, the newest; a line says how many there are."""
+"""Maximum number of rows of a table: the newest; a line says how many there are."""
 
 
 def html_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
-    """Return a table; `|n` behind a name makes it a column of numbers. Of many rows the newest are shown.
+    """Return a table of the newest rows; `|n` after a name marks a column of numbers.
 
-    On a narrow screen a row of more than four columns is a list, in which each value stands behind its column's name.
+    On a narrow screen a row of more than four columns becomes a list, with its column's name before each value.
     """
     heads = [(name.removesuffix("|n"), "n" if name.endswith("|n") else None) for name in names]
     body = [
@@ -128,7 +128,7 @@ def html_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
 
 
 def format_time(seconds: float) -> str:
-    """A time for people, in this machine's zone."""
+    """Format a time in the local time zone."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
@@ -136,7 +136,7 @@ CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def html_page(title: str, *children: str | None, refresh: int | None = None) -> str:
-    """Return a page. `refresh`: after so many seconds a browser asks for it again."""
+    """Return a whole page. `refresh`: seconds after which a browser reloads it."""
     head = tag(
         "head",
         tag("meta", charset="utf-8"),

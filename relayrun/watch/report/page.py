@@ -35,7 +35,7 @@ from relayrun.watch.status.summary import PLANNED_CAUSES
 PART_GROUPS: tuple[tuple[str, tuple[str, ...], str], ...] = tuple(
     (name, parts, f"g{number}") for number, (name, parts) in enumerate(PART_COLUMNS)
 )
-"""Parts of the node time that have one colour, and its class."""
+"""Parts of the node time with one colour, and their class."""
 
 TIME_UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 """Units of a time axis, in seconds."""
@@ -49,7 +49,7 @@ METRIC_CHARTS = (
 
 
 def facts_section(page: RunReportData) -> Markup:
-    """Return the figures that people ask for first."""
+    """Return the main figures."""
     account, last = page.account, page.last
     steps = page.plan.end_iteration
     durable = page.checkpoints[-1].iteration if page.checkpoints else 0
@@ -73,7 +73,7 @@ def facts_section(page: RunReportData) -> Markup:
 
 
 def training_section(page: RunReportData) -> Markup:
-    """Return the charts of what was trained, with the attempts marked."""
+    """Return the charts of the metrics, with the attempts marked."""
     marks = attempt_marks(page)
     loss = [ChartLine(name="training", series=page.series.get("loss", EMPTY_SERIES))]
     loss += [
@@ -100,7 +100,7 @@ def training_section(page: RunReportData) -> Markup:
 
 
 def loss_charts(title: str, drawn: Sequence[ChartLine], *, marks: Sequence[ChartMark] = ()) -> Markup:
-    """Return a chart of losses, and beside it one of the last three quarters, whose changes the fall before hides."""
+    """Return a chart of losses, and a second chart of the last three quarters, on a scale of their own."""
     charts = [chart.line_chart(title, drawn, marks=marks, unit="nats per token")]
     long = [line.series.x for line in drawn if line.series.size >= 100]
     if long:
@@ -114,7 +114,7 @@ def loss_charts(title: str, drawn: Sequence[ChartLine], *, marks: Sequence[Chart
 
 
 def attempt_marks(page: RunReportData) -> list[ChartMark]:
-    """Return where attempts began, but for the first, and where ranks were started again; the newest of them."""
+    """Return marks for the newest attempts, except the first, and restarts."""
     marks = []
     before: AllocationAccount | None = None
     for stay, trained in zip(page.account.stays, page.trained, strict=True):
@@ -133,7 +133,7 @@ def attempt_marks(page: RunReportData) -> list[ChartMark]:
 
 
 def goodput_section(page: RunReportData) -> Markup:
-    """Return where the node time went: as a sum, over time, by part, by attempt, by cause of loss."""
+    """Return the node time: as a sum, over time, by part, by attempt, by cause of loss."""
     account = page.account
     sums = [(name, css, sum(account.parts[part] for part in parts)) for name, parts, css in PART_GROUPS]
     total = max(1, account.allocated)
@@ -229,7 +229,7 @@ def _allocation_row(each: AllocationAccount) -> tuple[str, ...]:
 
 
 def attempts_section(page: RunReportData) -> Markup:
-    """Return a table of the attempts: when, where from, how far, and how each ended."""
+    """Return a table of the attempts: begin, nodes, iterations, and end."""
     rows = []
     for stay, trained in zip(page.account.stays, page.trained, strict=True):
         found = stay.stay.facts
@@ -251,13 +251,13 @@ def attempts_section(page: RunReportData) -> Markup:
 
 
 def failed_restarts(stay: AllocationAccount) -> list[FailedRestart]:
-    """Return the rounds of an allocation's attempt that failed."""
+    """Return the failures of the ranks of an allocation's attempt."""
     found = stay.stay.facts
     return [] if found is None else restarts.read_failed_restarts(found.attempt)
 
 
 def failures_section(page: RunReportData) -> Markup:
-    """Return a table of the ends that nobody planned, of attempts and of rounds, with the nodes that were blamed."""
+    """Return a table of the unplanned ends of attempts and of ranks, with the nodes to which they are attributed."""
     rows = []
     for stay in page.account.stays:
         rows += [
@@ -283,7 +283,7 @@ def failures_section(page: RunReportData) -> Markup:
 
 
 def data_section(page: RunReportData) -> Markup:
-    """Return what was read of each data set, up to the durable checkpoint."""
+    """Return the samples read of each data set, up to the durable checkpoint."""
     if page.data_missing:
         return section("Data", tag("p", f"Not known: {page.data_missing}", class_="soft"))
     rows = [
@@ -299,7 +299,7 @@ def data_section(page: RunReportData) -> Markup:
 
 
 def evaluations_section(page: RunReportData) -> Markup:
-    """Return the results of evaluation jobs; losses on held-out text inside training stand in the chart."""
+    """Return the results of evaluation jobs; losses on held-out text are in the chart."""
     rows = []
     for result in page.evaluations:
         values = [f"{task} {name} {value:.4g}" for task, each in result.results.items() for name, value in each.items()]
@@ -314,7 +314,7 @@ def evaluations_section(page: RunReportData) -> Markup:
 
 
 def checkpoints_section(page: RunReportData) -> Markup:
-    """Return the checkpoints that count, the newest ones in a table."""
+    """Return a table of the newest checkpoints that count."""
     found = page.checkpoints
     if not found:
         return section("Checkpoints", tag("p", "There is none."))
@@ -338,7 +338,7 @@ def checkpoints_section(page: RunReportData) -> Markup:
 
 
 def configuration_section(page: RunReportData) -> Markup:
-    """Return what each submit changed of the settings, and all of the newest ones."""
+    """Return the settings that each submit changed, and all newest settings."""
     rows = [(str(change.revision), line) for change in page.changes for line in change.lines]
     return section(
         "Configuration",
@@ -351,7 +351,7 @@ def configuration_section(page: RunReportData) -> Markup:
 
 
 def section(title: str, *children: str | None) -> Markup:
-    """Return a part of the page under its heading."""
+    """Return a section of the page under its heading."""
     return tag("section", tag("h2", title), *children)
 
 
@@ -365,7 +365,7 @@ SECTIONS: tuple[Callable[[RunReportData], Markup], ...] = (
     checkpoints_section,
     configuration_section,
 )
-"""In the order in which they stand."""
+"""In display order."""
 
 
 def report_page(
@@ -375,9 +375,9 @@ def report_page(
 
     Args:
         pages: the runs.
-        now: seconds since 1970, which it names as its time.
-        home: where a list of all runs stands, relative to the page.
-        refresh: after so many seconds a browser asks for it again.
+        now: seconds since 1970, printed as the time of the page.
+        home: relative URL of a list of all runs.
+        refresh: seconds after which a browser reloads the page.
     """
     names = ", ".join(page.name for page in pages)
     made = f"As it was at {format_time(now)}; relayrun {relayrun.__version__}."
@@ -433,7 +433,7 @@ def _side_by_side(pages: Sequence[RunReportData]) -> Markup:
 
 
 def report_as_json(page: RunReportData) -> dict[str, Any]:
-    """Return what a page shows as plain values; of many points the least and the greatest of each pixel."""
+    """Return the data of a page as plain values; long series keep the minimum and maximum of each pixel."""
     return {
         "run": page.name,
         "path": str(page.run.path),

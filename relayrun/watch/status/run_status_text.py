@@ -1,4 +1,4 @@
-"""All that is known of one run as text for people, and as JSON for programs."""
+"""The full status of one run as text for people and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _USED_AGAIN = " (used again: there are too few others)"
 
 
 def run_status_table(status: RunStatus, *, now: float) -> Table:
-    """Return all that is known of one run, one fact a line; lines without a fact are left out."""
+    """Return a table with one fact of the run per line; facts without a value are omitted."""
     table = Table(title=status.run, show_header=False, box=None, title_justify="left", padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -31,7 +31,7 @@ def run_status_table(status: RunStatus, *, now: float) -> Table:
 
 
 def run_status_as_json(status: RunStatus | DamagedRun) -> dict[str, Any]:
-    """Return the facts of a status for JSON; a number that is none (a loss of NaN) is null."""
+    """Return the status as values for JSON; NaN and infinity become null."""
     values: dict[str, Any] = _finite(asdict(status))
     return values
 
@@ -119,14 +119,13 @@ def _last_job(status: RunStatus, now: float) -> str:
 
 
 def _quarantine(status: RunStatus) -> str:
-    """What lies in quarantine besides what is left behind, and why."""
+    """Quarantined checkpoints that are not in `left_behind`, and why."""
     told = {entry.path for entry in status.left_behind}
     rest = [entry for entry in status.in_quarantine if entry.path not in told]
     return "; ".join(f"{entry.iteration}, computed again since: {entry.why} ({entry.path})" for entry in rest)
 
 
 def _mirror(status: RunStatus, now: float) -> str:
-    """What is copied to the second place, and why not more."""
     last = status.mirror
     if last is None:
         return ""
@@ -144,7 +143,6 @@ def _mirror(status: RunStatus, now: float) -> str:
 
 
 def _quotas(status: RunStatus, now: float) -> list[str]:
-    """How full what this run writes to is, and why that is not known."""
     told = [
         f"{each.words(now)} (looked {format_seconds(now - each.time)} ago)"
         for each in status.quotas
@@ -154,7 +152,6 @@ def _quotas(status: RunStatus, now: float) -> list[str]:
 
 
 def _skipped_documents(status: RunStatus) -> str:
-    """What streams could not read and left out."""
     return "; ".join(
         f"{name}: " + ", ".join(f"{count:,} {reason}" for reason, count in counts.items())
         for name, counts in status.left_out.items()
@@ -162,7 +159,7 @@ def _skipped_documents(status: RunStatus) -> str:
 
 
 def _damaged_checkpoints(status: RunStatus) -> str:
-    """Iterations with one reason together: two checkpoints are often torn in one way."""
+    """Group iterations by reason: two checkpoints are often damaged the same way."""
     parts: dict[tuple[bool, str], list[int]] = {}
     for entry in status.left_behind:
         parts.setdefault((entry.quarantined, entry.why), []).append(entry.iteration)
@@ -175,7 +172,7 @@ def _damaged_checkpoints(status: RunStatus) -> str:
 
 
 def _evaluations(status: RunStatus) -> str:
-    """The newest result, how many there are, and what failed last."""
+    """The newest result, the number of results, and the last failure."""
     parts = []
     done = [result for result in status.evaluations if result.status == "done"]
     failed = [result for result in status.evaluations if result.status == "failed"]

@@ -1,6 +1,6 @@
-"""One watcher for many runs: a look asks the scheduler once for the jobs of all chains.
+"""Status of many runs with one query of the scheduler for the jobs of all chains.
 
-A chain without jobs is asked about on its own, once: how its last job ended does not change until the next submit.
+A chain without jobs needs a query of its own, once: the end of its last job does not change until the next submit.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ S = TypeVar("S", bound=RunSummary)
 
 
 class RunsWatcher:
-    """Remembers between two looks what need not be asked again."""
+    """Keeps answers between two calls that need not be asked again."""
 
     def __init__(self, *, without_jobs: Collection[Path] = ()) -> None:
-        """`without_jobs`: run directories of which who asks knows how it ended, should they have no job now."""
+        """`without_jobs`: run directories whose end the caller knows, if they have no job now."""
         self._without_jobs = without_jobs
         self._jobs: dict[str, list[QueuedJob]] = {}
         self._error: str | None = None
         self._quiet: dict[Path, tuple[float, QueueStatus]] = {}
         self._plans: dict[Path, Plan] = {}
-        """The plans of the look that is under way."""
+        """Plans of the current call."""
 
     def look(self, runs: Sequence[Run], *, now: float) -> list[RunStatus | DamagedRun]:
-        """Return the status of every run, the newest first, damaged ones last. `now`: seconds since 1970."""
-        from relayrun.watch.status import run_status  # a table of many runs needs none of it
+        """Return the status of every run, newest first, damaged runs last. `now`: seconds since 1970."""
+        from relayrun.watch.status import run_status  # a table of many runs does not need it
 
         self._ask_for(runs)
         return _each_run(
@@ -51,7 +51,7 @@ class RunsWatcher:
         )
 
     def glance(self, runs: Sequence[Run], *, now: float) -> list[RunSummary | DamagedRun]:
-        """Return where every run stands, as `look` does, and no more than a table of them tells."""
+        """Return the summary of every run, in the same order as `look`."""
         self._ask_for(runs)
         return _each_run(
             runs,
@@ -96,10 +96,10 @@ def _each_run(
     ask: Callable[[Run], QueueStatus],
     plans: Mapping[Path, Plan],
 ) -> list[S | DamagedRun]:
-    """Return what `gather` says of many runs, the newest first, damaged ones last.
+    """Return the result of `gather` for many runs, newest first, damaged runs last.
 
-    `plans`: those that were read already, by run directory. `ask` gives the jobs of one run; it is not
-    asked about runs that have been stopped, nor again once Slurm has not answered.
+    `plans`: plans that were already read, by run directory. `ask` returns the jobs of one run; it is not called for
+    stopped runs, and not after Slurm has failed to answer once.
     """
     found: list[S] = []
     damaged: list[DamagedRun] = []
@@ -116,13 +116,12 @@ def _each_run(
                 answer = ask(run)
                 silent = answer if answer.error is not None else silent
             found.append(gather(run, answer, plan, asked))
-        except (RunDirError, OSError) as error:  # what cannot be read of one hides no other
+        except (RunDirError, OSError) as error:  # a damaged run must not hide the others
             damaged.append(DamagedRun(path=str(run.path), error=getattr(error, "message", None) or str(error)))
     return [*sorted(found, key=lambda status: -status.updated), *damaged]
 
 
 def _read_plan(run: Run) -> Plan | None:
-    """The plan of a run; damaged runs are told of elsewhere."""
     try:
         return Plan.load(run)
     except (RunDirError, OSError):

@@ -1,6 +1,6 @@
-"""Tables of runs, one line for each run, and printing of tables on a terminal or into a file.
+"""Tables with one line per run, and printing of tables on a terminal or into a file.
 
-rich is imported inside the functions that build a table: its import costs as much as the summaries of a hundred runs.
+Functions that build a table import rich themselves: its import takes as long as a hundred summaries.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 RUN_COLUMNS = ("run", "state", "attempt", "iteration", "left", "loss", "tokens/s", "durable", "age", "the last end")
 """Columns of the table of many runs."""
 NUMBER_COLUMNS = frozenset({"attempt", "left", "loss", "tokens/s", "durable", "age"})
-"""Those that hold numbers."""
+"""Columns with numbers."""
 MAX_FOLDED_ROWS = 200
-"""A terminal gets a table of at most so many runs folded to its width: of a thousand that takes a second."""
+"""Largest table that is folded to the width of a terminal: a thousand rows take a second."""
 
 
 def print_runs(found: Sequence[RunSummary | DamagedRun]) -> None:
-    """Print a line a run."""
+    """Print one line per run."""
     if sys.stdout.isatty() and len(found) <= MAX_FOLDED_ROWS:
         print_table(runs_table(found))
         return
@@ -41,7 +41,7 @@ def _padded(text: str, width: int, column: str) -> str:
 
 
 def runs_table(found: Sequence[RunSummary | DamagedRun]) -> Table:
-    """Return a table with one line a run; of a damaged one its error."""
+    """Return a table with one line per run; a damaged run shows its error."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -71,7 +71,7 @@ def _run_cells(entry: RunSummary | DamagedRun) -> list[str]:
 
 
 def run_line(entry: RunSummary | DamagedRun) -> str:
-    """Return a run in one line for a log."""
+    """Return one line about a run for a log."""
     if isinstance(entry, DamagedRun):
         return f"{'/'.join(entry.path.split('/')[-2:])}: damaged: {entry.error}"
     parts = [
@@ -87,7 +87,7 @@ def run_line(entry: RunSummary | DamagedRun) -> str:
 
 
 def format_seconds(seconds: float | None) -> str:
-    """Return a number of seconds for people: `45 s`, `12 min`, `3.4 h`, `2.1 days`."""
+    """Return a duration for people: `45 s`, `12 min`, `3.4 h`, `2.1 days`."""
     if seconds is None:
         return ""
     if seconds < 120:
@@ -98,7 +98,7 @@ def format_seconds(seconds: float | None) -> str:
 
 
 def cron_check_line(look: LastCronCheck, *, now: float) -> str:
-    """Return when a sentinel has last looked, and what that means where it is late."""
+    """Return when the last cron check ran, and a warning if it is late."""
     if look.time is None:
         return f"nobody knows when it last looked: its record in {look.folder} cannot be read"
     whose = f"{look.folder}, by {look.user} on {look.host}"
@@ -110,14 +110,14 @@ def cron_check_line(look: LastCronCheck, *, now: float) -> str:
 
 
 def cron_check_lines(found: Sequence[RunSummary | DamagedRun], *, now: float) -> list[str]:
-    """Return a line for each sentinel that looks after some of these runs."""
+    """Return one line per folder whose cron check covers some of these runs."""
     known = [status.sentinel for status in found if isinstance(status, RunSummary) and status.sentinel is not None]
     looks = {look.folder: look for look in known}
     return [f"sentinel: {cron_check_line(look, now=now)}" for look in looks.values()]
 
 
 def format_remaining(status: RunSummary) -> str:
-    """Return the hours of training and node hours that are left, for a column; empty where they are not known."""
+    """Return the remaining time and node hours for a column; empty if unknown."""
     left = status.remaining
     return (
         f"{format_seconds(left.seconds)}, {left.node_hours:,.1f} node h" if left is not None and left.iterations else ""
@@ -125,12 +125,12 @@ def format_remaining(status: RunSummary) -> str:
 
 
 def format_loss(value: float | None) -> str:
-    """Return a loss in nats per token for people; empty where there is none."""
+    """Return a loss in nats per token for people; empty for None."""
     return "" if value is None else f"{value:.4f}"
 
 
 def format_speed(value: float | None) -> str:
-    """Return tokens per second for people; empty where they are not known."""
+    """Return tokens per second for people; empty for None."""
     return "" if value is None else f"{value:,.0f}"
 
 
