@@ -49,8 +49,8 @@ def add_lengths_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_lengths(options: argparse.Namespace) -> int:
-    """Print what the lengths of folders look like, and draw it. Raises RelayrunError."""
-    # pyarrow and tokenizers: not paid for the other commands
+    """Print the document lengths of folders, and draw them. Raises RelayrunError."""
+    # pyarrow and tokenizers: slow imports
     from relayrun.tokens.order.document_lengths import (
         check_picture_name,
         draw_length_picture,
@@ -131,7 +131,7 @@ def _print_lengths(
 
 
 SHOWN_CHARACTERS = 300
-"""Characters that are shown of each sample's text, unless --full is given."""
+"""Characters printed of each sample's text without --full."""
 
 
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:
@@ -152,7 +152,7 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_data(options: argparse.Namespace) -> int:
-    """Do what `relayrun data ...` asks. Raises RelayrunError."""
+    """Run `relayrun data show`, `ledger` or `diff`. Raises RelayrunError."""
     runs = [audit.audit_run(find_run(name)) for name in options.runs]
     if options.data_command == "show":
         print_samples(runs[0], sample_numbers(options.samples), full=options.full)
@@ -166,7 +166,7 @@ def run_data(options: argparse.Namespace) -> int:
 
 
 def sample_numbers(text: str) -> range:
-    """Return the samples that `1000:1010`, or one number, means. Raises ConfigError."""
+    """Parse `1000:1010`, or one number. Raises ConfigError."""
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     if match is None or (match[2] is not None and int(match[2]) <= int(match[1])):
         raise ConfigError(f"{text!r} is no range of samples", where="--samples", hint="write FIRST:END, as 1000:1010")
@@ -175,7 +175,7 @@ def sample_numbers(text: str) -> range:
 
 
 def print_samples(audited: audit.AuditedRun, wanted: range, *, full: bool) -> None:
-    """Print a paragraph for each sample that is wanted."""
+    """Print a paragraph for each requested sample."""
     tokenizer = load_tokenizer(TokenizeOptions(tokenizer=audited.config.data.tokenizer))
     for sample in audit.audited_samples(audited, wanted):
         step = "passed over" if sample.step is None else f"step {sample.step}"
@@ -189,7 +189,7 @@ def print_samples(audited: audit.AuditedRun, wanted: range, *, full: bool) -> No
 
 
 def print_ledger(audited: audit.AuditedRun) -> None:
-    """Print a table of how much of each data set a run has read."""
+    """Print a table of the samples that a run has read of each data set."""
     rows = audit.dataset_ledgers(audited)
     table = Table(title=f"{audited.run.path.name}: {audited.consumed_samples:,} samples in {audited.iteration:,} steps")
     for name in (

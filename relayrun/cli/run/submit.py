@@ -1,8 +1,8 @@
 """`relayrun submit`, `check`, `resume` and `launch`: from a config, a run or a job's environment to a queued job.
 
-`submit` checks a run config, prepares the run directory and queues one job. `check` prints what a submit would
-refuse, and the plan of the run; it writes and queues nothing. `resume` submits a run again with its last settings.
-`launch` is called by the sbatch scripts of launchers/ and makes their job the first one of a chain.
+`submit` checks a run config, prepares the run directory and queues one job. `check` prints the findings of a submit
+and the plan of the run; it writes and queues nothing. `resume` submits a run again with its last settings. `launch` is
+called by the sbatch scripts of launchers/ and makes their job the first of a chain.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_check(options: argparse.Namespace) -> int:
-    """Print findings and plan; the exit code is 1 where a submit would refuse. Raises RelayrunError."""
+    """Print findings and plan; return 1 if a submit would refuse. Raises RelayrunError."""
     intent = SubmitIntent(
         resume=options.resume, accept_data_change=options.accept_data_change, take_over=options.take_over
     )
@@ -58,16 +58,16 @@ def run_check(options: argparse.Namespace) -> int:
 def check_settings(
     given: LocatedSettings, intent: SubmitIntent, *, json: bool = False, launcher: Path | None = None
 ) -> int:
-    """Check the run that settings mean, and print the report; return the exit code.
+    """Check the run of these settings, and print the report; return the exit code.
 
-    `launcher`: the Bash script that is to be given to sbatch, instead of a job of relayrun's own.
+    `launcher`: the Bash script that the user passes to sbatch, if the job is not one of relayrun's own.
     """
     name = "settings.schema"
     try:
         config = resolve.validate_settings(given)
         name = "settings.trainer"
         report = submission.check_submission(config, given=given, intent=intent, launcher=launcher)
-    except RelayrunError as error:  # of settings of which no plan can be made
+    except RelayrunError as error:  # no plan can be made of these settings
         if not json:
             raise
         refused = CheckFinding(name=name, level="error", words=error.message, where=error.where, remedy=error.hint)
@@ -86,11 +86,9 @@ def check_settings(
 
 
 def print_dry_run(given: LocatedSettings, intent: SubmitIntent) -> int:
-    """Print the job script that a submit would write, and on standard error what the check found but is not fine.
+    """Print the job script of a submit, and its warnings on standard error.
 
-    Behind it stands, as a comment, what the ranks of a foreign trainer execute.
-
-    Returns 1 where a submit would refuse. Raises RelayrunError where there is no job to print.
+    For a foreign trainer a comment with the ranks' command follows. Raises RelayrunError if a submit would refuse.
     """
     config = resolve.validate_settings(given)
     print(submission.dry_run(config), end="", flush=True)
@@ -108,7 +106,7 @@ _EMPTY_REPORT: dict[str, Any] = {"data": [], "plan": None, "changes": []}
 
 
 def changes_since_last_submit(report: CheckReport) -> list[str]:
-    """What differs between the config and the run's last revision; empty for a run that has none."""
+    """Return the differences between the config and the run's last revision; empty for a new run."""
     revisions = report.run.revisions()
     if not revisions:
         return []
@@ -126,10 +124,10 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_launch(options: argparse.Namespace) -> int:
-    """Make this job the first of a chain, with the settings of the environment; print the run directory."""
+    """Make this job the first of a chain, with the settings of its environment; print the run directory."""
     file = places.project_folder() / options.config
     settings = launcher_environment.environment_overrides(os.environ, trainer=resolve.read_trainer(file))
-    # sbatch itself heeds these, and its options over them: what the job has, where this is one
+    # sbatch's own variables, which its options override: inside a job take the job's value
     settings += [
         f"job.{name}={launcher_environment.quote_yaml(os.environ.get(f'SLURM_JOB_{name.upper()}') or value)}"
         for name, value in sites.sbatch_options_from_environment(os.environ).items()
@@ -173,7 +171,7 @@ def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_change_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `relayrun submit` and `relayrun resume` have in common."""
+    """Add the options common to `relayrun submit` and `relayrun resume`."""
     parser.add_argument(
         "--set",
         dest="overrides",
@@ -198,7 +196,7 @@ def add_change_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_submit(options: argparse.Namespace) -> int:
-    """Submit one run, or, with --dry-run, print the job that would be submitted."""
+    """Submit one run or, with --dry-run, print the job of a submit."""
 
     load = [] if options.load is None else [f"checkpoint.load={launcher_environment.quote_yaml(options.load)}"]
     given = resolve.read_settings(options.config, [*options.overrides, *load])
@@ -217,7 +215,7 @@ def run_submit(options: argparse.Namespace) -> int:
 
 
 def print_submitted(submitted: submission.SubmittedRun) -> None:
-    """Print what was submitted; run the queue of this machine where that is the cluster."""
+    """Print the submitted job; with the local scheduler run its queue here."""
     print(
         f"job {submitted.job_id} ({submitted.plan.job_name})\nrun directory {submitted.run.path}\n"
         f"logs {submitted.plan.log_folder}",
@@ -238,10 +236,7 @@ def add_resume_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_resume(options: argparse.Namespace) -> int:
-    """Submit a run as its newest revision says, with what --set changes, also where its chain has ended.
-
-    Raises RelayrunError.
-    """
+    """Submit a run with its newest revision, changed by --set, even if its chain has ended. Raises RelayrunError."""
     found = find_run(options.name)
     newest = max(found.revisions(), default=None)
     if newest is None:
@@ -249,7 +244,7 @@ def run_resume(options: argparse.Namespace) -> int:
     path = found.config_revision(newest)
     given = resolve.read_settings(
         path, [*options.overrides, f"run_dir={quote_yaml(str(found.path))}"]
-    )  # it may have moved
+    )  # the run may have moved
     config = resolve.validate_settings(given)
     for change in config_differences(resolve.read_resolved_config(path), config):
         log.info("changed: %s", change)

@@ -31,7 +31,7 @@ from relayrun.watch.status.run_status_text import json_text
 from relayrun.watch.status.tables import print_table
 
 DEFAULT_FAULTS = "rank-killed,batch-script-killed,latest-torn,rank-stopped,cancelled,crash-loop"
-"""What is done where nobody names faults: the commonest, in less than an hour."""
+"""The commonest faults, in less than an hour."""
 
 INTERRUPTED_EXIT_CODE = 130
 """Exit code after Ctrl-C."""
@@ -63,7 +63,7 @@ def add_drill_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_drill(options: argparse.Namespace) -> int:
-    """Do the rows that are not done, and write the page; return 1 where one failed, 130 after Ctrl-C."""
+    """Inject the faults that have no result yet, and write the page; return 1 if one failed, 130 after Ctrl-C."""
     faults = session.select_faults("all" if options.list else options.faults)
     cluster = read_cluster(options.cluster)
     if cluster.get("scheduler") != "slurm":
@@ -89,7 +89,7 @@ def run_drill(options: argparse.Namespace) -> int:
 
 
 def _drill_site(options: argparse.Namespace, cluster: dict[str, Any]) -> DrillSite:
-    """Where the drill takes place. Raises ConfigError where a number is none, or the folder cannot be written."""
+    """The site of the drill. Raises ConfigError for a number below 1, or a folder that is read-only."""
     for name, value in (("--nodes", options.nodes), ("--time", options.time), ("--queue", options.queue)):
         if value < 1:
             raise ConfigError(f"{value} is less than 1", where=name)
@@ -139,7 +139,7 @@ def _write_reports(drill: DrillSession) -> None:
 
 
 def _confirmed() -> bool:
-    """Whether a person says yes. Raises InputError where nobody can be asked."""
+    """True if a person agrees. Raises InputError without a terminal."""
     if not sys.stdin.isatty():
         raise InputError("nobody can be asked whether to queue this", hint="add --yes")
     return input("Queue these jobs? [y/N] ").strip().lower() in ("y", "yes")
@@ -173,12 +173,12 @@ def add_gpu_check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hook", dest="hooks", action="append", default=[], metavar="MODULE:CLASS", help="a hook of your own in them"
     )
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)  # this is the job
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)  # set in the job
     parser.set_defaults(run=run_gpu_check)
 
 
 def run_gpu_check(options: argparse.Namespace) -> int:
-    """Check this machine, or submit the job that does; return 1 where a promise is broken."""
+    """Check this machine, or submit the job that checks; return 1 if a target is missed."""
     cluster = gpucheck_cluster.read_cluster(options.cluster)
     folder = options.folder or places.project_folder() / "logs" / "gpu-check" / time.strftime("%Y%m%d-%H%M%S")
     check_writable(
@@ -213,7 +213,7 @@ def run_gpu_check(options: argparse.Namespace) -> int:
 
 
 def command_inside_job(options: argparse.Namespace, folder: Path) -> list[str]:
-    """Return the same command as Python runs it inside the job."""
+    """Return the same command, to be run by Python inside the job."""
     words = [
         "-m",
         "relayrun.cli",

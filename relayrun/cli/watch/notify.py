@@ -1,4 +1,4 @@
-"""`relayrun notify`: whether those who are to be told of a run can be reached; and send what was not sent."""
+"""`relayrun notify`: test the targets of notices, and send unsent notices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_test(options: argparse.Namespace) -> int:
-    """Send a test message to each target; the exit code is 1 where one was not sent. Raises RelayrunError."""
+    """Send a test message to each target; return 1 if one was not sent. Raises RelayrunError."""
     if Path(options.name).is_file():
         policy = policies.make_notice_policy(resolve.load_run_config(Path(options.name), options.overrides))
     else:
@@ -52,7 +52,7 @@ def run_test(options: argparse.Namespace) -> int:
 
 
 def run_send(options: argparse.Namespace) -> int:
-    """Send what is due of a run; the exit code is 1 where something was not sent. Raises RelayrunError."""
+    """Send the due notices of a run; return 1 if one was not sent. Raises RelayrunError."""
     run = find_run(options.name)
     _policy(options.name)
     failed = send_notices.send_due_notices(run, job=False, environment=os.environ)

@@ -1,7 +1,7 @@
-"""`relayrun report` and `relayrun goodput`: what runs did and where their node hours went.
+"""`relayrun report` and `relayrun goodput`: the results of runs and the use of their node hours.
 
 `report` writes a page, text, JSON or a picture. `goodput` prints an account in which every second of every node has a
-named part. Functions import what they need: listing the runs of a folder needs neither configs nor arrays.
+named part.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def add_goodput_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_goodput(options: argparse.Namespace) -> int:
-    """Print the account of one or several runs. Raises RelayrunError."""
+    """Print the account of each run. Raises RelayrunError."""
     found = [account_for_run(find_run(name)) for name in options.names]
     if options.json:
         values = [tables.account_as_json(each) for each in found]
@@ -83,7 +83,7 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_report(options: argparse.Namespace) -> int:
-    """Write a page about one or several runs, or what else is asked for. Raises RelayrunError."""
+    """Write a page about the runs, or the requested formats. Raises RelayrunError."""
     if options.png is not None and len(options.names) > 1:
         raise InputError("--png draws one run", hint="name one RUN, or leave --png out: the page shows several")
     if options.json and options.text:
@@ -143,7 +143,7 @@ def _read_started_run(run: Run) -> AttemptsReport:
 
 
 def _print_text_report(run: Run) -> None:
-    """Print a table of the attempts, the loss curve, and where the node time went."""
+    """Print a table of the attempts, the loss curve, and the parts of node time."""
     from relayrun.watch.goodput import tables
     from relayrun.watch.goodput.account import account_for_run
     from relayrun.watch.report import terminal_report
@@ -159,7 +159,7 @@ def _print_text_report(run: Run) -> None:
 
 
 def _write_page(runs: list[Run], target: Path | None, *, as_json: bool) -> None:
-    # what reads data sets and configs: not paid for the text
+    # reads data sets and configs: slow, and not needed for the text
     from relayrun.watch.report import page as report_page
     from relayrun.watch.report.report_data import read_report_data
     from relayrun.watch.status.run_status_text import json_text

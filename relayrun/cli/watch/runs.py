@@ -1,4 +1,4 @@
-"""`relayrun runs`: which runs lie where and how large they are; a run's directory to an archive, or elsewhere."""
+"""`relayrun runs`: list the runs of folders with their sizes; move a run's directory to an archive or elsewhere."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from relayrun.watch.status.summary import DamagedRun
 from relayrun.watch.status.tables import format_seconds, print_table
 
 SEARCH_DEPTH = 4
-"""Runs lie at most so many folders below the one that is named."""
+"""Levels of folders between a named folder and its runs."""
 BUSY_STATES = ("running", "queued", "unknown")
 """States in which a job may write into the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRow:
-    """A run as the list has it."""
+    """A run in the list."""
 
     path: str
     state: str
     bytes: int
     updated: float | None
-    """Newest time in its records, in seconds since 1970; None where nothing has begun."""
+    """Newest time in its records, in seconds since 1970; None before the first attempt."""
     durable_iteration: int | None
     durable_age: float | None
     """Seconds since the newest whole checkpoint was saved."""
     words: str
-    """Why it ended, or what is wrong with it."""
+    """Reason of its end, or its error."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def list_runs(options: argparse.Namespace) -> int:
-    """Print the runs in folders. Raises InputError where one cannot be read."""
+    """Print the runs in folders. Raises InputError if a folder cannot be read."""
     now = time.time()
     runs: dict[Path, Run] = {}
     for folder in options.folders or [find_runs.runs_folder()]:
@@ -130,7 +130,7 @@ def _runs_table(rows: list[RunRow], now: float) -> Table:
 
 
 def _size(count: int) -> str:
-    """Bytes for people, in decimal units."""
+    """Format bytes in decimal units."""
     for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if count >= limit:
             return f"{count / limit:,.1f} {unit}"
@@ -138,7 +138,7 @@ def _size(count: int) -> str:
 
 
 def archive_runs(options: argparse.Namespace) -> int:
-    """Move runs to a place; the exit code is 1 where one could not be. Raises InputError without a place."""
+    """Move runs to a folder; return 1 if one could not be moved. Raises InputError without the folder."""
     check_outputs({"--to": options.to})
     place = options.to.expanduser().absolute()
     if not place.is_dir():
@@ -166,7 +166,7 @@ def move_run(options: argparse.Namespace) -> int:
 
 
 def _run_path(name: str) -> Path:
-    """The directory that a name means, also where a killed call has renamed it already; a link to it stays one."""
+    """The directory of a run, even if a killed move has renamed it; a symbolic link is not resolved."""
     try:
         return find_run(name).path
     except RunDirError:
@@ -199,19 +199,19 @@ def _move_directory(name: str, target: Path) -> None:
 
 
 def _refuse_protected(source: Path, target: Path) -> None:
-    """Raise ConfigError where a site allows no writing, which removing is: as for every tool, and by the run's site."""
+    """Raise ConfigError for a path that any site, or the run's own, declares read-only: moving removes."""
     places = {"RUN": source, "its new place": target}
     check_outputs(places)
     run = Run(source)
     cluster: dict[str, Any] = {"name": "", "read_only_paths": []}
     for number in run.revisions()[-1:]:
-        with contextlib.suppress(RelayrunError, TypeError):  # a run that is damaged may be moved, too
+        with contextlib.suppress(RelayrunError, TypeError):  # a damaged run may be moved
             cluster |= yaml_file.read_yaml(run.config_revision(number)).values.get("cluster", {})
     check_writable(places, cluster=cluster["name"], read_only_paths=cluster["read_only_paths"])
 
 
 def _refuse_busy_run(run: Run) -> None:
-    """Raise InputError where a job may write into the run, RunDirError where it is another user's."""
+    """Raise InputError if a job may write into the run, RunDirError if another user owns it."""
     plan = Plan.load(run)
     if plan.owner is not None and chain_state.is_owned_by_another_user(plan):
         name = user_name(plan.owner)

@@ -1,6 +1,6 @@
-"""`relayrun status`: where one run, or every run, stands; with -f again and again.
+"""`relayrun status`: the state of one run or of all runs, repeated with -f.
 
-What a table of many runs does not need is imported by those who need it: half of the time of a start.
+Functions import modules that the table of many runs does not need themselves: this halves the start-up time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from relayrun.watch.status.runs import RunsWatcher
 from relayrun.watch.status.summary import DamagedRun, RunSummary
 
 UNFINISHED_STATES = ("running", "queued", "waiting", "unknown")
-"""States in which something may still change by itself."""
+"""States that may change without a person."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print where one run, or every run, stands. Raises RelayrunError."""
+    """Print the state of one run or of all runs. Raises RelayrunError."""
     if options.follow:
         if options.json:
             raise InputError("-f and --json do not go together", hint="call --json as often as you need it")
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _start_due_stages(runs: Sequence[Run]) -> list[str]:
-    """Begin what is due of the campaigns that runs belong to; return a line for each trouble that holds some up."""
+    """Start due members of the runs' sweeps and stages; return a line for each reason that blocks members."""
     folders = campaign_folders(runs)
     if not folders:
         return []
@@ -97,12 +97,12 @@ def _start_due_stages(runs: Sequence[Run]) -> list[str]:
 
 
 def _print_lines(stuck: Sequence[str], options: argparse.Namespace) -> None:
-    """Print these lines, outside what is JSON."""
+    """Print lines, on standard error if the output is JSON."""
     print("".join(f"{line}\n" for line in stuck), end="", file=sys.stderr if options.json else sys.stdout)
 
 
 def follow(name: str | None, interval: float) -> int:
-    """Show one run, or every run, until Ctrl-C; one run also until its chain has ended. Raises RelayrunError."""
+    """Show one run or all runs until Ctrl-C, one run also until its chain has ended. Raises RelayrunError."""
     runs: Callable[[], list[Run]] = find_runs.all_run_folders
     if name is not None:
         one = find_runs.find_run(name)
@@ -114,12 +114,11 @@ def follow(name: str | None, interval: float) -> int:
         else:
             _follow_as_lines(runs, watcher, interval, single=name is not None)
     except KeyboardInterrupt:
-        pass  # this is how it ends
+        pass
     return 0
 
 
 def _gather(watcher: RunsWatcher, runs: list[Run], *, now: float, single: bool) -> Sequence[RunSummary | DamagedRun]:
-    """All that is known of a single run; of many what a table tells."""
     return watcher.look(runs, now=now) if single else watcher.glance(runs, now=now)
 
 
