@@ -1,4 +1,4 @@
-"""Whether two runs of one config computed the same: bits of losses, bytes of weights, numbers of samples."""
+"""Comparison of two runs of one config: losses bit by bit, weights byte by byte, numbers of samples."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from relayrun.train.checkpoint.checksums import Checksums, verify_checkpoint
 
 
 def loss_differences(run: Run, reference: Run, last: int) -> list[str]:
-    """What differs in loss, gradient norm and evaluations of iterations 1 to `last`, one line each; none: nothing.
+    """Return a line for each difference in loss, gradient norm and evaluations of iterations 1 to `last`.
 
-    `last`: the last one of the run; the reference may have more.
+    `last`: the run's last iteration; the reference may have more.
     """
     (own, twice), (other, twice_there) = _exact_metrics(run), _exact_metrics(reference)
     other = {name: text for name, text in other.items() if int(name.split()[0]) <= last}
@@ -32,7 +32,7 @@ def loss_differences(run: Run, reference: Run, last: int) -> list[str]:
 
 
 def sample_differences(run: Run, reference: Run, last: int) -> list[str]:
-    """What is wrong with the samples of iterations 1 to `last`: one is missing, repeated, or of other data."""
+    """Return the faults in the samples of iterations 1 to `last`: missing, repeated, or of other data."""
     rows, others = (
         list(map(vars, dataset_ledgers(replace(audit_run(one), consumed_samples=_samples_consumed(one, last)))))
         for one in (run, reference)
@@ -41,7 +41,7 @@ def sample_differences(run: Run, reference: Run, last: int) -> list[str]:
 
 
 def _samples_consumed(run: Run, last: int) -> int:
-    """Samples after iteration `last`. Raises InputError where it was not done."""
+    """Samples after iteration `last`. Raises InputError if the run did not reach it."""
     for line in read_lines(run.metrics_view):
         if "loss" in line and line["iteration"] == last:
             return int(line["consumed_samples"])
@@ -49,7 +49,7 @@ def _samples_consumed(run: Run, last: int) -> int:
 
 
 def sample_gaps(run: Run, last: int) -> list[str]:
-    """Where the samples of iterations 1 to `last` do not follow each other: the first such place."""
+    """Return the first place where the samples of iterations 1 to `last` are not consecutive."""
     consumed = number = 0
     for line in read_lines(run.metrics_view):
         if "loss" not in line:
@@ -65,10 +65,10 @@ def sample_gaps(run: Run, last: int) -> list[str]:
 
 
 def compare_weights(checkpoint: Path, reference: Path) -> tuple[int, list[str]]:
-    """Compare two checkpoints, weights and state of the optimizer: how many tensors there are, and what differs.
+    """Compare weights and optimizer state of two checkpoints; return the number of tensors and the differences.
 
-    Each file is read back and compared with the hashes (XXH3-128) that were taken of the values before they were
-    written; then the hashes of both are compared.
+    Each file is read back and compared with the hashes (XXH3-128) taken from the values before writing; then the hashes
+    of both are compared.
     """
     faults = []
     blocks = []
@@ -92,7 +92,7 @@ def compare_weights(checkpoint: Path, reference: Path) -> tuple[int, list[str]]:
 
 
 def _exact_metrics(run: Run) -> tuple[dict[str, Any], list[str]]:
-    """Exact text of what each iteration gave, by `12` or, for its evaluation, `12 evaluation`; and which repeat."""
+    """Exact values by iteration (`12`, or `12 evaluation`), and the iterations that occur twice."""
     found: dict[str, Any] = {}
     twice = []
     for line in read_lines(run.metrics_view):

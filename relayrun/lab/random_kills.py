@@ -1,8 +1,8 @@
-"""Random kills of ranks and nodes: what training time they cost, and whether they changed the result.
+"""Random kills of ranks and nodes: their cost in training time, and their effect on the result.
 
 `living_ranks` and `signal_random_rank` reach the rank processes of this machine. `measure_timeline` computes the
-share of time that brought new steps. `loss_differences`, `sample_differences` and `compare_weights` compare two runs
-bit by bit. `report_kills` puts the figures together and names the claims that do not hold.
+share of time spent on new steps. `report_kills` compares a disturbed run with an undisturbed one, collects the figures
+and lists the claims that do not hold.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from relayrun.lab import compare_runs
 
 @dataclass(frozen=True, kw_only=True)
 class RankProcess:
-    """A rank that lives."""
+    """A live rank process."""
 
     rank: int
     node: str
-    """Slurm's name of its node; empty where there is no Slurm."""
+    """Slurm's name of its node; empty without Slurm."""
     pid: int
 
 
 def living_ranks(run: Run) -> list[RankProcess]:
-    """Ranks that agents have forked and that live now; an agent's server has their command, not their name."""
+    """Return the live ranks that agents have forked; an agent's server has their command, not their process name."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -44,7 +44,7 @@ def living_ranks(run: Run) -> list[RankProcess]:
             if f"--run-dir={run.path}".encode() not in words or not name.startswith("rank-"):
                 continue
             variables = (entry / "environ").read_bytes().split(b"\0")
-        except OSError:  # it has gone
+        except OSError:  # the process has ended
             continue
         node = next(
             (item.partition(b"=")[2].decode() for item in variables if item.startswith(b"SLURMD_NODENAME=")), ""
@@ -54,7 +54,7 @@ def living_ranks(run: Run) -> list[RankProcess]:
 
 
 def signal_random_rank(run: Run, generator: random.Random, number: signal.Signals) -> RankProcess | None:
-    """Send a signal to a random rank that lives; return it, None where none does."""
+    """Send a signal to a random live rank; return it, None if none is alive."""
     processes = living_ranks(run)
     if not processes:
         return None
@@ -68,29 +68,29 @@ def signal_random_rank(run: Run, generator: random.Random, number: signal.Signal
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """What the time of a run went to. Times are seconds."""
+    """Division of a run's time, in seconds."""
 
     began: float
     """Begin of the first step, since 1970."""
     ended: float
     """End of the last step, since 1970."""
     effective: float
-    """In which steps were done that count."""
+    """Time of steps that count."""
     steps: int
-    """That count."""
+    """Number of steps that count."""
     steps_lost: int
-    """That were done again, as far as they were on record."""
+    """Recorded steps that were done again."""
     step: float
-    """Median of a step that counts, with all that stands between it and the one before."""
+    """Median time of a step that counts, including the time since the step before."""
 
     @property
     def seconds(self) -> float:
-        """From the begin of the first step to the end of the last one."""
+        """Time from the begin of the first step to the end of the last."""
         return self.ended - self.began
 
     @property
     def share(self) -> float:
-        """The effective part of this time."""
+        """Share of this time that is effective."""
         return self.effective / self.seconds
 
 
@@ -98,11 +98,11 @@ class Timeline:
 class _FinishedSteps:
     iteration: int
     seconds: float
-    """Since the step before it, where no start of the ranks lies between; else the step alone."""
+    """Since the step before; the step alone if the ranks started in between."""
 
 
 def measure_timeline(run: Run) -> Timeline:
-    """The timeline of a run that has done a step. Raises ValueError where it has done none."""
+    """Return the timeline of a run. Raises ValueError if it has done no step."""
     done: list[_FinishedSteps] = []
     lost = 0
     began: float | None = None
@@ -120,7 +120,7 @@ def measure_timeline(run: Run) -> Timeline:
             elif "loss" in line:
                 now, own = float(line["time"]), float(line["step_seconds"]) + float(line.get("hooks_seconds") or 0.0)
                 began = now - own if began is None else began
-                # a round may begin behind the newest iteration, and then no line of the metrics says so
+                # a restart after the newest iteration leaves no line in the metrics
                 alone = first or any(before < over and now > noticed for noticed, over in failed)
                 done.append(_FinishedSteps(int(line["iteration"]), own if alone else now - before))
                 before = ended = now
@@ -139,7 +139,7 @@ def measure_timeline(run: Run) -> Timeline:
 
 
 def _drop_steps_after(done: list[_FinishedSteps], iteration: int) -> int:
-    """Take away what lies beyond this iteration; return how many steps that were."""
+    """Remove steps after this iteration; return their number."""
     many = sum(step.iteration > iteration for step in done)
     if many:
         del done[-many:]
@@ -147,19 +147,19 @@ def _drop_steps_after(done: list[_FinishedSteps], iteration: int) -> int:
 
 
 _CLOCK_TOLERANCE_SECONDS = 0.05
-"""Between a fault and its noticing, as far as the drill's own time of it is late."""
+"""Largest delay of a recorded fault time."""
 MIN_TRAINING_SHARE = 0.9
-"""The effective training time that is wanted."""
+"""Required share of effective training time."""
 MAX_INTERVALS_LOST = {"memory": 1, "neighbour": 2}
-"""So many intervals between copies a round may lose at most: the newest copy may be on its way to the neighbour."""
+"""Copy intervals that a restart may lose: the newest copy may be on its way to the neighbour."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KillEvent:
-    """Something that the drill did."""
+    """An injected fault."""
 
     time: float
-    """In seconds since 1970."""
+    """Seconds since 1970."""
     kind: str
     """`kill`, `stop` (SIGSTOP), `node`, or `host`: the batch host is lost."""
     rank: int | None = None
@@ -168,23 +168,23 @@ class KillEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class KillReport:
-    """What a disturbed run shows beside an undisturbed one of the same config."""
+    """A disturbed run beside an undisturbed run of the same config."""
 
     line: Timeline
     jobs: Sequence[str]
-    """Ids of its jobs, one an attempt."""
+    """Job ids, one per attempt."""
     restarts: int
-    """How often Slurm began these jobs again."""
+    """Number of times that Slurm requeued these jobs."""
     events: Sequence[KillEvent]
     failed: Sequence[FailedRestart]
     tensors: int
     faults: Mapping[str, Sequence[str]]
-    """What differs from the undisturbed run, by `losses`, `weights` and `samples`; no line: nothing."""
+    """Differences from the undisturbed run, by `losses`, `weights` and `samples`."""
     memory_intervals: Sequence[int]
-    """Steps between copies in memory that the run has chosen, in order."""
+    """Intervals in steps between copies in memory, in the order in which the run chose them."""
 
     def figures(self) -> dict[str, Any]:
-        """All of it, as plain values."""
+        """Return all figures as plain values."""
         kinds = Counter(event.kind for event in self.events)
         names = [
             name for name in rundir_restarts.RESTART_SECONDS if any(name in failed.seconds for failed in self.failed)
@@ -216,9 +216,9 @@ class KillReport:
         }
 
     def by_fault(self) -> dict[str, dict[str, Any]]:
-        """How long each kind of fault took until it was noticed, and from there to the next new step, in seconds.
+        """Return for each kind of fault the seconds until it was noticed, and from there to the next new step.
 
-        A rank that is killed before its round has done a step counts apart (`kill in set-up`).
+        A rank killed before the first step after its start counts as `kill in set-up`.
         """
         found: dict[str, list[tuple[float, FailedRestart]]] = {}
         for event, following in zip(self.events, [*self.events[1:], None], strict=False):
@@ -238,7 +238,7 @@ class KillReport:
         }
 
     def untrue(self, *, spares: int) -> list[str]:
-        """Claims of the drill that do not hold for this run; none: all do. `spares`: spare nodes that the job had."""
+        """Return the claims that do not hold for this run. `spares`: spare nodes of the job."""
         found = [f"{name}: {lines[0]}" for name, lines in self.faults.items() if lines]
         if not self.tensors:
             found.append("weights: no tensor was compared")
@@ -264,7 +264,7 @@ class KillReport:
 def report_kills(
     run: Run, reference: Run, *, last: int, events: Sequence[KillEvent], restarts: Mapping[str, int]
 ) -> KillReport:
-    """Compare a disturbed run with the undisturbed one. `restarts`: of each of its jobs, by Slurm's word."""
+    """Compare a disturbed run with the undisturbed one. `restarts`: Slurm's restart count by job id."""
     jobs, failed, intervals = [], [], []
     for number in run.attempt_numbers():
         attempt = run.attempt(number)

@@ -1,8 +1,8 @@
-"""Made-up stories for the demo: English so plain that three million parameters visibly learn it in minutes.
+"""Generated stories for the demo, in English so plain that three million parameters learn it in minutes.
 
-Each story follows one of a few plots; who it is about, where, what is lost, who helps and how every sentence is put
-are drawn by a seeded generator. So a model has something to learn at every scale: spelling, grammar, which pronoun
-goes with which name, and who it was that the story began with.
+Each story follows one of a few plots; a seeded generator draws characters, places, lost things, helpers and the form of
+each sentence. A model has something to learn at every scale: spelling, grammar, the pronoun of each name, and who the
+story began with.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ DRAWN = {
     "time": ["One morning", "One day", "One windy evening", "Early on Sunday", "After breakfast", "On a cold day"],
     "gift": ["a slice of cake", "a bowl of soup", "some honey", "an apple", "a warm blanket", "a cup of tea"],
 }
-"""Choices for the words in braces. `stories` chooses names, pronouns, animals and hiding places itself."""
+"""Choices for the words in braces. `generate_stories` chooses names, pronouns, animals and hiding places itself."""
 
 OPENING = (
     "Once upon a time there was a {kind} {animal} named {hero} who lived {place}.",
@@ -118,12 +118,12 @@ PLOTS = (
     (OPENING, OWNING, LOSS, FRIEND, PROMISE, SEARCH, FOUND, ENDING),
     (OPENING, MEETING, HUNGER, SHARING, THANKS, ENDING[:2]),
 )
-"""Each plot is a list of sentences; each sentence has several forms."""
+"""Each plot is a list of sentences, each with several forms."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StorySets:
-    """The folders that `build` made, each of parquet files with a column `text`."""
+    """The folders of `build_stories`, each of parquet files with a column `text`."""
 
     train: Path
     heldout: Path
@@ -133,7 +133,7 @@ class StorySets:
 
 
 def build_stories(output: Path, *, megabytes: float = 8.0, seed: int = 0) -> StorySets:
-    """Write stories of so many million bytes below `output`; about 1 in 100 is held out, chosen by its content.
+    """Write `megabytes` million bytes of stories below `output`; about 1 in 100 is held out, chosen by its content.
 
     No story occurs twice. The same arguments give the same files.
     """
@@ -159,7 +159,7 @@ def build_stories(output: Path, *, megabytes: float = 8.0, seed: int = 0) -> Sto
 
 
 def generate_stories(seed: int) -> Iterator[str]:
-    """Yield stories without end; the same ones for the same seed."""
+    """Yield stories for ever; the same for the same seed."""
     draw = random.Random(seed)
     while True:
         plot = draw.choice(PLOTS)

@@ -1,4 +1,4 @@
-"""What is done to a training chain while it runs; the table says which fault does what."""
+"""Actions on a training chain while it runs; the table assigns them to faults."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def kill_rank(stage: FaultTarget) -> None:
 
 
 def kill_batch_script(stage: FaultTarget) -> None:
-    """Send SIGKILL to the batch script after iteration 15; the ranks live on."""
+    """Send SIGKILL to the batch script after iteration 15; the ranks stay alive."""
     stage.wait_iteration(15)
     stage.signal_batch(signal.SIGKILL)
 
 
 def kill_batch_script_under_guard(stage: FaultTarget) -> None:
-    """Send SIGKILL to the batch script once the guard of the first attempt watches over it."""
+    """Send SIGKILL to the batch script once the guard of the first attempt watches it."""
     guard = stage.run.attempt(1).guard_log
     stage.wait(lambda: guard.exists() and guard.stat().st_size)
     kill_batch_script(stage)
@@ -56,13 +56,13 @@ def cancel_after_killing_the_batch_script(stage: FaultTarget) -> None:
     """Cancel the running job and kill its batch script, which never sees the cancel."""
     stage.wait_iteration(15)
     job = stage.job_id()
-    stage.signal_batch(signal.SIGSTOP)  # it will not see the cancel
+    stage.signal_batch(signal.SIGSTOP)  # so it does not see the cancel
     stage.order("scancel", job)
     stage.signal_batch(signal.SIGKILL)
 
 
 def tear_latest(stage: FaultTarget) -> None:
-    """Cut the newest checkpoint short while the job dies, so that the next one finds it torn."""
+    """Truncate the newest checkpoint while the job dies, so that the next job finds it damaged."""
     stage.wait(lambda: stage.run.checkpoint(20).is_dir())
     victim = max(stage.run.checkpoint(20).glob("*.distcp"), key=lambda path: path.stat().st_size)
     os.truncate(victim, victim.stat().st_size // 2)
@@ -79,7 +79,7 @@ def lose_tracker(stage: FaultTarget) -> None:
 
 
 def revive_replaced_attempt(stage: FaultTarget) -> None:
-    """Stop the first attempt inside its save, out of Slurm's reach; let it go on beside its successor."""
+    """Stop the first attempt inside its save, out of Slurm's reach; continue it beside its successor."""
     staged = stage.run.staging(1) / "iter_0000020"
     stage.wait(lambda: (staged / "metadata.json").exists())
     with stage.frozen():
@@ -88,7 +88,7 @@ def revive_replaced_attempt(stage: FaultTarget) -> None:
 
 
 def fill_disk(stage: FaultTarget) -> None:
-    """Leave no room on the disk for the checkpoint of iteration 10; make room again before the end."""
+    """Fill the disk before the save of iteration 10; free the space before the end."""
     filler = stage.run.checkpoints / "filler"
     free = shutil.disk_usage(stage.run.checkpoints).free
     filler.write_bytes(b"\0" * max(0, free - 4096))
@@ -97,18 +97,18 @@ def fill_disk(stage: FaultTarget) -> None:
 
 
 def kill_node(stage: FaultTarget) -> None:
-    """End the daemon of a node after iteration 15, as a crash of the whole node does."""
+    """Kill the slurmd of a node after iteration 15, as a crash of the node does."""
     stage.wait_iteration(15)
     stage.kill_node()
 
 
 def controller_down_at_submission(stage: FaultTarget) -> None:
-    """Take the controller away for 60 s, from before the first successor is queued."""
+    """Stop the controller for 60 s, from before the first successor is queued."""
     stage.stop_controller(60)
 
 
 def controller_down_at_exit(stage: FaultTarget) -> None:
-    """Tell the job to leave after iteration 15, and take the controller away for 60 s meanwhile."""
+    """Ask the job to save and exit after iteration 15, and stop the controller for 60 s meanwhile."""
     stage.wait_iteration(15)
     job = stage.job_id()
     stage.order("scancel", "--signal=USR2", "--batch", job)
@@ -123,18 +123,18 @@ def preempt(stage: FaultTarget) -> None:
 
 
 def ask_to_leave(stage: FaultTarget) -> None:
-    """Tell the job to save and leave after iteration 15, as Slurm does before the time limit."""
+    """Ask the job to save and exit after iteration 15, as Slurm does before the time limit."""
     stage.wait_iteration(15)
     stage.order("scancel", "--signal=USR2", "--batch", stage.job_id())
 
 
 def start_next_job_now(stage: FaultTarget) -> None:
-    """Let the next job not wait for its time."""
+    """Start the next job without its delay."""
     stage.hurry()
 
 
 def hold_job_in_completing(stage: FaultTarget) -> None:
-    """Let the first job stay COMPLETING while its successor runs, whose batch script is killed."""
+    """Keep the first job COMPLETING while its successor runs, and kill the successor's batch script."""
     with stage.slow_epilogs():
         ask_to_leave(stage)
         stage.wait_iteration(20, attempt=2)
@@ -143,7 +143,7 @@ def hold_job_in_completing(stage: FaultTarget) -> None:
 
 
 def read_only_between_jobs(stage: FaultTarget) -> None:
-    """Let the run directory be read-only when the second job begins, and writable again for its second try."""
+    """Make the run directory read-only when the second job begins, and writable for its second try."""
     stage.wait(stage.run.attempt(1).successor.exists)
     waiting = stage.waiting_job()
     stage.order("scontrol", "update", f"JobId={waiting}", "StartTime=now+600")
@@ -157,7 +157,7 @@ def read_only_between_jobs(stage: FaultTarget) -> None:
 
 
 def lose_node_before_begin(stage: FaultTarget) -> None:
-    """Lose the node of the batch script while `begin` runs, which has queued nothing."""
+    """Lose the node of the batch script while `begin` runs, before anything is queued."""
     stage.wait(wrapper_marker(stage.commands).exists)
     stage.lose_node()
 
@@ -170,7 +170,7 @@ def kill_watch(stage: FaultTarget) -> None:
 
 
 def disable_watch(stage: FaultTarget) -> None:
-    """Put a directory where the watch writes the metrics, tear a heartbeat, and stop a rank."""
+    """Put a directory where the watch writes the metrics, damage a heartbeat, and stop a rank."""
     stage.wait_iteration(15)
     first, view = stage.run.attempt(1), stage.run.metrics_view
     (first.heartbeats / "torn.json").write_text('{"node": ')
@@ -196,7 +196,7 @@ def kill_begin(stage: FaultTarget) -> None:
 
 
 def kill_batch_script_at_begin(stage: FaultTarget) -> None:
-    """Let the first job leave; the next one's batch script is killed (by `Fault.commands`), and another job comes."""
+    """Ask the first job to exit; `Fault.commands` kills the next batch script, and another job follows."""
     ask_to_leave(stage)
     stage.wait(wrapper_marker(stage.commands).exists)
     killed = wrapper_marker(stage.commands).read_text().strip()
@@ -205,7 +205,7 @@ def kill_batch_script_at_begin(stage: FaultTarget) -> None:
 
 
 def cancel_successor(stage: FaultTarget) -> None:
-    """Cancel the waiting job, then let the running one leave."""
+    """Cancel the waiting job, then ask the running job to exit."""
     stage.wait(stage.run.attempt(1).successor.exists)
     waiting = stage.waiting_job()
     stage.order("scancel", waiting)
@@ -213,7 +213,7 @@ def cancel_successor(stage: FaultTarget) -> None:
 
 
 def hold_successor(stage: FaultTarget) -> None:
-    """Hold the waiting job; release it when the attempt has failed and the same job still waits, held."""
+    """Hold the waiting job; release it when the attempt has failed and the job is still held."""
     stage.wait(stage.run.attempt(1).successor.exists)
     waiting = stage.waiting_job()
     stage.order("scontrol", "hold", waiting)
@@ -225,7 +225,7 @@ def hold_successor(stage: FaultTarget) -> None:
 
 
 def block_metrics_view(stage: FaultTarget) -> None:
-    """Put a directory where the merged metrics are, let the attempt leave, and take it away in the next one."""
+    """Put a directory where the merged metrics are, ask the attempt to exit, and remove it in the next attempt."""
     stage.wait_iteration(15)
     view = stage.run.metrics_view
     aside = view.rename(view.with_name("metrics.aside"))

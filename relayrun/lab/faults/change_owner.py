@@ -1,9 +1,8 @@
-"""Runs a module that another user's take-over meets as it begins an attempt.
+"""Run a module while another user's take-over interferes with the begin of an attempt.
 
-`python3 -m relayrun.lab.faults.change_owner -m MODULE ...`; `Fault.commands` puts it in the place of the supervisor.
-Before
-begin.json has its name the plan becomes another user's; a little later it is put back, as a submit does that finds the
-attempt. Standard library only.
+`python3 -m relayrun.lab.faults.change_owner -m MODULE ...`; `Fault.commands` starts it instead of the supervisor.
+Before begin.json gets its name, the plan becomes another user's; a little later it is restored, as by a submit that
+finds the attempt. Uses the standard library alone.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from pathlib import Path
 from relayrun.files import read_json, write_atomic, write_json
 
 OTHER_USER_ID = 4242
-"""The number of a user that nobody has."""
+"""An unused uid."""
 CHANGE_SECONDS = 3.0
 
 
 def change_owner_before_rename(name: str, plan: Path) -> None:
-    """Let another user own the plan for a while from where this process renames a file to `name`."""
+    """Let another user own the plan for a while, from the moment this process renames a file to `name`."""
     done: list[bytes] = []
 
     def look(event: str, arguments: tuple[object, ...]) -> None:

@@ -1,7 +1,7 @@
 """One fault test: submit a run as a user does, inject the fault, wait for the end, judge the result.
 
-`run_fault` does one test and returns a `FaultResult`, a JSON file each. `judge_run` compares a finished chain with
-the table of faults and with the undisturbed run: losses, gradient norms and the tensors of the last checkpoint.
+`run_fault` does one test and returns a `FaultResult`, stored as JSON. `judge_run` compares a finished chain with the
+table of faults and with the undisturbed run: losses, gradient norms and the tensors of the last checkpoint.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ from relayrun.watch.goodput.account import account_for_run
 from relayrun.watch.goodput.ledger import LOST_PARTS, MICROSECONDS_PER_SECOND, START_PARTS
 
 LOG_BYTES_READ = 16 << 20
-"""How much of the end of a job's log is looked at."""
+"""Bytes read from the end of a job's log."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FaultVerdict:
-    """What became of a run."""
+    """Judgement of a finished run."""
 
     causes: list[str]
-    """How its attempts ended, in order."""
+    """Causes of the attempts' ends, in order."""
     said: str
-    """The reasons of these ends and of STOP, a line each."""
+    """Reasons of these ends and of STOP, one per line."""
     wrong: list[str] = field(default_factory=list)
-    """What is not as the table says, a sentence each; nothing: all is."""
+    """Deviations from the table, one sentence each."""
     bit_for_bit: bool | None = None
-    """Whether losses and checkpoint are those of the undisturbed run; None where the chain need not come so far."""
+    """True if losses and checkpoint equal the undisturbed run's; None if the chain need not finish."""
 
 
 def judge_run(run: Run, fault: Fault, reference: Run, commands: Path) -> FaultVerdict:
-    """Compare a run whose chain has ended with what the table says, and with the undisturbed run."""
+    """Compare a finished chain with the table and with the undisturbed run."""
     ends = _attempt_ends(run)
     reason = stop_reason(run)
     said = "\n".join([end.reason if end else "it left no end" for end in ends] + ([reason] if reason else []))
@@ -89,7 +89,7 @@ def judge_run(run: Run, fault: Fault, reference: Run, commands: Path) -> FaultVe
 
 
 def run_differences(run: Run, reference: Run) -> Iterator[str]:
-    """What differs from the undisturbed run, a sentence each: losses, gradient norms, the last checkpoint."""
+    """Yield a sentence for each difference from the undisturbed run: losses, gradient norms, the last checkpoint."""
     steps, wanted = exact_steps(run), exact_steps(reference)
     if sorted(steps) != list(range(1, RUN_STEPS + 1)):
         yield f"it has {len(steps)} of {RUN_STEPS} steps"
@@ -101,7 +101,7 @@ def run_differences(run: Run, reference: Run) -> Iterator[str]:
 
 
 def checkpoint_differences(found: Path, wanted: Path) -> Iterator[str]:
-    """What differs in two checkpoints that were saved with hashes: each is read back and compared with its own."""
+    """Compare two checkpoints with hashes, after comparing each with its own hashes."""
     for folder in (found, wanted):
         _, faults = checksums.verify_checkpoint(folder, None)
         if faults:
@@ -117,7 +117,7 @@ def checkpoint_differences(found: Path, wanted: Path) -> Iterator[str]:
 
 
 def _checkpoint_hashes(folder: Path) -> dict[tuple[str, str], str]:
-    """Hashes of all values in a checkpoint: of tensors by name and place, of other files by their names."""
+    """Hashes of all values: of tensors by name and offset, of other files by name."""
     sums = checksums.Checksums(folder, None)
     found = {(block.key, str(block.offset)): block.values or block.frame for block in sums.blocks()}
     for name, known in sums.files.items():
@@ -127,7 +127,7 @@ def _checkpoint_hashes(folder: Path) -> dict[tuple[str, str], str]:
 
 
 def exact_steps(run: Run) -> dict[int, tuple[str, ...]]:
-    """Loss and gradient norm of every iteration in the merged view, as exact text; of one that stands twice, both."""
+    """Return loss and gradient norm of every iteration as exact text; of a repeated iteration all values."""
     found: dict[int, tuple[str, ...]] = {}
     for line in read_lines(run.metrics_view):
         if "loss" in line:
@@ -136,12 +136,12 @@ def exact_steps(run: Run) -> dict[int, tuple[str, ...]]:
 
 
 def job_logs(run: Run) -> list[Path]:
-    """What the jobs of the run wrote."""
+    """Return the logs of the run's jobs."""
     return sorted(log_folder(run).glob(f"{Plan.load(run).job_name}-*"))
 
 
 def log_end(log: Path) -> str:
-    """The end of a log."""
+    """Return the end of a log."""
     return last_bytes(log, LOG_BYTES_READ).decode(errors="replace")
 
 
@@ -152,49 +152,48 @@ def _attempt_ends(run: Run) -> list[AttemptEnd | None]:
 
 @dataclass(frozen=True, kw_only=True)
 class FaultResult(Record):
-    """One row that was done."""
+    """Result of one fault test."""
 
     name: str
     what: str
     expect: str
     passed: bool
     wrong: list[str] = field(default_factory=list)
-    """Why not, a sentence each."""
+    """Reasons of a failure, one sentence each."""
     seen: list[str] = field(default_factory=list)
-    """How the attempts ended, in order."""
+    """Causes of the attempts' ends, in order."""
     said: str = ""
-    """In words: the ends, and STOP."""
+    """Reasons of the ends, and STOP."""
     stop: str = ""
-    """Why the chain stopped; empty where it trained to the end."""
+    """Reason of STOP; empty if the chain trained to the end."""
     seconds_lost: float = 0.0
     """Seconds of one node without new steps: lost work, hangs, later starts, and the waits before them."""
     steps_lost: int = 0
     """Steps that were computed again, or lost."""
     bit_for_bit: bool | None = None
-    """Whether losses and checkpoint are those of the undisturbed run; None where the chain was to stop."""
+    """True if losses and checkpoint equal the undisturbed run's; None if the chain was to stop."""
     node_seconds: float = 0.0
     begin: float = 0.0
     """Seconds since 1970."""
     seconds: float = 0.0
-    """From the submit to the end of the chain."""
+    """Time from the submit to the end of the chain."""
     run_dir: str = ""
     job_ids: list[str] = field(default_factory=list)
 
 
 QUEUE_POLL_SECONDS = 1.0
-"""Seconds between two looks at the queue."""
+"""Interval between two queries of the queue."""
 
 WAIT_FACTOR = 5.0
-"""What the seconds of a fault's waits are multiplied by: nodes and file systems of a cluster are slower than one
-machine."""
+"""Factor on the waits of a fault: nodes and file systems of a cluster are slower than one machine."""
 
 CONTROLLER_AWAY_SECONDS = 900.0
-"""Seconds for which a controller that does not answer is no reason to give a row up."""
+"""Silence of the controller after which a test is given up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrillTools:
-    """With what the rows of a drill are done."""
+    """Site, scheduler and access rights of a drill."""
 
     site: DrillSite
     slurm: Slurm
@@ -203,13 +202,13 @@ class DrillTools:
     queue_seconds: float = 3600.0
     patience: float = WAIT_FACTOR
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
-    """What the submit finds in its environment."""
+    """Environment of the submit."""
     tell: Callable[[str], None] = print
-    """Is given what a person should know, a line each."""
+    """Prints a line for the user."""
 
 
 def run_undisturbed(company: DrillTools) -> FaultResult:
-    """Do the run that nothing happens to, which the others are compared with."""
+    """Do the run without a fault, the reference of all others."""
     fault = Fault(
         name=UNDISTURBED_RUN, what="nothing: what the others are compared with", expect="resumed", causes=("done",)
     )
@@ -217,7 +216,7 @@ def run_undisturbed(company: DrillTools) -> FaultResult:
 
 
 def run_fault(company: DrillTools, fault: Fault) -> FaultResult:
-    """Do one row. Whatever ends it early, Ctrl-C too, its jobs are cancelled by their ids."""
+    """Do one test. If anything ends it early, also Ctrl-C, its jobs are cancelled by their ids."""
     site, begin = company.site, time.time()
     run, commands = site.run(fault.name), site.commands(fault.name)
     commands.mkdir(parents=True, exist_ok=True)
@@ -256,7 +255,7 @@ def run_fault(company: DrillTools, fault: Fault) -> FaultResult:
 
 
 def submit_run_config(config: Path, environment: dict[str, str]) -> None:
-    """Submit a run config with this environment, as a user does. Raises ConfigError with what the submit said."""
+    """Submit a run config with this environment, as a user does. Raises ConfigError with the submit's error."""
     command = [sys.executable, str(places.shared_file("launchers/submit.py")), str(config)]
     done = subprocess.run(
         command,
@@ -272,12 +271,12 @@ def submit_run_config(config: Path, environment: dict[str, str]) -> None:
 
 
 def wait_for_begin(stage: FaultTarget) -> None:
-    """Wait until the first attempt has begun, or the chain is over before. Raises DidNotHappen."""
+    """Wait until the first attempt has begun, or the chain has ended before. Raises FaultNotInjected."""
     stage.wait(lambda: stage.run.attempt(1).begin.exists() or chain_has_ended(stage), what="the first attempt's begin")
 
 
 def wait_for_end(stage: FaultTarget) -> None:
-    """Wait until no job of the chain waits or runs any more. Raises DidNotHappen, and where two jobs wait."""
+    """Wait until the chain has no job. Raises FaultNotInjected; RunDirError if two jobs wait."""
     answered = time.monotonic()
     limit = time.monotonic() + stage.queue_seconds + 3600
     while time.monotonic() < limit:
@@ -295,7 +294,7 @@ def wait_for_end(stage: FaultTarget) -> None:
 
 
 def chain_has_ended(stage: FaultTarget) -> bool:
-    """Whether no job of the chain waits or runs, a fallback job of it neither."""
+    """True if the chain has no pending or running job, fallback jobs included."""
     if stage.jobs():
         return False
     plan = Plan.load(stage.run)
@@ -303,16 +302,16 @@ def chain_has_ended(stage: FaultTarget) -> bool:
 
 
 def may_still_run(stage: FaultTarget) -> bool:
-    """Whether something that the row queued may still wait or run."""
+    """True if a job that the test queued may be pending or running."""
     with contextlib.suppress(RelayrunError):
         return not chain_has_ended(stage) or any((job := stage.slurm.query(own)) and job.live for own in stage.own_jobs)
     return True
 
 
 def cancel_jobs(stage: FaultTarget) -> str:
-    """End the chain and cancel by their ids the jobs that the row queued; return what was done, in words.
+    """End the chain and cancel the jobs of the test by their ids; return a sentence.
 
-    Raises SchedulerError where one stays.
+    Raises SchedulerError if one stays.
     """
     for job in stage.own_jobs:
         stage.slurm.cancel(job)
@@ -321,10 +320,7 @@ def cancel_jobs(stage: FaultTarget) -> str:
 
 @contextlib.contextmanager
 def _small_file_system(run: Run, fault: Fault) -> Iterator[None]:
-    """Inside, the run directory of a fault of the disk, or a folder of it, is a file system of 40 MB.
-
-    What lies there in the end is kept.
-    """
+    """Mount a file system of 40 MB at the folder of a disk fault inside the block; keep its files afterwards."""
     if not fault.small_disk:
         yield
         return
@@ -365,10 +361,9 @@ def _fault_result(run: Run, fault: Fault, begin: float, verdict: FaultVerdict, f
 
 
 def _fault_cost(run: Run) -> tuple[float, int, float]:
-    """Seconds without new steps that the fault cost, steps computed again, and all node seconds.
+    """Seconds without new steps, steps computed again, and all node seconds.
 
-    The seconds are those of one node: what was lost, the starts of the attempts behind the first, and the waits before
-    them.
+    The seconds are those of one node: lost time, the starts of later attempts, and the waits before them.
     """
     try:
         spent = account_for_run(run)

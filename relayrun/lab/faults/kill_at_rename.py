@@ -1,8 +1,7 @@
-"""Runs a module that is killed before it gives a file its name.
+"""Run a module, and kill it before it gives a file its name.
 
-`python3 -m relayrun.lab.faults.kill_at_rename NAME ALONE|WITH-PARENT -m MODULE ...`; `Fault.commands` puts it in the
-place of the
-supervisor. Standard library only.
+`python3 -m relayrun.lab.faults.kill_at_rename NAME ALONE|WITH-PARENT -m MODULE ...`; `Fault.commands` starts it instead
+of the supervisor. Uses the standard library alone.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 
 
 def kill_before_rename(name: str, *, parent: bool) -> None:
-    """Let SIGKILL reach this process where it would rename a file to `name`; before it, if so asked, the one above."""
+    """Send SIGKILL to this process, after its parent if `parent`, before it renames a file to `name`."""
 
     def look(event: str, arguments: tuple[object, ...]) -> None:
         if event == "os.rename" and Path(str(arguments[1])).name == name:

@@ -1,11 +1,11 @@
-"""The processes of a run on one node, by what they do, and signals for them.
+"""The processes of a run on one node, by role, and signals for them.
 
 The drill starts this file on the nodes of a job, as a step of that job beside its ranks, with the Python of the batch
-script. It needs nothing but the standard library, and reaches no process of another job.
+script. It uses the standard library alone, and reaches no process of another job.
 
     python3 processes.py RUN_DIR JOB_ID ROLE SIGNAL [RANK ...]
 
-It prints a line for each process that it has signalled: its role or rank, and its process id.
+It prints a line for each signalled process: its role or rank, and its process id.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from contextlib import suppress
 from pathlib import Path
 
 ROLES = ("rank", "batch", "watch")
-"""The program of a rank; the shell that runs the job script; the supervisor's `watch` beside the ranks."""
+"""A rank's program; the shell that runs the job script; the supervisor's `watch` beside the ranks."""
 
 Environment = dict[bytes, bytes]
 
 
 def rank_processes(run_dir: str, job_id: str) -> dict[int, int]:
-    """Process ids of the ranks by rank: the programs themselves, not srun's or what stands in for them."""
+    """Return the process ids of the ranks' programs by rank, without srun and wrappers."""
     found = {}
     for pid, words, variables in _job_environments(job_id):
         if f"--run-dir={run_dir}".encode() not in words or b"python" not in words[0]:
             continue
         name = _program_name(pid)
-        if name.startswith("rank-"):  # one that a server of an agent forked
+        if name.startswith("rank-"):  # forked by an agent's server
             found[int(name.removeprefix("rank-"))] = pid
         elif b"RANK" in variables and b"relayrun.train" in words:
             found[int(variables[b"RANK"])] = pid
@@ -38,7 +38,7 @@ def rank_processes(run_dir: str, job_id: str) -> dict[int, int]:
 
 
 def batch_script_processes(job_id: str) -> list[int]:
-    """The shell that runs the job script: Slurm names its copy in the spool slurm_script."""
+    """Return the shell of the job script: Slurm names its copy in the spool slurm_script."""
     return [
         pid
         for pid, words, _ in _job_environments(job_id)
@@ -47,21 +47,21 @@ def batch_script_processes(job_id: str) -> list[int]:
 
 
 def watch_processes(run_dir: str, job_id: str) -> list[int]:
-    """The supervisor's `watch`."""
+    """Return the supervisor's `watch`."""
     wanted = {b"watch", b"relayrun.control.chain", run_dir.encode()}
     return [pid for pid, words, _ in _job_environments(job_id) if wanted <= set(words)]
 
 
 def job_processes(job_id: str) -> list[int]:
-    """All processes that were started inside a job, on this machine."""
+    """Return all processes of a job on this machine."""
     return [pid for pid, _, _ in _job_environments(job_id)]
 
 
 def step_daemons(pids: list[int]) -> list[int]:
-    """The slurmstepd above each of these processes; only root can tell."""
+    """Return the slurmstepd above each of these processes; needs root."""
     found = set()
     for pid in pids:
-        with suppress(OSError):  # it has gone meanwhile
+        with suppress(OSError):  # the process has ended
             while pid > 1 and _program_name(pid) != "slurmstepd":
                 pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
             found.add(pid)
@@ -69,9 +69,9 @@ def step_daemons(pids: list[int]) -> list[int]:
 
 
 def _job_environments(job_id: str) -> Iterator[tuple[int, list[bytes], Environment]]:
-    """Process id, command line and environment of what was started inside a job, but for this process.
+    """Process id, command line and environment of the job's processes, except this one.
 
-    Inside a step of Slurm it is what runs on the step's node: on a test cluster all nodes are one machine.
+    Inside a job step these are the processes of the step's node: on a test cluster all nodes are one machine.
     """
     node = os.environ.get("SLURMD_NODENAME", "").encode()
     for entry in Path("/proc").glob("[0-9]*"):
@@ -80,7 +80,7 @@ def _job_environments(job_id: str) -> Iterator[tuple[int, list[bytes], Environme
         try:
             words = (entry / "cmdline").read_bytes().split(b"\0")
             variables = dict(item.partition(b"=")[::2] for item in (entry / "environ").read_bytes().split(b"\0"))
-        except OSError:  # it has gone, or is another user's
+        except OSError:  # ended, or another user's
             continue
         here = not node or variables.get(b"SLURMD_NODENAME", node) == node
         if here and variables.get(b"SLURM_JOB_ID") == job_id.encode():
@@ -95,7 +95,7 @@ def _program_name(pid: int) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Signal the processes that are asked for."""
+    """Signal the requested processes."""
     run_dir, job_id, role, number, *only = arguments
     found: list[tuple[str, int]] = []
     if role == "rank":

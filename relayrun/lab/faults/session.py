@@ -32,26 +32,26 @@ from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.watch.report.html import Markup, html_page, tag
 
 CHECKED_CONFIG_NAME = "check"
-"""Name of the run config that is looked at alone: a run of the drill may be there already."""
+"""Name of a run config that is only checked: a run of the drill may exist already."""
 
 MINUTES_PER_JOB = 3.0
-"""What a job of a row takes for about, its start included, in minutes."""
+"""Estimated minutes of a job, its start included."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrillCost:
-    """What rows would take."""
+    """Estimated cost of fault tests."""
 
     rows: int
     jobs: int
     node_minutes: float
     minutes: float
     most_node_minutes: float
-    """If every job ran to its time limit."""
+    """Cost if every job runs to its time limit."""
 
     @property
     def words(self) -> str:
-        """One sentence for people."""
+        """The estimate as one sentence."""
         return (
             f"{self.rows} runs of a tiny model, one after the other: {self.jobs} jobs, about {self.node_minutes:.0f} "
             f"node minutes (at most {self.most_node_minutes:.0f}) and {self.minutes:.0f} minutes beside the queue"
@@ -59,7 +59,7 @@ class DrillCost:
 
 
 def select_faults(names: str) -> list[Fault]:
-    """The faults that are asked for: `all`, or names with commas between. Raises ConfigError for an unknown one."""
+    """Parse `all`, or names separated by commas. Raises ConfigError for an unknown name."""
     if names == "all":
         return list(FAULTS)
     wanted = [name.strip() for name in names.split(",") if name.strip()]
@@ -77,7 +77,7 @@ def select_faults(names: str) -> list[Fault]:
 
 
 def skipped_faults(faults: Sequence[Fault], *, test_cluster: bool) -> dict[str, str]:
-    """Faults that cannot be done here, with the reason."""
+    """Return the faults that cannot be injected here, with the reason."""
     reasons = {}
     for fault in faults:
         if fault.needs is not None and not test_cluster:
@@ -99,23 +99,23 @@ class DrillSession:
         self.skipped = dict(skipped)
 
     def result(self, name: str) -> FaultResult | None:
-        """What became of a row; None where it is not done. Raises RunDirError where the record is damaged."""
+        """Return the result of a test, None if it is not done. Raises RunDirError if the record is damaged."""
         return FaultResult.read(self.folder / "results" / f"{name}.json")
 
     def results(self) -> list[FaultResult]:
-        """All rows that are done, in the order of the table, the undisturbed run first."""
+        """Return the results in the order of the table, the undisturbed run first."""
         found = [self.result(name) for name in (UNDISTURBED_RUN, *FAULTS_BY_NAME)]
         return [each for each in found if each is not None]
 
     def to_do(self) -> list[str]:
-        """Names of the rows that are asked for and not done, the undisturbed run first."""
+        """Return the names of requested tests without a result, the undisturbed run first."""
         names = [fault.name for fault in self.faults if fault.name not in self.skipped]
         names = [name for name in names if self.result(name) is None]
         reference = self.result(UNDISTURBED_RUN)
         return [UNDISTURBED_RUN, *names] if names and (reference is None or not reference.passed) else names
 
     def cost(self, names: Sequence[str]) -> DrillCost:
-        """What these rows would take."""
+        """Return the estimated cost of these tests."""
         jobs = sum(len(FAULTS_BY_NAME[name].causes) if name in FAULTS_BY_NAME else 1 for name in names)
         nodes, site = self.site.nodes, self.site
         minutes = jobs * (MINUTES_PER_JOB + site.step_seconds * 30 / 60)
@@ -128,7 +128,7 @@ class DrillSession:
         )
 
     def check(self) -> None:
-        """Raise what a submit would raise, before anything is queued, or for too few nodes."""
+        """Raise the errors of a submit before anything is queued; ConfigError for too few nodes or ranks."""
         known = len(self.company.slurm.nodes.known())
         if known < self.site.nodes:
             raise ConfigError(f"the cluster has {known} nodes, and the drill needs {self.site.nodes}", where="--nodes")
@@ -143,7 +143,7 @@ class DrillSession:
         submission.check_submission(config, intent=SubmitIntent()).findings.raise_errors()
 
     def _own_cluster(self) -> None:
-        """Raise InputError where the folder has a drill of another cluster or of other numbers."""
+        """Raise InputError if the folder holds a drill with another cluster or number of nodes."""
         path = self.folder / "drill.json"
         asked: dict[str, Any] = {"cluster": dict(self.site.cluster), "nodes": self.site.nodes}
         if not path.exists():
@@ -153,14 +153,14 @@ class DrillSession:
             raise InputError("this folder has a drill with another cluster or other nodes", where=path, hint=hint)
 
     def again(self) -> None:
-        """Put what is known of the rows that are asked for out of the way, so that they are done again."""
+        """Rename the results of the requested tests, so that they are repeated."""
         for fault in self.faults:
             path = self.folder / "results" / f"{fault.name}.json"
             if path.exists():
                 os.rename(path, unused_name(self.folder / "results", f"{fault.name}.json.before"))
 
     def go_on(self) -> None:
-        """Do the rows that are not done. Raises RelayrunError where the undisturbed run fails."""
+        """Do the tests without a result. Raises RelayrunError if the undisturbed run fails."""
         tell = self.company.tell
         for name in self.to_do():
             self.clear(name)
@@ -179,7 +179,7 @@ class DrillSession:
                 )
 
     def clear(self, name: str) -> None:
-        """End what a drill that was killed has left of a row, and put its run directory out of the way."""
+        """Clean up a test of a killed drill: cancel its jobs, rename its run directory."""
         run, fault = self.site.run(name), FAULTS_BY_NAME.get(name)
         if fault is not None and fault.small_disk and os.path.ismount(mounted := run.path / fault.small_disk):
             subprocess.run(["umount", str(mounted)], check=True)
@@ -194,7 +194,7 @@ class DrillSession:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Inside, no other process does rows in this folder. Raises InputError where one does."""
+        """Keep other processes from doing tests in this folder. Raises InputError if one does."""
         (self.folder / "results").mkdir(parents=True, exist_ok=True)
         with (self.folder / "lock").open("w") as lock:
             try:
@@ -205,7 +205,7 @@ class DrillSession:
 
 
 def result_line(result: FaultResult) -> str:
-    """What became of a row, in one line."""
+    """Return the result of a test in one line."""
     if result.passed:
         return f"{result.name}: passed ({', '.join(result.seen)}), {result.seconds:.0f} s"
     return f"{result.name}: FAILED: {'; '.join(result.wrong)}"
@@ -229,7 +229,7 @@ def session_as_json(session: DrillSession) -> dict[str, Any]:
 
 
 def all_passed(results: Sequence[FaultResult]) -> bool:
-    """Whether no row that is done failed."""
+    """True if no finished test failed."""
     return all(result.passed for result in results)
 
 
@@ -271,14 +271,14 @@ def html_report(session: DrillSession) -> str:
 
 
 def session_headline(session: DrillSession) -> str:
-    """Return what a drill came to, in a line."""
+    """Return the number of passed faults, in one line."""
     done = [result for result in session.results() if result.name != UNDISTURBED_RUN]
     good = sum(result.passed for result in done)
     return f"drill on {session.site.cluster.get('name', 'a cluster')}: {good} of {len(done)} faults passed"
 
 
 def session_facts(session: DrillSession) -> list[str]:
-    """Return what else a reader should know, a sentence each."""
+    """Return further facts, one sentence each."""
     results = session.results()
     found = [
         f"{time.strftime('%Y-%m-%d %H:%M')}; jobs of {session.site.nodes} nodes with {session.site.ranks} ranks; "
@@ -291,7 +291,7 @@ def session_facts(session: DrillSession) -> list[str]:
 
 
 def failed_results(session: DrillSession) -> list[FaultResult]:
-    """Return the rows that failed."""
+    """Return the failed tests."""
     return [result for result in session.results() if not result.passed]
 
 
@@ -332,5 +332,5 @@ def _markdown_row(cells: Sequence[str]) -> str:
 
 
 def _markdown_cell(text: str) -> str:
-    """Text that keeps within a cell of a table, whatever it holds."""
+    """Escape a text for a cell of a table."""
     return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")

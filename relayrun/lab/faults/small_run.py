@@ -1,4 +1,4 @@
-"""Where a drill takes place, and the run configs of its rows: a tiny model, forty steps, a save every ten."""
+"""The site of a drill, and the run configs of its tests: a tiny model, forty steps, a save every ten."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from relayrun.lab.gpucheck.runs import random_data
 
 RUN_STEPS = 40
 SAVE_INTERVAL = 10
-"""Iterations between two saves; the acts know it."""
+"""Iterations between two saves; `actions` relies on it."""
 UNDISTURBED_RUN = "undisturbed"
-"""Name of the run that nothing is done to."""
+"""Name of the run without a fault."""
 INJECTION_HOOK = "relayrun.lab.faults.injection:FaultInjection"
 VOCABULARY = 300
 TINY_MODEL = {
@@ -25,24 +25,24 @@ TINY_MODEL = {
     "ffn_hidden_size": 128,
     "num_attention_heads": 4,
     "num_query_groups": 2,
-    "hidden_dropout": 0.1,  # so that generators count too
+    "hidden_dropout": 0.1,  # so that random number generators matter
     "attention_dropout": 0.1,
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrillSite:
-    """A cluster, and a folder that all its nodes see."""
+    """A cluster, and a folder on a file system of all its nodes."""
 
     folder: Path
-    """Holds `runs`, `configs`, `commands` and `data`."""
+    """Contains `runs`, `configs`, `commands` and `data`."""
     cluster: Mapping[str, Any]
     """Section `cluster` of the run configs: the site's file."""
     nodes: int = 2
     minutes: int = 10
     """Time limit of a job."""
     step_seconds: float = 1.0
-    """What each step takes at least, so that a fault reaches the nodes while training goes on."""
+    """Minimum duration of a step, so that a fault reaches the nodes while training runs."""
     changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Further settings of every run config, by section."""
 
@@ -53,12 +53,12 @@ class DrillSite:
 
     @property
     def ranks(self) -> int:
-        """Ranks of a job: as many a node as the site's file says."""
+        """Number of ranks of a job, with the ranks per node of the site's file."""
         return self.nodes * int(self.job.get("ntasks_per_node", 1))
 
     @property
     def gpus(self) -> int:
-        """GPUs that a job asks for on each node."""
+        """Number of GPUs per node that a job requests."""
         return int(self.job.get("gpus_per_node", 0))
 
     @property
@@ -67,22 +67,22 @@ class DrillSite:
         return str(self.cluster.get("host_python", "python3"))
 
     def run(self, name: str) -> Run:
-        """The run directory of a row, or of the undisturbed run."""
+        """Return the run of a test, or the undisturbed run."""
         return Run(self.folder / "runs" / name)
 
     def commands(self, name: str) -> Path:
-        """Where the commands of a row lie, and what they leave."""
+        """Return the folder of a test's wrappers and their marker."""
         return self.folder / "commands" / name
 
     def write_config(self, name: str, fault: Fault | None) -> Path:
-        """Write the run config of a row, or of the undisturbed run (None); return its path."""
+        """Write the run config of a test, or of the undisturbed run (None); return its path."""
         path = self.folder / "configs" / f"{name}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(yaml_file.dump_yaml(self.values(name, fault)), encoding="utf-8")
         return path
 
     def values(self, name: str, fault: Fault | None) -> dict[str, Any]:
-        """The run config of a row as plain values."""
+        """Return the run config of a test as plain values."""
         inject = ",".join(filter(None, [f"step-delay={self.step_seconds}", fault.inject if fault else ""]))
         hooks = [{"hook": INJECTION_HOOK, "options": {"faults": inject}}]
         training: dict[str, Any] = {"steps": RUN_STEPS, "seq_length": 64, "hooks": hooks, "deterministic": True}
@@ -101,6 +101,6 @@ class DrillSite:
         for changes in (self.changes, fault.config if fault else {}):
             for section, values in changes.items():
                 sections[section] = sections.get(section, {}) | dict(values)
-        if fault and "python3" in fault.commands:  # what stands before it is found by its name
+        if fault and "python3" in fault.commands:  # the wrapper is found by name on PATH
             sections["cluster"]["host_python"] = "python3"
         return {"project": "drill", "name": name, "run_dir": str(self.run(name).path), **sections}

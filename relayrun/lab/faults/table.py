@@ -1,4 +1,4 @@
-"""The table of faults: for each fault what is done to a chain, and how the chain must end.
+"""The table of faults: for each fault its action on a chain, and the required end of the chain.
 
 `resumed`: the run finishes, and every loss and every tensor equals that of the undisturbed run. `stopped`: the chain
 ends, states the reason in STOP, and leaves no job in the queue. Tests and `relayrun drill` read the same table.
@@ -16,7 +16,7 @@ from relayrun.lab.faults.target import FaultTarget
 
 
 class FaultRequirement(Enum):
-    """What a fault takes that nobody has on a cluster of others; its value says why the row is left out there."""
+    """Rights that a fault needs beyond a user's; the value explains why it is left out without them."""
 
     CONTROL = "it ends daemons of Slurm or changes slurm.conf: only on a test cluster"
     PARTITIONS = "it needs two partitions, of which one takes the nodes of the other: only on a test cluster"
@@ -31,28 +31,30 @@ class Fault:
     what: str
     expect: Literal["resumed", "stopped"]
     causes: Sequence[str]
-    """How the attempts must end, in order; see `End.cause`. `a|b`: either."""
+    """Required causes of the attempts' ends, in order; see `AttemptEnd.cause`. `a|b`: either."""
     act: Callable[[FaultTarget], None] = actions.do_nothing
-    """Is called when the first attempt has begun."""
+    """Called when the first attempt has begun."""
     before_begin: bool = False
-    """`act` is called as soon as the run is submitted: what it does keeps the first attempt from beginning."""
+    """Call `act` right after the submit: it keeps the first attempt from beginning."""
     inject: str = ""
-    """For `relayrun.lab.faults.injection.FaultInjection`, in every rank."""
+    """Faults for `relayrun.lab.faults.injection.FaultInjection`, in every rank."""
     config: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     """Changes of the run config, by section."""
     says: str = ""
-    """Must stand in STOP, or in the reasons of the attempts' ends."""
+    """Required text in STOP, or in the reasons of the attempts' ends."""
     logged: str = ""
-    """Must stand in the jobs' logs."""
+    """Required text in the jobs' logs."""
     commands: Mapping[str, str] = field(default_factory=dict)
-    """Bash that runs before a command of the scheduler, or before the `python3` of the supervisor, inside jobs alone.
-    Each by the command's name. `${real}` is the command; who does harm makes the file `${provoked}`."""
+    """Bash by name of a scheduler's command or the supervisor's `python3`, run before it, inside jobs alone.
+
+    `${real}` is the command; Bash that does harm creates the file `${provoked}`.
+    """
     small_disk: str = ""
-    """The folder of the run directory that is a small file system of its own; `.` is all of it."""
+    """Folder of the run directory that becomes a small file system of its own; `.` is all of it."""
     needs: FaultRequirement | None = None
-    """None: whoever may queue jobs can do it."""
+    """None: any user who may submit jobs can inject it."""
     long: bool = False
-    """It waits for Slurm's own clocks."""
+    """It waits for Slurm's own timers."""
 
 
 JOB_FAULTS: tuple[Fault, ...] = (
@@ -454,7 +456,7 @@ PROGRAM_FAULTS: tuple[Fault, ...] = (
         what="a Python that no node has",
         expect="stopped",
         causes=("fatal",),
-        config={"cluster": {"python": "no-such-python"}},  # a whole path is looked for at the submit
+        config={"cluster": {"python": "no-such-python"}},  # the submit checks absolute paths itself
         says="no-such-python is not found on any rank",
         long=True,
     ),

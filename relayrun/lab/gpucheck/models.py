@@ -1,4 +1,4 @@
-"""The parts `models`, `layouts` and `export`: whether models compute what they should on this device.
+"""The parts `models`, `layouts` and `export`: correctness of models on this device.
 
 Each variant trains a small model in bf16 on one batch, so that its loss must fall; the same weights then compute the
 loss in fp32. `export` compares the logits of an exported model in transformers with megatron-core's.
@@ -21,7 +21,7 @@ EXPORT_STEPS = 3
 
 
 def measure_export(setup: CheckSetup, figures: PartFigures) -> None:
-    """Train a few iterations, export, compare. Raises CheckFailed."""
+    """Train a few iterations, export, compare logits. Raises CheckFailed."""
     sizes = setup.sizes
     sections = {
         "model": dict(sizes.resumed_model),
@@ -47,14 +47,14 @@ Sections = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelVariant:
-    """A model, an optimizer or a type that is tried."""
+    """A model, optimizer or data type to try."""
 
     what: str
-    """One line for people."""
+    """Description in one line."""
     sections: Sections = field(default_factory=dict)
-    """What differs from a Llama that Adam trains in bf16."""
+    """Differences from a Llama trained by Adam in bf16."""
     exact: Sections | None = field(default_factory=dict)
-    """What differs from `sections` where the loss is computed once more, in fp32; None: it is not."""
+    """Differences from `sections` for the loss in fp32; None: skip it."""
 
 
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 64, "moe_aux_loss_coeff": 0.01}
@@ -198,29 +198,29 @@ LAYOUT_VARIANTS: dict[str, ModelVariant] = {
         exact=None,
     ),
 }
-"""What two ranks are tried with, each on a GPU of its own."""
+"""Variants of two ranks, each on its own GPU."""
 
 
 def measure_models(setup: CheckSetup, figures: PartFigures) -> None:
-    """Try every way on one rank. Raises CheckFailed where the ranks' program fails as a whole."""
+    """Try every variant on one rank. Raises CheckFailed if the ranks' program fails as a whole."""
     if not try_variants(setup, figures, MODEL_VARIANTS, ranks=1):
         raise CheckFailed("no way could be tried")
 
 
 def measure_layouts(setup: CheckSetup, figures: PartFigures) -> None:
-    """Try every layout, where there are two GPUs; each by ranks that are started for it."""
+    """Try every layout on two GPUs, each in a start of the ranks of its own."""
     if setup.gpus == 1:
         figures.add("layouts", {"what": "layouts of two ranks", "not_measured": "this machine has one GPU"})
         return
     for name, way in LAYOUT_VARIANTS.items():
         try:
             try_variants(setup, figures, {name: way}, ranks=2)
-        except CheckFailed as error:  # the ranks of the others are theirs
+        except CheckFailed as error:  # other layouts have ranks of their own
             figures.add(name, {"what": way.what, "failed": error.message})
 
 
 def try_variants(setup: CheckSetup, figures: PartFigures, ways: Mapping[str, ModelVariant], *, ranks: int) -> bool:
-    """Put what becomes of each way on record; return whether there was one that could be tried. Raises CheckFailed."""
+    """Record the result of each variant; return True if any could be tried. Raises CheckFailed."""
     folder = setup.path / "models"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -247,7 +247,7 @@ def try_variants(setup: CheckSetup, figures: PartFigures, ways: Mapping[str, Mod
 
 
 def variant_config_text(setup: CheckSetup, name: str, sections: Sections, *, ranks: int, precision: str) -> str:
-    """Return the run config of a way, resolved. Raises ConfigError."""
+    """Return the resolved run config of a variant. Raises ConfigError."""
     sizes = setup.sizes
     common = {
         "model": sizes.resumed_model,
@@ -265,6 +265,8 @@ def variant_config_text(setup: CheckSetup, name: str, sections: Sections, *, ran
     made = runs.merge_sections(
         runs.merge_sections(runs.run_config_values(setup, f"models-{name}", {}), common), sections
     )
-    if made["model"].get("transformer", {}).get("multi_latent_attention"):  # every head has keys of its own
+    if (
+        made["model"].get("transformer", {}).get("multi_latent_attention")
+    ):  # no grouped queries in multi-latent attention
         made["model"]["num_query_groups"] = made["model"]["num_attention_heads"]
     return resolve.dump_run_config(runs.compose_values(setup, made))

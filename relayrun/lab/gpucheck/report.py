@@ -1,7 +1,7 @@
-"""What a check found, as rows for people: each with its target, and whether it is met.
+"""The result of a check as rows of a table, each with its target.
 
-A target is `hard` where relayrun promises it: missed, or not measured although its part was asked for, it makes the
-check fail. Only the standard library: the page of benchmarks is made of the same rows.
+A `hard` target is one that relayrun promises: the check fails if it is missed, or if it was not measured although its
+part was requested. Uses the standard library alone: the page of benchmarks is made of the same rows.
 """
 
 from __future__ import annotations
@@ -15,24 +15,28 @@ from relayrun.errors import RelayrunError
 from relayrun.submit.check.findings import count_noun
 
 RowVerdict = Literal["met", "missed", "not measured", ""]
-"""`""`: there is no target."""
+"""`""`: without a target."""
 
 MFU_TARGET, MFU_AIM = 0.50, 0.55
 STALL_TARGET = 2.0
 ROUNDING = 1e-4
-"""Largest difference between logits in fp32, relative to the largest where that is above 1: one side is of a GPU
-and the other of the host, which add in other orders. A wrong weight is a hundred times as much."""
+"""Largest difference between logits in fp32, relative to the largest if that is above 1.
+
+A GPU and the host add in different orders. A wrong weight makes a hundred times as much.
+"""
 
 LEARNED, NEAR = 0.95, 0.02
-"""The loss that a batch has at most behind a few iterations on it, as a share of the one before; and how far from it
-the same weights may be in fp32, as a share of that one's."""
+"""Limits on losses after a few iterations on one batch.
+
+LEARNED: last loss as a share of the first. NEAR: distance to the loss of the same weights in fp32, as a share of it.
+"""
 
 FigureMap = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckRow:
-    """One line of the table."""
+    """A line of the table."""
 
     part: str
     what: str
@@ -47,13 +51,13 @@ class CheckRow:
 
 
 def check_rows(result: Mapping[str, Any]) -> list[CheckRow]:
-    """Return the table of a result, as `result.json` holds it."""
+    """Return the table of a result."""
     found: list[CheckRow] = []
     for part in result["parts"]:
         name, figures = part["name"], part["figures"]
         if part["status"] != "done":
             value = f"{part['status']}: {part['words']}"
-            # one that had no time left fails only by what it was to prove
+            # a skipped part fails only by its hard targets
             failed = part["status"] in ("failed", "timeout")
             verdict: RowVerdict = "missed" if failed else "not measured"
             found.append(CheckRow(part=name, what="the part", value=value, target="done", verdict=verdict, hard=failed))
@@ -63,7 +67,7 @@ def check_rows(result: Mapping[str, Any]) -> list[CheckRow]:
 
 
 def check_exit_code(table: list[CheckRow]) -> int:
-    """Return 1 where a promise is broken, or a part failed."""
+    """Return 1 if a hard target is missed, or a part failed."""
     return int(any(row.fails for row in table))
 
 
@@ -120,7 +124,7 @@ def _recovery(figures: FigureMap, result: Mapping[str, Any]) -> Iterator[CheckRo
         ranks = count_noun(job["ranks"], "rank")
         value = f"{count_noun(job['attempts'], 'attempt')} of {ranks}, {count_noun(len(again), 'new round')}"
         met = job["attempts"] == 1 and len(failed) == len(again) == job["kills"]
-        if not met and failed:  # who died besides those that were killed
+        if not met and failed:  # further deaths
             value += f" ({'; '.join(dict.fromkeys(each['words'][:100] for each in failed))})"
         values[one] = value, met
     if failed:
@@ -334,7 +338,7 @@ _ROWS_BY_PART: dict[str, Callable[[FigureMap, Mapping[str, Any]], Iterator[Check
 
 
 def result_file_name(device: str) -> str:
-    """Return the name of the result's file: `gpu-h200.json` of an "NVIDIA H200"."""
+    """Return the name of the result file: `gpu-h200.json` for an "NVIDIA H200"."""
     words = "".join(char if char.isalnum() else " " for char in device.lower()).split()
     kept = [word for word in words if word not in ("nvidia", "amd", "tesla", "instinct")]
     if not kept:

@@ -22,27 +22,27 @@ from relayrun.lab.gpucheck import runs
 from relayrun.lab.gpucheck.setup import CheckFailed, CheckSetup, PartFigures
 
 COMPARED_VALUES = (("loss", "loss"), ("grad_norm", "gradient norm"))
-"""What is compared of a line of metrics.jsonl, and its name for people."""
+"""Compared fields of metrics.jsonl, with names for people."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptValues:
-    """What one attempt computed. A digest has an entry for each rank."""
+    """Values that one attempt computed. A digest has an entry for each rank."""
 
     lines: dict[int, dict[str, Any]]
-    """The lines of metrics.jsonl by iteration."""
+    """Lines of metrics.jsonl by iteration."""
     states: dict[int, Any]
-    """Digests of the optimizer's state by iteration."""
+    """Digests of the optimizer state by iteration."""
     loaded: dict[int, Any]
-    """Those that it began with, and each round inside it."""
+    """Digests of the loaded optimizer states, of the attempt and of restarts in it, by iteration."""
     weights: dict[int, Any]
-    """The digest of the weights that it ended with."""
+    """Digest of the final weights."""
     twice: list[str] = field(default_factory=list)
-    """What came out otherwise when a later round computed it again, in words."""
+    """Values that differed when a restart computed them again, in words."""
 
     @classmethod
     def of(cls, run: Run, attempt: int) -> AttemptValues:
-        """Read what an attempt left."""
+        """Read the records of an attempt."""
         notes = [entry for entry in runs.read_notes(run, "digest") if entry["attempt"] == attempt]
         twice: list[str] = []
 
@@ -63,7 +63,7 @@ class AttemptValues:
 
 
 def _first_values(values: Iterable[tuple[int, Any]], words: str, twice: list[str]) -> dict[int, Any]:
-    """The first value of each iteration; a later one that is another goes to `twice`, in words."""
+    """The first value of each iteration; different later values are added to `twice`."""
     found: dict[int, Any] = {}
     for iteration, value in values:
         if found.setdefault(iteration, value) != value:
@@ -72,7 +72,7 @@ def _first_values(values: Iterable[tuple[int, Any]], words: str, twice: list[str
 
 
 def undisturbed_values(run: Run) -> AttemptValues:
-    """Read what a run computed that nobody cut. Raises CheckFailed where it was cut, or left no digests."""
+    """Read the values of an uninterrupted run. Raises CheckFailed if it was interrupted, or has no digests."""
     if (attempts := len(run.attempt_numbers())) != 1:
         raise CheckFailed(f"{run.path.name} has {attempts} attempts, not 1")
     found = AttemptValues.of(run, 1)
@@ -82,7 +82,7 @@ def undisturbed_values(run: Run) -> AttemptValues:
 
 
 def first_difference(own: AttemptValues, expected: AttemptValues) -> str | None:
-    """Return the first thing that is not as in the undisturbed run, in words; None: all is."""
+    """Return the first difference from the undisturbed run, in words, or None."""
     if not own.lines:
         return "no iteration was trained"
     for iteration, digest in own.loaded.items():
@@ -91,7 +91,7 @@ def first_difference(own: AttemptValues, expected: AttemptValues) -> str | None:
     for iteration, line in own.lines.items():
         other = expected.lines[iteration]
         for name, words in COMPARED_VALUES:
-            if line[name] != other[name] or math.isnan(line[name]):  # no number, no training
+            if line[name] != other[name] or math.isnan(line[name]):  # NaN never counts as equal
                 return f"{words} of iteration {iteration}: {line[name]!r}, not {other[name]!r}"
         if own.states.get(iteration) != expected.states[iteration]:
             return f"optimizer state after iteration {iteration}, whose loss is equal"
@@ -106,7 +106,7 @@ NODE_RECOVERY: dict[str, dict[str, Any]] = {"chain": {"recovery": "node"}, "chec
 
 
 def measure_recovery(setup: CheckSetup, figures: PartFigures) -> None:
-    """Run both, and compare. Raises CheckFailed where a run did not come to its end, or left nothing to compare."""
+    """Run both, and compare. Raises CheckFailed if a run does not finish, or has no digests."""
     ranks = setup.gpus or setup.sizes.cpu_ranks
     cuts = deaths_by_restart(setup, ranks)
     sections = runs.recorded_run_sections(setup, cuts=cuts, deterministic=True, ranks=ranks)
@@ -126,7 +126,7 @@ def measure_recovery(setup: CheckSetup, figures: PartFigures) -> None:
 
 
 def deaths_by_restart(setup: CheckSetup, ranks: int) -> list[dict[str, Any]]:
-    """Return the cuts of each round, for the hook `Cut`."""
+    """Return one cut per start of the ranks, for `CutHook`."""
     interval = setup.sizes.interval
     between, later = interval + interval // 2, 2 * interval + interval // 2
     return [
@@ -136,7 +136,7 @@ def deaths_by_restart(setup: CheckSetup, ranks: int) -> list[dict[str, Any]]:
 
 
 def recorded_attempts(run: Run) -> dict[str, Any]:
-    """Return what the records say of the run's attempts and failed rounds, oldest first; no name of a machine."""
+    """Return the records of the run's attempts and failed starts, oldest first, without host names."""
     numbers = run.attempt_numbers()
     return {
         "attempts": len(numbers),
@@ -158,7 +158,7 @@ def recorded_attempts(run: Run) -> dict[str, Any]:
 
 
 def compare_recovered_run(run: Run, expected: AttemptValues) -> dict[str, Any]:
-    """Hold all attempts of a run against the undisturbed one. Raises CheckFailed where it left no digests."""
+    """Compare all attempts of a run with the undisturbed run. Raises CheckFailed without digests."""
     pieces = {number: AttemptValues.of(run, number) for number in run.attempt_numbers()}
     for number, piece in pieces.items():
         for failed in restarts.read_failed_restarts(run.attempt(number)):
@@ -176,7 +176,7 @@ CUT_NAMES = ("SIGUSR2", "SIGKILL", "asynchronous save")
 
 
 def measure_resume(setup: CheckSetup, figures: PartFigures) -> None:
-    """Run all of it; a mode whose runs fail leaves the other one. Raises CheckFailed at the end if one did."""
+    """Run both modes; a mode that fails leaves the other. Raises CheckFailed at the end if one failed."""
     started: dict[str, dict[str, runs.LocalChain]] = {}
     runs.data_with_tokenizer(setup)
     for mode in RESUME_MODES:
@@ -199,9 +199,9 @@ def measure_resume(setup: CheckSetup, figures: PartFigures) -> None:
 
 
 def resume_run_sections(setup: CheckSetup, mode: str) -> list[tuple[str, dict[str, dict[str, Any]]]]:
-    """Return the runs of a mode, by name, with their sections."""
+    """Return names and sections of the runs of a mode."""
     sizes = setup.sizes
-    # between two saves, and behind one
+    # between two saves, and after one
     early, late = sizes.interval // 2, sizes.interval + sizes.interval // 2
     plans: dict[str, tuple[bool, list[dict[str, Any]]]] = {
         "whole": (False, []),
@@ -221,7 +221,7 @@ def resume_run_sections(setup: CheckSetup, mode: str) -> list[tuple[str, dict[st
 
 
 def compare_resumed_runs(whole: Run, sync: Run, beside: Run) -> dict[str, Any]:
-    """Hold the pieces of the runs against the whole one, by what cut them. Raises CheckFailed where none was cut."""
+    """Compare the attempts after each cut with the undisturbed run. Raises CheckFailed if a run was not cut."""
     expected = undisturbed_values(whole)
     for run, attempts in ((sync, 3), (beside, 2)):
         if len(run.attempt_numbers()) != attempts:

@@ -30,14 +30,14 @@ HOOKS_MODULE = "relayrun.lab.gpucheck.programs.hooks"
 
 @dataclass(frozen=True, kw_only=True)
 class LocalChain:
-    """A run whose jobs one process of ours runs, one after the other."""
+    """A run whose jobs one child process runs, one after the other."""
 
     run: Run
     process: subprocess.Popen[bytes]
     log: Path
 
     def wait(self, steps: int) -> Run:
-        """Wait for the end of the chain. Raises CheckFailed unless its last attempt is done with that many steps."""
+        """Wait for the end of the chain. Raises CheckFailed unless its last attempt is done with `steps` iterations."""
         self.process.wait()
         numbers = self.run.attempt_numbers()
         outcome = AttemptOutcome.read(self.run.attempt(numbers[-1]).outcome) if numbers else None
@@ -46,18 +46,18 @@ class LocalChain:
         return self.run
 
     def why(self) -> str:
-        """Say in one line why the run ended: what STOP and the newest failure of a rank say. Its logs are printed."""
+        """Return STOP and the newest failure of a rank in one line, and print the run's logs."""
         reason = stop_reason(self.run) if self.run.path.exists() else None
         begins = [self.run.attempt(number).read_begin() for number in self.run.attempt_numbers()[-1:]]
         for log in [self.log, *(Path(begin.log) for begin in begins if begin is not None and begin.log)]:
-            print(log_tail(log), flush=True)  # into the log of the part
+            print(log_tail(log), flush=True)  # goes into the part's log
         attempts = [self.run.attempt(number) for number in self.run.attempt_numbers()]
         said = [failure.error for attempt in attempts for failure in failure_reason.read_failures(attempt)]
         return " ".join(("; ".join(filter(None, [reason, *said[-1:]])) or last_log_line(self.log)).split())[:1500]
 
 
 def run_config_values(setup: CheckSetup, name: str, sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the run config of a training run of the check: what all of them have in common, with these changes."""
+    """Return the run config of a training run of the check: the common settings with these changes."""
     common: dict[str, Any] = {
         "project": "gpu-check",
         "name": name,
@@ -80,12 +80,12 @@ def run_config_values(setup: CheckSetup, name: str, sections: Mapping[str, Mappi
 
 
 def merge_sections(first: Mapping[str, Any], second: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the sections of both; where both set something, the second holds."""
+    """Return the sections of both; settings of `second` take precedence."""
     return dict(first) | {name: {**first.get(name, {}), **changes} for name, changes in second.items()}
 
 
 def start_run(setup: CheckSetup, name: str, sections: Mapping[str, Mapping[str, Any]]) -> LocalChain:
-    """Submit a training run and run its jobs beside this process."""
+    """Submit a training run; its jobs run beside this process."""
     file, log = _write_config(setup, name, sections), setup.parts / f"{name}.log"
     run = Run(setup.path / "runs" / name)
     shutil.rmtree(run.path, ignore_errors=True)
@@ -102,12 +102,12 @@ def start_run(setup: CheckSetup, name: str, sections: Mapping[str, Mapping[str, 
 
 
 def checked_config(setup: CheckSetup, name: str, sections: Mapping[str, Mapping[str, Any]]) -> RunConfig:
-    """The config of a training run of the check, as a submit would check it. Raises ConfigError."""
+    """Return the config of a training run, checked as by a submit. Raises ConfigError."""
     return resolve.require_native(resolve.load_run_config(_write_config(setup, name, sections), setup.overrides))
 
 
 def compose_values(setup: CheckSetup, made: Mapping[str, Any]) -> RunConfig:
-    """The config that `values` and the overrides come to, without a file that stays. Raises ConfigError."""
+    """Return the config of these values and the overrides. Raises ConfigError."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         file.write(yaml_file.dump_yaml(dict(made)))
         file.flush()
@@ -120,7 +120,7 @@ def train_run(setup: CheckSetup, name: str, sections: Mapping[str, Mapping[str, 
 
 
 def train_until(setup: CheckSetup, name: str, sections: Mapping[str, Mapping[str, Any]], *, steps: int) -> Run:
-    """Train that many iterations and kill the run: what is timed needs no save at the end. Raises CheckFailed."""
+    """Train `steps` iterations and kill the run: a timed run needs no final save. Raises CheckFailed."""
     cut = {
         "hook": f"{HOOKS_MODULE}:Cut",
         "options": {"cuts": [{"signal": "SIGKILL", "iteration": steps}]},
@@ -142,9 +142,9 @@ def recorded_run_sections(
     deterministic: bool,
     ranks: int | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Sections of a small run that notes digests of every iteration, and cuts itself.
+    """Return the sections of a small run that records digests of every iteration, and interrupts itself.
 
-    `cuts`: see `programs.hooks.Cut`. `ranks`: default one a GPU.
+    `cuts`: see `programs.hooks.CutHook`. `ranks`: default one per GPU.
     """
     sizes, ranks = setup.sizes, ranks or setup.ranks
     return {
@@ -189,17 +189,17 @@ def random_data(folder: Path, *, vocabulary: int, longest: int, documents: int) 
 
 
 def iteration_lines(run: Run, attempt: int) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl of one attempt that are iterations."""
+    """Return the iterations in an attempt's metrics.jsonl."""
     return [line for line in read_lines(run.attempt(attempt).metrics) if "loss" in line]
 
 
 def read_notes(run: Run, name: str) -> list[dict[str, Any]]:
-    """What a hook of the check left, a record a line."""
+    """Return the records of one of the check's hooks."""
     return list(read_lines(run.path / NOTES_FOLDER / f"{name}.jsonl"))
 
 
 def remove_checkpoints(run: Run) -> None:
-    """Remove the checkpoints of a run, which nobody needs any more."""
+    """Remove the checkpoints of a run."""
     shutil.rmtree(run.checkpoints, ignore_errors=True)
 
 

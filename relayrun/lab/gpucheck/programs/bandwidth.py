@@ -1,6 +1,6 @@
-"""How fast all ranks reduce a tensor together: NCCL between GPUs, gloo between processes of CPUs.
+"""Speed of an all-reduce over all ranks: NCCL between GPUs, gloo between CPU processes.
 
-Bus bandwidth is what one link carries whatever the number of ranks: 2 (n - 1) / n x bytes / seconds.
+Bus bandwidth is independent of the number of ranks: 2 (n - 1) / n x bytes / seconds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The largest micro-batch that fits, found by trying: doubled until memory is out, or halved until it is not.
+"""Search for the largest micro-batch that fits: doubled until memory is out, or halved until it fits.
 
-Model and optimizer are those of a training run, made once; each size makes two iterations, and the second is timed.
-One rank does it: a rank that runs out of memory alone would leave the others waiting, and several ranks share the
-optimizer's state, so that what fits one fits them.
+Model and optimizer are those of a training run, made once; each size trains two iterations, and the second is timed.
+One rank searches: a rank that runs out of memory alone would leave the others waiting, and several ranks share the
+optimizer's state, so a size that fits one rank fits all.
 """
 
 from __future__ import annotations
@@ -22,15 +22,12 @@ from relayrun.train.model import cpu_patches
 from relayrun.train.model.gpt import MicroBatch, ModelStage
 from relayrun.train.optimizer.megatron_optimizer import ScheduledOptimizer
 
-# The search for the micro-batch that fits, and what says that one does not.
-
-
 MAX_MEMORY_SHARE = 0.95
-"""Share of a GPU's memory that torch may have reserved: the rest is CUDA's, NCCL's, and what comes and goes."""
+"""Share of a GPU's memory that torch may reserve: the rest is left for CUDA, NCCL and temporary buffers."""
 
 
 class MicroBatchTrainer:
-    """The model of a training run, whose micro-batch may change."""
+    """The model of a training run, with a variable micro-batch."""
 
     def __init__(self, program: RankProgram) -> None:
         self._config = resolve.require_native(resolve.read_resolved_config(Path(program.options.config)))
@@ -43,7 +40,7 @@ class MicroBatchTrainer:
         self._generator = np.random.default_rng(28)
 
     def attempt(self, micro_batch: int) -> MicroBatchTry:
-        """Make two iterations with it; memory that is out is no error."""
+        """Train two iterations; out of memory is a result, not an error."""
         device, length = self._ranks.device, self._config.training.seq_length
         on_gpu = device.type == "cuda"
         if on_gpu:
@@ -65,7 +62,7 @@ class MicroBatchTrainer:
             if not is_out_of_memory(error):
                 raise
             found["words"] = str(error).splitlines()[0][:200]
-        # outside of `except`: the error holds the frames, and they hold the tensors
+        # outside of `except`: the error references the frames, and they reference the tensors
         found["peak_bytes"] = distributed.peak_memory(self._ranks)
         if on_gpu:
             found["reserved_bytes"] = torch.cuda.max_memory_reserved(device)

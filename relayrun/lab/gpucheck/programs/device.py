@@ -17,11 +17,11 @@ import torch
 from relayrun.lab.gpucheck.programs.common import RankProgram, median_seconds
 
 OPTIONAL_PACKAGES = {"transformer_engine": "transformer-engine", "apex": "apex", "flash_attn": "flash-attn"}
-"""Packages that change which kernels run: by module, the name of the distribution."""
+"""Packages that change the kernels: distribution name by module."""
 
 
 def package_versions() -> dict[str, str]:
-    """Return versions by name; of an optional package, `absent` where it is not installed."""
+    """Return versions by name; `absent` for an optional package that is not installed."""
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     found["megatron-core"] = _version("megatron-core")
     found["CUDA"] = torch.version.cuda or "none"
@@ -34,14 +34,14 @@ def package_versions() -> dict[str, str]:
 
 
 def cudnn_version() -> str:
-    """Return cuDNN's version, `none` where torch has none."""
+    """Return cuDNN's version, `none` without a GPU."""
     if not torch.cuda.is_available():
         return "none"
     return str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
 
 
 def nccl_version() -> str:
-    """Return NCCL's version, `none` where torch has none."""
+    """Return NCCL's version, `none` without a GPU."""
     if not torch.cuda.is_available():
         return "none"
     try:
@@ -75,7 +75,7 @@ def list_gpus() -> list[dict[str, Any]]:
 
 
 def measure_device() -> None:
-    """Write what is there, then what it can do."""
+    """Write versions and GPUs, then the measured speeds."""
     program = RankProgram.begin()
     device, sizes = program.device, program.setup.sizes
     figures: dict[str, Any] = {"gpus": list_gpus(), "versions": package_versions()}
@@ -83,7 +83,7 @@ def measure_device() -> None:
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     rows = sizes.product
-    # random: zeros run faster than what training multiplies
+    # random values: zeros run faster than the products of training
     left, right = (torch.randn(rows, rows, device=device, dtype=dtype) for _ in range(2))
     seconds = median_seconds(partial(torch.mm, left, right), device, repeats=sizes.repeats)
     figures["product_tflops"] = 2 * rows**3 / seconds / 1e12

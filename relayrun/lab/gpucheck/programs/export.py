@@ -1,4 +1,4 @@
-"""A checkpoint as a Hugging Face folder, and whether transformers computes what megatron-core does."""
+"""Export of a checkpoint to a Hugging Face folder, and comparison of transformers' logits with megatron-core's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast plain bytes go from the device to pinned host memory: what a save cannot be faster than."""
+"""Speed of a plain copy from the device to pinned host memory: the lower limit of a save's stall."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from relayrun.lab.gpucheck.programs.common import RankProgram, median_seconds
 
 
 def measure_host_copy() -> None:
-    """Copy `--bytes` bytes, or as many as the check allows, and write the seconds that one byte more would take."""
+    """Copy `--bytes` bytes, at most `copied_at_most`, and write the speed."""
     program = RankProgram.begin("bytes")
     device = program.device
     size = max(1, min(int(program.options.bytes), program.setup.sizes.copied_at_most))

@@ -27,13 +27,13 @@ from relayrun.train.optimizer.megatron_optimizer import ScheduledOptimizer
 from relayrun.train.optimizer.parameter_groups import parameter_names
 
 TRAINED_STEPS, TIMED_STEPS = 8, 4
-"""Iterations, and how many of the last ones are timed."""
+"""Iterations, and the number of timed ones at the end."""
 END_TOKEN = 0
-"""The token that ends a document."""
+"""End-of-document token."""
 
 
 def learnable_batch(config: RunConfig, vocabulary: int) -> MicroBatch:
-    """One micro-batch of documents over a skewed vocabulary: there is something to learn."""
+    """Return a micro-batch of documents over a skewed vocabulary, from which a model can learn."""
     generator = np.random.default_rng(28)
     shape = (config.training.micro_batch_size, config.training.seq_length + 1)
     tokens = np.minimum(generator.geometric(10 / vocabulary, shape), vocabulary - 1)
@@ -42,7 +42,7 @@ def learnable_batch(config: RunConfig, vocabulary: int) -> MicroBatch:
 
 
 def mean_loss(model: ModelStage, batch: MicroBatch) -> float:
-    """The loss without dropout, the same on every rank."""
+    """Return the loss without dropout, equal on all ranks."""
     model.train_mode(False)
     with torch.no_grad():
         found = model.ranks.mean_loss(model.run([batch], train=False))
@@ -51,7 +51,7 @@ def mean_loss(model: ModelStage, batch: MicroBatch) -> float:
 
 
 def train_variant(config: RunConfig, exact: RunConfig | None, ranks: Ranks, vocabulary: int) -> dict[str, Any]:
-    """Train as `config` says; `exact`: the same in fp32."""
+    """Train `config` and return its figures; `exact`: the same model in fp32."""
     if ranks.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(ranks.device)
     batch = learnable_batch(config, vocabulary)
@@ -81,7 +81,7 @@ def train_variant(config: RunConfig, exact: RunConfig | None, ranks: Ranks, voca
 
 @torch.no_grad()
 def copy_weights(model: ModelStage, other: ModelStage) -> ModelStage:
-    """Give `other` the weights of `model`; return it."""
+    """Copy the weights of `model` into `other`; return it."""
     weights = {name: parameter for parameter, name in parameter_names(model.chunks)}
     for parameter, name in parameter_names(other.chunks):
         parameter.copy_(weights.pop(name))
@@ -90,7 +90,7 @@ def copy_weights(model: ModelStage, other: ModelStage) -> ModelStage:
 
 
 def try_all_variants() -> None:
-    """Try one way after the other, and write each as soon as it is done; what one raises leaves the others."""
+    """Try the variants one after the other, and write each result at once; an error does not affect the others."""
     program = RankProgram.begin("configs")
     cpu_patches.patch_for_cpu()
     folder = Path(program.options.configs)
@@ -104,9 +104,9 @@ def try_all_variants() -> None:
         try:
             exact = read_variant_config(twin) if twin.exists() else None
             found[path.stem] = train_variant(config, exact, ranks, program.setup.sizes.resumed_vocabulary)
-        except RelayrunError as error:  # it needs what is not here
+        except RelayrunError as error:  # needs a package or GPU that is missing
             found[path.stem] = {"not_measured": error.message}
-        except Exception as error:  # torch raises whatever it likes; the other ways are tried all the same
+        except Exception as error:  # torch raises many types; try the others
             found[path.stem] = {"failed": f"{type(error).__name__}: {error}"[:400]}
         gc.collect()
         program.write(found)
