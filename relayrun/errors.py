@@ -7,9 +7,10 @@
     ├── SchedulerError       Slurm (or the local scheduler) refused or could not be reached
     └── FatalTrainingError   training cannot go on, and another attempt would fail in the same way
 
-An error says what is wrong, where, and what to do: all of what is wrong at once (`together`), the nearest name
-where one is unknown (`nearest`), and whose a place is that is closed (`whose`). What goes wrong without ending the
-program is a warning: modules give it to `logging.getLogger(__name__)`, and every program calls `log_to_stderr` once.
+An error says what is wrong, where, and what to do: all of what is wrong at once (`combined_error`), the nearest name
+where one is unknown (`did_you_mean`), and whose a place is that is closed (`describe_owner`). What goes wrong without
+ending the program is a warning: modules give it to `logging.getLogger(__name__)`, and every program calls
+`log_to_stderr` once.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class RelayrunError(Exception):
         self.where = None if where is None else str(where)
         self.hint = hint
         self.parts: list[RelayrunError] = []
-        """The errors that this one names, see `together`."""
+        """The errors that this one names, see `combined_error`."""
         super().__init__(str(self))
 
     def __str__(self) -> str:
@@ -69,8 +70,8 @@ MAX_NAMED_ERRORS = 10
 def combined_error(errors: Sequence[RelayrunError], what: str | None = None) -> RelayrunError:
     """One error for all of them; a single one as it is.
 
-    `what`, as in `shards are damaged`: they are of one kind, each is named, up to `MOST_NAMED`, and a remedy is told
-    once. None: they are of several kinds, and each is told in full.
+    `what`, as in `shards are damaged`: they are of one kind, each is named, up to `MAX_NAMED_ERRORS`, and a remedy is
+    told once. None: they are of several kinds, and each is told in full.
     """
     if len(errors) == 1:
         return errors[0]
@@ -89,7 +90,7 @@ def combined_error(errors: Sequence[RelayrunError], what: str | None = None) -> 
 
 
 def split_error(error: RelayrunError) -> list[RelayrunError]:
-    """The errors that `together` has put into one, or the one that it is."""
+    """The errors that `combined_error` has put into one, or the one that it is."""
     return error.parts or [error]
 
 
@@ -102,7 +103,7 @@ def did_you_mean(word: str, known: Iterable[str], *, most: int = 3, cutoff: floa
 
 
 def did_you_mean_path(path: str | os.PathLike[str]) -> str:
-    """What could be meant by a path of which a part is missing, in words as of `nearest`."""
+    """What could be meant by a path of which a part is missing, in words as of `did_you_mean`."""
     missing = Path(os.path.abspath(path))
     while not missing.parent.exists():
         missing = missing.parent

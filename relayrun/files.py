@@ -202,7 +202,7 @@ def _is_alive(pid: int, started: str) -> bool:
 
 
 def _changed_lately(path: str) -> bool:
-    """Whether a file, or what is directly inside a folder, changed within `LEFT_BEHIND_SECONDS`."""
+    """Whether a file, or what is directly inside a folder, changed within `LEFTOVER_SECONDS`."""
     times = [os.lstat(path).st_mtime]
     if os.path.isdir(path):
         times += [entry.stat(follow_symlinks=False).st_mtime for entry in os.scandir(path)]
@@ -229,7 +229,7 @@ FileIdentity = tuple[int, int]
 
 
 def read_with_identity(path: str | os.PathLike[str]) -> tuple[bytes, FileIdentity]:
-    """Read a small file, and tell which one it was; see `identity`. Raises OSError as it comes.
+    """Read a small file, and tell which one it was; see `file_identity`. Raises OSError as it comes.
 
     A look at a thousand runs reads ten of each, for which `open` takes twice as long.
     """

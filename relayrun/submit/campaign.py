@@ -49,7 +49,7 @@ class MemberStatus:
     begins: str
     """When it begins, in words; empty where at once."""
     state: str
-    """Either `done` or the state of its chain, see `standing.State`."""
+    """Either `done` or the state of its chain, see `summary.ChainState`."""
     iteration: int
     total_steps: int | None
     loss: float | None

@@ -67,7 +67,7 @@ def evaluation_script(config: CommonConfig, plan: Plan, run: Run) -> str:
     program = [config.cluster.python or sys.executable, "-m", "relayrun.train.export.evaluate", f"--run-dir={run.path}"]
     starter = scheduler_for_plan(plan, run).single_task_command(plan, cpus_per_task=cpus)
     environment = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": cpus, **plan.environment}
-    environment.pop("PYTHONPATH", None)  # joined with the package's by `render`
+    environment.pop("PYTHONPATH", None)  # joined with the package's by `job_script`
     command = [*starter, *plan.command_prefix, *program]
     return job_script.program_script(
         plan, "evaluation", options, environment=environment, command=command, fallback=run.path
@@ -93,7 +93,7 @@ def mirror_folder(settings: MirrorSection) -> Path | None:
 def refuse_mirror_of_other_run(config: CommonConfig, run: Run, *, take_over: bool) -> None:
     """Raise ConfigError where another run's copies lie in the second place: nothing would be copied.
 
-    `take_over`: those of a run whose directory is lost become this run's; see `prepare`.
+    `take_over`: those of a run whose directory is lost become this run's; see `write_mirror_policy`.
     """
     owner = _other_mirrored_run(config, run)
     if owner is None:

@@ -5,6 +5,9 @@
     shards/    Megatron's token files: written, listed, merged and checked
     tokenize/  raw text to shards, in dumps
     shuffle/   a global shuffle of a data set on disk
+    order/     the samples of data sets in their order, for every rank
+    streams/   text that ranks tokenize while training reads it
+    mixture/   the mixture of a run: its data sets, changed at a submit, and audited
 
-Siblings stand in the order of dependencies: stores is the lowest. See docs/tokenization.md.
+Siblings stand in the order of dependencies: stores is the lowest. See docs/tokenization.md and docs/data-order.md.
 """

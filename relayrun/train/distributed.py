@@ -18,7 +18,7 @@ Soft limits of open files are often 1,024, whatever the node has; a process may 
 | what torch has no deterministic kernel for | runs | raises RuntimeError, which names it |
 
 torch's flag does all that its kernels do, megatron-core's deterministic_mode the embeddings, and variables of the
-environment (`relayrun.config.determinism`) the rest. Megatron-LM also refuses fused cross entropy and the overlap of
+environment (`relayrun.config.compose.determinism`) the rest. Megatron-LM also refuses fused cross entropy and the overlap of
 tensor-parallel communication; relayrun uses neither. On CPUs everything is deterministic without: there only the
 embeddings change.
 
@@ -111,7 +111,7 @@ def capture_random_state() -> dict[str, Any]:
 
 
 def restore_random_state(states: dict[str, Any]) -> None:
-    """Put back what `capture` returned."""
+    """Put back what `capture_random_state` returned."""
     torch.set_rng_state(states["torch"])
     if states["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])

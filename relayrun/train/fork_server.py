@@ -1,6 +1,6 @@
 """`python -m relayrun.train.fork_server`: does the imports once, then forks the ranks of its node.
 
-`agent.server` has the messages. Started by a node's agent, which it talks to by a socket on its standard input. It
+`agent.rank_server` has the messages. Started by a node's agent, which it talks to by a socket on its standard input. It
 never computes: no parallel region of OpenMP, no backward pass, no process group, no call of CUDA, or what it forks
 would hang. What it has opened or seeded, every rank would have.
 """

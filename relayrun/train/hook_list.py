@@ -254,7 +254,7 @@ def _check_plain(value: object, at: str) -> None:
 
 LEAVE_SECONDS = 5.0
 """How long rank 0 waits for its feeds when its state is durable and its outcome is written. Less than the margin of
-the lead (`rundir.lead.MARGIN`); what is not handed on by then, the next attempt's feed hands on."""
+the lead (`rundir.time_limit.GRACE_MARGIN`); what is not handed on by then, the next attempt's feed hands on."""
 
 
 class TrackerProcesses(Hook):

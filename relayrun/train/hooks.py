@@ -139,7 +139,7 @@ class Step:
     model_tflops_per_gpu: float
     """`size.flops_per_token` x tokens per second and rank, in 10^12."""
     mfu: float | None
-    """Share of the device's bf16 peak (`size.PEAKS`); None where it is not known, or precision is not bf16."""
+    """Share of the device's bf16 peak (`size.PEAK_FLOPS`); None where it is not known, or precision is not bf16."""
     memory_bytes: int
     """Peak on rank 0 so far: of the GPU's allocator, or of the process where there is no GPU."""
     time: float
@@ -176,7 +176,7 @@ class Step:
     slowest_rank_ratio: float | None = None
     """Own time of the slowest rank over the median of its peers', over 20 steps; None: they were not compared now."""
     straggler: Mapping[str, Any] | None = None
-    """The slowest rank where that was 1.3 or more when they were last compared, as `rundir.stragglers.Straggler` has
+    """The slowest rank where that was 1.3 or more when they were last compared, as `rundir.node_health.Straggler` has
     it; None: none was."""
 
 

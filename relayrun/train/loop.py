@@ -413,7 +413,7 @@ def train_attempt(
     *,
     process_began: float,
 ) -> None:
-    """Run the attempt; on return its outcome is written. Raises what `Training` raises, ConfigError, and
+    """Run the attempt; on return its outcome is written. Raises what `TrainingLoop` raises, ConfigError, and
     NoGpu.
 
     `process_began`: seconds since 1970, for the record.

@@ -4,7 +4,7 @@ Each function below does one thing that its versions do in different ways, and s
 what it has, not for its number: a container may hold a state between two versions. What all supported versions do alike
 is imported from megatron-core where it is used.
 
-Nothing is imported before it is needed: `check` must be able to speak where an import of megatron-core fails.
+Nothing is imported before it is needed: `check_version` must be able to speak where an import of megatron-core fails.
 """
 
 from __future__ import annotations

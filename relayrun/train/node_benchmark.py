@@ -1,6 +1,6 @@
 """A short matrix product and an exchange with the neighbours, to be compared with the run's own history.
 
-Where a server forks ranks it forks this, too, with all imports done (`run`); elsewhere it is a program:
+Where a server forks ranks it forks this, too, with all imports done (`measure_node`); elsewhere it is a program:
 
     python -m relayrun.train.node_benchmark --place 0 --nodes 4 --address n0 --port 21000 --gpus 8 --socket 5
 

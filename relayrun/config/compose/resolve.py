@@ -135,7 +135,7 @@ def dump_run_config(config: CommonConfig) -> str:
 
 
 def read_resolved_config(path: Path) -> CommonConfig:
-    """Read a config revision that `dump` wrote; what an earlier version did not name is what it did then."""
+    """Read a config revision that `dump_run_config` wrote; what an earlier version did not name is what it did then."""
     settings = yaml_file.read_yaml(path)
     if isinstance(training := settings.values.get("training"), dict):
         training.setdefault("loss_mean", FORMER_LOSS_MEAN)

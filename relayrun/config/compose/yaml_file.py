@@ -113,12 +113,12 @@ def parse_yaml_value(text: str) -> Any:
 
 
 def dump_yaml(values: dict[str, Any]) -> str:
-    """Values as YAML text that `parse`, and PyYAML too, read back as they are."""
+    """Values as YAML text that `parse_yaml`, and PyYAML too, read back as they are."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
 
 
 def value_in_line(value: Any) -> str:
-    """One value as YAML text in a line that `parse_value` reads back as it is."""
+    """One value as YAML text in a line that `parse_yaml_value` reads back as it is."""
     return (
         yaml.dump(value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=10**9)
         .removesuffix("...\n")

@@ -76,7 +76,7 @@ def _checked_row_filter(text: str) -> str:
 
 
 RowFilter = Annotated[str, AfterValidator(_checked_row_filter)]
-"""A condition on rows, see `row_filter`."""
+"""A condition on rows, see `conditions`."""
 
 
 class StreamLimit(Section):

@@ -2,7 +2,7 @@
 
 The environment says where it is: RANK and WORLD_SIZE count nodes here, MASTER_ADDR and MASTER_PORT are the first one's.
 Where there are spare nodes each agent is a step of its own, and RELAYRUN_NODE says which; the coordinator is then
-beside the batch script (`agent.steps`), at an address of the same names.
+beside the batch script (`agent.step_per_node`), at an address of the same names.
 Exit code: 0 where all ranks left by themselves with 0; that of the rank that failed first where the attempt has failed.
 """
 

@@ -1,6 +1,7 @@
 """The agreement of the agents on rounds.
 
-It lives in the agent of the job's first node or, where there are spare nodes, beside the batch script (`agent.steps`).
+It lives in the agent of the job's first node or, where there are spare nodes, beside the batch script
+(`agent.step_per_node`).
 
     agent → coordinator    hello {port, probe_port} · dead {round, rank, code, error, told}
                            · ended {round, memory, port, facts}
@@ -10,7 +11,7 @@ It lives in the agent of the job's first node or, where there are spare nodes, b
                            · requests {asked}, to rank 0's, each second
 
 A round: a rank dies, a node is lost, or the supervisor finds that nothing moves → every agent ends its ranks and says
-when none is left → `decide` judges → the records are made ready → every agent starts its ranks again. Messages of a
+when none is left → `decisions` judges → the records are made ready → every agent starts its ranks again. Messages of a
 round that is over are not heard.
 
 Where nodes are looked at, `health` has further messages. A sick node is given up before the first round or another.

@@ -47,7 +47,7 @@ class RankActivity(NamedTuple):
     limit: float
     """Seconds in this section after which it hangs."""
     state: str
-    """How its process does nothing (`STOPPED`); empty where it may do something."""
+    """How its process does nothing (`STOPPED_STATES`); empty where it may do something."""
 
 
 class ActivityPage:

@@ -88,7 +88,7 @@ MESSAGE_ROWS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "ended": {"memory": (int, int, str, bool)},
     "beat": {"standing": (int, int, str, int, NUMBER, NUMBER, str)},
 }
-"""Lists of values in the order of `Held` and of `Standing`, or null."""
+"""Lists of values in the order of `NodeMemoryCopy` and of `RankActivity`, or null."""
 PORTS = range(1 << 16)
 
 assert len(MESSAGE_ROWS["ended"]["memory"]) == len(NodeMemoryCopy._fields)

@@ -197,7 +197,7 @@ def _prepare() -> None:
 
 
 def wait_for_gpu_facts(program: TimedProgram) -> NodeFacts:
-    """Wait for what `training.node_gpus` finds; `gpu_error` where it finds nothing out."""
+    """Wait for what `train.gpu_health` finds; `gpu_error` where it finds nothing out."""
     return gpu_facts(*program.wait())
 
 

@@ -117,7 +117,7 @@ def findings_of_clock(node: str, offset: float, uncertainty: float, health: Heal
 def findings_of_probe(
     node: str, probe: Mapping[str, Any], health: HealthPlan, history: NodeHistory
 ) -> Iterator[HealthFinding]:
-    """What is wrong with a node by what was measured on it (`training.node_probe`)."""
+    """What is wrong with a node by what was measured on it (`train.node_benchmark`)."""
     if (error := probe.get("error")) is not None:
         words = f"it could not be measured: {error}"
         yield HealthFinding(node=node, check="answer", value=0, limit=1, hard=False, words=words)

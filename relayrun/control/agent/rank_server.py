@@ -4,7 +4,7 @@
     server → agent    dead {round, rank, code, told} · unable {error} · serving {pid} · probed, probe ended {...}
     rank 0 → agent    started, stepped {round, ...}
 
-`training.fork_server` forks the ranks from itself; `agent.spawn_server` starts a program for each. The agent may
+`train.fork_server` forks the ranks from itself; `agent.spawn_server` starts a program for each. The agent may
 send orders while the server still imports. The ranks hold the same socket: its end says that no rank lives.
 """
 

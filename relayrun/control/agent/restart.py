@@ -147,7 +147,7 @@ class ForeignRestart:
 
 
 START_PHASES = ("process", "initialised", "loaded")
-"""What rank 0 says of its start, as in `rundir.records.Started`: its program began, groups and model are made, the
+"""What rank 0 says of its start, as in `rundir.records.StartTimes`: its program began, groups and model are made, the
 checkpoint is in place."""
 
 

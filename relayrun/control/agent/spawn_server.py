@@ -1,9 +1,9 @@
 """`python -m relayrun.control.agent.spawn_server`: starts the ranks of its node where the program is not relayrun's
 own.
 
-It stands in the place of the server that forks ranks, and hears the same orders (`agent.server`), but each rank is the
-trainer's own command, started anew: nothing is known of what such a program may import. Ranks die with this process;
-what they have started carries the agent's mark. Standard library only.
+It stands in the place of the server that forks ranks, and hears the same orders (`agent.rank_server`), but each rank is
+the trainer's own command, started anew: nothing is known of what such a program may import. Ranks die with this
+process; what they have started carries the agent's mark. Standard library only.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ all nodes the loss of one would end the agents of all, so each is a step of its 
 it.
 
 The coordinator is beside the batch script, and not in an agent that could be lost without it: nobody needs to elect
-another one, and there are never two. Where this node is lost, the job is; its agents see to that (`chain.orphaned`).
+another one, and there are never two. Where this node is lost, the job is; its agents see to that (`chain.failover`).
 """
 
 from __future__ import annotations

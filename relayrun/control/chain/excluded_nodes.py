@@ -186,7 +186,7 @@ def blamed_nodes(log: str, failures: Sequence[RankFailure], *, ntasks: int) -> d
 
     `log` is the standard error of its job. A node failure that Slurm reports always counts. Otherwise it is the
     node of the first task that failed by itself (`first_failure`), or could not be started. Where every task ended in
-    the same way, where several nodes had the same error, where the cause lies in no node (`cause_of_no_node`), and
+    the same way, where several nodes had the same error, where the cause lies in no node (`cause_outside_nodes`), and
     where nobody can be named, nobody is blamed.
     """
     if lost := [node for nodes in _NODE_FAILURE.findall(log) for node in expand_nodelist(nodes.strip(":,."))]:

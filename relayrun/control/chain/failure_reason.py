@@ -144,7 +144,7 @@ def fatal_reason(
 ) -> str | None:
     """Why another attempt would fail in the same way, in one sentence; None where it need not.
 
-    That is an error that a rank itself takes for one (`Failure.repeats`); a program that no rank could start, and a
+    That is an error that a rank itself takes for one (`RankFailure.repeats`); a program that no rank could start, and a
     module that every rank lacks, unless an attempt since the last submit had them: then a file system may be away.
 
     Args:

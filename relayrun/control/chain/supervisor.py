@@ -1,6 +1,6 @@
 """The little program beside the ranks: `begin` before them, `watch` beside them, `end` after them.
 
-It gathers facts, lets `decide` judge, and acts: records, the successor, the end of the chain. It keeps no
+It gathers facts, lets `decisions` judge, and acts: records, the successor, the end of the chain. It keeps no
 state but the run directory's files, so it may be killed at any point; the next job's `begin` makes up for
 what a killed `end` left undone.
 

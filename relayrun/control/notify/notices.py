@@ -65,7 +65,7 @@ class NoticePolicy(Record):
     since: float
     """When that was submitted, in seconds since 1970: what happened before is old."""
     targets: list[dict[str, object]]
-    """A `Target` each."""
+    """A `NoticeTarget` each."""
     failed_attempts: int
     """Attempts in a row without a new durable iteration of which somebody is told."""
     no_progress: float
@@ -123,7 +123,7 @@ class NoticeDelivery(Record):
 
     cause: str
     targets: dict[str, dict[str, object]] = field(default_factory=dict)
-    """By target: state (`Told`), time of the last try, number of tries, and why it failed."""
+    """By target: state (`DeliveryState`), time of the last try, number of tries, and why it failed."""
 
     def state(self, target: str) -> DeliveryState:
         return self.targets.get(target, {}).get("state", "waits")  # type: ignore[return-value]
@@ -199,7 +199,8 @@ def known_notices(run: Run) -> dict[str, set[str]]:
 
 
 def add_notice(run: Run, notice: Notice, there: Mapping[str, set[str]]) -> bool:
-    """Write a notice, unless it is there already or there are too many; return whether it was. `there`: see `known`.
+    """Write a notice, unless it is there already or there are too many; return whether it was. `there`: see
+    `known_notices`.
 
     Raises OSError where it cannot be written.
     """
@@ -314,7 +315,7 @@ def remove_old_notices(run: Run) -> None:
 
 
 def take_sender_lock(run: Run, *, now: float) -> Path | None:
-    """Make this process the only one that sends; None where another one is. Give it back with `end_turn`.
+    """Make this process the only one that sends; None where another one is. Give it back with `release_sender_lock`.
 
     A turn is a file that one process alone can make, with a number above all others; one that was killed loses its turn
     after TURN_SECONDS. No lock of the file system is needed, which sites mount in different ways.

@@ -67,12 +67,12 @@ class Attempt:
 
     @property
     def rewinds(self) -> Path:
-        """A line per rewind, by rank 0 before it is done; see `rundir.rewinds`."""
+        """A line per rewind, by rank 0 before it is done; see `rundir.restarts`."""
         return self.path / "rewinds.jsonl"
 
     @cached_property
     def rounds(self) -> Path:
-        """What failed inside the attempt's job without ending it, by the coordinator; see `rundir.rounds`."""
+        """What failed inside the attempt's job without ending it, by the coordinator; see `rundir.restarts`."""
         return self.path / "rounds.jsonl"
 
     @property
@@ -82,12 +82,12 @@ class Attempt:
 
     @property
     def hand_over(self) -> Path:
-        """A round of a foreign program that is over, between the coordinator and the watch; see `rundir.hand_over`."""
+        """A round of a foreign program that is over, between the coordinator and the watch; see `rundir.restarts`."""
         return self.path / "hand_over.json"
 
     @property
     def round(self) -> Path:
-        """What the newest round of a foreign program starts from, by the coordinator; see `rundir.hand_over`."""
+        """What the newest round of a foreign program starts from, by the coordinator; see `rundir.restarts`."""
         return self.path / "round.json"
 
     @property
@@ -107,7 +107,7 @@ class Attempt:
 
     @property
     def started(self) -> Path:
-        """When rank 0 was how far with its start; see `rundir.records.Started`."""
+        """When rank 0 was how far with its start; see `rundir.records.StartTimes`."""
         return self.path / "started.json"
 
     @property
@@ -127,7 +127,7 @@ class Attempt:
 
     @property
     def failures(self) -> Path:
-        """A file per rank that failed and could say so; see `rundir.records.Failure`."""
+        """A file per rank that failed and could say so; see `rundir.records.RankFailure`."""
         return self.path / "failures"
 
     @property
@@ -157,7 +157,7 @@ class Attempt:
 
     @property
     def successor(self) -> Path:
-        """The job that waits behind this attempt's, and whether it was cancelled; see `rundir.records.Successor`."""
+        """The job that waits behind this attempt's, and whether it was cancelled; see `rundir.records.SuccessorJob`."""
         return self.path / "successor.json"
 
     @property
@@ -181,7 +181,7 @@ class Attempt:
 
     @property
     def guard_log(self) -> Path:
-        """What the guard of a job in requeue mode said; see `chain.guard`."""
+        """What the guard of a job in requeue mode said; see `chain.watch`."""
         return self.path / "guard.log"
 
     @property

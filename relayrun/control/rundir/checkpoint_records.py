@@ -79,7 +79,7 @@ class Lineage:
     """
 
     def __init__(self, run: Run, *, begun: Iterable[tuple[int, AttemptStart]] | None = None) -> None:
-        """`begun`: see `begun_backwards`, where somebody reads it besides."""
+        """`begun`: see `started_attempts_backwards`, where somebody reads it besides."""
         self._run = run
         self._commits = ReadOnce(_lineage_backwards(run, started_attempts_backwards(run) if begun is None else begun))
 

@@ -306,7 +306,7 @@ def valid_lines(run: Run, *, above: int = 0, before: tuple[int, int] | None = No
 
 
 def _iteration_resets_of(attempt: Attempt, *, before_rewind: int | None) -> list[int]:
-    """As `went_back`; where there were no rounds, the rewinds on record are all."""
+    """As `iteration_resets`; where there were no rounds, the rewinds on record are all."""
     rewinds = [entry["base_iteration"] for entry in read_lines(attempt.rewinds)]
     if attempt.rounds.exists():
         return iteration_resets(attempt.metrics, rewinds, before_rewind=before_rewind)

@@ -217,7 +217,7 @@ def read_copies(place: Path) -> dict[str, CheckpointCopy]:
 
 
 def withdrawn_copies(place: Path) -> set[str]:
-    """Names of what once was a copy in a second place. Raises as `copies` does."""
+    """Names of what once was a copy in a second place. Raises as `read_copies` does."""
     return {name for name, copy in _newest_claims(place).items() if copy.gone is not None}
 
 

@@ -48,9 +48,9 @@ class HealthPlan(Record):
     gpus: int = 0
     """GPUs of each node."""
     gpu_program: list[str] = field(default_factory=list)
-    """Prints what NVIDIA's library says of the GPUs; see `training.node_gpus`."""
+    """Prints what NVIDIA's library says of the GPUs; see `train.gpu_health`."""
     probe_program: list[str] = field(default_factory=list)
-    """Measures a node where no server forks its ranks; see `training.node_probe`."""
+    """Measures a node where no server forks its ranks; see `train.node_benchmark`."""
 
     @classmethod
     def looked_for(cls, entry: Mapping[str, Any]) -> Self | None:

@@ -26,7 +26,7 @@ class Plan(Record):
     """Written by an explicit submit; read by every job of the chain."""
 
     format: int = PLAN_FORMAT
-    """Number of the run directory's format; see `FORMAT`."""
+    """Number of the run directory's format; see `PLAN_FORMAT`."""
     run: str
     """Project and name, `project/name`, for people."""
     job_name: str

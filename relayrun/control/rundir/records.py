@@ -8,7 +8,7 @@
 | outcome.json | rank 0, when it leaves on purpose | supervisor |
 | end.json | supervisor, after the ranks have gone | later attempts, people |
 
-An attempt freezes its base (the checkpoint it starts from) in begin.json; `rundir.lineage` tells from the
+An attempt freezes its base (the checkpoint it starts from) in begin.json; `rundir.checkpoint_records` tells from the
 records which checkpoints count. Standard library only.
 """
 

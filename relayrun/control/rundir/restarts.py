@@ -12,7 +12,7 @@ Both write a line into the attempt's metrics.jsonl, and the lines after it begin
     {"iteration": N, "round": 2}        a restart
     {"iteration": N, "rewind": {...}}   a rollback
 
-With a foreign program the watch (`trainers.by_rounds`) writes the records and the coordinator moves the files. Two
+With a foreign program the watch (`trainers.observer`) writes the records and the coordinator moves the files. Two
 files of the attempt keep them apart, so that each side may be killed at any point:
 
     hand_over.json    by the coordinator: restart 1 has ended and no rank lives; it removes the file when the watch may
@@ -193,7 +193,7 @@ class FailedRestart(Record):
     log_size: int = 0
     """Bytes of the job's standard error when it was over: what stands before them is of this round and earlier ones."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """By the names of `SECONDS`; only `end` until the next round has done a step."""
+    """By the names of `RESTART_SECONDS`; only `end` until the next round has done a step."""
 
     @property
     def culprit(self) -> str:

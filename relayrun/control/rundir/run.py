@@ -89,12 +89,12 @@ class Run:
 
     @property
     def views(self) -> Path:
-        """How far the merged views are; see `rundir.views`."""
+        """How far the merged views are; see `rundir.merged_metrics`."""
         return self.path / "views.json"
 
     @property
     def streams(self) -> Path:
-        """Under which ids the run is told to W&B and TensorBoard; see `rundir.streams`."""
+        """Under which ids the run is told to W&B and TensorBoard; see `rundir.tracker_runs`."""
         return self.path / "streams.json"
 
     @property

@@ -63,7 +63,8 @@ class PurgeForecast:
 def first_purge(name: str, what: str, paths: Sequence[str], purge_days: Mapping[str, float]) -> PurgeForecast | None:
     """Return which of these files would be purged first; None where none would, or none is there.
 
-    `name` and `what`: as in `Purge`. `purge_days`: days by folder; of several that hold a file the innermost counts.
+    `name` and `what`: as in `PurgeForecast`. `purge_days`: days by folder; of several that hold a file the innermost
+    counts.
     """
     step = -(-len(paths) // MAX_FILES_CHECKED) or 1
     found = []
@@ -179,7 +180,7 @@ class UsageRecord(Record):
     """`quota.json`."""
 
     points: list[dict[str, object]] = field(default_factory=list)
-    """Oldest first, see `Point`."""
+    """Oldest first, see `UsageSample`."""
     complaint: str | None = None
     """Why the newest measure lacks something."""
 

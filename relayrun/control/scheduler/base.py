@@ -245,7 +245,7 @@ class Scheduler(Protocol):
         """
 
     def guard(self, job_id: str, command: Sequence[str], *, log: Path) -> None:
-        """Have the running job queued again if its batch script is killed; see `chain.guard`, which `command` runs."""
+        """Have the running job queued again if its batch script is killed; see `chain.watch`, which `command` runs."""
 
     def signal_ranks(self, job_id: str, number: signal.Signals) -> None:
         """Send a signal to the ranks of the running job, not to its batch script."""

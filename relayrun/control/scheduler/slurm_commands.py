@@ -133,7 +133,7 @@ def _after_name(text: str, name: str | None) -> tuple[int, dict[str, str]]:
 
 
 def parse_job(text: str, *, name: str | None = None) -> Job:
-    """Return the job of one line of `scontrol show job --oneliner`; `name`: its name, where `is_ambiguous`."""
+    """Return the job of one line of `scontrol show job --oneliner`; `name`: its name, where `is_job_text_ambiguous`."""
     known = job_fields(text, name=name)
     options = {option: known[field] for field, option in _KEPT_OPTIONS.items() if field in known}
     if "MinMemoryCPU" in known:

@@ -1,7 +1,7 @@
 """What a chain needs to know of a program that trains, and what it asks of it: the protocol of a foreign trainer.
 
 The native trainer writes its records (`rundir.attempt`) itself. For any other program `trainers.observer` writes them,
-from what an implementation of `Program` sees from outside: its log, its files.
+from what an implementation of `TrainerProgram` sees from outside: its log, its files.
 """
 
 from __future__ import annotations

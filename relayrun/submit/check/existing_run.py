@@ -53,7 +53,7 @@ def refuse_other_owner(run: Run, *, take_over: bool, now: float) -> None:
 
 
 def claim_run(run: Run, plan: Plan, *, take_over: bool, now: float) -> None:
-    """Write the plan, which makes its owner the run's. Raises RunDirError as `refuse_another`.
+    """Write the plan, which makes its owner the run's. Raises RunDirError as `refuse_other_owner`.
 
     A job of the former owner may begin at the same time. It writes begin.json first and then reads the plan, this
     writes the plan first and then looks for begin.json: at least one of both sees the other. Who sees an attempt here

@@ -53,8 +53,8 @@ def check_run(
     """Look at everything; nothing is written or queued.
 
     `given`: where the settings were written. `intent`: with it the run's own state and jobs are looked at. `script`:
-    what Slurm is asked about, see `slurm.look`; None: it is not asked. `adopted`: options of this very job, which
-    becomes the first of the chain.
+    what Slurm is asked about, see `slurm.check_slurm`; None: it is not asked. `adopted`: options of this very job,
+    which becomes the first of the chain.
     """
     findings = check_config(config, given)
     storage.check_written_paths(config, run, log_folder, findings)

@@ -93,7 +93,7 @@ def assigned_values(
     """The assignments of the script at `path` with their values, in its order, and the names that it exports.
 
     `variables`: those that are set when the script begins. None: the value is computed, by something that would have to
-    run, or from such a value. Raises ConfigError or Unreadable as `flags_of` does.
+    run, or from such a value. Raises ConfigError or Unreadable as `flags_in_arrays` does.
     """
     text = _read(path)
     found, exported = find_assignments(text)

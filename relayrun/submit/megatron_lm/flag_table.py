@@ -295,7 +295,7 @@ FLAG_TABLE: tuple[FlagRow, ...] = (
     _switch("parallel.defer_embedding_wgrad_compute", "defer-embedding-wgrad-compute"),
     _above_zero("parallel.wgrad_deferral_limit", "wgrad-deferral-limit"),
     _switch("parallel.overlap_p2p_communication_warmup_flush", "overlap-p2p-communication-warmup-flush"),
-    # data; the shards themselves: `data_paths`
+    # data; the shards themselves: `command_line`
     _always("data", "tokenizer-type", "HuggingFaceTokenizer"),
     _value("data.tokenizer", "tokenizer-model"),
     FlagRow("data.split", "split", _split, "--split 100,0,0"),
@@ -335,7 +335,7 @@ SETTINGS_IN_OTHER_FLAGS = {
     "data.allow_other_tokenizer": "the check of the shards' tokenizer",
     "data.max_epochs": "the check of how often the data are read",
 }
-"""Settings that hold, but not by a flag of their own in `TABLE`."""
+"""Settings that hold, but not by a flag of their own in `FLAG_TABLE`."""
 
 _MUON = {name: field.default for name, field in OptimizerSection.model_fields.items() if name.startswith("muon_")}
 

@@ -3,7 +3,7 @@
     settings  <  arrays of args_file  <  args
 
 A later one takes the place of an earlier one of the same name, and of those that Megatron-LM takes for the same
-thing (`ALTERNATIVES`): nobody has to take back `--data-path` in order to give `--mock-data`.
+thing (`ALTERNATIVE_FLAGS`): nobody has to take back `--data-path` in order to give `--mock-data`.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def _phases_until(schedule: Schedule, at: int) -> list[dict[str, Any]]:
 
 
 MAX_COMPARED_SAMPLES = 100_000
-"""Samples that `differences` looks at, at most."""
+"""Samples that `data_differences` looks at, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)

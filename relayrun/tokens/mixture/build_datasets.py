@@ -1,6 +1,6 @@
 """From a config and a manifest to the order in which a run reads: the one place where data sets are made.
 
-`order: window` is `SampleOrder`, `document-window` is `DocumentOrder`; the others are callables that get one
+`order: window` is `WindowOrder`, `document-window` is `DocumentWindowOrder`; the others are callables that get one
 `DatasetSpec`, a user's own by import path. Text that is tokenized as it is read is a `TextStream`.
 They are imported by the ranks and by the audit only, never by a submit.
 """

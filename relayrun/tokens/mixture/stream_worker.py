@@ -1,7 +1,7 @@
 """One process beside a rank that reads and tokenizes its streams, ahead of the rank and without its interpreter's lock.
 
     rank                                          worker: python -m relayrun.tokens.mixture.stream_worker
-    LaneReading over `Received` streams  ◄─pipe─  LaneReading over the streams themselves
+    LaneReader over received streams     ◄─pipe─  LaneReader over the streams themselves
 
 Which lanes are asked, and in which order, follows from schedule and position, so both sides ask alike, and nothing is
 asked over the pipe: the worker sends each sample with the cursor of its lane, and is held up where the pipe is full.

@@ -56,7 +56,7 @@ def check_token_ids(order: SampleSource, k: int, vocabulary_size: int | None) ->
 
 
 def check_row(row: SampleRow, order: SampleSource, k: int, vocabulary_size: int | None) -> SampleRow:
-    """Return the row, which is sample k. Raises FatalTrainingError as `checked_ids`."""
+    """Return the row, which is sample k. Raises FatalTrainingError as `check_token_ids`."""
     tokens = row.tokens
     if vocabulary_size is not None and (tokens.max() >= vocabulary_size or tokens.min() < 0):
         wrong = int(tokens[(tokens >= vocabulary_size) | (tokens < 0)][0])

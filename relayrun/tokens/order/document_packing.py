@@ -275,7 +275,7 @@ class DocumentWindowOrder:
     ) -> None:
         """`padding`: id of the token that fills rows. `cache`, `opening`: see `PackedRows`; `blocks`: `WindowDataset`.
 
-        Raises ConfigError as `cut_of`, and if there is no window.
+        Raises ConfigError as `document_cut`, and if there is no window.
         """
         where = f"data set {name!r}"
         self.cut = document_cut(settings, seq_length=seq_length, eod=eod, vocabulary_size=vocabulary_size, where=where)

@@ -244,7 +244,7 @@ class LocalShardFile:
 
 
 class RemoteShardFile:
-    """A file below a URL. Reads that fail are tried again, as `readers.remote.again` does."""
+    """A file below a URL. Reads that fail are tried again, as `stores.urls.retry_transient` does."""
 
     def __init__(self, url: str, size: int, fingerprint: str, blocks: BlockCache) -> None:
         import fsspec

@@ -55,7 +55,7 @@ def document_lengths(inputs: npt.NDArray[np.int64], eod: int, own: DocumentLengt
 def document_positions(inputs: npt.NDArray[np.int64], eod: int, own: DocumentLengths = None) -> npt.NDArray[np.int64]:
     """Positions that start at 0 in each document, int64 [batch, sequence]: `reset_position_ids`.
 
-    `own`: as for `lengths`.
+    `own`: as for `document_lengths`.
     """
     result: npt.NDArray[np.int64] = np.arange(inputs.shape[1]) - document_starts(inputs, eod)
     for number, known in enumerate(own or ()):
@@ -102,9 +102,9 @@ class RowBatch:
     tokens: npt.NDArray[np.int64]
     """Token ids, int64 [rows, seq_length + 1]."""
     lengths: Sequence[Sequence[int] | None] | None = None
-    """The same as in `Row`, for each row; None: no row has any."""
+    """The same as in `SampleRow`, for each row; None: no row has any."""
     loss_mask: npt.NDArray[np.float32] | None = None
-    """The same as in `Row`, float32 [rows, seq_length]; None: no row has one."""
+    """The same as in `SampleRow`, float32 [rows, seq_length]; None: no row has one."""
     padding: int = 0
     """Inputs that are no text, in all rows."""
     windows: int = 0

@@ -276,7 +276,7 @@ class MixtureSampler:
     ) -> dict[str, Any]:
         """Return what a checkpoint keeps, plain JSON: the next sample is number `consumed_samples`.
 
-        `cursors`: what `LaneReading.cursors` gave on every rank; none: lanes stand where the attempt began.
+        `cursors`: what `LaneReader.cursors` gave on every rank; none: lanes stand where the attempt began.
         """
         newer: dict[str, dict[int, Cursor]] = {}
         for part in cursors:

@@ -75,7 +75,7 @@ class _Node:
 
 
 class Interleave:
-    """The samples 0, 1, ... of one phase, dealt to its datasets. `Turned` deals them in another order."""
+    """The samples 0, 1, ... of one phase, dealt to its datasets. `RotatedInterleave` deals them in another order."""
 
     def __init__(self, weights: Mapping[str, int]) -> None:
         heap = [(weight, name, _Node(weight, name)) for name, weight in weights.items()]

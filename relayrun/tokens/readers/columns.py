@@ -235,7 +235,7 @@ def _inspect_file(path: str, size: int, column: str) -> RowFile:
 
 
 def read_rows(file: RowFile, column: str, faults: LineFaults | None = None) -> Iterator[pa.Table]:
-    """All rows of a file in order, some megabytes at a time, in the types of `wide`; their texts are UTF-8.
+    """All rows of a file in order, some megabytes at a time, in the types of `wide_schema`; their texts are UTF-8.
 
     Raises InputError as `read_column`.
     """

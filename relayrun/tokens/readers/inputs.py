@@ -156,8 +156,8 @@ def read_paths_file(path: str | os.PathLike[str]) -> list[str]:
 def stat_inputs(dataset: str | os.PathLike[str], names: list[str], *, missing_ok: bool = False) -> list[InputFile]:
     """Size and time of change of `names` below `dataset`.
 
-    `dataset` may be a URL, see `stores.stat`. Raises InputError naming the files that are missing, unless `missing_ok`:
-    then they have the size and time `MISSING`.
+    `dataset` may be a URL, see `urls.stat_url`. Raises InputError naming the files that are missing, unless
+    `missing_ok`: then they have the size and time `MISSING_FILE`.
     """
     if not urls.is_url(dataset) and not os.path.isdir(dataset):
         raise InputError("there is no such dataset folder", where=dataset, hint=did_you_mean_path(dataset) or None)

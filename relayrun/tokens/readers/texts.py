@@ -130,7 +130,8 @@ _mapped: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictiona
 
 
 class LongText:
-    """The bytes of one text, above `MOST_IN_MEMORY` in a file without a name, which is gone when nobody reads it."""
+    """The bytes of one text, above `MAX_BYTES_IN_MEMORY` in a file without a name, which is gone when nobody reads
+    it."""
 
     def __init__(self, folder: str | None) -> None:
         """`folder` gets the file; None: the text stays in memory, whatever its length."""
@@ -233,7 +234,7 @@ def keep_utf8(array: pa.Array, faults: LineFaults, where: Callable[[int], str]) 
 def keep_utf8_rows(
     batch: pa.RecordBatch, fields: Sequence[str], faults: LineFaults, where: Callable[[int], str]
 ) -> pa.RecordBatch:
-    """The rows of a batch whose texts are UTF-8, with all their columns. Raises as `valid` does."""
+    """The rows of a batch whose texts are UTF-8, with all their columns. Raises as `keep_utf8` does."""
     good = _utf8_mask(text_array(batch, fields), faults, where)
     return batch if good is None else batch.filter(good)
 

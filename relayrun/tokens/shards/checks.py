@@ -45,7 +45,7 @@ def check_tokenizer(
 ) -> int:
     """Raise InputError if a shard was made with another tokenizer than the run's; with `allow`, warn.
 
-    Parameters as `other_tokenizers`. Returns how many shards have no record.
+    Parameters as `tokenizer_differences`. Returns how many shards have no record.
     """
     errors, without = tokenizer_differences(manifest, mixture, ends_matter=ends_matter)
     for error in errors:

@@ -2,7 +2,7 @@
 
 The manifest is built when a run is made, and written into its directory; every attempt reads it
 and never looks for shards again, so that a file that appears later cannot shift the data. A submit with
-another mixture adds data sets to it (`data.evolution`); a data set that stands in it is never changed.
+another mixture adds data sets to it (`mixture.data_change`); a data set that stands in it is never changed.
 Building
 reads every .idx once (20 bytes per document: about 0.3 s for 10^7 documents); reading and verifying
 cost a line of JSON and two `stat` calls per shard.
@@ -200,7 +200,7 @@ class Manifest:
     """Everything that decides which tokens a run may see."""
 
     datasets: dict[str, DatasetManifest]
-    """Shards of all data sets that the mixture has ever had, by identity (`config.schema.DataSource.identity`)."""
+    """Shards of all data sets that the mixture has ever had, by identity (`config.sections.data.DataSource.identity`)."""
     validation: dict[str, DatasetManifest]
     vocabulary_size: int
     """Entries of the tokenizer, its special tokens included, not padded."""
@@ -211,7 +211,7 @@ class Manifest:
     tokenizer_fingerprint: str = ""
     """Fingerprint of the whole tokenizer; empty if it is not known."""
     tokenizer_ids: str = ""
-    """Fingerprint of what decides its ids (`tokenization.identity`); empty if it is not known."""
+    """Fingerprint of what decides its ids (`encode.tokenizer`); empty if it is not known."""
     listed_order: bool = False
     """Whether a list of shards or folders stands here in the order given; earlier versions sorted it."""
     listed_validation: bool = False
@@ -354,7 +354,7 @@ def check_held_out(
     files: Iterable[FileEntry] = (),
     split: Collection[str] = (),
 ) -> None:
-    """Raise InputError if text that is held out is trained on, by `Records.texts`; the sets are prefixes by name.
+    """Raise InputError if text that is held out is trained on, by `ShardRecords.texts`; the sets are prefixes by name.
 
     `files`: training data that are read as text. `split`: the training sets of which a share is held out.
     """

@@ -116,7 +116,7 @@ class MergeInputs:
     records: list[ShardRecord | None]
     made: TokenizerRecord | None
     texts: frozenset[str]
-    """What names the text of all of them (`Records.texts`)."""
+    """What names the text of all of them (`ShardRecords.texts`)."""
 
     @property
     def bytes(self) -> int:
@@ -125,7 +125,8 @@ class MergeInputs:
 
 
 def inspect_inputs(prefixes: Sequence[str], output: str | os.PathLike[str], *, multimodal: bool = False) -> MergeInputs:
-    """Look at the inputs of a merge and the place of its output; no token is read. Raises InputError as `merge`."""
+    """Look at the inputs of a merge and the place of its output; no token is read. Raises InputError as
+    `merge_shards`."""
     refuse_urls(output)
     target = os.path.abspath(output)
     shards = [Shard.open(prefix, multimodal=multimodal) for prefix in prefixes]

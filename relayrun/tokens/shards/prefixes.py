@@ -72,7 +72,7 @@ def expand_paths(paths: Sequence[str], *, listed: bool = True) -> list[str]:
 
 
 def _match_path(path: str) -> tuple[list[Path], set[str]]:
-    """The folders and the prefixes that one path of `expand` leads to. Raises InputError if there is none."""
+    """The folders and the prefixes that one path of `expand_paths` leads to. Raises InputError if there is none."""
     if os.path.isdir(path):
         return [Path(path).absolute()], set()
     exists = any(os.path.lexists(path + suffix) for suffix in SHARD_SUFFIXES)

@@ -47,7 +47,7 @@ class TokenizerRecord:
     fingerprint: str
     """SHA-256 of the serialized tokenizer."""
     ids: str
-    """Fingerprint of what decides its ids (`tokenization.identity`); empty in records of earlier versions."""
+    """Fingerprint of what decides its ids (`encode.tokenizer`); empty in records of earlier versions."""
     size: int | None
     """Entries of its vocabulary; None in records of earlier versions."""
     eos: int | None
@@ -69,9 +69,9 @@ class ShardRecord:
     largest_id: int | None = None
     """The largest id in the .bin; None where it is empty, and where nobody has noted it."""
     inputs: tuple[tuple[str, int, str], ...] = ()
-    """Path, bytes and fingerprint (`tokenization.record`) of each raw file that it was made of, as far as known."""
+    """Path, bytes and fingerprint (`tokenize.shard_folder`) of each raw file that it was made of, as far as known."""
     texts: frozenset[str] = frozenset()
-    """The texts (`Records.texts`) of the shards that it joins."""
+    """The texts (`ShardRecords.texts`) of the shards that it joins."""
     merged: tuple[str, ...] = ()
     """The prefixes of these shards, where an earlier version merged them and noted no texts."""
 

@@ -3,7 +3,7 @@
 Every row has a key: a 64-bit hash of the seed, the number of its file in the sorted list, and its number there.
 The output is all rows in the order of their keys, in files of equal numbers of rows. Where the dataset does not fit
 into memory, pass 1 scatters rows to buckets by the upper bits of the key, on disk (buckets.py), and pass 2 sorts one
-bucket after the other in memory and writes it (shuffled.py). So the same files and seed give the same bytes, whatever
+bucket after the other in memory and writes it. So the same files and seed give the same bytes, whatever
 the memory, the threads, the buckets and the nodes. DuckDB's ORDER BY of a hash does not, with several threads and
 files. Cost: every row is read twice and written twice; memory of a few buckets.
 """

@@ -87,7 +87,7 @@ class LengthProfile:
 def draw_lengths(
     before: Sequence[npt.NDArray[np.float64]], after: Sequence[npt.NDArray[np.float64]], file: Path
 ) -> None:
-    """Write a PNG of what `Lengths.array` gave for the parts of the dataset, in their order, before and after."""
+    """Write a PNG of what `LengthProfile.array` gave for the parts of the dataset, in their order, before and after."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -140,7 +140,7 @@ class DirectFile(io.RawIOBase):
 
     def reserve(self, size: int) -> npt.NDArray[np.uint8]:
         """Return memory for the next `size` bytes, shape [size], to be filled before `commit`; at most
-        `LARGEST_RESERVE`."""
+        `MAX_RESERVE_BYTES`."""
         if self._filled + size > BLOCK_BYTES:
             self._pass_on()
         assert self._filled + size <= BLOCK_BYTES

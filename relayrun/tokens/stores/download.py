@@ -147,7 +147,7 @@ def _fetch_file(api: Any, repository: str, commit: str, file: HubFile, output: P
 
 
 def _retry(call: Callable[[], T], where: str) -> T:
-    """Return what `call` returns; after a failure that may pass, call it again after each of `PAUSES`."""
+    """Return what `call` returns; after a failure that may pass, call it again after each of `RETRY_PAUSES`."""
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,

@@ -58,7 +58,7 @@ class StoreError(RelayrunError):
 
 
 def retry_transient(call: Callable[[], T], url: str) -> T:
-    """Return what `call` returns; where it fails in a way that may pass, call it again after each of `PAUSES`.
+    """Return what `call` returns; where it fails in a way that may pass, call it again after each of `RETRY_PAUSES`.
 
     Raises what comes again as it came, and StoreError where the last try fails, too.
     """
@@ -134,7 +134,7 @@ class RemoteFile(io.RawIOBase):
     """
 
     def __init__(self, url: str) -> None:
-        """Open it. Raises as `again` does."""
+        """Open it. Raises as `retry_transient` does."""
         self._url = url
         self._at = 0
         self._streams = False
@@ -349,7 +349,7 @@ def list_store_sizes(store: Any, root: str) -> dict[str, int]:
 
 
 def stat_url(url: str) -> tuple[int, int]:
-    """Bytes of the file at a URL, and its time of change as `time_of` tells it. Raises InputError."""
+    """Bytes of the file at a URL, and its time of change as `modified_time` tells it. Raises InputError."""
     with _explain_store_errors(url, missing="this file of the paths file is missing"):
         import fsspec
 

@@ -322,7 +322,8 @@ class LaneGroup:
         """What lanes read by themselves that are too far behind."""
 
     def next_block(self, lane: int) -> LaneBlock | None:
-        """The next block of a lane; None behind the last epoch. Raises as `Blocks.read` and `FragmentReader.texts`."""
+        """The next block of a lane; None behind the last epoch. Raises as `RowBlocks.read` and
+        `FragmentReader.texts`."""
         if lane in self._behind:
             return self._next_behind(lane)
         while not self._waiting[lane]:

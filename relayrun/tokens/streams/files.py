@@ -26,7 +26,7 @@ from relayrun.tokens.streams.row_filters import RowFaults, arrow_expression, is_
 from relayrun.tokens.tokenize.dumps import find_data_files
 
 FILE_KINDS = {"parquet": "parquet", "jsonl": "json lines", "arrow": "arrow"}
-"""What `formats.kind_of` calls the files of a source."""
+"""What `inputs.file_kind` calls the files of a source."""
 _BATCH_BYTES = 1 << 16
 _AT_A_TIME = 16
 """Files that are looked at together: most of the time goes into waiting for the file system."""
@@ -113,7 +113,8 @@ def _first_good(paths: Sequence[str], stream: StreamSection) -> str:
 
 
 def find_text_files(source: DataSource, where: str) -> list[FileEntry]:
-    """The files of a stream, without fingerprints. Raises as `freeze`; `where` names the data set in errors."""
+    """The files of a stream, without fingerprints. Raises as `freeze_text_files`; `where` names the data set in
+    errors."""
     stream = source.stream or StreamSection()
     found: dict[str, int] = {}
     for path in source.paths:
@@ -156,7 +157,7 @@ def _matches(path: str, kind: str, source: str) -> list[tuple[str, int]]:
 
 
 def _below_url(url: str) -> list[tuple[str, int]]:
-    """The files at or below a URL, or of a pattern at its end. Raises InputError as `stores.absolute`."""
+    """The files at or below a URL, or of a pattern at its end. Raises InputError as `urls.absolute_path`."""
     url = urls.absolute_path(url)
     if not glob.has_magic(url):
         if url.lower().endswith((".parquet", ".jsonl", ".arrow", ".gz", ".zst", ".json")):

@@ -181,8 +181,8 @@ class FragmentReader:
         """A table without a row, of which `texts` makes no text."""
 
     def read(self, fragment: Fragment, start: int) -> Iterator[pa.RecordBatch]:
-        """The rows of a fragment from row `start` on: `TEXT` (large_string, may be null), why a row is left out as it
-        is read (null: it is not), and the columns of filter and map.
+        """The rows of a fragment from row `start` on: `TEXT_COLUMN` (large_string, may be null), why a row is left out
+        as it is read (null: it is not), and the columns of filter and map.
 
         Raises InputError for a file that is away or has changed, and, where `stream.on_error` does not leave it out,
         for one that cannot be read, and naming a text that is not UTF-8.

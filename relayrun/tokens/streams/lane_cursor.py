@@ -54,7 +54,7 @@ class LaneCursor(NamedTuple):
         return BlockPosition(*self[:4])
 
     def counts(self) -> dict[str, int]:
-        """The rows that were left out by reason, in the words of `REASONS`; those of which there are none, too."""
+        """The rows that were left out by reason, in the words of `SKIP_REASONS`; those of which there are none, too."""
         return {words: getattr(self, name) for name, words in SKIP_REASONS.items()}
 
     def with_left_out(self, counts: Mapping[str, int]) -> LaneCursor:

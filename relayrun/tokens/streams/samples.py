@@ -60,7 +60,7 @@ EncodeFunction = Callable[[Texts], Encoded]
 ENCODE_BATCH_BYTES = 4_000_000
 """Text that is encoded at once, about: an engine needs as long to be called as for 50 kB."""
 _MAX_TEXT_BYTES = 2 * ENCODE_BATCH_BYTES
-"""Text that is encoded at once, at most: what is gathered goes beyond `BATCH_BYTES` by the texts of one lane."""
+"""Text that is encoded at once, at most: what is gathered goes beyond `ENCODE_BATCH_BYTES` by the texts of one lane."""
 _BATCH_TEXTS = 10_000
 
 
@@ -88,7 +88,8 @@ class SampleShape:
         vocabulary_size: int,
         where: str,
     ) -> SampleShape:
-        """The shape that `document_window` asks for; None: that of `order: window`. Raises ConfigError as `cut_of`."""
+        """The shape that `document_window` asks for; None: that of `order: window`. Raises ConfigError as
+        `document_cut`."""
         if settings is None:
             return cls(seq_length=seq_length, eod=eod, padding=eod or 0)
         cut = document_cut(settings, seq_length=seq_length, eod=eod, vocabulary_size=vocabulary_size, where=where)

@@ -2,9 +2,9 @@
 
     files → fragments → blocks of rows, shuffled → lanes → filters → tokens → windows → rows of a lane, in order
 
-A lane's cursor is some integers: epoch, number, fragment and row of its block (`cursor.Place`), samples that were
-taken from the block, and, of the blocks before it in all epochs, rows that were read, rows that were left out, samples,
-and how many rows were left out for which reason.
+A lane's cursor is some integers: epoch, number, fragment and row of its block (`lane_cursor.BlockPosition`), samples
+that were taken from the block, and, of the blocks before it in all epochs, rows that were read, rows that were left
+out, samples, and how many rows were left out for which reason.
 """
 
 from __future__ import annotations

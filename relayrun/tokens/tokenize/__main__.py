@@ -1,6 +1,6 @@
 """What the Bash launchers call: `python -m relayrun.tokens.tokenize begin | record | run DUMP`.
 
-Settings come from the environment, see `settings.ENVIRONMENT`.
+Settings come from the environment, see `job_config.ENVIRONMENT_SETTINGS`.
 
     begin    check the settings, make the folders; print, a line each, the folder of the jobs' logs, the name
              of the jobs, and the numbers of the dumps to submit

@@ -25,7 +25,7 @@ THREADS = 8
 def check_dump_inputs(metadata: MetadataFolder, indices: Sequence[int], options: TokenizeOptions) -> None:
     """Raise InputError naming the files of these dumps that have no such column, or cannot be opened.
 
-    What the options skip is no error; see `look_at_files`.
+    What the options skip is no error; see `check_files`.
     """
     dataset = metadata.dataset()
     names = [name for index in indices for name in read_paths_file(metadata.paths_file(index))]

@@ -207,12 +207,13 @@ def add_tokenize_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def options_from_flags(given: argparse.Namespace) -> TokenizeOptions:
-    """The options that a parser with `add_flags` was given. Raises InputError naming the option that is wrong."""
+    """The options that a parser with `add_tokenize_flags` was given. Raises InputError naming the option that is
+    wrong."""
     return validate_options({name: getattr(given, name) for name in OPTION_FLAGS}, OPTION_FLAGS)
 
 
 def options_to_flags(options: TokenizeOptions) -> list[str]:
-    """The arguments of a command line that `from_flags` reads as `options`."""
+    """The arguments of a command line that `options_from_flags` reads as `options`."""
     arguments = []
     for name, flag in OPTION_FLAGS.items():
         value = getattr(options, name)

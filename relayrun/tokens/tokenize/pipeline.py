@@ -77,7 +77,7 @@ def tokenize_paths_file(
 
     `logging_dir` (default: `logs` in the output folder) gets a copy of the tokenizer, which the workers read.
     What an earlier run has finished is kept, and files that the paths file lists since then get shards of
-    their own (see `record.py`).
+    their own (see `shard_folder.py`).
     Raises InputError or OSError for what a person can mend; then every shard under a final name is whole.
     """
     started = time.monotonic()

@@ -143,7 +143,7 @@ class TaskRecord:
 
     inputs: list[InputFile]
     fingerprints: list[str] = field(default_factory=list)
-    """The fingerprint of each input, see `fingerprint`; empty for one that was left out."""
+    """The fingerprint of each input, see `file_fingerprint`; empty for one that was left out."""
     documents: int = 0
     file_documents: list[int] = field(default_factory=list)
     """Documents of each input."""

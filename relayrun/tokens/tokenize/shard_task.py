@@ -246,7 +246,7 @@ def _tokenize_file(
 
 
 def _tokenize_long(text: Texts, where: CutUnit, framing: DocumentFraming, engine: Engine, shard: ShardWriter) -> bool:
-    """One text, in pieces; what becomes of it is as in `Framing`. Returns whether the shard got a document."""
+    """One text, in pieces; what becomes of it is as in `DocumentFraming`. Returns whether the shard got a document."""
     routed, begin, before = engine.routed, 0, shard.tokens
     for end in split_points(text.used, PIECE_BYTES, where):
         piece = Texts(data=text.used, offsets=np.array([begin, end], np.int64))

@@ -35,7 +35,7 @@ class MegatronCheckpoint:
     folder: Path
     """With .metadata and common.pt."""
     common: dict[str, Any]
-    """Values, and inert records of what is none (`inert_pickle`)."""
+    """Values, and inert records of what is none (`safe_pickle`)."""
 
     @property
     def args(self) -> dict[str, Any]:

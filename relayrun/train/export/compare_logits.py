@@ -53,7 +53,7 @@ def compare_logits(source: CheckpointSource, folder: Path) -> LogitComparison:
 
 
 def check_logits(source: CheckpointSource, folder: Path) -> LogitComparison:
-    """Compare as `compare` does. Raises InputError if they differ."""
+    """Compare as `compare_logits` does. Raises InputError if they differ."""
     found = compare_logits(source, folder)
     if not found.equal:
         raise InputError(

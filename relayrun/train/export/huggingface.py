@@ -177,7 +177,7 @@ class HuggingFaceExport:
 def write_huggingface(
     source: CheckpointSource, folder: Path, *, dtype: str, max_shard_size: int, mapping: str | None = None
 ) -> HuggingFaceExport:
-    """Write everything into `folder`, which is there and gets its name later (`folder.new_folder`).
+    """Write everything into `folder`, which is there and gets its name later (`torch_dist.new_folder`).
 
     `mapping`: import path of a mapping; None for that of the run's config, or the built-in one. Raises InputError if
     the checkpoint or the tokenizer is not the run's or no mapping fits, ConfigError if the path leads to none, and what

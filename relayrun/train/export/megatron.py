@@ -278,7 +278,7 @@ def write_torch_format(
 ) -> int:
     """Write into `folder`; return the number of parameters, padding included.
 
-    Raises as `huggingface.write`, and InputError if an optimizer's state is asked for that is not there.
+    Raises as `huggingface.write_huggingface`, and InputError if an optimizer's state is asked for that is not there.
     """
     model, config = source.config.model, source.config
     reader = CheckpointReader(source.folder, source.checksum)

@@ -121,7 +121,8 @@ def model_section(checkpoint: MegatronCheckpoint) -> ModelSection:
 
 
 def run_sections(checkpoint: MegatronCheckpoint) -> dict[str, dict[str, Any]]:
-    """Return sections of a run config with which training goes on as it would have. Raises InputError as `model`."""
+    """Return sections of a run config with which training goes on as it would have. Raises InputError as
+    `model_section`."""
     args = checkpoint.args
     try:
         training = TrainingSection(

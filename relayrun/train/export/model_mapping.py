@@ -159,7 +159,7 @@ class Weight:
     """Its name in a checkpoint. The tensor of what begins with `decoder.layers.` has the layers as its first dimension,
     and what is below `mlp.experts.experts.` has the experts as its second."""
     shape: tuple[str | int, ...]
-    """That of one layer, and of one expert: names of `Sizes`, or numbers."""
+    """That of one layer, and of one expert: names of `ModelSizes`, or numbers."""
     names: tuple[str, ...]
     """Names in transformers. `{layer}` and `{expert}` are filled in."""
     join: Join = SAME

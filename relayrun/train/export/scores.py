@@ -20,7 +20,7 @@ from relayrun.train.export.torch_dist import new_folder
 
 
 def export_model(checkpoint: CheckpointSource, model: Path) -> None:
-    """Make the folder `model`, whole or not at all. Raises what `huggingface.write` raises."""
+    """Make the folder `model`, whole or not at all. Raises what `huggingface.write_huggingface` raises."""
     with new_folder(model) as made:
         huggingface.write_huggingface(checkpoint, made, dtype="auto", max_shard_size=huggingface.SHARD_SIZE)
 

@@ -23,7 +23,7 @@ class CheckpointSource:
     """One checkpoint of a run, with what an export needs of the run."""
 
     run: Run | None
-    """None for a checkpoint of another program, which has no records of a run (`megatron_source`)."""
+    """None for a checkpoint of another program, which has no records of a run (`megatron_settings`)."""
     iteration: int
     folder: Path
     config: RunConfig

@@ -154,7 +154,8 @@ class ObjectStoreDestination:
         return f"{root}/{name}" if name else str(root)
 
     def _ask(self, call: Callable[[], T], name: str) -> T:
-        """Return what `call` returns, tried again as `again` does; a store that has given no answer is not asked again.
+        """Return what `call` returns, tried again as `retry_transient` does; a store that has given no answer is not
+        asked again.
 
         Raises FileNotFoundError, StoreError, and RelayrunError of `call`.
         """

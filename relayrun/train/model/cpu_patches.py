@@ -1,9 +1,9 @@
 """Lets megatron-core 0.16.1 run where there is no CUDA; does nothing where there is.
 
 megatron-core trains on gloo, but names CUDA in places that no option reaches. Each patch below says
-which file needs it (paths below megatron/core). Where an option exists it is used instead, see `model.py`:
+which file needs it (paths below megatron/core). Where an option exists it is used instead, see `gpt.py`:
 use_cpu_initialization, an explicit attention mask, no fusions. Nothing else in this package asks whether
-there is a GPU, apart from `parallel.py`, which picks the backend.
+there is a GPU, apart from `distributed.py`, which picks the backend.
 
 All patches act on this process alone, which must be a training rank.
 """

@@ -351,7 +351,7 @@ class ScheduledOptimizer:
         self.schedule.step(increment=1)
 
     def load(self, state: dict[str, Any], position: TrainingProgress) -> None:
-        """Load what a checkpoint held, its groups fitted by `optimizer_groups.fit`.
+        """Load what a checkpoint held, its groups fitted by `parameter_groups.fit_groups`.
 
         Hyperparameters stay those of this attempt's config revision.
         """

@@ -115,7 +115,8 @@ def _refuse_unmatched(groups: Sequence[OptimizerGroup], own: Sequence[str]) -> N
 
 
 def patch_group_loading(optimizer: MegatronOptimizer) -> None:
-    """Let the plain optimizers inside `optimizer` load any groups, once `fit` has brought them into their order."""
+    """Let the plain optimizers inside `optimizer` load any groups, once `fit_groups` has brought them into their
+    order."""
     for inner in optimizer.chained_optimizers:
         if type(inner) is FP32Optimizer:
             inner.__class__ = _AnyGroups

@@ -66,7 +66,7 @@ def fit_plain_state(found: PlainState, wanted: PlainState) -> PlainState:
 
 
 def _fit_user_optimizers(found: PlainState, wanted: PlainState) -> PlainState:
-    """The same for optimizers of `own_optimizer.py`, such as Muon, which take the first group where numbers differ."""
+    """The same for optimizers of a user, such as Muon, which take the first group where numbers differ."""
     parts, numbers = list(_state_parts(found)), [key for key in wanted if isinstance(key, int)]
     if len(parts) == max(1, len(numbers)):
         return found

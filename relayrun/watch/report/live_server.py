@@ -314,7 +314,7 @@ class ReportGallery:
     """The runs of a folder: where they stand, their goodput and their reports.
 
     Args:
-        folder: runs lie in it or at most `DEPTH` folders below it.
+        folder: runs lie in it or at most `FOLDER_DEPTH` folders below it.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 Standard input is `{"words": [...]}`. The parser is taken at the moment at which the checkout is about to use it, so
 that nothing behind it runs: no model, no process group, no GPU. Printed is `{"flags": [...], "unknown": [...],
-"errors": [...]}` behind a line `MARK`, or `{"unavailable": "why"}` where the checkout cannot be imported.
+"errors": [...]}` behind a line `ANSWER_MARK`, or `{"unavailable": "why"}` where the checkout cannot be imported.
 """
 
 from __future__ import annotations

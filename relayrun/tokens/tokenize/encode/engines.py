@@ -169,9 +169,9 @@ def select_engine(
 ) -> EngineSelection:
     """The fastest engine that is known and proven to be exact, or `wanted` if it is; `report` is told of fall-backs.
 
-    `tokenizer` has `encode_special_tokens` on, truncation and padding off; `definition` is its `to_str()`, where
-    the caller has it already. What was proven on this machine is not proven again (see `memory`): then a tokenizer that
-    is given by what loads it is not loaded. Raises InputError for a wrong name.
+    `tokenizer` has `encode_special_tokens` on, truncation and padding off; `definition` is its `to_str()`, where the
+    caller has it already. What was proven on this machine is not proven again (see `tokenizer_files`): then a tokenizer
+    that is given by what loads it is not loaded. Raises InputError for a wrong name.
     """
     wanted = cast(
         EngineName, FORMER_VALUES["engine"].get(wanted, wanted)

@@ -1,7 +1,7 @@
 """The tokenizers that a fast engine may encode: for each the engine, how its definition is prepared, and what it
 may not have.
 
-`plan_of` compares the parts of a tokenizer.json that decide on ids (normalizer, pre-tokenizer, options of the
+`plan_engine` compares the parts of a tokenizer.json that decide on ids (normalizer, pre-tokenizer, options of the
 model) with the forms listed here, as they are, not by a name or a likeness; what is not listed has no plan, and is
 encoded by the reference. Why each form is exact stands in docs/decisions/0029; `tests/property/test_published.py`
 tries every form on 40,000 texts and on every character of Unicode.

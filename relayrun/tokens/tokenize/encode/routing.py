@@ -100,7 +100,7 @@ def find_characters(texts: Texts, table: CharacterSet, first_lead: int) -> npt.N
 
 
 def texts_holding(texts: Texts, table: CharacterSet, first_lead: int) -> npt.NDArray[np.bool_]:
-    """Which texts hold a character of `table`, shape [texts]; `first_lead`: see `places_of`."""
+    """Which texts hold a character of `table`, shape [texts]; `first_lead`: see `find_characters`."""
     suspect = texts.highest() >= first_lead
     if suspect.all():
         return texts.any_in(find_characters(texts, table, first_lead))
