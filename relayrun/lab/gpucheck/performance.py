@@ -114,8 +114,8 @@ def measure_save(setup: CheckSetup, figures: PartFigures) -> None:
             "seq_length": sizes.seq_length,
             "manual_gc_interval": 1000,
             "hooks": [
-                {"hook": f"{SAVE_HOOKS_MODULE}:Pace", "options": {"interval": sizes.interval}},
-                {"hook": f"{SAVE_HOOKS_MODULE}:Cut", "options": {"cuts": cuts}},
+                {"hook": f"{SAVE_HOOKS_MODULE}:SavePaceHook", "options": {"interval": sizes.interval}},
+                {"hook": f"{SAVE_HOOKS_MODULE}:CutHook", "options": {"cuts": cuts}},
             ],
         },
         "optimizer": {"lr": 1e-4, "lr_warmup_steps": 0},

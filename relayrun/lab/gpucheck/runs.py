@@ -122,7 +122,7 @@ def train_run(setup: CheckSetup, name: str, sections: Mapping[str, Mapping[str, 
 def train_until(setup: CheckSetup, name: str, sections: Mapping[str, Mapping[str, Any]], *, steps: int) -> Run:
     """Train `steps` iterations and kill the run: a timed run needs no final save. Raises CheckFailed."""
     cut = {
-        "hook": f"{HOOKS_MODULE}:Cut",
+        "hook": f"{HOOKS_MODULE}:CutHook",
         "options": {"cuts": [{"signal": "SIGKILL", "iteration": steps}]},
     }
     training = dict(sections["training"])
@@ -156,7 +156,10 @@ def recorded_run_sections(
             "global_batch_size": 2 * sizes.resumed_batch * ranks,
             "seq_length": sizes.resumed_seq_length,
             "deterministic": deterministic,
-            "hooks": [f"{HOOKS_MODULE}:Digest", {"hook": f"{HOOKS_MODULE}:Cut", "options": {"cuts": list(cuts)}}],
+            "hooks": [
+                f"{HOOKS_MODULE}:DigestHook",
+                {"hook": f"{HOOKS_MODULE}:CutHook", "options": {"cuts": list(cuts)}},
+            ],
         },
         "checkpoint": {"interval": sizes.interval, "keep_last": 1},
         "job": {"ntasks_per_node": ranks},
