@@ -368,24 +368,14 @@ SECTIONS: tuple[Callable[[RunReportData], Markup], ...] = (
 """In display order."""
 
 
-def report_page(
-    pages: Sequence[RunReportData], *, now: float, home: str | None = None, refresh: int | None = None
-) -> str:
-    """Return the HTML of a page about these runs.
-
-    Args:
-        pages: the runs.
-        now: seconds since 1970, printed as the time of the page.
-        home: relative URL of a list of all runs.
-        refresh: seconds after which a browser reloads the page.
-    """
+def report_page(pages: Sequence[RunReportData], *, now: float) -> str:
+    """Return the HTML of a page about these runs, with the time `now` in seconds since 1970."""
     names = ", ".join(page.name for page in pages)
     made = f"As it was at {format_time(now)}; relayrun {relayrun.__version__}."
-    above = tag("nav", tag("a", "all runs", href=home)) if home else None
     if len(pages) == 1:
-        return html_page(names, above, _run_sections(pages[0], made), refresh=refresh)
+        return html_page(names, _run_sections(pages[0], made))
     top = [tag("h1", f"{len(pages)} runs"), tag("p", made, class_="soft"), _side_by_side(pages)]
-    return html_page(names, above, *top, *(_run_sections(page, None) for page in pages), refresh=refresh)
+    return html_page(names, *top, *(_run_sections(page, None) for page in pages))
 
 
 def _run_sections(page: RunReportData, made: str | None) -> Markup:
