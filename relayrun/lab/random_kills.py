@@ -14,15 +14,13 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from relayrun.control.rundir import restarts
-from relayrun.control.rundir import restarts as rundir_restarts
-from relayrun.control.rundir.restarts import FailedRestart, resets_iteration
+from relayrun.control.rundir.restarts import RESTART_SECONDS, FailedRestart, read_failed_restarts, resets_iteration
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
-from relayrun.lab import compare_runs
+from relayrun.lab.compare_runs import checkpoint_differences, loss_differences, sample_differences
+from relayrun.lab.faults import processes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,27 +36,20 @@ class RankProcess:
 def living_ranks(run: Run) -> list[RankProcess]:
     """Return the live ranks that agents have forked; an agent's server has their command, not their process name."""
     found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            words, name = (entry / "cmdline").read_bytes().split(b"\0"), (entry / "comm").read_text().strip()
-            if f"--run-dir={run.path}".encode() not in words or not name.startswith("rank-"):
-                continue
-            variables = (entry / "environ").read_bytes().split(b"\0")
-        except OSError:  # the process has ended
-            continue
-        node = next(
-            (item.partition(b"=")[2].decode() for item in variables if item.startswith(b"SLURMD_NODENAME=")), ""
-        )
-        found.append(RankProcess(rank=int(name.removeprefix("rank-")), node=node, pid=int(entry.name)))
+    for pid, words, variables in processes.live_processes():
+        name = processes.program_name(pid)
+        if f"--run-dir={run.path}".encode() in words and name.startswith("rank-"):
+            node = variables.get(b"SLURMD_NODENAME", b"").decode()
+            found.append(RankProcess(rank=int(name.removeprefix("rank-")), node=node, pid=pid))
     return sorted(found, key=lambda process: process.rank)
 
 
 def signal_random_rank(run: Run, generator: random.Random, number: signal.Signals) -> RankProcess | None:
     """Send a signal to a random live rank; return it, None if none is alive."""
-    processes = living_ranks(run)
-    if not processes:
+    ranks = living_ranks(run)
+    if not ranks:
         return None
-    chosen = generator.choice(processes)
+    chosen = generator.choice(ranks)
     try:
         os.kill(chosen.pid, number)
     except ProcessLookupError:
@@ -112,7 +103,7 @@ def measure_timeline(run: Run) -> Timeline:
         if (begin := attempt.read_begin()) is None:
             continue
         lost += _drop_steps_after(done, begin.base_iteration)
-        failed = [(one.time, one.time + one.seconds.get("end", 0.0)) for one in restarts.read_failed_restarts(attempt)]
+        failed = [(one.time, one.time + one.seconds.get("end", 0.0)) for one in read_failed_restarts(attempt)]
         first = True
         for line in read_lines(attempt.metrics):
             if resets_iteration(line):
@@ -186,9 +177,7 @@ class KillReport:
     def figures(self) -> dict[str, Any]:
         """Return all figures as plain values."""
         kinds = Counter(event.kind for event in self.events)
-        names = [
-            name for name in rundir_restarts.RESTART_SECONDS if any(name in failed.seconds for failed in self.failed)
-        ]
+        names = [name for name in RESTART_SECONDS if any(name in failed.seconds for failed in self.failed)]
         return {
             "counted_share": self.line.share,
             "seconds": self.line.seconds,
@@ -270,9 +259,9 @@ def report_kills(
         attempt = run.attempt(number)
         if (begin := attempt.read_begin()) is not None:
             jobs.append(begin.job_id)
-            failed += rundir_restarts.read_failed_restarts(attempt)
+            failed += read_failed_restarts(attempt)
             intervals += [int(line["interval"]) for line in read_lines(attempt.memory_intervals)]
-    tensors, different = compare_runs.compare_weights(run.checkpoint(last), reference.checkpoint(last))
+    tensors, different = checkpoint_differences(run.checkpoint(last), reference.checkpoint(last), tensors_only=True)
     return KillReport(
         line=measure_timeline(run),
         jobs=jobs,
@@ -281,9 +270,9 @@ def report_kills(
         failed=failed,
         tensors=tensors,
         faults={
-            "losses": compare_runs.loss_differences(run, reference, last),
+            "losses": loss_differences(run, reference, last),
             "weights": different,
-            "samples": compare_runs.sample_differences(run, reference, last),
+            "samples": sample_differences(run, reference, last),
         },
         memory_intervals=intervals,
     )

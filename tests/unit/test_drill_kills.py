@@ -210,19 +210,19 @@ def checkpoint(run: Run, values: bytes, *, key: str = "weight") -> Path:
 
 def test_weights_are_compared_by_their_bytes(tmp_path: Path) -> None:
     one = checkpoint(Run(tmp_path / "one"), b"abcd")
-    assert compare_runs.compare_weights(one, checkpoint(Run(tmp_path / "same"), b"abcd")) == (1, [])
-    assert compare_runs.compare_weights(one, checkpoint(Run(tmp_path / "bit"), b"abce")) == (
+    assert compare_runs.checkpoint_differences(one, checkpoint(Run(tmp_path / "same"), b"abcd")) == (1, [])
+    assert compare_runs.checkpoint_differences(one, checkpoint(Run(tmp_path / "bit"), b"abce")) == (
         1,
         ["weight at [0] differs"],
     )
-    found = compare_runs.compare_weights(one, checkpoint(Run(tmp_path / "name"), b"abcd", key="bias"))
+    found = compare_runs.checkpoint_differences(one, checkpoint(Run(tmp_path / "name"), b"abcd", key="bias"))
     assert found == (1, ["bias at [0] differs", "weight at [0] differs"])
 
 
 def test_bytes_that_do_not_fit_their_hash_are_found_though_the_hashes_are_equal(tmp_path: Path) -> None:
     one, other = (checkpoint(Run(tmp_path / name), b"abcd") for name in ("one", "other"))
     (other / "__0_0.distcp").write_bytes(b"abce")
-    tensors, faults = compare_runs.compare_weights(one, other)
+    tensors, faults = compare_runs.checkpoint_differences(one, other)
     assert tensors == 1
     assert "the values of weight in __0_0.distcp are not those that were saved" in faults[0]
 

@@ -18,9 +18,8 @@ from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import ConfigError, InputError
 from relayrun.files import atomic_file
 from relayrun.lab.faults import session
-from relayrun.lab.faults.experiment import DrillTools
+from relayrun.lab.faults.experiment import DrillSite, DrillTools
 from relayrun.lab.faults.session import DrillSession
-from relayrun.lab.faults.small_run import DrillSite
 from relayrun.lab.faults.target import LocalSignalSender, StepSignalSender, TestClusterControl
 from relayrun.lab.gpucheck import check, report
 from relayrun.lab.gpucheck import cluster as gpucheck_cluster
@@ -75,15 +74,15 @@ def run_drill(options: argparse.Namespace) -> int:
             reason = f" (left out: {skipped[fault.name]})" if fault.name in skipped else ""
             print(f"{fault.name}: {fault.what}{reason}")
         return 0
-    company = DrillTools(
+    tools = DrillTools(
         site=_drill_site(options, cluster),
         slurm=Slurm(patience=120),
-        reach=StepSignalSender(Slurm(patience=30)) if control is None else LocalSignalSender(),
+        signals=StepSignalSender(Slurm(patience=30)) if control is None else LocalSignalSender(),
         control=control,
         queue_seconds=60 * options.queue,
         tell=lambda words: print(words, file=sys.stderr if options.json else sys.stdout, flush=True),
     )
-    drill = DrillSession(company, faults, skipped=skipped)
+    drill = DrillSession(tools, faults, skipped=skipped)
     with drill.locked():
         return _run_session(drill, options)
 
@@ -99,7 +98,7 @@ def _drill_site(options: argparse.Namespace, cluster: dict[str, Any]) -> DrillSi
 
 
 def _run_session(drill: DrillSession, options: argparse.Namespace) -> int:
-    tell = drill.company.tell
+    tell = drill.tools.tell
     for name, reason in drill.skipped.items():
         tell(f"{name} is left out: {reason}")
     if options.again:

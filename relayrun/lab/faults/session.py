@@ -24,8 +24,7 @@ from relayrun.control.chain.jobs import cancel_chain
 from relayrun.errors import ConfigError, InputError, RelayrunError, did_you_mean
 from relayrun.files import read_json, unused_name, write_json
 from relayrun.lab.faults import experiment
-from relayrun.lab.faults.experiment import DrillTools, FaultResult
-from relayrun.lab.faults.small_run import UNDISTURBED_RUN, DrillSite
+from relayrun.lab.faults.experiment import UNDISTURBED_RUN, DrillSite, DrillTools, FaultResult
 from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME, Fault, FaultRequirement
 from relayrun.submit import submission
 from relayrun.submit.check.existing_run import SubmitIntent
@@ -90,11 +89,11 @@ def skipped_faults(faults: Sequence[Fault], *, test_cluster: bool) -> dict[str, 
 class DrillSession:
     """A drill in a folder."""
 
-    def __init__(self, company: DrillTools, faults: Sequence[Fault], *, skipped: Mapping[str, str]) -> None:
+    def __init__(self, tools: DrillTools, faults: Sequence[Fault], *, skipped: Mapping[str, str]) -> None:
         """`skipped`: faults that are left out, with the reason."""
-        self.company = company
-        self.site: DrillSite = company.site
-        self.folder = company.site.folder
+        self.tools = tools
+        self.site: DrillSite = tools.site
+        self.folder = tools.site.folder
         self.faults = list(faults)
         self.skipped = dict(skipped)
 
@@ -129,7 +128,7 @@ class DrillSession:
 
     def check(self) -> None:
         """Raise the errors of a submit before anything is queued; ConfigError for too few nodes or ranks."""
-        known = len(self.company.slurm.nodes.known())
+        known = len(self.tools.slurm.nodes.known())
         if known < self.site.nodes:
             raise ConfigError(f"the cluster has {known} nodes, and the drill needs {self.site.nodes}", where="--nodes")
         if self.site.ranks < 2:
@@ -161,14 +160,14 @@ class DrillSession:
 
     def go_on(self) -> None:
         """Do the tests without a result. Raises RelayrunError if the undisturbed run fails."""
-        tell = self.company.tell
+        tell = self.tools.tell
         for name in self.to_do():
             self.clear(name)
             tell(f"{time.strftime('%H:%M:%S')} {name} ...")
             if name == UNDISTURBED_RUN:
-                result = experiment.run_undisturbed(self.company)
+                result = experiment.run_undisturbed(self.tools)
             else:
-                result = experiment.run_fault(self.company, FAULTS_BY_NAME[name])
+                result = experiment.run_fault(self.tools, FAULTS_BY_NAME[name])
             result.write(self.folder / "results" / f"{name}.json")
             tell(f"{time.strftime('%H:%M:%S')} {result_line(result)}")
             if name == UNDISTURBED_RUN and not result.passed:
@@ -185,8 +184,8 @@ class DrillSession:
             subprocess.run(["umount", str(mounted)], check=True)
         if run.plan.exists():
             if not run.stop.exists():
-                said = cancel_chain(run, self.company.slurm, user="the drill")
-                self.company.tell(f"{name}: left by a drill that was stopped: {said}")
+                said = cancel_chain(run, self.tools.slurm, user="the drill")
+                self.tools.tell(f"{name}: left by a drill that was stopped: {said}")
             os.rename(run.path, unused_name(run.path.parent, f"{name}.stopped"))
         provoked = self.site.commands(name)
         if provoked.exists():

@@ -265,7 +265,7 @@ exit 1"""
             "python3": """
 if [[ " $* " == *" relayrun.control.chain end "* ]]; then
   touch "${provoked}"
-  exec "${real}" -m relayrun.lab.faults.kill_at_rename STOP WITH-PARENT "$@"
+  exec "${real}" -m relayrun.lab.faults.supervisor_faults kill-with-parent STOP "$@"
 fi"""
         },
         says="exit trigger by",
@@ -283,7 +283,7 @@ fi"""
 if [[ " $* " == *" relayrun.control.chain begin "* && -e "${RELAYRUN_RUN_DIR}/attempts/0001" &&
   ! -e "${provoked}" ]]; then
   touch "${provoked}"
-  exec "${real}" -m relayrun.lab.faults.kill_at_rename begin.json ALONE "$@"
+  exec "${real}" -m relayrun.lab.faults.supervisor_faults kill begin.json "$@"
 fi"""
         },
         logged="killed before begin.json",
@@ -345,7 +345,7 @@ fi"""
 if [[ " $* " == *" relayrun.control.chain begin "* && -e "${RELAYRUN_RUN_DIR}/attempts/0001" &&
   ! -e "${provoked}" ]]; then
   touch "${provoked}"
-  exec "${real}" -m relayrun.lab.faults.change_owner "$@"
+  exec "${real}" -m relayrun.lab.faults.supervisor_faults change-owner begin.json "$@"
 fi"""
         },
         logged="another user is about to take this run over",

@@ -21,6 +21,7 @@ from typing import Protocol
 from relayrun import places
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler.base import Job
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import InputError, RelayrunError, SchedulerError
 from relayrun.files import read_lines
@@ -116,7 +117,7 @@ class SignalSender(Protocol):
     """Sends signals to the processes of a job."""
 
     def signal(self, run: Run, job_id: str, role: str, number: signal.Signals, only: Sequence[int] = ()) -> list[str]:
-        """Signal processes of a role of `processes.ROLES`, for ranks those in `only` or all; return the reached ones.
+        """Signal processes of a role of `processes`, for ranks those in `only` or all; return the reached ones.
 
         Raises SchedulerError if the job cannot be reached.
         """
@@ -143,21 +144,10 @@ class LocalSignalSender:
 
     def signal(self, run: Run, job_id: str, role: str, number: signal.Signals, only: Sequence[int] = ()) -> list[str]:
         if role == "rank":
-            found = {rank: pid for rank, pid in self.rank_pids(run, job_id).items() if not only or rank in only}
-            named = [(f"rank {rank}", pid) for rank, pid in found.items()]
+            named = processes.named_ranks(self.rank_pids(run, job_id), only)
         else:
-            pids = (
-                processes.batch_script_processes(job_id)
-                if role == "batch"
-                else processes.watch_processes(str(run.path), job_id)
-            )
-            named = [(role, pid) for pid in pids]
-        reached = []
-        for name, pid in named:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-                reached.append(name)
-        return reached
+            named = processes.role_processes(role, str(run.path), job_id)
+        return [name for name, _ in processes.signal_processes(named, number)]
 
     def rank_pids(self, run: Run, job_id: str) -> dict[int, int]:
         """Return the process ids of the ranks by rank."""
@@ -182,7 +172,7 @@ class FaultTarget:
     commands: Path
     """Folder with the wrappers of `Fault.commands` and their marker."""
     slurm: Slurm
-    reach: SignalSender
+    signals: SignalSender
     control: ClusterControl | None = None
     """Rights over a test cluster; None on any other cluster."""
     patience: float = 1.0
@@ -216,27 +206,16 @@ class FaultTarget:
             what=f"iteration {iteration} of attempt {attempt}",
         )
 
-    def must(self, holds: object, words: str) -> None:
+    def require(self, holds: object, words: str) -> None:
         """Raise FaultNotInjected with these words if a condition is false."""
         if not holds:
             raise FaultNotInjected(words, where=self.run.path)
 
-    def signal_ranks(self, number: signal.Signals, *only: int) -> None:
-        """Send a signal to these ranks of the running job, or to all of them."""
-        self._signal("rank", number, *only)
-
-    def signal_batch(self, number: signal.Signals) -> None:
-        """Send a signal to the batch script of the running job."""
-        self._signal("batch", number)
-
-    def signal_watch(self, number: signal.Signals) -> None:
-        """Send a signal to the supervisor's `watch` beside the ranks."""
-        self._signal("watch", number)
-
-    def _signal(self, role: str, number: signal.Signals, *only: int) -> None:
-        reached = self.reach.signal(self.run, self.job_id(), role, number, only)
+    def signal(self, role: str, number: signal.Signals, *only: int) -> None:
+        """Signal the running job's `rank`s (all, or those in `only`), `batch` script or supervisor's `watch`."""
+        reached = self.signals.signal(self.run, self.job_id(), role, number, only)
         names = " ".join(map(str, [role, *only]))
-        self.must(reached, f"{names}: no such process was found on the nodes of the job")
+        self.require(reached, f"{names}: no such process was found on the nodes of the job")
 
     def jobs(self) -> dict[str, str]:
         """Return the states of the chain's pending and running jobs by id."""
@@ -250,7 +229,7 @@ class FaultTarget:
         if begin is not None:
             return begin.job_id
         running = [job for job, state in self.jobs().items() if state == "RUNNING"]
-        self.must(running, "no job of the chain runs")
+        self.require(running, "no job of the chain runs")
         return running[0]
 
     def waiting_jobs(self) -> list[str]:
@@ -260,7 +239,7 @@ class FaultTarget:
     def waiting_job(self) -> str:
         """Return the id of the only pending job. Raises FaultNotInjected if there is not exactly one."""
         waiting = self.waiting_jobs()
-        self.must(len(waiting) == 1, f"{len(waiting)} jobs of the chain wait, not one")
+        self.require(len(waiting) == 1, f"{len(waiting)} jobs of the chain wait, not one")
         return waiting[0]
 
     def ask(self, *words: str) -> str:
@@ -271,7 +250,7 @@ class FaultTarget:
         """Run a command of Slurm that changes something; return its output."""
         return self.slurm.order(words)
 
-    def hurry(self) -> None:
+    def start_successor_now(self) -> None:
         """Start a delayed successor now."""
 
         def delayed() -> list[str]:
@@ -292,28 +271,26 @@ class FaultTarget:
 
     def kill_node(self) -> None:
         """Stop the daemon of the node that rank 1 runs on."""
-        self._lose(self._nodes()[1])
+        job = self._job(self.job_id())
+        self._lose(self.slurm.nodes.expand(job.nodes)[1])
 
     def lose_node(self) -> None:
         """Kill the daemon of the batch script's node, the batch script, and all its processes."""
         job_id = self.job_id()
-        job = self.slurm.query(job_id)
-        self.must(job is not None, f"job {job_id} has gone")
-        assert job is not None
-        self._lose(job.batch_host)
-        pids = processes.job_processes(job_id)
+        self._lose(self._job(job_id).batch_host)
+        pids = [pid for pid, _, _ in processes.job_processes(job_id)]
         for pid in {*pids, *processes.step_daemons(pids)}:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def _lose(self, node: str) -> None:
-        self._control.kill_node(node)
+        self._cluster.kill_node(node)
         self.lost_nodes.append(node)
 
     def bring_back_nodes(self) -> None:
         """Restart the stopped daemons, and resume their nodes. Raises SchedulerError."""
         for node in self.lost_nodes:
-            self._control.start_node(node)
+            self._cluster.start_node(node)
             with suppress(SchedulerError):  # the node may be up
                 self.order("scontrol", "update", f"NodeName={node}", "State=RESUME")
         self.lost_nodes.clear()
@@ -324,14 +301,14 @@ class FaultTarget:
         slow = self.commands / "slow"
         slow.touch()
         epilog = write_wrapper(self.commands, "epilog", f'while [[ -e "{slow}" ]]; do sleep 0.5; done')
-        before = self._control.conf.read_text(encoding="utf-8")
-        self._control.conf.write_text(f"{before}Epilog={epilog}\n", encoding="utf-8")
+        before = self._cluster.conf.read_text(encoding="utf-8")
+        self._cluster.conf.write_text(f"{before}Epilog={epilog}\n", encoding="utf-8")
         self.order("scontrol", "reconfigure")
         try:
             yield
         finally:
             slow.unlink()
-            self._control.conf.write_text(before, encoding="utf-8")
+            self._cluster.conf.write_text(before, encoding="utf-8")
             self.order("scontrol", "reconfigure")
 
     def remount(self, option: str) -> None:
@@ -340,18 +317,18 @@ class FaultTarget:
 
     def stop_controller(self, seconds: float) -> None:
         """Stop the controller for some seconds; return when it is back."""
-        self._control.stop_ctld()
+        self._cluster.stop_ctld()
         try:
             time.sleep(seconds)
         finally:
-            self._control.start_ctld()
+            self._cluster.start_ctld()
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """Stop the ranks and their slurmstepd with SIGSTOP inside the block. Needs root."""
-        self.must(isinstance(self.reach, LocalSignalSender), "slurmstepd is out of reach")
-        assert isinstance(self.reach, LocalSignalSender)
-        ranks = list(self.reach.rank_pids(self.run, self.job_id()).values())
+        if not isinstance(self.signals, LocalSignalSender):
+            raise FaultNotInjected("slurmstepd is out of reach", where=self.run.path)
+        ranks = list(self.signals.rank_pids(self.run, self.job_id()).values())
         daemons = processes.step_daemons(ranks)
         for pid in (*daemons, *ranks):
             os.kill(pid, signal.SIGSTOP)
@@ -362,14 +339,16 @@ class FaultTarget:
                 os.kill(pid, signal.SIGCONT)
 
     @property
-    def _control(self) -> ClusterControl:
+    def _cluster(self) -> ClusterControl:
         if self.control is None:
             raise FaultNotInjected("nothing here has rights over the cluster", where=self.run.path)
         return self.control
 
-    def _nodes(self) -> list[str]:
-        job = self.slurm.query(self.job_id())
-        return [] if job is None else self.slurm.nodes.expand(job.nodes)
+    def _job(self, job_id: str) -> Job:
+        job = self.slurm.query(job_id)
+        if job is None:
+            raise FaultNotInjected(f"job {job_id} has gone", where=self.run.path)
+        return job
 
     def _shown(self, job: str) -> str:
         return self.ask("scontrol", "show", "job", "--oneliner", job)

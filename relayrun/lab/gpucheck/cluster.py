@@ -51,7 +51,7 @@ def submit_check_job(
 
 def job_config(setup: CheckSetup, cluster: dict[str, Any]) -> RunConfig:
     """Return the config of the timed run as it would be on the site: one rank per GPU, on all nodes."""
-    first = runs.run_config_values(setup, "job", performance.large_run_sections(setup, micro_batch=1, steps=1))
+    first = runs.check_run_values(setup, "job", performance.large_run_sections(setup, micro_batch=1, steps=1))
     gpus = 0 if setup.tiny else gpus_per_node(setup, cluster)
     ranks = gpus or setup.sizes.cpu_ranks
     first["job"] = dict(cluster.get("job", {})) | {
@@ -156,5 +156,5 @@ def check_arguments(setup: CheckSetup, *, slurm: bool) -> None:
         )
     if setup.tiny or not slurm:  # a job requests GPUs that were not counted yet
         runs.compose_values(
-            setup, runs.run_config_values(setup, "check", performance.large_run_sections(setup, micro_batch=1, steps=1))
+            setup, runs.check_run_values(setup, "check", performance.large_run_sections(setup, micro_batch=1, steps=1))
         )

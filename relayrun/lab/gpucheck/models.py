@@ -16,6 +16,7 @@ from relayrun.errors import RelayrunError
 from relayrun.files import write_atomic
 from relayrun.lab.gpucheck import runs
 from relayrun.lab.gpucheck.setup import CheckFailed, CheckSetup, PartFigures, run_and_record_program
+from relayrun.lab.small_run import Sections, merge_sections
 
 EXPORT_STEPS = 3
 
@@ -36,13 +37,9 @@ def measure_export(setup: CheckSetup, figures: PartFigures) -> None:
     run = runs.train_run(setup, "export", sections, steps=EXPORT_STEPS)
     folder = setup.path / "exported"
     shutil.rmtree(folder, ignore_errors=True)
-    run_and_record_program(setup, figures, "relayrun.lab.gpucheck.programs.export", run_dir=run.path, folder=folder)
+    run_and_record_program(setup, figures, "models:export_and_compare", run_dir=run.path, folder=folder)
     runs.remove_checkpoints(run)
     shutil.rmtree(folder, ignore_errors=True)
-
-
-MODELS_PROGRAM = "relayrun.lab.gpucheck.programs.models"
-Sections = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,7 +227,7 @@ def try_variants(setup: CheckSetup, figures: PartFigures, ways: Mapping[str, Mod
                 folder / f"{name}.yaml", variant_config_text(setup, name, way.sections, ranks=ranks, precision="bf16")
             )
             if way.exact is not None:
-                exact = runs.merge_sections(way.sections, way.exact)
+                exact = merge_sections(way.sections, way.exact)
                 write_atomic(
                     folder / f"{name}-exact.yaml",
                     variant_config_text(setup, name, exact, ranks=ranks, precision="fp32"),
@@ -240,7 +237,9 @@ def try_variants(setup: CheckSetup, figures: PartFigures, ways: Mapping[str, Mod
             figures.add(name, {"what": way.what, "not_measured": error.message})
     if not any(folder.iterdir()):
         return False
-    found: dict[str, Any] = run_and_record_program(setup, figures, MODELS_PROGRAM, ranks=ranks, configs=folder)
+    found: dict[str, Any] = run_and_record_program(
+        setup, figures, "models:try_all_variants", ranks=ranks, configs=folder
+    )
     for name, one in found.items():
         figures.add(name, {"what": ways[name].what} | one)
     return True
@@ -262,9 +261,7 @@ def variant_config_text(setup: CheckSetup, name: str, sections: Sections, *, ran
         "parallel": {"overlap_grad_reduce": False, "overlap_param_gather": False},
         "job": {"time": "01:00:00", "ntasks_per_node": ranks, "gpus_per_node": min(ranks, setup.gpus)},
     }
-    made = runs.merge_sections(
-        runs.merge_sections(runs.run_config_values(setup, f"models-{name}", {}), common), sections
-    )
+    made = merge_sections(runs.check_run_values(setup, f"models-{name}", common), sections)
     if (
         made["model"].get("transformer", {}).get("multi_latent_attention")
     ):  # no grouped queries in multi-latent attention

@@ -42,12 +42,12 @@ from relayrun.train.reporting.environment import code_version, node_gpus
 
 def measure_attention(setup: CheckSetup, figures: PartFigures) -> None:
     """Measure one layer's attention. Raises CheckFailed if whole sequences fail."""
-    found = run_and_record_program(setup, figures, "relayrun.lab.gpucheck.programs.attention")
+    found = run_and_record_program(setup, figures, "attention:measure_attention")
     if "not_measured" in found["whole"]:
         raise CheckFailed(f"attention of whole sequences: {found['whole']['not_measured']}")
 
 
-BANDWIDTH_PROGRAM = "relayrun.lab.gpucheck.programs.bandwidth"
+BANDWIDTH_PROGRAM = "device:measure_all_reduce"
 NODES_BANDWIDTH_FILE = "bandwidth-of-nodes.json"
 """Figures that the ranks of all nodes measured before the check began; see `cluster.py`."""
 
@@ -70,7 +70,7 @@ def measure_environment(setup: CheckSetup, figures: PartFigures) -> None:
     """Record machine and device. Raises CheckFailed if torch sees no GPU, unless the check is tiny."""
     figures.add("machine", describe_machine(setup))
     figures.add("nvml", [asdict(gpu) for gpu in node_gpus()])  # at rest
-    found = run_and_record_program(setup, figures, "relayrun.lab.gpucheck.programs.device")
+    found = run_and_record_program(setup, figures, "device:measure_device")
     if not setup.tiny and not found["gpus"]:
         raise CheckFailed("torch sees no GPU here; --tiny (TINY=1) walks the same way on CPUs")
 
@@ -90,8 +90,6 @@ def describe_machine(setup: CheckSetup) -> dict[str, Any]:
     }
 
 
-SAVE_HOOKS_MODULE = "relayrun.lab.gpucheck.programs.hooks"
-HOST_COPY_PROGRAM = "relayrun.lab.gpucheck.programs.host_copy"
 PROBE_BYTES = 1 << 28
 DISK_SECONDS = 75.0
 """Time limit for all saves and the load, by the speed of the disk; a slow disk gets a model with fewer layers."""
@@ -114,8 +112,8 @@ def measure_save(setup: CheckSetup, figures: PartFigures) -> None:
             "seq_length": sizes.seq_length,
             "manual_gc_interval": 1000,
             "hooks": [
-                {"hook": f"{SAVE_HOOKS_MODULE}:SavePaceHook", "options": {"interval": sizes.interval}},
-                {"hook": f"{SAVE_HOOKS_MODULE}:CutHook", "options": {"cuts": cuts}},
+                {"hook": f"{runs.HOOKS_MODULE}:SavePaceHook", "options": {"interval": sizes.interval}},
+                {"hook": f"{runs.HOOKS_MODULE}:CutHook", "options": {"cuts": cuts}},
             ],
         },
         "optimizer": {"lr": 1e-4, "lr_warmup_steps": 0},
@@ -132,7 +130,7 @@ def measure_save(setup: CheckSetup, figures: PartFigures) -> None:
     about = {"layers": layers, "layers_of_the_model": sizes.model["num_layers"], "bytes": size}
     figures.add("saves", {**about, "saves": found, "step_seconds": usual_step_seconds(lines, commits)})
 
-    copy = run_program(setup, HOST_COPY_PROGRAM, bytes=size // setup.ranks)
+    copy = run_program(setup, "device:measure_host_copy", bytes=size // setup.ranks)
     # each rank copies its part at the same time
     figures.add("copy", {**copy, "seconds_of_a_save": size / setup.ranks / copy["bytes_per_second"]})
 
@@ -264,8 +262,6 @@ def pack_trace(path: Path, target: Path) -> int:
     return target.stat().st_size
 
 
-SEARCH_PROGRAM = "relayrun.lab.gpucheck.programs.batch"
-STEP_PARTS_HOOK = "relayrun.lab.gpucheck.programs.hooks:StepPartsHook"
 DETERMINISTIC_STEPS = (2, 4)
 """Warm-up iterations and timed iterations of the deterministic run."""
 
@@ -292,7 +288,7 @@ def measure_speed(setup: CheckSetup, figures: PartFigures) -> None:
 
     def timed(micro_batch: int) -> tuple[Run, RunConfig]:
         asked = large_run_sections(setup, micro_batch=micro_batch, steps=last)
-        asked["training"]["hooks"] = [{"hook": STEP_PARTS_HOOK, "options": parts}]
+        asked["training"]["hooks"] = [{"hook": f"{runs.HOOKS_MODULE}:StepPartsHook", "options": parts}]
         asked["debug"] = {"profile": "torch", "profile_step_start": last, "profile_step_end": last}
         return runs.train_until(setup, "speed", asked, steps=last), runs.checked_config(setup, "speed", asked)
 
@@ -364,7 +360,7 @@ def run_batch_search(setup: CheckSetup, config: RunConfig, first: int) -> dict[s
     file.write_text(resolve.dump_run_config(config), encoding="utf-8")
     found: dict[str, Any]
     try:
-        found = run_program(setup, SEARCH_PROGRAM, config=file, first=first)
+        found = run_program(setup, "models:search_largest_batch", config=file, first=first)
     except CheckFailed as error:
         if not any(entry["fits"] for entry in (error.found or {}).get("tries", [])):
             raise

@@ -1,6 +1,6 @@
 """Input of the parts of a check (folder, device, sizes), and programs on ranks.
 
-Each part reads `CheckSetup` from a file; `PartFigures` keeps its figures on disk. `run_program` starts a module of
+Each part reads `CheckSetup` from a file; `PartFigures` keeps its figures on disk. `run_program` starts a function of
 `programs` on the ranks as a training run starts its ranks; `log_error` finds the error in a log.
 """
 
@@ -19,6 +19,7 @@ from relayrun import places
 from relayrun.config.compose import yaml_file
 from relayrun.errors import RelayrunError
 from relayrun.files import last_lines, read_json, write_json
+from relayrun.lab.small_run import model_section
 
 
 def last_log_line(path: Path) -> str:
@@ -116,16 +117,7 @@ def _model_section(name: str) -> dict[str, Any]:
     return found
 
 
-def _attention_shape(layers: int, hidden: int, ffn: int, heads: int, groups: int) -> dict[str, Any]:
-    return {
-        "num_layers": layers,
-        "hidden_size": hidden,
-        "ffn_hidden_size": ffn,
-        "num_attention_heads": heads,
-        "num_query_groups": groups,
-        "hidden_dropout": 0.1,  # so that random number generators matter
-        "untie_embeddings_and_output_weights": False,
-    }
+TIED = {"untie_embeddings_and_output_weights": False}
 
 
 def full_sizes() -> CheckSizes:
@@ -140,7 +132,7 @@ def full_sizes() -> CheckSizes:
         warm_up=4,
         measured=12,
         by_part=3,
-        resumed_model=_attention_shape(4, 512, 1536, 8, 2),
+        resumed_model=model_section(4, 512, 1536, 8, 2) | TIED,
         resumed_vocabulary=4096,
         resumed_seq_length=1024,
         resumed_batch=8,
@@ -160,7 +152,7 @@ def tiny_sizes() -> CheckSizes:
     """Return sizes that take two CPU cores less than a minute."""
     return CheckSizes(
         seconds=1800,  # the machine may have other work
-        model=_attention_shape(2, 64, 128, 4, 2),
+        model=model_section(2, 64, 128, 4, 2) | TIED,
         vocabulary=512,
         seq_length=64,
         micro_batches=2,
@@ -168,7 +160,7 @@ def tiny_sizes() -> CheckSizes:
         warm_up=1,
         measured=3,
         by_part=2,
-        resumed_model=_attention_shape(2, 64, 128, 4, 2),
+        resumed_model=model_section(2, 64, 128, 4, 2) | TIED,
         resumed_vocabulary=300,
         resumed_seq_length=64,
         resumed_batch=4,
@@ -266,24 +258,18 @@ class PartFigures:
 def rank_command(setup: CheckSetup, program: str, *arguments: str, container: Sequence[str] = ()) -> list[str]:
     """Return the command of one rank, to be put after a command that starts every rank.
 
-    `container`: the command that enters a container; inside the check's job the ranks are in it already.
+    `program`: MODULE:FUNCTION in `programs`. `container`: the command that enters a container; inside the check's job
+    the ranks are in it already.
     """
-    prefix = setup.cluster.get("command_prefix", [])
-    return [
-        "bash",
-        str(places.shared_file("launchers/lib/rank.sh")),
-        *container,
-        *prefix,
-        setup.python,
-        "-m",
-        program,
-        *arguments,
-    ]
+    module, _, function = program.partition(":")
+    inside = [*container, *setup.cluster.get("command_prefix", []), setup.python]
+    measure = ["-m", f"relayrun.lab.gpucheck.programs.{module}", function, *arguments]
+    return ["bash", str(places.shared_file("launchers/lib/rank.sh")), *inside, *measure]
 
 
 def run_program(setup: CheckSetup, program: str, *, ranks: int = 1, **arguments: object) -> Any:
-    """Run a module of `programs` and return its `--output`. Raises CheckFailed with the figures written before."""
-    short = program.rpartition(".")[2]
+    """Run MODULE:FUNCTION of `programs`; return its `--output`. Raises CheckFailed with the figures written before."""
+    short = program.rpartition(":")[2]
     setup.parts.mkdir(parents=True, exist_ok=True)
     output, log, given = (setup.parts / f"program-{short}.{end}" for end in ("json", "log", "setup.json"))
     output.unlink(missing_ok=True)
@@ -309,7 +295,7 @@ def run_program(setup: CheckSetup, program: str, *, ranks: int = 1, **arguments:
 
 
 def run_and_record_program(setup: CheckSetup, figures: PartFigures, program: str, **arguments: Any) -> dict[str, Any]:
-    """Run a module of `programs`, record its output, also a failed one's, and return it. Raises CheckFailed."""
+    """Run MODULE:FUNCTION of `programs`, record its output, also a failed one's, and return it. Raises CheckFailed."""
     found: dict[str, Any] = {}
     try:
         found = run_program(setup, program, **arguments)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as functional
 from megatron.core.transformer import TransformerConfig
 
-from relayrun.lab.gpucheck.programs.common import RankProgram, median_seconds, wait_for
+from relayrun.lab.gpucheck.programs.common import RankProgram, median_seconds, run_measurement, wait_for
 from relayrun.train.model.attention import CausalAttention
 from relayrun.train.model.packed_documents import PackedDocuments
 
@@ -150,7 +150,7 @@ def masked_attention(shape: AttentionTensors) -> tuple[Callable[[], torch.Tensor
     return forward, inputs
 
 
-def main() -> None:
+def measure_attention() -> None:
     """Measure the variants one after the other; a failed one records its error."""
     program = RankProgram.begin()
     shape, repeats = AttentionTensors(program), program.setup.sizes.repeats
@@ -180,4 +180,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_measurement(measure_attention)

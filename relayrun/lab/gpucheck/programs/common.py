@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
@@ -54,6 +55,12 @@ class RankProgram:
         """Write the figures measured so far; on rank 0 only."""
         if self.rank == 0:
             write_json(self.output, figures, durable=False)
+
+
+def run_measurement(*measurements: Callable[[], None]) -> None:
+    """Run the function that the first argument names: `python -m MODULE NAME --setup=FILE --output=FILE ...`."""
+    name = sys.argv.pop(1)
+    next(each for each in measurements if each.__name__ == name)()
 
 
 def set_rendezvous(environment: MutableMapping[str, str]) -> None:
