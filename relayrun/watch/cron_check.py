@@ -13,7 +13,6 @@ import contextlib
 import os
 import shutil
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +45,7 @@ from relayrun.watch.symptoms import (
     running_job,
     write_error,
 )
+from relayrun.watch.text import format_time
 
 SETTLE_SECONDS = 55.0
 """Minimum age of a symptom before it is reported: cron may start a check every minute."""
@@ -325,8 +325,7 @@ class CronCheck:
         if key in self._said:
             return False
         self._said[key] = self._now
-        clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self._now))
-        self._lines.append(f"{clock} {name}: {reason}" + (f"\n  -> {go_on}" if go_on else ""))
+        self._lines.append(f"{format_time(self._now)} {name}: {reason}" + (f"\n  -> {go_on}" if go_on else ""))
         return True
 
     def _name(self, run: Run) -> str:

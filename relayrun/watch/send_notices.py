@@ -29,6 +29,7 @@ from relayrun.errors import RelayrunError
 from relayrun.masking import mask_tokens
 from relayrun.watch import notice_channels
 from relayrun.watch.notice_channels import NotSent
+from relayrun.watch.text import format_time
 
 SUBJECT_LENGTH = 160
 """Maximum number of characters of a subject."""
@@ -85,8 +86,11 @@ def message_body(policy: NoticePolicy, message: NoticeMessage) -> str:
     facts = [
         ("what", notice.reason),
         ("run", f"{policy.run} on {policy.cluster}"),
-        ("when", _clock(notice.time)),
-        ("more", f"{message.count - 1} more since {_clock(message.since)}" if message.count > 1 else ""),
+        ("when", format_time(notice.time, zone=True)),
+        (
+            "more",
+            f"{message.count - 1} more since {format_time(message.since, zone=True)}" if message.count > 1 else "",
+        ),
         ("attempt", _joined(notice.attempt, f"job {notice.job_id}" if notice.job_id else "", notice.nodes)),
         ("iteration", f"{notice.iteration} of {notice.total_steps}" if notice.iteration is not None else ""),
         ("durable", f"iteration {notice.durable_iteration}" if notice.durable_iteration is not None else ""),
@@ -102,10 +106,6 @@ def message_body(policy: NoticePolicy, message: NoticeMessage) -> str:
 
 def _joined(*parts: object) -> str:
     return ", ".join(str(part) for part in parts if part not in (None, ""))
-
-
-def _clock(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(seconds))
 
 
 SEND_SECONDS = 60.0

@@ -46,6 +46,7 @@ from relayrun.control.scheduler import job_history
 from relayrun.control.scheduler.base import Job
 from relayrun.files import read_lines_backwards, temporary_prefix
 from relayrun.watch.status.run_status import RunStatus
+from relayrun.watch.text import format_seconds
 
 SAVES = 3
 """Save intervals by which training may be ahead of the newest checkpoint; one save at most is under way."""
@@ -241,7 +242,7 @@ def _not_started(run: Run, plan: Plan, status: RunStatus, now: float, running_si
     if job is not None and attempt is not None and begin is not None and begin.job_id == job.id:
         since = max(since, _last_sign(attempt, begin))  # the attempt has ended, its job soon does
     if job is not None and now - since > max(plan.start_timeout, plan.hang_timeout) + START_SECONDS:
-        words = f"job {job.id} has run for {_minutes(now - since)} without a sign of life"
+        words = f"job {job.id} has run for {format_seconds(now - since)} without a sign of life"
         yield Symptom(event="hang", cause=f"unbegun-{job.id}", reason=words)
 
 
@@ -255,7 +256,7 @@ def _at_work(run: Run, plan: Plan, now: float) -> Iterator[Symptom]:
     limit = stall_limit(beats, hang_timeout=plan.hang_timeout, start_timeout=plan.start_timeout) + ENDING_SECONDS
     if now - sign > limit:
         where = f" in {max(beats, key=lambda beat: beat.time).phase}" if beats else ""
-        words = f"no sign of life for {_minutes(now - sign)}{where}, and nobody ends it: job {begin.job_id}"
+        words = f"no sign of life for {format_seconds(now - sign)}{where}, and nobody ends it: job {begin.job_id}"
         yield Symptom(event="hang", cause=f"silent-{attempt.number:04}", reason=f"{words} on {begin.nodes}")
         return
     newest = next((commit.iteration for commit in attempt.commits_backwards()), None)
@@ -292,7 +293,3 @@ def _stalled(run: Run, now: float) -> Iterator[Symptom]:
     found = stalled_notice(run, since=run.plan.stat().st_mtime, patience=NO_PROGRESS_SECONDS, now=now)
     if found is not None:
         yield Symptom(event="stalled", cause=found[0], reason=found[1])
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds / 3600:.1f} h" if seconds >= 7200 else f"{seconds / 60:.0f} min"

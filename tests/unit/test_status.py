@@ -26,7 +26,7 @@ from relayrun.watch.status.queue import QueueStatus
 from relayrun.watch.status.run_status import RunStatus
 from relayrun.watch.status.runs import RunsWatcher
 from relayrun.watch.status.summary import DamagedRun, RunSummary
-from relayrun.watch.status.tables import print_table
+from relayrun.watch.text import json_text, print_table
 from tests.accounted import make_accounted
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.history import began, make_history
@@ -220,7 +220,7 @@ def test_text_keeps_brackets_and_json_is_whole(run: Run) -> None:
     text = text_of(found)
     assert "attempt 1: failed: node [n1] lost" in " ".join(text.split())
     assert "2, job 8 on n[0-1], begun 10 min ago" in text
-    value = json.loads(run_status_text.json_text(run_status_text.run_status_as_json(found)), parse_constant=pytest.fail)
+    value = json.loads(json_text(run_status_text.run_status_as_json(found)), parse_constant=pytest.fail)
     assert value["loss"] is None
     assert value["jobs"][0]["state"] == "RUNNING"
     assert value["iteration"] == 11

@@ -30,6 +30,7 @@ from relayrun.submit.check.report import CheckReport
 from relayrun.submit.launcher_environment import quote_yaml
 from relayrun.watch import unsent_notices
 from relayrun.watch.follow import ProgressFollower
+from relayrun.watch.text import json_text
 
 log = logging.getLogger(__name__)
 
@@ -72,14 +73,12 @@ def check_settings(
             raise
         refused = CheckFinding(name=name, level="error", words=error.message, where=error.where, remedy=error.hint)
         print(
-            report_text.json_text(
-                {"run": None, "run_dir": None, "refused": True, "findings": [refused.as_json()]} | _EMPTY_REPORT
-            )
+            json_text({"run": None, "run_dir": None, "refused": True, "findings": [refused.as_json()]} | _EMPTY_REPORT)
         )
         return 1
     changes = changes_since_last_submit(report)
     if json:
-        print(report_text.json_text(report_text.check_report_as_json(report, changes)))
+        print(json_text(report_text.check_report_as_json(report, changes)))
     else:
         report_text.print_report(report, changes)
     return 1 if report.findings.errors else 0

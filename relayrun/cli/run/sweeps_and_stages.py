@@ -26,8 +26,7 @@ from relayrun.submit import campaign as view
 from relayrun.watch import unsent_notices
 from relayrun.watch.follow import ProgressFollower
 from relayrun.watch.status import queue
-from relayrun.watch.status.run_status_text import json_text
-from relayrun.watch.status.tables import print_table
+from relayrun.watch.text import json_text, print_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

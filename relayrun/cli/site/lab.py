@@ -26,8 +26,7 @@ from relayrun.lab.gpucheck import cluster as gpucheck_cluster
 from relayrun.lab.gpucheck.check import PARTS
 from relayrun.lab.gpucheck.cluster import read_cluster
 from relayrun.lab.gpucheck.setup import CheckSetup
-from relayrun.watch.status.run_status_text import json_text
-from relayrun.watch.status.tables import print_table
+from relayrun.watch.text import json_text, print_table
 
 DEFAULT_FAULTS = "rank-killed,batch-script-killed,latest-torn,rank-stopped,cancelled,crash-loop"
 """The commonest faults, in less than an hour."""

@@ -20,8 +20,7 @@ from relayrun.watch.goodput import tables
 from relayrun.watch.goodput.account import account_for_run
 from relayrun.watch.report import terminal_report
 from relayrun.watch.report.terminal_report import AttemptsReport
-from relayrun.watch.status.run_status_text import json_text
-from relayrun.watch.status.tables import print_table
+from relayrun.watch.text import json_text, print_table, text_table
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +71,11 @@ def _print_text_report(run: Run) -> None:
         print(terminal_report.terminal_curve(found))
     account = account_for_run(run)
     print(tables.account_summary(account))
-    print_table(tables.parts_table(account))
+    _print_account_table(tables.parts_table(account))
+
+
+def _print_account_table(table: tables.AccountTable) -> None:
+    print_table(text_table(table.columns, table.rows, title=table.title))
 
 
 def _read_started_run(run: Run) -> AttemptsReport:
@@ -118,7 +121,7 @@ def run_goodput(options: argparse.Namespace) -> int:
         if number:
             print()
         print(tables.account_summary(account))
-        for table in tables.all_tables(account):
+        for table in tables.account_tables(account):
             print()
-            print_table(table)
+            _print_account_table(table)
     return 0

@@ -11,9 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
-from rich.table import Table
-
 from relayrun.config.compose import yaml_file
 from relayrun.config.compose.writable import check_outputs, check_writable
 from relayrun.control import chain_state
@@ -25,10 +22,9 @@ from relayrun.control.scheduler.base import is_live_state
 from relayrun.errors import InputError, RelayrunError, RunDirError, user_name
 from relayrun.submit import move_run as submit_move_run
 from relayrun.watch.status import queue, run_status
-from relayrun.watch.status.run_status_text import json_text
 from relayrun.watch.status.runs import RunsWatcher
 from relayrun.watch.status.summary import DamagedRun
-from relayrun.watch.status.tables import format_seconds, print_table
+from relayrun.watch.text import format_seconds, json_text, print_table, text_table
 
 SEARCH_DEPTH = 4
 """Levels of folders between a named folder and its runs."""
@@ -88,7 +84,7 @@ def list_runs(options: argparse.Namespace) -> int:
     if options.json:
         print(json_text([asdict(row) for row in rows]))
     elif rows:
-        print_table(_runs_table(rows, now))
+        print_table(text_table(RUN_COLUMNS, [_run_cells(row, now) for row in rows]))
         print(f"{len(rows):,} runs, {_size(sum(row.bytes for row in rows))}")
     else:
         print("no runs below " + ", ".join(map(str, options.folders or [find_runs.runs_folder()])))
@@ -111,22 +107,19 @@ def _run_row(run: Run, entry: run_status.RunStatus | DamagedRun) -> RunRow:
     )
 
 
-def _runs_table(rows: list[RunRow], now: float) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("run", "state", "size", "last sign of life", "checkpoint", "saved", "the last end"):
-        table.add_column(name, justify="left" if name in ("run", "state", "the last end") else "right")
-    for row in rows:
-        saved = "" if row.durable_age is None else f"{format_seconds(row.durable_age)} ago"
-        table.add_row(
-            escape(row.path),
-            row.state,
-            _size(row.bytes),
-            "" if row.updated is None else f"{format_seconds(now - row.updated)} ago",
-            "none" if not row.durable_iteration else f"{row.durable_iteration:,}",
-            saved,
-            escape(row.words),
-        )
-    return table
+RUN_COLUMNS = ("run", "state", "size|n", "last sign of life|n", "checkpoint|n", "saved|n", "the last end")
+
+
+def _run_cells(row: RunRow, now: float) -> tuple[str, ...]:
+    return (
+        row.path,
+        row.state,
+        _size(row.bytes),
+        "" if row.updated is None else f"{format_seconds(now - row.updated)} ago",
+        "none" if not row.durable_iteration else f"{row.durable_iteration:,}",
+        "" if row.durable_age is None else f"{format_seconds(row.durable_age)} ago",
+        row.words,
+    )
 
 
 def _size(count: int) -> str:

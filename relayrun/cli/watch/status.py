@@ -18,6 +18,7 @@ from relayrun.watch import unsent_notices
 from relayrun.watch.status import queue, tables
 from relayrun.watch.status.runs import RunsWatcher
 from relayrun.watch.status.summary import DamagedRun, RunSummary
+from relayrun.watch.text import json_text, print_table
 
 UNFINISHED_STATES = ("running", "queued", "waiting", "unknown")
 """States that may change without a person."""
@@ -47,13 +48,12 @@ def run(options: argparse.Namespace) -> int:
     now = time.time()
     if options.name is not None:
         from relayrun.watch.status import run_status, run_status_text
-        from relayrun.watch.status.tables import print_table
 
         run = find_runs.find_run(options.name)
         stuck = _start_due_stages([run])
         facts = run_status.read_run_status(run, queue.query_queue(run), now=now)
         if options.json:
-            print(run_status_text.json_text(run_status_text.run_status_as_json(facts)))
+            print(json_text(run_status_text.run_status_as_json(facts)))
         else:
             print_table(run_status_text.run_status_table(facts, now=now))
         _print_lines(stuck, options)
@@ -64,11 +64,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         from relayrun.watch.status import run_status_text
 
-        print(
-            run_status_text.json_text(
-                [run_status_text.run_status_as_json(entry) for entry in RunsWatcher().look(runs, now=now)]
-            )
-        )
+        print(json_text([run_status_text.run_status_as_json(entry) for entry in RunsWatcher().look(runs, now=now)]))
     elif found := RunsWatcher().glance(runs, now=now):
         tables.print_runs(found)
         for line in tables.cron_check_lines(found, now=now):

@@ -401,8 +401,8 @@ def _fault_cost(run: Run) -> tuple[float, int, float]:
     except RelayrunError:  # no attempt began
         return 0.0, 0, 0.0
     seconds = 0.0
-    for number, stay in enumerate(spent.stays):
+    for number, each in enumerate(spent.allocations):
         names = LOST_PARTS if number == 0 else LOST_PARTS | START_PARTS
-        seconds += sum(stay.parts.get(name, 0) for name in names) / stay.nodes
-        seconds += sum(stay.waited.values()) if number else 0
+        seconds += sum(each.parts.get(name, 0) for name in names) / each.nodes
+        seconds += sum(each.waited.values()) if number else 0
     return seconds / MICROSECONDS_PER_SECOND, spent.work.redone_iterations, spent.allocated / MICROSECONDS_PER_SECOND

@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 from fcntl import LOCK_EX, LOCK_NB, flock
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
 from relayrun.config.compose import resolve
@@ -28,7 +27,8 @@ from relayrun.lab.faults.experiment import UNDISTURBED_RUN, DrillSite, DrillTool
 from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME, Fault, FaultRequirement
 from relayrun.submit import submission
 from relayrun.submit.check.existing_run import SubmitIntent
-from relayrun.watch.report.html import Markup, html_page, tag
+from relayrun.watch.report.html import Markup, html_page, html_table, tag
+from relayrun.watch.text import split_column, text_table
 
 CHECKED_CONFIG_NAME = "check"
 """Name of a run config that is only checked: a run of the drill may exist already."""
@@ -210,7 +210,15 @@ def result_line(result: FaultResult) -> str:
     return f"{result.name}: FAILED: {'; '.join(result.wrong)}"
 
 
-TABLE_COLUMNS = ("fault", "what happened", "how attempts ended", "seconds lost", "steps lost", "bit for bit", "verdict")
+TABLE_COLUMNS = (
+    "fault",
+    "what happened",
+    "how attempts ended",
+    "seconds lost|n",
+    "steps lost|n",
+    "bit for bit",
+    "verdict",
+)
 
 
 def session_as_json(session: DrillSession) -> dict[str, Any]:
@@ -234,19 +242,14 @@ def all_passed(results: Sequence[FaultResult]) -> bool:
 
 def terminal_table(session: DrillSession) -> Table:
     """Return a drill as a table for a terminal."""
-    found = Table(title=session_headline(session), box=None, title_justify="left", padding=(0, 2, 0, 0))
-    for name in TABLE_COLUMNS:
-        found.add_column(name, justify="right" if name.endswith("lost") else "left", overflow="fold")
-    for cells in table_rows(session):
-        found.add_row(*map(escape, cells))
-    return found
+    return text_table(TABLE_COLUMNS, table_rows(session), title=session_headline(session))
 
 
 def markdown_report(session: DrillSession) -> str:
     """Return a drill as Markdown."""
     lines = [f"# {session_headline(session)}", "", *(f"{fact}  " for fact in session_facts(session)), ""]
     lines += [
-        _markdown_row(TABLE_COLUMNS),
+        _markdown_row([split_column(name)[0] for name in TABLE_COLUMNS]),
         _markdown_row(["---"] * len(TABLE_COLUMNS)),
         *(_markdown_row(cells) for cells in table_rows(session)),
     ]
@@ -258,13 +261,11 @@ def markdown_report(session: DrillSession) -> str:
 
 def html_report(session: DrillSession) -> str:
     """Return a drill as one HTML file."""
-    head = tag("tr", *(tag("th", name) for name in TABLE_COLUMNS))
-    body = [tag("tr", *(tag("td", cell) for cell in cells)) for cells in table_rows(session)]
     return html_page(
         session_headline(session),
         tag("h1", session_headline(session)),
         *(tag("p", fact) for fact in session_facts(session)),
-        tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="wide"),
+        html_table(TABLE_COLUMNS, table_rows(session)),
         *(_failure_section(result) for result in failed_results(session)),
     )
 

@@ -26,12 +26,12 @@ from relayrun.watch.goodput.metrics_columns import MetricsBlock, read_metrics_bl
 class AllocationAccount:
     """Node time of one allocation. Parts are microseconds of all its nodes, times seconds since 1970."""
 
-    stay: NodeAllocation
+    allocation: NodeAllocation
     start: float
     end: float
     parts: dict[str, int]
     work: CountedWork
-    rounds: Sequence[RestartTime]
+    restarts: Sequence[RestartTime]
     """The parts by start of the ranks, oldest first; one entry if they were never restarted."""
     stepped: int
     """Microseconds in which steps that count were computed, on any number of nodes."""
@@ -40,16 +40,16 @@ class AllocationAccount:
 
     @property
     def attempt(self) -> int | None:
-        return None if self.stay.facts is None else self.stay.facts.begin.attempt
+        return None if self.allocation.facts is None else self.allocation.facts.begin.attempt
 
     @property
     def nodes(self) -> int:
-        return self.stay.nodes
+        return self.allocation.nodes
 
     @property
-    def failed_rounds(self) -> Sequence[FailedRestart]:
-        """Failures of the ranks, in the order of `rounds`."""
-        return [] if self.stay.facts is None else self.stay.facts.rounds
+    def failed_restarts(self) -> Sequence[FailedRestart]:
+        """Failures of the ranks, in the order of `restarts`."""
+        return [] if self.allocation.facts is None else self.allocation.facts.failed_restarts
 
     @property
     def allocated(self) -> int:
@@ -59,28 +59,28 @@ class AllocationAccount:
     @property
     def cause(self) -> str:
         """Cause of the attempt's end, in one word."""
-        facts = self.stay.facts
+        facts = self.allocation.facts
         if facts is None:
-            return "no attempt" if self.stay.ended else "running"
+            return "no attempt" if self.allocation.ended else "running"
         if facts.end is not None:
             return facts.end.cause
-        return "unknown" if self.stay.ended else "running"
+        return "unknown" if self.allocation.ended else "running"
 
     @property
     def reason(self) -> str:
         """Reason of the attempt's end, or why no attempt began; empty if unknown."""
-        facts = self.stay.facts
+        facts = self.allocation.facts
         if facts is not None:
             return "" if facts.end is None else facts.end.reason
-        if not self.stay.ended:
+        if not self.allocation.ended:
             return "the job has its nodes, and no attempt has begun in it yet"
-        state = self.stay.state or "gone"
-        return f"the job was {state} before an attempt began in it, as {self.stay.source} says"
+        state = self.allocation.state or "gone"
+        return f"the job was {state} before an attempt began in it, as {self.allocation.source} says"
 
     @property
     def blamed(self) -> Sequence[str]:
         """Nodes to which its end is attributed."""
-        return [] if self.stay.facts is None else self.stay.facts.blamed
+        return [] if self.allocation.facts is None else self.allocation.facts.blamed
 
 
 @dataclass(kw_only=True)
@@ -105,7 +105,7 @@ class NodeTimeAccount:
 
     run: Run
     name: str
-    stays: Sequence[AllocationAccount]
+    allocations: Sequence[AllocationAccount]
     parts: dict[str, int]
     """By name, in the order of `ledger.PARTS`, including parts that are 0."""
     work: CountedWork
@@ -117,14 +117,14 @@ class NodeTimeAccount:
     @property
     def allocated(self) -> int:
         """Microseconds of all allocated nodes: the sum of the parts."""
-        return sum(each.allocated for each in self.stays)
+        return sum(each.allocated for each in self.allocations)
 
     @property
     def elapsed(self) -> int:
         """Microseconds from the first submission to the newest known time."""
-        first = self.stays[0]
-        begin = first.start if first.stay.submit is None else min(first.stay.submit, first.start)
-        return to_microseconds(max(each.end for each in self.stays)) - to_microseconds(begin)
+        first = self.allocations[0]
+        begin = first.start if first.allocation.submit is None else min(first.allocation.submit, first.start)
+        return to_microseconds(max(each.end for each in self.allocations)) - to_microseconds(begin)
 
     @property
     def goodput(self) -> float:
@@ -134,7 +134,7 @@ class NodeTimeAccount:
     @property
     def effective_training_time(self) -> float:
         """Share of the time since the first submission, queue included, in which steps that count were computed."""
-        return sum(each.stepped for each in self.stays) / self.elapsed if self.elapsed else 0.0
+        return sum(each.stepped for each in self.allocations) / self.elapsed if self.elapsed else 0.0
 
     @property
     def node_hours(self) -> float:
@@ -177,15 +177,17 @@ def account_for_run(
     facts = facts or read_run_facts(run, now=now)
     names = tuple(dict.fromkeys([*NEEDED_COLUMNS, *also]))
     found: list[AllocationAccount] = []
-    for stay in facts.stays:
-        blocks = read_metrics_blocks(stay.facts.attempt.metrics, names) if stay.facts is not None else ()
-        told = None if sink is None else sink(stay)
-        booked = attribute_time(stay, blocks, sink=told, seen=None if seen is None else seen(stay), grain=grain)
-        found.append(_allocation_account(stay, booked, found))
+    for allocation in facts.allocations:
+        blocks = read_metrics_blocks(allocation.facts.attempt.metrics, names) if allocation.facts is not None else ()
+        told = None if sink is None else sink(allocation)
+        booked = attribute_time(
+            allocation, blocks, sink=told, seen=None if seen is None else seen(allocation), grain=grain
+        )
+        found.append(_allocation_account(allocation, booked, found))
     return NodeTimeAccount(
         run=run,
         name=facts.plan.run,
-        stays=found,
+        allocations=found,
         parts={name: sum(each.parts.get(name, 0) for each in found) for name in PART_NAMES},
         work=_sum_work([each.work for each in found]),
         waited={name: sum(each.waited[name] for each in found) for name in WAIT_KINDS},
@@ -199,24 +201,24 @@ WAIT_KINDS = ("queued", "back-off", "stopped")
 
 
 def _allocation_account(
-    stay: NodeAllocation, booked: AttributedTime, before: Sequence[AllocationAccount]
+    allocation: NodeAllocation, booked: AttributedTime, before: Sequence[AllocationAccount]
 ) -> AllocationAccount:
     return AllocationAccount(
-        stay=stay,
+        allocation=allocation,
         start=booked.start / MICROSECONDS_PER_SECOND,
         end=booked.end / MICROSECONDS_PER_SECOND,
         parts=booked.parts,
-        rounds=booked.rounds,
+        restarts=booked.restarts,
         stepped=booked.stepped,
         work=booked.work,
-        waited=divide_wait(stay, before[-1].stay if before else None),
+        waited=divide_wait(allocation, before[-1].allocation if before else None),
     )
 
 
-def divide_wait(stay: NodeAllocation, previous: NodeAllocation | None) -> dict[str, int]:
+def divide_wait(allocation: NodeAllocation, previous: NodeAllocation | None) -> dict[str, int]:
     """Divide the time without nodes before an allocation, in microseconds."""
-    start = to_microseconds(stay.start)
-    submit = start if stay.submit is None else min(start, to_microseconds(stay.submit))
+    start = to_microseconds(allocation.start)
+    submit = start if allocation.submit is None else min(start, to_microseconds(allocation.submit))
     if previous is None:
         return {"queued": start - submit, "back-off": 0, "stopped": 0}
     gap = max(0, start - to_microseconds(previous.end))
@@ -227,18 +229,18 @@ def divide_wait(stay: NodeAllocation, previous: NodeAllocation | None) -> dict[s
     return {"queued": gap - stopped - back_off, "back-off": back_off, "stopped": stopped}
 
 
-def lost_time_by_cause(stays: Sequence[AllocationAccount]) -> list[LostTime]:
+def lost_time_by_cause(allocations: Sequence[AllocationAccount]) -> list[LostTime]:
     """Return the node time lost to each cause, largest first; a planned end costs only the next start."""
     found: dict[str, LostTime] = {}
-    for number, each in enumerate(stays):
+    for number, each in enumerate(allocations):
         if each.cause == "running":
             continue
         loss = found.setdefault(each.cause, LostTime(cause=each.cause))
         loss.times += 1
         loss.lost += sum(amount for part, amount in each.parts.items() if part in LOST_PARTS)
         loss.nodes.update(each.blamed)
-        if number + 1 < len(stays):
-            following = stays[number + 1]
+        if number + 1 < len(allocations):
+            following = allocations[number + 1]
             loss.starts += sum(amount for part, amount in following.parts.items() if part in START_PARTS)
             loss.waited += following.waited["queued"] + following.waited["back-off"]
     return sorted(found.values(), key=lambda loss: (-(loss.lost + loss.starts), loss.cause))

@@ -68,7 +68,7 @@ class AttributedTime:
 
     start: int
     end: int
-    rounds: Sequence[RestartTime]
+    restarts: Sequence[RestartTime]
     """The parts by start of the ranks, oldest first; one entry if they were never restarted."""
     stepped: int = 0
     """Microseconds in which steps that count were computed, on any number of nodes."""
@@ -78,14 +78,14 @@ class AttributedTime:
     def parts(self) -> dict[str, int]:
         """Parts summed over all restarts."""
         found: dict[str, int] = {}
-        for each in self.rounds:
+        for each in self.restarts:
             for part, amount in each.parts.items():
                 found[part] = found.get(part, 0) + amount
         return found
 
 
 def attribute_time(
-    stay: NodeAllocation,
+    allocation: NodeAllocation,
     blocks: Iterable[MetricsBlock],
     *,
     sink: BookedPartSink | None = None,
@@ -101,27 +101,27 @@ def attribute_time(
 
     An allocation that has not ended is divided up to its newest sign of life, which becomes its end.
     """
-    ledger = Ledger(stay, sink)
-    facts = stay.facts
+    ledger = Ledger(allocation, sink)
+    facts = allocation.facts
     if facts is None:
-        ledger.until("no attempt", ledger.end)
-        return AttributedTime(start=ledger.start, end=ledger.end, rounds=ledger.rounds)
+        ledger.book_until("no attempt", ledger.end)
+        return AttributedTime(start=ledger.start, end=ledger.end, restarts=ledger.restarts)
     _attribute_start(ledger, facts)
     steps = _Steps(ledger, facts, grain=grain if sink is not None else None)
     for block in blocks:
         for part in _split_at_rollbacks(block):
-            for piece in steps.by_round(part):
+            for piece in steps.split_at_restarts(part):
                 counts = steps.take(piece)
                 if seen is not None:
                     seen(piece, counts)
-    steps.end_rounds()
-    if stay.ended:
-        _attribute_end(ledger, stay, facts, under_way=steps.under_way)
+    steps.end_restarts()
+    if allocation.ended:
+        _attribute_end(ledger, allocation, facts, under_way=steps.under_way)
     else:
         start = "between" if steps.under_way == "redone" else steps.under_way
-        ledger.until("launch" if start == "failed start" else start, to_microseconds(facts.last_sign))
+        ledger.book_until("launch" if start == "failed start" else start, to_microseconds(facts.last_sign))
     return AttributedTime(
-        start=ledger.start, end=ledger.cursor, rounds=ledger.rounds, stepped=ledger.stepped, work=steps.work
+        start=ledger.start, end=ledger.cursor, restarts=ledger.restarts, stepped=ledger.stepped, work=steps.work
     )
 
 
@@ -129,17 +129,17 @@ def _attribute_start(ledger: Ledger, facts: AttemptFacts) -> None:
     """Book the time up to the first step."""
     begin, started = facts.begin, facts.first_start
     if begin.script_time is not None:
-        ledger.until("prolog", to_microseconds(begin.script_time))
-    ledger.until("supervisor" if begin.script_time is not None else "prolog", to_microseconds(begin.start_time))
+        ledger.book_until("prolog", to_microseconds(begin.script_time))
+    ledger.book_until("supervisor" if begin.script_time is not None else "prolog", to_microseconds(begin.start_time))
     if started is None:
         return
     if started.initialised > started.process:
-        ledger.until("launch", to_microseconds(started.process))
-        ledger.until("import", to_microseconds(started.imported))
-        ledger.until("init", to_microseconds(started.initialised))
-        ledger.until("load", to_microseconds(started.loaded))
+        ledger.book_until("launch", to_microseconds(started.process))
+        ledger.book_until("import", to_microseconds(started.imported))
+        ledger.book_until("init", to_microseconds(started.initialised))
+        ledger.book_until("load", to_microseconds(started.loaded))
     else:  # an observer knows the time of the first step alone
-        ledger.until("init", to_microseconds(started.loaded))
+        ledger.book_until("init", to_microseconds(started.loaded))
 
 
 class _Steps:
@@ -157,7 +157,7 @@ class _Steps:
         """True until the first step."""
         self._gone_back = False
         """True if the newest event is a rollback to a checkpoint."""
-        self._failed = [each for each in facts.rounds if each.again]
+        self._failed = [each for each in facts.failed_restarts if each.again]
         """Failures followed by a restart of which no line has been read yet."""
 
     @property
@@ -167,14 +167,14 @@ class _Steps:
             return "recovery"
         return "redone" if self.begun or self._facts.first_start is not None else "failed start"
 
-    def by_round(self, block: MetricsBlock) -> Iterator[MetricsBlock]:
+    def split_at_restarts(self, block: MetricsBlock) -> Iterator[MetricsBlock]:
         """Split the lines at failures of the ranks, and book each failure on the way.
 
         A failure that lost steps is marked by a line; a failure exactly at a checkpoint is not.
         """
         number = block.records.get(0, {}).get("round")
         while self._failed and isinstance(number, int) and self._failed[0].round < number:
-            self._end_round()
+            self._end_restart()
         times = block.columns["time"]
         while self._failed and self._failed[0].iteration <= self._failed[0].next_iteration:
             behind = np.flatnonzero(times > self._failed[0].time)
@@ -184,22 +184,22 @@ class _Steps:
                 yield block.part(0, at)
                 block = block.part(at, block.rows)
                 times = block.columns["time"]
-            self._end_round()
+            self._end_restart()
         yield block
 
-    def end_rounds(self) -> None:
+    def end_restarts(self) -> None:
         """Book the failures after the last line."""
         while self._failed:
-            self._end_round()
+            self._end_restart()
 
-    def _end_round(self) -> None:
+    def _end_restart(self) -> None:
         failed = self._failed.pop(0)
         if (hang := self._facts.hangs.get(failed.round)) is not None:
-            self._ledger.until(self.under_way, to_microseconds(hang.time - hang.seconds))
-            self._ledger.until("hang", to_microseconds(hang.time))
+            self._ledger.book_until(self.under_way, to_microseconds(hang.time - hang.seconds))
+            self._ledger.book_until("hang", to_microseconds(hang.time))
             self._gone_back = True
-        self._ledger.until(self.under_way, to_microseconds(failed.time))
-        self._ledger.next_round(failed)
+        self._ledger.book_until(self.under_way, to_microseconds(failed.time))
+        self._ledger.next_restart(failed)
         self._gone_back = True
 
     def take(self, block: MetricsBlock) -> Mask:
@@ -207,7 +207,7 @@ class _Steps:
         record = block.records.get(0, {})
         if resets_iteration(record):
             if "rewind" in record:
-                self._ledger.until("between", to_microseconds(record["rewind"]["time"]))
+                self._ledger.book_until("between", to_microseconds(record["rewind"]["time"]))
             self._limit = self._limits.pop() if self._limits else self._facts.limit
             self._gone_back = True
             rest = self.take(block.part(1, block.rows)) if block.rows > 1 else np.zeros(0, dtype=np.bool_)
@@ -219,7 +219,7 @@ class _Steps:
         asked = _as_microseconds(np.where(evaluates, columns["evaluation_seconds"], columns["step_seconds"]))
         said = _as_microseconds(columns["time"], most=LATEST_TIME)
         if not (self.begun or self._gone_back) and self._facts.first_start is None:  # a program without start times
-            ledger.until("launch", int(said[0]) - int(asked[0]))
+            ledger.book_until("launch", int(said[0]) - int(asked[0]))
         self.begun = True
 
         ends = np.maximum.accumulate(np.append(ledger.cursor, np.minimum(said, ledger.end)))  # times must not decrease
@@ -278,13 +278,13 @@ class _Steps:
         sums = {part: np.add.reduceat(amounts, starts).tolist() for part, amounts in parts.items()}
         lasts = ends[np.append(starts[1:], len(ends)) - 1].tolist()
         for number, last in enumerate(lasts):
-            self._ledger.mixed({part: amounts[number] for part, amounts in sums.items()}, last)
+            self._ledger.book_parts({part: amounts[number] for part, amounts in sums.items()}, last)
 
     def _sum(self, columns: Mapping[str, Column], steps: Mask, redone: Mask) -> None:
         work = self.work
         seconds = _as_microseconds(columns["step_seconds"]) / MICROSECONDS_PER_SECOND
         tokens = np.nan_to_num(columns["tokens_per_second"]) * seconds
-        for each in (work, self._ledger.rounds[-1]):
+        for each in (work, self._ledger.restarts[-1]):
             each.iterations += int(steps.sum())
             each.redone_iterations += int(redone.sum())
         work.step_seconds += float(seconds[steps].sum())
@@ -319,33 +319,33 @@ def _iteration_limits(facts: AttemptFacts) -> list[float]:
     return found
 
 
-def _attribute_end(ledger: Ledger, stay: NodeAllocation, facts: AttemptFacts, *, under_way: str) -> None:
+def _attribute_end(ledger: Ledger, allocation: NodeAllocation, facts: AttemptFacts, *, under_way: str) -> None:
     """Book the time from the last metrics line to the end of the allocation."""
     outcome, hang, end = facts.outcome, facts.hang, facts.end
     stepped = under_way != "failed start"
     if outcome is not None:
         left = to_microseconds(outcome.time)
         if under_way != "redone":
-            ledger.until(under_way, left)
+            ledger.book_until(under_way, left)
         for commit in facts.commits:
             published = min(to_microseconds(commit.time), left)
-            ledger.until("between", published - to_microseconds(commit.seconds))
-            ledger.until("save", published)
-        ledger.until("between", left)
-        ledger.until("end" if stay.end_known else "unknown", ledger.end)
+            ledger.book_until("between", published - to_microseconds(commit.seconds))
+            ledger.book_until("save", published)
+        ledger.book_until("between", left)
+        ledger.book_until("end" if allocation.end_known else "unknown", ledger.end)
         return
     if hang is not None:
-        ledger.until(under_way, to_microseconds(hang.time - hang.seconds))
-        ledger.until("hang", to_microseconds(hang.time))
+        ledger.book_until(under_way, to_microseconds(hang.time - hang.seconds))
+        ledger.book_until("hang", to_microseconds(hang.time))
     elif facts.failure_time is not None:
-        ledger.until(under_way, to_microseconds(facts.failure_time))
+        ledger.book_until(under_way, to_microseconds(facts.failure_time))
     else:
-        ledger.until(under_way, to_microseconds(facts.last_sign))
+        ledger.book_until(under_way, to_microseconds(facts.last_sign))
         if end is not None and facts.end_seen:
-            ledger.until("hang" if stepped else "failed start", to_microseconds(end.end_time))
-        elif stay.end_known:
-            ledger.until("hang", ledger.end)
+            ledger.book_until("hang" if stepped else "failed start", to_microseconds(end.end_time))
+        elif allocation.end_known:
+            ledger.book_until("hang", ledger.end)
     if end is not None and facts.end_seen:
-        ledger.until("recovery", to_microseconds(end.end_time))
-        ledger.until("end", ledger.end)
-    ledger.until("recovery" if stay.end_known else "unknown", ledger.end)
+        ledger.book_until("recovery", to_microseconds(end.end_time))
+        ledger.book_until("end", ledger.end)
+    ledger.book_until("recovery" if allocation.end_known else "unknown", ledger.end)

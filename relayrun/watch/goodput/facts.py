@@ -46,7 +46,7 @@ class AttemptFacts:
     """Checkpoint iterations of the rollbacks inside the attempt, oldest first."""
     blamed: Sequence[str]
     """Nodes to which its end is attributed."""
-    rounds: Sequence[FailedRestart] = ()
+    failed_restarts: Sequence[FailedRestart] = ()
     """Failures of its ranks, oldest first."""
     hangs: Mapping[int, Hang] = field(default_factory=dict)
     """Records of hung ranks, by restart number."""
@@ -54,7 +54,11 @@ class AttemptFacts:
     @property
     def first_start(self) -> StartTimes | None:
         """Start times of the first ranks; None if they failed to start, and `started` belongs to a restart."""
-        failed = self.started is not None and bool(self.rounds) and self.rounds[0].time < self.started.loaded
+        failed = (
+            self.started is not None
+            and bool(self.failed_restarts)
+            and self.failed_restarts[0].time < self.started.loaded
+        )
         return None if failed else self.started
 
     @property
@@ -94,7 +98,7 @@ class RunFacts:
 
     run: Run
     plan: Plan
-    stays: Sequence[NodeAllocation]
+    allocations: Sequence[NodeAllocation]
     evaluated_outside: bool
     """True if evaluations have jobs of their own, whose nodes are not in these accounts."""
 
@@ -111,7 +115,7 @@ def read_run_facts(run: Run, *, now: float | None = None) -> RunFacts:
     return RunFacts(
         run=run,
         plan=plan,
-        stays=join_allocations(found, known, plan=plan, now=time.time() if now is None else now),
+        allocations=join_allocations(found, known, plan=plan, now=time.time() if now is None else now),
         evaluated_outside=EvaluationPolicy.read(run.evaluation_policy) is not None,
     )
 
@@ -160,7 +164,7 @@ def join_allocations(
         for at, entry in enumerate(known)
         if at not in taken
     ]
-    return sorted(result, key=lambda stay: stay.start)
+    return sorted(result, key=lambda allocation: allocation.start)
 
 
 def _node_allocation(
@@ -265,6 +269,6 @@ def _attempt_facts(
             attempt.metrics, [int(entry["base_iteration"]) for entry in read_lines(attempt.rewinds)]
         ),
         blamed=blamed,
-        rounds=failed,
+        failed_restarts=failed,
         hangs={number: found for number, found in hangs.items() if found is not None},
     )

@@ -182,17 +182,17 @@ class Ledger:
     Slurm notices a loss, it removes the node from the job, and its time is no longer booked.
     """
 
-    def __init__(self, stay: NodeAllocation, sink: BookedPartSink | None = None) -> None:
-        self.start = self.cursor = to_microseconds(stay.start)
-        self.end = max(self.start, to_microseconds(stay.end))
-        self.rounds = [RestartTime()]
+    def __init__(self, allocation: NodeAllocation, sink: BookedPartSink | None = None) -> None:
+        self.start = self.cursor = to_microseconds(allocation.start)
+        self.end = max(self.start, to_microseconds(allocation.end))
+        self.restarts = [RestartTime()]
         self.stepped = 0
         """Microseconds in which steps that count were computed."""
-        self.resized = [to_microseconds(time) for time, _ in stay.resized]
+        self.resized = [to_microseconds(time) for time, _ in allocation.resized]
         """Times at which the number of nodes changed, increasing."""
-        self._nodes = stay.nodes
-        self._left = [nodes for _, nodes in stay.resized]
-        self._training, self._spare = stay.nodes - stay.spare_nodes, stay.spare_nodes
+        self._nodes = allocation.nodes
+        self._left = [nodes for _, nodes in allocation.resized]
+        self._training, self._spare = allocation.nodes - allocation.spare_nodes, allocation.spare_nodes
         self._sink = sink
 
     @property
@@ -200,20 +200,20 @@ class Ledger:
         """Number of training nodes; below the number at the last restart if Slurm noticed a loss first."""
         return min(self._training, self._nodes)
 
-    def next_round(self, failed: FailedRestart) -> None:
+    def next_restart(self, failed: FailedRestart) -> None:
         """Book the following time for the next start of the ranks, without the lost nodes."""
-        self.rounds.append(RestartTime())
+        self.restarts.append(RestartTime())
         alive = max(0, self._training + self._spare - len(failed.lost))
         self._training = min(failed.nodes or self._training, alive)
         self._spare = alive - self._training
 
-    def until(self, part: str, time: int) -> None:
+    def book_until(self, part: str, time: int) -> None:
         """Book all time up to `time` as one part; nothing if `time` is before the cursor."""
         time = min(time, self.end)
         if time > self.cursor:
-            self.mixed({part: time - self.cursor}, time)
+            self.book_parts({part: time - self.cursor}, time)
 
-    def mixed(self, amounts: Mapping[str, int], time: int) -> None:
+    def book_parts(self, amounts: Mapping[str, int], time: int) -> None:
         """Book all time up to `time`, which is not after the end, as parts that sum to it."""
         rest = dict(amounts)
         while self.resized and self.resized[0] < time:  # the order of the parts is unknown
@@ -245,7 +245,7 @@ class Ledger:
 
     def _put(self, part: str, amount: int, time: int) -> None:
         if amount:
-            parts = self.rounds[-1].parts
+            parts = self.restarts[-1].parts
             parts[part] = parts.get(part, 0) + amount
             if self._sink is not None:
                 self._sink(part, amount, self.cursor, time)

@@ -7,9 +7,10 @@ light and dark, and paper.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from html import escape
+
+from relayrun.watch.text import split_column
 
 
 class Markup(str):
@@ -111,7 +112,7 @@ def html_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
 
     On a narrow screen a row of more than four columns becomes a list, with its column's name before each value.
     """
-    heads = [(name.removesuffix("|n"), "n" if name.endswith("|n") else None) for name in names]
+    heads = [(name, "n" if is_number else None) for name, is_number in map(split_column, names)]
     body = [
         tag("tr", *(tag("td", text, class_=css, data_name=name) for text, (name, css) in zip(row, heads, strict=True)))
         for row in rows[-MAX_TABLE_ROWS:]
@@ -123,11 +124,6 @@ def html_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
         else None
     )
     return join_markup([tag("table", head, tag("tbody", *body), class_="many" if len(names) > 4 else None), more])
-
-
-def format_time(seconds: float) -> str:
-    """Format a time in the local time zone."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'"

@@ -17,20 +17,13 @@ from relayrun.control.rundir import restarts
 from relayrun.control.rundir.restarts import FailedRestart
 from relayrun.watch.goodput import tables
 from relayrun.watch.goodput.account import WAIT_KINDS, AllocationAccount
-from relayrun.watch.goodput.ledger import PARTS
-from relayrun.watch.goodput.tables import (
-    PART_COLUMNS,
-    RESTART_COLUMNS,
-    format_duration,
-    format_node_time,
-    format_share,
-    restart_rows,
-)
+from relayrun.watch.goodput.tables import PART_COLUMNS, account_tables, format_duration, format_node_time
 from relayrun.watch.report import chart
 from relayrun.watch.report.chart import EMPTY_SERIES, ChartLine, ChartMark, Series, axis_ticks
-from relayrun.watch.report.html import MAX_TABLE_ROWS, Markup, format_time, html_page, html_table, tag
+from relayrun.watch.report.html import MAX_TABLE_ROWS, Markup, html_page, html_table, join_markup, tag
 from relayrun.watch.report.report_data import RunReportData
 from relayrun.watch.status.summary import PLANNED_CAUSES
+from relayrun.watch.text import format_exact_seconds, format_time
 
 PART_GROUPS: tuple[tuple[str, tuple[str, ...], str], ...] = tuple(
     (name, parts, f"g{number}") for number, (name, parts) in enumerate(PART_COLUMNS)
@@ -117,90 +110,46 @@ def attempt_marks(page: RunReportData) -> list[ChartMark]:
     """Return marks for the newest attempts, except the first, and restarts."""
     marks = []
     before: AllocationAccount | None = None
-    for stay, trained in zip(page.account.stays, page.trained, strict=True):
+    for each, trained in zip(page.account.allocations, page.trained, strict=True):
         if trained is not None and before is not None:
             kind = "attempt" if before.cause in PLANNED_CAUSES else "failed"
-            words = f"attempt {stay.attempt} from iteration {trained.first}; the one before: {before.cause}"
+            words = f"attempt {each.attempt} from iteration {trained.first}; the one before: {before.cause}"
             marks.append(ChartMark(x=trained.first, words=words, kind=kind))
         marks += [
-            ChartMark(x=each.next_iteration, words=each.told, kind="round")
-            for each in failed_restarts(stay)
-            if each.again
+            ChartMark(x=failed.next_iteration, words=failed.told, kind="round")
+            for failed in failed_restarts(each)
+            if failed.again
         ]
-        if trained is not None or stay.cause not in (*PLANNED_CAUSES, "running"):
-            before = stay
+        if trained is not None or each.cause not in (*PLANNED_CAUSES, "running"):
+            before = each
     return marks[-MAX_TABLE_ROWS:]
 
 
 def goodput_section(page: RunReportData) -> Markup:
     """Return the node time: as a sum, over time, by part, by attempt, by cause of loss."""
     account = page.account
-    sums = [(name, css, sum(account.parts[part] for part in parts)) for name, parts, css in PART_GROUPS]
     total = max(1, account.allocated)
+    sums = [(name, css, sum(account.parts[part] for part in parts) / total) for name, parts, css in PART_GROUPS]
     waits = ", ".join(f"{name} {format_duration(account.waited[name])}" for name in WAIT_KINDS if account.waited[name])
-    parts = html_table(
-        ("part", "node time|n", "share|n", "what the nodes did"),
-        [
-            (part.name, format_node_time(amount), format_share(amount, total), part.words)
-            for part in PARTS
-            if (amount := account.parts[part.name]) or part.name == "unknown"
-        ],
-    )
-    attempts = html_table(
-        (
-            "attempt|n",
-            "job",
-            "nodes|n",
-            "ended",
-            "queued|n",
-            "node time|n",
-            *(f"{name}|n" for name, _, _ in PART_GROUPS),
-        ),
-        [_allocation_row(each) for each in account.stays],
-    )
-    again = restart_rows(account)
-    rounds_again = [tag("h3", "By round"), _restarts_table(again)] if again else []
-    losses = html_table(
-        ("ended", "times|n", "lost|n", "next starts|n", "waited|n", "nodes blamed"),
-        [
-            (
-                loss.cause,
-                str(loss.times),
-                format_node_time(loss.lost),
-                format_node_time(loss.starts),
-                format_duration(loss.waited),
-                ", ".join(f"{node} ({count})" for node, count in loss.nodes.most_common(20)),
-            )
-            for loss in account.losses
-        ],
-    )
+    note = "Evaluations have jobs of their own, which are not in these figures." if account.evaluated_outside else None
+    parts, *others = account_tables(account)
     return section(
         "Goodput",
-        chart.bar_chart([(name, css, amount / total) for name, css, amount in sums]),
-        tag("div", *(_part_key(name, css, amount / total) for name, css, amount in sums if amount), class_="key"),
+        chart.bar_chart(sums),
+        tag("div", *(_part_key(name, css, share) for name, css, share in sums if share), class_="key"),
         tag("p", f"Without nodes: {waits}.") if waits else None,
-        tag("p", "Evaluations have jobs of their own, which are not in these figures.", class_="soft")
-        if account.evaluated_outside
-        else None,
+        tag("p", note, class_="soft") if note else None,
         tag("div", _part_band(page), class_="wide"),
-        parts,
-        tag("h3", "By attempt"),
-        attempts,
-        *rounds_again,
-        tag("h3", "By cause of the end"),
-        losses,
+        html_table(parts.columns, parts.rows),
+        *(
+            join_markup([tag("h3", table.title.capitalize()), html_table(table.columns, table.rows)])
+            for table in others
+        ),
     )
 
 
-def _restarts_table(rows: Sequence[Sequence[str]]) -> Markup:
-    heads = [
-        name if name == "failed" else f"{name}|n" for name in (*RESTART_COLUMNS, *(name for name, _, _ in PART_GROUPS))
-    ]
-    return html_table(tuple(heads), [tuple(row) for row in rows])
-
-
-def _part_key(name: str, css: str, part: float) -> Markup:
-    return tag("span", tag("i", class_=css), f"{name} {part:.1%}")
+def _part_key(name: str, css: str, share: float) -> Markup:
+    return tag("span", tag("i", class_=css), f"{name} {share:.1%}")
 
 
 def _part_band(page: RunReportData) -> Markup:
@@ -215,67 +164,54 @@ def _part_band(page: RunReportData) -> Markup:
     return chart.band_chart("over time", columns, [(name, css) for name, _, css in PART_GROUPS], labels)
 
 
-def _allocation_row(each: AllocationAccount) -> tuple[str, ...]:
-    sums = [sum(each.parts.get(part, 0) for part in parts) for _, parts, _ in PART_GROUPS]
-    return (
-        "–" if each.attempt is None else str(each.attempt),
-        each.stay.job_id,
-        str(each.nodes),
-        each.cause,
-        format_duration(each.waited["queued"]),
-        format_node_time(each.allocated),
-        *(format_share(amount, each.allocated) for amount in sums),
-    )
-
-
 def attempts_section(page: RunReportData) -> Markup:
     """Return a table of the attempts: begin, nodes, iterations, and end."""
     rows = []
-    for stay, trained in zip(page.account.stays, page.trained, strict=True):
-        found = stay.stay.facts
+    for each, trained in zip(page.account.allocations, page.trained, strict=True):
+        found = each.allocation.facts
         end = None if found is None else found.end
         rows.append(
             (
-                "–" if stay.attempt is None else str(stay.attempt),
-                format_time(stay.start),
-                format_duration(round((stay.end - stay.start) * 1e6)),
+                "–" if each.attempt is None else str(each.attempt),
+                format_time(each.start),
+                format_exact_seconds(each.end - each.start),
                 "" if found is None else found.begin.nodes,
                 "none" if trained is None else f"{trained.first:,}–{trained.last:,}",
                 "" if end is None else f"{end.durable_iteration:,}",
-                stay.cause,
-                stay.reason,
+                each.cause,
+                each.reason,
             )
         )
     names = ("attempt|n", "began", "had nodes for|n", "nodes", "iterations that count|n", "durable|n", "ended", "why")
     return section("Attempts", html_table(names, rows))
 
 
-def failed_restarts(stay: AllocationAccount) -> list[FailedRestart]:
+def failed_restarts(each: AllocationAccount) -> list[FailedRestart]:
     """Return the failures of the ranks of an allocation's attempt."""
-    found = stay.stay.facts
+    found = each.allocation.facts
     return [] if found is None else restarts.read_failed_restarts(found.attempt)
 
 
 def failures_section(page: RunReportData) -> Markup:
     """Return a table of the unplanned ends of attempts and of ranks, with the nodes to which they are attributed."""
     rows = []
-    for stay in page.account.stays:
+    for each in page.account.allocations:
         rows += [
-            (str(stay.attempt), format_time(each.time), "ranks started again", each.node, each.told)
-            for each in failed_restarts(stay)
-            if each.again
+            (str(each.attempt), format_time(failed.time), "ranks started again", failed.node, failed.told)
+            for failed in failed_restarts(each)
+            if failed.again
         ]
-        if stay.cause in (*PLANNED_CAUSES, "running"):
+        if each.cause in (*PLANNED_CAUSES, "running"):
             continue
-        found = stay.stay.facts
-        at = stay.end if found is None else found.failure_time or (found.hang.time if found.hang else stay.end)
+        found = each.allocation.facts
+        at = each.end if found is None else found.failure_time or (found.hang.time if found.hang else each.end)
         rows.append(
             (
-                "–" if stay.attempt is None else str(stay.attempt),
+                "–" if each.attempt is None else str(each.attempt),
                 format_time(at),
-                stay.cause,
-                ", ".join(stay.blamed),
-                stay.reason,
+                each.cause,
+                ", ".join(each.blamed),
+                each.reason,
             )
         )
     names = ("attempt|n", "when", "cause", "nodes blamed", "in words")
@@ -401,7 +337,7 @@ def _side_by_side(pages: Sequence[RunReportData]) -> Markup:
             f"{page.account.goodput:.1%}",
             tables.format_node_time(page.account.allocated),
             f"{rate:,.0f}" if (rate := page.account.tokens_per_node_hour) is not None else "",
-            str(len(page.account.stays)),
+            str(len(page.account.allocations)),
         )
         for page in pages
     ]
@@ -435,21 +371,21 @@ def report_as_json(page: RunReportData) -> dict[str, Any]:
         "band": {"start_time": page.band_start, "column_seconds": page.band_seconds, "shares": list(page.band)},
         "attempts": [
             {
-                "attempt": stay.attempt,
-                "start_time": stay.start,
-                "end_time": stay.end,
-                "cause": stay.cause,
-                "reason": stay.reason,
-                "blamed": list(stay.blamed),
+                "attempt": each.attempt,
+                "start_time": each.start,
+                "end_time": each.end,
+                "cause": each.cause,
+                "reason": each.reason,
+                "blamed": list(each.blamed),
                 "iterations": None if trained is None else [trained.first, trained.last],
             }
-            for stay, trained in zip(page.account.stays, page.trained, strict=True)
-            if stay.attempt is not None
+            for each, trained in zip(page.account.allocations, page.trained, strict=True)
+            if each.attempt is not None
         ],
         "jobs_without_attempt": [
-            {"job_id": stay.stay.job_id, "start_time": stay.start, "end_time": stay.end, "why": stay.reason}
-            for stay in page.account.stays
-            if stay.attempt is None
+            {"job_id": each.allocation.job_id, "start_time": each.start, "end_time": each.end, "why": each.reason}
+            for each in page.account.allocations
+            if each.attempt is None
         ],
         "data": [vars(row) for row in page.data],
         "data_missing": page.data_missing,

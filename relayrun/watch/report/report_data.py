@@ -103,7 +103,7 @@ class _NodeTimeBand:
     grain: int
     columns: dict[int, dict[str, float]] = field(default_factory=dict)
 
-    def sink(self, stay: NodeAllocation) -> BookedPartSink:
+    def sink(self, allocation: NodeAllocation) -> BookedPartSink:
         def take(part: str, amount: int, start: int, end: int) -> None:
             first, last = start // self.grain, max(start, end - 1) // self.grain
             for column in range(first, last + 1):
@@ -160,12 +160,12 @@ def read_report_data(run: Run, *, now: float | None = None) -> RunReportData:
     facts = read_run_facts(run, now=now)
     begin, grain = _columns_of(facts)
     band, lines = _NodeTimeBand(grain), _MetricLines()
-    places = {id(stay): place for place, stay in enumerate(facts.stays)}
+    places = {id(allocation): place for place, allocation in enumerate(facts.allocations)}
     found = account_for_run(
         run,
         facts=facts,
         sink=band.sink,
-        seen=lambda stay: lines.seen(places[id(stay)]),
+        seen=lambda allocation: lines.seen(places[id(allocation)]),
         also=("grad_norm", "lr", "memory_bytes"),
         grain=grain,
     )
@@ -185,8 +185,8 @@ def read_report_data(run: Run, *, now: float | None = None) -> RunReportData:
         },
         last={name: float(values[-1]) for name, values in columns.items() if values.size and np.isfinite(values[-1])},
         validation={name: _points(points) for name, points in sorted(lines.validation.items())},
-        trained=[lines.trained.get(place) for place in range(len(facts.stays))],
-        band=_column_shares(band, begin, grain, nodes=max(stay.nodes for stay in facts.stays)),
+        trained=[lines.trained.get(place) for place in range(len(facts.allocations))],
+        band=_column_shares(band, begin, grain, nodes=max(allocation.nodes for allocation in facts.allocations)),
         band_start=begin / MICROSECONDS_PER_SECOND,
         band_seconds=grain / MICROSECONDS_PER_SECOND,
         checkpoints=checkpoints,
@@ -201,8 +201,11 @@ def read_report_data(run: Run, *, now: float | None = None) -> RunReportData:
 
 def _columns_of(facts: RunFacts) -> tuple[int, int]:
     """Begin of the first column of the band, and length of a column, in microseconds."""
-    begin = min(stay.start if stay.submit is None else min(stay.submit, stay.start) for stay in facts.stays)
-    end = max(stay.end for stay in facts.stays)
+    begin = min(
+        allocation.start if allocation.submit is None else min(allocation.submit, allocation.start)
+        for allocation in facts.allocations
+    )
+    end = max(allocation.end for allocation in facts.allocations)
     grain = max(MICROSECONDS_PER_SECOND // 10, -(-to_microseconds(end - begin) // BAND_COLUMNS))
     return to_microseconds(begin) // grain * grain, grain
 

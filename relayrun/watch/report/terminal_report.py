@@ -14,6 +14,7 @@ from rich.table import Table
 from relayrun.control.rundir import merged_metrics
 from relayrun.control.rundir.run import Run
 from relayrun.files import atomic_file, read_lines
+from relayrun.watch.text import text_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +94,9 @@ def _attempt_row(run: Run, number: int) -> AttemptRow | None:
 
 def attempts_table(report: AttemptsReport) -> Table:
     """Return a table of the attempts with cause of end, iterations, tokens and tokens/s."""
-    table = Table(title=f"attempts of {report.run.path.name}")
-    for name in ("attempt", "ended", "why", "iterations", "durable", "tokens", "wall s", "tokens/s"):
-        table.add_column(name, justify="left" if name in ("ended", "why") else "right")
-    for row in report.attempts:
-        table.add_row(
+    columns = ("attempt|n", "ended", "why", "iterations|n", "durable|n", "tokens|n", "wall s|n", "tokens/s|n")
+    rows = [
+        (
             str(row.number),
             row.cause,
             row.reason,
@@ -107,7 +106,9 @@ def attempts_table(report: AttemptsReport) -> Table:
             "" if row.seconds is None else f"{row.seconds:.0f}",
             "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
         )
-    return table
+        for row in report.attempts
+    ]
+    return text_table(columns, rows, title=f"attempts of {report.run.path.name}")
 
 
 def terminal_curve(report: AttemptsReport, *, width: int = 90, height: int = 20) -> str:

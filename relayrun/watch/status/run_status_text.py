@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import time
 from dataclasses import asdict
 from typing import Any
 
@@ -14,7 +12,8 @@ from rich.table import Table
 from relayrun.control.scheduler.base import Job
 from relayrun.watch.status.run_status import RunStatus
 from relayrun.watch.status.summary import DamagedRun, describe_job_end
-from relayrun.watch.status.tables import cron_check_line, format_loss, format_seconds, format_speed
+from relayrun.watch.status.tables import cron_check_line, format_loss, format_speed
+from relayrun.watch.text import format_seconds, format_time
 
 _USED_AGAIN = " (used again: there are too few others)"
 
@@ -36,10 +35,6 @@ def run_status_as_json(status: RunStatus | DamagedRun) -> dict[str, Any]:
     return values
 
 
-def json_text(value: Any) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False)
-
-
 def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
     attempt = ""
     if status.attempt is not None and status.begin_time is not None:
@@ -52,9 +47,8 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
     step += f", {format_seconds(now - status.step_time)} ago" if status.step_time is not None else ""
     limit = ""
     if status.leave_time is not None and status.job_end_time is not None:
-        limit = (
-            f"saves and leaves at {_clock(status.leave_time)} or earlier, the job ends at {_clock(status.job_end_time)}"
-        )
+        leave, end = format_time(status.leave_time), format_time(status.job_end_time)
+        limit = f"saves and leaves at {leave} or earlier, the job ends at {end}"
     failed = (
         f"{status.failed_attempts} in a row without a new checkpoint; the chain stops at {status.max_failed_attempts}"
     )
@@ -209,14 +203,10 @@ def _remaining(status: RunStatus) -> str:
     pace = f"the last {left.attempts} attempts" if left.attempts > 1 else "one attempt"
     text = f"{format_seconds(left.seconds)} of running jobs, {left.node_hours:,.1f} node hours, at the pace of {pace}"
     if left.earliest_end is not None:
-        text += f"; done at {_clock(left.earliest_end)} if no job waits"
+        text += f"; done at {format_time(left.earliest_end)} if no job waits"
     if left.queue_seconds is not None:
         text += f"; the last jobs waited {format_seconds(left.queue_seconds)} each, which is not in it"
     return text
-
-
-def _clock(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def _finite(value: Any) -> Any:

@@ -1,7 +1,4 @@
-"""Tables with one line per run, and printing of tables on a terminal or into a file.
-
-Functions that build a table import rich themselves: its import takes as long as a hundred summaries.
-"""
+"""Lines about runs: a table of many runs, one line of a log, and the last cron check."""
 
 from __future__ import annotations
 
@@ -13,14 +10,23 @@ from rich.cells import cell_len
 
 from relayrun.watch.status.cron_check_record import LastCronCheck
 from relayrun.watch.status.summary import DamagedRun, RunSummary
+from relayrun.watch.text import format_seconds, print_table, split_column, text_table
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-RUN_COLUMNS = ("run", "state", "attempt", "iteration", "left", "loss", "tokens/s", "durable", "age", "the last end")
-"""Columns of the table of many runs."""
-NUMBER_COLUMNS = frozenset({"attempt", "left", "loss", "tokens/s", "durable", "age"})
-"""Columns with numbers."""
+RUN_COLUMNS = (
+    "run",
+    "state",
+    "attempt|n",
+    "iteration",
+    "left|n",
+    "loss|n",
+    "tokens/s|n",
+    "durable|n",
+    "age|n",
+    "the last end",
+)
 MAX_FOLDED_ROWS = 200
 """Largest table that is folded to the width of a terminal: a thousand rows take a second."""
 
@@ -30,27 +36,20 @@ def print_runs(found: Sequence[RunSummary | DamagedRun]) -> None:
     if sys.stdout.isatty() and len(found) <= MAX_FOLDED_ROWS:
         print_table(runs_table(found))
         return
-    rows = [list(RUN_COLUMNS), *map(_run_cells, found)]
+    columns = list(map(split_column, RUN_COLUMNS))
+    rows = [[name for name, _ in columns], *map(_run_cells, found)]
     widths = [max(map(cell_len, cells)) for cells in zip(*rows, strict=True)]
-    print("\n".join("  ".join(map(_padded, row, widths, RUN_COLUMNS)).rstrip() for row in rows))
-
-
-def _padded(text: str, width: int, column: str) -> str:
-    space = " " * (width - cell_len(text))
-    return space + text if column in NUMBER_COLUMNS else text + space
+    for row in rows:
+        cells = [
+            " " * (width - cell_len(text)) + text if is_number else text + " " * (width - cell_len(text))
+            for text, width, (_, is_number) in zip(row, widths, columns, strict=True)
+        ]
+        print("  ".join(cells).rstrip())
 
 
 def runs_table(found: Sequence[RunSummary | DamagedRun]) -> Table:
     """Return a table with one line per run; a damaged run shows its error."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in RUN_COLUMNS:
-        table.add_column(name, justify="right" if name in NUMBER_COLUMNS else "left")
-    for entry in found:
-        table.add_row(*map(escape, _run_cells(entry)))
-    return table
+    return text_table(RUN_COLUMNS, map(_run_cells, found))
 
 
 def _run_cells(entry: RunSummary | DamagedRun) -> list[str]:
@@ -84,17 +83,6 @@ def run_line(entry: RunSummary | DamagedRun) -> str:
         (entry.stop or entry.broken or "").partition("\n")[0],
     ]
     return ", ".join(filter(None, parts))
-
-
-def format_seconds(seconds: float | None) -> str:
-    """Return a duration for people: `45 s`, `12 min`, `3.4 h`, `2.1 days`."""
-    if seconds is None:
-        return ""
-    if seconds < 120:
-        return f"{max(0.0, seconds):.0f} s"
-    if seconds < 2 * 3600:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
 
 
 def cron_check_line(look: LastCronCheck, *, now: float) -> str:
@@ -132,14 +120,3 @@ def format_loss(value: float | None) -> str:
 def format_speed(value: float | None) -> str:
     """Return tokens per second for people; empty for None."""
     return "" if value is None else f"{value:,.0f}"
-
-
-def print_table(table: Table) -> None:
-    """Print a table; into a file or pipe without folding at a terminal's width."""
-    from rich.console import Console
-
-    console = Console() if sys.stdout.isatty() else Console(width=400)
-    with console.capture() as text:
-        console.print(table)
-    for line in text.get().splitlines():
-        print(line.rstrip())
