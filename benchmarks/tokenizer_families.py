@@ -46,16 +46,16 @@ BARE_TOO = ("Llama 3", "GPT-2", "o200k", "Tekken")
 
 START = """
 import sys
-from relayrun.tokens.tokenize.processes import one_thread
-one_thread()
+from relayrun.tokens.tokenize.processes import use_one_thread
+use_one_thread()
 import relayrun.tokens.tokenize.pipeline
-from relayrun.tokens.tokenize.encode.engines import select
+from relayrun.tokens.tokenize.encode.engines import select_engine
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.readers.texts import Texts
 loaded = load_tokenizer(TokenizeOptions(tokenizer=sys.argv[1], eos_token=sys.argv[2]))
 sample = Texts.of([open(sys.argv[3]).read()[:60_000]])
-selection = select("auto", lambda: loaded.tokenizer, sample, print, definition=loaded.definition)
+selection = select_engine("auto", lambda: loaded.tokenizer, sample, print, definition=loaded.definition)
 selection.build(loaded.definition).encode(Texts.of(["a first document"]))
 """
 """All that a program does before its first document."""

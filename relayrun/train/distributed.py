@@ -18,9 +18,9 @@ Soft limits of open files are often 1,024, whatever the node has; a process may 
 | what torch has no deterministic kernel for | runs | raises RuntimeError, which names it |
 
 torch's flag does all that its kernels do, megatron-core's deterministic_mode the embeddings, and variables of the
-environment (`relayrun.config.compose.determinism`) the rest. Megatron-LM also refuses fused cross entropy and the overlap of
-tensor-parallel communication; relayrun uses neither. On CPUs everything is deterministic without: there only the
-embeddings change.
+environment (`relayrun.config.compose.determinism`) the rest. Megatron-LM also refuses fused cross entropy and the
+overlap of tensor-parallel communication; relayrun uses neither. On CPUs everything is deterministic without: there only
+the embeddings change.
 
 Generators: torch's (dropout on a CPU), CUDA's (dropout on a GPU), and megatron-core's named states,
 which take their place around dropout in model-parallel regions. Python's and numpy's are kept for

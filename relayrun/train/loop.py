@@ -33,7 +33,6 @@ from relayrun.train.checkpoint.checkpointer import Checkpointer
 from relayrun.train.checkpoint.memory_tier import MemoryTier
 from relayrun.train.checkpoint.save_and_restore import FINAL_SAVE_TRIES, Saver, StateRestorer
 from relayrun.train.distributed import Ranks
-from relayrun.train.hook_list import attempt_hooks
 from relayrun.train.hooks import Action, Gradients, Step, StepStart, UpdateVerdict, ValidationResult
 from relayrun.train.loss_guard import LossGuard
 from relayrun.train.model import cpu_patches
@@ -41,6 +40,7 @@ from relayrun.train.model.gpt import MicroBatch, ModelStage
 from relayrun.train.model.size import peak_flops
 from relayrun.train.optimizer.megatron_optimizer import ScheduledOptimizer
 from relayrun.train.reporting import liveness
+from relayrun.train.reporting.attempt_hooks import attempt_hooks
 from relayrun.train.reporting.liveness import HeartbeatWriter, SectionReporter, Timings
 from relayrun.train.reporting.metrics import IntervalMetrics, Metrics, Stragglers
 from relayrun.train.requests import RequestPoller, SignalFlag

@@ -657,7 +657,7 @@ def test_a_stop_on_a_full_disk_stops_what_is_under_way(
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    for module in ("campaign", "stop"):
+    for module in ("campaign", "run"):
         monkeypatch.setattr(f"relayrun.control.rundir.{module}.write_atomic", refuse)
     assert main(["sweep", "stop", str(folder)]) == 1
     said = capsys.readouterr()

@@ -223,7 +223,7 @@ def test_a_run_directory_that_cannot_be_read_any_more_keeps_no_job(
     def away(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    for name in ("cancel.stop_reason", "cancel.write_stop", "cancel.Lineage"):
+    for name in ("jobs.stop_reason", "jobs.write_stop", "jobs.Lineage"):
         monkeypatch.setattr(f"relayrun.control.chain.{name}", away)
     monkeypatch.setattr("relayrun.cli.run.stop.stop_reason", away)
     assert cli.main([verb, str(run.path)]) == 0

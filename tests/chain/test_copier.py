@@ -13,7 +13,7 @@ from relayrun.control.rundir import mirror
 from relayrun.control.rundir.mirror import MirrorPolicy
 from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError
-from relayrun.submit import submission
+from relayrun.submit import policies, submission
 from tests.waiting import wait_for
 from tests.workspace import Workspace
 
@@ -93,11 +93,11 @@ def test_a_submit_says_where_copies_go_and_keeps_their_name(tmp_path: Path) -> N
     assert policy is not None
     assert policy.folder == f"{tmp_path}/second/tests/tiny"
     assert (policy.keep_last, policy.keep_every, policy.megabytes_per_second) == (2, 50, None)
-    submission.mirror_policy.prepare(
+    policies.write_mirror_policy(
         resolve.load_run_config(workspace.config("run", checkpoint={"mirror": place})), plan.run
     )
     assert mirror.read_mirror_policy(plan.run) == policy
-    submission.mirror_policy.prepare(resolve.load_run_config(workspace.config("run")), plan.run)
+    policies.write_mirror_policy(resolve.load_run_config(workspace.config("run")), plan.run)
     assert mirror.read_mirror_policy(plan.run) is None
 
 

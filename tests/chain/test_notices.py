@@ -300,15 +300,15 @@ def test_a_kill_around_the_sending_loses_nothing(run: Run, web: Web, when: str) 
     program = f"""
 import os, sys
 from pathlib import Path
-from relayrun.watch import deliver, unsent
 from relayrun.control.rundir.run import Run
-send = deliver.channels.send
+from relayrun.watch import send_notices
+send = send_notices.notice_channels.send_to_target
 def cut(*arguments, **more):
     if {when == "behind"!r}:
         send(*arguments, **more)
     os.kill(os.getpid(), 9)
-deliver.channels.send = cut
-deliver.deliver(Run(Path(sys.argv[1])), job=False, environment={{}})
+send_notices.notice_channels.send_to_target = cut
+send_notices.send_due_notices(Run(Path(sys.argv[1])), job=False, environment={{}})
 """
     killed = subprocess.run([sys.executable, "-c", program, str(run.path)], check=False, timeout=600)
     assert killed.returncode == -signal.SIGKILL

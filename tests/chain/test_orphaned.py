@@ -176,7 +176,7 @@ def appear(seconds):
     program.write_text("#!/bin/sh\\necho $* > {tmp_path}/said")
     program.chmod(0o700)
 module.time.sleep = appear
-module.become([str(program), "orphaned"], {str(ROOT)!r}, node=2, number=3, log=Path("/dev/full/x"))
+module.become_orphaned_program([str(program), "orphaned"], {str(ROOT)!r}, node=2, number=3, log=Path("/dev/full/x"))
 """
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "program")], check=True, cwd=ROOT, timeout=300)
     assert (tmp_path / "said").read_text() == "orphaned --node=2 --round=3\n"

@@ -120,8 +120,8 @@ import json, resource, sys
 from pathlib import Path
 import torch, safetensors.torch
 from relayrun.cli import main
-from relayrun.cli import export, import_checkpoint
-from relayrun.train.export import huggingface, importer
+from relayrun.cli.model import convert
+from relayrun.train.export import huggingface
 def peak():
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024

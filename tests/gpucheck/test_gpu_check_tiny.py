@@ -162,10 +162,10 @@ def test_the_attention_of_documents_is_asked_for_as_each_version_of_torch_wants_
     code = """if True:
         import inspect
         from torch.nn.attention.varlen import varlen_attn
-        from relayrun.train.model.attention import options
-        print(options(inspect.signature(varlen_attn).parameters, grouped=True))
-        print(options(["query", "is_causal", "return_aux"], grouped=True))
-        print(options(["query", "window_size", "enable_gqa"], grouped=False))
+        from relayrun.train.model.attention import varlen_options
+        print(varlen_options(inspect.signature(varlen_attn).parameters, grouped=True))
+        print(varlen_options(["query", "is_causal", "return_aux"], grouped=True))
+        print(varlen_options(["query", "window_size", "enable_gqa"], grouped=False))
     """
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600

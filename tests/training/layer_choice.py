@@ -60,7 +60,7 @@ KERNELS: dict[str, dict[str, dict[str, Any]]] = {
 def choice(changes: dict[str, dict[str, Any]]) -> str:
     sections = {name: CONFIG.get(name, {}) | values for name, values in changes.items()}
     try:
-        return layers.implementation(RunConfig.model_validate_json(json.dumps(CONFIG | sections)))
+        return layers.layer_implementation(RunConfig.model_validate_json(json.dumps(CONFIG | sections)))
     except FatalTrainingError as error:
         return error.message
 

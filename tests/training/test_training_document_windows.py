@@ -104,13 +104,13 @@ def test_another_window_is_refused_by_the_ranks(harness: Callable[..., Any]) -> 
 SCORED = """
 import json, sys
 from pathlib import Path
-from relayrun.config.compose.schema import Evaluation
-from relayrun.train.export import score
+from relayrun.config.compose.schema import EvaluationSection
+from relayrun.train.export import scores
 from relayrun.train.export.source_and_target import find_checkpoint
 from relayrun.control.rundir.run import Run
 source, model = find_checkpoint(Run(Path(sys.argv[1]))), Path(sys.argv[2])
-score.export(source, model)
-print(json.dumps(score.held_out(source, model, Evaluation(interval=4))[0]))
+scores.export_model(source, model)
+print(json.dumps(scores.held_out_loss(source, model, EvaluationSection(interval=4))[0]))
 """
 
 

@@ -54,7 +54,7 @@ import sys
 from pathlib import Path
 from safetensors.torch import load_file, save_file
 from relayrun.errors import InputError
-from relayrun.train.export import logits
+from relayrun.train.export import compare_logits
 from relayrun.train.export.source_and_target import find_checkpoint
 from relayrun.control.rundir.run import Run
 folder = Path(sys.argv[2])
@@ -63,7 +63,7 @@ name = "model.layers.1.self_attn.q_proj.weight"
 weights[name] = weights[name].view(4, 2, 8, 64).transpose(1, 2).reshape(64, 64).contiguous()
 save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 try:
-    logits.check(find_checkpoint(Run(Path(sys.argv[1]))), folder)
+    compare_logits.check_logits(find_checkpoint(Run(Path(sys.argv[1]))), folder)
 except InputError as error:
     print(error)
 """

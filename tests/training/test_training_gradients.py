@@ -108,7 +108,7 @@ def test_a_fused_adamw_resumes_exactly_and_goes_on_from_one_that_was_not(
 PROGRAM = """
 import json, types
 import torch
-from relayrun.train import optimizer
+from relayrun.train.optimizer import megatron_optimizer
 
 def adam(device, fused):
     made = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2, device=device)) for _ in range(2)], lr=0.1)
@@ -118,8 +118,8 @@ def adam(device, fused):
     chained = types.SimpleNamespace(chained_optimizers=[types.SimpleNamespace(optimizer=made)])
     before = made.param_groups[0]["fused"]
     if fused:
-        optimizer.fuse(chained)
-    optimizer.place_steps(chained)
+        megatron_optimizer.use_fused_adam(chained)
+    megatron_optimizer.place_step_counts(chained)
     counts = [state["step"] for state in made.state.values()]
     return before, made.param_groups[0]["fused"], made.defaults["fused"], [str(count.device) for count in counts]
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,7 +84,14 @@ def keep_pipeline_outputs() -> None:
     """Stages keep what they have sent until its backward pass."""
     from relayrun.train.model import gpt
 
-    gpt.TransformerConfig = partial(gpt.TransformerConfig, deallocate_pipeline_outputs=False)
+    made = gpt._transformer_config
+
+    def keeping(*arguments: Any) -> Any:
+        config = made(*arguments)
+        config.deallocate_pipeline_outputs = False
+        return config
+
+    gpt._transformer_config = keeping
 
 
 def count_waits() -> None:

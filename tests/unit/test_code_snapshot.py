@@ -81,7 +81,7 @@ from pathlib import Path
 from relayrun.control.rundir.run import Run
 from relayrun.submit import code_snapshot
 code_snapshot._copy = lambda source, target: os.kill(os.getpid(), signal.SIGKILL)
-code_snapshot.snapshot(Run(Path(sys.argv[1])), Path(sys.argv[2]))
+code_snapshot.snapshot_code(Run(Path(sys.argv[1])), Path(sys.argv[2]))
 """
 
 

@@ -41,7 +41,9 @@ def test_a_file_means_what_it_holds(workspace: Workspace, suffix: str) -> None:
     assert config == load_mixture(workspace, mixture)
     assert config.data.mixture["web"].path == "/data/web*"
     assert config.data.mixture["code"].paths == ["/data/c1", "/data/c2"]
-    assert resolve.validate_settings(resolve.yamlfile.parse(resolve.dump_run_config(config), source="x")) == config
+    assert (
+        resolve.validate_settings(resolve.yaml_file.parse_yaml(resolve.dump_run_config(config), source="x")) == config
+    )
 
 
 def test_an_override_changes_a_part_of_a_file_or_takes_its_place(workspace: Workspace) -> None:

@@ -119,7 +119,7 @@ def test_the_job_of_a_dump_starts_python_in_the_container(
     }
     if runtime != "none":
         site["container"] = container(place, runtime)
-    (place / "clusters/here.yaml").write_text(resolve.yamlfile.dump(site))
+    (place / "clusters/here.yaml").write_text(resolve.yaml_file.dump_yaml(site))
     (place / "dumps.yaml").write_text(
         "tokenizer: x\ntokenizer_name: t\ndataset_name: d\ncluster: here\n"
         f"metadata_folder: {place}/data\noutput_folder: {place}/data\nlogs: {place}/run\n"
@@ -265,7 +265,7 @@ def test_the_jobs_of_bash_scripts_run_in_the_site_of_cluster(place: Path, script
     }
     if runtime != "none":
         site["container"] = container(place, runtime) | {"mounts": [str(place)]}
-    (place / "here.yaml").write_text(resolve.yamlfile.dump(site))
+    (place / "here.yaml").write_text(resolve.yaml_file.dump_yaml(site))
     (place / "bin/sbatch").write_text(SBATCH)
     (place / "bin/sbatch").chmod(0o755)
     srun = (place / "bin/srun").read_text().replace("--export=ALL |", "--export=ALL | --kill-on-bad-exit=1 |")

@@ -172,10 +172,10 @@ def test_nsys_traces_what_the_earlier_system_traced_and_takes_options(tmp_path: 
     )
     nsys.chmod(0o755)
     program = (
-        "import sys; from pathlib import Path; from relayrun.config.compose.schema import Debug\n"
+        "import sys; from pathlib import Path; from relayrun.config.compose.schema import DebugSection\n"
         "from relayrun.train.reporting import debugging\n"
         "options = ['--trace=cuda,osrt', '--gpu-metrics-devices=all'] if sys.argv[1:] else []\n"
-        "debugging.enter_nsys(Debug(profile='nsys', nsys_options=options), Path('profile'), 0)\n"
+        "debugging.enter_nsys(DebugSection(profile='nsys', nsys_options=options), Path('profile'), 0)\n"
         "print('trained')"
     )
     (tmp_path / "program.py").write_text(program, encoding="utf-8")

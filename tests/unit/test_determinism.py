@@ -95,20 +95,20 @@ def test_on_gpus_the_precision_must_be_said() -> None:
 RANK = """
 import os, sys
 import torch
-from relayrun.config.compose.determinism import ACCEPTED
+from relayrun.config.compose.determinism import DETERMINISTIC_VALUES
 from relayrun.config.compose.schema import RunConfig
 from relayrun.errors import ConfigError
-from relayrun.train import determinism, parallel
+from relayrun.train import distributed
 
 off, on = map(RunConfig.model_validate_json, sys.argv[1:])
 
 def enter(config, algorithm):
     os.environ["NCCL_ALGO"] = algorithm
     try:
-        determinism.enter(config)
+        distributed.enable_determinism(config)
     except ConfigError as error:
         print(error)
-    print(*(os.environ.get(name) for name in ACCEPTED), torch.are_deterministic_algorithms_enabled())
+    print(*(os.environ.get(name) for name in DETERMINISTIC_VALUES), torch.are_deterministic_algorithms_enabled())
 
 enter(on, "Tree")
 enter(off, "Tree")
@@ -118,7 +118,7 @@ print(torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_ena
 torch.cuda.is_available = lambda: True
 os.environ.update(RANK="0", WORLD_SIZE="1")
 try:
-    parallel.start(off)
+    distributed.start_process_groups(off)
 except ConfigError as error:
     print(error)
 """

@@ -43,7 +43,5 @@ def test_what_a_page_names_is_there(page: Path) -> None:
 
 
 def test_a_name_that_is_gone_is_found() -> None:
-    text = (
-        "`relayrun/chain/steer.py`, `relayrun.data.draw.choose`, `draw.py`, `relayrun.control.decisions`, `decisions.py`"
-    )
+    text = "`relayrun/chain/steer.py`, `relayrun.data.draw.choose`, `draw.py`, `relayrun.cli.run.stop`, `decisions.py`"
     assert missing(text) == ["relayrun/chain/steer.py", "relayrun.data.draw.choose", "draw.py"]

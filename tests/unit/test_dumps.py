@@ -233,7 +233,7 @@ def test_a_kill_while_dumps_are_replaced_never_leaves_a_mixture_or_none(
 import os, shutil, signal
 from itertools import count
 from relayrun import files
-from relayrun.tokens.tokenize import split
+from relayrun.tokens.tokenize import dumps
 calls = count()
 def cut(does):
     def call(*given, **more):
@@ -242,7 +242,7 @@ def cut(does):
         return does(*given, **more)
     return call
 os.rename, files._rename = cut(os.rename), cut(files._rename)
-split.prepare({str(dataset)!r}, {str(metadata)!r}, n_dumps=2)
+dumps.prepare_dumps({str(dataset)!r}, {str(metadata)!r}, n_dumps=2)
 """
     killed = subprocess.run([sys.executable, "-c", program], check=False).returncode
     assert killed == (0 if call else -signal.SIGKILL)  # there is one exchange of two names, and no call between

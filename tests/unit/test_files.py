@@ -70,15 +70,15 @@ def test_a_program_says_its_warnings_once_and_leaves_other_loggers_alone(
 
 KILLED = """
 import os, signal, sys
-from relayrun.files import whole_file
-with whole_file(sys.argv[1]) as temporary:
+from relayrun.files import atomic_file
+with atomic_file(sys.argv[1]) as temporary:
     print(temporary, flush=True)
     os.kill(os.getpid(), getattr(signal, sys.argv[2]))
 """
 
 
 def half_written(target: Path, number: str) -> tuple[subprocess.Popen[str], Path]:
-    """A process inside `whole_file` that a signal has ended, or stopped; and its temporary file."""
+    """A process inside `atomic_file` that a signal has ended, or stopped; and its temporary file."""
     process = subprocess.Popen([sys.executable, "-c", KILLED, target, number], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     with process.stdout:

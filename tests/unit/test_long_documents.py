@@ -19,14 +19,15 @@ from .tokenization_corpus import TEXTS, train_tokenizer
 MB = 1_000_000
 PROGRAM = """
 import json, sys
-from relayrun.tokens.tokenize.processes import one_thread
-one_thread()
+from relayrun.tokens.tokenize.processes import use_one_thread
+use_one_thread()
 import resource
 from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.tokens.tokenize.pipeline import tokenize
+from relayrun.tokens.tokenize.pipeline import tokenize_paths_file
 if __name__ == "__main__":
     tokenizer, data = sys.argv[1:]
-    tokenize(TokenizeOptions(tokenizer=tokenizer, workers=2), output_folder="out", dataset=data, paths_file="paths")
+    options = TokenizeOptions(tokenizer=tokenizer, workers=2)
+    tokenize_paths_file(options, output_folder="out", dataset=data, paths_file="paths")
     lines = dict(line.split(":") for line in open("/proc/self/status"))  # its ru_maxrss begins with pytest's
     largest = [int(lines["VmHWM"].split()[0]), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss]
     print(json.dumps([1024 * each for each in largest]))

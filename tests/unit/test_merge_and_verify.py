@@ -156,7 +156,7 @@ def test_of_two_merges_into_one_shard_one_is_whole_and_the_other_is_refused(
 
     if not locks:
         monkeypatch.setattr(fcntl, "flock", no_locks)
-    place, name = (module, "_append") if at == "beginning" else (module, "index_bytes")
+    place, name = (module, "_append_shard") if at == "beginning" else (module, "encode_index")
     real = getattr(place, name)
     refused: list[InputError] = []
 
@@ -185,8 +185,8 @@ def test_a_merge_goes_on_where_one_was_killed_and_removes_what_that_one_left(sha
     program = f"""
 import os, signal
 from relayrun.tokens.shards import merge
-merge.index_bytes = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-merge.merge({shards!r}, {str(tmp_path / "to/merged")!r})
+merge.encode_index = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+merge.merge_shards({shards!r}, {str(tmp_path / "to/merged")!r})
 """
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGKILL
     assert not (tmp_path / "to/merged.bin").exists()

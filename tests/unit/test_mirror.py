@@ -171,7 +171,7 @@ def test_a_pass_that_is_cut_anywhere_claims_nothing_that_is_not_there(
 def test_a_process_that_is_killed_goes_on_where_it_was(mirrored: Mirrored) -> None:
     mirrored.policy(megabytes_per_second=1e-4)  # a hundred bytes a second
     monitored = mirrored.place / ".staging/iter_0000030/common.pt"
-    program = "import sys; from relayrun.train.mirror import place; place.PIECE = 100; " + (
+    program = "import sys; from relayrun.train.mirror import destination; destination.COPY_PIECE_BYTES = 100; " + (
         "from relayrun.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     process = subprocess.Popen([sys.executable, "-c", program, "checkpoint", "mirror", str(mirrored.run.path)])
@@ -398,7 +398,9 @@ def test_what_cannot_be_restored_is_one_error(mirrored: Mirrored, monkeypatch: p
         restore.restore_copy(mirrored.run, 10)
     assert error.value.hint == "copies that count: 20, 30"
     mirrored.lose()
-    monkeypatch.setattr(command.run_status, "gather", lambda *_, **__: type("Running", (), {"state": "running"})())
+    monkeypatch.setattr(
+        command.run_status, "read_run_status", lambda *_, **__: type("Running", (), {"state": "running"})()
+    )
     assert main(["checkpoint", "restore", str(mirrored.run.path)]) == 1
     assert not list(mirrored.run.checkpoints.glob("iter_*"))
 

@@ -191,7 +191,7 @@ def test_a_process_that_is_killed_goes_on_with_the_file_that_it_was_at(
     url = f"file://{tmp_path}/files/my-project/my-run"
     mirrored.policy(folder=url, megabytes_per_second=3e-4)
     first, second = (tmp_path / f"files/my-project/my-run/iter_0000030/{name}" for name in ("common.pt", "part/data"))
-    program = "import sys; from relayrun.train.mirror import place; place.PIECE = 100; " + (
+    program = "import sys; from relayrun.train.mirror import destination; destination.COPY_PIECE_BYTES = 100; " + (
         "from relayrun.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     process = subprocess.Popen([sys.executable, "-c", program, "checkpoint", "mirror", str(mirrored.run.path)])

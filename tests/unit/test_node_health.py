@@ -546,8 +546,8 @@ def test_nodes_are_measured_with_each_other_and_their_numbers_are_right() -> Non
     from relayrun.control.scheduler.tasks import free_port
 
     code = (
-        "import sys, json, torch; from relayrun.train import node_probe; place = int(sys.argv[1]); "
-        "print(json.dumps(node_probe.run(place=place, nodes=3, address='127.0.0.1', port=int(sys.argv[2]), gpus=0)))"
+        "import sys, json, torch; from relayrun.train.node_benchmark import measure_node; place = int(sys.argv[1]); "
+        "print(json.dumps(measure_node(place=place, nodes=3, address='127.0.0.1', port=int(sys.argv[2]), gpus=0)))"
     )
     port = str(free_port())
     processes = [

@@ -12,8 +12,7 @@ from tests.waiting import wait_for
 
 PROGRAM = """
 import sys, threading, time
-from relayrun.tokens.tokenize.processes import locked
-from relayrun.tokens.tokenize.processes import one_thread, run_tasks
+from relayrun.tokens.tokenize.processes import file_lock, use_one_thread, run_tasks
 
 LOADED = []
 
@@ -21,14 +20,14 @@ def task(number):
     return number, len(LOADED)
 
 if __name__ == "__main__":
-    one_thread()
+    use_one_thread()
     if sys.argv[1] == "libraries":
         import numpy, pyarrow.parquet, relayrun.tokens.tokenize.pipeline
     if sys.argv[1] == "thread":
         threading.Thread(target=time.sleep, args=(2,), daemon=True).start()
     LOADED.append("a tokenizer")
     print("once")
-    with locked(sys.argv[2]):
+    with file_lock(sys.argv[2]):
         run_tasks(task, [1, 2, 3], 2, lambda item, result: print(*result), where="here")
 """
 
@@ -44,8 +43,8 @@ def test_workers_share_what_is_loaded_where_there_is_one_thread(tmp_path: Path, 
 
 FORK = """
 import os, sys
-from relayrun.tokens.tokenize.processes import locked
-with locked(sys.argv[1]):
+from relayrun.tokens.tokenize.processes import file_lock
+with file_lock(sys.argv[1]):
     child = os.fork()
     if child == 0:
         sys.stdin.read()

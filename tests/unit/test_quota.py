@@ -308,14 +308,13 @@ def test_a_real_file_system_that_is_small_is_foreseen(make_run: MakeRun, tmp_pat
     program = f"""
 import os, sys
 from pathlib import Path
-from relayrun.control.chain.quota import measure
-from relayrun.control.rundir import quota
+from relayrun.control.chain.quota import measure_quotas
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 run = Run(Path({str(run.path)!r}))
 for number in range(8):
     (run.checkpoints / f"others-{{number}}").write_bytes(bytes(2_000_000))
-    measure(run, Plan.load(run), now={NOW} + number * {6 * HOUR})
+    measure_quotas(run, Plan.load(run), now={NOW} + number * {6 * HOUR})
 """
     subprocess.run([*command, sys.executable, "-c", program], cwd=ROOT, check=True, timeout=600)
     now = NOW + 7 * 6 * HOUR

@@ -128,14 +128,14 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -
 @pytest.mark.parametrize(
     ("owner", "name", "call"),
     [
-        (buckets, "_bins", 3),
-        (buckets, "_bins", 10),
+        (buckets, "_row_bins", 3),
+        (buckets, "_row_bins", 10),
         (buckets.np, "savez", 4),
         (buckets.np, "save", 1),
-        (buckets, "narrow", 20),
+        (buckets, "narrow_table", 20),
         (buckets.np, "save", 6),
         (multi_node, "write_json", 1),
-        (multi_node, "draw", 1),
+        (multi_node, "draw_lengths", 1),
         (multi_node.os, "rename", 1),
         (multi_node.shutil, "rmtree", 3),
     ],
@@ -154,8 +154,7 @@ def test_a_killed_run_goes_on_with_any_number_of_tasks(
     written: list[Path] = []
     with pytest.MonkeyPatch.context() as patch:
         whole = buckets.atomic_file
-        for module in (buckets, buckets):
-            patch.setattr(module, "whole_file", lambda path: written.append(path) or whole(path))
+        patch.setattr(buckets, "atomic_file", lambda path: written.append(path) or whole(path))
         assert run(reshard.replace(options, threads=2), 3) == ROWS
     assert contents(options.output) == wanted
     assert not list((tmp_path / "temp").iterdir())

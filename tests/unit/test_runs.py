@@ -144,7 +144,7 @@ def cut_at(monkeypatch: pytest.MonkeyPatch, number: int) -> list[str]:
         (move_run, "append_line"),
         (move_run, "write_json"),
         (move_run, "fsync_directory"),
-        (move_run, "checksum_of"),
+        (move_run, "file_checksum"),
         (os, "rename"),
         (shutil, "rmtree"),
     ]:
@@ -185,7 +185,7 @@ def test_a_kill_at_any_step_loses_nothing(tmp_path: Path, run: Run) -> None:
             if entry.kind == "file":
                 os.utime(run.path / name, ns=(entry.changed, entry.changed))
         shutil.rmtree(target)
-    assert {"append_line", "checksum_of", "rename", "rmtree", "write_json"} <= set(steps)
+    assert {"append_line", "file_checksum", "rename", "rmtree", "write_json"} <= set(steps)
     assert number > 30
 
 
@@ -451,7 +451,7 @@ def test_a_run_with_queued_evaluations_is_refused(run: Run, tmp_path: Path, caps
     plan = run.plan.read_text()
     replace(Plan.load(run), scheduler="slurm").write(run.plan)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command.queue, "ask", lambda _: queue)
+        patch.setattr(command.queue, "query_queue", lambda _: queue)
         assert main(["runs", "move", str(run.path), str(tmp_path / "x")]) == 1
     said = capsys.readouterr().err
     assert "jobs that evaluate its checkpoints write into its directory: 7 (pending), 8 (running)" in said

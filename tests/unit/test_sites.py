@@ -100,7 +100,7 @@ def test_the_check_says_what_could_not_be_read_of_a_site(tmp_path: Path) -> None
 
 def test_the_definition_file_of_alps_holds_the_variables_of_its_site_file() -> None:
     file = tomllib.loads((ROOT / "container/relayrun.toml").read_text())
-    site = resolve.yamlfile.read(CLUSTERS / "alps.yaml").values
+    site = resolve.yaml_file.read_yaml(CLUSTERS / "alps.yaml").values
     assert file["env"] == site["environment"]
     assert len(file["env"]) == 11
     assert file["annotations"]["com"]["hooks"]["aws_ofi_nccl"] == {"enabled": "true", "variant": "cuda12"}
@@ -240,7 +240,7 @@ def test_a_launchers_plan_has_the_account_of_its_job_whatever_the_shell_said(
     for name, value in {"SBATCH_ACCOUNT": "proj2", "SLURM_JOB_ACCOUNT": "proj3", "SBATCH_TIMELIMIT": "5"}.items():
         monkeypatch.setenv(name, value)
     seen: list[LocatedSettings] = []
-    monkeypatch.setattr("relayrun.cli.run.submit.check.dry_run", lambda given, _: seen.append(given) or 0)
+    monkeypatch.setattr("relayrun.cli.run.submit.print_dry_run", lambda given, _: seen.append(given) or 0)
     assert main(["launch", "--dry-run", str(run_config(tmp_path))]) == 0
     assert seen[0].values["job"]["account"] == "proj3"
     assert "not heeded" not in capsys.readouterr().err

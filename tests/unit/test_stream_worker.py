@@ -136,11 +136,11 @@ def test_it_ends_with_its_rank_however_that_dies(run: StreamedRun, tmp_path: Pat
         "from pathlib import Path\n"
         "from relayrun.config.compose.schema import RunConfig\n"
         "from relayrun.tokens.mixture.build_datasets import training_order\n"
-        "from relayrun.tokens.mixture.stream_worker import Worker\n"
+        "from relayrun.tokens.mixture.stream_worker import StreamWorker\n"
         "from relayrun.tokens.shards.manifest import Manifest\n"
         "config = RunConfig.model_validate(json.loads(Path(sys.argv[1]).read_text()))\n"
         "order = training_order(config, Manifest.read(sys.argv[2]))\n"
-        "worker = Worker(config, Path(sys.argv[2]), order, consumed=0, replica=0, replicas=1)\n"
+        "worker = StreamWorker(config, Path(sys.argv[2]), order, consumed=0, replica=0, replicas=1)\n"
         "print(worker.pid, flush=True)\n"
         "time.sleep(1000)\n"
     )

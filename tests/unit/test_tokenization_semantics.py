@@ -337,10 +337,10 @@ def test_another_tokenizer_under_the_same_path_is_another_tokenizer(
 MEMORY = """
 import resource, sys
 from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.tokens.tokenize.pipeline import tokenize
+from relayrun.tokens.tokenize.pipeline import tokenize_paths_file
 if __name__ == "__main__":
     tokenizer, out, data, paths = sys.argv[1:]
-    tokenize(TokenizeOptions(tokenizer=tokenizer), output_folder=out, dataset=data, paths_file=paths)
+    tokenize_paths_file(TokenizeOptions(tokenizer=tokenizer), output_folder=out, dataset=data, paths_file=paths)
     print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024)
 """
 

@@ -20,7 +20,7 @@ from relayrun.control.rundir.tracker_runs import update_tracker_runs
 from relayrun.control.trainers.tools import wandb_mode
 from relayrun.files import append_line
 from relayrun.train import hook_list
-from relayrun.train.reporting import tracker_feed
+from relayrun.train.reporting import attempt_hooks, tracker_feed
 from relayrun.train.reporting import trackers as reporting_trackers
 from relayrun.train.reporting.trackers import MetricPoint, PointReader, StreamRolledBack, highest_tensorboard_step
 from tests.history import began
@@ -273,7 +273,7 @@ def test_rank_0_lets_go_of_a_feed_that_does_not_end(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(hook_list, "_start", start)
     said: list[str] = []
     config: Any = SimpleNamespace(project="p", name="n", tracking=SimpleNamespace(tensorboard=True))
-    made = hook_list.TrackerProcesses(Run(tmp_path), 1, config, said.append)
+    made = attempt_hooks.TrackerProcesses(Run(tmp_path), 1, config, said.append)
     made.at_start(0, 0)
     assert len(hung) == 2
     begun = time.monotonic()
@@ -287,7 +287,7 @@ def test_one_line_says_that_wandb_is_off(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     said: list[str] = []
     config: Any = SimpleNamespace(project="p", name="n", tracking=SimpleNamespace(tensorboard=False))
-    made = hook_list.TrackerProcesses(Run(tmp_path), 1, config, said.append)
+    made = attempt_hooks.TrackerProcesses(Run(tmp_path), 1, config, said.append)
     made.at_start(0, 0)
     made.close()
     assert said == ["W&B is off: neither WANDB_API_KEY nor WANDB_MODE=offline is in the environment"]
@@ -299,7 +299,7 @@ def test_trackers_that_cannot_start_are_off_and_say_so(tmp_path: Path, monkeypat
     (tmp_path / "streams.json").write_text("{")
     said: list[str] = []
     config: Any = SimpleNamespace(project="p", name="n", tracking=SimpleNamespace(tensorboard=False))
-    made = hook_list.TrackerProcesses(Run(tmp_path), 1, config, said.append)
+    made = attempt_hooks.TrackerProcesses(Run(tmp_path), 1, config, said.append)
     made.at_start(0, 0)
     made.close()
     assert said[0].startswith("warning: W&B and TensorBoard are off in this attempt: ")

@@ -195,4 +195,4 @@ def test_the_json_schema_goes_by_the_trainer_where_a_file_names_it() -> None:
     assert wrong(COMMON | COMMAND | {"trainer": "commando"}) == [
         "'commando' is not one of ['native', 'megatron-lm', 'command']"
     ]
-    assert schema["properties"]["megatron_lm"]["$ref"] == "#/$defs/MegatronLM"
+    assert schema["properties"]["megatron_lm"]["$ref"] == "#/$defs/MegatronLMSection"

@@ -141,7 +141,7 @@ import types
 from unittest.mock import Mock
 from relayrun.train.hook_list import Hooks
 from relayrun.train.hooks import HookFailed
-from relayrun.train.loop import Training
+from relayrun.train.loop import TrainingLoop
 from tests.unit.test_training_hooks import OneRank, Stubborn
 
 made = types.SimpleNamespace(
@@ -151,7 +151,7 @@ made = types.SimpleNamespace(
     hooks=Hooks([], [("team:Stubborn", Stubborn())], OneRank()),
 )
 try:
-    Training._leave(made, "exit", "asked")
+    TrainingLoop._leave(made, "exit", "asked")
 except HookFailed as error:
     print(error.message.split(" (")[0], made.control.acknowledge.called)
 """

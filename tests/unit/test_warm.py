@@ -110,7 +110,7 @@ def test_signals_reach_it_and_neither_outlives_the_other() -> None:
 
 
 def test_the_program_of_another_checkout_is_started_for_real(tmp_path: Path) -> None:
-    package = tmp_path / "relayrun" / "training"
+    package = tmp_path / "relayrun" / "train"
     package.mkdir(parents=True)
     (tmp_path / "relayrun/__init__.py").touch()
     (package / "__init__.py").touch()

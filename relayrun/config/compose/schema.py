@@ -1,9 +1,9 @@
 """What a run is: all its settings, and the rules between them.
 
 Every setting stands with its unit, its default and what it is called elsewhere in the section that it belongs to, a
-module of `relayrun.config.sections`. `trainers.py` has what every run has, whatever its trainer, and what runs of foreign
-programs have. A field name is the one that Megatron or Slurm use, where they have one. Unknown names are errors;
-`relayrun.config.compose.resolve` turns them into one that names the file, the line and the nearest valid name.
+module of `relayrun.config.sections`. `trainers.py` has what every run has, whatever its trainer, and what runs of
+foreign programs have. A field name is the one that Megatron or Slurm use, where they have one. Unknown names are
+errors; `relayrun.config.compose.resolve` turns them into one that names the file, the line and the nearest valid name.
 """
 
 from __future__ import annotations

@@ -57,77 +57,22 @@ class CheckPart:
     """The part is skipped if less of the whole check's time is left."""
 
 
+def _part(module: str, name: str, seconds: float, least: float, what: str) -> CheckPart:
+    function = f"relayrun.lab.gpucheck.{module}:measure_{name}"
+    return CheckPart(name=name, what=what, function=function, seconds=seconds, least=least)
+
+
 PARTS: tuple[CheckPart, ...] = (
-    CheckPart(
-        name="environment",
-        what="versions, device, what it can do",
-        function="relayrun.lab.gpucheck.performance:measure_environment",
-        seconds=90,
-        least=0,
-    ),
-    CheckPart(
-        name="resume",
-        what="runs that are cut and resumed",
-        function="relayrun.lab.gpucheck.resume:measure_resume",
-        seconds=200,
-        least=40,
-    ),
-    CheckPart(
-        name="recovery",
-        what="ranks that die, and go on inside their job",
-        function="relayrun.lab.gpucheck.resume:measure_recovery",
-        seconds=120,
-        least=40,
-    ),
-    CheckPart(
-        name="speed",
-        what="a 1B model: batch, MFU, memory, time by part, one trace",
-        function="relayrun.lab.gpucheck.performance:measure_speed",
-        seconds=200,
-        least=60,
-    ),
-    CheckPart(
-        name="save",
-        what="what a save holds up, and a load",
-        function="relayrun.lab.gpucheck.performance:measure_save",
-        seconds=180,
-        least=60,
-    ),
-    CheckPart(
-        name="attention",
-        what="which kernel, and how fast",
-        function="relayrun.lab.gpucheck.performance:measure_attention",
-        seconds=60,
-        least=15,
-    ),
-    CheckPart(
-        name="models",
-        what="other models, optimizers and types",
-        function="relayrun.lab.gpucheck.models:measure_models",
-        seconds=150,
-        least=40,
-    ),
-    CheckPart(
-        name="layouts",
-        what="two ranks, in every way that a model is split",
-        function="relayrun.lab.gpucheck.models:measure_layouts",
-        seconds=180,
-        least=60,
-    ),
-    CheckPart(
-        name="export",
-        what="logits of the exported model",
-        function="relayrun.lab.gpucheck.models:measure_export",
-        seconds=90,
-        least=30,
-    ),
-    CheckPart(
-        name="bandwidth",
-        what="all-reduce between GPUs",
-        function="relayrun.lab.gpucheck.performance:measure_bandwidth",
-        seconds=60,
-        least=15,
-    ),
+    _part("performance", "environment", 90, 0, "versions, device, what it can do"),
+    _part("resume", "resume", 200, 40, "runs that are cut and resumed"),
+    _part("resume", "recovery", 120, 40, "ranks that die, and go on inside their job"),
+    _part("performance", "speed", 200, 60, "a 1B model: batch, MFU, memory, time by part, one trace"),
+    _part("performance", "save", 180, 60, "what a save holds up, and a load"),
+    _part("performance", "attention", 60, 15, "which kernel, and how fast"),
+    _part("models", "models", 150, 40, "other models, optimizers and types"),
+    _part("models", "layouts", 180, 60, "two ranks, in every way that a model is split"),
+    _part("models", "export", 90, 30, "logits of the exported model"),
+    _part("performance", "bandwidth", 60, 15, "all-reduce between GPUs"),
 )
 
 

@@ -200,7 +200,8 @@ class Manifest:
     """Everything that decides which tokens a run may see."""
 
     datasets: dict[str, DatasetManifest]
-    """Shards of all data sets that the mixture has ever had, by identity (`config.sections.data.DataSource.identity`)."""
+    """Shards of all data sets that the mixture has ever had, by identity
+    (`config.sections.data.DataSource.identity`)."""
     validation: dict[str, DatasetManifest]
     vocabulary_size: int
     """Entries of the tokenizer, its special tokens included, not padded."""

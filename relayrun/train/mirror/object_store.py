@@ -1,8 +1,7 @@
 """A second place below a URL that fsspec knows (`s3://bucket/ada`): files lie under their final names, unclaimed.
 
-Such stores cannot rename a folder, nor append to a file. So a copy grows where it stays, and counts by its claim
-alone, an object of its own (`relayrun.control.rundir.mirror` lists them). What fails in a way that may pass is tried
-again.
+Such stores cannot rename a folder, nor append to a file. So a copy grows where it stays, and counts by its claim alone,
+an object of its own (`relayrun.control.rundir.mirror` lists them). What fails in a way that may pass is tried again.
 Credentials and options come from the environment, as fsspec and the package of the scheme read them.
 """
 

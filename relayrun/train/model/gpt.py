@@ -33,13 +33,13 @@ from relayrun.tokens.order import sample_rows
 from relayrun.train import distributed, megatron_versions, user_code
 from relayrun.train.distributed import Ranks
 from relayrun.train.loss import LossResult, LossSum, loss_function
-from relayrun.train.model import experts, kernels, layers
+from relayrun.train.model import experts, kernels, layers, user_parts
 from relayrun.train.model.experts import AuxiliaryLosses
 from relayrun.train.model.layers import ACTIVATION_FUNCTIONS
 from relayrun.train.model.packed_documents import PackedDocuments, RowwiseRotaryEmbedding, positions_for
 from relayrun.train.model.size import flops_per_token, pad_to_multiple
+from relayrun.train.model.user_parts import UserLoss
 from relayrun.train.timers import Timers
-from relayrun.train.user_code import UserLoss
 
 
 def transformer_arguments(model: ModelSection, *, on_gpu: bool) -> dict[str, Any]:
@@ -199,7 +199,7 @@ class ModelStage:
         block = layers.block_spec(self._layers, transformer, stage)
         if config.model.spec is None:
             return block
-        found = user_code.build_user_model(
+        found = user_parts.build_user_model(
             config.model.spec,
             transformer,
             vocab_size=self.padded_vocabulary_size,

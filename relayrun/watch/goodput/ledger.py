@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from relayrun.control.rundir.restarts import FailedRestart
 from relayrun.watch.goodput.facts import NodeAllocation
@@ -16,132 +16,65 @@ from relayrun.watch.goodput.facts import NodeAllocation
 PartGroup = Literal["productive", "overhead", "start", "lost", "end", "unknown"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class NodeTimePart:
+class NodeTimePart(NamedTuple):
     """A named part of node time."""
 
     name: str
     group: PartGroup
-    words: str
-    """Activity of the nodes, for people."""
     google: str
     """The `BadputType` of ml-goodput-measurement; empty if the time is productive there."""
+    words: str
+    """Activity of the nodes, for people."""
 
 
 PARTS: tuple[NodeTimePart, ...] = (
+    NodeTimePart("step", "productive", "", "forward, backward and update of steps whose result counts"),
+    NodeTimePart("data", "overhead", "DATA_LOADING_SYNC", "steps that count waited for their data"),
+    NodeTimePart("save", "overhead", "UNPRODUCTIVE_CHECKPOINT_SAVE_TIME", "training stood still for a save"),
+    NodeTimePart("evaluation", "overhead", "CUSTOM_BADPUT_EVENTS", "evaluations inside training"),
+    NodeTimePart("between", "overhead", "OTHER", "between steps: looks for triggers, metrics, hooks"),
+    NodeTimePart("spare", "overhead", "OTHER", "spare nodes waited to take the place of a lost one"),
+    NodeTimePart("prolog", "start", "TPU_INITIALIZATION", "from the allocation to the first lines of the batch script"),
+    NodeTimePart("supervisor", "start", "TPU_INITIALIZATION", "the supervisor looked where to go on from"),
     NodeTimePart(
-        name="step",
-        group="productive",
-        words="forward, backward and update of steps whose result counts",
-        google="",
+        "launch",
+        "start",
+        "TPU_INITIALIZATION",
+        "modules, job.setup, container and task starter, until rank 0's program ran",
+    ),
+    NodeTimePart("import", "start", "TRAINING_PREP", "imports of the program"),
+    NodeTimePart("init", "start", "TRAINING_PREP", "the ranks met, data were checked, model and optimizer were made"),
+    NodeTimePart("load", "start", "UNPRODUCTIVE_CHECKPOINT_RESTORE_TIME", "the checkpoint was loaded"),
+    NodeTimePart(
+        "compile", "start", "PROGRAM_STARTUP", "what an attempt's first step took beyond the median of the next ones"
     ),
     NodeTimePart(
-        name="data",
-        group="overhead",
-        words="steps that count waited for their data",
-        google="DATA_LOADING_SYNC",
+        "redone", "lost", "WASTED_PROGRESS_FROM_DISRUPTION", "steps whose result was lost, and computed again"
     ),
     NodeTimePart(
-        name="save",
-        group="overhead",
-        words="training stood still for a save",
-        google="UNPRODUCTIVE_CHECKPOINT_SAVE_TIME",
+        "failed start",
+        "lost",
+        "INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION",
+        "starts that did not come to their first step",
+    ),
+    NodeTimePart("hang", "lost", "INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION", "nothing moved, until that was noticed"),
+    NodeTimePart(
+        "recovery",
+        "lost",
+        "INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION",
+        "from a failure to the end of the ranks, or back to a checkpoint",
     ),
     NodeTimePart(
-        name="evaluation", group="overhead", words="evaluations inside training", google="CUSTOM_BADPUT_EVENTS"
+        "given up",
+        "lost",
+        "INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION",
+        "nodes that were lost, and whose job went on without them",
     ),
     NodeTimePart(
-        name="between",
-        group="overhead",
-        words="between steps: looks for triggers, metrics, hooks",
-        google="OTHER",
+        "no attempt", "lost", "INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION", "jobs that had nodes and began no attempt"
     ),
-    NodeTimePart(
-        name="spare",
-        group="overhead",
-        words="spare nodes waited to take the place of a lost one",
-        google="OTHER",
-    ),
-    NodeTimePart(
-        name="prolog",
-        group="start",
-        words="from the allocation to the first lines of the batch script",
-        google="TPU_INITIALIZATION",
-    ),
-    NodeTimePart(
-        name="supervisor",
-        group="start",
-        words="the supervisor looked where to go on from",
-        google="TPU_INITIALIZATION",
-    ),
-    NodeTimePart(
-        name="launch",
-        group="start",
-        words="modules, job.setup, container and task starter, until rank 0's program ran",
-        google="TPU_INITIALIZATION",
-    ),
-    NodeTimePart(name="import", group="start", words="imports of the program", google="TRAINING_PREP"),
-    NodeTimePart(
-        name="init",
-        group="start",
-        words="the ranks met, data were checked, model and optimizer were made",
-        google="TRAINING_PREP",
-    ),
-    NodeTimePart(
-        name="load",
-        group="start",
-        words="the checkpoint was loaded",
-        google="UNPRODUCTIVE_CHECKPOINT_RESTORE_TIME",
-    ),
-    NodeTimePart(
-        name="compile",
-        group="start",
-        words="what an attempt's first step took beyond the median of the next ones",
-        google="PROGRAM_STARTUP",
-    ),
-    NodeTimePart(
-        name="redone",
-        group="lost",
-        words="steps whose result was lost, and computed again",
-        google="WASTED_PROGRESS_FROM_DISRUPTION",
-    ),
-    NodeTimePart(
-        name="failed start",
-        group="lost",
-        words="starts that did not come to their first step",
-        google="INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION",
-    ),
-    NodeTimePart(
-        name="hang",
-        group="lost",
-        words="nothing moved, until that was noticed",
-        google="INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION",
-    ),
-    NodeTimePart(
-        name="recovery",
-        group="lost",
-        words="from a failure to the end of the ranks, or back to a checkpoint",
-        google="INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION",
-    ),
-    NodeTimePart(
-        name="given up",
-        group="lost",
-        words="nodes that were lost, and whose job went on without them",
-        google="INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION",
-    ),
-    NodeTimePart(
-        name="no attempt",
-        group="lost",
-        words="jobs that had nodes and began no attempt",
-        google="INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION",
-    ),
-    NodeTimePart(
-        name="end",
-        group="end",
-        words="from the ranks' last word to the end of the allocation",
-        google="OTHER",
-    ),
-    NodeTimePart(name="unknown", group="unknown", words="nobody knows", google="OTHER"),
+    NodeTimePart("end", "end", "OTHER", "from the ranks' last word to the end of the allocation"),
+    NodeTimePart("unknown", "unknown", "OTHER", "nobody knows"),
 )
 """In display order."""
 
