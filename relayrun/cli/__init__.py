@@ -149,6 +149,16 @@ def adder(name: str) -> AddArguments:
     return add
 
 
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that names a run."""
+    parser.add_argument("name", metavar="RUN", help="run directory, or project/name below logs/runs")
+
+
+def add_overrides(parser: argparse.ArgumentParser, words: str) -> None:
+    """Add `--set NAME=VALUE`, whose values are collected in `overrides`."""
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="NAME=VALUE", help=words)
+
+
 def as_program(add_arguments: AddArguments, description: str | None) -> int:
     """Run a subcommand as a program with the same flags, for scripts/ and launchers/."""
 

@@ -87,20 +87,18 @@ class CronCheck:
         self._stuck: dict[str, dict[str, str]] = {}
         """Reasons by campaign and member why a run does not start; a reason is removed when it is reported."""
 
-    def look(self) -> list[str]:
+    def run(self) -> list[str]:
         """Check once; return the lines to print. Raises RelayrunError if the folder cannot be read."""
-        with cron_check_record.hold_lock(cron_check_record.cron_check_lock_path(self._folder, self._user)) as (
-            fd,
-            mine,
-        ):
+        lock_path = cron_check_record.cron_check_lock_path(self._folder, self._user)
+        with cron_check_record.hold_lock(lock_path) as (lock, mine):
             if mine:
-                return self._look(fd)
+                return self._run(lock)
             memory = self._remembered()[0]
             stuck = memory is not None and self._now - memory.time > LATE_CHECK_SECONDS
-            said = stuck and cron_check_record.is_first_in_hour(fd, now=self._now)
+            said = stuck and cron_check_record.is_first_in_hour(lock, now=self._now)
             return [f"{self._folder}: a look that began long ago has not ended"] * said
 
-    def _look(self, lock: int) -> list[str]:
+    def _run(self, lock: int) -> list[str]:
         before, complaint = self._remembered()
         self._first = before is None or not before.jobs_known
         self._before = before or self._before
@@ -143,9 +141,46 @@ class CronCheck:
 
     def _runs(self) -> dict[str, list[_SeenSymptom]]:
         """Check every run of this user; return the symptoms by the run's path below the folder."""
+        seen: dict[str, list[_SeenSymptom]] = {}
+        ended, living = self._own_runs(seen)
+        for run, plan in ended:
+            with contextlib.suppress(Exception):  # the run has ended; `relayrun status` shows the rest
+                seen[self._name(run)] = self._purged(run, plan)
+                self._tell(run, plan, seen[self._name(run)], at_work=False)
+        runs = [run for run, _ in living.values()]
+        folders = campaign_folders([run for run, _ in ended] + runs)
+        started = start_due_members(folders, say=lambda words: None)
+        self._stuck = {str(folder): dict(look.stuck) for folder, look in started.items()}
+        gone = [run.path for name, (run, _) in living.items() if self._is_known_gone(name, run)]
+        states = {entry.path: entry for entry in RunsWatcher(without_jobs=gone).statuses(runs, now=self._now)}
+        silent = None
+        old = 0
+        for name, (run, plan) in living.items():
+            status = states[str(run.path)]
+            if isinstance(status, DamagedRun):
+                seen[name] = self._unreadable(run, status.error)
+            elif status.state == "unknown":
+                silent = status.scheduler_error or "no answer"
+                seen[name] = self._as_before(name)
+                self._running |= {name: kept} if (kept := self._before.running.get(name)) else {}
+            else:
+                is_old = status.state == "broken" and self._now - _last_sign(run, status) > FORGET_SECONDS
+                old += self._first and is_old
+                seen[name] = self._living(name, run, plan, status, told=self._first and is_old)
+        if silent is not None:
+            seen[SLURM_SYMPTOM] = self._silent(silent)
+        if old:
+            self._lines.append(
+                f"{self._folder}: {old} chains died more than a day ago, of which nobody is told: `relayrun status`"
+            )
+        return seen
+
+    def _own_runs(
+        self, seen: dict[str, list[_SeenSymptom]]
+    ) -> tuple[list[tuple[Run, Plan]], dict[str, tuple[Run, Plan]]]:
+        """Ended runs of this user, and the others by name; runs that cannot be read are added to `seen`."""
         ended: list[tuple[Run, Plan]] = []
         living: dict[str, tuple[Run, Plan]] = {}
-        seen: dict[str, list[_SeenSymptom]] = {}
         for run in find_runs_below(self._folder, depth=cron_check_record.MAX_FOLDER_DEPTH):
             try:
                 plan = Plan.load(run)
@@ -157,47 +192,18 @@ class CronCheck:
                     living[self._name(run)] = run, plan
             except (RelayrunError, OSError) as error:
                 seen[self._name(run)] = self._unreadable(run, getattr(error, "message", None) or str(error))
-        for run, plan in ended:
-            with contextlib.suppress(Exception):  # the run has ended; `relayrun status` shows the rest
-                seen[self._name(run)] = self._purged(run, plan)
-                self._tell(run, plan, seen[self._name(run)], at_work=False)
-        looks = start_due_members(
-            campaign_folders(run for run, _ in [*ended, *living.values()]), say=lambda words: None
-        )
-        self._stuck = {str(folder): dict(look.stuck) for folder, look in looks.items()}
-        gone = [run.path for name, (run, _) in living.items() if self._is_known_gone(name, run)]
-        found = RunsWatcher(without_jobs=gone).look([run for run, _ in living.values()], now=self._now)
-        states = {entry.path: entry for entry in found}
-        silent = None
-        old = 0
-        for name, (run, plan) in living.items():
-            status = states[str(run.path)]
-            if isinstance(status, DamagedRun):
-                seen[name] = self._unreadable(run, status.error)
-                continue
-            if status.state == "unknown":
-                silent = status.scheduler_error or "no answer"
-                seen[name] = self._as_before(name)
-                self._running |= {name: kept} if (kept := self._before.running.get(name)) else {}
-                continue
-            try:
-                seen[name] = self._symptoms(name, run, plan, status)
-                if self._first and status.state == "broken" and self._now - _last_sign(run, status) > FORGET_SECONDS:
-                    for entry in seen[name]:
-                        entry.told = True
-                    old += 1
-                self._tell(run, plan, seen[name], at_work=is_at_work(run, status, self._running_since(name)))
-            except Exception as error:  # a defect in one run's records must not hide the others
-                seen[name] = self._unreadable(
-                    run, getattr(error, "message", None) or f"{type(error).__name__}: {error}"
-                )
-        if silent is not None:
-            seen[SLURM_SYMPTOM] = self._silent(silent)
-        if old:
-            self._lines.append(
-                f"{self._folder}: {old} chains died more than a day ago, of which nobody is told: `relayrun status`"
-            )
-        return seen
+        return ended, living
+
+    def _living(self, name: str, run: Run, plan: Plan, status: RunStatus, *, told: bool) -> list[_SeenSymptom]:
+        """Check a run that has not ended, and report its symptoms. `told`: as if they were reported before."""
+        try:
+            found = self._symptoms(name, run, plan, status)
+            for entry in found if told else ():
+                entry.told = True
+            self._tell(run, plan, found, at_work=is_at_work(run, status, self._running_since(name)))
+        except Exception as error:  # a defect in one run's records must not hide the others
+            return self._unreadable(run, getattr(error, "message", None) or f"{type(error).__name__}: {error}")
+        return found
 
     def _is_known_gone(self, name: str, run: Run) -> bool:
         """True if the end of the chain was reported and the run was not submitted since."""
@@ -340,7 +346,7 @@ def check_folder(folder: Path, *, now: float) -> list[str]:
     if not folder.is_dir():
         raise InputError("there is no such folder", where=folder, hint="give the folder that your runs lie in")
     try:
-        return CronCheck(folder, now=now).look()
+        return CronCheck(folder, now=now).run()
     except OSError as error:
         raise InputError(
             f"it cannot be looked after: {error.strerror or error}",

@@ -177,7 +177,6 @@ def _send_due_notices(
 
 
 def _record_result(book: Mapping[str, tuple[Notice, NoticeDelivery]], result: _SendResult) -> None:
-    """Record the result of a message for all notices that it covers."""
     message, now = result.message, time.time()
     name = message.target.name
     if result.error is not None:

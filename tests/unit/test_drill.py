@@ -148,19 +148,19 @@ class Quiet:
 
 def test_rows_that_are_done_are_kept_and_the_reference_comes_first(tmp_path: Path) -> None:
     found = drill(tmp_path, "rank-killed,cancelled,node-lost")
-    assert found.to_do() == [UNDISTURBED_RUN, "rank-killed", "cancelled"]
-    assert found.cost(found.to_do()).jobs == 1 + 2 + 1
-    assert found.cost(found.to_do()).most_node_minutes == 4 * 2 * 10
+    assert found.pending_tests() == [UNDISTURBED_RUN, "rank-killed", "cancelled"]
+    assert found.cost(found.pending_tests()).jobs == 1 + 2 + 1
+    assert found.cost(found.pending_tests()).most_node_minutes == 4 * 2 * 10
     put(found, done(UNDISTURBED_RUN), done("rank-killed", passed=False, wrong=["no"]))
-    assert found.to_do() == ["cancelled"]
+    assert found.pending_tests() == ["cancelled"]
     with found.locked(), pytest.raises(InputError, match="another drill"), drill(tmp_path).locked():
         pass
     put(found, done("cancelled"))
-    assert found.to_do() == []
-    found.again()
-    assert found.to_do() == ["rank-killed", "cancelled"]
+    assert found.pending_tests() == []
+    found.forget_results()
+    assert found.pending_tests() == ["rank-killed", "cancelled"]
     put(found, done(UNDISTURBED_RUN, passed=False))
-    assert found.to_do()[0] == UNDISTURBED_RUN
+    assert found.pending_tests()[0] == UNDISTURBED_RUN
 
 
 def test_the_page_says_what_failed_and_what_is_left_out(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import time
 from pathlib import Path
 
+from relayrun.cli import add_run
 from relayrun.config.compose.writable import check_outputs
 from relayrun.control.rundir import checkpoint_records
 from relayrun.control.rundir.checkpoint_records import BrokenCheckpoint, newer_broken_checkpoints
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     verify.set_defaults(run=verify_checkpoint)
     copy = actions.add_parser("mirror", help="copy checkpoints to the second place of their run, as a job does")
-    copy.add_argument("name", metavar="RUN", help="run directory, or project/name below logs/runs")
+    add_run(copy)
     copy.add_argument("--verify", action="store_true", help="read all copies back in full, too")
     copy.set_defaults(run=mirror_checkpoints)
     back = actions.add_parser("restore", help="put a copy back where the run expects it, or into a folder")
@@ -79,7 +80,6 @@ def verify_checkpoint(options: argparse.Namespace) -> int:
 
 
 def _run_of_checkpoint(folder: Path) -> Run | None:
-    """The run that contains a checkpoint folder."""
     real = Path(os.path.realpath(folder))
     run = Run(real.parent.parent)
     return run if real.parent == run.checkpoints and run.attempts.is_dir() else None

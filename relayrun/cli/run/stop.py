@@ -10,6 +10,7 @@ import argparse
 import os
 import time
 
+from relayrun.cli import add_run
 from relayrun.control import chain_state
 from relayrun.control.chain import campaign, supervisor
 from relayrun.control.chain.jobs import cancel_chain, stop_chain_without_files
@@ -26,7 +27,7 @@ from relayrun.watch.status import queue
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun save`, `relayrun stop` and `relayrun cancel`."""
-    parser.add_argument("name", metavar="RUN", help="run directory, or project/name below logs/runs")
+    add_run(parser)
     parser.set_defaults(run=run)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from relayrun import places
+from relayrun.cli import add_overrides, add_run
 from relayrun.config.compose import resolve, sites
 from relayrun.config.compose.resolve import config_differences
 from relayrun.config.compose.schema import RunConfig
@@ -38,9 +39,7 @@ log = logging.getLogger(__name__)
 def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun check`."""
     parser.add_argument("config", type=Path, help="run config, for example configs/runs/demo.yaml")
-    parser.add_argument(
-        "--set", dest="overrides", action="append", default=[], metavar="NAME=VALUE", help="as for `relayrun submit`"
-    )
+    add_overrides(parser, "as for `relayrun submit`")
     parser.add_argument("--resume", action="store_true", help="take it that the chain may have ended")
     parser.add_argument("--accept-data-change", action="store_true", help="take it that the data may have changed")
     parser.add_argument("--take-over", action="store_true", help="take it that the run may be another user's")
@@ -171,14 +170,7 @@ def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_change_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options common to `relayrun submit` and `relayrun resume`."""
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="override a setting: --set training.steps=50",
-    )
+    add_overrides(parser, "override a setting: --set training.steps=50")
     parser.add_argument(
         "--dry-run", action="store_true", help="check it and print the job script; write and submit nothing"
     )
@@ -229,7 +221,7 @@ def print_submitted(submitted: submission.SubmittedRun) -> None:
 
 def add_resume_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun resume`."""
-    parser.add_argument("name", metavar="RUN", help="run directory, or project/name below logs/runs")
+    add_run(parser)
     add_change_arguments(parser)
     parser.set_defaults(run=run_resume)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from relayrun import places
+from relayrun.cli import add_overrides
 from relayrun.config.compose.writable import check_writable
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import ConfigError, InputError
@@ -101,9 +102,9 @@ def _run_session(drill: DrillSession, options: argparse.Namespace) -> int:
     for name, reason in drill.skipped.items():
         tell(f"{name} is left out: {reason}")
     if options.again:
-        drill.again()
+        drill.forget_results()
     stopped = False
-    if names := drill.to_do():
+    if names := drill.pending_tests():
         drill.check()
         tell(f"{drill.cost(names).words}; in {drill.folder}")
         if not options.yes and not _confirmed():
@@ -111,7 +112,7 @@ def _run_session(drill: DrillSession, options: argparse.Namespace) -> int:
             return 1
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
-            drill.go_on()
+            drill.run_pending()
         except KeyboardInterrupt:
             stopped = True
         finally:
@@ -160,14 +161,7 @@ def add_gpu_check_arguments(parser: argparse.ArgumentParser) -> None:
         "--nodes", type=int, default=1, metavar="N", help="nodes of the job, where the cluster has Slurm"
     )
     parser.add_argument("--time", default="15", metavar="LIMIT", help="of the job (default: %(default)s minutes)")
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a setting of all training runs of the check: --set training.transformer_impl=local",
-    )
+    add_overrides(parser, "a setting of all training runs of the check: --set training.transformer_impl=local")
     parser.add_argument(
         "--hook", dest="hooks", action="append", default=[], metavar="MODULE:CLASS", help="a hook of your own in them"
     )

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+from relayrun.cli import add_run
 from relayrun.control.rundir.find_runs import find_run
 from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.errors import RunDirError
@@ -18,7 +19,7 @@ POLL_SECONDS = 1.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun logs`."""
-    parser.add_argument("name", metavar="RUN", help="run directory, or project/name below logs/runs")
+    add_run(parser)
     parser.add_argument("-n", "--lines", type=int, default=50, metavar="N", help="last lines of each file (50)")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("-f", "--follow", action="store_true", help="go on with what is added, job after job")

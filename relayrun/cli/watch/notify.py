@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from relayrun.cli import add_run
 from relayrun.config.compose import resolve
 from relayrun.control.notify import notices
 from relayrun.control.notify.notices import Notice, NoticeMessage, NoticePolicy
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     test.add_argument("--set", dest="overrides", action="append", default=[], metavar="NAME=VALUE")
     test.set_defaults(run=run_test)
     send = verbs.add_parser("send", help="send now what could not be sent")
-    send.add_argument("name", metavar="RUN", help="run directory, or project/name below logs/runs")
+    add_run(send)
     send.set_defaults(run=run_send)
 
 

@@ -64,7 +64,6 @@ def run_report(options: argparse.Namespace) -> int:
 
 
 def _print_text_report(run: Run) -> None:
-    """Print a table of the attempts, the loss curve, and the parts of node time."""
     found = _read_started_run(run)
     print_table(terminal_report.attempts_table(found))
     if found.iterations:
@@ -100,7 +99,6 @@ def _write_page(runs: list[Run], target: Path | None, *, as_json: bool) -> None:
 
 
 def _print_json(values: list[dict[str, object]]) -> None:
-    """Print the only value, or a list of several."""
     print(json_text(values if len(values) > 1 else values[0]))
 
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from relayrun.cli import add_run
 from relayrun.config.compose import yaml_file
 from relayrun.config.compose.writable import check_outputs, check_writable
 from relayrun.control import chain_state
@@ -21,6 +22,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import is_live_state
 from relayrun.errors import InputError, RelayrunError, RunDirError, user_name
 from relayrun.submit import move_run as submit_move_run
+from relayrun.submit.forecast import format_bytes
 from relayrun.watch.status import queue, run_status
 from relayrun.watch.status.runs import RunsWatcher
 from relayrun.watch.status.summary import DamagedRun
@@ -66,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     archive.add_argument("--to", type=Path, required=True, metavar="PLACE", help="a folder that is there")
     archive.set_defaults(run=archive_runs)
     move = actions.add_parser("move", help="move a run's directory; `relayrun resume` goes on with it there")
-    move.add_argument("name", metavar="RUN", help="run directory, or project/name below logs/runs")
+    add_run(move)
     move.add_argument("target", type=Path, metavar="FOLDER", help="its new directory, which is not there yet")
     move.set_defaults(run=move_run)
 
@@ -80,12 +82,12 @@ def list_runs(options: argparse.Namespace) -> int:
             runs |= {run.path: run for run in find_runs_below(folder.expanduser().absolute(), depth=SEARCH_DEPTH)}
         except OSError as error:
             raise InputError(f"it cannot be looked into: {error.strerror}", where=folder) from None
-    rows = [_run_row(runs[Path(entry.path)], entry) for entry in RunsWatcher().look(list(runs.values()), now=now)]
+    rows = [_run_row(runs[Path(entry.path)], entry) for entry in RunsWatcher().statuses(list(runs.values()), now=now)]
     if options.json:
         print(json_text([asdict(row) for row in rows]))
     elif rows:
         print_table(text_table(RUN_COLUMNS, [_run_cells(row, now) for row in rows]))
-        print(f"{len(rows):,} runs, {_size(sum(row.bytes for row in rows))}")
+        print(f"{len(rows):,} runs, {format_bytes(sum(row.bytes for row in rows))}")
     else:
         print("no runs below " + ", ".join(map(str, options.folders or [find_runs.runs_folder()])))
     return 0
@@ -114,20 +116,12 @@ def _run_cells(row: RunRow, now: float) -> tuple[str, ...]:
     return (
         row.path,
         row.state,
-        _size(row.bytes),
+        format_bytes(row.bytes),
         "" if row.updated is None else f"{format_seconds(now - row.updated)} ago",
         "none" if not row.durable_iteration else f"{row.durable_iteration:,}",
         "" if row.durable_age is None else f"{format_seconds(row.durable_age)} ago",
         row.words,
     )
-
-
-def _size(count: int) -> str:
-    """Format bytes in decimal units."""
-    for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= limit:
-            return f"{count / limit:,.1f} {unit}"
-    return f"{count} B"
 
 
 def archive_runs(options: argparse.Namespace) -> int:

@@ -64,8 +64,8 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         from relayrun.watch.status import run_status_text
 
-        print(json_text([run_status_text.run_status_as_json(entry) for entry in RunsWatcher().look(runs, now=now)]))
-    elif found := RunsWatcher().glance(runs, now=now):
+        print(json_text([run_status_text.run_status_as_json(entry) for entry in RunsWatcher().statuses(runs, now=now)]))
+    elif found := RunsWatcher().summaries(runs, now=now):
         tables.print_runs(found)
         for line in tables.cron_check_lines(found, now=now):
             print(line)
@@ -115,7 +115,7 @@ def follow(name: str | None, interval: float) -> int:
 
 
 def _gather(watcher: RunsWatcher, runs: list[Run], *, now: float, single: bool) -> Sequence[RunSummary | DamagedRun]:
-    return watcher.look(runs, now=now) if single else watcher.glance(runs, now=now)
+    return watcher.statuses(runs, now=now) if single else watcher.summaries(runs, now=now)
 
 
 def _has_ended(found: Sequence[RunSummary | DamagedRun], single: bool) -> bool:
@@ -148,7 +148,7 @@ def _follow_as_lines(runs: Callable[[], list[Run]], watcher: RunsWatcher, interv
     told: dict[str, str] = {}
     while True:
         now = time.time()
-        found = watcher.glance(runs(), now=now)
+        found = watcher.summaries(runs(), now=now)
         for entry in found:
             line = tables.run_line(entry)
             if told.get(entry.path) != line:

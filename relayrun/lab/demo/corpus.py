@@ -130,7 +130,7 @@ def build_corpus(
     with replaced_folder(output) as building:
         for name, gathering in sets.items():
             documents = sorted(gathering.documents, key=lambda document: _keyed(document[0], seed))
-            _write_parquet(building / name, documents, parts=1 if name == "heldout" else PARTS)
+            _write_documents(building / name, documents, parts=1 if name == "heldout" else PARTS)
         counts = {name: {"documents": s.documents, "bytes": s.bytes} for name, s in made.items()}
         write_json(building / CORPUS_RECORD, {"seed": seed, "megabytes": megabytes, "sets": counts})
         _check_output(output)  # again: files may have appeared meanwhile
@@ -205,7 +205,6 @@ def _keyed(path: str, seed: int) -> bytes:
 
 
 def _documents(files: Sequence[tuple[str, str]], sets: dict[str, _SetDocuments]) -> Iterator[tuple[str, str, str]]:
-    """Yield (set, path, text) until the training sets are full."""
     for relative, path in files:
         if sets["docs"].full and sets["code"].full:
             return
@@ -230,7 +229,6 @@ def _documents(files: Sequence[tuple[str, str]], sets: dict[str, _SetDocuments])
 
 
 def _read_text(path: str) -> str | None:
-    """The text of a file; None if it is too small, too large, unreadable or not UTF-8."""
     try:
         if not SMALLEST <= os.stat(path).st_size <= LARGEST:
             return None
@@ -240,12 +238,18 @@ def _read_text(path: str) -> str | None:
         return None
 
 
-def _write_parquet(folder: Path, documents: Sequence[tuple[str, str]], *, parts: int) -> None:
-    """Write documents, (path, text), in order to `parts` files of about equal text size."""
+def write_parquet(file: Path, /, **columns: Sequence[str]) -> None:
+    """Write columns of texts to a parquet file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    folder.mkdir()
+    file.parent.mkdir(exist_ok=True)
+    table = pa.table({name: pa.array(values, pa.string()) for name, values in columns.items()})
+    pq.write_table(table, file, compression="snappy")
+
+
+def _write_documents(folder: Path, documents: Sequence[tuple[str, str]], *, parts: int) -> None:
+    """Write documents, (path, text), in order to `parts` files of about equal text size."""
     total = sum(len(text) for _, text in documents)
     groups: list[list[tuple[str, str]]] = [[] for _ in range(parts)]
     before = 0
@@ -253,13 +257,8 @@ def _write_parquet(folder: Path, documents: Sequence[tuple[str, str]], *, parts:
         groups[before * parts // total].append((path, text))
         before += len(text)
     for number, group in enumerate(groups):
-        table = pa.table(
-            {
-                "text": pa.array([text for _, text in group], pa.string()),
-                "path": pa.array([path for path, _ in group], pa.string()),
-            }
-        )
-        pq.write_table(table, folder / f"part-{number:03d}.parquet", compression="snappy")
+        texts, paths = [text for _, text in group], [path for path, _ in group]
+        write_parquet(folder / f"part-{number:03d}.parquet", text=texts, path=paths)
 
 
 def _check_output(output: Path) -> None:

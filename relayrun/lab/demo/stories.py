@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from relayrun.files import replaced_folder
+from relayrun.lab.demo.corpus import write_parquet
 
 HELDOUT_SHARE = 0.01
 PARTS = 4
@@ -153,8 +154,9 @@ def build_stories(output: Path, *, megabytes: float = 8.0, seed: int = 0) -> Sto
             train.append(text)
             size += len(text.encode())
     with replaced_folder(output) as building:
-        _write_texts(building / "train", train, parts=PARTS)
-        _write_texts(building / "heldout", heldout, parts=1)
+        for number in range(PARTS):
+            write_parquet(building / "train" / f"part-{number:03d}.parquet", text=train[number::PARTS])
+        write_parquet(building / "heldout" / "part-000.parquet", text=heldout)
     return StorySets(train=output / "train", heldout=output / "heldout", documents=len(train), bytes=size)
 
 
@@ -191,14 +193,3 @@ def _draw_character(draw: random.Random) -> tuple[str, tuple[str, str, str]]:
     if draw.random() < 0.5:
         return draw.choice(SHE), ("she", "her", "her")
     return draw.choice(HE), ("he", "his", "him")
-
-
-def _write_texts(folder: Path, texts: Sequence[str], *, parts: int) -> None:
-    """Write texts to `parts` parquet files."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    folder.mkdir()
-    for number in range(parts):
-        table = pa.table({"text": pa.array(texts[number::parts], pa.string())})
-        pq.write_table(table, folder / f"part-{number:03d}.parquet", compression="snappy")

@@ -1,7 +1,7 @@
 """One fault test: submit a run as a user does, inject the fault, wait for the end, judge the result.
 
-`run_fault` does one test and returns a `FaultResult`, stored as JSON. `judge_run` compares a finished chain with the
-table of faults and with the undisturbed run: losses, gradient norms and the tensors of the last checkpoint.
+`run_fault` does one test and returns a `FaultResult`, stored as JSON. A finished chain is compared with the table of
+faults and with the undisturbed run: losses, gradient norms and the values of the last checkpoint.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from relayrun import places
 from relayrun.control.chain.jobs import cancel_chain
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.records import AttemptEnd, Record
+from relayrun.control.rundir.records import Record
 from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import ConfigError, RelayrunError, RunDirError, SchedulerError
@@ -214,12 +214,7 @@ def run_fault(tools: DrillTools, fault: Fault) -> FaultResult:
             if run.plan.exists() and may_still_run(target):
                 tools.tell(f"{fault.name}: {cancel_jobs(target)}")
             target.bring_back_nodes()
-        verdict = (
-            judge_run(run, fault, site.run(UNDISTURBED_RUN), commands)
-            if run.plan.exists()
-            else FaultVerdict(causes=[], said="")
-        )
-        return _fault_result(run, fault, begin, verdict, failed)
+        return _fault_result(tools, run, fault, begin, failed)
 
 
 def submit_run_config(config: Path, environment: dict[str, str]) -> None:
@@ -308,87 +303,66 @@ def _small_file_system(run: Run, fault: Fault) -> Iterator[None]:
     kept.rename(folder)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FaultVerdict:
-    """Judgement of a finished run."""
-
-    causes: list[str]
-    """Causes of the attempts' ends, in order."""
-    said: str
-    """Reasons of these ends and of STOP, one per line."""
-    wrong: list[str] = field(default_factory=list)
-    """Deviations from the table, one sentence each."""
-    bit_for_bit: bool | None = None
-    """True if losses and checkpoint equal the undisturbed run's; None if the chain need not finish."""
-
-
-def judge_run(run: Run, fault: Fault, reference: Run, commands: Path) -> FaultVerdict:
-    """Compare a finished chain with the table and with the undisturbed run."""
-    ends = _attempt_ends(run)
+def _fault_result(tools: DrillTools, run: Run, fault: Fault, begin: float, failed: str) -> FaultResult:
+    starts = [start for number in run.attempt_numbers() if (start := run.attempt(number).read_begin())]
+    ends = [run.attempt(start.attempt).read_end() for start in starts]
+    causes = [end.cause if end else "none" for end in ends]
     reason = stop_reason(run)
     said = "\n".join([end.reason if end else "it left no end" for end in ends] + ([reason] if reason else []))
-    causes = [end.cause if end else "none" for end in ends]
-    wrong = []
-    if len(causes) != len(fault.causes) or any(
-        cause not in wanted.split("|") for cause, wanted in zip(causes, fault.causes, strict=True)
-    ):
-        wrong.append(f"attempts ended {', '.join(causes) or '(none)'}; expected {', '.join(fault.causes)}")
-    stop = run.stop.read_text(encoding="utf-8") if run.stop.exists() else ""
-    if fault.says not in f"{said}\n{stop}":
-        wrong.append(f"nobody says {fault.says!r}")
-    if fault.logged and not any(fault.logged in log_end(log) for log in job_logs(run)):
-        wrong.append(f"no log of its jobs says {fault.logged!r}")
-    if fault.commands and not wrapper_marker(commands).exists():
-        wrong.append("the command that does harm was not called: the fault did not happen")
-    same: bool | None = None
-    if fault.expect == "resumed":
-        different = loss_differences(run, reference, RUN_STEPS)
-        different += checkpoint_differences(run.checkpoint(RUN_STEPS), reference.checkpoint(RUN_STEPS))[1]
-        same = not different
-        wrong += different[:5]
-    elif not run.stop.exists():
-        wrong.append("the chain ended without a STOP that says why")
-    if any(entry.name.startswith("iter") for entry in (run.checkpoints / ".staging").rglob("*")):
-        wrong.append("a checkpoint that was not published lies in checkpoints/.staging")
-    return FaultVerdict(causes=causes, said=said, wrong=wrong, bit_for_bit=same)
-
-
-def job_logs(run: Run) -> list[Path]:
-    """Return the logs of the run's jobs."""
-    return sorted(log_folder(run).glob(f"{Plan.load(run).job_name}-*"))
-
-
-def log_end(log: Path) -> str:
-    """Return the end of a log."""
-    return last_bytes(log, LOG_BYTES_READ).decode(errors="replace")
-
-
-def _attempt_ends(run: Run) -> list[AttemptEnd | None]:
-    numbers = [number for number in run.attempt_numbers() if run.attempt(number).begin.exists()]
-    return [run.attempt(number).read_end() for number in numbers]
-
-
-def _fault_result(run: Run, fault: Fault, begin: float, verdict: FaultVerdict, failed: str) -> FaultResult:
+    wrong, same = [failed] if failed else [], None
+    if run.plan.exists():
+        wrong += _table_differences(run, fault, causes, said)
+        if fault.commands and not wrapper_marker(tools.site.commands(fault.name)).exists():
+            wrong.append("the command that does harm was not called: the fault did not happen")
+        if fault.expect == "resumed":
+            reference = tools.site.run(UNDISTURBED_RUN)
+            different = loss_differences(run, reference, RUN_STEPS)
+            different += checkpoint_differences(run.checkpoint(RUN_STEPS), reference.checkpoint(RUN_STEPS))[1]
+            same = not different
+            wrong += different[:5]
     lost, steps, allocated = _fault_cost(run)
-    wrong = [*([failed] if failed else []), *verdict.wrong]
     return FaultResult(
         name=fault.name,
         what=fault.what,
         expect=fault.expect,
         passed=not wrong,
         wrong=wrong,
-        seen=verdict.causes,
-        said=verdict.said,
-        stop=stop_reason(run) or "",
+        seen=causes,
+        said=said,
+        stop=reason or "",
         seconds_lost=lost,
         steps_lost=steps,
-        bit_for_bit=verdict.bit_for_bit,
+        bit_for_bit=same,
         node_seconds=allocated,
         begin=begin,
         seconds=time.time() - begin,
         run_dir=str(run.path),
-        job_ids=[attempt.job_id for number in run.attempt_numbers() if (attempt := run.attempt(number).read_begin())],
+        job_ids=[start.job_id for start in starts],
     )
+
+
+def _table_differences(run: Run, fault: Fault, causes: list[str], said: str) -> list[str]:
+    """Return the deviations of a chain's end from the table, one sentence each."""
+    wrong = []
+    expected = [wanted.split("|") for wanted in fault.causes]
+    if len(causes) != len(expected) or any(cause not in wanted for cause, wanted in zip(causes, expected, strict=True)):
+        wrong.append(f"attempts ended {', '.join(causes) or '(none)'}; expected {', '.join(fault.causes)}")
+    stop = run.stop.read_text(encoding="utf-8") if run.stop.exists() else ""
+    if fault.says not in f"{said}\n{stop}":
+        wrong.append(f"nobody says {fault.says!r}")
+    logs = (last_bytes(log, LOG_BYTES_READ).decode(errors="replace") for log in job_logs(run))
+    if fault.logged and not any(fault.logged in text for text in logs):
+        wrong.append(f"no log of its jobs says {fault.logged!r}")
+    if fault.expect == "stopped" and not run.stop.exists():
+        wrong.append("the chain ended without a STOP that says why")
+    if any(entry.name.startswith("iter") for entry in (run.checkpoints / ".staging").rglob("*")):
+        wrong.append("a checkpoint that was not published lies in checkpoints/.staging")
+    return wrong
+
+
+def job_logs(run: Run) -> list[Path]:
+    """Return the logs of the run's jobs."""
+    return sorted(log_folder(run).glob(f"{Plan.load(run).job_name}-*"))
 
 
 def _fault_cost(run: Run) -> tuple[float, int, float]:

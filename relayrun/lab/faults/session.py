@@ -106,7 +106,7 @@ class DrillSession:
         found = [self.result(name) for name in (UNDISTURBED_RUN, *FAULTS_BY_NAME)]
         return [each for each in found if each is not None]
 
-    def to_do(self) -> list[str]:
+    def pending_tests(self) -> list[str]:
         """Return the names of requested tests without a result, the undisturbed run first."""
         names = [fault.name for fault in self.faults if fault.name not in self.skipped]
         names = [name for name in names if self.result(name) is None]
@@ -137,11 +137,11 @@ class DrillSession:
                 where="--nodes",
                 hint="--nodes 2, or job.ntasks_per_node in the cluster's file",
             )
-        self._own_cluster()
+        self._check_same_cluster()
         config = resolve.load_run_config(self.site.write_config(CHECKED_CONFIG_NAME, None))
         submission.check_submission(config, intent=SubmitIntent()).findings.raise_errors()
 
-    def _own_cluster(self) -> None:
+    def _check_same_cluster(self) -> None:
         """Raise InputError if the folder holds a drill with another cluster or number of nodes."""
         path = self.folder / "drill.json"
         asked: dict[str, Any] = {"cluster": dict(self.site.cluster), "nodes": self.site.nodes}
@@ -151,17 +151,17 @@ class DrillSession:
             hint = "name another one: --directory DIR"
             raise InputError("this folder has a drill with another cluster or other nodes", where=path, hint=hint)
 
-    def again(self) -> None:
+    def forget_results(self) -> None:
         """Rename the results of the requested tests, so that they are repeated."""
         for fault in self.faults:
             path = self.folder / "results" / f"{fault.name}.json"
             if path.exists():
                 os.rename(path, unused_name(self.folder / "results", f"{fault.name}.json.before"))
 
-    def go_on(self) -> None:
+    def run_pending(self) -> None:
         """Do the tests without a result. Raises RelayrunError if the undisturbed run fails."""
         tell = self.tools.tell
-        for name in self.to_do():
+        for name in self.pending_tests():
             self.clear(name)
             tell(f"{time.strftime('%H:%M:%S')} {name} ...")
             if name == UNDISTURBED_RUN:
@@ -223,7 +223,7 @@ TABLE_COLUMNS = (
 
 def session_as_json(session: DrillSession) -> dict[str, Any]:
     """Return all of a drill as plain values."""
-    results, waiting = session.results(), session.to_do()
+    results, waiting = session.results(), session.pending_tests()
     return {
         "cluster": session.site.cluster.get("name", ""),
         "nodes": session.site.nodes,
@@ -285,7 +285,7 @@ def session_facts(session: DrillSession) -> list[str]:
         f"{sum(result.node_seconds for result in results) / 60:.1f} node minutes were used.",
         "Seconds lost are those of a node: lost work, later starts, and the waits before them, the queue included.",
     ]
-    if waiting := session.to_do():
+    if waiting := session.pending_tests():
         found.append(f"Not done yet: {', '.join(waiting)}.")
     return found
 
@@ -332,5 +332,4 @@ def _markdown_row(cells: Sequence[str]) -> str:
 
 
 def _markdown_cell(text: str) -> str:
-    """Escape a text for a cell of a table."""
     return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")

@@ -126,7 +126,6 @@ def attribute_time(
 
 
 def _attribute_start(ledger: Ledger, facts: AttemptFacts) -> None:
-    """Book the time up to the first step."""
     begin, started = facts.begin, facts.first_start
     if begin.script_time is not None:
         ledger.book_until("prolog", to_microseconds(begin.script_time))
@@ -296,7 +295,6 @@ class _Steps:
 
 
 def _split_at_rollbacks(block: MetricsBlock) -> Iterator[MetricsBlock]:
-    """Split the block before each rollback line."""
     edges = [0, *sorted(row for row, record in block.records.items() if row and resets_iteration(record)), block.rows]
     for first, end in pairwise(edges):
         yield block.part(first, end)

@@ -223,7 +223,6 @@ def _allocation_of(each: AttemptFacts, known: Sequence[Allocation], taken: set[i
 
 
 def _begun_attempts(run: Run) -> list[AttemptFacts]:
-    """Started attempts, oldest first."""
     strikes = read_node_failures(run)
     attempts = [run.attempt(number) for number in run.attempt_numbers()]
     begun = [(attempt, begin) for attempt in attempts if (begin := attempt.read_begin()) is not None]

@@ -27,6 +27,7 @@ class NodeTimePart(NamedTuple):
     """Activity of the nodes, for people."""
 
 
+_RECOVERY = "INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION"
 PARTS: tuple[NodeTimePart, ...] = (
     NodeTimePart("step", "productive", "", "forward, backward and update of steps whose result counts"),
     NodeTimePart("data", "overhead", "DATA_LOADING_SYNC", "steps that count waited for their data"),
@@ -51,28 +52,11 @@ PARTS: tuple[NodeTimePart, ...] = (
     NodeTimePart(
         "redone", "lost", "WASTED_PROGRESS_FROM_DISRUPTION", "steps whose result was lost, and computed again"
     ),
-    NodeTimePart(
-        "failed start",
-        "lost",
-        "INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION",
-        "starts that did not come to their first step",
-    ),
-    NodeTimePart("hang", "lost", "INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION", "nothing moved, until that was noticed"),
-    NodeTimePart(
-        "recovery",
-        "lost",
-        "INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION",
-        "from a failure to the end of the ranks, or back to a checkpoint",
-    ),
-    NodeTimePart(
-        "given up",
-        "lost",
-        "INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION",
-        "nodes that were lost, and whose job went on without them",
-    ),
-    NodeTimePart(
-        "no attempt", "lost", "INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION", "jobs that had nodes and began no attempt"
-    ),
+    NodeTimePart("failed start", "lost", _RECOVERY, "starts that did not come to their first step"),
+    NodeTimePart("hang", "lost", _RECOVERY, "nothing moved, until that was noticed"),
+    NodeTimePart("recovery", "lost", _RECOVERY, "from a failure to the end of the ranks, or back to a checkpoint"),
+    NodeTimePart("given up", "lost", _RECOVERY, "nodes that were lost, and whose job went on without them"),
+    NodeTimePart("no attempt", "lost", _RECOVERY, "jobs that had nodes and began no attempt"),
     NodeTimePart("end", "end", "OTHER", "from the ranks' last word to the end of the allocation"),
     NodeTimePart("unknown", "unknown", "OTHER", "nobody knows"),
 )

@@ -117,7 +117,6 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 
 def _first_line_form(lines: Sequence[bytes], names: Sequence[str]) -> _LineForm | None:
-    """Format of the first line with one."""
     for line in lines[:10]:
         record = _parsed(line)
         if record is None or "evaluation_seconds" in record or resets_iteration(record):  # rare, and needed whole

@@ -158,17 +158,17 @@ class FolderCache:
 
 
 def last_cron_check(
-    run: Run, owner: int | None, *, now: float, asked: FolderCache | None = None
+    run: Run, owner: int | None, *, now: float, cache: FolderCache | None = None
 ) -> LastCronCheck | None:
     """Return the last check of a run by its owner's cron, None if none is set up.
 
-    `owner`: uid, None for the current user. `now`: seconds since 1970. `asked`: a cache for runs read together.
+    `owner`: uid, None for the current user. `now`: seconds since 1970. `cache`: a cache for runs read together.
     """
-    asked = FolderCache() if asked is None else asked
+    cache = FolderCache() if cache is None else cache
     user = _name_of(os.geteuid() if owner is None else owner)
     given = str(run.path if run.path.is_absolute() else run.path.absolute())
-    for path in dict.fromkeys((given, asked.real_path(given))):
-        for folder, found in asked.records(path, user, MAX_FOLDER_DEPTH):
+    for path in dict.fromkeys((given, cache.real_path(given))):
+        for folder, found in cache.records(path, user, MAX_FOLDER_DEPTH):
             try:
                 memory = _read_once(Path(folder), user, found.st_ino, found.st_mtime_ns)
             except PermissionError:  # another user's private record

@@ -76,7 +76,6 @@ def query_queue(run: Run, plan: Plan | None = None, *, brief: bool = False) -> Q
 
 
 def _ask_local(run: Run, plan: Plan, *, brief: bool) -> QueueStatus:
-    """Query the local queue, reading it once."""
     from relayrun.control.scheduler.local import LocalScheduler  # not needed on a cluster
 
     asked = LocalScheduler(run)

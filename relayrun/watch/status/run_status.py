@@ -121,36 +121,36 @@ class RunStatus(RunSummary):
 
 
 def read_run_status(
-    run: Run, queue: QueueStatus, *, now: float, plan: Plan | None = None, asked: FolderCache | None = None
+    run: Run, queue: QueueStatus, *, now: float, plan: Plan | None = None, cache: FolderCache | None = None
 ) -> RunStatus:
-    """Return the status of a run. `plan`: the run's plan, if already read. `asked`: see `last_cron_check`.
+    """Return the status of a run. `plan`: the run's plan, if already read. `cache`: see `last_cron_check`.
 
     Raises RunDirError if the directory is not a run or its records are damaged.
     """
     with damaged_records_as_error(run):
-        return _read_run_status(RunRecords(run, Plan.load(run) if plan is None else plan, queue, now=now), asked)
+        return _read_run_status(RunRecords(run, Plan.load(run) if plan is None else plan, queue, now=now), cache)
 
 
-def _read_run_status(look: RunRecords, asked: FolderCache | None) -> RunStatus:
-    run, plan, queue, now = look.run, look.plan, look.queue, look.now
-    begin, durable, line = look.begin, look.durable, look.line
+def _read_run_status(records: RunRecords, cache: FolderCache | None) -> RunStatus:
+    run, plan, queue, now = records.run, records.plan, records.queue, records.now
+    begin, durable, line = records.begin, records.durable, records.line
     strikes = excluded_nodes.read_node_failures(run)
     counts: dict[str, int] = {}
     for strike in strikes:
         if now - strike.time < excluded_nodes.FAILURE_EXPIRE_SECONDS:
             counts[strike.node] = counts.get(strike.node, 0) + 1
-    newest = None if look.number is None else run.attempt(look.number)
+    newest = None if records.number is None else run.attempt(records.number)
     failures = [line for number in run.attempt_numbers() for line in read_lines(run.attempt(number).failed_saves)]
     failed_rounds = restarts.read_failed_restarts(newest) if newest is not None else []
-    beats = newest.read_heartbeats() if look.running and newest is not None else []
-    end_time = begin.job_end_time if begin is not None and look.running else None
-    living = look.state != "stopped"
+    beats = newest.read_heartbeats() if records.running and newest is not None else []
+    end_time = begin.job_end_time if begin is not None and records.running else None
+    living = records.state != "stopped"
     quotas, quota_complaint = _quotas(run, now) if living else ([], None)
     excluded = excluded_nodes.worst_nodes(strikes, nodes=plan.nodes, now=now)
     late, why_late = unsent_notices.count_unsent(run, now=now)
     stuck = any(job.state == RESERVATION_GONE for job in queue.jobs)  # needs `relayrun cancel` first
     return RunStatus(
-        **vars(look.standing(asked)),
+        **vars(records.summary(cache)),
         mode=plan.mode,
         auto_requeue=plan.auto_requeue,
         jobs=queue.jobs,
@@ -158,7 +158,7 @@ def _read_run_status(look: RunRecords, asked: FolderCache | None) -> RunStatus:
         scheduler_error=f"the scheduler did not answer: {queue.error}" if queue.error else queue.hidden,
         pending={job.id: queue.reasons[job.id] for job in queue.jobs + queue.fallback_jobs if job.id in queue.reasons},
         last_job=queue.last_job,
-        go_on=None if look.state != "broken" or stuck else shlex.join(["relayrun", "resume", str(run.path)]),
+        go_on=None if records.state != "broken" or stuck else shlex.join(["relayrun", "resume", str(run.path)]),
         phase=min(beats, key=lambda beat: beat.time).phase if beats else None,
         leave_time=end_time - begin.lead if begin is not None and end_time is not None else None,
         job_end_time=end_time,
@@ -173,10 +173,10 @@ def _read_run_status(look: RunRecords, asked: FolderCache | None) -> RunStatus:
         failed_rounds=len(failed_rounds),
         last_failed_round=failed_rounds[-1].told if failed_rounds else None,
         sick_nodes=[] if newest is None else [found.told for found in node_health.read_findings(newest)],
-        straggler=Straggler.of(look.step["straggler"]).words if look.step.get("straggler") else None,
+        straggler=Straggler.of(records.step["straggler"]).words if records.step.get("straggler") else None,
         failed_saves=len(failures),
         last_failed_save=f"iteration {failures[-1]['iteration']}: {failures[-1]['error']}" if failures else None,
-        failed_attempts=count_failed_attempts(run, plan) - (1 if look.running else 0),
+        failed_attempts=count_failed_attempts(run, plan) - (1 if records.running else 0),
         max_failed_attempts=plan.max_failed_attempts,
         strikes=counts,
         excluded=excluded,

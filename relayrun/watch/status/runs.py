@@ -5,8 +5,7 @@ A chain without jobs needs a query of its own, once: the end of its last job doe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -38,38 +37,50 @@ class RunsWatcher:
         self._plans: dict[Path, Plan] = {}
         """Plans of the current call."""
 
-    def look(self, runs: Sequence[Run], *, now: float) -> list[RunStatus | DamagedRun]:
+    def statuses(self, runs: Sequence[Run], *, now: float) -> list[RunStatus | DamagedRun]:
         """Return the status of every run, newest first, damaged runs last. `now`: seconds since 1970."""
         from relayrun.watch.status import run_status  # a table of many runs does not need it
 
-        self._ask_for(runs)
-        return _each_run(
-            runs,
-            lambda run, answer, plan, asked: run_status.read_run_status(run, answer, now=now, plan=plan, asked=asked),
-            ask=self._queue,
-            plans=self._plans,
-        )
+        return self._read_each(runs, run_status.read_run_status, now=now, brief=False)
 
-    def glance(self, runs: Sequence[Run], *, now: float) -> list[RunSummary | DamagedRun]:
-        """Return the summary of every run, in the same order as `look`."""
-        self._ask_for(runs)
-        return _each_run(
-            runs,
-            lambda run, answer, plan, asked: summarize_run(run, answer, now=now, plan=plan, asked=asked),
-            ask=partial(self._queue, brief=True),
-            plans=self._plans,
-        )
+    def summaries(self, runs: Sequence[Run], *, now: float) -> list[RunSummary | DamagedRun]:
+        """Return the summary of every run, in the same order."""
+        return self._read_each(runs, summarize_run, now=now, brief=True)
 
-    def _ask_for(self, runs: Sequence[Run]) -> None:
+    def _read_each(
+        self, runs: Sequence[Run], read: Callable[..., S], *, now: float, brief: bool
+    ) -> list[S | DamagedRun]:
+        """Call `read` for every run with its jobs: none for a stopped run, and Slurm's silence once it was silent."""
+        self._query_chains(runs)
+        found: list[S] = []
+        damaged: list[DamagedRun] = []
+        cache = FolderCache()
+        silent: QueueStatus | None = None
+        for run in runs:
+            try:
+                plan = self._plans.get(run.path)
+                if is_stopped(run):
+                    answer = QueueStatus()
+                elif silent is not None and (plan or Plan.load(run)).scheduler == "slurm":
+                    answer = silent
+                else:
+                    answer = self._queue(run, brief=brief)
+                    silent = answer if answer.error is not None else silent
+                found.append(read(run, answer, now=now, plan=plan, cache=cache))
+            except (RunDirError, OSError) as error:  # a damaged run must not hide the others
+                damaged.append(DamagedRun(path=str(run.path), error=getattr(error, "message", None) or str(error)))
+        return [*sorted(found, key=lambda status: -status.updated), *damaged]
+
+    def _query_chains(self, runs: Sequence[Run]) -> None:
         self._plans = {run.path: plan for run in runs if (plan := _read_plan(run)) is not None}
-        asked = [(run, plan) for run in runs if (plan := self._plans.get(run.path)) and plan.scheduler == "slurm"]
-        names = [plan.job_name for run, plan in asked if not is_stopped(run)]
+        live = [plan for run in runs if (plan := self._plans.get(run.path)) is not None and not is_stopped(run)]
+        names = [plan.job_name for plan in live if plan.scheduler == "slurm"]
         try:
             self._jobs, self._error = slurm.jobs_by_name(names, patience=queue.RETRY_SECONDS), None
         except SchedulerError as error:
             self._jobs, self._error = {}, error.message
 
-    def _queue(self, run: Run, *, brief: bool = False) -> QueueStatus:
+    def _queue(self, run: Run, *, brief: bool) -> QueueStatus:
         plan = self._plans.get(run.path) or Plan.load(run)
         if plan.scheduler != "slurm":
             return queue.query_queue(run, plan, brief=brief)
@@ -87,38 +98,6 @@ class RunsWatcher:
         if known is None or known[0] != submitted or known[1].error is not None or known[1].hidden is not None:
             known = self._quiet[run.path] = submitted, queue.query_queue(run, plan, brief=brief)
         return known[1]
-
-
-def _each_run(
-    runs: Sequence[Run],
-    gather: Callable[[Run, QueueStatus, Plan | None, FolderCache], S],
-    *,
-    ask: Callable[[Run], QueueStatus],
-    plans: Mapping[Path, Plan],
-) -> list[S | DamagedRun]:
-    """Return the result of `gather` for many runs, newest first, damaged runs last.
-
-    `plans`: plans that were already read, by run directory. `ask` returns the jobs of one run; it is not called for
-    stopped runs, and not after Slurm has failed to answer once.
-    """
-    found: list[S] = []
-    damaged: list[DamagedRun] = []
-    asked = FolderCache()
-    silent: QueueStatus | None = None
-    for run in runs:
-        try:
-            plan = plans.get(run.path)
-            if is_stopped(run):
-                answer = QueueStatus()
-            elif silent is not None and (plan or Plan.load(run)).scheduler == "slurm":
-                answer = silent
-            else:
-                answer = ask(run)
-                silent = answer if answer.error is not None else silent
-            found.append(gather(run, answer, plan, asked))
-        except (RunDirError, OSError) as error:  # a damaged run must not hide the others
-            damaged.append(DamagedRun(path=str(run.path), error=getattr(error, "message", None) or str(error)))
-    return [*sorted(found, key=lambda status: -status.updated), *damaged]
 
 
 def _read_plan(run: Run) -> Plan | None:

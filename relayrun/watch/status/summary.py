@@ -264,14 +264,14 @@ def damaged_records_as_error(run: Run) -> Iterator[None]:
 
 
 def summarize_run(
-    run: Run, queue: QueueStatus, *, now: float, plan: Plan | None = None, asked: FolderCache | None = None
+    run: Run, queue: QueueStatus, *, now: float, plan: Plan | None = None, cache: FolderCache | None = None
 ) -> RunSummary:
-    """Return the summary of a run. `plan`: the run's plan, if already read. `asked`: see `last_cron_check`.
+    """Return the summary of a run. `plan`: the run's plan, if already read. `cache`: see `last_cron_check`.
 
     Raises RunDirError if the directory is not a run or its records are damaged.
     """
     with damaged_records_as_error(run):
-        return RunRecords(run, Plan.load(run) if plan is None else plan, queue, now=now).standing(asked)
+        return RunRecords(run, Plan.load(run) if plan is None else plan, queue, now=now).summary(cache)
 
 
 class RunRecords:
@@ -298,8 +298,8 @@ class RunRecords:
         self.step = _newest_step(run, self._begun)
         self.durable, self.durable_fault = _newest_checkpoint(self.line)
 
-    def standing(self, asked: FolderCache | None) -> RunSummary:
-        """Return the summary. `asked`: see `last_cron_check`."""
+    def summary(self, cache: FolderCache | None) -> RunSummary:
+        """Return the summary. `cache`: see `last_cron_check`."""
         durable, begin = self.durable, self.begin
         saved = next((c.commit for c in self.line.backwards() if durable and c.commit.path == durable.path), None)
         broken = self.state == "broken"
@@ -325,7 +325,7 @@ class RunRecords:
             remaining=self._remaining(durable) if durable else None,
             last_end=f"{self.ended[1].cause}: {self.ended[1].reason}" if self.ended else None,
             last_end_attempt=self.ended[0] if self.ended else None,
-            sentinel=last_cron_check(self.run, self.plan.owner, now=self.now, asked=asked),
+            sentinel=last_cron_check(self.run, self.plan.owner, now=self.now, cache=cache),
         )
 
     def _remaining(self, durable: ResumePoint) -> RemainingWork | None:

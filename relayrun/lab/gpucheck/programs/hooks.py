@@ -186,7 +186,6 @@ class StepPartsHook(Hook):
         return marked
 
     def _mark(self, part: str) -> None:
-        """Start a part."""
         if self._marks is not None:
             self._marks.append((part, self._clock.now()))
 
