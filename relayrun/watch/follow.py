@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from relayrun.control import job_log
 from relayrun.control.chain import failure_reason
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
@@ -29,7 +30,7 @@ class ProgressFollower:
         self._total = total_steps
         self._seconds = seconds
         self._attempt = 0
-        self._offset = 0
+        self._metrics = job_log.LogFollower(run.attempt(0).metrics)
         self._next = 0.0
 
     def poll(self) -> None:
@@ -56,17 +57,9 @@ class ProgressFollower:
         """Complete lines of the newest attempt since the last call."""
         newest = max(self._run.attempt_numbers(), default=0)
         if newest != self._attempt:
-            self._attempt, self._offset = newest, 0
-        try:
-            with open(self._run.attempt(newest).metrics, "rb") as file:
-                file.seek(self._offset)
-                text = file.read()
-        except FileNotFoundError:
-            return []
-        whole = text[: text.rfind(b"\n") + 1]
-        self._offset += len(whole)
+            self._attempt, self._metrics = newest, job_log.LogFollower(self._run.attempt(newest).metrics)
         found = []
-        for line in whole.splitlines():
+        for line in self._metrics.read():
             with contextlib.suppress(ValueError):  # torn line of a killed rank, followed by a restart
                 found.append(json.loads(line))
         return found

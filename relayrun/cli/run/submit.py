@@ -18,7 +18,7 @@ from relayrun import places
 from relayrun.cli import add_overrides, add_run
 from relayrun.config.compose import resolve, sites
 from relayrun.config.compose.resolve import config_differences
-from relayrun.config.compose.schema import RunConfig
+from relayrun.config.compose.schema import CommonConfig, RunConfig
 from relayrun.config.compose.yaml_file import LocatedSettings
 from relayrun.control.rundir.find_runs import find_run
 from relayrun.control.scheduler import local
@@ -49,10 +49,12 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_check(options: argparse.Namespace) -> int:
     """Print findings and plan; return 1 if a submit would refuse. Raises RelayrunError."""
-    intent = SubmitIntent(
-        resume=options.resume, accept_data_change=options.accept_data_change, take_over=options.take_over
-    )
-    return check_settings(resolve.read_settings(options.config, options.overrides), intent, json=options.json)
+    given = resolve.read_settings(options.config, options.overrides)
+    return check_settings(given, _intent(options, resume=options.resume), json=options.json)
+
+
+def _intent(options: argparse.Namespace, *, resume: bool) -> SubmitIntent:
+    return SubmitIntent(resume=resume, accept_data_change=options.accept_data_change, take_over=options.take_over)
 
 
 def check_settings(
@@ -133,25 +135,18 @@ def run_launch(options: argparse.Namespace) -> int:
     for name in (*sites.OTHER_CLUSTER_VARIABLES, *sites.IGNORED_VARIABLES):
         os.environ.pop(name, None)
     flag = partial(launcher_environment.boolean_variable, os.environ)
-    resume, accept, take_over = flag("RESUME"), flag("ACCEPT_DATA_CHANGE"), flag("TAKE_OVER")
+    intent = SubmitIntent(
+        resume=flag("RESUME"), accept_data_change=flag("ACCEPT_DATA_CHANGE"), take_over=flag("TAKE_OVER")
+    )
     if options.dry_run or options.check is not None:
         given = resolve.read_settings(file, settings)
-        intent = SubmitIntent(resume=resume, accept_data_change=accept, take_over=take_over)
         if options.dry_run:
             return print_dry_run(given, intent)
         return check_settings(given, intent, launcher=options.check.absolute())
     job = launcher_environment.job_overrides(os.environ)
     log.info("as this job was submitted, whatever the config says: %s", ", ".join(job))
     config = resolve.load_run_config(file, [*settings, *job])
-    print(
-        submission.adopt_job(
-            config,
-            host_python=os.environ.get("HOST_PYTHON") or None,
-            resume=resume,
-            accept_data_change=accept,
-            take_over=take_over,
-        ).path
-    )
+    print(submission.adopt_job(config, host_python=os.environ.get("HOST_PYTHON") or None, **vars(intent)).path)
     return 0
 
 
@@ -188,20 +183,16 @@ def add_change_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_submit(options: argparse.Namespace) -> int:
     """Submit one run or, with --dry-run, print the job of a submit."""
-
     load = [] if options.load is None else [f"checkpoint.load={launcher_environment.quote_yaml(options.load)}"]
     given = resolve.read_settings(options.config, [*options.overrides, *load])
-    accept, take_over = options.accept_data_change, options.take_over
+    return _submit_or_print(options, given, resolve.validate_settings(given), resume=options.resume)
+
+
+def _submit_or_print(options: argparse.Namespace, given: LocatedSettings, config: CommonConfig, *, resume: bool) -> int:
+    intent = _intent(options, resume=resume)
     if options.dry_run:
-        return print_dry_run(given, SubmitIntent(resume=options.resume, accept_data_change=accept, take_over=take_over))
-    submitted = submission.submit_run(
-        resolve.validate_settings(given),
-        resume=options.resume,
-        accept_data_change=accept,
-        take_over=take_over,
-        given=given,
-    )
-    print_submitted(submitted)
+        return print_dry_run(given, intent)
+    print_submitted(submission.submit_run(config, given=given, **vars(intent)))
     return 0
 
 
@@ -239,10 +230,4 @@ def run_resume(options: argparse.Namespace) -> int:
     config = resolve.validate_settings(given)
     for change in config_differences(resolve.read_resolved_config(path), config):
         log.info("changed: %s", change)
-    accept, take_over = options.accept_data_change, options.take_over
-    if options.dry_run:
-        return print_dry_run(given, SubmitIntent(resume=True, accept_data_change=accept, take_over=take_over))
-    print_submitted(
-        submission.submit_run(config, resume=True, accept_data_change=accept, take_over=take_over, given=given)
-    )
-    return 0
+    return _submit_or_print(options, given, config, resume=True)

@@ -87,9 +87,6 @@ class PartOutcome:
     """The reason, unless `status` is done."""
     figures: dict[str, Any] = field(default_factory=dict)
 
-    def record(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def run_parts(
     setup: CheckSetup, parts: Sequence[CheckPart], say: Callable[[str], None], *, began: float, stretch: float = 1.0
@@ -260,7 +257,7 @@ def result_record(setup: CheckSetup, found: Sequence[PartOutcome], *, seconds: f
         "overrides": setup.overrides,
         "hooks": setup.hooks,
         "stall_allowance": setup.sizes.stall_allowance,
-        "parts": [outcome.record() for outcome in found],
+        "parts": [asdict(outcome) for outcome in found],
     }
     shown = {str(setup.path): "(folder of the check)", str(places.CODE_ROOT): "(repository)", sys.prefix: "(Python)"}
     without: dict[str, Any] = _replace_paths(made, shown)

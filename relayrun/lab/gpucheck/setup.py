@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from relayrun import places
 from relayrun.config.compose import yaml_file
@@ -112,67 +112,48 @@ class CheckSizes:
     """Ranks of the bandwidth part without a GPU."""
 
 
-def _model_section(name: str) -> dict[str, Any]:
+def _model_of_file(name: str) -> dict[str, Any]:
     found: dict[str, Any] = yaml_file.read_yaml(places.shared_file(f"configs/models/{name}.yaml")).values["model"]
     return found
 
 
 TIED = {"untie_embeddings_and_output_weights": False}
+T = TypeVar("T")
 
 
-def full_sizes() -> CheckSizes:
-    """Return the sizes for a GPU: a Llama of 1B parameters, and a small one for interrupted runs."""
+def check_sizes(*, tiny: bool) -> CheckSizes:
+    """Return the sizes for a GPU (a Llama of 1B parameters), or tiny ones: less than a minute on two CPU cores."""
+
+    def size(full: T, small: T) -> T:
+        return small if tiny else full
+
+    tiny_model = model_section(2, 64, 128, 4, 2)
     return CheckSizes(
-        seconds=480,
-        model=_model_section("llama3-1b"),
-        vocabulary=128_256,
-        seq_length=4096,
-        micro_batches=4,
-        largest_batch=64,
-        warm_up=4,
-        measured=12,
-        by_part=3,
-        resumed_model=model_section(4, 512, 1536, 8, 2) | TIED,
-        resumed_vocabulary=4096,
-        resumed_seq_length=1024,
-        resumed_batch=8,
-        steps=24,
-        interval=8,
-        stall_allowance=0.0,
-        copied_at_most=4 << 30,
-        attention={"batch": 4, "sequence": 4096, "heads": 32, "groups": 8, "channels": 64, "documents": 8},
-        repeats=20,
-        product=8192,
-        reduced=(1 << 20, 1 << 26, 1 << 30),
-        cpu_ranks=1,
-    )
-
-
-def tiny_sizes() -> CheckSizes:
-    """Return sizes that take two CPU cores less than a minute."""
-    return CheckSizes(
-        seconds=1800,  # the machine may have other work
-        model=model_section(2, 64, 128, 4, 2) | TIED,
-        vocabulary=512,
-        seq_length=64,
-        micro_batches=2,
-        largest_batch=4,
-        warm_up=1,
-        measured=3,
-        by_part=2,
-        resumed_model=model_section(2, 64, 128, 4, 2) | TIED,
-        resumed_vocabulary=300,
-        resumed_seq_length=64,
-        resumed_batch=4,
-        steps=12,
-        interval=4,
-        stall_allowance=5.0,
-        copied_at_most=1 << 24,
-        attention={"batch": 1, "sequence": 128, "heads": 4, "groups": 2, "channels": 16, "documents": 4},
-        repeats=2,
-        product=256,
-        reduced=(1 << 16, 1 << 20),
-        cpu_ranks=2,
+        seconds=size(480, 1800),  # tiny: the machine may have other work
+        model=tiny_model | TIED if tiny else _model_of_file("llama3-1b"),
+        vocabulary=size(128_256, 512),
+        seq_length=size(4096, 64),
+        micro_batches=size(4, 2),
+        largest_batch=size(64, 4),
+        warm_up=size(4, 1),
+        measured=size(12, 3),
+        by_part=size(3, 2),
+        resumed_model=size(model_section(4, 512, 1536, 8, 2), tiny_model) | TIED,
+        resumed_vocabulary=size(4096, 300),
+        resumed_seq_length=size(1024, 64),
+        resumed_batch=size(8, 4),
+        steps=size(24, 12),
+        interval=size(8, 4),
+        stall_allowance=size(0.0, 5.0),
+        copied_at_most=size(4 << 30, 1 << 24),
+        attention=size(
+            {"batch": 4, "sequence": 4096, "heads": 32, "groups": 8, "channels": 64, "documents": 8},
+            {"batch": 1, "sequence": 128, "heads": 4, "groups": 2, "channels": 16, "documents": 4},
+        ),
+        repeats=size(20, 2),
+        product=size(8192, 256),
+        reduced=size((1 << 20, 1 << 26, 1 << 30), (1 << 16, 1 << 20)),
+        cpu_ranks=size(1, 2),
     )
 
 
@@ -200,7 +181,7 @@ class CheckSetup:
 
     @property
     def sizes(self) -> CheckSizes:
-        return tiny_sizes() if self.tiny else full_sizes()
+        return check_sizes(tiny=self.tiny)
 
     @property
     def path(self) -> Path:

@@ -22,9 +22,8 @@ import xxhash
 from relayrun.control.rundir.records import AttemptOutcome, CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.files import append_line, read_lines
-from relayrun.lab.gpucheck.programs.common import cuda_event
+from relayrun.lab.gpucheck.programs.common import cuda_event, wait_for
 from relayrun.lab.gpucheck.setup import NOTES_FOLDER
-from relayrun.train.distributed import Ranks
 from relayrun.train.hooks import Gradients, Hook, HookContext, Step, StepStart
 from relayrun.train.model.gpt import ModelStage
 from relayrun.train.optimizer.megatron_optimizer import ScheduledOptimizer
@@ -165,7 +164,7 @@ class StepPartsHook(Hook):
         self._first, self._last = first, last
 
     def setup(self, context: HookContext) -> None:
-        self._context, self._clock = context, _clock_for(context.ranks)
+        self._context, self._device = context, context.ranks.device
         self._marks: list[tuple[str, Any]] | None = None
         for chunk in context.model.chunks:
             chunk.register_forward_pre_hook(lambda *_: self._mark("forward"))
@@ -187,7 +186,7 @@ class StepPartsHook(Hook):
 
     def _mark(self, part: str) -> None:
         if self._marks is not None:
-            self._marks.append((part, self._clock.now()))
+            self._marks.append((part, _time_mark(self._device)))
 
     def before_step(self, start: StepStart) -> None:
         self._marks = [] if self._first <= start.iteration <= self._last else None
@@ -201,43 +200,23 @@ class StepPartsHook(Hook):
             return
         self._mark("end")
         marks, self._marks = self._marks, None
-        self._clock.wait()
+        wait_for(self._device)
         seconds = dict.fromkeys(STEP_PARTS, 0.0)
         for (part, begin), (_, end) in pairwise(marks):
-            seconds[part] += self._clock.between(begin, end)
+            seconds[part] += _seconds_between(begin, end)
         if self._context.ranks.rank == 0:
             record = {"iteration": step.iteration, "seconds": seconds, "total": sum(seconds.values())}
             write_note(self._context, "parts", record)
 
 
-class _GpuClock:
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def now(self) -> Any:
-        mark = cuda_event()
-        mark.record(torch.cuda.current_stream(self._device))
-        return mark
-
-    def wait(self) -> None:
-        torch.cuda.synchronize(self._device)
-
-    def between(self, begin: Any, end: Any) -> float:
-        return float(begin.elapsed_time(end)) / 1000
-
-
-class _HostClock:
-    """The clock of a CPU, whose operations are complete when they return."""
-
-    def now(self) -> Any:
+def _time_mark(device: torch.device) -> Any:
+    """A CUDA event, or on a CPU, whose operations are complete when they return, the time."""
+    if device.type != "cuda":
         return time.perf_counter()
-
-    def wait(self) -> None:
-        pass
-
-    def between(self, begin: Any, end: Any) -> float:
-        return float(end - begin)
+    mark = cuda_event()
+    mark.record(torch.cuda.current_stream(device))
+    return mark
 
 
-def _clock_for(ranks: Ranks) -> _GpuClock | _HostClock:
-    return _GpuClock(ranks.device) if ranks.device.type == "cuda" else _HostClock()
+def _seconds_between(begin: Any, end: Any) -> float:
+    return end - begin if isinstance(begin, float) else float(begin.elapsed_time(end)) / 1000
