@@ -411,9 +411,9 @@ class Turn:
                 "spare_nodes": spares[name],
                 "load_average": self._drill.load[run.path.name],
                 "undisturbed_seconds": seconds_to(whole, until),
-                "effective_training_time": seconds_to(whole, until) / shown.line.seconds,
+                "effective_training_time": seconds_to(whole, until) / shown.timeline.seconds,
             }
-            self.untrue += [f"{name}: {claim}" for claim in shown.untrue(spares=spares[name])]
+            self.untrue += [f"{name}: {claim}" for claim in shown.failed_claims(spares=spares[name])]
             _print_run(f"turn {self._number}, {name}", shown, self.figures[name])
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/status.py [--runs 1000] [--lines 1000000] [--rounds 3] [--quick]
 
-`relayrun status`, the first lines of `relayrun status -f`, and the same of the long run alone. Each round begins its own
+`relayrun status`, the first lines of `relayrun status -f`, and the same of the long run alone. Each round begins new
 programs.
 """
 

@@ -161,7 +161,7 @@ class KillEvent:
 class KillReport:
     """A disturbed run beside an undisturbed run of the same config."""
 
-    line: Timeline
+    timeline: Timeline
     jobs: Sequence[str]
     """Job ids, one per attempt."""
     restarts: int
@@ -179,11 +179,11 @@ class KillReport:
         kinds = Counter(event.kind for event in self.events)
         names = [name for name in RESTART_SECONDS if any(name in failed.seconds for failed in self.failed)]
         return {
-            "counted_share": self.line.share,
-            "seconds": self.line.seconds,
-            "step_seconds": self.line.step,
-            "steps": self.line.steps,
-            "steps_lost": self.line.steps_lost,
+            "counted_share": self.timeline.share,
+            "seconds": self.timeline.seconds,
+            "step_seconds": self.timeline.step,
+            "steps": self.timeline.steps,
+            "steps_lost": self.timeline.steps_lost,
             "kills": kinds["kill"],
             "stops": kinds["stop"],
             "nodes_lost": kinds["node"],
@@ -201,7 +201,7 @@ class KillReport:
             "job_restarts": self.restarts,
             "tensors_compared": self.tensors,
             "differences": {name: list(found)[:5] for name, found in self.faults.items()},
-            "events": [asdict(event) | {"time": round(event.time - self.line.began, 1)} for event in self.events],
+            "events": [asdict(event) | {"time": round(event.time - self.timeline.began, 1)} for event in self.events],
         }
 
     def by_fault(self) -> dict[str, dict[str, Any]]:
@@ -226,7 +226,7 @@ class KillReport:
             for kind, hits in sorted(found.items())
         }
 
-    def untrue(self, *, spares: int) -> list[str]:
+    def failed_claims(self, *, spares: int) -> list[str]:
         """Return the claims that do not hold for this run. `spares`: spare nodes of the job."""
         found = [f"{name}: {lines[0]}" for name, lines in self.faults.items() if lines]
         if not self.tensors:
@@ -263,7 +263,7 @@ def report_kills(
             intervals += [int(line["interval"]) for line in read_lines(attempt.memory_intervals)]
     tensors, different = checkpoint_differences(run.checkpoint(last), reference.checkpoint(last), tensors_only=True)
     return KillReport(
-        line=measure_timeline(run),
+        timeline=measure_timeline(run),
         jobs=jobs,
         restarts=sum(restarts[job] for job in set(jobs)),
         events=events,

@@ -15,7 +15,7 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.lab.faults import experiment
-from relayrun.lab.faults.experiment import RUN_STEPS, UNDISTURBED_RUN, DrillSite, DrillTools, job_logs
+from relayrun.lab.faults.experiment import RUN_STEPS, UNDISTURBED_RUN, FaultSite, FaultTools, job_logs
 from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME, Fault
 from relayrun.lab.faults.target import LocalSignalSender
 from relayrun.watch.goodput.account import account_for_run
@@ -28,15 +28,15 @@ from tests.slurm.conftest import MakeCluster
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
-def drill_tools(cluster: TestCluster, folder: Path, *, fault: Fault | None = None, recovery: str = "job") -> DrillTools:
+def drill_tools(cluster: TestCluster, folder: Path, *, fault: Fault | None = None, recovery: str = "job") -> FaultTools:
     """With what a row is done on a test cluster, whose nodes are all this machine."""
     for name in ("SLURM_CONF", "PATH", "HOME"):  # for Slurm's commands of this process; see the fixture `environment`
         os.environ[name] = cluster.env[name]
     # the long rows look at Slurm's tree of processes
     python = sys.executable if fault and fault.long else warm.python()
     values = {"name": "test", "scheduler": "slurm", "environment": {"MASTER_ADDR": "127.0.0.1"}, "python": python}
-    site = DrillSite(folder=folder, cluster=values, step_seconds=0.05, changes={"chain": {"recovery": recovery}})
-    return DrillTools(
+    site = FaultSite(folder=folder, cluster=values, step_seconds=0.05, changes={"chain": {"recovery": recovery}})
+    return FaultTools(
         site=site,
         slurm=Slurm(),
         signals=LocalSignalSender(),

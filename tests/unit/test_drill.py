@@ -22,8 +22,8 @@ from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import ConfigError, InputError
 from relayrun.lab.compare_runs import checkpoint_differences
 from relayrun.lab.faults import session
-from relayrun.lab.faults.experiment import UNDISTURBED_RUN, DrillSite, DrillTools, FaultResult
-from relayrun.lab.faults.session import DrillSession
+from relayrun.lab.faults.experiment import UNDISTURBED_RUN, FaultResult, FaultSite, FaultTools
+from relayrun.lab.faults.session import FaultSession
 from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME
 from relayrun.lab.faults.target import StepSignalSender, wrapper_marker, write_wrappers
 from relayrun.lab.gpucheck.cluster import read_cluster
@@ -33,18 +33,18 @@ from tests.readme import ROOT
 CLUSTERS = sorted(path.stem for path in (ROOT / "configs/clusters").glob("*.yaml") if path.stem != "local")
 
 
-def drill(folder: Path, names: str = "rank-killed,cancelled", **values: Any) -> DrillSession:
-    site = DrillSite(folder=folder, cluster=read_cluster("test"), nodes=2, **values)
-    tools = DrillTools(site=site, slurm=Slurm(patience=0), signals=StepSignalSender(Slurm(patience=0)))
+def drill(folder: Path, names: str = "rank-killed,cancelled", **values: Any) -> FaultSession:
+    site = FaultSite(folder=folder, cluster=read_cluster("test"), nodes=2, **values)
+    tools = FaultTools(site=site, slurm=Slurm(patience=0), signals=StepSignalSender(Slurm(patience=0)))
     faults = session.select_faults(names)
-    return DrillSession(tools, faults, skipped=session.skipped_faults(faults, test_cluster=False))
+    return FaultSession(tools, faults, skipped=session.skipped_faults(faults, test_cluster=False))
 
 
 def done(name: str, **values: Any) -> FaultResult:
     return FaultResult(name=name, what="w", expect="resumed", **({"passed": True} | values))
 
 
-def put(found: DrillSession, *results: FaultResult) -> None:
+def put(found: FaultSession, *results: FaultResult) -> None:
     (found.folder / "results").mkdir(parents=True, exist_ok=True)
     for result in results:
         result.write(found.folder / "results" / f"{result.name}.json")
@@ -84,7 +84,7 @@ def test_the_page_lists_the_faults(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_page_asks_before_it_queues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DrillSession, "check", lambda self: None)
+    monkeypatch.setattr(FaultSession, "check", lambda self: None)
     monkeypatch.setattr("sys.stdin", io.StringIO())
     (command,) = blocks("drill")
     options = parse([*shlex.split(command)[1:], "--directory", str(tmp_path)])
@@ -110,7 +110,7 @@ def test_what_needs_rights_is_left_out_with_the_reason() -> None:
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_the_runs_of_a_drill_can_be_written_for_every_site(cluster: str, tmp_path: Path) -> None:
-    site = DrillSite(folder=tmp_path, cluster=read_cluster(cluster))
+    site = FaultSite(folder=tmp_path, cluster=read_cluster(cluster))
     config = resolve.load_run_config(site.write_config("rank-stopped", FAULTS_BY_NAME["rank-stopped"]))
     assert config.chain.hang_timeout == 5
     assert config.job.nodes == 2
@@ -122,9 +122,9 @@ def test_few_nodes_and_one_rank_are_refused(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("relayrun.control.scheduler.slurm.SlurmNodes.known", lambda self: {"n0", "n1"})
     found = drill(tmp_path)
     with pytest.raises(ConfigError, match="--nodes: the cluster has 2 nodes, and the drill needs 3"):
-        DrillSession(replace(found.tools, site=replace(found.site, nodes=3)), [], skipped={}).check()
+        FaultSession(replace(found.tools, site=replace(found.site, nodes=3)), [], skipped={}).check()
     with pytest.raises(ConfigError, match="--nodes: a drill needs two ranks"):
-        DrillSession(replace(found.tools, site=replace(found.site, nodes=1)), [], skipped={}).check()
+        FaultSession(replace(found.tools, site=replace(found.site, nodes=1)), [], skipped={}).check()
 
 
 def test_a_folder_of_another_drill_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def test_a_folder_of_another_drill_is_refused(tmp_path: Path, monkeypatch: pytes
     found.check()
     found.check()
     with pytest.raises(InputError, match="another cluster or other nodes"):
-        DrillSession(replace(found.tools, site=replace(found.site, nodes=3)), [], skipped={}).check()
+        FaultSession(replace(found.tools, site=replace(found.site, nodes=3)), [], skipped={}).check()
 
 
 class Quiet:

@@ -231,7 +231,7 @@ def facts(folder: Path = Path("/nowhere/0001"), **changes: Any) -> AttemptFacts:
         "last_sign": 2.0,
         "commits": [],
         "limit": float("inf"),
-        "went_back": [],
+        "rollbacks": [],
         "blamed": [],
     }
     return AttemptFacts(**(values | changes))
@@ -329,7 +329,7 @@ def test_a_rewind_makes_steps_lost_and_the_way_back_is_recovery(tmp_path: Path) 
     lines = [step(1, 12.0, 2.0), step(2, 14.0, 2.0), step(3, 16.0, 2.0), {"iteration": base, "rewind": back}]
     lines += [step(2, 24.0, 2.0), step(3, 26.0, 2.0)]
     outcome = AttemptOutcome(outcome="done", reason="", iteration=3, time=26.0)
-    place = stay(facts=facts(went_back=[1], outcome=outcome, end=ended(26.0, cause="done", code=0)), end=30.0)
+    place = stay(facts=facts(rollbacks=[1], outcome=outcome, end=ended(26.0, cause="done", code=0)), end=30.0)
     assert booked(tmp_path, lines, place) == START | {
         "step": 6.0,
         "redone": 4.0,
@@ -344,7 +344,7 @@ def test_ranks_that_start_again_inside_a_job_go_back_likewise(tmp_path: Path) ->
     outcome = AttemptOutcome(outcome="done", reason="", iteration=2, time=24.0)
     written(tmp_path, lines)
     assert iteration_resets(tmp_path / "metrics.jsonl", [5]) == [1, 5]  # a rewind is on record before its line
-    place = stay(facts=facts(went_back=[1], outcome=outcome, end=ended(24.0, cause="done", code=0)), end=25.0)
+    place = stay(facts=facts(rollbacks=[1], outcome=outcome, end=ended(24.0, cause="done", code=0)), end=25.0)
     assert booked(tmp_path, lines, place) == START | {"step": 4.0, "redone": 2.0, "recovery": 8.0, "end": 1.0}
 
 
@@ -368,7 +368,7 @@ def test_each_round_has_an_account_of_its_own(tmp_path: Path) -> None:
     lines = [step(1, 12.0, 2.0), step(2, 14.0, 2.0), {"iteration": 1, "round": 2}, step(2, 24.0, 2.0)]
     outcome = AttemptOutcome(outcome="done", reason="", iteration=2, time=24.0)
     done = {"outcome": outcome, "end": ended(24.0, cause="done", code=0)}
-    place = stay(facts=facts(went_back=[1], failed_restarts=[failed(1, 15.0)], **done), end=25.0)
+    place = stay(facts=facts(rollbacks=[1], failed_restarts=[failed(1, 15.0)], **done), end=25.0)
     found = attribute_time(place, written(tmp_path, lines))
     assert by_round(found) == [
         START | {"step": 2.0, "redone": 2.0 + 1.0},  # the step that was under way
@@ -434,7 +434,7 @@ def test_spare_nodes_wait_until_one_takes_the_place_of_a_lost_node(tmp_path: Pat
     outcome = AttemptOutcome(outcome="done", reason="", iteration=2, time=24.0)
     done = {"outcome": outcome, "end": ended(24.0, cause="done", code=0)}
     rounds = [failed(1, 15.0, lost={"n1": "n3"})]
-    place = stay(facts=facts(went_back=[1], failed_restarts=rounds, **done), end=25.0, nodes=4, spare_nodes=2)
+    place = stay(facts=facts(rollbacks=[1], failed_restarts=rounds, **done), end=25.0, nodes=4, spare_nodes=2)
     found = attribute_time(place, written(tmp_path, lines))
     assert by_round(found) == [
         {"prolog": 4.0, "supervisor": 4.0, "launch": 4.0, "import": 8.0, "init": 6.0, "load": 4.0}
@@ -451,7 +451,7 @@ def test_nodes_that_are_lost_without_spare_ones_train_no_more(tmp_path: Path) ->
     outcome = AttemptOutcome(outcome="done", reason="", iteration=2, time=24.0)
     done = {"outcome": outcome, "end": ended(24.0, cause="done", code=0)}
     rounds = [failed(1, 15.0, lost={"n1": ""}, nodes=2)]
-    place = stay(facts=facts(went_back=[1], failed_restarts=rounds, **done), end=25.0, nodes=4)
+    place = stay(facts=facts(rollbacks=[1], failed_restarts=rounds, **done), end=25.0, nodes=4)
     found = attribute_time(place, written(tmp_path, lines))
     assert by_round(found) == [
         {"prolog": 4.0, "supervisor": 4.0, "launch": 4.0, "import": 8.0, "init": 12.0, "load": 8.0}
@@ -469,7 +469,7 @@ def test_nodes_that_slurm_has_taken_back_are_booked_no_more(tmp_path: Path) -> N
     outcome = AttemptOutcome(outcome="done", reason="", iteration=2, time=24.0)
     done = {"outcome": outcome, "end": ended(24.0, cause="done", code=0)}
     rounds = [failed(1, 15.0, lost={"n1": ""}, nodes=1)]
-    place = stay(facts=facts(went_back=[1], failed_restarts=rounds, **done), end=25.0, nodes=2, resized=[(20.0, 1)])
+    place = stay(facts=facts(rollbacks=[1], failed_restarts=rounds, **done), end=25.0, nodes=2, resized=[(20.0, 1)])
     told: list[tuple[str, int, int, int]] = []
     found = attribute_time(place, written(tmp_path, lines), sink=lambda *each: told.append(each))
     assert by_round(found)[1] == {"recovery": 7.0, "step": 2.0, "end": 1.0, "given up": 5.0}
@@ -591,7 +591,7 @@ def test_whatever_clocks_say_the_parts_sum_to_the_stay(
         commits=[CheckpointCommit(iteration=1, path="p", consumed_samples=1, time=times[9], seconds=times[10])],
         last_sign=times[11],
         limit=limit,
-        went_back=[entry["iteration"] for entry in lines if "rewind" in entry],
+        rollbacks=[entry["iteration"] for entry in lines if "rewind" in entry],
         failed_restarts=[
             failed(number, at, lost={"n": ""}, nodes=left) for number, (at, _, left) in enumerate(losses, 1)
         ],

@@ -19,8 +19,8 @@ from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import ConfigError, InputError
 from relayrun.files import atomic_file
 from relayrun.lab.faults import session
-from relayrun.lab.faults.experiment import DrillSite, DrillTools
-from relayrun.lab.faults.session import DrillSession
+from relayrun.lab.faults.experiment import FaultSite, FaultTools
+from relayrun.lab.faults.session import FaultSession
 from relayrun.lab.faults.target import LocalSignalSender, StepSignalSender, TestClusterControl
 from relayrun.lab.gpucheck import check, report
 from relayrun.lab.gpucheck import cluster as gpucheck_cluster
@@ -74,7 +74,7 @@ def run_drill(options: argparse.Namespace) -> int:
             reason = f" (left out: {skipped[fault.name]})" if fault.name in skipped else ""
             print(f"{fault.name}: {fault.what}{reason}")
         return 0
-    tools = DrillTools(
+    tools = FaultTools(
         site=_drill_site(options, cluster),
         slurm=Slurm(patience=120),
         signals=StepSignalSender(Slurm(patience=30)) if control is None else LocalSignalSender(),
@@ -82,22 +82,22 @@ def run_drill(options: argparse.Namespace) -> int:
         queue_seconds=60 * options.queue,
         tell=lambda words: print(words, file=sys.stderr if options.json else sys.stdout, flush=True),
     )
-    drill = DrillSession(tools, faults, skipped=skipped)
+    drill = FaultSession(tools, faults, skipped=skipped)
     with drill.locked():
         return _run_session(drill, options)
 
 
-def _drill_site(options: argparse.Namespace, cluster: dict[str, Any]) -> DrillSite:
+def _drill_site(options: argparse.Namespace, cluster: dict[str, Any]) -> FaultSite:
     """The site of the drill. Raises ConfigError for a number below 1, or a folder that is read-only."""
     for name, value in (("--nodes", options.nodes), ("--time", options.time), ("--queue", options.queue)):
         if value < 1:
             raise ConfigError(f"{value} is less than 1", where=name)
     folder = options.directory or places.project_folder() / "logs" / "drill" / cluster["name"]
     check_writable({"--directory": folder}, cluster=cluster["name"], read_only_paths=cluster.get("read_only_paths", []))
-    return DrillSite(folder=folder.expanduser().absolute(), cluster=cluster, nodes=options.nodes, minutes=options.time)
+    return FaultSite(folder=folder.expanduser().absolute(), cluster=cluster, nodes=options.nodes, minutes=options.time)
 
 
-def _run_session(drill: DrillSession, options: argparse.Namespace) -> int:
+def _run_session(drill: FaultSession, options: argparse.Namespace) -> int:
     tell = drill.tools.tell
     for name, reason in drill.skipped.items():
         tell(f"{name} is left out: {reason}")
@@ -131,7 +131,7 @@ def _run_session(drill: DrillSession, options: argparse.Namespace) -> int:
     return 0 if session.all_passed(drill.results()) else 1
 
 
-def _write_reports(drill: DrillSession) -> None:
+def _write_reports(drill: FaultSession) -> None:
     for name, text in (("drill.md", session.markdown_report(drill)), ("drill.html", session.html_report(drill))):
         with atomic_file(drill.folder / name) as temporary:
             temporary.write_text(text, encoding="utf-8")

@@ -56,7 +56,7 @@ CONTROLLER_AWAY_SECONDS = 900.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrillSite:
+class FaultSite:
     """A cluster, and a folder on a file system of all its nodes."""
 
     folder: Path
@@ -129,10 +129,10 @@ class DrillSite:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrillTools:
+class FaultTools:
     """Site, scheduler and access rights of a drill."""
 
-    site: DrillSite
+    site: FaultSite
     slurm: Slurm
     signals: SignalSender
     control: ClusterControl | None = None
@@ -175,13 +175,13 @@ class FaultResult(Record):
     job_ids: list[str] = field(default_factory=list)
 
 
-def run_undisturbed(tools: DrillTools) -> FaultResult:
+def run_undisturbed(tools: FaultTools) -> FaultResult:
     """Do the run without a fault, the reference of all others."""
     fault = Fault(name=UNDISTURBED_RUN, what="nothing: what the others are compared with", causes=("done",))
     return replace(run_fault(tools, fault), bit_for_bit=None)
 
 
-def run_fault(tools: DrillTools, fault: Fault) -> FaultResult:
+def run_fault(tools: FaultTools, fault: Fault) -> FaultResult:
     """Do one test. If anything ends it early, also Ctrl-C, its jobs are cancelled by their ids."""
     site, begin = tools.site, time.time()
     run, commands = site.run(fault.name), site.commands(fault.name)
@@ -301,7 +301,7 @@ def _small_file_system(run: Run, fault: Fault) -> Iterator[None]:
     kept.rename(folder)
 
 
-def _fault_result(tools: DrillTools, run: Run, fault: Fault, begin: float, failed: str) -> FaultResult:
+def _fault_result(tools: FaultTools, run: Run, fault: Fault, begin: float, failed: str) -> FaultResult:
     starts = [start for number in run.attempt_numbers() if (start := run.attempt(number).read_begin())]
     ends = [run.attempt(start.attempt).read_end() for start in starts]
     causes = [end.cause if end else "none" for end in ends]

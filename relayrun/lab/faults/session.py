@@ -23,7 +23,7 @@ from relayrun.control.chain.jobs import cancel_chain
 from relayrun.errors import ConfigError, InputError, RelayrunError, did_you_mean
 from relayrun.files import read_json, unused_name, write_json
 from relayrun.lab.faults import experiment
-from relayrun.lab.faults.experiment import UNDISTURBED_RUN, DrillSite, DrillTools, FaultResult
+from relayrun.lab.faults.experiment import UNDISTURBED_RUN, FaultResult, FaultSite, FaultTools
 from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME, Fault, FaultRequirement
 from relayrun.submit import submission
 from relayrun.submit.check.existing_run import SubmitIntent
@@ -38,7 +38,7 @@ MINUTES_PER_JOB = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrillCost:
+class SessionCost:
     """Estimated cost of fault tests."""
 
     rows: int
@@ -86,13 +86,13 @@ def skipped_faults(faults: Sequence[Fault], *, test_cluster: bool) -> dict[str, 
     return reasons
 
 
-class DrillSession:
+class FaultSession:
     """A drill in a folder."""
 
-    def __init__(self, tools: DrillTools, faults: Sequence[Fault], *, skipped: Mapping[str, str]) -> None:
+    def __init__(self, tools: FaultTools, faults: Sequence[Fault], *, skipped: Mapping[str, str]) -> None:
         """`skipped`: faults that are left out, with the reason."""
         self.tools = tools
-        self.site: DrillSite = tools.site
+        self.site: FaultSite = tools.site
         self.folder = tools.site.folder
         self.faults = list(faults)
         self.skipped = dict(skipped)
@@ -113,12 +113,12 @@ class DrillSession:
         reference = self.result(UNDISTURBED_RUN)
         return [UNDISTURBED_RUN, *names] if names and (reference is None or not reference.passed) else names
 
-    def cost(self, names: Sequence[str]) -> DrillCost:
+    def cost(self, names: Sequence[str]) -> SessionCost:
         """Return the estimated cost of these tests."""
         jobs = sum(len(FAULTS_BY_NAME[name].causes) if name in FAULTS_BY_NAME else 1 for name in names)
         nodes, site = self.site.nodes, self.site
         minutes = jobs * (MINUTES_PER_JOB + site.step_seconds * 30 / 60)
-        return DrillCost(
+        return SessionCost(
             rows=len(names),
             jobs=jobs,
             node_minutes=minutes * nodes,
@@ -221,7 +221,7 @@ TABLE_COLUMNS = (
 )
 
 
-def session_as_json(session: DrillSession) -> dict[str, Any]:
+def session_as_json(session: FaultSession) -> dict[str, Any]:
     """Return all of a drill as plain values."""
     results, waiting = session.results(), session.pending_tests()
     return {
@@ -240,12 +240,12 @@ def all_passed(results: Sequence[FaultResult]) -> bool:
     return all(result.passed for result in results)
 
 
-def terminal_table(session: DrillSession) -> Table:
+def terminal_table(session: FaultSession) -> Table:
     """Return a drill as a table for a terminal."""
     return text_table(TABLE_COLUMNS, table_rows(session), title=session_headline(session))
 
 
-def markdown_report(session: DrillSession) -> str:
+def markdown_report(session: FaultSession) -> str:
     """Return a drill as Markdown."""
     lines = [f"# {session_headline(session)}", "", *(f"{fact}  " for fact in session_facts(session)), ""]
     lines += [
@@ -259,7 +259,7 @@ def markdown_report(session: DrillSession) -> str:
     return "\n".join(lines) + "\n"
 
 
-def html_report(session: DrillSession) -> str:
+def html_report(session: FaultSession) -> str:
     """Return a drill as one HTML file."""
     return html_page(
         session_headline(session),
@@ -270,14 +270,14 @@ def html_report(session: DrillSession) -> str:
     )
 
 
-def session_headline(session: DrillSession) -> str:
+def session_headline(session: FaultSession) -> str:
     """Return the number of passed faults, in one line."""
     done = [result for result in session.results() if result.name != UNDISTURBED_RUN]
     good = sum(result.passed for result in done)
     return f"drill on {session.site.cluster.get('name', 'a cluster')}: {good} of {len(done)} faults passed"
 
 
-def session_facts(session: DrillSession) -> list[str]:
+def session_facts(session: FaultSession) -> list[str]:
     """Return further facts, one sentence each."""
     results = session.results()
     found = [
@@ -290,12 +290,12 @@ def session_facts(session: DrillSession) -> list[str]:
     return found
 
 
-def failed_results(session: DrillSession) -> list[FaultResult]:
+def failed_results(session: FaultSession) -> list[FaultResult]:
     """Return the failed tests."""
     return [result for result in session.results() if not result.passed]
 
 
-def table_rows(session: DrillSession) -> list[list[str]]:
+def table_rows(session: FaultSession) -> list[list[str]]:
     """Return the cells of the table."""
     return [_result_cells(result) for result in session.results()] + _skipped_cells(session.skipped)
 

@@ -154,7 +154,7 @@ class _Steps:
         self._limit = self._limits.pop()
         self._first = True
         """True until the first step."""
-        self._gone_back = False
+        self._rolled_back = False
         """True if the newest event is a rollback to a checkpoint."""
         self._failed = [each for each in facts.failed_restarts if each.again]
         """Failures followed by a restart of which no line has been read yet."""
@@ -162,7 +162,7 @@ class _Steps:
     @property
     def under_way(self) -> str:
         """Part for time after the newest line, in which ranks write no line."""
-        if self._gone_back:
+        if self._rolled_back:
             return "recovery"
         return "redone" if self.begun or self._facts.first_start is not None else "failed start"
 
@@ -196,10 +196,10 @@ class _Steps:
         if (hang := self._facts.hangs.get(failed.round)) is not None:
             self._ledger.book_until(self.under_way, to_microseconds(hang.time - hang.seconds))
             self._ledger.book_until("hang", to_microseconds(hang.time))
-            self._gone_back = True
+            self._rolled_back = True
         self._ledger.book_until(self.under_way, to_microseconds(failed.time))
         self._ledger.next_restart(failed)
-        self._gone_back = True
+        self._rolled_back = True
 
     def take(self, block: MetricsBlock) -> Mask:
         """Book the lines of a block, of which at most the first is a rollback; return the mask of lines that count."""
@@ -208,7 +208,7 @@ class _Steps:
             if "rewind" in record:
                 self._ledger.book_until("between", to_microseconds(record["rewind"]["time"]))
             self._limit = self._limits.pop() if self._limits else self._facts.limit
-            self._gone_back = True
+            self._rolled_back = True
             rest = self.take(block.part(1, block.rows)) if block.rows > 1 else np.zeros(0, dtype=np.bool_)
             return np.concatenate([np.zeros(1, dtype=np.bool_), rest])
         columns, ledger = block.columns, self._ledger
@@ -217,7 +217,7 @@ class _Steps:
         unsaid = np.isnan(columns["step_seconds"]) & ~evaluates
         asked = _as_microseconds(np.where(evaluates, columns["evaluation_seconds"], columns["step_seconds"]))
         said = _as_microseconds(columns["time"], most=LATEST_TIME)
-        if not (self.begun or self._gone_back) and self._facts.first_start is None:  # a program without start times
+        if not (self.begun or self._rolled_back) and self._facts.first_start is None:  # a program without start times
             ledger.book_until("launch", int(said[0]) - int(asked[0]))
         self.begun = True
 
@@ -258,9 +258,9 @@ class _Steps:
                 parts["step"][at] -= beyond
                 parts["compile"][at] = beyond
         self._first = False
-        if self._gone_back:
+        if self._rolled_back:
             parts["recovery"][at], parts["between"][at] = parts["between"][at], 0
-            self._gone_back = False
+            self._rolled_back = False
 
     def _put(self, parts: Mapping[str, Amounts], ends: Amounts) -> None:
         """Book the lines, grouped by the grain if a sink is set.
@@ -311,7 +311,7 @@ def _iteration_limits(facts: AttemptFacts) -> list[float]:
     """The last iteration that counts: after the last rollback, before it, ..., before the first."""
     limit = facts.limit
     found = [limit]
-    for base in reversed(facts.went_back):
+    for base in reversed(facts.rollbacks):
         limit = min(limit, base)
         found.append(limit)
     return found

@@ -42,7 +42,7 @@ class AttemptFacts:
     commits: Sequence[CheckpointCommit]
     limit: float
     """The last iteration that counts; later ones were computed again or lost."""
-    went_back: Sequence[int]
+    rollbacks: Sequence[int]
     """Checkpoint iterations of the rollbacks inside the attempt, oldest first."""
     blamed: Sequence[str]
     """Nodes to which its end is attributed."""
@@ -264,7 +264,7 @@ def _attempt_facts(
         last_sign=max(signs),
         commits=commits,
         limit=limit,
-        went_back=iteration_resets(
+        rollbacks=iteration_resets(
             attempt.metrics, [int(entry["base_iteration"]) for entry in read_lines(attempt.rewinds)]
         ),
         blamed=blamed,

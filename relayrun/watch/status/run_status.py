@@ -133,7 +133,7 @@ def read_run_status(
 
 def _read_run_status(records: RunRecords, cache: FolderCache | None) -> RunStatus:
     run, plan, queue, now = records.run, records.plan, records.queue, records.now
-    begin, durable, line = records.begin, records.durable, records.line
+    begin, durable, lineage = records.begin, records.durable, records.lineage
     strikes = excluded_nodes.read_node_failures(run)
     counts: dict[str, int] = {}
     for strike in strikes:
@@ -162,7 +162,7 @@ def _read_run_status(records: RunRecords, cache: FolderCache | None) -> RunStatu
         phase=min(beats, key=lambda beat: beat.time).phase if beats else None,
         leave_time=end_time - begin.lead if begin is not None and end_time is not None else None,
         job_end_time=end_time,
-        left_behind=checkpoint_records.newer_broken_checkpoints(run, line, durable) if durable else [],
+        left_behind=checkpoint_records.newer_broken_checkpoints(run, lineage, durable) if durable else [],
         in_quarantine=checkpoint_records.quarantined_checkpoints(run),
         evaluations=evaluations.evaluation_results(run),
         waiting_evaluations={
@@ -182,7 +182,7 @@ def _read_run_status(records: RunRecords, cache: FolderCache | None) -> RunStatu
         excluded=excluded,
         used_again=_used_again(excluded, strikes, begin),
         triggers=_pending_triggers(run),
-        left_out=_skipped_documents(run, line),
+        left_out=_skipped_documents(lineage),
         purges=_purges(run, plan, durable, living=living),
         quotas=quotas,
         quota_complaint=quota_complaint,
@@ -249,9 +249,9 @@ def _last_mirror_pass(run: Run, *, durable: bool) -> MirrorPass | None:
         return MirrorPass(time=0.0, iteration=None, behind=0, complaint=error.message)
 
 
-def _skipped_documents(run: Run, line: Lineage) -> dict[str, dict[str, int]]:
+def _skipped_documents(lineage: Lineage) -> dict[str, dict[str, int]]:
     """Unreadable documents that streams skipped, from the newest checkpoint with lane positions."""
-    commit = next((counted.commit for counted in line.backwards()), None)
+    commit = next((counted.commit for counted in lineage.backwards()), None)
     path = None if commit is None else stream_positions_path(Path(commit.path))
     if path is None or not path.is_file():
         return {}

@@ -281,7 +281,7 @@ class RunRecords:
         self.run, self.plan, self.queue, self.now = run, plan, queue, now
         self._begun = ReadOnce(started_attempts_backwards(run))
         """Started attempts, newest first, each read once and only as far as needed."""
-        self.line = Lineage(run, begun=self._begun)
+        self.lineage = Lineage(run, begun=self._begun)
         newest = next(iter(self._begun), None)
         self.number = None if newest is None else newest[0]
         self.begin = None if newest is None else newest[1]
@@ -296,12 +296,12 @@ class RunRecords:
             self.state = "running" if chain_state.newest_life_sign(run, plan, now=now) else "unknown"
         self.running = open_ and self.state in ("running", "unknown")
         self.step = _newest_step(run, self._begun)
-        self.durable, self.durable_fault = _newest_checkpoint(self.line)
+        self.durable, self.durable_fault = _newest_checkpoint(self.lineage)
 
     def summary(self, cache: FolderCache | None) -> RunSummary:
         """Return the summary. `cache`: see `last_cron_check`."""
         durable, begin = self.durable, self.begin
-        saved = next((c.commit for c in self.line.backwards() if durable and c.commit.path == durable.path), None)
+        saved = next((c.commit for c in self.lineage.backwards() if durable and c.commit.path == durable.path), None)
         broken = self.state == "broken"
         return RunSummary(
             run=self.plan.run,
@@ -342,7 +342,7 @@ class RunRecords:
         if end is not None:
             reached, until = end.durable_iteration, end.end_time
         elif self.running and number == self.number:
-            commits = (counted.commit for counted in self.line.backwards())
+            commits = (counted.commit for counted in self.lineage.backwards())
             newest = next((commit for commit in commits if commit.time >= begin.start_time), None)
             reached = newest.iteration if newest else begin.base_iteration
             until = newest.time if newest else begin.start_time
