@@ -349,7 +349,6 @@ SECTIONS: dict[str, list[Row]] = {
         Row("CPU seconds of `relayrun status` over 1,000 runs, one of 10⁶ iterations", "status.median", ".2f", most=1),
         Row("the same until the first lines of `status -f`", "status_follow.median", ".2f", most=1),
         Row("of `relayrun status` of the long run alone", "status_long_run.median", ".2f", most=1),
-        Row("of the page's server and its first answer over all", "page.median", ".2f", most=1),
     ],
     "history": [
         Row(

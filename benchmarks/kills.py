@@ -397,7 +397,9 @@ class Turn:
                 "load_average": self._drill.load[run.path.name],
             }
         self.figures["undisturbed"]["over_bare"] = seconds_to(whole, self._last) / seconds_to(bare, self._last)
-        _, weights = compare_runs.compare_weights(bare.checkpoint(self._last), whole.checkpoint(self._last))
+        _, weights = compare_runs.checkpoint_differences(
+            bare.checkpoint(self._last), whole.checkpoint(self._last), tensors_only=True
+        )
         differs = [*compare_runs.loss_differences(bare, whole, self._last), *weights]
         self.untrue += [f"without agents and copies: {line}" for line in differs[:1]]
         spares = {"spares": self._lost, "one_spare": self._drill.options.spares}
@@ -409,9 +411,9 @@ class Turn:
                 "spare_nodes": spares[name],
                 "load_average": self._drill.load[run.path.name],
                 "undisturbed_seconds": seconds_to(whole, until),
-                "effective_training_time": seconds_to(whole, until) / shown.line.seconds,
+                "effective_training_time": seconds_to(whole, until) / shown.timeline.seconds,
             }
-            self.untrue += [f"{name}: {claim}" for claim in shown.untrue(spares=spares[name])]
+            self.untrue += [f"{name}: {claim}" for claim in shown.failed_claims(spares=spares[name])]
             _print_run(f"turn {self._number}, {name}", shown, self.figures[name])
 
 

@@ -2,9 +2,8 @@
 
     python benchmarks/status.py [--runs 1000] [--lines 1000000] [--rounds 3] [--quick]
 
-`relayrun status`, the first lines of `relayrun status -f`, the same of the long run alone, and the first answer of
-`relayrun report --serve`: of its server from its start to the end of that answer, and of whatever processes it has
-begun. Each round begins programs of their own.
+`relayrun status`, the first lines of `relayrun status -f`, and the same of the long run alone. Each round begins new
+programs.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +53,6 @@ def main() -> None:
             "status": lambda: spent([*relayrun, "status"], folder),
             "status_follow": lambda: spent([*relayrun, "status", "-f"], folder, lines=options.runs),
             "status_long_run": lambda: spent([*relayrun, "status", str(long.path)], folder),
-            "page": lambda: first_answer(
-                [*relayrun, "report", str(runs), "--serve", "--port", "0"],
-                folder,
-                words=(f"{options.runs:,} runs", f"run/run-{options.runs - 2:04}"),
-            ),
         }
         figures: dict[str, Any] = {}
         for name, way in ways.items():
@@ -100,21 +93,6 @@ def spent(command: list[str], folder: str, *, lines: int | None = None) -> float
         seconds = _results.cpu_seconds(program.pid, ended=True)
         program.send_signal(signal.SIGINT)
         program.stdout.read()
-    return seconds
-
-
-def first_answer(command: list[str], folder: str, *, words: Sequence[str]) -> float:
-    """CPU seconds of a server and its processes until its first page is there, which is to have these words."""
-    with begun(command, folder) as program:
-        assert program.stdout is not None
-        address = next(word for line in program.stdout for word in line.split() if word.startswith("http://"))
-        with urllib.request.urlopen(address.rstrip(".,"), timeout=600) as answer:
-            page = answer.read().decode()
-        seconds = _results.cpu_seconds(program.pid, ended=True)
-        program.send_signal(signal.SIGINT)
-        program.stdout.read()
-    if missing := [word for word in words if word not in page]:
-        raise SystemExit(f"the page lacks {missing}: {page[:200]!r}")
     return seconds
 
 

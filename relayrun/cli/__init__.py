@@ -111,19 +111,19 @@ COMMANDS = {
     "stop": ("relayrun.cli.run.stop:add_arguments", "write a checkpoint and end the chain"),
     "cancel": ("relayrun.cli.run.stop:add_arguments", "end the chain at once; what was not saved is lost"),
 }
-"""The commands: the function that adds the arguments of each, as MODULE:FUNCTION, and its line of help."""
+"""By command: the function that adds its arguments, as MODULE:FUNCTION, and its line of help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the `relayrun` command. Only the module of the command that is asked for is imported."""
+    """Entry point of the `relayrun` command. Imports the module of the requested command alone."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     return run_main(lambda: _run(arguments))
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the options of a command line; `run` is the function to call with them. Exits where they are wrong."""
+    """Return the options of a command line; `run` is the function to call with them. Exits if they are wrong."""
     asked = next((argument for argument in arguments if not argument.startswith("-")), None)
-    if asked in COMMANDS and asked == arguments[0]:  # without the others, whose parsers take ten times as long
+    if asked in COMMANDS and asked == arguments[0]:  # building all parsers takes ten times as long
         options, rest = _parser(asked, [asked]).parse_known_args(arguments)
         if not rest:
             return options
@@ -131,7 +131,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _parser(asked: str | None, names: Iterable[str]) -> argparse.ArgumentParser:
-    """The parser of these commands, which knows the options of the one that is `asked` for."""
+    """A parser of these commands; only the command `asked` gets its options."""
     parser = argparse.ArgumentParser(prog="relayrun", description="Language-model pretraining as a relay of Slurm jobs")
     parser.add_argument("--version", action="version", version=f"relayrun {relayrun.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -149,8 +149,18 @@ def adder(name: str) -> AddArguments:
     return add
 
 
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that names a run."""
+    parser.add_argument("name", metavar="RUN", help="run directory, or project/name below logs/runs")
+
+
+def add_overrides(parser: argparse.ArgumentParser, words: str) -> None:
+    """Add `--set NAME=VALUE`, whose values are collected in `overrides`."""
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="NAME=VALUE", help=words)
+
+
 def as_program(add_arguments: AddArguments, description: str | None) -> int:
-    """Run a subcommand as a program of its own, with the same flags: the programs of scripts/ and launchers/."""
+    """Run a subcommand as a program with the same flags, for scripts/ and launchers/."""
 
     def run() -> int:
         form = argparse.RawDescriptionHelpFormatter

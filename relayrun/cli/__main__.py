@@ -1,4 +1,4 @@
-"""`python -m relayrun.cli`: the `relayrun` command where it is not on PATH."""
+"""`python -m relayrun.cli`: the `relayrun` command if it is not on PATH."""
 
 import sys
 

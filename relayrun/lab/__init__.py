@@ -4,6 +4,7 @@ faults          injects faults into a chain on a cluster and compares the result
 random_kills    compares a run whose ranks and nodes were killed at random with an undisturbed run
 gpucheck        measures whether training works on this machine's GPUs, and how fast
 demo            raw text to a trained model on one machine
+small_run       makes and submits the small runs; compare_runs compares runs bit by bit
 
 Input: a cluster or a machine. Output: a table, a JSON file and a page. In the package only `cli/` imports it.
 """

@@ -1,8 +1,8 @@
-"""Random kills of ranks and nodes: what training time they cost, and whether they changed the result.
+"""Random kills of ranks and nodes: their cost in training time, and their effect on the result.
 
 `living_ranks` and `signal_random_rank` reach the rank processes of this machine. `measure_timeline` computes the
-share of time that brought new steps. `loss_differences`, `sample_differences` and `compare_weights` compare two runs
-bit by bit. `report_kills` puts the figures together and names the claims that do not hold.
+share of time spent on new steps. `report_kills` compares a disturbed run with an undisturbed one, collects the figures
+and lists the claims that do not hold.
 """
 
 from __future__ import annotations
@@ -14,51 +14,42 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from relayrun.control.rundir import restarts
-from relayrun.control.rundir import restarts as rundir_restarts
-from relayrun.control.rundir.restarts import FailedRestart, resets_iteration
+from relayrun.control.rundir.restarts import RESTART_SECONDS, FailedRestart, read_failed_restarts, resets_iteration
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
-from relayrun.lab import compare_runs
+from relayrun.lab.compare_runs import checkpoint_differences, loss_differences, sample_differences
+from relayrun.lab.faults import processes
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankProcess:
-    """A rank that lives."""
+    """A live rank process."""
 
     rank: int
     node: str
-    """Slurm's name of its node; empty where there is no Slurm."""
+    """Slurm's name of its node; empty without Slurm."""
     pid: int
 
 
 def living_ranks(run: Run) -> list[RankProcess]:
-    """Ranks that agents have forked and that live now; an agent's server has their command, not their name."""
+    """Return the live ranks that agents have forked; an agent's server has their command, not their process name."""
     found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            words, name = (entry / "cmdline").read_bytes().split(b"\0"), (entry / "comm").read_text().strip()
-            if f"--run-dir={run.path}".encode() not in words or not name.startswith("rank-"):
-                continue
-            variables = (entry / "environ").read_bytes().split(b"\0")
-        except OSError:  # it has gone
-            continue
-        node = next(
-            (item.partition(b"=")[2].decode() for item in variables if item.startswith(b"SLURMD_NODENAME=")), ""
-        )
-        found.append(RankProcess(rank=int(name.removeprefix("rank-")), node=node, pid=int(entry.name)))
+    for pid, words, variables in processes.live_processes():
+        name = processes.program_name(pid)
+        if f"--run-dir={run.path}".encode() in words and name.startswith("rank-"):
+            node = variables.get(b"SLURMD_NODENAME", b"").decode()
+            found.append(RankProcess(rank=int(name.removeprefix("rank-")), node=node, pid=pid))
     return sorted(found, key=lambda process: process.rank)
 
 
 def signal_random_rank(run: Run, generator: random.Random, number: signal.Signals) -> RankProcess | None:
-    """Send a signal to a random rank that lives; return it, None where none does."""
-    processes = living_ranks(run)
-    if not processes:
+    """Send a signal to a random live rank; return it, None if none is alive."""
+    ranks = living_ranks(run)
+    if not ranks:
         return None
-    chosen = generator.choice(processes)
+    chosen = generator.choice(ranks)
     try:
         os.kill(chosen.pid, number)
     except ProcessLookupError:
@@ -68,29 +59,29 @@ def signal_random_rank(run: Run, generator: random.Random, number: signal.Signal
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """What the time of a run went to. Times are seconds."""
+    """Division of a run's time, in seconds."""
 
     began: float
     """Begin of the first step, since 1970."""
     ended: float
     """End of the last step, since 1970."""
     effective: float
-    """In which steps were done that count."""
+    """Time of steps that count."""
     steps: int
-    """That count."""
+    """Number of steps that count."""
     steps_lost: int
-    """That were done again, as far as they were on record."""
+    """Recorded steps that were done again."""
     step: float
-    """Median of a step that counts, with all that stands between it and the one before."""
+    """Median time of a step that counts, including the time since the step before."""
 
     @property
     def seconds(self) -> float:
-        """From the begin of the first step to the end of the last one."""
+        """Time from the begin of the first step to the end of the last."""
         return self.ended - self.began
 
     @property
     def share(self) -> float:
-        """The effective part of this time."""
+        """Share of this time that is effective."""
         return self.effective / self.seconds
 
 
@@ -98,11 +89,11 @@ class Timeline:
 class _FinishedSteps:
     iteration: int
     seconds: float
-    """Since the step before it, where no start of the ranks lies between; else the step alone."""
+    """Since the step before; the step alone if the ranks started in between."""
 
 
 def measure_timeline(run: Run) -> Timeline:
-    """The timeline of a run that has done a step. Raises ValueError where it has done none."""
+    """Return the timeline of a run. Raises ValueError if it has done no step."""
     done: list[_FinishedSteps] = []
     lost = 0
     began: float | None = None
@@ -112,7 +103,7 @@ def measure_timeline(run: Run) -> Timeline:
         if (begin := attempt.read_begin()) is None:
             continue
         lost += _drop_steps_after(done, begin.base_iteration)
-        failed = [(one.time, one.time + one.seconds.get("end", 0.0)) for one in restarts.read_failed_restarts(attempt)]
+        failed = [(one.time, one.time + one.seconds.get("end", 0.0)) for one in read_failed_restarts(attempt)]
         first = True
         for line in read_lines(attempt.metrics):
             if resets_iteration(line):
@@ -120,7 +111,7 @@ def measure_timeline(run: Run) -> Timeline:
             elif "loss" in line:
                 now, own = float(line["time"]), float(line["step_seconds"]) + float(line.get("hooks_seconds") or 0.0)
                 began = now - own if began is None else began
-                # a round may begin behind the newest iteration, and then no line of the metrics says so
+                # a restart after the newest iteration leaves no line in the metrics
                 alone = first or any(before < over and now > noticed for noticed, over in failed)
                 done.append(_FinishedSteps(int(line["iteration"]), own if alone else now - before))
                 before = ended = now
@@ -139,7 +130,7 @@ def measure_timeline(run: Run) -> Timeline:
 
 
 def _drop_steps_after(done: list[_FinishedSteps], iteration: int) -> int:
-    """Take away what lies beyond this iteration; return how many steps that were."""
+    """Remove steps after this iteration; return their number."""
     many = sum(step.iteration > iteration for step in done)
     if many:
         del done[-many:]
@@ -147,19 +138,19 @@ def _drop_steps_after(done: list[_FinishedSteps], iteration: int) -> int:
 
 
 _CLOCK_TOLERANCE_SECONDS = 0.05
-"""Between a fault and its noticing, as far as the drill's own time of it is late."""
+"""Largest delay of a recorded fault time."""
 MIN_TRAINING_SHARE = 0.9
-"""The effective training time that is wanted."""
+"""Required share of effective training time."""
 MAX_INTERVALS_LOST = {"memory": 1, "neighbour": 2}
-"""So many intervals between copies a round may lose at most: the newest copy may be on its way to the neighbour."""
+"""Copy intervals that a restart may lose: the newest copy may be on its way to the neighbour."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KillEvent:
-    """Something that the drill did."""
+    """An injected fault."""
 
     time: float
-    """In seconds since 1970."""
+    """Seconds since 1970."""
     kind: str
     """`kill`, `stop` (SIGSTOP), `node`, or `host`: the batch host is lost."""
     rank: int | None = None
@@ -168,33 +159,31 @@ class KillEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class KillReport:
-    """What a disturbed run shows beside an undisturbed one of the same config."""
+    """A disturbed run beside an undisturbed run of the same config."""
 
-    line: Timeline
+    timeline: Timeline
     jobs: Sequence[str]
-    """Ids of its jobs, one an attempt."""
+    """Job ids, one per attempt."""
     restarts: int
-    """How often Slurm began these jobs again."""
+    """Number of times that Slurm requeued these jobs."""
     events: Sequence[KillEvent]
     failed: Sequence[FailedRestart]
     tensors: int
     faults: Mapping[str, Sequence[str]]
-    """What differs from the undisturbed run, by `losses`, `weights` and `samples`; no line: nothing."""
+    """Differences from the undisturbed run, by `losses`, `weights` and `samples`."""
     memory_intervals: Sequence[int]
-    """Steps between copies in memory that the run has chosen, in order."""
+    """Intervals in steps between copies in memory, in the order in which the run chose them."""
 
     def figures(self) -> dict[str, Any]:
-        """All of it, as plain values."""
+        """Return all figures as plain values."""
         kinds = Counter(event.kind for event in self.events)
-        names = [
-            name for name in rundir_restarts.RESTART_SECONDS if any(name in failed.seconds for failed in self.failed)
-        ]
+        names = [name for name in RESTART_SECONDS if any(name in failed.seconds for failed in self.failed)]
         return {
-            "counted_share": self.line.share,
-            "seconds": self.line.seconds,
-            "step_seconds": self.line.step,
-            "steps": self.line.steps,
-            "steps_lost": self.line.steps_lost,
+            "counted_share": self.timeline.share,
+            "seconds": self.timeline.seconds,
+            "step_seconds": self.timeline.step,
+            "steps": self.timeline.steps,
+            "steps_lost": self.timeline.steps_lost,
             "kills": kinds["kill"],
             "stops": kinds["stop"],
             "nodes_lost": kinds["node"],
@@ -212,13 +201,13 @@ class KillReport:
             "job_restarts": self.restarts,
             "tensors_compared": self.tensors,
             "differences": {name: list(found)[:5] for name, found in self.faults.items()},
-            "events": [asdict(event) | {"time": round(event.time - self.line.began, 1)} for event in self.events],
+            "events": [asdict(event) | {"time": round(event.time - self.timeline.began, 1)} for event in self.events],
         }
 
     def by_fault(self) -> dict[str, dict[str, Any]]:
-        """How long each kind of fault took until it was noticed, and from there to the next new step, in seconds.
+        """Return for each kind of fault the seconds until it was noticed, and from there to the next new step.
 
-        A rank that is killed before its round has done a step counts apart (`kill in set-up`).
+        A rank killed before the first step after its start counts as `kill in set-up`.
         """
         found: dict[str, list[tuple[float, FailedRestart]]] = {}
         for event, following in zip(self.events, [*self.events[1:], None], strict=False):
@@ -237,8 +226,8 @@ class KillReport:
             for kind, hits in sorted(found.items())
         }
 
-    def untrue(self, *, spares: int) -> list[str]:
-        """Claims of the drill that do not hold for this run; none: all do. `spares`: spare nodes that the job had."""
+    def failed_claims(self, *, spares: int) -> list[str]:
+        """Return the claims that do not hold for this run. `spares`: spare nodes of the job."""
         found = [f"{name}: {lines[0]}" for name, lines in self.faults.items() if lines]
         if not self.tensors:
             found.append("weights: no tensor was compared")
@@ -264,26 +253,26 @@ class KillReport:
 def report_kills(
     run: Run, reference: Run, *, last: int, events: Sequence[KillEvent], restarts: Mapping[str, int]
 ) -> KillReport:
-    """Compare a disturbed run with the undisturbed one. `restarts`: of each of its jobs, by Slurm's word."""
+    """Compare a disturbed run with the undisturbed one. `restarts`: Slurm's restart count by job id."""
     jobs, failed, intervals = [], [], []
     for number in run.attempt_numbers():
         attempt = run.attempt(number)
         if (begin := attempt.read_begin()) is not None:
             jobs.append(begin.job_id)
-            failed += rundir_restarts.read_failed_restarts(attempt)
+            failed += read_failed_restarts(attempt)
             intervals += [int(line["interval"]) for line in read_lines(attempt.memory_intervals)]
-    tensors, different = compare_runs.compare_weights(run.checkpoint(last), reference.checkpoint(last))
+    tensors, different = checkpoint_differences(run.checkpoint(last), reference.checkpoint(last), tensors_only=True)
     return KillReport(
-        line=measure_timeline(run),
+        timeline=measure_timeline(run),
         jobs=jobs,
         restarts=sum(restarts[job] for job in set(jobs)),
         events=events,
         failed=failed,
         tensors=tensors,
         faults={
-            "losses": compare_runs.loss_differences(run, reference, last),
+            "losses": loss_differences(run, reference, last),
             "weights": different,
-            "samples": compare_runs.sample_differences(run, reference, last),
+            "samples": sample_differences(run, reference, last),
         },
         memory_intervals=intervals,
     )

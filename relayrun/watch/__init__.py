@@ -1,12 +1,12 @@
-"""What happened in a run, for people.
+"""Views of a run for people.
 
     status/          the state of one run and of many: on a terminal and as JSON
     report/          the report of a run: on a terminal, as HTML, as PNG
-    goodput/         where the node time of a run went
+    goodput/         a run's node time, divided into named parts
     follow           the progress and the logs of a running job
-    cron_check       one pass over the runs of a folder, started by cron; symptoms: the problems that it knows
-    send_notices     sends notices by the channels of notice_channels; unsent_notices: what is still to be sent
+    cron_check       one check of the runs below a folder, started by cron; symptoms: the problems that it finds
+    send_notices     sends notices through notice_channels; unsent_notices: notices that are still to be sent
 
-In come run directories and the scheduler's answers; out go text, pages and messages. No job is started or stopped.
+Input: run directories and the scheduler's answers. Output: text, pages and messages. No job is started or stopped.
 docs/monitoring.md, docs/goodput.md and docs/notify.md explain it.
 """

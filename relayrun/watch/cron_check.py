@@ -1,10 +1,10 @@
-"""One look at the runs of a folder, for cron: what no job of a chain can tell, because none runs or none can.
+"""One check of the runs below a folder, started by cron (`relayrun sentinel`).
 
-A symptom counts when two looks a minute apart have seen it: an answer of Slurm that is not whole, or a job that is
-between two states, is none. Somebody is told by the run's notices, as a job tells it, and by a line of this program's
-output, which cron mails, where the run names nobody or a notice cannot be written. What was seen and told is kept in
-the folder that is looked after (`relayrun.watch.status.cron_check_record`), so that anybody sees when the last look
-was. Standard library only.
+It reports problems that no job of a chain can report, because none runs. A symptom counts after two checks a minute
+apart have seen it: a truncated answer of Slurm or a job between two states is not a symptom. The run's notices report
+it, as a job would; a printed line, which cron mails, reports it if the run notifies nobody or the notice cannot be
+written. `relayrun.watch.status.cron_check_record` keeps the symptoms and reports in the folder. Uses the standard
+library alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import contextlib
 import os
 import shutil
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,20 +45,21 @@ from relayrun.watch.symptoms import (
     running_job,
     write_error,
 )
+from relayrun.watch.text import format_time
 
 SETTLE_SECONDS = 55.0
-"""A symptom counts when it is seen so long after the look that saw it first: cron may look each minute."""
+"""Minimum age of a symptom before it is reported: cron may start a check every minute."""
 SILENT_SLURM_SECONDS = 3600.0
-"""For so long Slurm may not answer before somebody is told: controllers are updated and restarted."""
+"""Silence of Slurm that is not reported: controllers are updated and restarted."""
 FORGET_SECONDS = 86400.0
-"""Chains that died so long before the first look are counted, and nobody is told of each."""
+"""Age of a dead chain at the first check from which it is counted, not reported."""
 SLURM_SYMPTOM = "slurm"
-"""What Slurm's silence is called where runs have their names."""
+"""Stands for the scheduler where symptoms are listed by run."""
 
 
 @dataclass
 class _SeenSymptom:
-    """A symptom of one run, and what is remembered of it."""
+    """A symptom of one run, when it was first seen, and whether it was reported."""
 
     symptom: Symptom
     since: float
@@ -67,10 +67,10 @@ class _SeenSymptom:
 
 
 class CronCheck:
-    """One look after the runs of a folder.
+    """One check of the runs below a folder.
 
     Args:
-        folder: what is looked after; runs lie at most `cron_check_record.MAX_FOLDER_DEPTH` folders below it.
+        folder: runs lie at most `cron_check_record.MAX_FOLDER_DEPTH` folders below it.
         now: seconds since 1970.
     """
 
@@ -80,28 +80,25 @@ class CronCheck:
         self._lines: list[str] = []
         self._user = user_name(os.geteuid())
         self._first = False
-        """Whether no look before this one knew of jobs."""
         self._settle = SETTLE_SECONDS
         self._running: dict[str, dict[str, Any]] = {}
         self._before = CronCheckRecord(time=0.0, host="", user="")
         self._said: dict[str, float] = {}
         self._stuck: dict[str, dict[str, str]] = {}
-        """By campaign and member, why a run does not begin; what a run of this look tells is taken out."""
+        """Reasons by campaign and member why a run does not start; a reason is removed when it is reported."""
 
-    def look(self) -> list[str]:
-        """Look once; return the lines to print. Raises RelayrunError where the folder cannot be looked into."""
-        with cron_check_record.hold_lock(cron_check_record.cron_check_lock_path(self._folder, self._user)) as (
-            fd,
-            mine,
-        ):
+    def run(self) -> list[str]:
+        """Check once; return the lines to print. Raises RelayrunError if the folder cannot be read."""
+        lock_path = cron_check_record.cron_check_lock_path(self._folder, self._user)
+        with cron_check_record.hold_lock(lock_path) as (lock, mine):
             if mine:
-                return self._look(fd)
+                return self._run(lock)
             memory = self._remembered()[0]
             stuck = memory is not None and self._now - memory.time > LATE_CHECK_SECONDS
-            said = stuck and cron_check_record.is_first_in_hour(fd, now=self._now)
+            said = stuck and cron_check_record.is_first_in_hour(lock, now=self._now)
             return [f"{self._folder}: a look that began long ago has not ended"] * said
 
-    def _look(self, lock: int) -> list[str]:
+    def _run(self, lock: int) -> list[str]:
         before, complaint = self._remembered()
         self._first = before is None or not before.jobs_known
         self._before = before or self._before
@@ -109,7 +106,7 @@ class CronCheck:
         if complaint:
             self._say(cron_check_record.cron_check_path(self._folder, self._user).name, "damaged", complaint)
         kept = write_error(self._folder) is None
-        if not kept:  # no later look will know what this one saw
+        if not kept:  # the next check does not know the symptoms of this one
             self._settle = 0.0
         seen = self._runs()
         period = None if before is None else self._now - before.time
@@ -137,62 +134,39 @@ class CronCheck:
         return self._lines if may else []
 
     def _remembered(self) -> tuple[CronCheckRecord | None, str]:
-        """The last look, None where none is known; and why it cannot be read."""
         try:
             return cron_check_record.read_cron_check(self._folder, self._user), ""
         except RunDirError as error:
             return None, f"what the last look saw is lost: {error.message}"
 
     def _runs(self) -> dict[str, list[_SeenSymptom]]:
-        """Look at every run of this user's; return what is wrong with each, by its path below the folder."""
-        ended: list[tuple[Run, Plan]] = []
-        living: dict[str, tuple[Run, Plan]] = {}
+        """Check every run of this user; return the symptoms by the run's path below the folder."""
         seen: dict[str, list[_SeenSymptom]] = {}
-        for run in find_runs_below(self._folder, depth=cron_check_record.MAX_FOLDER_DEPTH):
-            try:
-                plan = Plan.load(run)
-                if plan.owner not in (None, os.geteuid()):  # its owner's jobs and notices are not this user's
-                    continue
-                if run.stop.exists():
-                    ended.append((run, plan))
-                else:
-                    living[self._name(run)] = run, plan
-            except (RelayrunError, OSError) as error:
-                seen[self._name(run)] = self._unreadable(run, getattr(error, "message", None) or str(error))
+        ended, living = self._own_runs(seen)
         for run, plan in ended:
-            with contextlib.suppress(Exception):  # it has ended, and `relayrun status` says what is not told
+            with contextlib.suppress(Exception):  # the run has ended; `relayrun status` shows the rest
                 seen[self._name(run)] = self._purged(run, plan)
                 self._tell(run, plan, seen[self._name(run)], at_work=False)
-        looks = start_due_members(
-            campaign_folders(run for run, _ in [*ended, *living.values()]), say=lambda words: None
-        )
-        self._stuck = {str(folder): dict(look.stuck) for folder, look in looks.items()}
+        runs = [run for run, _ in living.values()]
+        folders = campaign_folders([run for run, _ in ended] + runs)
+        started = start_due_members(folders, say=lambda words: None)
+        self._stuck = {str(folder): dict(look.stuck) for folder, look in started.items()}
         gone = [run.path for name, (run, _) in living.items() if self._is_known_gone(name, run)]
-        found = RunsWatcher(without_jobs=gone).look([run for run, _ in living.values()], now=self._now)
-        states = {entry.path: entry for entry in found}
+        states = {entry.path: entry for entry in RunsWatcher(without_jobs=gone).statuses(runs, now=self._now)}
         silent = None
         old = 0
         for name, (run, plan) in living.items():
             status = states[str(run.path)]
             if isinstance(status, DamagedRun):
                 seen[name] = self._unreadable(run, status.error)
-                continue
-            if status.state == "unknown":
+            elif status.state == "unknown":
                 silent = status.scheduler_error or "no answer"
                 seen[name] = self._as_before(name)
                 self._running |= {name: kept} if (kept := self._before.running.get(name)) else {}
-                continue
-            try:
-                seen[name] = self._symptoms(name, run, plan, status)
-                if self._first and status.state == "broken" and self._now - _last_sign(run, status) > FORGET_SECONDS:
-                    for entry in seen[name]:
-                        entry.told = True
-                    old += 1
-                self._tell(run, plan, seen[name], at_work=is_at_work(run, status, self._running_since(name)))
-            except Exception as error:  # a defect in one run's records must not hide the others
-                seen[name] = self._unreadable(
-                    run, getattr(error, "message", None) or f"{type(error).__name__}: {error}"
-                )
+            else:
+                is_old = status.state == "broken" and self._now - _last_sign(run, status) > FORGET_SECONDS
+                old += self._first and is_old
+                seen[name] = self._living(name, run, plan, status, told=self._first and is_old)
         if silent is not None:
             seen[SLURM_SYMPTOM] = self._silent(silent)
         if old:
@@ -201,8 +175,38 @@ class CronCheck:
             )
         return seen
 
+    def _own_runs(
+        self, seen: dict[str, list[_SeenSymptom]]
+    ) -> tuple[list[tuple[Run, Plan]], dict[str, tuple[Run, Plan]]]:
+        """Ended runs of this user, and the others by name; runs that cannot be read are added to `seen`."""
+        ended: list[tuple[Run, Plan]] = []
+        living: dict[str, tuple[Run, Plan]] = {}
+        for run in find_runs_below(self._folder, depth=cron_check_record.MAX_FOLDER_DEPTH):
+            try:
+                plan = Plan.load(run)
+                if plan.owner not in (None, os.geteuid()):  # another user's jobs and notices
+                    continue
+                if run.stop.exists():
+                    ended.append((run, plan))
+                else:
+                    living[self._name(run)] = run, plan
+            except (RelayrunError, OSError) as error:
+                seen[self._name(run)] = self._unreadable(run, getattr(error, "message", None) or str(error))
+        return ended, living
+
+    def _living(self, name: str, run: Run, plan: Plan, status: RunStatus, *, told: bool) -> list[_SeenSymptom]:
+        """Check a run that has not ended, and report its symptoms. `told`: as if they were reported before."""
+        try:
+            found = self._symptoms(name, run, plan, status)
+            for entry in found if told else ():
+                entry.told = True
+            self._tell(run, plan, found, at_work=is_at_work(run, status, self._running_since(name)))
+        except Exception as error:  # a defect in one run's records must not hide the others
+            return self._unreadable(run, getattr(error, "message", None) or f"{type(error).__name__}: {error}")
+        return found
+
     def _is_known_gone(self, name: str, run: Run) -> bool:
-        """Whether somebody was told that nothing goes on with a chain, and it was not submitted again since."""
+        """True if the end of the chain was reported and the run was not submitted since."""
         since = [known["since"] for cause, known in self._before.seen.get(name, {}).items() if _is_gone(cause, known)]
         try:
             return bool(since) and run.plan.stat().st_mtime < max(since)
@@ -210,7 +214,7 @@ class CronCheck:
             return False
 
     def _purged(self, run: Run, plan: Plan) -> list[_SeenSymptom]:
-        """What the site would soon remove of a chain that has ended: nobody else looks after it."""
+        """Data of an ended chain that the site removes soon: no job checks them any more."""
         newest = Lineage(run).durable() if plan.purge_days else None
         found = (
             None if newest is None else storage_limits.checkpoint_purge(newest.iteration, newest.path, plan.purge_days)
@@ -230,7 +234,7 @@ class CronCheck:
             and quota.is_measurement_due(run, now=self._now)
             and is_owned_by_this_user(run)
         ):
-            with contextlib.suppress(OSError):  # a full disk is told as such
+            with contextlib.suppress(OSError):  # a full disk is a symptom of its own
                 quota.measure_quotas(run, plan, now=self._now)
         found = find_symptoms(run, plan, status, now=self._now, running_since=since, policy=policy)
         if status.state == "waiting":
@@ -238,7 +242,7 @@ class CronCheck:
         return [self._seen(name, symptom) for symptom in found]
 
     def _never_begins(self, run: Run) -> list[Symptom]:
-        """Why a run that waits does not begin; of runs with the same trouble the first one tells it."""
+        """Reasons why a waiting run never starts; of runs with one reason the first reports it."""
         membership = read_membership(run)
         stuck = {} if membership is None else self._stuck.get(membership.folder, {})
         why = stuck.get(membership.member, stuck.get("")) if membership is not None else None
@@ -249,7 +253,7 @@ class CronCheck:
         return [never_starts(run, why, whole="" in alike, others=len(alike) - 1)]
 
     def _running_since(self, name: str) -> float | None:
-        """From which look on the run's job was seen running in each; None where none runs."""
+        """Time of the first check that saw the run's current job running."""
         return self._running[name]["since"] if name in self._running else None
 
     def _seen(self, name: str, symptom: Symptom) -> _SeenSymptom:
@@ -257,12 +261,12 @@ class CronCheck:
         return _SeenSymptom(symptom, since=float(known.get("since", self._now)), told=bool(known.get("told", False)))
 
     def _as_before(self, name: str) -> list[_SeenSymptom]:
-        """What was seen of a run before Slurm stopped answering; it is neither told now nor forgotten."""
+        """Keep the symptoms seen before Slurm stopped answering: neither reported nor forgotten."""
         causes = self._before.seen.get(name, {})
         return [self._seen(name, Symptom(event="stopped", cause=cause, reason="")) for cause in causes]
 
     def _unreadable(self, run: Run, why: str) -> list[_SeenSymptom]:
-        """A run whose records cannot be read has no notices that could be trusted: a line says it."""
+        """Report by a line: the notices of a run with damaged records cannot be trusted."""
         name = self._name(run)
         entry = self._seen(name, Symptom(event="stopped", cause="unreadable", reason=f"it cannot be looked at: {why}"))
         if self._is_due(entry, self._settle):
@@ -279,7 +283,7 @@ class CronCheck:
         return not entry.told and self._now - entry.since >= patience
 
     def _tell(self, run: Run, plan: Plan, entries: Sequence[_SeenSymptom], *, at_work: bool) -> None:
-        """Have the run's notices tell what is due; a line tells what they cannot."""
+        """Report due symptoms by the run's notices, and by a line if notices cannot."""
         due = [entry for entry in entries if self._is_due(entry, max(self._settle, entry.symptom.patience))]
         name = self._name(run)
         try:
@@ -301,7 +305,7 @@ class CronCheck:
                 usual = f"relayrun resume {run.path}" if entry.symptom.event == "stopped" else ""
                 go_on = entry.symptom.go_on or usual
                 entry.told = self._say(name, entry.symptom.cause, entry.symptom.reason, go_on=go_on)
-        if complaints and (due or at_work):  # they are tried again with the next look
+        if complaints and (due or at_work):  # the next check tries again
             self._say(name, "notices", f"its notices cannot be written: {'; '.join(complaints)}")
 
     def _notice(self, run: Run, plan: Plan, entry: _SeenSymptom) -> Notice:
@@ -317,18 +321,17 @@ class CronCheck:
         )
 
     def _id(self, entry: _SeenSymptom) -> str:
-        """The id of its notice: the same for as long as the trouble lasts."""
+        """Id of the notice, constant as long as the symptom lasts."""
         since = entry.since if self._settle else self._now // QUIET_SECONDS * QUIET_SECONDS
         return entry.symptom.notice or f"{entry.symptom.event}-{entry.symptom.cause}-{int(since)}"
 
     def _say(self, name: str, cause: str, reason: str, *, go_on: str = "") -> bool:
-        """Print a line, at most one of a run and cause an hour; return whether it is said."""
+        """Print a line, at most one per hour for a run and cause; return True if it is printed."""
         key = f"{name} {cause}"
         if key in self._said:
             return False
         self._said[key] = self._now
-        clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self._now))
-        self._lines.append(f"{clock} {name}: {reason}" + (f"\n  -> {go_on}" if go_on else ""))
+        self._lines.append(f"{format_time(self._now)} {name}: {reason}" + (f"\n  -> {go_on}" if go_on else ""))
         return True
 
     def _name(self, run: Run) -> str:
@@ -336,14 +339,14 @@ class CronCheck:
 
 
 def check_folder(folder: Path, *, now: float) -> list[str]:
-    """Look once after the runs of a folder; return the lines to print.
+    """Check the runs below a folder once; return the lines to print.
 
-    Raises InputError where it is no folder, or may not be written into; RelayrunError where it cannot be looked into.
+    Raises InputError if the folder does not exist or is not writable, RelayrunError if it cannot be read.
     """
     if not folder.is_dir():
         raise InputError("there is no such folder", where=folder, hint="give the folder that your runs lie in")
     try:
-        return CronCheck(folder, now=now).look()
+        return CronCheck(folder, now=now).run()
     except OSError as error:
         raise InputError(
             f"it cannot be looked after: {error.strerror or error}",
@@ -357,7 +360,7 @@ def _is_gone(cause: str, known: Mapping[str, Any]) -> bool:
 
 
 def _last_sign(run: Run, status: RunStatus) -> float:
-    """When something was last known to happen in a run, in seconds since 1970."""
+    """Time of the last known event of a run, in seconds since 1970."""
     ended = 0.0 if status.last_job is None else status.last_job.end_time or 0.0
     with contextlib.suppress(OSError):
         return max(run.plan.stat().st_mtime, status.updated, ended)

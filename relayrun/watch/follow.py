@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from relayrun.control import job_log
 from relayrun.control.chain import failure_reason
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
@@ -22,18 +23,18 @@ from relayrun.errors import RunDirError
 
 
 class ProgressFollower:
-    """Prints where a run stands. `poll` may be called as often as one likes."""
+    """Prints the progress of a run to standard error, at most one line every `seconds`."""
 
     def __init__(self, run: Run, *, total_steps: int | None, seconds: float = 10.0) -> None:
         self._run = run
         self._total = total_steps
         self._seconds = seconds
         self._attempt = 0
-        self._offset = 0
+        self._metrics = job_log.LogFollower(run.attempt(0).metrics)
         self._next = 0.0
 
     def poll(self) -> None:
-        """Print a line if there is something new and the last one was long enough ago."""
+        """Print a line if there is a new step and the last line is old enough."""
         now = time.monotonic()
         if now < self._next:
             return
@@ -45,7 +46,7 @@ class ProgressFollower:
             speeds = [line["tokens_per_second"] for line in steps if "tokens_per_second" in line]
             speed = f"  {sum(speeds) / len(speeds):,.0f} tokens/s" if speeds else ""
             of = f"/{self._total}" if self._total else ""
-            loss = f"  loss {last['loss']:.3f}" if "loss" in last else ""  # a foreign program need not say it
+            loss = f"  loss {last['loss']:.3f}" if "loss" in last else ""  # optional for a foreign program
             print(
                 f"{time.strftime('%H:%M:%S')} attempt {self._attempt}  iteration {last['iteration']}{of}{loss}{speed}",
                 file=sys.stderr,
@@ -53,35 +54,27 @@ class ProgressFollower:
             )
 
     def _new_lines(self) -> list[dict[str, Any]]:
-        """Whole lines of the newest attempt since the last call."""
+        """Complete lines of the newest attempt since the last call."""
         newest = max(self._run.attempt_numbers(), default=0)
         if newest != self._attempt:
-            self._attempt, self._offset = newest, 0
-        try:
-            with open(self._run.attempt(newest).metrics, "rb") as file:
-                file.seek(self._offset)
-                text = file.read()
-        except FileNotFoundError:
-            return []
-        whole = text[: text.rfind(b"\n") + 1]
-        self._offset += len(whole)
+            self._attempt, self._metrics = newest, job_log.LogFollower(self._run.attempt(newest).metrics)
         found = []
-        for line in whole.splitlines():
-            with contextlib.suppress(ValueError):  # what a rank left that was killed, before a new round went on
+        for line in self._metrics.read():
+            with contextlib.suppress(ValueError):  # torn line of a killed rank, followed by a restart
                 found.append(json.loads(line))
         return found
 
 
 def job_log_files(run: Run, attempt: int | None = None) -> list[Path]:
-    """The standard output and standard error of the job of an attempt, the newest one by default.
+    """Return standard output and standard error of an attempt's job, by default the newest.
 
-    Where no attempt has begun, those of the newest job that wrote any. Raises RunDirError where there is none.
+    If no attempt has begun, return the files of the newest job with a log. Raises RunDirError if there is none.
     """
     numbers = run.attempt_numbers()
     if attempt is not None and attempt not in numbers:
         known = f"{numbers[0]} to {numbers[-1]}" if numbers else "none"
         raise RunDirError(f"this run has no attempt {attempt}; there are: {known}", where=run.attempts)
-    for number in [attempt] if attempt is not None else numbers[:-3:-1]:  # the last one may be about to begin
+    for number in [attempt] if attempt is not None else numbers[:-3:-1]:  # the newest attempt may not have begun
         begin = run.attempt(number).read_begin()
         if begin is not None and begin.log is not None:
             return _log_pair(Path(begin.log))
@@ -96,9 +89,9 @@ def job_log_files(run: Run, attempt: int | None = None) -> list[Path]:
 
 
 def rank_messages(run: Run, attempt: int, rank: int) -> str:
-    """What one rank of an attempt left behind: its last words, and its stacks where they were asked for.
+    """Return the error record of one rank of an attempt, and its stack traces if they were requested.
 
-    Raises RunDirError where it left nothing.
+    Raises RunDirError if the rank left neither.
     """
     said = [f"{failure.node}: {failure.error}" for failure in failure_reason.read_failures(run.attempt(attempt), rank)]
     stacks = run.stacks(attempt) / f"rank-{rank:04}.txt"
@@ -112,14 +105,14 @@ def rank_messages(run: Run, attempt: int, rank: int) -> str:
 
 @dataclass
 class ChainLogFollower:
-    """Goes along with the logs of a chain: `poll` gives what is new, of each job that comes."""
+    """Follows the logs of a chain across its jobs."""
 
     run: Run
     seen: dict[Path, int] = field(default_factory=dict)
-    """How far each file was read."""
+    """Offset up to which each file was read."""
 
     def poll(self) -> list[tuple[Path, bytes]]:
-        """What was added since the last call, by file; of a file that was cut off, all of it again."""
+        """Return the new bytes of each file since the last call; a truncated file is returned from its start."""
         try:
             current = job_log_files(self.run)
         except RunDirError:
@@ -133,7 +126,7 @@ class ChainLogFollower:
                     file.seek(at if at <= size else 0)
                     text = file.read()
                     self.seen[path] = file.tell()
-            except OSError:  # removed, or a file system that is away for a while
+            except OSError:  # removed, or the file system is unavailable for a while
                 continue
             if text:
                 found.append((path, text))

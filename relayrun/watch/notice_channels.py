@@ -1,7 +1,7 @@
-"""The ways to a person: mail, webhook, a command of the user's own, and whatever apprise knows.
+"""Channels of notices: mail, webhook, a command of the user, and the services of apprise.
 
-Mail, webhook and command need the standard library alone. What is secret comes from the environment, when it is sent,
-and is taken out of every reason that is given for a failure.
+Mail, webhook and command use the standard library alone. Secrets come from the environment when a message is sent, and
+are removed from every error text.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from relayrun.control.notify.notices import NoticeTarget
 from relayrun.masking import mask_tokens
 
 ANSWER_SECONDS = 15.0
-"""Seconds that one receiver has to answer."""
+"""Seconds that a receiver has to answer."""
 INSTALL_HINT = "install relayrun's extra `notify` where cluster.python is"
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _OWN_APIS = ("hooks.slack.com", "discord.com", "discordapp.com", "webhook.office.com")
-"""Hosts whose webhooks want a form of their own, which apprise knows."""
+"""Hosts whose webhooks want a format of their own; apprise knows it."""
 _commands: set[int] = set()
-"""Process groups of commands that run."""
+"""Process groups of running commands."""
 
 
 class NotSent(Exception):
-    """A message did not arrive; the text says why, and holds no secret."""
+    """A message was not sent; the text gives the reason and contains no secret."""
 
 
 def send_to_target(
@@ -69,13 +69,13 @@ def send_to_target(
             _send_by_apprise(url, subject, body, event)
     except NotSent as error:
         raise NotSent(remove_secrets(str(error), target, environment)) from None
-    except Exception as error:  # a library's: whatever it is, the message is not sent
+    except Exception as error:  # any error of a library
         words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         raise NotSent(remove_secrets(words, target, environment)) from None
 
 
 def expand_variables(url: str, environment: Mapping[str, str]) -> str:
-    """A URL with the values of its `${VARIABLES}`, quoted in the user's part. Raises NotSent where one is missing."""
+    """Replace each `${VARIABLE}` of a URL, quoted in the user's part. Raises NotSent if a variable is unset."""
 
     def value(match: re.Match[str]) -> str:
         found = environment.get(match[1], "").strip()
@@ -90,7 +90,7 @@ def expand_variables(url: str, environment: Mapping[str, str]) -> str:
 
 
 def remove_secrets(text: str, target: NoticeTarget, environment: Mapping[str, str]) -> str:
-    """A reason without the values of the variables that the target names, nor anything known as a token."""
+    """Mask the values of the target's variables, and known forms of tokens, in an error text."""
     for name in _VARIABLE.findall(target.url or ""):
         value = environment.get(name, "").strip()
         pieces = {value, quote(value, safe=""), quote(value), *(re.split(r"[/:@?&=]+", value) if "/" in value else ())}
@@ -104,7 +104,7 @@ def remove_secrets(text: str, target: NoticeTarget, environment: Mapping[str, st
 def _send_to_command(
     command: Sequence[str], subject: str, body: str, event: str, environment: Mapping[str, str], limit: float
 ) -> None:
-    """The user's program gets subject, an empty line and body on its standard input, and nothing in its arguments."""
+    """Give the user's program subject, an empty line and body on standard input, and nothing in its arguments."""
     with subprocess.Popen(
         list(command),
         stdin=subprocess.PIPE,
@@ -128,7 +128,7 @@ def _send_to_command(
 
 
 def end_commands() -> None:
-    """End the commands that still run: the process that started them ends."""
+    """Kill the commands that still run, before the sending process exits."""
     for pid in list(_commands):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
@@ -168,7 +168,7 @@ def _send_mail(parts: SplitResult, subject: str, body: str, limit: float) -> Non
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A webhook that points elsewhere is not followed: the message would go to somebody whom nobody named."""
+    """Refuse redirects of a webhook: the message would reach a host that the user did not name."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -215,7 +215,7 @@ def _send_by_apprise(url: str, subject: str, body: str, event: str) -> None:
     logger = logging.getLogger("apprise")
     logger.addHandler(heard)
     try:
-        # nothing on disk, where it would keep tokens of a session
+        # in memory: on disk it would store session tokens
         asset = apprise.AppriseAsset(
             app_id="relayrun", async_mode=False, storage_mode=apprise.PersistentStoreMode.MEMORY
         )
@@ -237,7 +237,7 @@ def _send_by_apprise(url: str, subject: str, body: str, event: str) -> None:
 
 
 class _LastWarning(logging.Handler):
-    """Remembers why apprise could not send in this thread: its methods return no more than that."""
+    """Keeps apprise's last warning of this thread: its methods return only True or False."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

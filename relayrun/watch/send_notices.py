@@ -1,9 +1,9 @@
-"""`python -m relayrun.watch.send_notices RUN_DIR`: send the notices of a run that are due, and end.
+"""`python -m relayrun.watch.send_notices RUN_DIR`: send the due notices of a run and exit.
 
-One process of a run sends at a time, and only for the owner of the run. The process records a message before it sends
-the message, and the result afterwards: after a kill a message may be sent twice, and is never lost. Each target has
-its own thread: a slow target does not delay the others. `message_subject` and `message_body` turn a notice into plain
-text. Uses the standard library alone; apprise is optional (`notice_channels`).
+One process of a run sends at a time, and only for the owner of the run. It records a message before sending and the
+result afterwards: a kill may repeat a message but never loses it. Each target has its own thread, so a slow target does
+not delay the others. `message_subject` and `message_body` turn a notice into plain text. Uses the standard library
+alone; apprise is optional (`notice_channels`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from relayrun.errors import RelayrunError
 from relayrun.masking import mask_tokens
 from relayrun.watch import notice_channels
 from relayrun.watch.notice_channels import NotSent
+from relayrun.watch.text import format_time
 
 SUBJECT_LENGTH = 160
-"""Characters of a subject at most."""
+"""Maximum number of characters of a subject."""
 BODY_LENGTH = 1800
-"""Characters of a body at most: with its subject it is below what Discord takes (2000), and all others take more."""
+"""Maximum number of characters of a body: with the subject below Discord's limit (2000), the smallest of all."""
 EVENT_TITLES = {
     "stopped": "the chain has stopped",
     "failed": "attempts fail",
@@ -46,18 +47,18 @@ EVENT_TITLES = {
     "evaluation": "evaluation",
     "test": "a test",
 }
-"""What happened, by event."""
+"""Title of a message by event."""
 
 _INVISIBLE = ("Cc", "Cf", "Zl", "Zp", "Cs", "Co", "Cn")
-"""Unicode's categories of what is not seen: control characters, those that turn the direction of text, ..."""
+"""Unicode categories of invisible characters: controls, text direction, separators, unassigned."""
 _ACTIVE = str.maketrans({"<": "‹", ">": "›", "`": "'", "@": "(at)", "*": "∗", "~": "∼", "|": "¦", "\\": "/"})
-"""What a chat takes for a mention, a link or a form of text."""
+"""Replacements of characters that chats read as a mention, a link or markup."""
 
 
 def plain_text(text: str) -> str:
-    """A text from a rank or a log so that it does nothing where it is shown: no controls, mentions, links or markup.
+    """Return a text of a rank or log without control characters, mentions, links and markup.
 
-    Lines stay lines; known forms of tokens are replaced by what they are.
+    Line breaks stay; known forms of tokens are masked.
     """
     text, _ = mask_tokens(text)
     lines = re.split(r"\r\n|[\n\r\v\f\x85\u2028\u2029]", text)
@@ -67,26 +68,29 @@ def plain_text(text: str) -> str:
 
 
 def one_line(text: str, most: int) -> str:
-    """A text in one line of at most so many characters."""
+    """Return a text in one line of at most `most` characters."""
     text = " ".join(plain_text(text).split())
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def message_subject(policy: NoticePolicy, message: NoticeMessage) -> str:
-    """Which run, on which cluster, and what happened."""
+    """Return the subject: run, cluster and event."""
     notice = message.notice
     what = f"{policy.run} on {policy.cluster}: {EVENT_TITLES.get(notice.event, notice.event)}"
     return one_line(f"[relayrun] {what}: {notice.reason}", SUBJECT_LENGTH)
 
 
 def message_body(policy: NoticePolicy, message: NoticeMessage) -> str:
-    """What happened, where the run stands, and what to do."""
+    """Return the body: the event, the state of the run, and the command to continue."""
     notice = message.notice
     facts = [
         ("what", notice.reason),
         ("run", f"{policy.run} on {policy.cluster}"),
-        ("when", _clock(notice.time)),
-        ("more", f"{message.count - 1} more since {_clock(message.since)}" if message.count > 1 else ""),
+        ("when", format_time(notice.time, zone=True)),
+        (
+            "more",
+            f"{message.count - 1} more since {format_time(message.since, zone=True)}" if message.count > 1 else "",
+        ),
         ("attempt", _joined(notice.attempt, f"job {notice.job_id}" if notice.job_id else "", notice.nodes)),
         ("iteration", f"{notice.iteration} of {notice.total_steps}" if notice.iteration is not None else ""),
         ("durable", f"iteration {notice.durable_iteration}" if notice.durable_iteration is not None else ""),
@@ -104,14 +108,10 @@ def _joined(*parts: object) -> str:
     return ", ".join(str(part) for part in parts if part not in (None, ""))
 
 
-def _clock(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(seconds))
-
-
 SEND_SECONDS = 60.0
-"""That the whole may take; much less than the seconds after which another process takes its turn."""
+"""Time limit of all sending; much less than the time after which another process takes the lock."""
 KILL_SECONDS = 90
-"""After so many seconds the kernel ends the process."""
+"""Seconds after which SIGALRM ends the process."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class _SendResult:
 
 
 SendResults = queue.SimpleQueue["_SendResult | None"]
-"""What comes back of messages; None asks to come to an end."""
+"""Results of sent messages; None asks the process to finish."""
 
 
 def send_due_notices(
@@ -131,9 +131,9 @@ def send_due_notices(
     environment: Mapping[str, str],
     results: SendResults | None = None,
 ) -> list[str]:
-    """Send what is due; return what could not be sent, in words. `job`: leave alone what failed a moment ago.
+    """Send the due notices; return a line for each failure. `job`: skip targets that failed a moment ago.
 
-    Raises RelayrunError for a damaged run directory, OSError where what becomes of messages cannot be recorded.
+    Raises RelayrunError for a damaged run directory, OSError if results cannot be recorded.
     """
     plan, policy = Plan.load(run), notices.read_trusted_notice_policy(run)
     if policy is None or plan.owner not in (None, os.geteuid()):
@@ -164,9 +164,7 @@ def _send_due_notices(
         for target in targets:
             if now - notice.time > notices.KEEP_SECONDS and delivery.state(target.name) == "waits":
                 delivery.note(target.name, "old", now=now, reason=delivery.reason(target.name))
-        notices.record_delivery(
-            run, notice, delivery, targets
-        )  # before anything is sent, or a full disk would repeat it
+        notices.record_delivery(run, notice, delivery, targets)  # before sending, or a full disk would repeat it
     failed = []
     for result in _send_all(policy, messages, environment, results):
         _record_result(book, result)
@@ -179,7 +177,6 @@ def _send_due_notices(
 
 
 def _record_result(book: Mapping[str, tuple[Notice, NoticeDelivery]], result: _SendResult) -> None:
-    """Put down what became of a message, and of the notices that it speaks for."""
     message, now = result.message, time.time()
     name = message.target.name
     if result.error is not None:
@@ -193,7 +190,7 @@ def _record_result(book: Mapping[str, tuple[Notice, NoticeDelivery]], result: _S
 def _send_all(
     policy: NoticePolicy, messages: list[NoticeMessage], environment: Mapping[str, str], results: SendResults
 ) -> Iterator[_SendResult]:
-    """Send the messages, those of each target in order, and give what becomes of each as soon as it is known."""
+    """Send the messages, each target's in order; yield each result as soon as it is known."""
     left = {id(message): message for message in messages}
     for name in {message.target.name for message in messages}:
         own = [message for message in messages if message.target.name == name]
@@ -227,7 +224,7 @@ def _send_to_one(
 
 
 def send_message(policy: NoticePolicy, message: NoticeMessage, environment: Mapping[str, str]) -> str | None:
-    """Send one message; return why it was not sent, None where it was."""
+    """Send one message; return the reason of a failure, None if it was sent."""
     subject, body = message_subject(policy, message), message_body(policy, message)
     try:
         notice_channels.send_to_target(
@@ -262,4 +259,4 @@ if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
     notice_channels.end_commands()
-    os._exit(code)  # a thread may still wait for who does not answer
+    os._exit(code)  # a thread may still wait for a silent target

@@ -1,23 +1,23 @@
-"""What shows from outside that a chain needs a person: from a run's records and what the scheduler answered.
+"""Symptoms of a chain that needs a person, found in a run's records and the scheduler's answer.
 
-| symptom | event | when |
+| symptom | event | condition |
 |---|---|---|
-| gone | stopped | the chain has not ended, and nothing that would go on with it is queued or runs |
-| held | stopped | a job is held, or waits for what never comes |
-| budget | stopped | a job waits until its account has more time to spend |
-| stuck-... | stopped | a run of a sweep, or a stage, waits for what never comes |
-| silent | hang | a job runs, and its ranks have given no sign of life for longer than its supervisor allows |
+| gone | stopped | the chain has not ended, and no job that continues it is queued or running |
+| held | stopped | a job is held, or its pending reason never clears |
+| budget | stopped | a job waits for its account's budget |
+| stuck-... | stopped | a run of a sweep, or a stage, waits for an event that never comes |
+| silent | hang | a job runs, and its ranks have been silent for longer than its supervisor allows |
 | unbegun | hang | a job runs, and no attempt has begun in it |
 | completing-..., suspended-... | hang | a job has neither run nor ended for an hour |
-| saves | stalled | training is several saves beyond the newest checkpoint |
-| stalled-... | stalled | no checkpoint for six hours of jobs, where nobody is told by notices |
-| unwritable | disk | nothing can be written: the disk or a quota is full, or the file system is broken |
-| mirror | disk | checkpoints wait for their copy in the second place for six hours of a job |
-| purge-... | disk | the site would remove the newest checkpoint, or data of a chain that goes on, within a week |
-| quota-... | disk | a quota, or the disk, will be full within a week at the pace at which it fills |
+| saves | stalled | training is several saves ahead of the newest checkpoint |
+| stalled-... | stalled | six hours of jobs without a checkpoint, in a run without notices |
+| unwritable | disk | no file can be written: the disk or a quota is full, or the file system is broken |
+| mirror | disk | checkpoints have waited for their copy for six hours of a job |
+| purge-... | disk | the site removes the newest checkpoint, or data of a live chain, within a week |
+| quota-... | disk | a quota or the disk is full within a week at its present growth |
 | room | disk | the disk has room for few more checkpoints, while no job of the run is at work |
 
-One look proves little: who asks decides how long a symptom must be seen. Standard library only.
+The caller decides how long a symptom must last before it counts. Uses the standard library alone.
 """
 
 from __future__ import annotations
@@ -46,54 +46,55 @@ from relayrun.control.scheduler import job_history
 from relayrun.control.scheduler.base import Job
 from relayrun.files import read_lines_backwards, temporary_prefix
 from relayrun.watch.status.run_status import RunStatus
+from relayrun.watch.text import format_seconds
 
 SAVES = 3
-"""Training that is so many saves beyond the newest checkpoint has lost its saves; one is under way at most."""
+"""Save intervals by which training may be ahead of the newest checkpoint; one save at most is under way."""
 ENDING_SECONDS = 300.0
-"""What a supervisor that lives needs to end ranks that hang, or to write down how they ended."""
+"""Time that a live supervisor needs to end hung ranks, or to record their end."""
 START_SECONDS = 600.0
-"""What a job needs to begin, beyond the time that its ranks have to start: its supervisor waits so long for Slurm."""
+"""Time that a job needs to begin, beyond its ranks' start timeout: its supervisor waits so long for Slurm."""
 CLOCK_TOLERANCE_SECONDS = 60.0
-"""How much the clocks of nodes may differ."""
+"""Largest difference between the clocks of nodes."""
 CHECKPOINTS = 2
-"""The disk should have room for so many more checkpoints, where a run has no `notify` that says it."""
+"""Checkpoints that the disk should have room for, if the run's `notify` does not say."""
 NOT_COPIED_SECONDS = 21600.0
-"""For so long may a checkpoint wait for its copy while a job is at work that could make it."""
+"""Time that a checkpoint may wait for its copy while a job runs that could make it."""
 TRANSIENT_SECONDS = 3600.0
-"""For so long may a job neither run nor end: nodes are cleaned up within minutes."""
+"""Time that a job may neither run nor end: nodes are cleaned up within minutes."""
 TRANSIENT_STATES = ("COMPLETING", "CONFIGURING", "STOPPED", "SUSPENDED")
-"""States in which a job has its nodes, and nothing of it runs."""
+"""States of a job that has its nodes and does not run."""
 NO_PROGRESS_SECONDS = 21600.0
-"""For so long may jobs run without a new checkpoint, where a run has no `notify` that says it."""
+"""Time that jobs may run without a new checkpoint, if the run's `notify` does not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Symptom:
-    """Something that a person should know of."""
+    """A problem that a person should know of."""
 
     event: Literal["stopped", "hang", "stalled", "disk"]
-    """What kind of notice tells it."""
+    """Event of the notice that reports it."""
     cause: str
-    """The same for the same trouble, as long as it lasts."""
+    """Identifies the problem as long as it lasts."""
     reason: str
-    """What is wrong, in one line."""
+    """The problem in one line."""
     go_on: str | None = None
-    """The command that mends it, where it is one."""
+    """The command that solves it, if a command does."""
     notice: str | None = None
-    """The id of the notice, where a job of the chain may have written it as well."""
+    """Id of the notice, if a job of the chain may write it as well."""
     patience: float = 0.0
-    """Seconds for which it must be seen before it counts, where that is longer than who asks waits anyway."""
+    """Seconds that the symptom must last before it counts, if longer than the caller waits anyway."""
 
 
 def find_symptoms(
     run: Run, plan: Plan, status: RunStatus, *, now: float, running_since: float | None, policy: NoticePolicy | None
 ) -> list[Symptom]:
-    """Return what is wrong with a chain that has not ended.
+    """Return the symptoms of a chain that has not ended.
 
     Args:
-        status: as it is now, at `now`, in seconds since 1970.
-        running_since: from when on the job that runs now was seen running at each look; None where none does.
-        policy: who is told of what; what a job at work tells is left to the notices that it writes. None: nobody.
+        status: the status at `now`, in seconds since 1970.
+        running_since: time from which every check saw the current job running; None if no job runs.
+        policy: events that are reported; a job at work reports its own by notices. None: nobody is notified.
     """
     found = [
         *_gone(run, status),
@@ -107,7 +108,7 @@ def find_symptoms(
     at_work = is_at_work(run, status, running_since)
     if status.state in ("running", "queued") and (policy is None or not at_work):
         found += _room(run, status, CHECKPOINTS if policy is None else policy.disk_checkpoints)
-    if running_since is not None and not full:  # where nothing can be written, silence says little
+    if running_since is not None and not full:  # ranks that cannot write are silent, too
         found += _at_work(run, plan, now) if at_work else _not_started(run, plan, status, now, running_since)
         if at_work and policy is None:
             found += _stalled(run, now)
@@ -117,9 +118,9 @@ def find_symptoms(
 
 
 def is_at_work(run: Run, status: RunStatus, running_since: float | None) -> bool:
-    """Whether the job that runs has begun an attempt that has not ended, and has given a sign of life since it runs.
+    """True if the running job has begun an attempt that has not ended, and its ranks were alive since it runs.
 
-    A job that Slurm starts a second time has the id of the attempt that it lost.
+    A job that Slurm requeued has the id of the attempt that it lost.
     """
     job, attempt = running_job(status), run.newest_begun()
     begin = None if attempt is None else attempt.read_begin()
@@ -129,19 +130,19 @@ def is_at_work(run: Run, status: RunStatus, running_since: float | None) -> bool
 
 
 def _last_sign(attempt: Attempt, begin: AttemptStart) -> float:
-    """When the attempt last gave a sign of life, in seconds since 1970."""
+    """Time of the attempt's last heartbeat, begin or end, in seconds since 1970."""
     end = attempt.read_end()
     ended = begin.start_time if end is None else end.end_time
     return max([begin.start_time, ended, *(beat.time for beat in attempt.read_heartbeats())])
 
 
 def running_job(status: RunStatus) -> Job | None:
-    """The job of a chain that runs now; one that is suspended, completes or waits is none."""
+    """Return the chain's job in the state RUNNING; suspended, completing and pending jobs do not count."""
     return next((job for job in status.jobs if job.state == "RUNNING"), None)
 
 
 def purged_soon(purges: Sequence[PurgeForecast], *, now: float) -> Iterator[Symptom]:
-    """Yield what the site would remove within a week."""
+    """Yield a symptom for each path that the site removes within a week."""
     for purge in purges:
         if purge.is_soon(now):
             cause = f"purge-{purge.what}-{int(purge.time // DAY_SECONDS)}"
@@ -150,7 +151,10 @@ def purged_soon(purges: Sequence[PurgeForecast], *, now: float) -> Iterator[Symp
 
 
 def never_starts(run: Run, why: str, *, whole: bool, others: int) -> Symptom:
-    """What holds up a run of a campaign for good. `whole`: all that wait; `others`: so many besides, by the same."""
+    """Return the symptom of a campaign member that never starts.
+
+    `whole`: all waiting members are stuck. `others`: number of further members with the same reason.
+    """
     words = f"nothing more of its campaign begins: {why}" if whole else f"it does not begin: {why}"
     words += f" ({others} more of its campaign do not either)" if others else ""
     cause = f"stuck-{hashlib.sha256(why.encode()).hexdigest()[:8]}"
@@ -167,7 +171,7 @@ def _full_soon(status: RunStatus, now: float) -> Iterator[Symptom]:
 
 def _gone(run: Run, status: RunStatus) -> Iterator[Symptom]:
     if status.state == "broken":
-        submitted = int(run.plan.stat().st_mtime)  # a chain that is submitted again may die again
+        submitted = int(run.plan.stat().st_mtime)  # a chain that is resubmitted may die again
         cause = f"gone-{status.attempt or 0:04}-{submitted}"
         yield Symptom(event="stopped", cause=cause, reason=status.broken or "nothing goes on with it")
 
@@ -207,7 +211,7 @@ def _write_errors(run: Run, status: RunStatus) -> list[Symptom]:
 
 
 def write_error(folder: Path) -> OSError | None:
-    """Return why no small file can be written into a folder; None where one can: `statvfs` knows no quota."""
+    """Return the error of writing a small file into a folder, None if it succeeds: `statvfs` knows no quota."""
     try:
         fd, name = tempfile.mkstemp(dir=folder, prefix=temporary_prefix())
     except OSError as error:
@@ -236,9 +240,9 @@ def _not_started(run: Run, plan: Plan, status: RunStatus, now: float, running_si
     begin = None if attempt is None else attempt.read_begin()
     since = running_since
     if job is not None and attempt is not None and begin is not None and begin.job_id == job.id:
-        since = max(since, _last_sign(attempt, begin))  # it has ended, and its job is about to
+        since = max(since, _last_sign(attempt, begin))  # the attempt has ended, its job soon does
     if job is not None and now - since > max(plan.start_timeout, plan.hang_timeout) + START_SECONDS:
-        words = f"job {job.id} has run for {_minutes(now - since)} without a sign of life"
+        words = f"job {job.id} has run for {format_seconds(now - since)} without a sign of life"
         yield Symptom(event="hang", cause=f"unbegun-{job.id}", reason=words)
 
 
@@ -252,7 +256,7 @@ def _at_work(run: Run, plan: Plan, now: float) -> Iterator[Symptom]:
     limit = stall_limit(beats, hang_timeout=plan.hang_timeout, start_timeout=plan.start_timeout) + ENDING_SECONDS
     if now - sign > limit:
         where = f" in {max(beats, key=lambda beat: beat.time).phase}" if beats else ""
-        words = f"no sign of life for {_minutes(now - sign)}{where}, and nobody ends it: job {begin.job_id}"
+        words = f"no sign of life for {format_seconds(now - sign)}{where}, and nobody ends it: job {begin.job_id}"
         yield Symptom(event="hang", cause=f"silent-{attempt.number:04}", reason=f"{words} on {begin.nodes}")
         return
     newest = next((commit.iteration for commit in attempt.commits_backwards()), None)
@@ -289,7 +293,3 @@ def _stalled(run: Run, now: float) -> Iterator[Symptom]:
     found = stalled_notice(run, since=run.plan.stat().st_mtime, patience=NO_PROGRESS_SECONDS, now=now)
     if found is not None:
         yield Symptom(event="stalled", cause=found[0], reason=found[1])
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds / 3600:.1f} h" if seconds >= 7200 else f"{seconds / 60:.0f} min"

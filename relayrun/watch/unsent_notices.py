@@ -1,6 +1,6 @@
-"""Notices that a job could not send: a command of the run's owner has them sent, and status says what is left.
+"""Unsent notices of a run: any command of the run's owner sends them, and `relayrun status` counts them.
 
-Every command passes here, so nothing is imported that sends.
+Every command imports this module, so it does not import the code that sends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from relayrun.errors import RelayrunError
 
 
 def send_in_background(run: Run) -> None:
-    """Have a process of its own send what is due of a run, where this user owns it. No error comes out of it."""
+    """Start a process that sends the run's due notices, if this user owns the run. Raises nothing."""
     try:
         policy = notices.read_trusted_notice_policy(run)
         if (
@@ -27,22 +27,22 @@ def send_in_background(run: Run) -> None:
             or (plan := Plan.load(run)).owner not in (None, os.geteuid())
         ):
             return
-        from relayrun.control.notify.events import write_due_notices  # not paid for by a look at runs that tell nobody
+        from relayrun.control.notify.events import write_due_notices  # slow import
 
         write_due_notices(run, plan, policy, now=time.time(), at_work=False)
         start_sender(run, policy)
-    except Exception:  # whatever it is, the command was about something else, and status says what is not sent
+    except Exception:  # the command had another purpose; status shows unsent notices
         return
 
 
 def start_sender(run: Run, policy: NoticePolicy, *, again_and_again: bool = False) -> None:
-    """Start a process that sends what is due of a run, where it is time to; see `notices.is_time_to_send`."""
+    """Start a process that sends the run's due notices, if `notices.is_time_to_send`."""
     if notices.is_time_to_send(run, policy, now=time.time(), again_and_again=again_and_again):
         _start(run, *(["--job"] if again_and_again else []))
 
 
 def _start(run: Run, *options: str) -> None:
-    """Start the process that sends; it outlives this one, which does not wait for it."""
+    """Start a detached process that outlives this one."""
     nowhere = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in range(3)]
     os.posix_spawn(
         sys.executable,
@@ -54,7 +54,7 @@ def _start(run: Run, *options: str) -> None:
 
 
 def count_unsent(run: Run, *, now: float) -> tuple[int, str]:
-    """How many notices somebody should have been told of by now, and why that was not so, in words."""
+    """Return the number of overdue notices and the reasons why they were not sent."""
     try:
         policy = notices.read_notice_policy(run)
         if policy is None:
@@ -63,7 +63,7 @@ def count_unsent(run: Run, *, now: float) -> tuple[int, str]:
         messages = notices.due_messages(
             policy.every_target(), waiting, notices.last_sent_times(run, waiting, now=now), now=now
         )
-    except (RelayrunError, OSError, TypeError, ValueError) as error:  # it must not hide where the run stands
+    except (RelayrunError, OSError, TypeError, ValueError) as error:  # must not hide the run's status
         return 0, f"unknown: {getattr(error, 'message', error)} ({notices.notice_policy_path(run)})"
     late = {name for message in messages for name in message.settles}
     book = {notice.id: delivery for notice, delivery in waiting}

@@ -28,12 +28,12 @@ def test_the_parts_of_a_chain_sum_to_what_its_queue_says(make_run: MakeRun) -> N
     found = account_for_run(Run(run.path))
     jobs = LocalQueue(run.path / "local").every_job()
     times = [(job.start_time, job.end_time) for job in jobs if job.start_time is not None]
-    assert len(found.stays) == len(times) >= 2, logs(run)
-    for stay, (start, end) in zip(found.stays, times, strict=True):
+    assert len(found.allocations) == len(times) >= 2, logs(run)
+    for stay, (start, end) in zip(found.allocations, times, strict=True):
         assert stay.allocated == round((end or 0.0) * MICROSECONDS_PER_SECOND) - round(
             (start or 0.0) * MICROSECONDS_PER_SECOND
         )
-        assert stay.stay.source == "the local queue"
+        assert stay.allocation.source == "the local queue"
         assert stay.parts["launch"] >= planted * MICROSECONDS_PER_SECOND
         assert stay.parts["init"] >= 0.5 * MICROSECONDS_PER_SECOND
         assert stay.parts["save"] >= 0.5 * MICROSECONDS_PER_SECOND
@@ -49,7 +49,7 @@ def test_a_hang_is_booked_until_it_is_noticed_and_what_was_not_saved_is_redone(m
     run, plan = make_run("--steps=20", "--stop-at=5", "--stop-rank=1", "--start-seconds=0.1", **changes)
     run_chain(run, plan)
     found = account_for_run(Run(run.path))
-    (stay,) = found.stays
+    (stay,) = found.allocations
     assert stay.cause == "hang", logs(run)
     assert stay.parts["hang"] >= timeout * MICROSECONDS_PER_SECOND
     assert (found.work.iterations, found.work.redone_iterations) == (0, 5)

@@ -88,14 +88,14 @@ def test_a_run_whose_ranks_are_killed_equals_the_undisturbed_one(
     assert all(failed.seconds["all"] > 0 for failed in found[1:])
     assert_same_run(run, reference)
     spent = account_for_run(Run(run.path))
-    (stay,) = spent.stays
-    assert len(stay.rounds) == len(kills) + 1
+    (stay,) = spent.allocations
+    assert len(stay.restarts) == len(kills) + 1
     assert sum(spent.parts.values()) == spent.allocated
     assert spent.parts["unknown"] <= 0.01 * spent.allocated
-    assert [each.redone_iterations for each in stay.rounds] == [failed.steps_lost for failed in found] + [0]
-    assert sum(each.iterations for each in stay.rounds) == STEPS
+    assert [each.redone_iterations for each in stay.restarts] == [failed.steps_lost for failed in found] + [0]
+    assert sum(each.iterations for each in stay.restarts) == STEPS
     # as the coordinator's clock has it, of one node; its last part is the first step itself
-    for failed, each in zip(found[1:], stay.rounds[2:], strict=True):
+    for failed, each in zip(found[1:], stay.restarts[2:], strict=True):
         way = sum(failed.seconds[name] for name in ("end", "records", "fork", "groups", "load"))
         assert each.parts["recovery"] / MICROSECONDS_PER_SECOND == pytest.approx(way, abs=1.0)
     capsys.readouterr()

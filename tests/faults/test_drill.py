@@ -15,8 +15,7 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.lab.faults import experiment
-from relayrun.lab.faults.experiment import DrillTools, job_logs
-from relayrun.lab.faults.small_run import RUN_STEPS, UNDISTURBED_RUN, DrillSite
+from relayrun.lab.faults.experiment import RUN_STEPS, UNDISTURBED_RUN, FaultSite, FaultTools, job_logs
 from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME, Fault
 from relayrun.lab.faults.target import LocalSignalSender
 from relayrun.watch.goodput.account import account_for_run
@@ -29,18 +28,18 @@ from tests.slurm.conftest import MakeCluster
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
-def company(cluster: TestCluster, folder: Path, *, fault: Fault | None = None, recovery: str = "job") -> DrillTools:
+def drill_tools(cluster: TestCluster, folder: Path, *, fault: Fault | None = None, recovery: str = "job") -> FaultTools:
     """With what a row is done on a test cluster, whose nodes are all this machine."""
     for name in ("SLURM_CONF", "PATH", "HOME"):  # for Slurm's commands of this process; see the fixture `environment`
         os.environ[name] = cluster.env[name]
     # the long rows look at Slurm's tree of processes
     python = sys.executable if fault and fault.long else warm.python()
     values = {"name": "test", "scheduler": "slurm", "environment": {"MASTER_ADDR": "127.0.0.1"}, "python": python}
-    site = DrillSite(folder=folder, cluster=values, step_seconds=0.05, changes={"chain": {"recovery": recovery}})
-    return DrillTools(
+    site = FaultSite(folder=folder, cluster=values, step_seconds=0.05, changes={"chain": {"recovery": recovery}})
+    return FaultTools(
         site=site,
         slurm=Slurm(),
-        reach=LocalSignalSender(),
+        signals=LocalSignalSender(),
         control=cluster,
         patience=4,
         environment=cluster.env,
@@ -69,7 +68,7 @@ def reference(slurm: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
                     patch.setenv(name, os.environ.get(name, ""))
                 cluster.up()
                 try:
-                    result = experiment.run_undisturbed(company(cluster, folder))
+                    result = experiment.run_undisturbed(drill_tools(cluster, folder))
                 finally:
                     cluster.down()
             assert result.passed, result.wrong
@@ -142,12 +141,12 @@ def drill(
     """
     node_timeout = 10 if fault.name.startswith("node-lost") else 120
     cluster = make_cluster(grace=30, node_timeout=node_timeout, accounting=accounting)
-    with_what = company(cluster, folder, fault=fault, recovery=recovery)
-    run = with_what.site.run(fault.name)
+    tools = drill_tools(cluster, folder, fault=fault, recovery=recovery)
+    run = tools.site.run(fault.name)
     run.path.parent.mkdir()
     (run.path.parent / UNDISTURBED_RUN).symlink_to(reference.path)
     try:
-        result = experiment.run_fault(with_what, fault)
+        result = experiment.run_fault(tools, fault)
         if accounting:
             assert_closed(cluster, run)
     finally:

@@ -135,7 +135,7 @@ def test_a_chain_survives_or_stops_with_a_reason(
         for variable in ("SLURM_CONF", "PATH"):  # of Slurm's commands that the stage runs
             monkeypatch.setenv(variable, cluster.env[variable])
         stage = FaultTarget(
-            run=run, commands=tmp_path, slurm=Slurm(), reach=MegatronReach(), control=cluster, patience=4
+            run=run, commands=tmp_path, slurm=Slurm(), signals=MegatronReach(), control=cluster, patience=4
         )
         if name == "latest-torn":  # its folder is there before its files are
             stage.wait(lambda: megatron_lm_program.tracked_iteration(run.checkpoints) == 20)

@@ -11,7 +11,7 @@ from relayrun import places
 from relayrun.config.compose import resolve
 from relayrun.lab.gpucheck.performance import first_micro_batch
 from relayrun.lab.gpucheck.programs.search import is_out_of_memory, search_micro_batch
-from relayrun.lab.gpucheck.setup import full_sizes
+from relayrun.lab.gpucheck.setup import check_sizes
 from relayrun.train.model.size import memory_bytes
 
 
@@ -45,7 +45,7 @@ def test_errors_that_say_memory_is_out_are_known_and_no_others() -> None:
 def test_the_search_begins_at_half_of_what_the_estimate_says_fits() -> None:
     overrides = ["job.nodes=1", "job.ntasks_per_node=1", "training.seq_length=4096"]
     config = resolve.load_run_config(places.shared_file("configs/runs/llama3-1b.yaml"), overrides)
-    memory, sizes = 150_000_000_000, full_sizes()
+    memory, sizes = 150_000_000_000, check_sizes(tiny=False)
 
     def estimate(micro_batch: int) -> float:
         training = config.training.model_copy(update={"micro_batch_size": micro_batch})

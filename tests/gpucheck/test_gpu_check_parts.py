@@ -13,10 +13,11 @@ import pytest
 from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError, RelayrunError
 from relayrun.files import append_line
+from relayrun.lab.compare_runs import AttemptValues, first_difference
 from relayrun.lab.gpucheck import check, report
 from relayrun.lab.gpucheck.check import CheckPart
 from relayrun.lab.gpucheck.performance import affordable_sizes
-from relayrun.lab.gpucheck.resume import AttemptValues, first_difference
+from relayrun.lab.gpucheck.resume import attempt_values
 from relayrun.lab.gpucheck.setup import NOTES_FOLDER, CheckFailed, CheckSetup
 
 PLANTED = "tests.gpucheck.planted"
@@ -155,7 +156,7 @@ def test_what_a_later_round_computes_otherwise_is_found_although_the_newest_is_r
         append_line(attempt.metrics, {"iteration": iteration, "loss": loss, "grad_norm": 1.0})
         note = {"attempt": 1, "kind": "state", "iteration": iteration, "ranks": [digest]}
         append_line(notes / "digest.jsonl", note)
-    assert AttemptValues.of(run, 1).twice == [
+    assert attempt_values(run, 1).twice == [
         "loss of iteration 2, when it was computed again",
         "optimizer state of iteration 2, when it was computed again",
     ]

@@ -69,8 +69,8 @@ def test_the_parts_of_a_chain_of_ten_attempts_sum_to_what_sacct_has(
     wanted = booked(cluster, run)
     found = accounted(cluster, run)
     print({part: round(amount / MICROSECONDS_PER_SECOND, 1) for part, amount in found.parts.items() if amount})
-    assert [stay.stay.source for stay in found.stays if stay.attempt is not None] == ["sacct"] * 10
-    allocated = [stay.allocated for stay in found.stays if stay.attempt is not None]
+    assert [stay.allocation.source for stay in found.allocations if stay.attempt is not None] == ["sacct"] * 10
+    allocated = [stay.allocated for stay in found.allocations if stay.attempt is not None]
     assert allocated == wanted
     assert sum(found.parts.values()) == found.allocated
     assert found.parts["unknown"] <= 0.01 * found.allocated
@@ -106,12 +106,12 @@ def test_the_parts_of_a_chain_sum_to_what_sacct_has(
 
     wanted = booked(cluster, run)
     found = accounted(cluster, run)
-    assert [stay.stay.source for stay in found.stays] == ["sacct"] * 3
-    assert [stay.allocated for stay in found.stays] == wanted
+    assert [stay.allocation.source for stay in found.allocations] == ["sacct"] * 3
+    assert [stay.allocated for stay in found.allocations] == wanted
     assert sum(found.parts.values()) == found.allocated
     assert found.parts["unknown"] <= 0.01 * found.allocated
     assert found.parts["redone"] > 0
-    for stay in found.stays:
+    for stay in found.allocations:
         assert stay.parts["prolog"] >= 2 * 3 * MICROSECONDS_PER_SECOND, stay.parts
         assert stay.parts["launch"] >= 2 * 2 * MICROSECONDS_PER_SECOND, stay.parts
     assert [(loss.cause, loss.times) for loss in found.losses if loss.lost] == [("failed", 1)]
@@ -130,10 +130,10 @@ def test_a_job_that_goes_on_with_fewer_nodes_is_booked_as_slurm_books_it(
     rows = cluster.allocations(f"--jobs={begin.job_id}", ids=[begin.job_id], columns=["State", "ElapsedRaw", "NNodes"])
     assert [(row["State"], row["NNodes"]) for row in rows] == [("RESIZING", "2"), ("COMPLETED", "1")]
     found = accounted(cluster, run)
-    (stay,) = found.stays
+    (stay,) = found.allocations
     assert stay.allocated == found.allocated == sum(booked(cluster, run))
     assert 0 < stay.parts["given up"] < 40 * MICROSECONDS_PER_SECOND
-    first, second = stay.rounds
+    first, second = stay.restarts
     assert "given up" not in first.parts
     assert stay.parts["step"] == first.parts["step"] + second.parts["step"]
     assert stay.stepped == first.parts["step"] / 2 + second.parts["step"]
@@ -163,8 +163,8 @@ def test_a_slow_prolog_is_booked_as_prolog_and_as_nothing_else(
         wait_for_end(cluster, run, plan)
         assert [end.cause for end in ends(run)] == ["done"], logs(run)
         booked(cluster, run)  # until sacct knows the end
-        (stay,) = (each for each in accounted(cluster, run).stays if each.attempt is not None)
-        assert stay.stay.source == "sacct"
+        (stay,) = (each for each in accounted(cluster, run).allocations if each.attempt is not None)
+        assert stay.allocation.source == "sacct"
         parts[name] = {part: amount / MICROSECONDS_PER_SECOND for part, amount in stay.parts.items()}
     beyond = {
         part: parts["with"].get(part, 0.0) - parts["without"].get(part, 0.0)
@@ -202,9 +202,9 @@ def test_a_job_that_queues_itself_again_has_its_times_each_time(
     ]
     cluster.wait_until(lambda: "COMPLETED|2" in cluster.run(asked).stdout, what="sacct knows the last end")
     found = accounted(cluster, run)
-    assert [stay.attempt for stay in found.stays] == [1, 2], cluster.run(asked).stdout
-    assert {(stay.stay.job_id, stay.stay.source) for stay in found.stays} == {(job, "sacct")}
-    assert found.stays[0].end <= found.stays[1].start
-    assert all(stay.stay.ended for stay in found.stays)
+    assert [stay.attempt for stay in found.allocations] == [1, 2], cluster.run(asked).stdout
+    assert {(stay.allocation.job_id, stay.allocation.source) for stay in found.allocations} == {(job, "sacct")}
+    assert found.allocations[0].end <= found.allocations[1].start
+    assert all(stay.allocation.ended for stay in found.allocations)
     assert found.parts["unknown"] == 0
     assert found.waited["queued"] > 0

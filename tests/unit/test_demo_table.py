@@ -23,7 +23,7 @@ PAGE = (ROOT / "docs/chain.md").read_text(encoding="utf-8")
 
 
 def shown() -> str:
-    (text,) = re.findall(r"^```\n( +attempts of .*?)^```$", PAGE, re.M | re.S)
+    (text,) = re.findall(r"^```\n(attempts of .*?)^```$", PAGE, re.M | re.S)
     return str(text)
 
 
@@ -35,13 +35,11 @@ def rows() -> list[AttemptRow]:
     """What its lines say."""
     found = []
     for line in shown().splitlines():
-        if line.startswith("│"):
-            attempt, cause, why, iterations, durable, tokens, wall, speed = (
-                cell.strip() for cell in line[1:-1].split("│")
-            )
-            if not attempt:  # the rest of a reason that takes two lines
-                found[-1] = replace(found[-1], reason=f"{found[-1].reason} {why}")
-                continue
+        cells = re.split(r"\s{2,}", line.strip())
+        if len(cells) == 1 and found:  # the rest of a reason that takes two lines
+            found[-1] = replace(found[-1], reason=f"{found[-1].reason} {cells[0]}")
+        elif cells[0].isdecimal():
+            attempt, cause, why, iterations, durable, tokens, wall, speed = cells
             first, last = iterations.split("–")
             found.append(
                 AttemptRow(

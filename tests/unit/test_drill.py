@@ -20,10 +20,10 @@ from relayrun.cli.site.lab import DEFAULT_FAULTS as DEFAULT
 from relayrun.config.compose import resolve
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import ConfigError, InputError
+from relayrun.lab.compare_runs import checkpoint_differences
 from relayrun.lab.faults import session
-from relayrun.lab.faults.experiment import DrillTools, FaultResult, checkpoint_differences
-from relayrun.lab.faults.session import DrillSession
-from relayrun.lab.faults.small_run import UNDISTURBED_RUN, DrillSite
+from relayrun.lab.faults.experiment import UNDISTURBED_RUN, FaultResult, FaultSite, FaultTools
+from relayrun.lab.faults.session import FaultSession
 from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME
 from relayrun.lab.faults.target import StepSignalSender, wrapper_marker, write_wrappers
 from relayrun.lab.gpucheck.cluster import read_cluster
@@ -33,18 +33,18 @@ from tests.readme import ROOT
 CLUSTERS = sorted(path.stem for path in (ROOT / "configs/clusters").glob("*.yaml") if path.stem != "local")
 
 
-def drill(folder: Path, names: str = "rank-killed,cancelled", **values: Any) -> DrillSession:
-    site = DrillSite(folder=folder, cluster=read_cluster("test"), nodes=2, **values)
-    company = DrillTools(site=site, slurm=Slurm(patience=0), reach=StepSignalSender(Slurm(patience=0)))
+def drill(folder: Path, names: str = "rank-killed,cancelled", **values: Any) -> FaultSession:
+    site = FaultSite(folder=folder, cluster=read_cluster("test"), nodes=2, **values)
+    tools = FaultTools(site=site, slurm=Slurm(patience=0), signals=StepSignalSender(Slurm(patience=0)))
     faults = session.select_faults(names)
-    return DrillSession(company, faults, skipped=session.skipped_faults(faults, test_cluster=False))
+    return FaultSession(tools, faults, skipped=session.skipped_faults(faults, test_cluster=False))
 
 
 def done(name: str, **values: Any) -> FaultResult:
     return FaultResult(name=name, what="w", expect="resumed", **({"passed": True} | values))
 
 
-def put(found: DrillSession, *results: FaultResult) -> None:
+def put(found: FaultSession, *results: FaultResult) -> None:
     (found.folder / "results").mkdir(parents=True, exist_ok=True)
     for result in results:
         result.write(found.folder / "results" / f"{result.name}.json")
@@ -84,7 +84,7 @@ def test_the_page_lists_the_faults(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_page_asks_before_it_queues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DrillSession, "check", lambda self: None)
+    monkeypatch.setattr(FaultSession, "check", lambda self: None)
     monkeypatch.setattr("sys.stdin", io.StringIO())
     (command,) = blocks("drill")
     options = parse([*shlex.split(command)[1:], "--directory", str(tmp_path)])
@@ -110,7 +110,7 @@ def test_what_needs_rights_is_left_out_with_the_reason() -> None:
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_the_runs_of_a_drill_can_be_written_for_every_site(cluster: str, tmp_path: Path) -> None:
-    site = DrillSite(folder=tmp_path, cluster=read_cluster(cluster))
+    site = FaultSite(folder=tmp_path, cluster=read_cluster(cluster))
     config = resolve.load_run_config(site.write_config("rank-stopped", FAULTS_BY_NAME["rank-stopped"]))
     assert config.chain.hang_timeout == 5
     assert config.job.nodes == 2
@@ -122,9 +122,9 @@ def test_few_nodes_and_one_rank_are_refused(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("relayrun.control.scheduler.slurm.SlurmNodes.known", lambda self: {"n0", "n1"})
     found = drill(tmp_path)
     with pytest.raises(ConfigError, match="--nodes: the cluster has 2 nodes, and the drill needs 3"):
-        DrillSession(replace(found.company, site=replace(found.site, nodes=3)), [], skipped={}).check()
+        FaultSession(replace(found.tools, site=replace(found.site, nodes=3)), [], skipped={}).check()
     with pytest.raises(ConfigError, match="--nodes: a drill needs two ranks"):
-        DrillSession(replace(found.company, site=replace(found.site, nodes=1)), [], skipped={}).check()
+        FaultSession(replace(found.tools, site=replace(found.site, nodes=1)), [], skipped={}).check()
 
 
 def test_a_folder_of_another_drill_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def test_a_folder_of_another_drill_is_refused(tmp_path: Path, monkeypatch: pytes
     found.check()
     found.check()
     with pytest.raises(InputError, match="another cluster or other nodes"):
-        DrillSession(replace(found.company, site=replace(found.site, nodes=3)), [], skipped={}).check()
+        FaultSession(replace(found.tools, site=replace(found.site, nodes=3)), [], skipped={}).check()
 
 
 class Quiet:
@@ -148,19 +148,19 @@ class Quiet:
 
 def test_rows_that_are_done_are_kept_and_the_reference_comes_first(tmp_path: Path) -> None:
     found = drill(tmp_path, "rank-killed,cancelled,node-lost")
-    assert found.to_do() == [UNDISTURBED_RUN, "rank-killed", "cancelled"]
-    assert found.cost(found.to_do()).jobs == 1 + 2 + 1
-    assert found.cost(found.to_do()).most_node_minutes == 4 * 2 * 10
+    assert found.pending_tests() == [UNDISTURBED_RUN, "rank-killed", "cancelled"]
+    assert found.cost(found.pending_tests()).jobs == 1 + 2 + 1
+    assert found.cost(found.pending_tests()).most_node_minutes == 4 * 2 * 10
     put(found, done(UNDISTURBED_RUN), done("rank-killed", passed=False, wrong=["no"]))
-    assert found.to_do() == ["cancelled"]
+    assert found.pending_tests() == ["cancelled"]
     with found.locked(), pytest.raises(InputError, match="another drill"), drill(tmp_path).locked():
         pass
     put(found, done("cancelled"))
-    assert found.to_do() == []
-    found.again()
-    assert found.to_do() == ["rank-killed", "cancelled"]
+    assert found.pending_tests() == []
+    found.forget_results()
+    assert found.pending_tests() == ["rank-killed", "cancelled"]
     put(found, done(UNDISTURBED_RUN, passed=False))
-    assert found.to_do()[0] == UNDISTURBED_RUN
+    assert found.pending_tests()[0] == UNDISTURBED_RUN
 
 
 def test_the_page_says_what_failed_and_what_is_left_out(tmp_path: Path) -> None:
@@ -181,10 +181,10 @@ def test_the_page_says_what_failed_and_what_is_left_out(tmp_path: Path) -> None:
     assert values["rows"][1] == asdict(bad)
 
 
-def write_checkpoint(folder: Path, values: bytes) -> None:
+def write_checkpoint(folder: Path, values: bytes, common: bytes = b"common") -> None:
     folder.mkdir()
     (folder / "__0_0.distcp").write_bytes(values)
-    (folder / "common.pt").write_bytes(b"common")
+    (folder / "common.pt").write_bytes(common)
     sums = checksums.checksum_of_bytes(values).xxh3_128
     empty = checksums.checksum_of_bytes(b"").xxh3_128
     assert sums is not None
@@ -202,6 +202,7 @@ def write_checkpoint(folder: Path, values: bytes) -> None:
         frame=empty,
     )
     files = checksums.write_block_checksums(folder, 0, 40, [block], {"__0_0.distcp": len(values)})
+    files |= {"common.pt": checksums.checksum_of_bytes(common)}
     checksums.write_checksum_index(folder, 40, files)
 
 
@@ -210,12 +211,15 @@ def test_one_other_bit_and_one_damaged_byte_of_a_checkpoint_are_found(tmp_path: 
     write_checkpoint(one, b"abcd")
     write_checkpoint(same, b"abcd")
     write_checkpoint(other, b"abce")
-    assert list(checkpoint_differences(one, same)) == []
-    assert [text.split(" in the")[0] for text in checkpoint_differences(one, other)] == ["w"]
+    assert checkpoint_differences(one, same) == (1, [])
+    assert checkpoint_differences(one, other) == (1, ["w at [0] differs"])
+    write_checkpoint(tmp_path / "common", b"abcd", common=b"commoN")
+    assert checkpoint_differences(one, tmp_path / "common") == (1, ["common.pt at [] differs"])
+    assert checkpoint_differences(one, tmp_path / "common", tensors_only=True) == (1, [])
     (same / "common.pt").write_bytes(b"commoN")
-    assert "common.pt is not the one that was saved" in next(checkpoint_differences(one, same))
+    assert "common.pt is not the one that was saved" in checkpoint_differences(one, same)[1][0]
     shutil.rmtree(other)
-    assert "checksums.json is missing" in next(checkpoint_differences(other, one))
+    assert "checksums.json is missing" in checkpoint_differences(other, one)[1][0]
 
 
 def test_a_command_before_slurms_own_acts_inside_jobs_alone(tmp_path: Path) -> None:

@@ -145,10 +145,10 @@ def test_each_kind_of_fault_has_its_seconds() -> None:
 def test_a_batch_host_that_is_lost_begins_the_job_again() -> None:
     host = [*SHOWN.events, KillEvent(time=30.0, kind="host", node="n0")]
     shown = replace(SHOWN, events=host, failed=[*SHOWN.failed, replace(FAILED, round=3, rank=None, lost={"n0": ""})])
-    assert replace(shown, restarts=1).untrue(spares=1) == []
-    assert replace(shown, restarts=0).untrue(spares=1) != []
-    assert replace(shown, restarts=1, failed=SHOWN.failed).untrue(spares=1) != []
-    assert replace(SHOWN, restarts=1).untrue(spares=1) != []
+    assert replace(shown, restarts=1).failed_claims(spares=1) == []
+    assert replace(shown, restarts=0).failed_claims(spares=1) != []
+    assert replace(shown, restarts=1, failed=SHOWN.failed).failed_claims(spares=1) != []
+    assert replace(SHOWN, restarts=1).failed_claims(spares=1) != []
 
 
 @pytest.mark.parametrize(
@@ -210,19 +210,19 @@ def checkpoint(run: Run, values: bytes, *, key: str = "weight") -> Path:
 
 def test_weights_are_compared_by_their_bytes(tmp_path: Path) -> None:
     one = checkpoint(Run(tmp_path / "one"), b"abcd")
-    assert compare_runs.compare_weights(one, checkpoint(Run(tmp_path / "same"), b"abcd")) == (1, [])
-    assert compare_runs.compare_weights(one, checkpoint(Run(tmp_path / "bit"), b"abce")) == (
+    assert compare_runs.checkpoint_differences(one, checkpoint(Run(tmp_path / "same"), b"abcd")) == (1, [])
+    assert compare_runs.checkpoint_differences(one, checkpoint(Run(tmp_path / "bit"), b"abce")) == (
         1,
         ["weight at [0] differs"],
     )
-    found = compare_runs.compare_weights(one, checkpoint(Run(tmp_path / "name"), b"abcd", key="bias"))
+    found = compare_runs.checkpoint_differences(one, checkpoint(Run(tmp_path / "name"), b"abcd", key="bias"))
     assert found == (1, ["bias at [0] differs", "weight at [0] differs"])
 
 
 def test_bytes_that_do_not_fit_their_hash_are_found_though_the_hashes_are_equal(tmp_path: Path) -> None:
     one, other = (checkpoint(Run(tmp_path / name), b"abcd") for name in ("one", "other"))
     (other / "__0_0.distcp").write_bytes(b"abce")
-    tensors, faults = compare_runs.compare_weights(one, other)
+    tensors, faults = compare_runs.checkpoint_differences(one, other)
     assert tensors == 1
     assert "the values of weight in __0_0.distcp are not those that were saved" in faults[0]
 
@@ -230,7 +230,7 @@ def test_bytes_that_do_not_fit_their_hash_are_found_though_the_hashes_are_equal(
 LINE = random_kills.Timeline(began=0, ended=100, effective=95, steps=90, steps_lost=2, step=1.0)
 LOST = replace(FAILED, round=2, rank=None, lost={"n1": "n4"})
 SHOWN = KillReport(
-    line=LINE,
+    timeline=LINE,
     jobs=["7"],
     restarts=0,
     events=[KillEvent(time=10.0, kind="kill", rank=3, node="n1"), KillEvent(time=20.0, kind="node", node="n1")],
@@ -242,10 +242,10 @@ SHOWN = KillReport(
 
 
 def test_what_holds_is_no_complaint() -> None:
-    assert SHOWN.untrue(spares=1) == []
+    assert SHOWN.failed_claims(spares=1) == []
     few = [replace(FAILED, steps_lost=3), replace(LOST, source="neighbour", steps_lost=6)]
-    assert replace(SHOWN, failed=few).untrue(spares=1) == []
-    assert replace(SHOWN, failed=[FAILED, replace(LOST, source="disk", steps_lost=90)]).untrue(spares=1) == []
+    assert replace(SHOWN, failed=few).failed_claims(spares=1) == []
+    assert replace(SHOWN, failed=[FAILED, replace(LOST, source="disk", steps_lost=90)]).failed_claims(spares=1) == []
     figures = SHOWN.figures()
     assert (figures["counted_share"], figures["kills"], figures["nodes_lost"], figures["jobs"]) == (0.95, 1, 1, 1)
     assert figures["events"][0] == asdict(SHOWN.events[0])
@@ -268,7 +268,7 @@ def test_what_holds_is_no_complaint() -> None:
     ],
 )
 def test_what_does_not_hold_is_named(changes: dict[str, Any], words: str) -> None:
-    assert any(claim.startswith(words) for claim in replace(SHOWN, **changes).untrue(spares=1))
+    assert any(claim.startswith(words) for claim in replace(SHOWN, **changes).failed_claims(spares=1))
 
 
 def test_a_run_that_ends_before_the_first_fault_has_figures() -> None:
@@ -277,4 +277,4 @@ def test_a_run_that_ends_before_the_first_fault_has_figures() -> None:
 
 
 def test_with_fewer_spares_than_lost_nodes_there_may_be_several_jobs() -> None:
-    assert replace(SHOWN, jobs=["7", "8"]).untrue(spares=0) == []
+    assert replace(SHOWN, jobs=["7", "8"]).failed_claims(spares=0) == []

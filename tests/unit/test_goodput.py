@@ -69,7 +69,7 @@ def test_every_second_of_a_run_is_in_the_part_where_it_belongs(run: Run) -> None
     found = account_for_run(run)
     assert seconds(found.parts) == pytest.approx({name: 2 * each for name, each in accounted.PARTS.items()}, abs=1e-5)
     assert sum(found.parts.values()) == found.allocated == (111 + 100) * 2 * MICROSECONDS_PER_SECOND
-    assert [each.stay.source for each in found.stays] == ["sacct", "sacct"]
+    assert [each.allocation.source for each in found.allocations] == ["sacct", "sacct"]
     assert found.waited == {"queued": (60 + 74) * MICROSECONDS_PER_SECOND, "back-off": 0, "stopped": 0}
     assert found.elapsed == 345 * MICROSECONDS_PER_SECOND
     assert found.goodput == pytest.approx(2 * 50 / 422)
@@ -89,8 +89,8 @@ def test_without_accounting_the_chain_knows_the_ends_of_its_jobs_but_the_last(
 ) -> None:
     install(tmp_path / "bin", monkeypatch)
     found = account_for_run(make_accounted(tmp_path / "run"))
-    assert [(each.start - T, each.end - T) for each in found.stays] == [(60, 171), (245, 343.5)]
-    assert [each.stay.source for each in found.stays] == ["the chain", "the chain"]
+    assert [(each.start - T, each.end - T) for each in found.allocations] == [(60, 171), (245, 343.5)]
+    assert [each.allocation.source for each in found.allocations] == ["the chain", "the chain"]
     assert seconds(found.parts)["end"] == pytest.approx(2 * (4.5 + 3.0), abs=1e-5)
     assert found.parts["unknown"] == 0
 
@@ -102,7 +102,7 @@ def test_the_controller_is_asked_where_there_is_no_accounting(tmp_path: Path, mo
     refuses = "echo Slurm accounting storage is disabled >&2; exit 1"
     install(tmp_path / "bin", monkeypatch, sacct=refuses, squeue=f"cat << 'END'\n{squeue}\nEND")
     found = account_for_run(make_accounted(tmp_path / "run"))
-    assert [(each.stay.source, each.end - T) for each in found.stays] == [("squeue", 171), ("squeue", 345)]
+    assert [(each.allocation.source, each.end - T) for each in found.allocations] == [("squeue", 171), ("squeue", 345)]
 
 
 def test_a_job_that_was_queued_again_has_several_stays_and_one_that_began_nothing_is_seen(
@@ -115,8 +115,8 @@ def test_a_job_that_was_queued_again_has_several_stays_and_one_that_began_nothin
     begin = run.attempt(2).begin
     begin.write_text(begin.read_text().replace('"job_id": "42"', '"job_id": "41"'))
     found = account_for_run(run)
-    assert [each.attempt for each in found.stays] == [1, None, 2]
-    assert seconds(found.stays[1].parts) == {"no attempt": 60.0}
+    assert [each.attempt for each in found.allocations] == [1, None, 2]
+    assert seconds(found.allocations[1].parts) == {"no attempt": 60.0}
     assert found.waited["queued"] == (60 + 9 + 35) * MICROSECONDS_PER_SECOND
     assert sum(found.parts.values()) == found.allocated == (111 + 30 + 100) * 2 * MICROSECONDS_PER_SECOND
     assert main(["goodput", str(run.path), "--json"]) == 0
@@ -147,7 +147,11 @@ def test_jobs_before_the_first_attempt_are_asked_for(tmp_path: Path, monkeypatch
         run.config_revision(revision).touch()
         os.utime(run.config_revision(revision), (moment, moment))
     found = account_for_run(run)
-    assert [(each.stay.job_id, each.attempt) for each in found.stays] == [("40", None), ("41", 1), ("42", 2)]
+    assert [(each.allocation.job_id, each.attempt) for each in found.allocations] == [
+        ("40", None),
+        ("41", 1),
+        ("42", 2),
+    ]
     assert seconds(found.parts)["no attempt"] == 2 * 3600
 
 
@@ -227,7 +231,7 @@ def facts(folder: Path = Path("/nowhere/0001"), **changes: Any) -> AttemptFacts:
         "last_sign": 2.0,
         "commits": [],
         "limit": float("inf"),
-        "went_back": [],
+        "rollbacks": [],
         "blamed": [],
     }
     return AttemptFacts(**(values | changes))
@@ -253,7 +257,7 @@ def written(folder: Path, lines: list[dict[str, Any]]) -> list[MetricsBlock]:
 def booked(folder: Path, lines: list[dict[str, Any]], place: NodeAllocation) -> dict[str, float]:
     found = attribute_time(place, written(folder, lines))
     assert sum(found.parts.values()) == (found.end - found.start) * place.nodes
-    assert sum(sum(each.parts.values()) for each in found.rounds) == sum(found.parts.values())
+    assert sum(sum(each.parts.values()) for each in found.restarts) == sum(found.parts.values())
     return seconds(found.parts)
 
 
@@ -324,7 +328,7 @@ def test_a_rewind_makes_steps_lost_and_the_way_back_is_recovery(tmp_path: Path) 
     lines = [step(1, 12.0, 2.0), step(2, 14.0, 2.0), step(3, 16.0, 2.0), {"iteration": base, "rewind": back}]
     lines += [step(2, 24.0, 2.0), step(3, 26.0, 2.0)]
     outcome = AttemptOutcome(outcome="done", reason="", iteration=3, time=26.0)
-    place = stay(facts=facts(went_back=[1], outcome=outcome, end=ended(26.0, cause="done", code=0)), end=30.0)
+    place = stay(facts=facts(rollbacks=[1], outcome=outcome, end=ended(26.0, cause="done", code=0)), end=30.0)
     assert booked(tmp_path, lines, place) == START | {
         "step": 6.0,
         "redone": 4.0,
@@ -339,7 +343,7 @@ def test_ranks_that_start_again_inside_a_job_go_back_likewise(tmp_path: Path) ->
     outcome = AttemptOutcome(outcome="done", reason="", iteration=2, time=24.0)
     written(tmp_path, lines)
     assert iteration_resets(tmp_path / "metrics.jsonl", [5]) == [1, 5]  # a rewind is on record before its line
-    place = stay(facts=facts(went_back=[1], outcome=outcome, end=ended(24.0, cause="done", code=0)), end=25.0)
+    place = stay(facts=facts(rollbacks=[1], outcome=outcome, end=ended(24.0, cause="done", code=0)), end=25.0)
     assert booked(tmp_path, lines, place) == START | {"step": 4.0, "redone": 2.0, "recovery": 8.0, "end": 1.0}
 
 
@@ -356,20 +360,20 @@ def failed(number: int, at: float, **changes: Any) -> FailedRestart:
 
 
 def by_round(found: AttributedTime) -> list[dict[str, float]]:
-    return [seconds(each.parts) for each in found.rounds]
+    return [seconds(each.parts) for each in found.restarts]
 
 
 def test_each_round_has_an_account_of_its_own(tmp_path: Path) -> None:
     lines = [step(1, 12.0, 2.0), step(2, 14.0, 2.0), {"iteration": 1, "round": 2}, step(2, 24.0, 2.0)]
     outcome = AttemptOutcome(outcome="done", reason="", iteration=2, time=24.0)
     done = {"outcome": outcome, "end": ended(24.0, cause="done", code=0)}
-    place = stay(facts=facts(went_back=[1], rounds=[failed(1, 15.0)], **done), end=25.0)
+    place = stay(facts=facts(rollbacks=[1], failed_restarts=[failed(1, 15.0)], **done), end=25.0)
     found = attribute_time(place, written(tmp_path, lines))
     assert by_round(found) == [
         START | {"step": 2.0, "redone": 2.0 + 1.0},  # the step that was under way
         {"recovery": 7.0, "step": 2.0, "end": 1.0},
     ]
-    assert [each.redone_iterations for each in found.rounds] == [1, 0]
+    assert [each.redone_iterations for each in found.restarts] == [1, 0]
     assert sum(found.parts.values()) == 25 * MICROSECONDS_PER_SECOND
 
 
@@ -382,7 +386,7 @@ def test_a_round_that_fails_at_its_checkpoint_leaves_no_line_and_one_that_fails_
         failed(2, 30.0, next_iteration=2, steps_lost=0),
     ]
     done = {"outcome": outcome, "end": ended(40.0, cause="done", code=0)}
-    place = stay(facts=facts(rounds=rounds, hangs={1: hang}, **done), end=41.0)
+    place = stay(facts=facts(failed_restarts=rounds, hangs={1: hang}, **done), end=41.0)
     found = attribute_time(place, written(tmp_path, lines))
     assert by_round(found) == [
         START | {"step": 4.0, "redone": 1.0, "hang": 5.0, "recovery": pytest.approx(0.1)},
@@ -396,7 +400,7 @@ def test_a_start_that_failed_is_not_told_by_the_times_of_the_next_round(tmp_path
     outcome = AttemptOutcome(outcome="done", reason="", iteration=1, time=24.0)
     done = {"outcome": outcome, "end": ended(24.0, cause="done", code=0)}
     rounds = [failed(1, 12.0, iteration=0, next_iteration=0, steps_lost=0)]
-    place = stay(facts=facts(started=started, rounds=rounds, **done), end=25.0)
+    place = stay(facts=facts(started=started, failed_restarts=rounds, **done), end=25.0)
     found = attribute_time(place, written(tmp_path, [step(1, 24.0, 3.0)]))
     assert by_round(found) == [
         {"prolog": 1.0, "supervisor": 1.0, "failed start": 10.0},
@@ -406,7 +410,7 @@ def test_a_start_that_failed_is_not_told_by_the_times_of_the_next_round(tmp_path
 
 def test_rounds_of_an_attempt_that_fails_in_the_end_are_recovery(tmp_path: Path) -> None:
     rounds = [failed(1, 15.0), failed(2, 20.0, again=False, reason="no")]
-    place = stay(facts=facts(rounds=rounds, failure_time=20.0, limit=1.0, end=ended(22.0)), end=23.0)
+    place = stay(facts=facts(failed_restarts=rounds, failure_time=20.0, limit=1.0, end=ended(22.0)), end=23.0)
     found = attribute_time(place, written(tmp_path, [step(1, 12.0, 2.0), step(2, 14.0, 2.0)]))
     assert by_round(found) == [START | {"step": 2.0, "redone": 3.0}, {"recovery": 7.0, "end": 1.0}]
 
@@ -429,7 +433,7 @@ def test_spare_nodes_wait_until_one_takes_the_place_of_a_lost_node(tmp_path: Pat
     outcome = AttemptOutcome(outcome="done", reason="", iteration=2, time=24.0)
     done = {"outcome": outcome, "end": ended(24.0, cause="done", code=0)}
     rounds = [failed(1, 15.0, lost={"n1": "n3"})]
-    place = stay(facts=facts(went_back=[1], rounds=rounds, **done), end=25.0, nodes=4, spare_nodes=2)
+    place = stay(facts=facts(rollbacks=[1], failed_restarts=rounds, **done), end=25.0, nodes=4, spare_nodes=2)
     found = attribute_time(place, written(tmp_path, lines))
     assert by_round(found) == [
         {"prolog": 4.0, "supervisor": 4.0, "launch": 4.0, "import": 8.0, "init": 6.0, "load": 4.0}
@@ -446,7 +450,7 @@ def test_nodes_that_are_lost_without_spare_ones_train_no_more(tmp_path: Path) ->
     outcome = AttemptOutcome(outcome="done", reason="", iteration=2, time=24.0)
     done = {"outcome": outcome, "end": ended(24.0, cause="done", code=0)}
     rounds = [failed(1, 15.0, lost={"n1": ""}, nodes=2)]
-    place = stay(facts=facts(went_back=[1], rounds=rounds, **done), end=25.0, nodes=4)
+    place = stay(facts=facts(rollbacks=[1], failed_restarts=rounds, **done), end=25.0, nodes=4)
     found = attribute_time(place, written(tmp_path, lines))
     assert by_round(found) == [
         {"prolog": 4.0, "supervisor": 4.0, "launch": 4.0, "import": 8.0, "init": 12.0, "load": 8.0}
@@ -464,7 +468,7 @@ def test_nodes_that_slurm_has_taken_back_are_booked_no_more(tmp_path: Path) -> N
     outcome = AttemptOutcome(outcome="done", reason="", iteration=2, time=24.0)
     done = {"outcome": outcome, "end": ended(24.0, cause="done", code=0)}
     rounds = [failed(1, 15.0, lost={"n1": ""}, nodes=1)]
-    place = stay(facts=facts(went_back=[1], rounds=rounds, **done), end=25.0, nodes=2, resized=[(20.0, 1)])
+    place = stay(facts=facts(rollbacks=[1], failed_restarts=rounds, **done), end=25.0, nodes=2, resized=[(20.0, 1)])
     told: list[tuple[str, int, int, int]] = []
     found = attribute_time(place, written(tmp_path, lines), sink=lambda *each: told.append(each))
     assert by_round(found)[1] == {"recovery": 7.0, "step": 2.0, "end": 1.0, "given up": 5.0}
@@ -493,8 +497,8 @@ def test_a_job_that_slurm_has_made_smaller_is_one_stay(tmp_path: Path, monkeypat
     run = make_accounted(tmp_path / "run")
     replace(Plan.load(run), elastic_nodes=[1]).write(run.plan)
     found = account_for_run(Run(run.path))
-    assert [(each.attempt, each.nodes) for each in found.stays] == [(1, 3), (2, 2)]
-    assert found.stays[0].allocated == (60 * 3 + 30 * 2 + 21 * 1) * MICROSECONDS_PER_SECOND
+    assert [(each.attempt, each.nodes) for each in found.allocations] == [(1, 3), (2, 2)]
+    assert found.allocations[0].allocated == (60 * 3 + 30 * 2 + 21 * 1) * MICROSECONDS_PER_SECOND
     assert sum(found.parts.values()) == found.allocated
     assert found.waited["queued"] == (60 + 74) * MICROSECONDS_PER_SECOND
 
@@ -586,8 +590,10 @@ def test_whatever_clocks_say_the_parts_sum_to_the_stay(
         commits=[CheckpointCommit(iteration=1, path="p", consumed_samples=1, time=times[9], seconds=times[10])],
         last_sign=times[11],
         limit=limit,
-        went_back=[entry["iteration"] for entry in lines if "rewind" in entry],
-        rounds=[failed(number, at, lost={"n": ""}, nodes=left) for number, (at, _, left) in enumerate(losses, 1)],
+        rollbacks=[entry["iteration"] for entry in lines if "rewind" in entry],
+        failed_restarts=[
+            failed(number, at, lost={"n": ""}, nodes=left) for number, (at, _, left) in enumerate(losses, 1)
+        ],
     )
     folder = tmp_path_factory.mktemp("lines")
     told: list[tuple[str, int, int, int]] = []

@@ -19,8 +19,8 @@ from relayrun.control.rundir.storage_limits import DAY_SECONDS
 from relayrun.watch import cron_check
 from relayrun.watch.status import run_status, run_status_text
 from relayrun.watch.status.queue import QueueStatus
-from relayrun.watch.status.tables import print_table
 from relayrun.watch.symptoms import purged_soon
+from relayrun.watch.text import print_table
 from tests.history import make_history
 from tests.workspace import Workspace
 

@@ -28,7 +28,7 @@ from relayrun.watch import symptoms
 from relayrun.watch.status import run_status, run_status_text
 from relayrun.watch.status.queue import QueueStatus
 from relayrun.watch.status.run_status import RunStatus
-from relayrun.watch.status.tables import print_table
+from relayrun.watch.text import print_table
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.history import ROOT, began
 

@@ -157,10 +157,8 @@ def test_whatever_a_run_is_called_its_name_is_text(tmp_path: Path, accounted: Ru
 
 def test_the_commands_of_the_page_about_reports(accounted: Run, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(accounted.path, accounted.path.with_name("other-run"))
-    ((text, served), tables) = (
-        re.findall(pattern, PAGE, re.M | re.S) for pattern in (r"^```bash\n(.*?)^```$", r"^\| (\w+) \| ")
-    )
-    assert served == "relayrun report logs/runs --serve\n"  # tests/unit/test_report_server.py
+    patterns = (r"^```bash\n(.*?)^```$", r"^\*/10 .*?bin/relayrun (.*?)$", r"^\| (\w+) \| ")
+    (text,), (renewed,), tables = (re.findall(pattern, PAGE, re.M | re.S) for pattern in patterns)
     one, two, drawn, as_json = (shlex.split(line)[1:] for line in text.splitlines())
     assert main(one) == main(two) == 0
     assert capsys.readouterr().out == "report-my-run.html\nboth.html\n"
@@ -169,6 +167,7 @@ def test_the_commands_of_the_page_about_reports(accounted: Run, capsys: pytest.C
     assert both.words["h2"][0] == "Side by side"
     assert tables[1:] == both.words["h2"][1:9]
     assert callable(parse(drawn).run)  # drawn by a slow test above
+    assert parse(shlex.split(renewed)).html == Path("$HOME/public/my-run.html")
     assert main(as_json) == 0
     value = json.loads(capsys.readouterr().out)
     assert value["series"]["loss"] == [[n, 10 - 0.5 * n] for n in range(1, 11)]

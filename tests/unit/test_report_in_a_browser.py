@@ -10,12 +10,8 @@ import pytest
 
 from relayrun.cli import main
 from relayrun.control.rundir.run import Run
-from relayrun.watch.report import live_server
 from relayrun.watch.report.page import report_page
 from relayrun.watch.report.report_data import RunReportData, read_report_data
-from relayrun.watch.status.queue import QueueStatus
-from relayrun.watch.status.run_status import read_run_status
-from relayrun.watch.status.summary import DamagedRun, RemainingWork
 from tests import pages
 from tests.browser import Page
 from tests.history import STEP
@@ -90,36 +86,6 @@ def test_names_and_words_without_a_space(tab: Page, two: list[RunReportData], tm
     assert wrong(tab, tmp_path / "long.html", report_page([entry, entry], now=T)) == []
 
 
-def test_a_list_of_runs(tab: Page, two: list[RunReportData], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/bin")
-    now = T + 5 * 86400
-    done = read_run_status(make_pictured(tmp_path), QueueStatus(), now=now)
-    left = RemainingWork(
-        iterations=3380, seconds=203_000.0, node_hours=902.2, earliest_end=None, attempts=3, queue_seconds=None
-    )
-    going = replace(done, state="running", stop=None, remaining=left, last_end="saved: time limit near", loss=2.3911)
-    dead = replace(going, state="broken", broken="attempt 4, job 880421, NODE_FAIL on nid001019", iteration=5120)
-    names = {
-        "made-up/llama3-8b-warm": replace(going, iteration=2620, durable_iteration=2500, step_time=now - 41),
-        "made-up/llama3-8b-long": replace(
-            going, iteration=1110, durable_iteration=1000, step_time=now - 12, loss=2.6032
-        ),
-        "made-up/llama3-8b-wsd": replace(going, state="queued", iteration=4250, durable_iteration=4250, loss=2.3327),
-        "made-up/llama3-70b": replace(dead, step_time=now - 5400, durable_iteration=5000),
-        "made-up/llama3-8b": replace(done, durable_iteration=6000),
-    }
-    goodput = dict(zip(names, ("95.1%", "…", "93.8%", "88.2%", "94.9%"), strict=True))
-    text = live_server.overview_page("/scratch/made-up/runs", list(names.items()), goodput, now=now, of=5)
-    path = tmp_path / "runs.html"
-    assert wrong(tab, path, made_up(text.replace('http-equiv="refresh"', 'name="none"'))) == []
-    tab.show(path.as_uri(), width=1200)
-    draw(tab, "report-runs.png", 450)
-    long = "without-a-space-" * 20
-    entries = [(long, replace(dead, broken=long)), (long, DamagedRun(path=long, error=long))] * 2
-    text = live_server.overview_page(f"/{long}", entries, {long: "…"}, now=now, page=2, pages=3, of=250)
-    assert wrong(tab, path, text.replace('http-equiv="refresh"', 'name="none"')) == []
-
-
 @pytest.mark.long
 def test_a_million_iterations(tab: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/bin")
@@ -165,7 +131,7 @@ def test_the_pictures_of_the_docs_are_small_and_say_that_their_runs_are_made_up(
     from PIL import Image  # conftest.py imports this module
 
     found = sorted(PICTURES.glob("report*.png"))
-    assert {path.name for path in found} >= {"report.png", "report-phone.png", "report-two.png", "report-runs.png"}
+    assert {path.name for path in found} >= {"report.png", "report-phone.png", "report-two.png"}
     assert all(path.stat().st_size < 150_000 for path in found)
     for path in found:
         with Image.open(path) as picture:

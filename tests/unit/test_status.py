@@ -26,7 +26,7 @@ from relayrun.watch.status.queue import QueueStatus
 from relayrun.watch.status.run_status import RunStatus
 from relayrun.watch.status.runs import RunsWatcher
 from relayrun.watch.status.summary import DamagedRun, RunSummary
-from relayrun.watch.status.tables import print_table
+from relayrun.watch.text import json_text, print_table
 from tests.accounted import make_accounted
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.history import began, make_history
@@ -221,7 +221,7 @@ def test_text_keeps_brackets_and_json_is_whole(run: Run) -> None:
     text = text_of(found)
     assert "attempt 1: failed: node [n1] lost" in " ".join(text.split())
     assert "2, job 8 on n[0-1], begun 10 min ago" in text
-    value = json.loads(run_status_text.json_text(run_status_text.run_status_as_json(found)), parse_constant=pytest.fail)
+    value = json.loads(json_text(run_status_text.run_status_as_json(found)), parse_constant=pytest.fail)
     assert value["loss"] is None
     assert value["jobs"][0]["state"] == "RUNNING"
     assert value["iteration"] == 11
@@ -273,7 +273,7 @@ def test_all_runs_are_a_line_each_the_newest_first(
         Plan.of(vars(plan) | {"run": f"tests/{name}"}).write(made.plan)
         begin(made, 1, start=start)
     (tmp_path / "tests" / "half-made").mkdir()
-    found = RunsWatcher().look(find_runs.all_run_folders(), now=NOW)
+    found = RunsWatcher().statuses(find_runs.all_run_folders(), now=NOW)
     assert [entry.run if isinstance(entry, RunStatus) else "damaged" for entry in found] == [
         "tests/newer",
         "tests/older",
@@ -311,7 +311,7 @@ def test_a_glance_says_of_every_run_what_a_whole_look_says(
     torn = make_history(tmp_path / "torn", lines=60, attempts=3)
     torn.plan.write_text("{")
     runs = [fresh, past, stopped, cut, torn]
-    whole, brief = RunsWatcher().look(runs, now=NOW), RunsWatcher().glance(runs, now=NOW)
+    whole, brief = RunsWatcher().statuses(runs, now=NOW), RunsWatcher().summaries(runs, now=NOW)
     assert [type(entry) for entry in brief] == [RunSummary] * 4 + [DamagedRun]
     for one, other in zip(brief, whole, strict=True):
         assert {name: getattr(other, name) for name in vars(one)} == vars(one)
@@ -328,7 +328,7 @@ def test_a_glance_opens_few_files_of_a_run_whatever_its_age(tmp_path: Path) -> N
         "import sys; from pathlib import Path; from relayrun.watch.status.runs import RunsWatcher; "
         "from relayrun.control.rundir.run import Run; run = Run(Path(sys.argv[1])); opened = []\n"
         "sys.addaudithook(lambda event, details: event == 'open' and opened.append(str(details[0])))\n"
-        "RunsWatcher().glance([run], now=0.0)\n"
+        "RunsWatcher().summaries([run], now=0.0)\n"
         "print(sum(path.startswith(sys.argv[1]) for path in opened))"
     )
     counts = [
@@ -354,7 +354,7 @@ def test_once_slurm_does_not_answer_it_is_not_asked_for_every_run(
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}/bin{os.pathsep}/usr/bin")
     monkeypatch.setattr(queue, "RETRY_SECONDS", 0.0)
-    found = RunsWatcher().look(made, now=NOW)
+    found = RunsWatcher().statuses(made, now=NOW)
     assert [entry.state for entry in found if isinstance(entry, RunStatus)] == ["unknown"] * 3
     assert (tmp_path / "count").read_text().count("x") == 1
 

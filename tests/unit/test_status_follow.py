@@ -54,7 +54,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def looked(watcher: RunsWatcher, runs: list[Run]) -> dict[str, RunStatus]:
-    return {entry.run: entry for entry in watcher.look(runs, now=NOW) if isinstance(entry, RunStatus)}
+    return {entry.run: entry for entry in watcher.statuses(runs, now=NOW) if isinstance(entry, RunStatus)}
 
 
 def test_a_look_asks_once_for_all_chains(runs: list[Run], slurm: Path) -> None:
@@ -135,5 +135,5 @@ def test_ctrl_c_ends_it_without_a_traceback(runs: list[Run], slurm: Path) -> Non
 
 def test_a_line_says_where_a_run_stands(runs: list[Run], slurm: Path) -> None:
     (slurm / "queue").write_text("")
-    [entry] = RunsWatcher().look(runs[:1], now=NOW)
+    [entry] = RunsWatcher().statuses(runs[:1], now=NOW)
     assert tables.run_line(entry).startswith("tests/a: broken, iteration 0 of ")

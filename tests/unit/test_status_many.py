@@ -217,7 +217,7 @@ def _alone(path: str, now: float) -> RunSummary | DamagedRun:
 
 def test_a_row_is_what_a_look_at_the_run_alone_says(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     now = time.time()
-    found = RunsWatcher().glance(all_run_folders(), now=now)
+    found = RunsWatcher().summaries(all_run_folders(), now=now)
     assert len(found) == len(KINDS) + len(DAMAGE) + 1  # the link
     for entry in found:
         alone = _alone(entry.path, now)
@@ -246,7 +246,7 @@ def test_a_row_is_what_a_look_at_the_run_alone_says(folder: Path, capsys: pytest
 
 def test_a_watcher_sees_what_changes_between_two_looks(folder: Path) -> None:
     runs, watcher = all_run_folders(), RunsWatcher()
-    before = {entry.path: entry for entry in watcher.glance(runs, now=2e9)}
+    before = {entry.path: entry for entry in watcher.summaries(runs, now=2e9)}
     run = next(run for run in runs if run.path.name.endswith("_slow"))
     with open(run.attempt(3).metrics, "a") as file:
         file.write(STEP.format(61))
@@ -254,7 +254,7 @@ def test_a_watcher_sees_what_changes_between_two_looks(folder: Path) -> None:
     assert end is not None
     replace(end, reason="seen again").write(run.attempt(3).end)
     run.stop.write_text("by ann\n")
-    after = {entry.path: entry for entry in watcher.glance(runs, now=2e9)}
+    after = {entry.path: entry for entry in watcher.summaries(runs, now=2e9)}
     changed = [path for path, entry in after.items() if before[path] != entry]
     assert changed == [str(run.path)]
     entry = after[str(run.path)]

@@ -1,4 +1,4 @@
-"""Verbs for the data of runs: raw text to token shards, mixtures, and the samples that a run reads.
+"""Commands for the data of runs: raw text to token shards, mixtures, and the samples that a run reads.
 
 tokenize        dumps example, download, tokenizer, shuffle, tokenize
 dumps           dumps prepare, submit, status, tune, verify, size

@@ -74,7 +74,7 @@ def add_prepare_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_prepare(options: argparse.Namespace) -> int:
-    """Split a dataset into dumps: write the paths files that the tokenization jobs read. Raises RelayrunError."""
+    """Split a dataset into dumps: write the paths files that tokenization jobs read. Raises RelayrunError."""
     check_outputs({"--preprocessing-metadata-folder": options.preprocessing_metadata_folder})
     dumps = prepare_dumps(
         options.dataset_folder,
@@ -127,7 +127,7 @@ SUBCOMMANDS = (
     ("merge", "the shards of a folder as one shard", shards.add_merge_shards_arguments),
     ("size", "bytes of a dump's files", add_dump_size_arguments),
 )
-"""Subcommands with modules of their own, most of them also programs in scripts/ or launchers/."""
+"""Subcommands whose arguments other functions add; most are programs in scripts/ or launchers/ as well."""
 
 
 def add_dumps_arguments(parser: argparse.ArgumentParser) -> None:
@@ -196,7 +196,7 @@ def add_dumps_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_dumps(options: argparse.Namespace) -> int:
-    """Print where the dumps of a metadata folder stand, what is wrong with them, or which settings suit this node."""
+    """Print the status or faults of the dumps of a metadata folder, or the settings that suit this node."""
     if options.dumps_command == "status":
         if options.watch is not None:
             return 0 if dump_status.watch_status(options.folder, max(options.watch, 0.1)) else 1

@@ -14,15 +14,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-
 from relayrun.config.compose.writable import check_outputs
 from relayrun.control.rundir.find_runs import find_run
 from relayrun.errors import ConfigError
 from relayrun.tokens.mixture import audit
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
+from relayrun.watch.text import print_table, text_table
 
 if TYPE_CHECKING:
     from relayrun.tokens.order.document_lengths import LengthOrder, LengthSummary
@@ -49,8 +47,8 @@ def add_lengths_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_lengths(options: argparse.Namespace) -> int:
-    """Print what the lengths of folders look like, and draw it. Raises RelayrunError."""
-    # pyarrow and tokenizers: not paid for the other commands
+    """Print the document lengths of folders, and draw them. Raises RelayrunError."""
+    # pyarrow and tokenizers: slow imports
     from relayrun.tokens.order.document_lengths import (
         check_picture_name,
         draw_length_picture,
@@ -131,7 +129,19 @@ def _print_lengths(
 
 
 SHOWN_CHARACTERS = 300
-"""Characters that are shown of each sample's text, unless --full is given."""
+"""Characters printed of each sample's text without --full."""
+
+
+LEDGER_COLUMNS = (
+    "data set",
+    "weight|n",
+    "samples|n",
+    "not trained on|n",
+    "epochs|n",
+    "windows|n",
+    "first epoch ends at sample|n",
+    "at step|n",
+)
 
 
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:
@@ -152,7 +162,7 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_data(options: argparse.Namespace) -> int:
-    """Do what `relayrun data ...` asks. Raises RelayrunError."""
+    """Run `relayrun data show`, `ledger` or `diff`. Raises RelayrunError."""
     runs = [audit.audit_run(find_run(name)) for name in options.runs]
     if options.data_command == "show":
         print_samples(runs[0], sample_numbers(options.samples), full=options.full)
@@ -166,7 +176,7 @@ def run_data(options: argparse.Namespace) -> int:
 
 
 def sample_numbers(text: str) -> range:
-    """Return the samples that `1000:1010`, or one number, means. Raises ConfigError."""
+    """Parse `1000:1010`, or one number. Raises ConfigError."""
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     if match is None or (match[2] is not None and int(match[2]) <= int(match[1])):
         raise ConfigError(f"{text!r} is no range of samples", where="--samples", hint="write FIRST:END, as 1000:1010")
@@ -175,7 +185,7 @@ def sample_numbers(text: str) -> range:
 
 
 def print_samples(audited: audit.AuditedRun, wanted: range, *, full: bool) -> None:
-    """Print a paragraph for each sample that is wanted."""
+    """Print a paragraph for each requested sample."""
     tokenizer = load_tokenizer(TokenizeOptions(tokenizer=audited.config.data.tokenizer))
     for sample in audit.audited_samples(audited, wanted):
         step = "passed over" if sample.step is None else f"step {sample.step}"
@@ -189,38 +199,12 @@ def print_samples(audited: audit.AuditedRun, wanted: range, *, full: bool) -> No
 
 
 def print_ledger(audited: audit.AuditedRun) -> None:
-    """Print a table of how much of each data set a run has read."""
+    """Print a table of the samples that a run has read of each data set."""
     rows = audit.dataset_ledgers(audited)
-    table = Table(title=f"{audited.run.path.name}: {audited.consumed_samples:,} samples in {audited.iteration:,} steps")
-    for name in (
-        "data set",
-        "weight",
-        "samples",
-        "not trained on",
-        "epochs",
-        "windows",
-        "first epoch ends at sample",
-        "at step",
-    ):
-        table.add_column(name, justify="left" if name == "data set" else "right")
-    for row in rows:
-        step = "passed over" if row.exhausted_step is None else f"{row.exhausted_step:,}"
-        end = ("never", "never") if row.exhausted_sample is None else (f"{row.exhausted_sample:,}", step)
-        if row.windows is None:
-            end = ("not known", "")
-        table.add_row(
-            row.dataset,
-            f"{row.weight:.4f}" if row.weight else "left",
-            f"{row.samples:,}",
-            f"{row.untrained:,}",
-            "" if row.epochs is None else f"{row.epochs:.3f}",
-            "stream" if row.windows is None else f"{row.windows:,}",
-            *end,
-        )
-    table.add_row(
-        "total", "", f"{sum(row.samples for row in rows):,}", f"{sum(row.untrained for row in rows):,}", "", "", "", ""
-    )
-    Console(width=120, highlight=False).print(table)
+    total = (f"{sum(row.samples for row in rows):,}", f"{sum(row.untrained for row in rows):,}")
+    title = f"{audited.run.path.name}: {audited.consumed_samples:,} samples in {audited.iteration:,} steps"
+    cells = [*map(_ledger_cells, rows), ("total", "", *total, "", "", "", "")]
+    print_table(text_table(LEDGER_COLUMNS, cells, title=title))
     for row in rows:
         if (read := row.lanes) is not None:
             low, high = read.epochs
@@ -232,3 +216,17 @@ def print_ledger(audited: audit.AuditedRun) -> None:
                 f"{row.dataset}: at sample {read.sample:,} its lanes stood in {epochs} (from 0), behind {read.rows:,} "
                 f"rows, of which {sum(read.left_out.values()):,} were left out{reasons}{files}"
             )
+
+
+def _ledger_cells(row: audit.DatasetLedger) -> tuple[str, ...]:
+    step = "passed over" if row.exhausted_step is None else f"{row.exhausted_step:,}"
+    end = ("never", "never") if row.exhausted_sample is None else (f"{row.exhausted_sample:,}", step)
+    return (
+        row.dataset,
+        f"{row.weight:.4f}" if row.weight else "left",
+        f"{row.samples:,}",
+        f"{row.untrained:,}",
+        "" if row.epochs is None else f"{row.epochs:.3f}",
+        "stream" if row.windows is None else f"{row.windows:,}",
+        *(end if row.windows is not None else ("not known", "")),
+    )

@@ -80,7 +80,7 @@ def add_create_mixture_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_create_mixture(arguments: argparse.Namespace) -> int:
-    """Make a mixture: a folder of links to token shards, each dataset with its weight. Raises RelayrunError."""
+    """Make a mixture: a folder of links to token shards, each data set with its weight. Raises RelayrunError."""
     check_outputs({"--output": arguments.output})
     summary = create_mixture(
         arguments.folders,
@@ -118,7 +118,7 @@ def add_merge_shards_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_merge_shards(options: argparse.Namespace) -> int:
-    """Merge the token shards of a folder into one, byte by byte. Raises RelayrunError."""
+    """Concatenate the token shards of a folder, byte by byte. Raises RelayrunError."""
     check_outputs({"--output-prefix": options.output_prefix})
     prefixes = find_prefixes(options.input, listed=True)
     shard = merge_shards(prefixes, options.output_prefix, multimodal=options.multimodal)
@@ -175,7 +175,7 @@ def add_verify_shards_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_verify_shards(options: argparse.Namespace) -> int:
-    """Check token shards, and name every fault. Raises RelayrunError where there is one."""
+    """Check token shards, and print every fault. Raises RelayrunError if there is a fault."""
     check_outputs({"--temp-dir": options.temp_dir})
     size, eod = options.vocabulary_size, options.eod
     if options.tokenizer is not None:

@@ -1,7 +1,7 @@
 """`relayrun dumps example | download | tokenizer | shuffle | tokenize`: from raw text to token shards.
 
-`tokenize` and `shuffle` also run as programs in scripts/tokenization/. This module imports no numpy:
-`tokenize` limits the number of threads before it imports the libraries that start them.
+`tokenize` and `shuffle` are also programs in scripts/tokenization/. This module does not import numpy: `tokenize`
+limits the number of threads before it imports the libraries that start them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def add_download_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_download(options: argparse.Namespace) -> int:
-    """Fetch files and say where they are. Raises RelayrunError."""
+    """Download files, and print their folder. Raises RelayrunError."""
     check_outputs({"--output-folder": options.output_folder})
     from relayrun.tokens.stores.download import (  # huggingface_hub, which takes a while to import
         CHECKSUMS_FILE,
@@ -131,10 +131,10 @@ def run_shuffle(given: argparse.Namespace) -> int:
     """Shuffle a dataset globally, into parquet files of even size. Raises RelayrunError."""
     check_outputs({"--output-folder": given.output_folder, "--temp-dir": given.temp_dir})
     if given.memory_limit >= 2:
-        # Arrow's allocator keeps what it has: to give pages back and clear them again costs CPU time. What it keeps
-        # too much is some 150 MB, which a small limit has no room for.
+        # Arrow's allocator keeps its pages: returning and clearing them costs CPU time. It keeps up to 150 MB
+        # more than it needs, too much for a small limit.
         os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")
-    # pyarrow: not paid for --help
+    # pyarrow: slow import, not needed for --help
     from relayrun.tokens.shuffle.reshard import LENGTHS_PICTURE, ReshardOptions, reshard
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # temporary files are removed
@@ -195,7 +195,7 @@ def run_tokenize(given: argparse.Namespace) -> int:
     from relayrun.tokens.tokenize.processes import use_one_thread
 
     use_one_thread()
-    from relayrun.tokens.tokenize.pipeline import tokenize_paths_file  # pyarrow, tokenizers: not paid for --help
+    from relayrun.tokens.tokenize.pipeline import tokenize_paths_file  # slow import, not needed for --help
 
     result = tokenize_paths_file(
         options,
@@ -230,7 +230,7 @@ def add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_tokenizer(options: argparse.Namespace) -> int:
-    """Make a tokenizer and say where it is. Raises RelayrunError."""
+    """Make a tokenizer, and print its path. Raises RelayrunError."""
     check_outputs({"--output-folder": options.output_folder})
     if options.bytes:
         if options.dataset_folder:

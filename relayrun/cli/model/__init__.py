@@ -1,1 +1,1 @@
-"""Verbs for checkpoints and models: `checkpoint` verifies and mirrors, `convert` exports, uploads and imports."""
+"""Commands for checkpoints and models: `checkpoint` verifies and mirrors, `convert` exports, uploads and imports."""

@@ -1,4 +1,4 @@
-"""`relayrun checkpoint`: whether a checkpoint still holds the bytes that were saved, and copies of it elsewhere."""
+"""`relayrun checkpoint`: verify the bytes of a checkpoint, mirror checkpoints, and restore copies."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import time
 from pathlib import Path
 
+from relayrun.cli import add_run
 from relayrun.config.compose.writable import check_outputs
 from relayrun.control.rundir import checkpoint_records
 from relayrun.control.rundir.checkpoint_records import BrokenCheckpoint, newer_broken_checkpoints
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     verify.set_defaults(run=verify_checkpoint)
     copy = actions.add_parser("mirror", help="copy checkpoints to the second place of their run, as a job does")
-    copy.add_argument("name", metavar="RUN", help="run directory, or project/name below logs/runs")
+    add_run(copy)
     copy.add_argument("--verify", action="store_true", help="read all copies back in full, too")
     copy.set_defaults(run=mirror_checkpoints)
     back = actions.add_parser("restore", help="put a copy back where the run expects it, or into a folder")
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def verify_checkpoint(options: argparse.Namespace) -> int:
-    """Say whether a checkpoint is clean, or what is wrong with it; the exit code is 0 or 1. Raises RelayrunError."""
+    """Print `clean` and return 0, or print the faults of a checkpoint and return 1. Raises RelayrunError."""
     folder, torn = _checkpoint_folder(options.name)
     for left in torn:
         print(f"damaged: {left.path}: {left.why}")
@@ -71,7 +72,7 @@ def verify_checkpoint(options: argparse.Namespace) -> int:
         print(f"damaged: {folder}", *(f"  {fault}" for fault in faults), sep="\n")
         return 1
     if commit is not None and root is not None and (named := _run_of_checkpoint(folder)) is not None:
-        with contextlib.suppress(OSError):  # a run that this user may not write into
+        with contextlib.suppress(OSError):  # a run of another user
             record_verified(named, commit, now=time.time())
     vouched = "" if root is not None else "; no run vouches for its checksums.json"
     print(f"clean: {folder}: {size:,} bytes in {time.monotonic() - began:.1f} s{vouched}")
@@ -79,19 +80,18 @@ def verify_checkpoint(options: argparse.Namespace) -> int:
 
 
 def _run_of_checkpoint(folder: Path) -> Run | None:
-    """The run that the folder of a checkpoint lies in."""
     real = Path(os.path.realpath(folder))
     run = Run(real.parent.parent)
     return run if real.parent == run.checkpoints and run.attempts.is_dir() else None
 
 
 def mirror_checkpoints(options: argparse.Namespace) -> int:
-    """Bring the copies of a run up to date; the exit code is 1 where something was not copied. Raises RelayrunError."""
+    """Update the copies of a run; return 1 if a copy is missing. Raises RelayrunError."""
     return sync.mirror_checkpoints(find_run(options.name), verify=options.verify).tell()
 
 
 def restore_checkpoint(options: argparse.Namespace) -> int:
-    """Put a copy back into a run that has no job, or into a folder. Raises RelayrunError."""
+    """Put a copy back into a run without jobs, or into a folder. Raises RelayrunError."""
     named, iteration = split_iteration(options.name)
     if options.to is not None:
         check_outputs({"--to": options.to})
@@ -117,7 +117,7 @@ def restore_checkpoint(options: argparse.Namespace) -> int:
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
-    """Which folder stands under this name; None: there is none."""
+    """Device and inode of a folder, None if it does not exist."""
     try:
         found = folder.stat()
     except FileNotFoundError:
@@ -126,7 +126,7 @@ def _identity(folder: Path) -> tuple[int, int] | None:
 
 
 def _checkpoint_folder(name: str) -> tuple[Path, list[BrokenCheckpoint]]:
-    """The checkpoint that somebody named, and newer ones that are not whole. Raises InputError or RunDirError."""
+    """The named checkpoint, and newer incomplete ones. Raises InputError or RunDirError."""
     folder = Path(name).expanduser()
     if (folder / "metadata.json").is_file() or (folder / checksums.CHECKSUM_INDEX).is_file():
         return folder.absolute(), []

@@ -152,10 +152,7 @@ def export_megatron(options: argparse.Namespace) -> int:
 
 
 def _checked_source(options: argparse.Namespace) -> CheckpointSource:
-    """The checkpoint, after what can be wrong has been looked at: run, iteration, output, tokenizer.
-
-    Raises RelayrunError.
-    """
+    """The checkpoint, after run, iteration, output and tokenizer were checked. Raises RelayrunError."""
     folder = Path(options.name).expanduser()
     if (found := megatron_folder.find_megatron_checkpoint(folder, options.iteration)) is not None:
         check_target(options.output)

@@ -1,4 +1,4 @@
-"""Verbs that start, change and end runs.
+"""Commands that start, change and end runs.
 
 submit                submit, check, resume, launch
 settings              config, diff, explain

@@ -1,8 +1,8 @@
 """`relayrun config`, `diff` and `explain`: the settings of runs.
 
-`config` prints the resolved settings of a run config or of a run, each with the place where it is written. `diff`
-prints the settings in which two run configs or runs differ. `explain` prints the meaning of a setting, all settings as
-a tree, or a JSON schema for editors.
+`config` prints the resolved settings of a run config or of a run, each with the line that sets it. `diff` prints the
+settings in which two run configs or runs differ. `explain` prints the meaning of a setting, all settings as a tree, or
+a JSON schema for editors.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from relayrun.cli import add_overrides
 from relayrun.config.compose import describe, resolve, yaml_file
 from relayrun.config.compose.describe import Setting
 from relayrun.config.compose.resolve import config_differences
@@ -24,7 +25,7 @@ from relayrun.errors import ConfigError, did_you_mean_path
 from relayrun.submit.launcher_environment import SETTING_VARIABLES, TRAINER_VARIABLES
 
 ORIGIN_COLUMN = 60
-"""Where the places begin, for values that are no longer."""
+"""Column of the origins, unless a value is longer."""
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,14 +33,12 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name", metavar="CONFIG", help="run config, or RUN[:REVISION] for what a run was submitted with"
     )
-    parser.add_argument(
-        "--set", dest="overrides", action="append", default=[], metavar="NAME=VALUE", help="as for `relayrun submit`"
-    )
+    add_overrides(parser, "as for `relayrun submit`")
     parser.set_defaults(run=run_config)
 
 
 def run_config(options: argparse.Namespace) -> int:
-    """Print the settings as YAML that could be submitted again, with a comment behind each. Raises RelayrunError."""
+    """Print the settings as YAML that can be submitted, with the origin of each as a comment. Raises RelayrunError."""
     config, given = read_config(options.name, options.overrides)
     for line, location in setting_lines(config.model_dump(mode="json", exclude_none=True)):
         if location is None:
@@ -50,7 +49,7 @@ def run_config(options: argparse.Namespace) -> int:
 
 
 def value_origin(given: LocatedSettings, location: Location) -> str:
-    """Where a value was written: a file (from the working directory, where it lies below) and line, or an override."""
+    """Return the origin of a value: file (relative to the working directory if below it) and line, or an override."""
     values: Any = given.values
     for part in location:
         if not isinstance(values, dict) or part not in values:
@@ -60,7 +59,7 @@ def value_origin(given: LocatedSettings, location: Location) -> str:
 
 
 def read_config(name: str, overrides: list[str]) -> tuple[CommonConfig, LocatedSettings | None]:
-    """The config that a file, or RUN[:REVISION], means, and of a file where its values stand. Raises RelayrunError."""
+    """Return the config of a file or of RUN[:REVISION], and for a file its located settings. Raises RelayrunError."""
     if Path(name).is_file():
         given = resolve.read_settings(Path(name), overrides)
         return resolve.validate_settings(given), given
@@ -84,7 +83,7 @@ def read_config(name: str, overrides: list[str]) -> tuple[CommonConfig, LocatedS
 
 
 def setting_lines(values: dict[str, Any], at: Location = ()) -> Iterator[tuple[str, Location | None]]:
-    """Each setting as a line of YAML, with its location; a section's name has none."""
+    """Yield each setting as a line of YAML with its location; None for the name of a section."""
     for name, value in values.items():
         indent = "  " * len(at)
         if isinstance(value, dict) and value:
@@ -105,7 +104,7 @@ def add_explain_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_explain(options: argparse.Namespace) -> int:
-    """Print what was asked for. Raises ConfigError for a setting that there is not."""
+    """Print the requested settings. Raises ConfigError for an unknown setting."""
     if options.json_schema:
         print(json.dumps(describe.json_schema(), indent=2))
         return 0
@@ -116,7 +115,7 @@ def run_explain(options: argparse.Namespace) -> int:
 
 
 def describe_setting(setting: Setting) -> str:
-    """A paragraph on one setting."""
+    """Return a paragraph about one setting."""
     lines = [f"{setting.name}: {setting.type}, {_default_text(setting)}", *_wrapped_text(setting.words)]
     tables = (SETTING_VARIABLES, *TRAINER_VARIABLES.values())
     variables = [variable for table in tables for variable, name in table.items() if name == setting.name]
@@ -128,7 +127,7 @@ def describe_setting(setting: Setting) -> str:
 
 
 def setting_summary(setting: Setting) -> str:
-    """A line on one setting of several, at the depth of its section."""
+    """Return one line about a setting, indented by the depth of its section."""
     depth = "  " * setting.name.count(".")
     if setting.is_section:
         return "\n".join([f"{depth}{setting.name}", *_wrapped_text(setting.words, f"{depth}  ")])
@@ -154,7 +153,7 @@ def add_diff_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_diff(options: argparse.Namespace) -> int:
-    """Print a line for each setting that differs; the exit code is 1 if any does. Raises RelayrunError."""
+    """Print a line for each setting that differs; return 1 if any does. Raises RelayrunError."""
     found = config_differences(*(read_config(name, [])[0] for name in options.names))
     print("\n".join(found) if found else "the settings of both are the same")
     return 1 if found else 0

@@ -10,6 +10,7 @@ import argparse
 import os
 import time
 
+from relayrun.cli import add_run
 from relayrun.control import chain_state
 from relayrun.control.chain import campaign, supervisor
 from relayrun.control.chain.jobs import cancel_chain, stop_chain_without_files
@@ -26,12 +27,12 @@ from relayrun.watch.status import queue
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun save`, `relayrun stop` and `relayrun cancel`."""
-    parser.add_argument("name", metavar="RUN", help="run directory, or project/name below logs/runs")
+    add_run(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Ask a run for a checkpoint, or end its chain, after a checkpoint or at once."""
+    """Request a checkpoint, or end the chain, after a checkpoint or at once."""
     found = find_runs.find_run(options.name)
     scheduler = queue.run_scheduler(found)
     if options.command == "save":
@@ -45,9 +46,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def request_save(run: Run, scheduler: Scheduler) -> str:
-    """Ask for a checkpoint; return what will happen, in words.
+    """Request a checkpoint; return a sentence about the effect.
 
-    Raises RunDirError where this user may not, and where no job is there or will come to do it.
+    Raises RunDirError if this user may not, or if the run has no job.
     """
     plan = Plan.load(run)
     ended = stop_reason(run)
@@ -69,9 +70,9 @@ def request_save(run: Run, scheduler: Scheduler) -> str:
 
 
 def request_stop(run: Run, scheduler: Scheduler, *, user: str) -> str:
-    """Ask a running attempt to save and end the chain, or end the chain here; return what will happen, in words.
+    """Ask a running attempt to save and end the chain, or end the chain here; return a sentence about the effect.
 
-    Raises RunDirError where this user may not, or where this is no run.
+    Raises RunDirError if this user may not, or if there is no such run.
     """
     plan = Plan.load(run)
     try:
@@ -83,7 +84,7 @@ def request_stop(run: Run, scheduler: Scheduler, *, user: str) -> str:
 
 
 def _stop_with_files(run: Run, plan: Plan, scheduler: Scheduler, *, user: str) -> str:
-    """End the chain by its exit trigger and STOP. Raises OSError where one of these files cannot be written."""
+    """End the chain by its exit trigger and STOP. Raises OSError if a file cannot be written."""
     ended = stop_reason(run)
     triggers.touch_trigger(run, "exit")
     try:
@@ -109,7 +110,7 @@ def _stop_with_files(run: Run, plan: Plan, scheduler: Scheduler, *, user: str) -
 
 
 def _running_job(run: Run, plan: Plan, jobs: list[Job]) -> str | None:
-    """Id of the job that has started and not yet gone; another user's may be hidden, but not its signs of life."""
+    """Id of the job that has its nodes. Another user's job may be hidden; its signs of life are not."""
     sign = (
         chain_state.newest_life_sign(run, plan, now=time.time()) if chain_state.is_owned_by_another_user(plan) else None
     )

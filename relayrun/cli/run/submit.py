@@ -1,8 +1,8 @@
 """`relayrun submit`, `check`, `resume` and `launch`: from a config, a run or a job's environment to a queued job.
 
-`submit` checks a run config, prepares the run directory and queues one job. `check` prints what a submit would
-refuse, and the plan of the run; it writes and queues nothing. `resume` submits a run again with its last settings.
-`launch` is called by the sbatch scripts of launchers/ and makes their job the first one of a chain.
+`submit` checks a run config, prepares the run directory and queues one job. `check` prints the findings of a submit
+and the plan of the run; it writes and queues nothing. `resume` submits a run again with its last settings. `launch` is
+called by the sbatch scripts of launchers/ and makes their job the first of a chain.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from relayrun import places
+from relayrun.cli import add_overrides, add_run
 from relayrun.config.compose import resolve, sites
 from relayrun.config.compose.resolve import config_differences
-from relayrun.config.compose.schema import RunConfig
+from relayrun.config.compose.schema import CommonConfig, RunConfig
 from relayrun.config.compose.yaml_file import LocatedSettings
 from relayrun.control.rundir.find_runs import find_run
 from relayrun.control.scheduler import local
@@ -31,6 +32,7 @@ from relayrun.submit.check.report import CheckReport
 from relayrun.submit.launcher_environment import quote_yaml
 from relayrun.watch import unsent_notices
 from relayrun.watch.follow import ProgressFollower
+from relayrun.watch.text import json_text
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +40,7 @@ log = logging.getLogger(__name__)
 def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun check`."""
     parser.add_argument("config", type=Path, help="run config, for example configs/runs/demo.yaml")
-    parser.add_argument(
-        "--set", dest="overrides", action="append", default=[], metavar="NAME=VALUE", help="as for `relayrun submit`"
-    )
+    add_overrides(parser, "as for `relayrun submit`")
     parser.add_argument("--resume", action="store_true", help="take it that the chain may have ended")
     parser.add_argument("--accept-data-change", action="store_true", help="take it that the data may have changed")
     parser.add_argument("--take-over", action="store_true", help="take it that the run may be another user's")
@@ -49,49 +49,47 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_check(options: argparse.Namespace) -> int:
-    """Print findings and plan; the exit code is 1 where a submit would refuse. Raises RelayrunError."""
-    intent = SubmitIntent(
-        resume=options.resume, accept_data_change=options.accept_data_change, take_over=options.take_over
-    )
-    return check_settings(resolve.read_settings(options.config, options.overrides), intent, json=options.json)
+    """Print findings and plan; return 1 if a submit would refuse. Raises RelayrunError."""
+    given = resolve.read_settings(options.config, options.overrides)
+    return check_settings(given, _intent(options, resume=options.resume), json=options.json)
+
+
+def _intent(options: argparse.Namespace, *, resume: bool) -> SubmitIntent:
+    return SubmitIntent(resume=resume, accept_data_change=options.accept_data_change, take_over=options.take_over)
 
 
 def check_settings(
     given: LocatedSettings, intent: SubmitIntent, *, json: bool = False, launcher: Path | None = None
 ) -> int:
-    """Check the run that settings mean, and print the report; return the exit code.
+    """Check the run of these settings, and print the report; return the exit code.
 
-    `launcher`: the Bash script that is to be given to sbatch, instead of a job of relayrun's own.
+    `launcher`: the Bash script that the user passes to sbatch, if the job is not one of relayrun's own.
     """
     name = "settings.schema"
     try:
         config = resolve.validate_settings(given)
         name = "settings.trainer"
         report = submission.check_submission(config, given=given, intent=intent, launcher=launcher)
-    except RelayrunError as error:  # of settings of which no plan can be made
+    except RelayrunError as error:  # no plan can be made of these settings
         if not json:
             raise
         refused = CheckFinding(name=name, level="error", words=error.message, where=error.where, remedy=error.hint)
         print(
-            report_text.json_text(
-                {"run": None, "run_dir": None, "refused": True, "findings": [refused.as_json()]} | _EMPTY_REPORT
-            )
+            json_text({"run": None, "run_dir": None, "refused": True, "findings": [refused.as_json()]} | _EMPTY_REPORT)
         )
         return 1
     changes = changes_since_last_submit(report)
     if json:
-        print(report_text.json_text(report_text.check_report_as_json(report, changes)))
+        print(json_text(report_text.check_report_as_json(report, changes)))
     else:
         report_text.print_report(report, changes)
     return 1 if report.findings.errors else 0
 
 
 def print_dry_run(given: LocatedSettings, intent: SubmitIntent) -> int:
-    """Print the job script that a submit would write, and on standard error what the check found but is not fine.
+    """Print the job script of a submit, and its warnings on standard error.
 
-    Behind it stands, as a comment, what the ranks of a foreign trainer execute.
-
-    Returns 1 where a submit would refuse. Raises RelayrunError where there is no job to print.
+    For a foreign trainer a comment with the ranks' command follows. Raises RelayrunError if a submit would refuse.
     """
     config = resolve.validate_settings(given)
     print(submission.dry_run(config), end="", flush=True)
@@ -109,7 +107,7 @@ _EMPTY_REPORT: dict[str, Any] = {"data": [], "plan": None, "changes": []}
 
 
 def changes_since_last_submit(report: CheckReport) -> list[str]:
-    """What differs between the config and the run's last revision; empty for a run that has none."""
+    """Return the differences between the config and the run's last revision; empty for a new run."""
     revisions = report.run.revisions()
     if not revisions:
         return []
@@ -127,10 +125,10 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_launch(options: argparse.Namespace) -> int:
-    """Make this job the first of a chain, with the settings of the environment; print the run directory."""
+    """Make this job the first of a chain, with the settings of its environment; print the run directory."""
     file = places.project_folder() / options.config
     settings = launcher_environment.environment_overrides(os.environ, trainer=resolve.read_trainer(file))
-    # sbatch itself heeds these, and its options over them: what the job has, where this is one
+    # sbatch's own variables, which its options override: inside a job take the job's value
     settings += [
         f"job.{name}={launcher_environment.quote_yaml(os.environ.get(f'SLURM_JOB_{name.upper()}') or value)}"
         for name, value in sites.sbatch_options_from_environment(os.environ).items()
@@ -138,25 +136,18 @@ def run_launch(options: argparse.Namespace) -> int:
     for name in (*sites.OTHER_CLUSTER_VARIABLES, *sites.IGNORED_VARIABLES):
         os.environ.pop(name, None)
     flag = partial(launcher_environment.boolean_variable, os.environ)
-    resume, accept, take_over = flag("RESUME"), flag("ACCEPT_DATA_CHANGE"), flag("TAKE_OVER")
+    intent = SubmitIntent(
+        resume=flag("RESUME"), accept_data_change=flag("ACCEPT_DATA_CHANGE"), take_over=flag("TAKE_OVER")
+    )
     if options.dry_run or options.check is not None:
         given = resolve.read_settings(file, settings)
-        intent = SubmitIntent(resume=resume, accept_data_change=accept, take_over=take_over)
         if options.dry_run:
             return print_dry_run(given, intent)
         return check_settings(given, intent, launcher=options.check.absolute())
     job = launcher_environment.job_overrides(os.environ)
     log.info("as this job was submitted, whatever the config says: %s", ", ".join(job))
     config = resolve.load_run_config(file, [*settings, *job])
-    print(
-        submission.adopt_job(
-            config,
-            host_python=os.environ.get("HOST_PYTHON") or None,
-            resume=resume,
-            accept_data_change=accept,
-            take_over=take_over,
-        ).path
-    )
+    print(submission.adopt_job(config, host_python=os.environ.get("HOST_PYTHON") or None, **vars(intent)).path)
     return 0
 
 
@@ -174,15 +165,8 @@ def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_change_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `relayrun submit` and `relayrun resume` have in common."""
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="override a setting: --set training.steps=50",
-    )
+    """Add the options common to `relayrun submit` and `relayrun resume`."""
+    add_overrides(parser, "override a setting: --set training.steps=50")
     parser.add_argument(
         "--dry-run", action="store_true", help="check it and print the job script; write and submit nothing"
     )
@@ -199,26 +183,22 @@ def add_change_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_submit(options: argparse.Namespace) -> int:
-    """Submit one run, or, with --dry-run, print the job that would be submitted."""
-
+    """Submit one run or, with --dry-run, print the job of a submit."""
     load = [] if options.load is None else [f"checkpoint.load={launcher_environment.quote_yaml(options.load)}"]
     given = resolve.read_settings(options.config, [*options.overrides, *load])
-    accept, take_over = options.accept_data_change, options.take_over
+    return _submit_or_print(options, given, resolve.validate_settings(given), resume=options.resume)
+
+
+def _submit_or_print(options: argparse.Namespace, given: LocatedSettings, config: CommonConfig, *, resume: bool) -> int:
+    intent = _intent(options, resume=resume)
     if options.dry_run:
-        return print_dry_run(given, SubmitIntent(resume=options.resume, accept_data_change=accept, take_over=take_over))
-    submitted = submission.submit_run(
-        resolve.validate_settings(given),
-        resume=options.resume,
-        accept_data_change=accept,
-        take_over=take_over,
-        given=given,
-    )
-    print_submitted(submitted)
+        return print_dry_run(given, intent)
+    print_submitted(submission.submit_run(config, given=given, **vars(intent)))
     return 0
 
 
 def print_submitted(submitted: submission.SubmittedRun) -> None:
-    """Print what was submitted; run the queue of this machine where that is the cluster."""
+    """Print the submitted job; with the local scheduler run its queue here."""
     print(
         f"job {submitted.job_id} ({submitted.plan.job_name})\nrun directory {submitted.run.path}\n"
         f"logs {submitted.plan.log_folder}",
@@ -233,16 +213,13 @@ def print_submitted(submitted: submission.SubmittedRun) -> None:
 
 def add_resume_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun resume`."""
-    parser.add_argument("name", metavar="RUN", help="run directory, or project/name below logs/runs")
+    add_run(parser)
     add_change_arguments(parser)
     parser.set_defaults(run=run_resume)
 
 
 def run_resume(options: argparse.Namespace) -> int:
-    """Submit a run as its newest revision says, with what --set changes, also where its chain has ended.
-
-    Raises RelayrunError.
-    """
+    """Submit a run with its newest revision, changed by --set, even if its chain has ended. Raises RelayrunError."""
     found = find_run(options.name)
     newest = max(found.revisions(), default=None)
     if newest is None:
@@ -250,14 +227,8 @@ def run_resume(options: argparse.Namespace) -> int:
     path = found.config_revision(newest)
     given = resolve.read_settings(
         path, [*options.overrides, f"run_dir={quote_yaml(str(found.path))}"]
-    )  # it may have moved
+    )  # the run may have moved
     config = resolve.validate_settings(given)
     for change in config_differences(resolve.read_resolved_config(path), config):
         log.info("changed: %s", change)
-    accept, take_over = options.accept_data_change, options.take_over
-    if options.dry_run:
-        return print_dry_run(given, SubmitIntent(resume=True, accept_data_change=accept, take_over=take_over))
-    print_submitted(
-        submission.submit_run(config, resume=True, accept_data_change=accept, take_over=take_over, given=given)
-    )
-    return 0
+    return _submit_or_print(options, given, config, resume=True)

@@ -1,4 +1,4 @@
-"""`relayrun sweep` and `relayrun stages`: several runs from one config, and where they stand."""
+"""`relayrun sweep` and `relayrun stages`: submit, show, stop and resume several runs of one config."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+from relayrun.cli import add_overrides
 from relayrun.cli.run import stop as run_stop
 from relayrun.config.compose import campaign as config
 from relayrun.control.chain import campaign as supervisor
@@ -28,8 +29,7 @@ from relayrun.submit import campaign as view
 from relayrun.watch import unsent_notices
 from relayrun.watch.follow import ProgressFollower
 from relayrun.watch.status import queue
-from relayrun.watch.status.run_status_text import json_text
-from relayrun.watch.status.tables import print_table
+from relayrun.watch.text import json_text, print_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,14 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     acts = parser.add_subparsers(dest="act", required=True)
     act = acts.add_parser("submit", help="make the directories of all runs, and begin the first ones")
     act.add_argument("config", type=Path, help="run config with a section `sweep` or `stages`")
-    act.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="override a setting of all runs, or of the section: --set sweep.at_once=2",
-    )
+    add_overrides(act, "override a setting of all runs, or of the section: --set sweep.at_once=2")
     act.add_argument("--dry-run", action="store_true", help="check it and print the runs; write and submit nothing")
     for name, words in (
         ("status", "the runs beside each other: what differs, state, loss, cost"),
@@ -61,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do what the command line asks for. Raises RelayrunError."""
+    """Run the requested subcommand. Raises RelayrunError."""
     if options.act == "submit":
         return submit(options)
     acts: dict[str, Callable[[Path], int]] = {
@@ -73,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def submit(options: argparse.Namespace) -> int:
-    """Submit a campaign, or, with --dry-run, print its runs; the exit code is 1 where a run here was not done."""
+    """Submit a campaign or, with --dry-run, print its runs; return 1 if a local run was not completed."""
     described = config.describe_campaign(options.config, options.overrides, kind=options.command)
     if options.dry_run:
         submission.check_stages(described)
@@ -88,7 +81,7 @@ def submit(options: argparse.Namespace) -> int:
 
 
 def start_due_members(folder: Path) -> int:
-    """Begin what may begin now; on this machine, run it all. Returns an exit code."""
+    """Start the due members; with the local scheduler run all. Returns an exit code."""
     whole = Campaign.load(folder)
     if whole.scheduler == "local":
         return run_here(folder, whole)
@@ -100,13 +93,12 @@ def start_due_members(folder: Path) -> int:
 
 
 def _print_blocked(folder: Path, stuck: Mapping[str, str]) -> None:
-    """Print what does not begin unless a person changes something."""
     for words in supervisor.stuck_lines(stuck):
         print(f"{folder.name}: {words}", file=sys.stderr, flush=True)
 
 
 def run_here(folder: Path, whole: Campaign) -> int:
-    """Run all members one after the other on this machine, as far as their conditions hold; return an exit code."""
+    """Run all members one after the other on this machine, as their conditions allow; return an exit code."""
     tried: set[str] = set()
     stuck: dict[str, str] = {}
     while True:
@@ -134,7 +126,7 @@ def run_here(folder: Path, whole: Campaign) -> int:
 
 
 def _evaluates(member: CampaignMember) -> bool:
-    """Whether a chain has ended, and an evaluation waits that no terminal runs: a stage may wait for it."""
+    """True if the chain has ended and an evaluation waits without a terminal: a stage may wait for it."""
     try:
         ended = stop_reason(member.run) is not None
         every = local_scheduler(member.run).every_job() if ended else []
@@ -144,7 +136,7 @@ def _evaluates(member: CampaignMember) -> bool:
 
 
 def _is_running(folder: Path, member: CampaignMember) -> bool:
-    """Whether a member has begun, and its chain has not ended; of one whose records are torn that is not known."""
+    """True if a member has started and its chain has not ended, or if its records cannot be read."""
     try:
         return campaign.has_member_started(folder, member) and stop_reason(member.run) is None
     except (RelayrunError, OSError, ValueError):
@@ -154,7 +146,7 @@ def _is_running(folder: Path, member: CampaignMember) -> bool:
 def _run_queue(member: CampaignMember) -> None:
     run, plan = member.run, Plan.load(member.run)
     scheduler = local_scheduler(run)
-    if not scheduler.jobs(plan):  # the terminal that ran it has gone, and its job with it
+    if not scheduler.jobs(plan):  # the terminal that ran it is gone, and its job too
         jobs.queue_first_job(run, plan, scheduler)
     print(f"{plan.run}: run directory {run.path}", flush=True)
     scheduler.run_queue(print_event, ProgressFollower(run, total_steps=plan.total_steps).poll)
@@ -162,7 +154,7 @@ def _run_queue(member: CampaignMember) -> None:
 
 
 def status(folder: Path, *, as_json: bool) -> int:
-    """Begin what may begin, and print where every run stands."""
+    """Start the due members, and print the state of every run."""
     look = supervisor.start_due_members([folder], say=lambda words: print(words, file=sys.stderr))[folder]
     entries = view.read_campaign_status(folder, now=time.time())
     if as_json:
@@ -174,11 +166,11 @@ def status(folder: Path, *, as_json: bool) -> int:
 
 
 def stop(folder: Path) -> int:
-    """Begin nothing more, and stop the runs that are under way, each after a checkpoint."""
+    """Start no more members, and stop running ones, each after a checkpoint."""
     whole, user = Campaign.load(folder), user_name(os.geteuid())
     failed = False
     try:
-        with folder_lock(folder) as mine:  # nobody is between two runs
+        with folder_lock(folder) as mine:  # no other process starts members now
             if not mine:
                 raise RunDirError("somebody begins runs of it right now", where=folder, hint="try again")
             campaign.write_campaign_stop(folder, f"stopped by {user}")
@@ -194,7 +186,7 @@ def stop(folder: Path) -> int:
     except PermissionError:
         hint = f"let {user_name(whole.owner)} stop it; `relayrun stop` asks the runs that are under way"
         raise RunDirError("you may not write here", where=folder, hint=hint) from None
-    except OSError as error:  # a full disk: what is under way is stopped all the same
+    except OSError as error:  # e.g. a full disk: running members are stopped below
         failed = True
         print(f"{folder}: {error.strerror}: runs that wait may still begin, call it again", file=sys.stderr, flush=True)
     else:
@@ -212,12 +204,12 @@ def stop(folder: Path) -> int:
 
 
 def resume(folder: Path) -> int:
-    """Let runs begin again. A run whose own chain was stopped is named, with the command that goes on."""
+    """Let members start again; print the command for each run whose own chain was stopped."""
     whole = Campaign.load(folder)
     if whole.owner != os.geteuid():
         raise RunDirError(f"these runs are {user_name(whole.owner)}'s", where=folder, hint="submit runs of your own")
     campaign.campaign_stop_path(folder).unlink(missing_ok=True)
-    for member in whole.members:  # a person asks: what Slurm refused is tried at once
+    for member in whole.members:  # on request, try what Slurm refused at once
         campaign.member_refused_path(folder, member.name).unlink(missing_ok=True)
     code = start_due_members(folder)
     for entry in view.read_campaign_status(folder, now=time.time()):

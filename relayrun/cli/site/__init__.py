@@ -1,4 +1,4 @@
-"""Verbs that set up and test an installation.
+"""Commands that set up and test an installation.
 
 new_project    init
 completion     completion of commands in Bash, zsh and fish

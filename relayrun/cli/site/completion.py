@@ -1,7 +1,7 @@
 """`relayrun completion`: a script that completes commands, options, runs, configs and settings in a shell.
 
-The script holds what the commands of this installation know, so that nothing of relayrun starts while somebody types:
-a candidate takes milliseconds. All three shells ask the same few lines of Bash.
+The script contains the commands and options of this installation, so relayrun does not start while a user types: a
+completion takes milliseconds. All three shells call the same lines of Bash.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def completion_tables() -> str:
-    """Return what the commands know as Bash functions: words of a command, kinds of its values, names of settings."""
+    """Return Bash functions with the words of each command, the kinds of its values, and the names of settings."""
     words, kinds = [], []
     for path, parser in _commands():
         known, own = _words_and_kinds(parser)
@@ -104,7 +104,7 @@ def completion_tables() -> str:
 
 
 def _function(name: str, cases: Sequence[tuple[str | None, str]]) -> list[str]:
-    """A Bash function that prints one text for each first argument."""
+    """A Bash function that prints one text per first argument."""
     lines = [
         f"  {'*' if key is None else shlex.quote(key)}) printf '%s\\n' {shlex.quote(text)} ;;" for key, text in cases
     ]
@@ -112,7 +112,7 @@ def _function(name: str, cases: Sequence[tuple[str | None, str]]) -> list[str]:
 
 
 def _commands() -> Iterator[tuple[tuple[str, ...], argparse.ArgumentParser]]:
-    """Every command with its parser; one whose packages are not installed has no options."""
+    """Every command with its parser; a command whose packages are not installed has no options."""
     from relayrun.cli import COMMANDS, adder
 
     top = argparse.ArgumentParser(prog="relayrun")
@@ -131,14 +131,14 @@ def _subcommands(
     path: tuple[str, ...], parser: argparse.ArgumentParser
 ) -> Iterator[tuple[tuple[str, ...], argparse.ArgumentParser]]:
     yield path, parser
-    for action in parser._actions:  # argparse offers no other way to ask what a parser knows
+    for action in parser._actions:  # argparse has no public way to list options
         if isinstance(action, argparse._SubParsersAction):
             for name, inner in action.choices.items():
                 yield from _subcommands((*path, name), inner)
 
 
 def _words_and_kinds(parser: argparse.ArgumentParser) -> tuple[list[str], list[tuple[str, str]]]:
-    """The words of a command, and the kind of what stands behind an option or at a place."""
+    """Words of a command, and the kind of the value after each option and at each position."""
     words: list[str] = []
     kinds: list[tuple[str, str]] = []
     place = 0

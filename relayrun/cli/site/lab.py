@@ -13,25 +13,24 @@ from pathlib import Path
 from typing import Any
 
 from relayrun import places
+from relayrun.cli import add_overrides
 from relayrun.config.compose.writable import check_writable
 from relayrun.control.scheduler.factory import slurm_scheduler
 from relayrun.errors import ConfigError, InputError
 from relayrun.files import atomic_file
 from relayrun.lab.faults import session
-from relayrun.lab.faults.experiment import DrillTools
-from relayrun.lab.faults.session import DrillSession
-from relayrun.lab.faults.small_run import DrillSite
+from relayrun.lab.faults.experiment import FaultSite, FaultTools
+from relayrun.lab.faults.session import FaultSession
 from relayrun.lab.faults.target import LocalSignalSender, StepSignalSender, TestClusterControl
 from relayrun.lab.gpucheck import check, report
 from relayrun.lab.gpucheck import cluster as gpucheck_cluster
 from relayrun.lab.gpucheck.check import PARTS
 from relayrun.lab.gpucheck.cluster import read_cluster
 from relayrun.lab.gpucheck.setup import CheckSetup
-from relayrun.watch.status.run_status_text import json_text
-from relayrun.watch.status.tables import print_table
+from relayrun.watch.text import json_text, print_table
 
 DEFAULT_FAULTS = "rank-killed,batch-script-killed,latest-torn,rank-stopped,cancelled,crash-loop"
-"""What is done where nobody names faults: the commonest, in less than an hour."""
+"""The commonest faults, in less than an hour."""
 
 INTERRUPTED_EXIT_CODE = 130
 """Exit code after Ctrl-C."""
@@ -63,7 +62,7 @@ def add_drill_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_drill(options: argparse.Namespace) -> int:
-    """Do the rows that are not done, and write the page; return 1 where one failed, 130 after Ctrl-C."""
+    """Inject the faults that have no result yet, and write the page; return 1 if one failed, 130 after Ctrl-C."""
     faults = session.select_faults("all" if options.list else options.faults)
     cluster = read_cluster(options.cluster)
     if cluster.get("scheduler") != "slurm":
@@ -75,37 +74,37 @@ def run_drill(options: argparse.Namespace) -> int:
             reason = f" (left out: {skipped[fault.name]})" if fault.name in skipped else ""
             print(f"{fault.name}: {fault.what}{reason}")
         return 0
-    company = DrillTools(
+    tools = FaultTools(
         site=_drill_site(options, cluster),
         slurm=slurm_scheduler(patience=120),
-        reach=StepSignalSender(slurm_scheduler(patience=30)) if control is None else LocalSignalSender(),
+        signals=StepSignalSender(slurm_scheduler(patience=30)) if control is None else LocalSignalSender(),
         control=control,
         queue_seconds=60 * options.queue,
         tell=lambda words: print(words, file=sys.stderr if options.json else sys.stdout, flush=True),
     )
-    drill = DrillSession(company, faults, skipped=skipped)
+    drill = FaultSession(tools, faults, skipped=skipped)
     with drill.locked():
         return _run_session(drill, options)
 
 
-def _drill_site(options: argparse.Namespace, cluster: dict[str, Any]) -> DrillSite:
-    """Where the drill takes place. Raises ConfigError where a number is none, or the folder cannot be written."""
+def _drill_site(options: argparse.Namespace, cluster: dict[str, Any]) -> FaultSite:
+    """The site of the drill. Raises ConfigError for a number below 1, or a folder that is read-only."""
     for name, value in (("--nodes", options.nodes), ("--time", options.time), ("--queue", options.queue)):
         if value < 1:
             raise ConfigError(f"{value} is less than 1", where=name)
     folder = options.directory or places.project_folder() / "logs" / "drill" / cluster["name"]
     check_writable({"--directory": folder}, cluster=cluster["name"], read_only_paths=cluster.get("read_only_paths", []))
-    return DrillSite(folder=folder.expanduser().absolute(), cluster=cluster, nodes=options.nodes, minutes=options.time)
+    return FaultSite(folder=folder.expanduser().absolute(), cluster=cluster, nodes=options.nodes, minutes=options.time)
 
 
-def _run_session(drill: DrillSession, options: argparse.Namespace) -> int:
-    tell = drill.company.tell
+def _run_session(drill: FaultSession, options: argparse.Namespace) -> int:
+    tell = drill.tools.tell
     for name, reason in drill.skipped.items():
         tell(f"{name} is left out: {reason}")
     if options.again:
-        drill.again()
+        drill.forget_results()
     stopped = False
-    if names := drill.to_do():
+    if names := drill.pending_tests():
         drill.check()
         tell(f"{drill.cost(names).words}; in {drill.folder}")
         if not options.yes and not _confirmed():
@@ -113,7 +112,7 @@ def _run_session(drill: DrillSession, options: argparse.Namespace) -> int:
             return 1
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
-            drill.go_on()
+            drill.run_pending()
         except KeyboardInterrupt:
             stopped = True
         finally:
@@ -132,14 +131,14 @@ def _run_session(drill: DrillSession, options: argparse.Namespace) -> int:
     return 0 if session.all_passed(drill.results()) else 1
 
 
-def _write_reports(drill: DrillSession) -> None:
+def _write_reports(drill: FaultSession) -> None:
     for name, text in (("drill.md", session.markdown_report(drill)), ("drill.html", session.html_report(drill))):
         with atomic_file(drill.folder / name) as temporary:
             temporary.write_text(text, encoding="utf-8")
 
 
 def _confirmed() -> bool:
-    """Whether a person says yes. Raises InputError where nobody can be asked."""
+    """True if a person agrees. Raises InputError without a terminal."""
     if not sys.stdin.isatty():
         raise InputError("nobody can be asked whether to queue this", hint="add --yes")
     return input("Queue these jobs? [y/N] ").strip().lower() in ("y", "yes")
@@ -162,23 +161,16 @@ def add_gpu_check_arguments(parser: argparse.ArgumentParser) -> None:
         "--nodes", type=int, default=1, metavar="N", help="nodes of the job, where the cluster has Slurm"
     )
     parser.add_argument("--time", default="15", metavar="LIMIT", help="of the job (default: %(default)s minutes)")
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a setting of all training runs of the check: --set training.transformer_impl=local",
-    )
+    add_overrides(parser, "a setting of all training runs of the check: --set training.transformer_impl=local")
     parser.add_argument(
         "--hook", dest="hooks", action="append", default=[], metavar="MODULE:CLASS", help="a hook of your own in them"
     )
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)  # this is the job
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)  # set in the job
     parser.set_defaults(run=run_gpu_check)
 
 
 def run_gpu_check(options: argparse.Namespace) -> int:
-    """Check this machine, or submit the job that does; return 1 where a promise is broken."""
+    """Check this machine, or submit the job that checks; return 1 if a target is missed."""
     cluster = gpucheck_cluster.read_cluster(options.cluster)
     folder = options.folder or places.project_folder() / "logs" / "gpu-check" / time.strftime("%Y%m%d-%H%M%S")
     check_writable(
@@ -213,7 +205,7 @@ def run_gpu_check(options: argparse.Namespace) -> int:
 
 
 def command_inside_job(options: argparse.Namespace, folder: Path) -> list[str]:
-    """Return the same command as Python runs it inside the job."""
+    """Return the same command, to be run by Python inside the job."""
     words = [
         "-m",
         "relayrun.cli",

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write a project, and say what to do with it. Raises RelayrunError."""
+    """Write a project, and print the next commands. Raises RelayrunError."""
     check_outputs({"FOLDER": options.folder})
     cluster = options.cluster or ("generic" if shutil.which("sbatch") else "local")
     made = project.make_project(options.folder, cluster=cluster)

@@ -1,4 +1,4 @@
-"""Verbs that show what runs did, and tell people.
+"""Commands that show the progress and results of runs, and send notices.
 
 status, logs, runs    the state of runs, the output of their jobs, the runs in folders
 report                report, goodput

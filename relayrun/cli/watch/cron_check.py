@@ -1,4 +1,4 @@
-"""`relayrun sentinel`: one look after the runs of folders, from cron on a login node."""
+"""`relayrun sentinel`: check the runs of folders once, from cron on a login node."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from relayrun.watch import cron_check
 from relayrun.watch.status.cron_check_record import may_report_failure
 
 TIME_LIMIT_SECONDS = 240
-"""Seconds that a look may take: a file system or a command that hangs would keep all later ones from looking."""
+"""Seconds that a check may take: a hanging file system or command would block all later checks."""
 
 
 class _CheckTimeoutError(BaseException):
-    """A look takes too long; no duty that goes on after errors goes on after this."""
+    """A check takes too long. Not an Exception: code that continues after errors must not continue after this."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Look once after each folder, and print what nobody else is told; the exit code is 1 where a look failed."""
+    """Check the runs of each folder, and print problems that no notice reports; return 1 if a check failed."""
     before = signal.signal(signal.SIGALRM, _raise_timeout)
     failed = False
     try:
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_folder(folder: Path) -> tuple[list[str], str]:
-    """The lines of one look, and why it failed; a defect in one look keeps no other folder from being looked at."""
+    """Printed lines and error of one check; an error must not keep other folders from being checked."""
     signal.alarm(TIME_LIMIT_SECONDS)
     try:
         return cron_check.check_folder(folder, now=time.time()), ""

@@ -1,4 +1,4 @@
-"""`relayrun logs`: what the jobs of a run wrote."""
+"""`relayrun logs`: the output of a run's jobs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+from relayrun.cli import add_run
 from relayrun.control.rundir.find_runs import find_run
 from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.errors import RunDirError
@@ -18,7 +19,7 @@ POLL_SECONDS = 1.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun logs`."""
-    parser.add_argument("name", metavar="RUN", help="run directory, or project/name below logs/runs")
+    add_run(parser)
     parser.add_argument("-n", "--lines", type=int, default=50, metavar="N", help="last lines of each file (50)")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("-f", "--follow", action="store_true", help="go on with what is added, job after job")
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the end of a job's logs and, with --follow, what the chain adds until it ends. Raises RunDirError."""
+    """Print the end of a job's logs and, with --follow, new output until the chain ends. Raises RunDirError."""
     found = find_run(options.name)
     unsent_notices.send_in_background(found)
     if options.rank is not None:
@@ -49,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def follow_logs(run: Run, following: follow.ChainLogFollower, shown: Path | None) -> None:
-    """Print what is added to the logs, until the chain has ended and nothing comes any more, or a person ends it."""
+    """Print new output until the chain has ended and the logs are quiet, or until Ctrl-C."""
     quiet = 0
     try:
         while stop_reason(run) is None or quiet < 3:
@@ -64,7 +65,7 @@ def follow_logs(run: Run, following: follow.ChainLogFollower, shown: Path | None
 
 
 def print_log(path: Path, text: bytes, shown: Path | None) -> Path:
-    """Print what is in a file as it is, below its name where another one's text stands before it; return the file."""
+    """Print text of a file, below the file's name if it differs from `shown`; return the file."""
     if path != shown:
         print(f"{'' if shown is None else chr(10)}==> {path} <==", flush=True)
     sys.stdout.buffer.write(text)

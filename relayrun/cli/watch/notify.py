@@ -1,4 +1,4 @@
-"""`relayrun notify`: whether those who are to be told of a run can be reached; and send what was not sent."""
+"""`relayrun notify`: test the targets of notices, and send unsent notices."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from relayrun.cli import add_run
 from relayrun.config.compose import resolve
 from relayrun.control.notify import notices
 from relayrun.control.notify.notices import Notice, NoticeMessage, NoticePolicy
@@ -25,12 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     test.add_argument("--set", dest="overrides", action="append", default=[], metavar="NAME=VALUE")
     test.set_defaults(run=run_test)
     send = verbs.add_parser("send", help="send now what could not be sent")
-    send.add_argument("name", metavar="RUN", help="run directory, or project/name below logs/runs")
+    add_run(send)
     send.set_defaults(run=run_send)
 
 
 def run_test(options: argparse.Namespace) -> int:
-    """Send a test message to each target; the exit code is 1 where one was not sent. Raises RelayrunError."""
+    """Send a test message to each target; return 1 if one was not sent. Raises RelayrunError."""
     if Path(options.name).is_file():
         policy = policies.make_notice_policy(resolve.load_run_config(Path(options.name), options.overrides))
     else:
@@ -52,7 +53,7 @@ def run_test(options: argparse.Namespace) -> int:
 
 
 def run_send(options: argparse.Namespace) -> int:
-    """Send what is due of a run; the exit code is 1 where something was not sent. Raises RelayrunError."""
+    """Send the due notices of a run; return 1 if one was not sent. Raises RelayrunError."""
     run = find_run(options.name)
     _policy(options.name)
     failed = send_notices.send_due_notices(run, job=False, environment=os.environ)

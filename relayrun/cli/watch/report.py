@@ -1,69 +1,31 @@
-"""`relayrun report` and `relayrun goodput`: what runs did and where their node hours went.
+"""`relayrun report` and `relayrun goodput`: the results of runs and the use of their node hours.
 
 `report` writes a page, text, JSON or a picture. `goodput` prints an account in which every second of every node has a
-named part. Functions import what they need: listing the runs of a folder needs neither configs nor arrays.
+named part.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import re
-import socket
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from relayrun.control.rundir import find_runs
+from relayrun.config.compose.writable import check_outputs
 from relayrun.control.rundir.find_runs import find_run
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError, RunDirError
 from relayrun.files import atomic_file
 from relayrun.watch.goodput import tables
 from relayrun.watch.goodput.account import account_for_run
-from relayrun.watch.status.run_status_text import json_text
-from relayrun.watch.status.tables import print_table
-
-if TYPE_CHECKING:
-    from relayrun.watch.report.terminal_report import AttemptsReport
-
-
-def add_goodput_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `relayrun goodput`."""
-    parser.add_argument("names", nargs="+", metavar="RUN", help="run directory, or project/name below logs/runs")
-    parser.add_argument("--json", action="store_true")
-    parser.set_defaults(run=run_goodput)
-
-
-def run_goodput(options: argparse.Namespace) -> int:
-    """Print the account of one or several runs. Raises RelayrunError."""
-    found = [account_for_run(find_run(name)) for name in options.names]
-    if options.json:
-        values = [tables.account_as_json(each) for each in found]
-        print(json_text(values if len(values) > 1 else values[0]))
-        return 0
-    for number, each in enumerate(found):
-        if number:
-            print()
-        print(tables.account_summary(each))
-        for table in tables.all_tables(each):
-            print()
-            print_table(table)
-    return 0
-
-
-DEFAULT_PORT = 8765
-"""Where `--serve` listens, if nothing else is asked for."""
+from relayrun.watch.report import terminal_report
+from relayrun.watch.report.terminal_report import AttemptsReport
+from relayrun.watch.text import json_text, print_table, text_table
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun report`."""
-    parser.add_argument(
-        "names",
-        nargs="+",
-        metavar="RUN",
-        help="run directory, or project/name below logs/runs; with --serve a folder that runs lie in or below",
-    )
+    parser.add_argument("names", nargs="+", metavar="RUN", help="run directory, or project/name below logs/runs")
     parser.add_argument(
         "--html",
         type=Path,
@@ -75,29 +37,18 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--png", type=Path, metavar="FILE", help="draw the relay and the loss of one run into this file"
     )
-    parser.add_argument(
-        "--serve", action="store_true", help="show all runs of a folder on 127.0.0.1, read-only, until Ctrl-C"
-    )
-    parser.add_argument("--port", type=int, metavar="N", help=f"of --serve (default: {DEFAULT_PORT}; 0: any free one)")
     parser.set_defaults(run=run_report)
 
 
 def run_report(options: argparse.Namespace) -> int:
-    """Write a page about one or several runs, or what else is asked for. Raises RelayrunError."""
+    """Write a page about the runs, or the requested formats. Raises RelayrunError."""
     if options.png is not None and len(options.names) > 1:
         raise InputError("--png draws one run", hint="name one RUN, or leave --png out: the page shows several")
     if options.json and options.text:
         raise InputError("--json and --text do not go together", hint="leave one of them out")
-    if options.serve:
-        return _serve_folder(options)
-    if options.port is not None:
-        raise InputError("--port goes with --serve", hint="add --serve, or leave --port out")
-    from relayrun.config.compose.writable import check_outputs
-
-    asked = options.text or options.json or options.png is not None
     runs = [find_run(name) for name in options.names]
     target = options.html
-    if target is None and not asked:
+    if target is None and not (options.text or options.json or options.png is not None):
         names = "-".join(run.path.name for run in runs)
         target = Path(f"report-{re.sub(r'[^A-Za-z0-9._-]+', '_', names)[:100]}.html")
     check_outputs({"--html": target, "--png": options.png})
@@ -107,69 +58,68 @@ def run_report(options: argparse.Namespace) -> int:
     if target is not None or options.json:
         _write_page(runs, target, as_json=options.json)
     if options.png is not None:
-        from relayrun.watch.report import terminal_report
-
         terminal_report.write_png(_read_started_run(runs[0]), options.png)
         print(options.png)
     return 0
 
 
-def _serve_folder(options: argparse.Namespace) -> int:
-    """Serve the runs of a folder until Ctrl-C. Raises RelayrunError."""
-    from relayrun.watch.report.live_server import serve_reports
+def _print_text_report(run: Run) -> None:
+    found = _read_started_run(run)
+    print_table(terminal_report.attempts_table(found))
+    if found.iterations:
+        print(terminal_report.terminal_curve(found))
+    account = account_for_run(run)
+    print(tables.account_summary(account))
+    _print_account_table(tables.parts_table(account))
 
-    if options.html is not None or options.text or options.json or options.png is not None or len(options.names) > 1:
-        raise InputError("--serve shows one folder, and writes nothing", hint="relayrun report FOLDER --serve")
-    port = DEFAULT_PORT if options.port is None else options.port
-    folder = Path(options.names[0]).expanduser().absolute()
-    if not folder.is_dir() and (find_runs.runs_folder() / options.names[0]).is_dir():
-        folder = find_runs.runs_folder() / options.names[0]  # project/name, or a project
-    with serve_reports(folder, port=port) as (address, server), contextlib.suppress(KeyboardInterrupt):
-        port = server.server_address[1]
-        print(address)
-        print(f"from another machine: ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}")
-        print("Ctrl-C ends it", flush=True)
-        server.serve_forever()
-    return 0
+
+def _print_account_table(table: tables.AccountTable) -> None:
+    print_table(text_table(table.columns, table.rows, title=table.title))
 
 
 def _read_started_run(run: Run) -> AttemptsReport:
-    from relayrun.watch.report import terminal_report
-
     found = terminal_report.read_attempts_report(run)
     if not found.attempts:
         raise RunDirError("no attempt of this run has begun", where=run.path, hint=f"relayrun status {run.path}")
     return found
 
 
-def _print_text_report(run: Run) -> None:
-    """Print a table of the attempts, the loss curve, and where the node time went."""
-    from relayrun.watch.goodput import tables
-    from relayrun.watch.goodput.account import account_for_run
-    from relayrun.watch.report import terminal_report
-    from relayrun.watch.status.tables import print_table
-
-    found = _read_started_run(run)
-    print_table(terminal_report.attempts_table(found))
-    if found.iterations:
-        print(terminal_report.terminal_curve(found))
-    spent = account_for_run(run)
-    print(tables.account_summary(spent))
-    print_table(tables.parts_table(spent))
-
-
 def _write_page(runs: list[Run], target: Path | None, *, as_json: bool) -> None:
-    # what reads data sets and configs: not paid for the text
-    from relayrun.watch.report import page as report_page
+    # reads data sets and configs: slow imports, not needed for the text
+    from relayrun.watch.report.page import report_as_json, report_page
     from relayrun.watch.report.report_data import read_report_data
-    from relayrun.watch.status.run_status_text import json_text
 
     pages = [read_report_data(run) for run in runs]
     if as_json:
-        values = [report_page.report_as_json(page) for page in pages]
-        print(json_text(values if len(values) > 1 else values[0]))
+        _print_json([report_as_json(page) for page in pages])
     if target is not None:
-        text = report_page.report_page(pages, now=time.time())
         with atomic_file(target) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+            temporary.write_text(report_page(pages, now=time.time()), encoding="utf-8")
         print(target)
+
+
+def _print_json(values: list[dict[str, object]]) -> None:
+    print(json_text(values if len(values) > 1 else values[0]))
+
+
+def add_goodput_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `relayrun goodput`."""
+    parser.add_argument("names", nargs="+", metavar="RUN", help="run directory, or project/name below logs/runs")
+    parser.add_argument("--json", action="store_true")
+    parser.set_defaults(run=run_goodput)
+
+
+def run_goodput(options: argparse.Namespace) -> int:
+    """Print the account of each run. Raises RelayrunError."""
+    found = [account_for_run(find_run(name)) for name in options.names]
+    if options.json:
+        _print_json([tables.account_as_json(account) for account in found])
+        return 0
+    for number, account in enumerate(found):
+        if number:
+            print()
+        print(tables.account_summary(account))
+        for table in tables.account_tables(account):
+            print()
+            _print_account_table(table)
+    return 0

@@ -1,4 +1,4 @@
-"""`relayrun runs`: which runs lie where and how large they are; a run's directory to an archive, or elsewhere."""
+"""`relayrun runs`: list the runs of folders with their sizes; move a run's directory to an archive or elsewhere."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
-from rich.table import Table
-
+from relayrun.cli import add_run
 from relayrun.config.compose import yaml_file
 from relayrun.config.compose.writable import check_outputs, check_writable
 from relayrun.control import chain_state
@@ -24,32 +22,32 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import is_live_state
 from relayrun.errors import InputError, RelayrunError, RunDirError, user_name
 from relayrun.submit import move_run as submit_move_run
+from relayrun.submit.forecast import format_bytes
 from relayrun.watch.status import queue, run_status
-from relayrun.watch.status.run_status_text import json_text
 from relayrun.watch.status.runs import RunsWatcher
 from relayrun.watch.status.summary import DamagedRun
-from relayrun.watch.status.tables import format_seconds, print_table
+from relayrun.watch.text import format_seconds, json_text, print_table, text_table
 
 SEARCH_DEPTH = 4
-"""Runs lie at most so many folders below the one that is named."""
+"""Levels of folders between a named folder and its runs."""
 BUSY_STATES = ("running", "queued", "unknown")
 """States in which a job may write into the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRow:
-    """A run as the list has it."""
+    """A run in the list."""
 
     path: str
     state: str
     bytes: int
     updated: float | None
-    """Newest time in its records, in seconds since 1970; None where nothing has begun."""
+    """Newest time in its records, in seconds since 1970; None before the first attempt."""
     durable_iteration: int | None
     durable_age: float | None
     """Seconds since the newest whole checkpoint was saved."""
     words: str
-    """Why it ended, or what is wrong with it."""
+    """Reason of its end, or its error."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,13 +68,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     archive.add_argument("--to", type=Path, required=True, metavar="PLACE", help="a folder that is there")
     archive.set_defaults(run=archive_runs)
     move = actions.add_parser("move", help="move a run's directory; `relayrun resume` goes on with it there")
-    move.add_argument("name", metavar="RUN", help="run directory, or project/name below logs/runs")
+    add_run(move)
     move.add_argument("target", type=Path, metavar="FOLDER", help="its new directory, which is not there yet")
     move.set_defaults(run=move_run)
 
 
 def list_runs(options: argparse.Namespace) -> int:
-    """Print the runs in folders. Raises InputError where one cannot be read."""
+    """Print the runs in folders. Raises InputError if a folder cannot be read."""
     now = time.time()
     runs: dict[Path, Run] = {}
     for folder in options.folders or [find_runs.runs_folder()]:
@@ -84,12 +82,12 @@ def list_runs(options: argparse.Namespace) -> int:
             runs |= {run.path: run for run in find_runs_below(folder.expanduser().absolute(), depth=SEARCH_DEPTH)}
         except OSError as error:
             raise InputError(f"it cannot be looked into: {error.strerror}", where=folder) from None
-    rows = [_run_row(runs[Path(entry.path)], entry) for entry in RunsWatcher().look(list(runs.values()), now=now)]
+    rows = [_run_row(runs[Path(entry.path)], entry) for entry in RunsWatcher().statuses(list(runs.values()), now=now)]
     if options.json:
         print(json_text([asdict(row) for row in rows]))
     elif rows:
-        print_table(_runs_table(rows, now))
-        print(f"{len(rows):,} runs, {_size(sum(row.bytes for row in rows))}")
+        print_table(text_table(RUN_COLUMNS, [_run_cells(row, now) for row in rows]))
+        print(f"{len(rows):,} runs, {format_bytes(sum(row.bytes for row in rows))}")
     else:
         print("no runs below " + ", ".join(map(str, options.folders or [find_runs.runs_folder()])))
     return 0
@@ -111,34 +109,23 @@ def _run_row(run: Run, entry: run_status.RunStatus | DamagedRun) -> RunRow:
     )
 
 
-def _runs_table(rows: list[RunRow], now: float) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("run", "state", "size", "last sign of life", "checkpoint", "saved", "the last end"):
-        table.add_column(name, justify="left" if name in ("run", "state", "the last end") else "right")
-    for row in rows:
-        saved = "" if row.durable_age is None else f"{format_seconds(row.durable_age)} ago"
-        table.add_row(
-            escape(row.path),
-            row.state,
-            _size(row.bytes),
-            "" if row.updated is None else f"{format_seconds(now - row.updated)} ago",
-            "none" if not row.durable_iteration else f"{row.durable_iteration:,}",
-            saved,
-            escape(row.words),
-        )
-    return table
+RUN_COLUMNS = ("run", "state", "size|n", "last sign of life|n", "checkpoint|n", "saved|n", "the last end")
 
 
-def _size(count: int) -> str:
-    """Bytes for people, in decimal units."""
-    for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= limit:
-            return f"{count / limit:,.1f} {unit}"
-    return f"{count} B"
+def _run_cells(row: RunRow, now: float) -> tuple[str, ...]:
+    return (
+        row.path,
+        row.state,
+        format_bytes(row.bytes),
+        "" if row.updated is None else f"{format_seconds(now - row.updated)} ago",
+        "none" if not row.durable_iteration else f"{row.durable_iteration:,}",
+        "" if row.durable_age is None else f"{format_seconds(row.durable_age)} ago",
+        row.words,
+    )
 
 
 def archive_runs(options: argparse.Namespace) -> int:
-    """Move runs to a place; the exit code is 1 where one could not be. Raises InputError without a place."""
+    """Move runs to a folder; return 1 if one could not be moved. Raises InputError without the folder."""
     check_outputs({"--to": options.to})
     place = options.to.expanduser().absolute()
     if not place.is_dir():
@@ -166,7 +153,7 @@ def move_run(options: argparse.Namespace) -> int:
 
 
 def _run_path(name: str) -> Path:
-    """The directory that a name means, also where a killed call has renamed it already; a link to it stays one."""
+    """The directory of a run, even if a killed move has renamed it; a symbolic link is not resolved."""
     try:
         return find_run(name).path
     except RunDirError:
@@ -199,19 +186,19 @@ def _move_directory(name: str, target: Path) -> None:
 
 
 def _refuse_protected(source: Path, target: Path) -> None:
-    """Raise ConfigError where a site allows no writing, which removing is: as for every tool, and by the run's site."""
+    """Raise ConfigError for a path that any site, or the run's own, declares read-only: moving removes."""
     places = {"RUN": source, "its new place": target}
     check_outputs(places)
     run = Run(source)
     cluster: dict[str, Any] = {"name": "", "read_only_paths": []}
     for number in run.revisions()[-1:]:
-        with contextlib.suppress(RelayrunError, TypeError):  # a run that is damaged may be moved, too
+        with contextlib.suppress(RelayrunError, TypeError):  # a damaged run may be moved
             cluster |= yaml_file.read_yaml(run.config_revision(number)).values.get("cluster", {})
     check_writable(places, cluster=cluster["name"], read_only_paths=cluster["read_only_paths"])
 
 
 def _refuse_busy_run(run: Run) -> None:
-    """Raise InputError where a job may write into the run, RunDirError where it is another user's."""
+    """Raise InputError if a job may write into the run, RunDirError if another user owns it."""
     plan = Plan.load(run)
     if plan.owner is not None and chain_state.is_owned_by_another_user(plan):
         name = user_name(plan.owner)

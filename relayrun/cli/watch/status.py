@@ -1,6 +1,6 @@
-"""`relayrun status`: where one run, or every run, stands; with -f again and again.
+"""`relayrun status`: the state of one run or of all runs, repeated with -f.
 
-What a table of many runs does not need is imported by those who need it: half of the time of a start.
+Functions import modules that the table of many runs does not need themselves: this halves the start-up time.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from relayrun.watch import unsent_notices
 from relayrun.watch.status import queue, tables
 from relayrun.watch.status.runs import RunsWatcher
 from relayrun.watch.status.summary import DamagedRun, RunSummary
+from relayrun.watch.text import json_text, print_table
 
 UNFINISHED_STATES = ("running", "queued", "waiting", "unknown")
-"""States in which something may still change by itself."""
+"""States that may change without a person."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print where one run, or every run, stands. Raises RelayrunError."""
+    """Print the state of one run or of all runs. Raises RelayrunError."""
     if options.follow:
         if options.json:
             raise InputError("-f and --json do not go together", hint="call --json as often as you need it")
@@ -47,13 +48,12 @@ def run(options: argparse.Namespace) -> int:
     now = time.time()
     if options.name is not None:
         from relayrun.watch.status import run_status, run_status_text
-        from relayrun.watch.status.tables import print_table
 
         run = find_runs.find_run(options.name)
         stuck = _start_due_stages([run])
         facts = run_status.read_run_status(run, queue.query_queue(run), now=now)
         if options.json:
-            print(run_status_text.json_text(run_status_text.run_status_as_json(facts)))
+            print(json_text(run_status_text.run_status_as_json(facts)))
         else:
             print_table(run_status_text.run_status_table(facts, now=now))
         _print_lines(stuck, options)
@@ -64,12 +64,8 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         from relayrun.watch.status import run_status_text
 
-        print(
-            run_status_text.json_text(
-                [run_status_text.run_status_as_json(entry) for entry in RunsWatcher().look(runs, now=now)]
-            )
-        )
-    elif found := RunsWatcher().glance(runs, now=now):
+        print(json_text([run_status_text.run_status_as_json(entry) for entry in RunsWatcher().statuses(runs, now=now)]))
+    elif found := RunsWatcher().summaries(runs, now=now):
         tables.print_runs(found)
         for line in tables.cron_check_lines(found, now=now):
             print(line)
@@ -82,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _start_due_stages(runs: Sequence[Run]) -> list[str]:
-    """Begin what is due of the campaigns that runs belong to; return a line for each trouble that holds some up."""
+    """Start due members of the runs' sweeps and stages; return a line for each reason that blocks members."""
     folders = campaign_folders(runs)
     if not folders:
         return []
@@ -97,12 +93,12 @@ def _start_due_stages(runs: Sequence[Run]) -> list[str]:
 
 
 def _print_lines(stuck: Sequence[str], options: argparse.Namespace) -> None:
-    """Print these lines, outside what is JSON."""
+    """Print lines, on standard error if the output is JSON."""
     print("".join(f"{line}\n" for line in stuck), end="", file=sys.stderr if options.json else sys.stdout)
 
 
 def follow(name: str | None, interval: float) -> int:
-    """Show one run, or every run, until Ctrl-C; one run also until its chain has ended. Raises RelayrunError."""
+    """Show one run or all runs until Ctrl-C, one run also until its chain has ended. Raises RelayrunError."""
     runs: Callable[[], list[Run]] = find_runs.all_run_folders
     if name is not None:
         one = find_runs.find_run(name)
@@ -114,13 +110,12 @@ def follow(name: str | None, interval: float) -> int:
         else:
             _follow_as_lines(runs, watcher, interval, single=name is not None)
     except KeyboardInterrupt:
-        pass  # this is how it ends
+        pass
     return 0
 
 
 def _gather(watcher: RunsWatcher, runs: list[Run], *, now: float, single: bool) -> Sequence[RunSummary | DamagedRun]:
-    """All that is known of a single run; of many what a table tells."""
-    return watcher.look(runs, now=now) if single else watcher.glance(runs, now=now)
+    return watcher.statuses(runs, now=now) if single else watcher.summaries(runs, now=now)
 
 
 def _has_ended(found: Sequence[RunSummary | DamagedRun], single: bool) -> bool:
@@ -153,7 +148,7 @@ def _follow_as_lines(runs: Callable[[], list[Run]], watcher: RunsWatcher, interv
     told: dict[str, str] = {}
     while True:
         now = time.time()
-        found = watcher.glance(runs(), now=now)
+        found = watcher.summaries(runs(), now=now)
         for entry in found:
             line = tables.run_line(entry)
             if told.get(entry.path) != line:

@@ -1,10 +1,10 @@
-"""`make demo`: raw text to a trained model on one machine, by the commands that a user would type.
+"""`make demo`: raw text to a trained model on one machine, with the commands that a user would type.
 
     python -m relayrun.lab.demo [--slurm] [--size 3m] [--megabytes 24] [--set NAME=VALUE]
 
-The first job trains a third of the steps and measures how long a start and a step take on this machine. The time limits
-of the next jobs follow from that. At the end the loss is compared with the unigram entropy, and the beginning of a
-held-out story is continued by the model before and after its training.
+The first job trains a third of the steps and measures the time of a start and of a step on this machine. The time
+limits of the next jobs follow from that. At the end the loss is compared with the unigram entropy, and the model
+continues the beginning of a held-out story before and after its training.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ NEW_TOKENS = 60
 
 
 def first_heldout_words(folder: Path, *, words: int) -> str:
-    """The first words of the first text in the parquet files below `folder`. Raises InputError if there is none."""
+    """Return the first words of the first text in the parquet files of `folder`. Raises InputError if there is none."""
     for path in sorted(folder.glob("*.parquet")):
         for text in pq.read_table(path, columns=["text"])["text"].to_pylist():
             return " ".join(text.split()[:words])
@@ -59,7 +59,7 @@ def first_heldout_words(folder: Path, *, words: int) -> str:
 
 
 def continue_before_and_after(model_folder: Path, prompt: str) -> tuple[str, str]:
-    """Continue `prompt` with random weights and with those of a Hugging Face folder; one seed draws both texts."""
+    """Continue `prompt` with random weights and with those of a Hugging Face folder, both with one seed."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
     from transformers.utils.logging import disable_progress_bar
 
@@ -86,7 +86,7 @@ def continue_before_and_after(model_folder: Path, prompt: str) -> tuple[str, str
 
 
 def unigram_entropy(config: RunConfig, run: Run, name: str) -> float:
-    """Entropy in nats of the distribution of exactly those tokens that an evaluation on set `name` predicts."""
+    """Return the entropy in nats of the tokens that an evaluation on set `name` predicts."""
     manifest = Manifest.read(run.manifest)
     order = WindowOrder(
         manifest.validation[name],
@@ -110,11 +110,11 @@ MARGIN = 1.0
 MIXTURE_WEIGHTS = {"stories": 0.8, "docs": 0.12, "code": 0.08}
 """Shares of the mixture."""
 JOB_SHARE = 0.55
-"""The time limit of the next jobs suffices for this share of the iterations that are left, so two jobs are needed."""
+"""Share of the remaining iterations for which the next jobs' time limit suffices, so that two jobs are needed."""
 CHART_WIDTH = 48
-"""Characters of the relay's track."""
+"""Characters of the chart of attempts."""
 MAX_EMPTY_JOBS = 4
-"""Jobs in a row without a new checkpoint, each with twice the time of the one before, after which the demo gives up."""
+"""Chains in a row without a new checkpoint, each with twice the time of the previous one, before the demo gives up."""
 
 console = Console(stderr=True, highlight=False)
 
@@ -202,7 +202,7 @@ def main() -> int:
 
 
 def write_tokenization_config(dataset: str, metadata_folder: Path, tokenizer: Path) -> Path:
-    """The YAML of one dataset's tokenization, as a user would write it."""
+    """Write the YAML of one dataset's tokenization, as a user would; return its path."""
     path = OUTPUT / f"tokenization-{dataset}.yaml"
     settings = {
         "tokenizer": str(tokenizer),
@@ -220,7 +220,7 @@ def write_tokenization_config(dataset: str, metadata_folder: Path, tokenizer: Pa
 
 
 def train_to_end(run: Run, config: RunConfig, submit: Sequence[object], *, slurm: bool) -> None:
-    """Train to the last step. Raises RelayrunError, with the reason, where several jobs in a row save nothing."""
+    """Train to the last step. Raises RelayrunError if several chains in a row save nothing."""
     third = f"--set=training.stop_after={config.training.steps // 3}"
     run_chain(run, partial(run_program, "launchers/submit.py", *submit, third, chain=True), slurm=slurm)
     fruitless = 0
@@ -248,7 +248,7 @@ def train_to_end(run: Run, config: RunConfig, submit: Sequence[object], *, slurm
 
 
 def run_chain(run: Run, start: Callable[[], bool], *, slurm: bool) -> None:
-    """Start a chain, and wait for its end. Raises RelayrunError where that was refused: no job of it has begun."""
+    """Start a chain, and wait for its end. Raises RelayrunError if no job of it began."""
     before = run.attempt_numbers()
     if start() and run.attempt_numbers() == before:
         raise RelayrunError("no job of this chain began; why stands above", where=run.path)
@@ -256,9 +256,9 @@ def run_chain(run: Run, start: Callable[[], bool], *, slurm: bool) -> None:
 
 
 def work_and_grace_time(run: Run, *, left: int) -> tuple[float, float]:
-    """Seconds in which a job does a little more than half of the iterations that are left, and seconds to leave in.
+    """Return the seconds for a little more than half of the iterations left, and the grace period.
 
-    By the newest attempt: what it took besides its steps (start, evaluation, saves), the next one takes as well.
+    From the newest attempt: the next one takes as long for everything besides steps (start, evaluation, saves).
     """
     attempts = [row for row in terminal_report.read_attempts_report(run).attempts if row.seconds is not None]
     trained = [row for row in attempts if row.trained]
@@ -274,7 +274,7 @@ def work_and_grace_time(run: Run, *, left: int) -> tuple[float, float]:
 
 
 def attempts_chart(summary: AttemptsReport) -> str:
-    """The attempts as a relay: what each trained, one under the other."""
+    """Return the iterations of each attempt as bars, one per line."""
     last = max((row.last_iteration for row in summary.attempts), default=0) or 1
     lines = []
     for row in summary.attempts:
@@ -289,7 +289,7 @@ def attempts_chart(summary: AttemptsReport) -> str:
 
 
 def print_results(run: Run, config: RunConfig, *, seconds: float) -> int:
-    """Print what was made; return 1 if the model has not learned."""
+    """Print the results; return 1 if the model has not learned."""
     summary = terminal_report.read_attempts_report(run)
     output = Console(highlight=False)
     output.width = max(output.width, 110)
@@ -332,7 +332,7 @@ def print_results(run: Run, config: RunConfig, *, seconds: float) -> int:
 
 
 def wait_for_chain(run: Run, *, slurm: bool) -> None:
-    """Follow a chain on Slurm until none of its jobs is left; a submit to this machine has waited itself."""
+    """Follow a chain on Slurm until no job is left; a local submit has waited itself."""
     if not slurm:
         return
     plan = Plan.load(run)
@@ -351,7 +351,7 @@ def wait_for_chain(run: Run, *, slurm: bool) -> None:
 
 
 def remove_former_output(run: Run, name: str) -> None:
-    """Remove what an earlier demo made, and nothing else. Raises RelayrunError."""
+    """Remove the output of an earlier demo, and nothing else. Raises RelayrunError."""
     if OUTPUT.exists():
         if not OUTPUT_MARKER.exists():
             raise RelayrunError("this folder was not made by the demo", where=OUTPUT, hint="move it away")
@@ -366,21 +366,21 @@ def remove_former_output(run: Run, name: str) -> None:
 
 
 def run_program(program: str, *arguments: object, chain: bool = False) -> bool:
-    """Run one of the project's programs as a user would, and show the command. Raises RelayrunError.
+    """Run a program of the project and print its command. Raises RelayrunError.
 
-    `chain`: it waits for a chain, whose records say how that went; return whether it failed.
+    `chain`: it waits for a chain, whose records tell the result; return True if it failed.
     """
     return run_python([places.shared_file(program), *arguments], shown=[program, *arguments], chain=chain)
 
 
 def run_relayrun(*arguments: object, chain: bool = False) -> bool:
-    """The same, for a `relayrun` command."""
+    """Run a `relayrun` command like `run_program`."""
     command = [Path(sys.executable).with_name("relayrun"), *arguments]
     return run_python(command, shown=["relayrun", *arguments], chain=chain)
 
 
 def run_python(command: Sequence[object], *, shown: Sequence[object], chain: bool = False) -> bool:
-    """Run a Python program, and show it as a user would write it; return whether it failed. Raises RelayrunError."""
+    """Run a Python program, shown as a user would type it; return True if it failed. Raises RelayrunError."""
     words = shlex.join(map(str, shown))
     console.print("[bold]$[/] " + words, soft_wrap=True)
     failed = subprocess.run([sys.executable, *map(str, command)], cwd=places.CODE_ROOT, check=False).returncode

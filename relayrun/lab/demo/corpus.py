@@ -2,14 +2,14 @@
 
 Three folders of parquet files (snappy, columns `text` and `path`, the path relative to the library):
 
-- `docs`: prose. README and licence files, descriptions of packages, the topics of `pydoc`, and the
-  docstrings of modules that consist of docstrings to a fifth or more.
-- `code`: the other modules as they are.
+- `docs`: prose. README and licence files, descriptions of packages, the topics of `pydoc`, and the docstrings of
+  modules of which docstrings are a fifth or more.
+- `code`: the other modules, unchanged.
 - `heldout`: about 2 in 100 documents of both, chosen by a hash of their content.
 
-A text that occurs several times (licences do) is taken once, so no held-out document is also trained
-on. Files that nobody could learn from (tables of numbers, encoded data) are skipped. The same
-installation gives the same files: the walk is sorted, and the order comes from a keyed hash.
+A text that occurs several times (e.g. licences) is taken once, so no held-out document is trained on. Tables of numbers
+and encoded data are skipped. The same installation gives the same files: the walk is sorted, and the order comes from a
+keyed hash.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class TextSet:
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """The three folders that `build_corpus` made."""
+    """The three folders of `build_corpus`."""
 
     docs: TextSet
     code: TextSet
@@ -71,7 +71,7 @@ class Corpus:
 
 @dataclass
 class _SetDocuments:
-    """The documents of one set while files are read, as (path, text)."""
+    """Documents of one set during reading, as (path, text)."""
 
     wanted: int
     documents: list[tuple[str, str]] = field(default_factory=list)
@@ -91,10 +91,9 @@ def build_corpus(
 ) -> Corpus:
     """Write `docs`, `code` (together `megabytes` million bytes of text, 3 to 2) and `heldout` below `output`.
 
-    The folder appears at once; a former corpus there is replaced. `progress` gets the bytes gathered
-    and the bytes wanted. A small installation gives less than wanted: look at `training_bytes`.
-    Raises ConfigError if `megabytes` is not positive, InputError if `output` holds something else or
-    the installation has no text.
+    The folder appears atomically and replaces an earlier corpus. `progress` gets the bytes gathered and the bytes
+    wanted. A small installation gives fewer bytes: see `training_bytes`. Raises ConfigError if `megabytes` is not
+    positive, InputError if `output` holds other files or the installation has no text.
     """
     if not megabytes > 0:
         raise ConfigError(f"a corpus needs a positive size, not {megabytes:g} MB")
@@ -131,15 +130,15 @@ def build_corpus(
     with replaced_folder(output) as building:
         for name, gathering in sets.items():
             documents = sorted(gathering.documents, key=lambda document: _keyed(document[0], seed))
-            _write_parquet(building / name, documents, parts=1 if name == "heldout" else PARTS)
+            _write_documents(building / name, documents, parts=1 if name == "heldout" else PARTS)
         counts = {name: {"documents": s.documents, "bytes": s.bytes} for name, s in made.items()}
         write_json(building / CORPUS_RECORD, {"seed": seed, "megabytes": megabytes, "sets": counts})
-        _check_output(output)  # again: something else may have come meanwhile
+        _check_output(output)  # again: files may have appeared meanwhile
     return Corpus(**made)
 
 
 def is_learnable(text: str) -> bool:
-    """Whether a text is language or code, rather than data: decided by its lines and its characters."""
+    """True if a text is language or code rather than data, judged by its lines and characters."""
     if "\0" in text or UNBROKEN.search(text) or max(map(len, text.split("\n"))) > 2000:
         return False
     visible = len("".join(text.split()))
@@ -148,9 +147,9 @@ def is_learnable(text: str) -> bool:
 
 
 def docstrings(source: str, module: str) -> str:
-    """The docstrings of a module, each under the name of what it describes. Raises SyntaxError, ValueError."""
+    """Return the docstrings of a module, each below its object's name. Raises SyntaxError, ValueError."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of invalid escapes in other people's modules
+        warnings.simplefilter("ignore")  # invalid escapes in other packages
         tree = ast.parse(source)
     pieces = []
     waiting: list[tuple[str, ast.AST]] = [(module, tree)]
@@ -170,7 +169,7 @@ def docstrings(source: str, module: str) -> str:
 
 
 def pydoc_topics(source: str) -> list[tuple[str, str]]:
-    """The help texts of `pydoc`: a module with one dictionary of strings."""
+    """Return the help texts of `pydoc`, from a module with one dictionary of strings."""
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
             texts = ast.literal_eval(node.value)
@@ -197,7 +196,7 @@ def _library_files() -> Iterator[tuple[str, str]]:
 
 
 def _ordered(files: Iterator[tuple[str, str]], seed: int) -> list[tuple[str, str]]:
-    """Prose first, for it is rare; inside both kinds a seeded order that depends on nothing but the paths."""
+    """Prose first, which is rare; within both kinds a seeded order that depends on the paths alone."""
     return sorted(files, key=lambda file: (file[0].endswith(SOURCE) and file[0] != TOPICS, _keyed(file[0], seed)))
 
 
@@ -206,7 +205,6 @@ def _keyed(path: str, seed: int) -> bytes:
 
 
 def _documents(files: Sequence[tuple[str, str]], sets: dict[str, _SetDocuments]) -> Iterator[tuple[str, str, str]]:
-    """Yield (set, path, text) until the training sets are full."""
     for relative, path in files:
         if sets["docs"].full and sets["code"].full:
             return
@@ -231,7 +229,6 @@ def _documents(files: Sequence[tuple[str, str]], sets: dict[str, _SetDocuments])
 
 
 def _read_text(path: str) -> str | None:
-    """The text of a file, or None if it is too small, too large, unreadable or not UTF-8."""
     try:
         if not SMALLEST <= os.stat(path).st_size <= LARGEST:
             return None
@@ -241,12 +238,18 @@ def _read_text(path: str) -> str | None:
         return None
 
 
-def _write_parquet(folder: Path, documents: Sequence[tuple[str, str]], *, parts: int) -> None:
-    """Write documents, (path, text), in order to `parts` files of about equal size in text."""
+def write_parquet(file: Path, /, **columns: Sequence[str]) -> None:
+    """Write columns of texts to a parquet file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    folder.mkdir()
+    file.parent.mkdir(exist_ok=True)
+    table = pa.table({name: pa.array(values, pa.string()) for name, values in columns.items()})
+    pq.write_table(table, file, compression="snappy")
+
+
+def _write_documents(folder: Path, documents: Sequence[tuple[str, str]], *, parts: int) -> None:
+    """Write documents, (path, text), in order to `parts` files of about equal text size."""
     total = sum(len(text) for _, text in documents)
     groups: list[list[tuple[str, str]]] = [[] for _ in range(parts)]
     before = 0
@@ -254,17 +257,12 @@ def _write_parquet(folder: Path, documents: Sequence[tuple[str, str]], *, parts:
         groups[before * parts // total].append((path, text))
         before += len(text)
     for number, group in enumerate(groups):
-        table = pa.table(
-            {
-                "text": pa.array([text for _, text in group], pa.string()),
-                "path": pa.array([path for path, _ in group], pa.string()),
-            }
-        )
-        pq.write_table(table, folder / f"part-{number:03d}.parquet", compression="snappy")
+        texts, paths = [text for _, text in group], [path for path, _ in group]
+        write_parquet(folder / f"part-{number:03d}.parquet", text=texts, path=paths)
 
 
 def _check_output(output: Path) -> None:
-    """Refuse to replace a folder that is not a former corpus. Raises InputError."""
+    """Raise InputError for a folder that is not an earlier corpus."""
     if not output.exists():
         return
     if not output.is_dir():

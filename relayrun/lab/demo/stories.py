@@ -1,19 +1,20 @@
-"""Made-up stories for the demo: English so plain that three million parameters visibly learn it in minutes.
+"""Generated stories for the demo, in English so plain that three million parameters learn it in minutes.
 
-Each story follows one of a few plots; who it is about, where, what is lost, who helps and how every sentence is put
-are drawn by a seeded generator. So a model has something to learn at every scale: spelling, grammar, which pronoun
-goes with which name, and who it was that the story began with.
+Each story follows one of a few plots; a seeded generator draws characters, places, lost things, helpers and the form of
+each sentence. A model has something to learn at every scale: spelling, grammar, the pronoun of each name, and who the
+story began with.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from relayrun.files import replaced_folder
+from relayrun.lab.demo.corpus import write_parquet
 
 HELDOUT_SHARE = 0.01
 PARTS = 4
@@ -118,12 +119,12 @@ PLOTS = (
     (OPENING, OWNING, LOSS, FRIEND, PROMISE, SEARCH, FOUND, ENDING),
     (OPENING, MEETING, HUNGER, SHARING, THANKS, ENDING[:2]),
 )
-"""Each plot is a list of sentences; each sentence has several forms."""
+"""Each plot is a list of sentences, each with several forms."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StorySets:
-    """The folders that `build_stories` made, each of parquet files with a column `text`."""
+    """The folders of `build_stories`, each of parquet files with a column `text`."""
 
     train: Path
     heldout: Path
@@ -133,7 +134,7 @@ class StorySets:
 
 
 def build_stories(output: Path, *, megabytes: float = 8.0, seed: int = 0) -> StorySets:
-    """Write stories of so many million bytes below `output`; about 1 in 100 is held out, chosen by its content.
+    """Write `megabytes` million bytes of stories below `output`; about 1 in 100 is held out, chosen by its content.
 
     No story occurs twice. The same arguments give the same files.
     """
@@ -153,13 +154,14 @@ def build_stories(output: Path, *, megabytes: float = 8.0, seed: int = 0) -> Sto
             train.append(text)
             size += len(text.encode())
     with replaced_folder(output) as building:
-        _write_texts(building / "train", train, parts=PARTS)
-        _write_texts(building / "heldout", heldout, parts=1)
+        for number in range(PARTS):
+            write_parquet(building / "train" / f"part-{number:03d}.parquet", text=train[number::PARTS])
+        write_parquet(building / "heldout" / "part-000.parquet", text=heldout)
     return StorySets(train=output / "train", heldout=output / "heldout", documents=len(train), bytes=size)
 
 
 def generate_stories(seed: int) -> Iterator[str]:
-    """Yield stories without end; the same ones for the same seed."""
+    """Yield stories for ever; the same for the same seed."""
     draw = random.Random(seed)
     while True:
         plot = draw.choice(PLOTS)
@@ -191,14 +193,3 @@ def _draw_character(draw: random.Random) -> tuple[str, tuple[str, str, str]]:
     if draw.random() < 0.5:
         return draw.choice(SHE), ("she", "her", "her")
     return draw.choice(HE), ("he", "his", "him")
-
-
-def _write_texts(folder: Path, texts: Sequence[str], *, parts: int) -> None:
-    """Write texts to `parts` parquet files."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    folder.mkdir()
-    for number in range(parts):
-        table = pa.table({"text": pa.array(texts[number::parts], pa.string())})
-        pq.write_table(table, folder / f"part-{number:03d}.parquet", compression="snappy")

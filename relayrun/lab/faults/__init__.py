@@ -4,7 +4,6 @@ table, actions       the faults with their expected end, and the functions that 
 target, processes    the running chain and cluster: sending signals, ending daemons, wrapping commands
 injection            a hook that causes faults inside ranks
 supervisor_faults    programs in the place of the supervisor
-small_run            the run config that all tests use
 experiment           one test: submit, inject, wait for the end, compare with the undisturbed run
 session              a list of tests in a folder, and its report
 

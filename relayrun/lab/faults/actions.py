@@ -1,4 +1,4 @@
-"""What is done to a training chain while it runs; the table says which fault does what."""
+"""Actions on a training chain while it runs; the table assigns them to faults."""
 
 from __future__ import annotations
 
@@ -10,227 +10,227 @@ from relayrun.control.rundir import triggers
 from relayrun.lab.faults.target import FaultTarget, wrapper_marker
 
 
-def do_nothing(_stage: FaultTarget) -> None:
+def do_nothing(_target: FaultTarget) -> None:
     pass
 
 
-def kill_rank(stage: FaultTarget) -> None:
+def kill_rank(target: FaultTarget) -> None:
     """Send SIGKILL to rank 1 after iteration 15, when there is a checkpoint to resume from."""
-    stage.wait_iteration(15)
-    stage.signal_ranks(signal.SIGKILL, 1)
+    target.wait_iteration(15)
+    target.signal("rank", signal.SIGKILL, 1)
 
 
-def kill_batch_script(stage: FaultTarget) -> None:
-    """Send SIGKILL to the batch script after iteration 15; the ranks live on."""
-    stage.wait_iteration(15)
-    stage.signal_batch(signal.SIGKILL)
+def kill_batch_script(target: FaultTarget) -> None:
+    """Send SIGKILL to the batch script after iteration 15; the ranks stay alive."""
+    target.wait_iteration(15)
+    target.signal("batch", signal.SIGKILL)
 
 
-def kill_batch_script_under_guard(stage: FaultTarget) -> None:
-    """Send SIGKILL to the batch script once the guard of the first attempt watches over it."""
-    guard = stage.run.attempt(1).guard_log
-    stage.wait(lambda: guard.exists() and guard.stat().st_size)
-    kill_batch_script(stage)
+def kill_batch_script_under_guard(target: FaultTarget) -> None:
+    """Send SIGKILL to the batch script once the guard of the first attempt watches it."""
+    guard = target.run.attempt(1).guard_log
+    target.wait(lambda: guard.exists() and guard.stat().st_size)
+    kill_batch_script(target)
 
 
-def stop_rank(stage: FaultTarget) -> None:
+def stop_rank(target: FaultTarget) -> None:
     """Send SIGSTOP to rank 1 after iteration 15, so that the others hang in their next collective."""
-    stage.wait_iteration(15)
-    stage.signal_ranks(signal.SIGSTOP, 1)
+    target.wait_iteration(15)
+    target.signal("rank", signal.SIGSTOP, 1)
 
 
-def kill_while_staging(stage: FaultTarget) -> None:
+def kill_while_staging(target: FaultTarget) -> None:
     """Send SIGKILL to all ranks between the last byte of the checkpoint of iteration 20 and its publication."""
-    staged = stage.run.staging(1) / "iter_0000020"
-    stage.wait(lambda: (staged / "metadata.json").exists())
-    stage.signal_ranks(signal.SIGKILL)
+    staged = target.run.staging(1) / "iter_0000020"
+    target.wait(lambda: (staged / "metadata.json").exists())
+    target.signal("rank", signal.SIGKILL)
 
 
-def cancel(stage: FaultTarget) -> None:
+def cancel(target: FaultTarget) -> None:
     """Cancel the running job by its id after iteration 15, as its owner would."""
-    stage.wait_iteration(15)
-    stage.order("scancel", stage.job_id())
+    target.wait_iteration(15)
+    target.order("scancel", target.job_id())
 
 
-def cancel_after_killing_the_batch_script(stage: FaultTarget) -> None:
+def cancel_after_killing_the_batch_script(target: FaultTarget) -> None:
     """Cancel the running job and kill its batch script, which never sees the cancel."""
-    stage.wait_iteration(15)
-    job = stage.job_id()
-    stage.signal_batch(signal.SIGSTOP)  # it will not see the cancel
-    stage.order("scancel", job)
-    stage.signal_batch(signal.SIGKILL)
+    target.wait_iteration(15)
+    job = target.job_id()
+    target.signal("batch", signal.SIGSTOP)  # so it does not see the cancel
+    target.order("scancel", job)
+    target.signal("batch", signal.SIGKILL)
 
 
-def tear_latest(stage: FaultTarget) -> None:
-    """Cut the newest checkpoint short while the job dies, so that the next one finds it torn."""
-    stage.wait(lambda: stage.run.checkpoint(20).is_dir())
-    victim = max(stage.run.checkpoint(20).glob("*.distcp"), key=lambda path: path.stat().st_size)
+def tear_latest(target: FaultTarget) -> None:
+    """Truncate the newest checkpoint while the job dies, so that the next job finds it damaged."""
+    target.wait(lambda: target.run.checkpoint(20).is_dir())
+    victim = max(target.run.checkpoint(20).glob("*.distcp"), key=lambda path: path.stat().st_size)
     os.truncate(victim, victim.stat().st_size // 2)
-    stage.signal_ranks(signal.SIGKILL)
-    stage.must(not stage.run.checkpoint(30).exists(), "a newer checkpoint than the torn one was saved meanwhile")
-    stage.hurry()
+    target.signal("rank", signal.SIGKILL)
+    target.require(not target.run.checkpoint(30).exists(), "a newer checkpoint than the torn one was saved meanwhile")
+    target.start_successor_now()
 
 
-def lose_tracker(stage: FaultTarget) -> None:
+def lose_tracker(target: FaultTarget) -> None:
     """Remove latest_checkpointed_iteration.txt after the first save, and kill rank 0."""
-    stage.wait(stage.run.tracker.exists)
-    stage.run.tracker.unlink()
-    stage.signal_ranks(signal.SIGKILL, 0)
+    target.wait(target.run.tracker.exists)
+    target.run.tracker.unlink()
+    target.signal("rank", signal.SIGKILL, 0)
 
 
-def revive_replaced_attempt(stage: FaultTarget) -> None:
-    """Stop the first attempt inside its save, out of Slurm's reach; let it go on beside its successor."""
-    staged = stage.run.staging(1) / "iter_0000020"
-    stage.wait(lambda: (staged / "metadata.json").exists())
-    with stage.frozen():
-        stage.signal_batch(signal.SIGKILL)
-        stage.wait_iteration(15, attempt=2)
+def revive_replaced_attempt(target: FaultTarget) -> None:
+    """Stop the first attempt inside its save, out of Slurm's reach; continue it beside its successor."""
+    staged = target.run.staging(1) / "iter_0000020"
+    target.wait(lambda: (staged / "metadata.json").exists())
+    with target.frozen():
+        target.signal("batch", signal.SIGKILL)
+        target.wait_iteration(15, attempt=2)
 
 
-def fill_disk(stage: FaultTarget) -> None:
-    """Leave no room on the disk for the checkpoint of iteration 10; make room again before the end."""
-    filler = stage.run.checkpoints / "filler"
-    free = shutil.disk_usage(stage.run.checkpoints).free
+def fill_disk(target: FaultTarget) -> None:
+    """Fill the disk before the save of iteration 10; free the space before the end."""
+    filler = target.run.checkpoints / "filler"
+    free = shutil.disk_usage(target.run.checkpoints).free
     filler.write_bytes(b"\0" * max(0, free - 4096))
-    stage.wait_iteration(25)
+    target.wait_iteration(25)
     filler.unlink()
 
 
-def kill_node(stage: FaultTarget) -> None:
-    """End the daemon of a node after iteration 15, as a crash of the whole node does."""
-    stage.wait_iteration(15)
-    stage.kill_node()
+def kill_node(target: FaultTarget) -> None:
+    """Kill the slurmd of a node after iteration 15, as a crash of the node does."""
+    target.wait_iteration(15)
+    target.kill_node()
 
 
-def controller_down_at_submission(stage: FaultTarget) -> None:
-    """Take the controller away for 60 s, from before the first successor is queued."""
-    stage.stop_controller(60)
+def controller_down_at_submission(target: FaultTarget) -> None:
+    """Stop the controller for 60 s, from before the first successor is queued."""
+    target.stop_controller(60)
 
 
-def controller_down_at_exit(stage: FaultTarget) -> None:
-    """Tell the job to leave after iteration 15, and take the controller away for 60 s meanwhile."""
-    stage.wait_iteration(15)
-    job = stage.job_id()
-    stage.order("scancel", "--signal=USR2", "--batch", job)
-    stage.stop_controller(60)
+def controller_down_at_exit(target: FaultTarget) -> None:
+    """Ask the job to save and exit after iteration 15, and stop the controller for 60 s meanwhile."""
+    target.wait_iteration(15)
+    job = target.job_id()
+    target.order("scancel", "--signal=USR2", "--batch", job)
+    target.stop_controller(60)
 
 
-def preempt(stage: FaultTarget) -> None:
+def preempt(target: FaultTarget) -> None:
     """Submit a job to a partition of higher priority that needs all nodes; return when the second attempt has begun."""
-    stage.wait_iteration(15)
-    stage.queue_job("--partition=high", "--nodes=4", "--exclusive", "--wrap=sleep 5", "--output=/dev/null")
-    stage.wait(stage.run.attempt(2).begin.exists)
+    target.wait_iteration(15)
+    target.queue_job("--partition=high", "--nodes=4", "--exclusive", "--wrap=sleep 5", "--output=/dev/null")
+    target.wait(target.run.attempt(2).begin.exists)
 
 
-def ask_to_leave(stage: FaultTarget) -> None:
-    """Tell the job to save and leave after iteration 15, as Slurm does before the time limit."""
-    stage.wait_iteration(15)
-    stage.order("scancel", "--signal=USR2", "--batch", stage.job_id())
+def ask_to_leave(target: FaultTarget) -> None:
+    """Ask the job to save and exit after iteration 15, as Slurm does before the time limit."""
+    target.wait_iteration(15)
+    target.order("scancel", "--signal=USR2", "--batch", target.job_id())
 
 
-def start_next_job_now(stage: FaultTarget) -> None:
-    """Let the next job not wait for its time."""
-    stage.hurry()
+def start_next_job_now(target: FaultTarget) -> None:
+    """Start the next job without its delay."""
+    target.start_successor_now()
 
 
-def hold_job_in_completing(stage: FaultTarget) -> None:
-    """Let the first job stay COMPLETING while its successor runs, whose batch script is killed."""
-    with stage.slow_epilogs():
-        ask_to_leave(stage)
-        stage.wait_iteration(20, attempt=2)
-        stage.must("COMPLETING" in stage.jobs().values(), "the first job does not stay COMPLETING")
-        stage.signal_batch(signal.SIGKILL)
+def hold_job_in_completing(target: FaultTarget) -> None:
+    """Keep the first job COMPLETING while its successor runs, and kill the successor's batch script."""
+    with target.slow_epilogs():
+        ask_to_leave(target)
+        target.wait_iteration(20, attempt=2)
+        target.require("COMPLETING" in target.jobs().values(), "the first job does not stay COMPLETING")
+        target.signal("batch", signal.SIGKILL)
 
 
-def read_only_between_jobs(stage: FaultTarget) -> None:
-    """Let the run directory be read-only when the second job begins, and writable again for its second try."""
-    stage.wait(stage.run.attempt(1).successor.exists)
-    waiting = stage.waiting_job()
-    stage.order("scontrol", "update", f"JobId={waiting}", "StartTime=now+600")
-    ask_to_leave(stage)
-    stage.wait(lambda: list(stage.jobs()) == [waiting])
-    stage.remount("ro")
-    stage.hurry()
-    stage.wait(lambda: "begin-failed=1" in stage.ask("scontrol", "show", "job", waiting))
-    stage.remount("rw")
-    stage.hurry()
+def read_only_between_jobs(target: FaultTarget) -> None:
+    """Make the run directory read-only when the second job begins, and writable for its second try."""
+    target.wait(target.run.attempt(1).successor.exists)
+    waiting = target.waiting_job()
+    target.order("scontrol", "update", f"JobId={waiting}", "StartTime=now+600")
+    ask_to_leave(target)
+    target.wait(lambda: list(target.jobs()) == [waiting])
+    target.remount("ro")
+    target.start_successor_now()
+    target.wait(lambda: "begin-failed=1" in target.ask("scontrol", "show", "job", waiting))
+    target.remount("rw")
+    target.start_successor_now()
 
 
-def lose_node_before_begin(stage: FaultTarget) -> None:
-    """Lose the node of the batch script while `begin` runs, which has queued nothing."""
-    stage.wait(wrapper_marker(stage.commands).exists)
-    stage.lose_node()
+def lose_node_before_begin(target: FaultTarget) -> None:
+    """Lose the node of the batch script while `begin` runs, before anything is queued."""
+    target.wait(wrapper_marker(target.commands).exists)
+    target.lose_node()
 
 
-def kill_watch(stage: FaultTarget) -> None:
+def kill_watch(target: FaultTarget) -> None:
     """Kill the watch, and stop a rank."""
-    stage.wait_iteration(15)
-    stage.signal_watch(signal.SIGKILL)
-    stop_rank(stage)
+    target.wait_iteration(15)
+    target.signal("watch", signal.SIGKILL)
+    stop_rank(target)
 
 
-def disable_watch(stage: FaultTarget) -> None:
-    """Put a directory where the watch writes the metrics, tear a heartbeat, and stop a rank."""
-    stage.wait_iteration(15)
-    first, view = stage.run.attempt(1), stage.run.metrics_view
+def disable_watch(target: FaultTarget) -> None:
+    """Put a directory where the watch writes the metrics, damage a heartbeat, and stop a rank."""
+    target.wait_iteration(15)
+    first, view = target.run.attempt(1), target.run.metrics_view
     (first.heartbeats / "torn.json").write_text('{"node": ')
     aside = view.rename(view.with_name("metrics.aside"))
     view.mkdir()
-    stop_rank(stage)
-    stage.wait(first.hang.exists)
+    stop_rank(target)
+    target.wait(first.hang.exists)
     view.rmdir()
     aside.rename(view)
 
 
-def ask_to_exit(stage: FaultTarget) -> None:
+def ask_to_exit(target: FaultTarget) -> None:
     """Touch the exit trigger after iteration 15."""
-    stage.wait_iteration(15)
-    triggers.touch_trigger(stage.run, "exit")
+    target.wait_iteration(15)
+    triggers.touch_trigger(target.run, "exit")
 
 
-def kill_begin(stage: FaultTarget) -> None:
+def kill_begin(target: FaultTarget) -> None:
     """Kill the batch script, and the next job's `begin` (by `Fault.commands`)."""
-    kill_batch_script(stage)
-    stage.wait(wrapper_marker(stage.commands).exists)
-    stage.hurry()
+    kill_batch_script(target)
+    target.wait(wrapper_marker(target.commands).exists)
+    target.start_successor_now()
 
 
-def kill_batch_script_at_begin(stage: FaultTarget) -> None:
-    """Let the first job leave; the next one's batch script is killed (by `Fault.commands`), and another job comes."""
-    ask_to_leave(stage)
-    stage.wait(wrapper_marker(stage.commands).exists)
-    killed = wrapper_marker(stage.commands).read_text().strip()
-    stage.wait(lambda: [job for job in stage.waiting_jobs() if job != killed])
-    stage.hurry()
+def kill_batch_script_at_begin(target: FaultTarget) -> None:
+    """Ask the first job to exit; `Fault.commands` kills the next batch script, and another job follows."""
+    ask_to_leave(target)
+    target.wait(wrapper_marker(target.commands).exists)
+    killed = wrapper_marker(target.commands).read_text().strip()
+    target.wait(lambda: [job for job in target.waiting_jobs() if job != killed])
+    target.start_successor_now()
 
 
-def cancel_successor(stage: FaultTarget) -> None:
-    """Cancel the waiting job, then let the running one leave."""
-    stage.wait(stage.run.attempt(1).successor.exists)
-    waiting = stage.waiting_job()
-    stage.order("scancel", waiting)
-    ask_to_leave(stage)
+def cancel_successor(target: FaultTarget) -> None:
+    """Cancel the waiting job, then ask the running job to exit."""
+    target.wait(target.run.attempt(1).successor.exists)
+    waiting = target.waiting_job()
+    target.order("scancel", waiting)
+    ask_to_leave(target)
 
 
-def hold_successor(stage: FaultTarget) -> None:
-    """Hold the waiting job; release it when the attempt has failed and the same job still waits, held."""
-    stage.wait(stage.run.attempt(1).successor.exists)
-    waiting = stage.waiting_job()
-    stage.order("scontrol", "hold", waiting)
-    stage.wait(stage.run.attempt(1).end.exists)
-    stage.wait(lambda: list(stage.jobs()) == [waiting])
-    stage.must("Reason=JobHeld" in stage.ask("scontrol", "show", "job", waiting), "the waiting job is not held")
-    stage.order("scontrol", "release", waiting)
-    stage.hurry()
+def hold_successor(target: FaultTarget) -> None:
+    """Hold the waiting job; release it when the attempt has failed and the job is still held."""
+    target.wait(target.run.attempt(1).successor.exists)
+    waiting = target.waiting_job()
+    target.order("scontrol", "hold", waiting)
+    target.wait(target.run.attempt(1).end.exists)
+    target.wait(lambda: list(target.jobs()) == [waiting])
+    target.require("Reason=JobHeld" in target.ask("scontrol", "show", "job", waiting), "the waiting job is not held")
+    target.order("scontrol", "release", waiting)
+    target.start_successor_now()
 
 
-def block_metrics_view(stage: FaultTarget) -> None:
-    """Put a directory where the merged metrics are, let the attempt leave, and take it away in the next one."""
-    stage.wait_iteration(15)
-    view = stage.run.metrics_view
+def block_metrics_view(target: FaultTarget) -> None:
+    """Put a directory where the merged metrics are, ask the attempt to exit, and remove it in the next attempt."""
+    target.wait_iteration(15)
+    view = target.run.metrics_view
     aside = view.rename(view.with_name("metrics.aside"))
     view.mkdir()
-    ask_to_leave(stage)
-    stage.wait_iteration(20, attempt=2)
+    ask_to_leave(target)
+    target.wait_iteration(20, attempt=2)
     view.rmdir()
     aside.rename(view)

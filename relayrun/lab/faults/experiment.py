@@ -1,7 +1,7 @@
 """One fault test: submit a run as a user does, inject the fault, wait for the end, judge the result.
 
-`run_fault` does one test and returns a `FaultResult`, a JSON file each. `judge_run` compares a finished chain with
-the table of faults and with the undisturbed run: losses, gradient norms and the tensors of the last checkpoint.
+`run_fault` does one test and returns a `FaultResult`, stored as JSON. A finished chain is compared with the table of
+faults and with the undisturbed run: losses, gradient norms and the values of the last checkpoint.
 """
 
 from __future__ import annotations
@@ -10,22 +10,21 @@ import contextlib
 import os
 import shutil
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from relayrun import places
 from relayrun.control.chain.jobs import cancel_chain
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.records import AttemptEnd, Record
+from relayrun.control.rundir.records import Record
 from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import ConfigError, RelayrunError, RunDirError, SchedulerError
-from relayrun.files import last_bytes, read_lines
-from relayrun.lab.faults.small_run import RUN_STEPS, UNDISTURBED_RUN, DrillSite
+from relayrun.files import last_bytes
+from relayrun.lab.compare_runs import checkpoint_differences, loss_differences
 from relayrun.lab.faults.table import Fault
 from relayrun.lab.faults.target import (
     ClusterControl,
@@ -35,231 +34,191 @@ from relayrun.lab.faults.target import (
     wrapper_marker,
     write_wrappers,
 )
+from relayrun.lab.small_run import model_section, random_data, run_config_values, run_in, submit_command, write_config
 from relayrun.submit.run_plan import log_folder
-from relayrun.train.checkpoint import checksums
 from relayrun.watch.goodput.account import account_for_run
 from relayrun.watch.goodput.ledger import LOST_PARTS, MICROSECONDS_PER_SECOND, START_PARTS
 
+RUN_STEPS = 40
+SAVE_INTERVAL = 10
+"""Iterations between two saves; `actions` relies on it."""
+UNDISTURBED_RUN = "undisturbed"
+"""Name of the run without a fault."""
+INJECTION_HOOK = "relayrun.lab.faults.injection:FaultInjection"
 LOG_BYTES_READ = 16 << 20
-"""How much of the end of a job's log is looked at."""
+"""Bytes read from the end of a job's log."""
+QUEUE_POLL_SECONDS = 1.0
+"""Interval between two queries of the queue."""
+WAIT_FACTOR = 5.0
+"""Factor on the waits of a fault: nodes and file systems of a cluster are slower than one machine."""
+CONTROLLER_AWAY_SECONDS = 900.0
+"""Silence of the controller after which a test is given up."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class FaultVerdict:
-    """What became of a run."""
+class FaultSite:
+    """A cluster, and a folder on a file system of all its nodes."""
 
-    causes: list[str]
-    """How its attempts ended, in order."""
-    said: str
-    """The reasons of these ends and of STOP, a line each."""
-    wrong: list[str] = field(default_factory=list)
-    """What is not as the table says, a sentence each; nothing: all is."""
-    bit_for_bit: bool | None = None
-    """Whether losses and checkpoint are those of the undisturbed run; None where the chain need not come so far."""
+    folder: Path
+    """Contains `runs`, `configs`, `commands` and `data`."""
+    cluster: Mapping[str, Any]
+    """Section `cluster` of the run configs: the site's file."""
+    nodes: int = 2
+    minutes: int = 10
+    """Time limit of a job."""
+    step_seconds: float = 1.0
+    """Minimum duration of a step, so that a fault reaches the nodes while training runs."""
+    changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Further settings of every run config, by section."""
 
+    @property
+    def job(self) -> dict[str, Any]:
+        """Section `job` of the site's file."""
+        return dict(self.cluster.get("job", {}))
 
-def judge_run(run: Run, fault: Fault, reference: Run, commands: Path) -> FaultVerdict:
-    """Compare a run whose chain has ended with what the table says, and with the undisturbed run."""
-    ends = _attempt_ends(run)
-    reason = stop_reason(run)
-    said = "\n".join([end.reason if end else "it left no end" for end in ends] + ([reason] if reason else []))
-    causes = [end.cause if end else "none" for end in ends]
-    wrong = []
-    if len(causes) != len(fault.causes) or any(
-        cause not in wanted.split("|") for cause, wanted in zip(causes, fault.causes, strict=True)
-    ):
-        wrong.append(f"attempts ended {', '.join(causes) or '(none)'}; expected {', '.join(fault.causes)}")
-    stop = run.stop.read_text(encoding="utf-8") if run.stop.exists() else ""
-    if fault.says not in f"{said}\n{stop}":
-        wrong.append(f"nobody says {fault.says!r}")
-    if fault.logged and not any(fault.logged in log_end(log) for log in job_logs(run)):
-        wrong.append(f"no log of its jobs says {fault.logged!r}")
-    if fault.commands and not wrapper_marker(commands).exists():
-        wrong.append("the command that does harm was not called: the fault did not happen")
-    same: bool | None = None
-    if fault.expect == "resumed":
-        differs = list(islice(run_differences(run, reference), 5))
-        same = not differs
-        wrong += differs
-    elif not run.stop.exists():
-        wrong.append("the chain ended without a STOP that says why")
-    if any(entry.name.startswith("iter") for entry in (run.checkpoints / ".staging").rglob("*")):
-        wrong.append("a checkpoint that was not published lies in checkpoints/.staging")
-    return FaultVerdict(causes=causes, said=said, wrong=wrong, bit_for_bit=same)
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of a job, with the ranks per node of the site's file."""
+        return self.nodes * int(self.job.get("ntasks_per_node", 1))
 
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs per node that a job requests."""
+        return int(self.job.get("gpus_per_node", 0))
 
-def run_differences(run: Run, reference: Run) -> Iterator[str]:
-    """What differs from the undisturbed run, a sentence each: losses, gradient norms, the last checkpoint."""
-    steps, wanted = exact_steps(run), exact_steps(reference)
-    if sorted(steps) != list(range(1, RUN_STEPS + 1)):
-        yield f"it has {len(steps)} of {RUN_STEPS} steps"
-    for iteration in sorted(steps.keys() & wanted.keys()):
-        if steps[iteration] != wanted[iteration]:
-            yield f"loss or gradient norm of iteration {iteration} are not those of the undisturbed run"
-            break
-    yield from checkpoint_differences(run.checkpoint(RUN_STEPS), reference.checkpoint(RUN_STEPS))
+    @property
+    def host_python(self) -> str:
+        """Python of the batch script."""
+        return str(self.cluster.get("host_python", "python3"))
 
+    def run(self, name: str) -> Run:
+        """Return the run of a test, or the undisturbed run."""
+        return run_in(self.folder, name)
 
-def checkpoint_differences(found: Path, wanted: Path) -> Iterator[str]:
-    """What differs in two checkpoints that were saved with hashes: each is read back and compared with its own."""
-    for folder in (found, wanted):
-        _, faults = checksums.verify_checkpoint(folder, None)
-        if faults:
-            yield f"{folder}: {faults[0]}"
-            return
-    one, other = _checkpoint_hashes(found), _checkpoint_hashes(wanted)
-    if one.keys() != other.keys():
-        yield f"{found} has other tensors than {wanted}"
-    for key in sorted(one.keys() & other.keys()):
-        if one[key] != other[key]:
-            yield f"{key[0]} in the checkpoint of iteration {RUN_STEPS} is not that of the undisturbed run"
-            return
+    def commands(self, name: str) -> Path:
+        """Return the folder of a test's wrappers and their marker."""
+        return self.folder / "commands" / name
 
-
-def _checkpoint_hashes(folder: Path) -> dict[tuple[str, str], str]:
-    """Hashes of all values in a checkpoint: of tensors by name and place, of other files by their names."""
-    sums = checksums.Checksums(folder, None)
-    found = {(block.key, str(block.offset)): block.values or block.frame for block in sums.blocks()}
-    for name, known in sums.files.items():
-        if known.xxh3_128 is not None and not name.endswith(checksums.PIECE_SUFFIXES):
-            found[name, ""] = known.xxh3_128
-    return found
+    def write_config(self, name: str, fault: Fault | None) -> Path:
+        """Write the run config of a test, or of the undisturbed run (None); return its path."""
+        inject = ",".join(filter(None, [f"step-delay={self.step_seconds}", fault.inject if fault else ""]))
+        precision = {"precision": "bf16"} if self.gpus else {"precision": "fp32", "threads": 1}
+        common: dict[str, dict[str, Any]] = {
+            "model": model_section(2, 64, 128, 4, 2) | {"attention_dropout": 0.1},
+            "training": {
+                "steps": RUN_STEPS,
+                "seq_length": 64,
+                "micro_batch_size": 2,
+                "global_batch_size": 4 * self.ranks,
+                "seed": 1,
+                "deterministic": True,
+                "hooks": [{"hook": INJECTION_HOOK, "options": {"faults": inject}}],
+                **precision,
+            },
+            "optimizer": {"lr": 1e-3, "lr_warmup_steps": 2},
+            "checkpoint": {"interval": SAVE_INTERVAL},
+            "chain": {"auto_requeue": True},
+            "job": {"nodes": self.nodes, "time": str(self.minutes)},
+            "data": random_data(self.folder / "data", vocabulary=300, longest=400, documents=120),
+            "cluster": dict(self.cluster),
+        }
+        changes = [self.changes, fault.config if fault else {}]
+        if fault and "python3" in fault.commands:  # the wrapper is found by name on PATH
+            changes.append({"cluster": {"host_python": "python3"}})
+        return write_config(self.folder, run_config_values(self.folder, "drill", name, common, *changes))
 
 
-def exact_steps(run: Run) -> dict[int, tuple[str, ...]]:
-    """Loss and gradient norm of every iteration in the merged view, as exact text; of one that stands twice, both."""
-    found: dict[int, tuple[str, ...]] = {}
-    for line in read_lines(run.metrics_view):
-        if "loss" in line:
-            found[line["iteration"]] = (*found.get(line["iteration"], ()), line["loss"].hex(), line["grad_norm"].hex())
-    return found
+@dataclass(frozen=True, kw_only=True)
+class FaultTools:
+    """Site, scheduler and access rights of a drill."""
 
-
-def job_logs(run: Run) -> list[Path]:
-    """What the jobs of the run wrote."""
-    return sorted(log_folder(run).glob(f"{Plan.load(run).job_name}-*"))
-
-
-def log_end(log: Path) -> str:
-    """The end of a log."""
-    return last_bytes(log, LOG_BYTES_READ).decode(errors="replace")
-
-
-def _attempt_ends(run: Run) -> list[AttemptEnd | None]:
-    numbers = [number for number in run.attempt_numbers() if run.attempt(number).begin.exists()]
-    return [run.attempt(number).read_end() for number in numbers]
+    site: FaultSite
+    slurm: Slurm
+    signals: SignalSender
+    control: ClusterControl | None = None
+    queue_seconds: float = 3600.0
+    patience: float = WAIT_FACTOR
+    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    """Environment of the submit."""
+    tell: Callable[[str], None] = print
+    """Prints a line for the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FaultResult(Record):
-    """One row that was done."""
+    """Result of one fault test."""
 
     name: str
     what: str
     expect: str
     passed: bool
     wrong: list[str] = field(default_factory=list)
-    """Why not, a sentence each."""
+    """Reasons of a failure, one sentence each."""
     seen: list[str] = field(default_factory=list)
-    """How the attempts ended, in order."""
+    """Causes of the attempts' ends, in order."""
     said: str = ""
-    """In words: the ends, and STOP."""
+    """Reasons of the ends, and STOP."""
     stop: str = ""
-    """Why the chain stopped; empty where it trained to the end."""
+    """Reason of STOP; empty if the chain trained to the end."""
     seconds_lost: float = 0.0
     """Seconds of one node without new steps: lost work, hangs, later starts, and the waits before them."""
     steps_lost: int = 0
     """Steps that were computed again, or lost."""
     bit_for_bit: bool | None = None
-    """Whether losses and checkpoint are those of the undisturbed run; None where the chain was to stop."""
+    """True if losses and checkpoint equal the undisturbed run's; None if the chain was to stop."""
     node_seconds: float = 0.0
     begin: float = 0.0
     """Seconds since 1970."""
     seconds: float = 0.0
-    """From the submit to the end of the chain."""
+    """Time from the submit to the end of the chain."""
     run_dir: str = ""
     job_ids: list[str] = field(default_factory=list)
 
 
-QUEUE_POLL_SECONDS = 1.0
-"""Seconds between two looks at the queue."""
-
-WAIT_FACTOR = 5.0
-"""What the seconds of a fault's waits are multiplied by: nodes and file systems of a cluster are slower than one
-machine."""
-
-CONTROLLER_AWAY_SECONDS = 900.0
-"""Seconds for which a controller that does not answer is no reason to give a row up."""
+def run_undisturbed(tools: FaultTools) -> FaultResult:
+    """Do the run without a fault, the reference of all others."""
+    fault = Fault(name=UNDISTURBED_RUN, what="nothing: what the others are compared with", causes=("done",))
+    return replace(run_fault(tools, fault), bit_for_bit=None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DrillTools:
-    """With what the rows of a drill are done."""
-
-    site: DrillSite
-    slurm: Slurm
-    reach: SignalSender
-    control: ClusterControl | None = None
-    queue_seconds: float = 3600.0
-    patience: float = WAIT_FACTOR
-    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
-    """What the submit finds in its environment."""
-    tell: Callable[[str], None] = print
-    """Is given what a person should know, a line each."""
-
-
-def run_undisturbed(company: DrillTools) -> FaultResult:
-    """Do the run that nothing happens to, which the others are compared with."""
-    fault = Fault(
-        name=UNDISTURBED_RUN, what="nothing: what the others are compared with", expect="resumed", causes=("done",)
-    )
-    return replace(run_fault(company, fault), bit_for_bit=None)
-
-
-def run_fault(company: DrillTools, fault: Fault) -> FaultResult:
-    """Do one row. Whatever ends it early, Ctrl-C too, its jobs are cancelled by their ids."""
-    site, begin = company.site, time.time()
+def run_fault(tools: FaultTools, fault: Fault) -> FaultResult:
+    """Do one test. If anything ends it early, also Ctrl-C, its jobs are cancelled by their ids."""
+    site, begin = tools.site, time.time()
     run, commands = site.run(fault.name), site.commands(fault.name)
     commands.mkdir(parents=True, exist_ok=True)
-    search = company.environment.get("PATH", os.defpath)
+    search = tools.environment.get("PATH", os.defpath)
     write_wrappers(fault.commands, commands, search=search, real={"python3": site.host_python})
     config = site.write_config(fault.name, fault)
-    stage = FaultTarget(
+    target = FaultTarget(
         run=run,
         commands=commands,
-        slurm=company.slurm,
-        reach=company.reach,
-        control=company.control,
-        patience=company.patience,
-        queue_seconds=company.queue_seconds,
+        slurm=tools.slurm,
+        signals=tools.signals,
+        control=tools.control,
+        patience=tools.patience,
+        queue_seconds=tools.queue_seconds,
     )
     failed = ""
     with _small_file_system(run, fault):
         try:
-            submit_run_config(config, company.environment | {"PATH": f"{commands / 'bin'}:{search}"})
+            submit_run_config(config, tools.environment | {"PATH": f"{commands / 'bin'}:{search}"})
             if not fault.before_begin:
-                wait_for_begin(stage)
-            fault.act(stage)
-            wait_for_end(stage)
+                wait_for_begin(target)
+            fault.act(target)
+            wait_for_end(target)
         except (RelayrunError, OSError) as error:
             failed = str(error)
         finally:
-            if run.plan.exists() and may_still_run(stage):
-                company.tell(f"{fault.name}: {cancel_jobs(stage)}")
-            stage.bring_back_nodes()
-        verdict = (
-            judge_run(run, fault, site.run(UNDISTURBED_RUN), commands)
-            if run.plan.exists()
-            else FaultVerdict(causes=[], said="")
-        )
-        return _fault_result(run, fault, begin, verdict, failed)
+            if run.plan.exists() and may_still_run(target):
+                tools.tell(f"{fault.name}: {cancel_jobs(target)}")
+            target.bring_back_nodes()
+        return _fault_result(tools, run, fault, begin, failed)
 
 
 def submit_run_config(config: Path, environment: dict[str, str]) -> None:
-    """Submit a run config with this environment, as a user does. Raises ConfigError with what the submit said."""
-    command = [sys.executable, str(places.shared_file("launchers/submit.py")), str(config)]
+    """Submit a run config with this environment, as a user does. Raises ConfigError with the submit's error."""
     done = subprocess.run(
-        command,
+        submit_command(config),
         env=environment,
         cwd=places.CODE_ROOT,
         stdin=subprocess.DEVNULL,
@@ -271,60 +230,61 @@ def submit_run_config(config: Path, environment: dict[str, str]) -> None:
         raise ConfigError(f"the submit was refused: {done.stderr.strip()}", where=config)
 
 
-def wait_for_begin(stage: FaultTarget) -> None:
-    """Wait until the first attempt has begun, or the chain is over before. Raises DidNotHappen."""
-    stage.wait(lambda: stage.run.attempt(1).begin.exists() or chain_has_ended(stage), what="the first attempt's begin")
+def wait_for_begin(target: FaultTarget) -> None:
+    """Wait until the first attempt has begun, or the chain has ended before. Raises FaultNotInjected."""
+    target.wait(
+        lambda: target.run.attempt(1).begin.exists() or chain_has_ended(target), what="the first attempt's begin"
+    )
 
 
-def wait_for_end(stage: FaultTarget) -> None:
-    """Wait until no job of the chain waits or runs any more. Raises DidNotHappen, and where two jobs wait."""
+def wait_for_end(target: FaultTarget) -> None:
+    """Wait until the chain has no job. Raises FaultNotInjected; RunDirError if two jobs wait."""
     answered = time.monotonic()
-    limit = time.monotonic() + stage.queue_seconds + 3600
+    limit = time.monotonic() + target.queue_seconds + 3600
     while time.monotonic() < limit:
         try:
-            if len(waiting := stage.waiting_jobs()) > 1:
-                raise RunDirError(f"more than one job of the chain waits: {', '.join(waiting)}", where=stage.run.path)
-            if chain_has_ended(stage):
+            if len(waiting := target.waiting_jobs()) > 1:
+                raise RunDirError(f"more than one job of the chain waits: {', '.join(waiting)}", where=target.run.path)
+            if chain_has_ended(target):
                 return
             answered = time.monotonic()
         except SchedulerError as error:
             if time.monotonic() - answered > CONTROLLER_AWAY_SECONDS:
-                raise FaultNotInjected(f"Slurm does not answer: {error.message}", where=stage.run.path) from None
+                raise FaultNotInjected(f"Slurm does not answer: {error.message}", where=target.run.path) from None
         time.sleep(QUEUE_POLL_SECONDS)
-    raise FaultNotInjected("the chain does not end", where=stage.run.path)
+    raise FaultNotInjected("the chain does not end", where=target.run.path)
 
 
-def chain_has_ended(stage: FaultTarget) -> bool:
-    """Whether no job of the chain waits or runs, a fallback job of it neither."""
-    if stage.jobs():
+def chain_has_ended(target: FaultTarget) -> bool:
+    """True if the chain has no pending or running job, fallback jobs included."""
+    if target.jobs():
         return False
-    plan = Plan.load(stage.run)
-    return not stage.slurm.fallback_jobs.live(plan.fallback_job_name) and not stage.jobs()
+    plan = Plan.load(target.run)
+    return not target.slurm.fallback_jobs.live(plan.fallback_job_name) and not target.jobs()
 
 
-def may_still_run(stage: FaultTarget) -> bool:
-    """Whether something that the row queued may still wait or run."""
+def may_still_run(target: FaultTarget) -> bool:
+    """True if a job that the test queued may be pending or running."""
     with contextlib.suppress(RelayrunError):
-        return not chain_has_ended(stage) or any((job := stage.slurm.query(own)) and job.live for own in stage.own_jobs)
+        return not chain_has_ended(target) or any(
+            (job := target.slurm.query(own)) and job.live for own in target.own_jobs
+        )
     return True
 
 
-def cancel_jobs(stage: FaultTarget) -> str:
-    """End the chain and cancel by their ids the jobs that the row queued; return what was done, in words.
+def cancel_jobs(target: FaultTarget) -> str:
+    """End the chain and cancel the jobs of the test by their ids; return a sentence.
 
-    Raises SchedulerError where one stays.
+    Raises SchedulerError if one stays.
     """
-    for job in stage.own_jobs:
-        stage.slurm.cancel(job)
-    return cancel_chain(stage.run, stage.slurm, user="the drill")
+    for job in target.own_jobs:
+        target.slurm.cancel(job)
+    return cancel_chain(target.run, target.slurm, user="the drill")
 
 
 @contextlib.contextmanager
 def _small_file_system(run: Run, fault: Fault) -> Iterator[None]:
-    """Inside, the run directory of a fault of the disk, or a folder of it, is a file system of 40 MB.
-
-    What lies there in the end is kept.
-    """
+    """Mount a file system of 40 MB at the folder of a disk fault inside the block; keep its files afterwards."""
     if not fault.small_disk:
         yield
         return
@@ -341,42 +301,80 @@ def _small_file_system(run: Run, fault: Fault) -> Iterator[None]:
     kept.rename(folder)
 
 
-def _fault_result(run: Run, fault: Fault, begin: float, verdict: FaultVerdict, failed: str) -> FaultResult:
+def _fault_result(tools: FaultTools, run: Run, fault: Fault, begin: float, failed: str) -> FaultResult:
+    starts = [start for number in run.attempt_numbers() if (start := run.attempt(number).read_begin())]
+    ends = [run.attempt(start.attempt).read_end() for start in starts]
+    causes = [end.cause if end else "none" for end in ends]
+    reason = stop_reason(run)
+    said = "\n".join([end.reason if end else "it left no end" for end in ends] + ([reason] if reason else []))
+    wrong, same = [failed] if failed else [], None
+    if run.plan.exists():
+        wrong += _table_differences(run, fault, causes, said)
+        if fault.commands and not wrapper_marker(tools.site.commands(fault.name)).exists():
+            wrong.append("the command that does harm was not called: the fault did not happen")
+        if fault.expect == "resumed":
+            reference = tools.site.run(UNDISTURBED_RUN)
+            different = loss_differences(run, reference, RUN_STEPS)
+            different += checkpoint_differences(run.checkpoint(RUN_STEPS), reference.checkpoint(RUN_STEPS))[1]
+            same = not different
+            wrong += different[:5]
     lost, steps, allocated = _fault_cost(run)
-    wrong = [*([failed] if failed else []), *verdict.wrong]
     return FaultResult(
         name=fault.name,
         what=fault.what,
         expect=fault.expect,
         passed=not wrong,
         wrong=wrong,
-        seen=verdict.causes,
-        said=verdict.said,
-        stop=stop_reason(run) or "",
+        seen=causes,
+        said=said,
+        stop=reason or "",
         seconds_lost=lost,
         steps_lost=steps,
-        bit_for_bit=verdict.bit_for_bit,
+        bit_for_bit=same,
         node_seconds=allocated,
         begin=begin,
         seconds=time.time() - begin,
         run_dir=str(run.path),
-        job_ids=[attempt.job_id for number in run.attempt_numbers() if (attempt := run.attempt(number).read_begin())],
+        job_ids=[start.job_id for start in starts],
     )
 
 
-def _fault_cost(run: Run) -> tuple[float, int, float]:
-    """Seconds without new steps that the fault cost, steps computed again, and all node seconds.
+def _table_differences(run: Run, fault: Fault, causes: list[str], said: str) -> list[str]:
+    """Return the deviations of a chain's end from the table, one sentence each."""
+    wrong = []
+    expected = [wanted.split("|") for wanted in fault.causes]
+    if len(causes) != len(expected) or any(cause not in wanted for cause, wanted in zip(causes, expected, strict=True)):
+        wrong.append(f"attempts ended {', '.join(causes) or '(none)'}; expected {', '.join(fault.causes)}")
+    stop = run.stop.read_text(encoding="utf-8") if run.stop.exists() else ""
+    if fault.says not in f"{said}\n{stop}":
+        wrong.append(f"nobody says {fault.says!r}")
+    logs = (last_bytes(log, LOG_BYTES_READ).decode(errors="replace") for log in job_logs(run))
+    if fault.logged and not any(fault.logged in text for text in logs):
+        wrong.append(f"no log of its jobs says {fault.logged!r}")
+    if fault.expect == "stopped" and not run.stop.exists():
+        wrong.append("the chain ended without a STOP that says why")
+    if any(entry.name.startswith("iter") for entry in (run.checkpoints / ".staging").rglob("*")):
+        wrong.append("a checkpoint that was not published lies in checkpoints/.staging")
+    return wrong
 
-    The seconds are those of one node: what was lost, the starts of the attempts behind the first, and the waits before
-    them.
+
+def job_logs(run: Run) -> list[Path]:
+    """Return the logs of the run's jobs."""
+    return sorted(log_folder(run).glob(f"{Plan.load(run).job_name}-*"))
+
+
+def _fault_cost(run: Run) -> tuple[float, int, float]:
+    """Seconds without new steps, steps computed again, and all node seconds.
+
+    The seconds are those of one node: lost time, the starts of later attempts, and the waits before them.
     """
     try:
         spent = account_for_run(run)
     except RelayrunError:  # no attempt began
         return 0.0, 0, 0.0
     seconds = 0.0
-    for number, stay in enumerate(spent.stays):
+    for number, each in enumerate(spent.allocations):
         names = LOST_PARTS if number == 0 else LOST_PARTS | START_PARTS
-        seconds += sum(stay.parts.get(name, 0) for name in names) / stay.nodes
-        seconds += sum(stay.waited.values()) if number else 0
+        seconds += sum(each.parts.get(name, 0) for name in names) / each.nodes
+        seconds += sum(each.waited.values()) if number else 0
     return seconds / MICROSECONDS_PER_SECOND, spent.work.redone_iterations, spent.allocated / MICROSECONDS_PER_SECOND

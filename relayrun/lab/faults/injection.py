@@ -1,9 +1,9 @@
-"""Faults inside the ranks, for drills: a hook, given by the drill alone.
+"""Faults inside the ranks, injected by a hook that only drills set.
 
     training:
       hooks: [{hook: "relayrun.lab.faults.injection:FaultInjection", options: {faults: "FAULT[,FAULT...]"}}]
 
-| fault | what it does |
+| fault | effect |
 |---|---|
 | step-delay=S | every step takes S seconds longer |
 | slow-after=K:S | after K steps of an attempt every step takes S seconds longer |
@@ -11,12 +11,10 @@
 | crash-at-once | an exception before the first step, in every attempt |
 | sleep-at=I:R | rank R sleeps for ever after iteration I of the first attempt, while the others wait in a collective |
 | publish-delay=S | S seconds between the last byte of a checkpoint and its publication, in the first attempt |
-| commit-full=N | the first N commits of the first attempt find no room on the disk |
+| commit-full=N | the first N commits of the first attempt find no space on the disk |
 | slow-save=I:S | the save at iteration I takes S seconds longer |
-| nan-sample=K | the loss of every global batch that holds sample K is no number on the last rank |
-| spike-sample=K:F | there it is F times as high on all ranks |
-
-The training program knows nothing of this.
+| nan-sample=K | the loss of every global batch with sample K is NaN on the last rank |
+| spike-sample=K:F | the loss of such a batch is F times as high on all ranks |
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ KNOWN_FAULTS = {
 
 
 def fail_opens(times: int, path: Path) -> None:
-    """Let this process find no room (ENOSPC) when it opens the file, that many times."""
+    """Let opening the file fail with ENOSPC in this process, `times` times."""
     left = times
 
     def look(event: str, arguments: tuple[object, ...]) -> None:
@@ -62,12 +60,12 @@ class FaultInjection(Hook):
     """The faults of one attempt on one rank."""
 
     def __init__(self, faults: str) -> None:
-        """`faults`: as in the table, separated by commas. Raises ValueError for one that is not in the table."""
+        """`faults`: names of the table, separated by commas. Raises ValueError for an unknown name."""
         self._faults = dict(fault.partition("=")[::2] for fault in faults.split(",") if fault)
         if unknown := self._faults.keys() - KNOWN_FAULTS:
             raise ValueError(f"unknown faults: {', '.join(sorted(unknown))}")
         self._factor = 1.0
-        """What the losses of this iteration are multiplied by."""
+        """Factor on the losses of this iteration."""
         self._steps = 0
         """Steps that this attempt has begun."""
 
@@ -108,5 +106,5 @@ class FaultInjection(Hook):
             time.sleep(float(self._faults.get("publish-delay", 0)))
 
     def _change_loss(self, _module: object, _inputs: object, losses: Any) -> Any:
-        """Multiply the losses; a forward hook (of torch) of the part of the model that computes them."""
+        """Multiply the losses; a forward hook of the last model chunk."""
         return losses if self._factor == 1.0 else losses * self._factor

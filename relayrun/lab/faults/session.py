@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 from fcntl import LOCK_EX, LOCK_NB, flock
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
 from relayrun.config.compose import resolve
@@ -24,34 +23,34 @@ from relayrun.control.chain.jobs import cancel_chain
 from relayrun.errors import ConfigError, InputError, RelayrunError, did_you_mean
 from relayrun.files import read_json, unused_name, write_json
 from relayrun.lab.faults import experiment
-from relayrun.lab.faults.experiment import DrillTools, FaultResult
-from relayrun.lab.faults.small_run import UNDISTURBED_RUN, DrillSite
+from relayrun.lab.faults.experiment import UNDISTURBED_RUN, FaultResult, FaultSite, FaultTools
 from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME, Fault, FaultRequirement
 from relayrun.submit import submission
 from relayrun.submit.check.existing_run import SubmitIntent
-from relayrun.watch.report.html import Markup, html_page, tag
+from relayrun.watch.report.html import Markup, html_page, html_table, tag
+from relayrun.watch.text import split_column, text_table
 
 CHECKED_CONFIG_NAME = "check"
-"""Name of the run config that is looked at alone: a run of the drill may be there already."""
+"""Name of a run config that is only checked: a run of the drill may exist already."""
 
 MINUTES_PER_JOB = 3.0
-"""What a job of a row takes for about, its start included, in minutes."""
+"""Estimated minutes of a job, its start included."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrillCost:
-    """What rows would take."""
+class SessionCost:
+    """Estimated cost of fault tests."""
 
     rows: int
     jobs: int
     node_minutes: float
     minutes: float
     most_node_minutes: float
-    """If every job ran to its time limit."""
+    """Cost if every job runs to its time limit."""
 
     @property
     def words(self) -> str:
-        """One sentence for people."""
+        """The estimate as one sentence."""
         return (
             f"{self.rows} runs of a tiny model, one after the other: {self.jobs} jobs, about {self.node_minutes:.0f} "
             f"node minutes (at most {self.most_node_minutes:.0f}) and {self.minutes:.0f} minutes beside the queue"
@@ -59,7 +58,7 @@ class DrillCost:
 
 
 def select_faults(names: str) -> list[Fault]:
-    """The faults that are asked for: `all`, or names with commas between. Raises ConfigError for an unknown one."""
+    """Parse `all`, or names separated by commas. Raises ConfigError for an unknown name."""
     if names == "all":
         return list(FAULTS)
     wanted = [name.strip() for name in names.split(",") if name.strip()]
@@ -77,7 +76,7 @@ def select_faults(names: str) -> list[Fault]:
 
 
 def skipped_faults(faults: Sequence[Fault], *, test_cluster: bool) -> dict[str, str]:
-    """Faults that cannot be done here, with the reason."""
+    """Return the faults that cannot be injected here, with the reason."""
     reasons = {}
     for fault in faults:
         if fault.needs is not None and not test_cluster:
@@ -87,39 +86,39 @@ def skipped_faults(faults: Sequence[Fault], *, test_cluster: bool) -> dict[str, 
     return reasons
 
 
-class DrillSession:
+class FaultSession:
     """A drill in a folder."""
 
-    def __init__(self, company: DrillTools, faults: Sequence[Fault], *, skipped: Mapping[str, str]) -> None:
+    def __init__(self, tools: FaultTools, faults: Sequence[Fault], *, skipped: Mapping[str, str]) -> None:
         """`skipped`: faults that are left out, with the reason."""
-        self.company = company
-        self.site: DrillSite = company.site
-        self.folder = company.site.folder
+        self.tools = tools
+        self.site: FaultSite = tools.site
+        self.folder = tools.site.folder
         self.faults = list(faults)
         self.skipped = dict(skipped)
 
     def result(self, name: str) -> FaultResult | None:
-        """What became of a row; None where it is not done. Raises RunDirError where the record is damaged."""
+        """Return the result of a test, None if it is not done. Raises RunDirError if the record is damaged."""
         return FaultResult.read(self.folder / "results" / f"{name}.json")
 
     def results(self) -> list[FaultResult]:
-        """All rows that are done, in the order of the table, the undisturbed run first."""
+        """Return the results in the order of the table, the undisturbed run first."""
         found = [self.result(name) for name in (UNDISTURBED_RUN, *FAULTS_BY_NAME)]
         return [each for each in found if each is not None]
 
-    def to_do(self) -> list[str]:
-        """Names of the rows that are asked for and not done, the undisturbed run first."""
+    def pending_tests(self) -> list[str]:
+        """Return the names of requested tests without a result, the undisturbed run first."""
         names = [fault.name for fault in self.faults if fault.name not in self.skipped]
         names = [name for name in names if self.result(name) is None]
         reference = self.result(UNDISTURBED_RUN)
         return [UNDISTURBED_RUN, *names] if names and (reference is None or not reference.passed) else names
 
-    def cost(self, names: Sequence[str]) -> DrillCost:
-        """What these rows would take."""
+    def cost(self, names: Sequence[str]) -> SessionCost:
+        """Return the estimated cost of these tests."""
         jobs = sum(len(FAULTS_BY_NAME[name].causes) if name in FAULTS_BY_NAME else 1 for name in names)
         nodes, site = self.site.nodes, self.site
         minutes = jobs * (MINUTES_PER_JOB + site.step_seconds * 30 / 60)
-        return DrillCost(
+        return SessionCost(
             rows=len(names),
             jobs=jobs,
             node_minutes=minutes * nodes,
@@ -128,8 +127,8 @@ class DrillSession:
         )
 
     def check(self) -> None:
-        """Raise what a submit would raise, before anything is queued, or for too few nodes."""
-        known = len(self.company.slurm.nodes.all_nodes())
+        """Raise the errors of a submit before anything is queued; ConfigError for too few nodes or ranks."""
+        known = len(self.tools.slurm.nodes.all_nodes())
         if known < self.site.nodes:
             raise ConfigError(f"the cluster has {known} nodes, and the drill needs {self.site.nodes}", where="--nodes")
         if self.site.ranks < 2:
@@ -138,12 +137,12 @@ class DrillSession:
                 where="--nodes",
                 hint="--nodes 2, or job.ntasks_per_node in the cluster's file",
             )
-        self._own_cluster()
+        self._check_same_cluster()
         config = resolve.load_run_config(self.site.write_config(CHECKED_CONFIG_NAME, None))
         submission.check_submission(config, intent=SubmitIntent()).findings.raise_errors()
 
-    def _own_cluster(self) -> None:
-        """Raise InputError where the folder has a drill of another cluster or of other numbers."""
+    def _check_same_cluster(self) -> None:
+        """Raise InputError if the folder holds a drill with another cluster or number of nodes."""
         path = self.folder / "drill.json"
         asked: dict[str, Any] = {"cluster": dict(self.site.cluster), "nodes": self.site.nodes}
         if not path.exists():
@@ -152,23 +151,23 @@ class DrillSession:
             hint = "name another one: --directory DIR"
             raise InputError("this folder has a drill with another cluster or other nodes", where=path, hint=hint)
 
-    def again(self) -> None:
-        """Put what is known of the rows that are asked for out of the way, so that they are done again."""
+    def forget_results(self) -> None:
+        """Rename the results of the requested tests, so that they are repeated."""
         for fault in self.faults:
             path = self.folder / "results" / f"{fault.name}.json"
             if path.exists():
                 os.rename(path, unused_name(self.folder / "results", f"{fault.name}.json.before"))
 
-    def go_on(self) -> None:
-        """Do the rows that are not done. Raises RelayrunError where the undisturbed run fails."""
-        tell = self.company.tell
-        for name in self.to_do():
+    def run_pending(self) -> None:
+        """Do the tests without a result. Raises RelayrunError if the undisturbed run fails."""
+        tell = self.tools.tell
+        for name in self.pending_tests():
             self.clear(name)
             tell(f"{time.strftime('%H:%M:%S')} {name} ...")
             if name == UNDISTURBED_RUN:
-                result = experiment.run_undisturbed(self.company)
+                result = experiment.run_undisturbed(self.tools)
             else:
-                result = experiment.run_fault(self.company, FAULTS_BY_NAME[name])
+                result = experiment.run_fault(self.tools, FAULTS_BY_NAME[name])
             result.write(self.folder / "results" / f"{name}.json")
             tell(f"{time.strftime('%H:%M:%S')} {result_line(result)}")
             if name == UNDISTURBED_RUN and not result.passed:
@@ -179,14 +178,14 @@ class DrillSession:
                 )
 
     def clear(self, name: str) -> None:
-        """End what a drill that was killed has left of a row, and put its run directory out of the way."""
+        """Clean up a test of a killed drill: cancel its jobs, rename its run directory."""
         run, fault = self.site.run(name), FAULTS_BY_NAME.get(name)
         if fault is not None and fault.small_disk and os.path.ismount(mounted := run.path / fault.small_disk):
             subprocess.run(["umount", str(mounted)], check=True)
         if run.plan.exists():
             if not run.stop.exists():
-                said = cancel_chain(run, self.company.slurm, user="the drill")
-                self.company.tell(f"{name}: left by a drill that was stopped: {said}")
+                said = cancel_chain(run, self.tools.slurm, user="the drill")
+                self.tools.tell(f"{name}: left by a drill that was stopped: {said}")
             os.rename(run.path, unused_name(run.path.parent, f"{name}.stopped"))
         provoked = self.site.commands(name)
         if provoked.exists():
@@ -194,7 +193,7 @@ class DrillSession:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Inside, no other process does rows in this folder. Raises InputError where one does."""
+        """Keep other processes from doing tests in this folder. Raises InputError if one does."""
         (self.folder / "results").mkdir(parents=True, exist_ok=True)
         with (self.folder / "lock").open("w") as lock:
             try:
@@ -205,18 +204,26 @@ class DrillSession:
 
 
 def result_line(result: FaultResult) -> str:
-    """What became of a row, in one line."""
+    """Return the result of a test in one line."""
     if result.passed:
         return f"{result.name}: passed ({', '.join(result.seen)}), {result.seconds:.0f} s"
     return f"{result.name}: FAILED: {'; '.join(result.wrong)}"
 
 
-TABLE_COLUMNS = ("fault", "what happened", "how attempts ended", "seconds lost", "steps lost", "bit for bit", "verdict")
+TABLE_COLUMNS = (
+    "fault",
+    "what happened",
+    "how attempts ended",
+    "seconds lost|n",
+    "steps lost|n",
+    "bit for bit",
+    "verdict",
+)
 
 
-def session_as_json(session: DrillSession) -> dict[str, Any]:
+def session_as_json(session: FaultSession) -> dict[str, Any]:
     """Return all of a drill as plain values."""
-    results, waiting = session.results(), session.to_do()
+    results, waiting = session.results(), session.pending_tests()
     return {
         "cluster": session.site.cluster.get("name", ""),
         "nodes": session.site.nodes,
@@ -229,25 +236,20 @@ def session_as_json(session: DrillSession) -> dict[str, Any]:
 
 
 def all_passed(results: Sequence[FaultResult]) -> bool:
-    """Whether no row that is done failed."""
+    """True if no finished test failed."""
     return all(result.passed for result in results)
 
 
-def terminal_table(session: DrillSession) -> Table:
+def terminal_table(session: FaultSession) -> Table:
     """Return a drill as a table for a terminal."""
-    found = Table(title=session_headline(session), box=None, title_justify="left", padding=(0, 2, 0, 0))
-    for name in TABLE_COLUMNS:
-        found.add_column(name, justify="right" if name.endswith("lost") else "left", overflow="fold")
-    for cells in table_rows(session):
-        found.add_row(*map(escape, cells))
-    return found
+    return text_table(TABLE_COLUMNS, table_rows(session), title=session_headline(session))
 
 
-def markdown_report(session: DrillSession) -> str:
+def markdown_report(session: FaultSession) -> str:
     """Return a drill as Markdown."""
     lines = [f"# {session_headline(session)}", "", *(f"{fact}  " for fact in session_facts(session)), ""]
     lines += [
-        _markdown_row(TABLE_COLUMNS),
+        _markdown_row([split_column(name)[0] for name in TABLE_COLUMNS]),
         _markdown_row(["---"] * len(TABLE_COLUMNS)),
         *(_markdown_row(cells) for cells in table_rows(session)),
     ]
@@ -257,45 +259,43 @@ def markdown_report(session: DrillSession) -> str:
     return "\n".join(lines) + "\n"
 
 
-def html_report(session: DrillSession) -> str:
+def html_report(session: FaultSession) -> str:
     """Return a drill as one HTML file."""
-    head = tag("tr", *(tag("th", name) for name in TABLE_COLUMNS))
-    body = [tag("tr", *(tag("td", cell) for cell in cells)) for cells in table_rows(session)]
     return html_page(
         session_headline(session),
         tag("h1", session_headline(session)),
         *(tag("p", fact) for fact in session_facts(session)),
-        tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="wide"),
+        html_table(TABLE_COLUMNS, table_rows(session)),
         *(_failure_section(result) for result in failed_results(session)),
     )
 
 
-def session_headline(session: DrillSession) -> str:
-    """Return what a drill came to, in a line."""
+def session_headline(session: FaultSession) -> str:
+    """Return the number of passed faults, in one line."""
     done = [result for result in session.results() if result.name != UNDISTURBED_RUN]
     good = sum(result.passed for result in done)
     return f"drill on {session.site.cluster.get('name', 'a cluster')}: {good} of {len(done)} faults passed"
 
 
-def session_facts(session: DrillSession) -> list[str]:
-    """Return what else a reader should know, a sentence each."""
+def session_facts(session: FaultSession) -> list[str]:
+    """Return further facts, one sentence each."""
     results = session.results()
     found = [
         f"{time.strftime('%Y-%m-%d %H:%M')}; jobs of {session.site.nodes} nodes with {session.site.ranks} ranks; "
         f"{sum(result.node_seconds for result in results) / 60:.1f} node minutes were used.",
         "Seconds lost are those of a node: lost work, later starts, and the waits before them, the queue included.",
     ]
-    if waiting := session.to_do():
+    if waiting := session.pending_tests():
         found.append(f"Not done yet: {', '.join(waiting)}.")
     return found
 
 
-def failed_results(session: DrillSession) -> list[FaultResult]:
-    """Return the rows that failed."""
+def failed_results(session: FaultSession) -> list[FaultResult]:
+    """Return the failed tests."""
     return [result for result in session.results() if not result.passed]
 
 
-def table_rows(session: DrillSession) -> list[list[str]]:
+def table_rows(session: FaultSession) -> list[list[str]]:
     """Return the cells of the table."""
     return [_result_cells(result) for result in session.results()] + _skipped_cells(session.skipped)
 
@@ -332,5 +332,4 @@ def _markdown_row(cells: Sequence[str]) -> str:
 
 
 def _markdown_cell(text: str) -> str:
-    """Text that keeps within a cell of a table, whatever it holds."""
     return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")

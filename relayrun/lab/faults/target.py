@@ -1,8 +1,8 @@
 """The target of a fault: a running chain and its cluster.
 
 `FaultTarget` waits for iterations and attempts, and finds jobs. `SignalSender` sends signals to the processes of a
-job, on its nodes by a job step, or on this machine. `ClusterControl` ends and starts Slurm's daemons of a test cluster.
-Wrappers are Bash scripts that stand before a command inside the jobs of a test.
+job, on its nodes by a job step, or on this machine. `ClusterControl` stops and starts Slurm's daemons of a test
+cluster. Wrappers are Bash scripts that run before a command inside the jobs of a test.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Protocol
 from relayrun import places
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler.base import Job
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import InputError, RelayrunError, SchedulerError
 from relayrun.files import read_lines
@@ -28,33 +29,33 @@ from relayrun.lab.faults import processes
 
 TEST_CLUSTER_SCRIPT = "scripts/tools/test_cluster.sh"
 CONTROL_SECONDS = 400
-"""How long a start or a stop of a daemon may take."""
+"""Time limit for the start or stop of a daemon."""
 
 
 class ClusterControl(Protocol):
-    """Rights over a cluster whose nodes all are this machine."""
+    """Rights over a cluster whose nodes are all this machine."""
 
     conf: Path
     """Its slurm.conf."""
 
     def kill_node(self, node: str) -> None:
-        """SIGKILL of the node's slurmd; processes of its jobs go on."""
+        """Kill the node's slurmd; processes of its jobs continue."""
 
     def stop_ctld(self) -> None:
-        """End the controller; running steps go on."""
+        """Stop the controller; running steps continue."""
 
     def start_ctld(self) -> None:
-        """Start the controller with the queue that it had; returns when it answers."""
+        """Start the controller with its old queue; return when it answers."""
 
     def start_node(self, node: str) -> None:
-        """Start the node's slurmd again; nothing where it runs."""
+        """Start the node's slurmd, unless it runs."""
 
 
 class TestClusterControl:
     """The test cluster in a folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises InputError where no test cluster is in the folder."""
+        """Raises InputError if the folder holds no test cluster."""
         self._folder = folder.expanduser().resolve()
         self.conf = self._folder / "etc" / "slurm.conf"
         if not self.conf.is_file() or not (self._folder / "nodes").is_file():
@@ -92,15 +93,15 @@ def write_wrapper(folder: Path, name: str, text: str) -> Path:
 
 
 def wrapper_marker(folder: Path) -> Path:
-    """The file that a command leaves which has done harm."""
+    """Return the file that a wrapper creates when it does harm."""
     return folder / "provoked"
 
 
 def write_wrappers(commands: Mapping[str, str], folder: Path, *, search: str, real: Mapping[str, str]) -> None:
-    """Write the commands of a fault.
+    """Write the wrappers of a fault.
 
-    Each acts only where the process above it is a part of a job: the supervisor or the batch script. `search`: a PATH
-    to find the commands in; `real`: which to take instead, by name. Raises InputError where one is not there.
+    A wrapper acts only if its parent process belongs to a job: the supervisor or the batch script. `search`: a PATH for
+    the commands; `real`: other names to look up, by command. Raises InputError if a command is missing.
     """
     for name, text in commands.items():
         found = shutil.which(real.get(name, name), path=search)
@@ -116,14 +117,14 @@ class SignalSender(Protocol):
     """Sends signals to the processes of a job."""
 
     def signal(self, run: Run, job_id: str, role: str, number: signal.Signals, only: Sequence[int] = ()) -> list[str]:
-        """Signal what plays a role of `processes.ROLES`, of the ranks those in `only` or all; return who got it.
+        """Signal processes of a role of `processes`, for ranks those in `only` or all; return the reached ones.
 
-        Raises SchedulerError where the job cannot be reached.
+        Raises SchedulerError if the job cannot be reached.
         """
 
 
 class StepSignalSender:
-    """Through a step of the job, beside its ranks, as whoever owns the job may start one."""
+    """Signals through a job step beside the ranks, which the owner of the job may start."""
 
     def __init__(self, slurm: Slurm) -> None:
         self._slurm = slurm
@@ -139,65 +140,54 @@ class StepSignalSender:
 
 
 class LocalSignalSender:
-    """Directly: all nodes of the cluster are this machine."""
+    """Signals directly: all nodes of the cluster are this machine."""
 
     def signal(self, run: Run, job_id: str, role: str, number: signal.Signals, only: Sequence[int] = ()) -> list[str]:
         if role == "rank":
-            found = {rank: pid for rank, pid in self.rank_pids(run, job_id).items() if not only or rank in only}
-            named = [(f"rank {rank}", pid) for rank, pid in found.items()]
+            named = processes.named_ranks(self.rank_pids(run, job_id), only)
         else:
-            pids = (
-                processes.batch_script_processes(job_id)
-                if role == "batch"
-                else processes.watch_processes(str(run.path), job_id)
-            )
-            named = [(role, pid) for pid in pids]
-        reached = []
-        for name, pid in named:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-                reached.append(name)
-        return reached
+            named = processes.role_processes(role, str(run.path), job_id)
+        return [name for name, _ in processes.signal_processes(named, number)]
 
     def rank_pids(self, run: Run, job_id: str) -> dict[int, int]:
-        """Process ids of the ranks by rank."""
+        """Return the process ids of the ranks by rank."""
         return processes.rank_processes(str(run.path), job_id)
 
 
 POLL_SECONDS = 0.1
-"""Seconds between two looks at files."""
+"""Interval between two checks of files."""
 WAIT_SECONDS = 600.0
-"""How long what a fault needs is waited for: a start takes a minute on a busy machine."""
+"""Time limit of a wait: a start takes a minute on a busy machine."""
 
 
 class FaultNotInjected(RelayrunError):
-    """A fault could not be done, so that nothing is known of what would have come of it."""
+    """A fault could not be injected, so its effect is unknown."""
 
 
 @dataclass(kw_only=True)
 class FaultTarget:
-    """What a fault can reach: a running chain and the cluster that it runs on."""
+    """A running chain and its cluster, as far as a fault can reach them."""
 
     run: Run
     commands: Path
-    """Folder with the commands of `Fault.commands`, and what they leave there."""
+    """Folder with the wrappers of `Fault.commands` and their marker."""
     slurm: Slurm
-    reach: SignalSender
+    signals: SignalSender
     control: ClusterControl | None = None
-    """Rights over a test cluster; None on a cluster of others."""
+    """Rights over a test cluster; None on any other cluster."""
     patience: float = 1.0
-    """What the seconds of waits are multiplied by."""
+    """Factor on the seconds of waits."""
     queue_seconds: float = 3600.0
-    """How long a job may wait in the queue; that time is in no other wait."""
+    """Time that a job may wait in the queue, not counted in other waits."""
     own_jobs: list[str] = field(default_factory=list)
-    """Ids of jobs that the fault queued itself, beside those of the chain."""
+    """Ids of jobs that the fault itself queued."""
     lost_nodes: list[str] = field(default_factory=list)
-    """Nodes whose daemons the fault has ended."""
+    """Nodes whose daemons the fault has stopped."""
 
     def wait(self, condition: Callable[[], object], *, what: str = "what the fault needs") -> None:
-        """Wait until the condition holds. Raises DidNotHappen.
+        """Wait until the condition holds. Raises FaultNotInjected after the time limit.
 
-        Time in which all jobs of the chain wait in the queue does not count.
+        Time during which all jobs of the chain are pending does not count.
         """
         limit, queued = WAIT_SECONDS * self.patience, 0.0
         begin = time.monotonic()
@@ -216,142 +206,129 @@ class FaultTarget:
             what=f"iteration {iteration} of attempt {attempt}",
         )
 
-    def must(self, holds: object, words: str) -> None:
-        """Raise DidNotHappen with these words unless something holds."""
+    def require(self, holds: object, words: str) -> None:
+        """Raise FaultNotInjected with these words if a condition is false."""
         if not holds:
             raise FaultNotInjected(words, where=self.run.path)
 
-    def signal_ranks(self, number: signal.Signals, *only: int) -> None:
-        """Send a signal to these ranks of the running job, or to all of them."""
-        self._signal("rank", number, *only)
-
-    def signal_batch(self, number: signal.Signals) -> None:
-        """Send a signal to the batch script of the running job."""
-        self._signal("batch", number)
-
-    def signal_watch(self, number: signal.Signals) -> None:
-        """Send a signal to the supervisor's `watch` beside the ranks."""
-        self._signal("watch", number)
-
-    def _signal(self, role: str, number: signal.Signals, *only: int) -> None:
-        reached = self.reach.signal(self.run, self.job_id(), role, number, only)
+    def signal(self, role: str, number: signal.Signals, *only: int) -> None:
+        """Signal the running job's `rank`s (all, or those in `only`), `batch` script or supervisor's `watch`."""
+        reached = self.signals.signal(self.run, self.job_id(), role, number, only)
         names = " ".join(map(str, [role, *only]))
-        self.must(reached, f"{names}: no such process was found on the nodes of the job")
+        self.require(reached, f"{names}: no such process was found on the nodes of the job")
 
     def jobs(self) -> dict[str, str]:
-        """The jobs of the chain that wait or run: their states by their ids."""
+        """Return the states of the chain's pending and running jobs by id."""
         return {job.id: job.state for job in self.slurm.jobs(Plan.load(self.run))}
 
     def job_id(self) -> str:
-        """Id of the running job, by the record of the newest attempt, or else by Slurm. Raises DidNotHappen."""
+        """Return the running job's id, from the newest attempt's record or else from Slurm. Raises FaultNotInjected."""
         numbers = self.run.attempt_numbers()
         newest = self.run.attempt(numbers[-1]) if numbers else None
         begin = newest.read_begin() if newest is not None and not newest.end.exists() else None
         if begin is not None:
             return begin.job_id
         running = [job for job, state in self.jobs().items() if state == "RUNNING"]
-        self.must(running, "no job of the chain runs")
+        self.require(running, "no job of the chain runs")
         return running[0]
 
     def waiting_jobs(self) -> list[str]:
-        """Ids of the chain's pending jobs."""
+        """Return the ids of the chain's pending jobs."""
         return [job for job, state in self.jobs().items() if state == "PENDING"]
 
     def waiting_job(self) -> str:
-        """Id of the only pending job. Raises DidNotHappen where it is not the only one, or there is none."""
+        """Return the id of the only pending job. Raises FaultNotInjected if there is not exactly one."""
         waiting = self.waiting_jobs()
-        self.must(len(waiting) == 1, f"{len(waiting)} jobs of the chain wait, not one")
+        self.require(len(waiting) == 1, f"{len(waiting)} jobs of the chain wait, not one")
         return waiting[0]
 
     def ask(self, *words: str) -> str:
-        """Run a command of Slurm that changes nothing; return what it printed."""
+        """Run a command of Slurm that changes nothing; return its output."""
         return self.slurm.ask(words)
 
     def order(self, *words: str) -> str:
-        """Run a command of Slurm that changes something; return what it printed."""
+        """Run a command of Slurm that changes something; return its output."""
         return self.slurm.order(words)
 
-    def hurry(self) -> None:
-        """Let a queued successor that waits for its time start now."""
+    def start_successor_now(self) -> None:
+        """Start a delayed successor now."""
 
         def delayed() -> list[str]:
             return [job for job in self.waiting_jobs() if "Reason=BeginTime" in self._shown(job)]
 
         self.wait(lambda: delayed() or not self.jobs(), what="a job that waits for its time")
         for job in delayed():
-            # Slurm kills one that was queued again and starts in the second in which it was: its credential is revoked
+            # Slurm kills a requeued job that starts within the second of its requeue: its credential is revoked
             start = "now" if "Restarts=0" in self._shown(job) else "now+2"
             try:
                 self.order("scontrol", "update", f"JobId={job}", f"StartTime={start}")
-            except SchedulerError:  # it has started
+            except SchedulerError:  # the job has started
                 continue
 
     def queue_job(self, *options: str) -> None:
-        """Queue a job of the fault's own, with these options of sbatch."""
+        """Queue a job of the fault itself, with these options of sbatch."""
         self.own_jobs.append(self.order("sbatch", "--parsable", *options).strip().split(";")[0])
 
     def kill_node(self) -> None:
-        """End the daemon of the node that rank 1 runs on."""
-        self._lose(self._nodes()[1])
+        """Stop the daemon of the node that rank 1 runs on."""
+        job = self._job(self.job_id())
+        self._lose(self.slurm.nodes.expand(job.nodes)[1])
 
     def lose_node(self) -> None:
-        """End the daemon of the node that the batch script runs on, the batch script, and all that it started."""
+        """Kill the daemon of the batch script's node, the batch script, and all its processes."""
         job_id = self.job_id()
-        job = self.slurm.query(job_id)
-        self.must(job is not None, f"job {job_id} has gone")
-        assert job is not None
-        self._lose(job.batch_host)
-        pids = processes.job_processes(job_id)
+        self._lose(self._job(job_id).batch_host)
+        pids = [pid for pid, _, _ in processes.job_processes(job_id)]
         for pid in {*pids, *processes.step_daemons(pids)}:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def _lose(self, node: str) -> None:
-        self._control.kill_node(node)
+        self._cluster.kill_node(node)
         self.lost_nodes.append(node)
 
     def bring_back_nodes(self) -> None:
-        """Start the daemons again that the fault has ended, and let their nodes have jobs. Raises SchedulerError."""
+        """Restart the stopped daemons, and resume their nodes. Raises SchedulerError."""
         for node in self.lost_nodes:
-            self._control.start_node(node)
-            with suppress(SchedulerError):  # it need not be drained or down
+            self._cluster.start_node(node)
+            with suppress(SchedulerError):  # the node may be up
                 self.order("scontrol", "update", f"NodeName={node}", "State=RESUME")
         self.lost_nodes.clear()
 
     @contextmanager
     def slow_epilogs(self) -> Iterator[None]:
-        """Inside, a job that has ended stays COMPLETING."""
+        """Keep ended jobs COMPLETING inside the block."""
         slow = self.commands / "slow"
         slow.touch()
         epilog = write_wrapper(self.commands, "epilog", f'while [[ -e "{slow}" ]]; do sleep 0.5; done')
-        before = self._control.conf.read_text(encoding="utf-8")
-        self._control.conf.write_text(f"{before}Epilog={epilog}\n", encoding="utf-8")
+        before = self._cluster.conf.read_text(encoding="utf-8")
+        self._cluster.conf.write_text(f"{before}Epilog={epilog}\n", encoding="utf-8")
         self.order("scontrol", "reconfigure")
         try:
             yield
         finally:
             slow.unlink()
-            self._control.conf.write_text(before, encoding="utf-8")
+            self._cluster.conf.write_text(before, encoding="utf-8")
             self.order("scontrol", "reconfigure")
 
     def remount(self, option: str) -> None:
-        """Mount the file system of `Fault.small_disk` anew, `ro` or `rw`."""
+        """Remount the file system of `Fault.small_disk`, `ro` or `rw`."""
         subprocess.run(["mount", "-o", f"remount,{option}", str(self.run.path)], check=True)
 
     def stop_controller(self, seconds: float) -> None:
-        """Take the controller away for a while; returns when it is back."""
-        self._control.stop_ctld()
+        """Stop the controller for some seconds; return when it is back."""
+        self._cluster.stop_ctld()
         try:
             time.sleep(seconds)
         finally:
-            self._control.start_ctld()
+            self._cluster.start_ctld()
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Stop the ranks, and what Slurm has above them, with SIGSTOP; they go on behind it. Needs root's rights."""
-        self.must(isinstance(self.reach, LocalSignalSender), "slurmstepd is out of reach")
-        assert isinstance(self.reach, LocalSignalSender)
-        ranks = list(self.reach.rank_pids(self.run, self.job_id()).values())
+        """Stop the ranks and their slurmstepd with SIGSTOP inside the block. Needs root."""
+        if not isinstance(self.signals, LocalSignalSender):
+            raise FaultNotInjected("slurmstepd is out of reach", where=self.run.path)
+        ranks = list(self.signals.rank_pids(self.run, self.job_id()).values())
         daemons = processes.step_daemons(ranks)
         for pid in (*daemons, *ranks):
             os.kill(pid, signal.SIGSTOP)
@@ -362,20 +339,22 @@ class FaultTarget:
                 os.kill(pid, signal.SIGCONT)
 
     @property
-    def _control(self) -> ClusterControl:
+    def _cluster(self) -> ClusterControl:
         if self.control is None:
             raise FaultNotInjected("nothing here has rights over the cluster", where=self.run.path)
         return self.control
 
-    def _nodes(self) -> list[str]:
-        job = self.slurm.query(self.job_id())
-        return [] if job is None else self.slurm.nodes.expand(job.nodes)
+    def _job(self, job_id: str) -> Job:
+        job = self.slurm.query(job_id)
+        if job is None:
+            raise FaultNotInjected(f"job {job_id} has gone", where=self.run.path)
+        return job
 
     def _shown(self, job: str) -> str:
         return self.ask("scontrol", "show", "job", "--oneliner", job)
 
     def _all_wait(self) -> bool:
-        """Whether the chain has jobs, and all of them wait."""
+        """True if the chain has jobs, all of them pending."""
         try:
             states = set(self.jobs().values())
         except SchedulerError:

@@ -1,7 +1,7 @@
-"""`relayrun gpu-check`: measure what this machine's GPUs do with relayrun, part by part, each with a target.
+"""`relayrun gpu-check`: measure training on this machine's GPUs, part by part, each with a target.
 
-check, part, report              runs the parts, each in a process of its own; the table with targets
-setup, runs                      what parts are given; programs and training runs on this machine
+check, part, report              runs the parts, each in its own process; the table with targets
+setup, runs                      input of the parts; programs and training runs on this machine
 performance, resume, models      the parts
 cluster                          the check as a Slurm job on a site
 programs                         the programs and hooks that run on ranks (they import torch)

@@ -1,6 +1,6 @@
-"""One whole check on this machine: its parts, one after the other, the table and the file of the result.
+"""A whole check on this machine: its parts, one after the other, the table and the result file.
 
-Each part runs in a process of its own. A part that raises, dies or hangs leaves a row with the reason and the figures
+Each part runs in its own process. A part that raises, dies or hangs leaves a row with the reason and the figures
 measured before, and no process.
 """
 
@@ -35,122 +35,65 @@ from relayrun.lab.gpucheck.setup import TRACE_FILE, CheckSetup, last_log_line, l
 log = logging.getLogger(__name__)
 
 PROCESS_MARK = "GPU_CHECK_PART"
-"""A variable of the environment of everything that a part starts: jobs of the local scheduler have sessions of their
-own, and RELAYRUN_ variables are not handed on to them."""
+"""Environment variable of all processes of a part: jobs of the local scheduler have their own sessions, and do not
+inherit RELAYRUN_ variables.
+"""
 
 PartStatus = Literal["done", "failed", "timeout", "skipped"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckPart:
-    """One row, or several, of the table."""
+    """A part of the check: one or several rows of the table."""
 
     name: str
     what: str
-    """One line for people."""
+    """Description in one line."""
     function: str
     """`module:function`, see `part.py`."""
     seconds: float
-    """How long it may take at most on a GPU."""
+    """Time limit on a GPU."""
     least: float
-    """Where less than this is left of the whole check's time, it is not begun."""
+    """The part is skipped if less of the whole check's time is left."""
+
+
+def _part(module: str, name: str, seconds: float, least: float, what: str) -> CheckPart:
+    function = f"relayrun.lab.gpucheck.{module}:measure_{name}"
+    return CheckPart(name=name, what=what, function=function, seconds=seconds, least=least)
 
 
 PARTS: tuple[CheckPart, ...] = (
-    CheckPart(
-        name="environment",
-        what="versions, device, what it can do",
-        function="relayrun.lab.gpucheck.performance:measure_environment",
-        seconds=90,
-        least=0,
-    ),
-    CheckPart(
-        name="resume",
-        what="runs that are cut and resumed",
-        function="relayrun.lab.gpucheck.resume:measure_resume",
-        seconds=200,
-        least=40,
-    ),
-    CheckPart(
-        name="recovery",
-        what="ranks that die, and go on inside their job",
-        function="relayrun.lab.gpucheck.resume:measure_recovery",
-        seconds=120,
-        least=40,
-    ),
-    CheckPart(
-        name="speed",
-        what="a 1B model: batch, MFU, memory, time by part, one trace",
-        function="relayrun.lab.gpucheck.performance:measure_speed",
-        seconds=200,
-        least=60,
-    ),
-    CheckPart(
-        name="save",
-        what="what a save holds up, and a load",
-        function="relayrun.lab.gpucheck.performance:measure_save",
-        seconds=180,
-        least=60,
-    ),
-    CheckPart(
-        name="attention",
-        what="which kernel, and how fast",
-        function="relayrun.lab.gpucheck.performance:measure_attention",
-        seconds=60,
-        least=15,
-    ),
-    CheckPart(
-        name="models",
-        what="other models, optimizers and types",
-        function="relayrun.lab.gpucheck.models:measure_models",
-        seconds=150,
-        least=40,
-    ),
-    CheckPart(
-        name="layouts",
-        what="two ranks, in every way that a model is split",
-        function="relayrun.lab.gpucheck.models:measure_layouts",
-        seconds=180,
-        least=60,
-    ),
-    CheckPart(
-        name="export",
-        what="logits of the exported model",
-        function="relayrun.lab.gpucheck.models:measure_export",
-        seconds=90,
-        least=30,
-    ),
-    CheckPart(
-        name="bandwidth",
-        what="all-reduce between GPUs",
-        function="relayrun.lab.gpucheck.performance:measure_bandwidth",
-        seconds=60,
-        least=15,
-    ),
+    _part("performance", "environment", 90, 0, "versions, device, what it can do"),
+    _part("resume", "resume", 200, 40, "runs that are cut and resumed"),
+    _part("resume", "recovery", 120, 40, "ranks that die, and go on inside their job"),
+    _part("performance", "speed", 200, 60, "a 1B model: batch, MFU, memory, time by part, one trace"),
+    _part("performance", "save", 180, 60, "what a save holds up, and a load"),
+    _part("performance", "attention", 60, 15, "which kernel, and how fast"),
+    _part("models", "models", 150, 40, "other models, optimizers and types"),
+    _part("models", "layouts", 180, 60, "two ranks, in every way that a model is split"),
+    _part("models", "export", 90, 30, "logits of the exported model"),
+    _part("performance", "bandwidth", 60, 15, "all-reduce between GPUs"),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartOutcome:
-    """How a part ended, and what it measured."""
+    """Status and figures of a part."""
 
     name: str
     status: PartStatus
     seconds: float = 0.0
     words: str | None = None
-    """Why, where it is not done."""
+    """The reason, unless `status` is done."""
     figures: dict[str, Any] = field(default_factory=dict)
-
-    def record(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def run_parts(
     setup: CheckSetup, parts: Sequence[CheckPart], say: Callable[[str], None], *, began: float, stretch: float = 1.0
 ) -> list[PartOutcome]:
-    """Measure the parts, in this order; `began`: when the check did, by the monotonic clock.
+    """Measure the parts in this order.
 
-    `stretch`: every part's time, times this.
+    `began`: start of the check on the monotonic clock. `stretch`: factor on the time limits of parts.
     """
     found = []
     for part in parts:
@@ -168,7 +111,7 @@ def run_parts(
 
 
 def run_part(setup: CheckSetup, part: CheckPart, *, seconds: float) -> PartOutcome:
-    """Run one part in a process of its own; when this returns, nothing that it started is left."""
+    """Run one part in its own process; all its processes have ended when this returns."""
     setup.parts.mkdir(parents=True, exist_ok=True)
     given, figures, log_file = (setup.parts / f"{part.name}.{end}" for end in ("setup.json", "json", "log"))
     figures.unlink(missing_ok=True)
@@ -206,7 +149,7 @@ def run_part(setup: CheckSetup, part: CheckPart, *, seconds: float) -> PartOutco
 
 
 def kill_marked_processes(mark: str) -> None:
-    """Kill all processes of this user whose environment has this mark, until there is none."""
+    """Kill all processes of this user with this mark in their environment, until none is left."""
     needle = f"{PROCESS_MARK}={mark}".encode()
     for _ in range(50):
         found = [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if _has_mark(pid, needle)]
@@ -220,7 +163,7 @@ def kill_marked_processes(mark: str) -> None:
 
 
 def _has_mark(pid: int, needle: bytes) -> bool:
-    """Whether a process, which is no zombie, has this in its environment."""
+    """True if a process that is not a zombie has this entry in its environment."""
     try:
         if pid == os.getpid() or needle not in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             return False
@@ -243,7 +186,7 @@ def _reason_suffix(words: str | None) -> str:
 
 RESULTS_FOLDER = places.CODE_ROOT / "benchmarks" / "results"
 TINY_TIME_FACTOR = 10.0
-"""Tiny parts take seconds; where a machine has other work, they may take this much longer than those on a GPU."""
+"""Factor on the time limits of tiny parts, for a machine with other work."""
 
 
 def run_check(
@@ -254,9 +197,9 @@ def run_check(
     say: Callable[[str], None] = lambda text: None,
     parts: Sequence[CheckPart] = PARTS,
 ) -> tuple[Path, list[CheckRow]]:
-    """Run the check; return the file of the result and its table. Raises RelayrunError where nothing can be checked.
+    """Run the check; return the result file and its table. Raises RelayrunError if there is no device to check.
 
-    `only`: names of parts; default: all. The first part, which says what is here, always runs.
+    `only`: names of parts, default all. The first part, which describes the machine, always runs.
     """
     began = time.monotonic()
     chosen = select_parts(only, parts)
@@ -275,7 +218,7 @@ def run_check(
 
 
 def select_parts(only: Sequence[str], parts: Sequence[CheckPart]) -> list[CheckPart]:
-    """Return the parts that were asked for, in their order. Raises ConfigError for a name that is none."""
+    """Return the requested parts in their order. Raises ConfigError for an unknown name."""
     known = [part.name for part in parts]
     if unknown := sorted(set(only) - set(known)):
         raise ConfigError(f"unknown part {', '.join(unknown)}; there are: {', '.join(known)}", where="--only")
@@ -283,7 +226,7 @@ def select_parts(only: Sequence[str], parts: Sequence[CheckPart]) -> list[CheckP
 
 
 def prepare_folder(setup: CheckSetup) -> None:
-    """Make the folder of the check, without what an earlier one left there. Raises ConfigError if it is another's."""
+    """Make an empty folder for the check. Raises ConfigError if it holds other files than an earlier check's."""
     if setup.path.exists() and any(setup.path.iterdir()) and not setup.parts.is_dir():
         raise ConfigError("this folder holds other things than a check", where=setup.path, hint="give one that is new")
     (setup.path / TRACE_FILE).unlink(missing_ok=True)
@@ -293,7 +236,7 @@ def prepare_folder(setup: CheckSetup) -> None:
 
 
 def with_device(setup: CheckSetup, environment: PartOutcome) -> CheckSetup:
-    """Return the setup with what the first part has found. Raises RelayrunError where that is no device to check."""
+    """Return the setup with the device that the first part found. Raises RelayrunError without a device."""
     gpus = environment.figures.get("gpus")
     if not gpus and not setup.tiny:
         raise RelayrunError(environment.words or "torch sees no GPU here", where=setup.parts)
@@ -303,7 +246,7 @@ def with_device(setup: CheckSetup, environment: PartOutcome) -> CheckSetup:
 
 
 def result_record(setup: CheckSetup, found: Sequence[PartOutcome], *, seconds: float) -> dict[str, Any]:
-    """Return what goes into the file: all that was measured, and no path of this machine."""
+    """Return the content of the result file: all figures, without paths of this machine."""
     made: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": setup.device,
@@ -314,7 +257,7 @@ def result_record(setup: CheckSetup, found: Sequence[PartOutcome], *, seconds: f
         "overrides": setup.overrides,
         "hooks": setup.hooks,
         "stall_allowance": setup.sizes.stall_allowance,
-        "parts": [outcome.record() for outcome in found],
+        "parts": [asdict(outcome) for outcome in found],
     }
     shown = {str(setup.path): "(folder of the check)", str(places.CODE_ROOT): "(repository)", sys.prefix: "(Python)"}
     without: dict[str, Any] = _replace_paths(made, shown)
@@ -322,7 +265,7 @@ def result_record(setup: CheckSetup, found: Sequence[PartOutcome], *, seconds: f
 
 
 def result_path(setup: CheckSetup, *, partial: bool) -> Path:
-    """Return where the result goes: among those of the benchmarks, if it is a whole one of a GPU."""
+    """Return the path of the result: in benchmarks/results for a complete check of a GPU."""
     if setup.tiny:
         return setup.path / "gpu-tiny.json"
     return (RESULTS_FOLDER if RESULTS_FOLDER.is_dir() and not partial else setup.path) / report.result_file_name(
@@ -331,7 +274,7 @@ def result_path(setup: CheckSetup, *, partial: bool) -> Path:
 
 
 def print_result(path: Path, table: Sequence[CheckRow]) -> None:
-    """Print the table, what is missed once more, and where the result is."""
+    """Print the table, the missed targets once more, and the path of the result."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=200)

@@ -27,15 +27,15 @@ from relayrun.submit import run_plan
 from relayrun.submit.check import slurm as job_check
 
 SRUN_MINUTES = 3
-"""How long the ranks of all nodes may take for their all-reduce."""
+"""Time limit of the all-reduce over all nodes."""
 
 
 def submit_check_job(
     setup: CheckSetup, cluster: dict[str, Any], program: Sequence[str], *, time: str
 ) -> tuple[str, Path]:
-    """Queue the job; return its id and script. Raises ConfigError and SchedulerError; then nothing was queued.
+    """Submit the job; return its id and script. Raises ConfigError or SchedulerError; then no job is queued.
 
-    `cluster`: the site's file. `program`: what Python runs inside the job.
+    `cluster`: the site's file. `program`: arguments of Python inside the job.
     """
     config = job_config(setup, cluster)
     job_check.refuse_job_settings(config)
@@ -43,15 +43,15 @@ def submit_check_job(
     write_atomic(path, job_script(setup, config, program, time=time), mode=0o777)
     slurm = slurm_scheduler()
     plan = run_plan.make_plan(config, Run(setup.path), places.CODE_ROOT, revision=1)
-    Path(plan.log_folder).mkdir(parents=True, exist_ok=True)  # a job without it dies without a log
+    Path(plan.log_folder).mkdir(parents=True, exist_ok=True)  # without it a job dies without a log
     slurm.test(path)
     name = f"{plan.job_name}-check"
     return slurm.submit_auxiliary(plan, path, name=name, arguments=[], limit=parse_time(time)), path
 
 
 def job_config(setup: CheckSetup, cluster: dict[str, Any]) -> RunConfig:
-    """The config of the run that is timed, as it would be on the site: one rank a GPU, on all nodes."""
-    first = runs.run_config_values(setup, "job", performance.large_run_sections(setup, micro_batch=1, steps=1))
+    """Return the config of the timed run as it would be on the site: one rank per GPU, on all nodes."""
+    first = runs.check_run_values(setup, "job", performance.large_run_sections(setup, micro_batch=1, steps=1))
     gpus = 0 if setup.tiny else gpus_per_node(setup, cluster)
     ranks = gpus or setup.sizes.cpu_ranks
     first["job"] = dict(cluster.get("job", {})) | {
@@ -66,7 +66,7 @@ def job_config(setup: CheckSetup, cluster: dict[str, Any]) -> RunConfig:
 
 
 def gpus_per_node(setup: CheckSetup, cluster: dict[str, Any]) -> int:
-    """Return how many GPUs a node has, by the overrides or the site's defaults. Raises ConfigError if none says so."""
+    """Return the GPUs of a node from the overrides or the site's file. Raises ConfigError if neither gives them."""
     given = [text.partition("=")[2] for text in setup.overrides if text.startswith("job.gpus_per_node=")]
     found = str(given[-1] if given else cluster.get("job", {}).get("gpus_per_node", ""))
     if not found.isdecimal() or not int(found):
@@ -115,7 +115,7 @@ CLUSTER_FOLDER = places.shared_file("configs/clusters")
 
 
 def read_cluster(name: str) -> dict[str, Any]:
-    """Read a cluster's file, by its name in configs/clusters/ or its path. Raises ConfigError."""
+    """Read a cluster's file by its name in configs/clusters/ or its path. Raises ConfigError."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else CLUSTER_FOLDER / f"{name}.yaml"
     if not path.is_file():
         known = ", ".join(sorted(entry.stem for entry in CLUSTER_FOLDER.glob("*.yaml")))
@@ -133,12 +133,12 @@ def read_cluster(name: str) -> dict[str, Any]:
 
 
 def cluster_inside_job(cluster: dict[str, Any], *, tiny: bool) -> dict[str, Any]:
-    """Return section `cluster` of the training runs: the job has loaded the modules and entered the container."""
+    """Return section `cluster` of the training runs: the job has loaded modules and entered the container already."""
     kept: dict[str, Any] = {
         name: cluster[name] for name in ("name", "python", "command_prefix", "transformer_engine") if name in cluster
     }
     environment: dict[str, str] = {
-        # many runs start at the same time, and none has more than a few kernels to compile
+        # many runs start at once, each with few kernels to compile
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         **cluster.get("environment", {}),
         "WANDB_MODE": "disabled",
@@ -149,12 +149,12 @@ def cluster_inside_job(cluster: dict[str, Any], *, tiny: bool) -> dict[str, Any]
 
 
 def check_arguments(setup: CheckSetup, *, slurm: bool) -> None:
-    """Raise ConfigError for what is wrong in the arguments, before anything is begun."""
+    """Raise ConfigError for wrong arguments before anything is started."""
     if setup.nodes < 1 or (setup.nodes > 1 and not slurm):
         raise ConfigError(
             f"{setup.nodes} nodes need a cluster with Slurm", where="--nodes", hint="name its file: --cluster NAME"
         )
-    if setup.tiny or not slurm:  # else a job asks for GPUs, which nobody has counted yet
+    if setup.tiny or not slurm:  # a job requests GPUs that were not counted yet
         runs.compose_values(
-            setup, runs.run_config_values(setup, "check", performance.large_run_sections(setup, micro_batch=1, steps=1))
+            setup, runs.check_run_values(setup, "check", performance.large_run_sections(setup, micro_batch=1, steps=1))
         )

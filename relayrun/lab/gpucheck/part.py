@@ -1,6 +1,6 @@
-"""`python -m relayrun.lab.gpucheck.part MODULE:FUNCTION SETUP FIGURES`: one part of a check, in a process of its own.
+"""`python -m relayrun.lab.gpucheck.part MODULE:FUNCTION SETUP FIGURES`: one part of a check, in its own process.
 
-The function gets the `CheckSetup` and the `PartFigures`. What it raises is printed, the last line of the log says why.
+The function gets a `CheckSetup` and a `PartFigures`. Errors are printed, the reason in the last line of the log.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from relayrun.lab.gpucheck.setup import CheckSetup, PartFigures
 
 
 def main() -> int:
-    """Measure one part; what it raises goes on, but for a RelayrunError, which is printed as its message."""
+    """Measure one part; a RelayrunError is printed as its message, other errors propagate."""
     what, setup, figures = sys.argv[1:4]
     module, _, name = what.partition(":")
     getattr(importlib.import_module(module), name)(CheckSetup.read(Path(setup)), PartFigures(Path(figures)))

@@ -1,8 +1,8 @@
-"""The parts `environment`, `attention`, `bandwidth`, `speed` and `save`: what the device is, and how fast it is.
+"""The parts `environment`, `attention`, `bandwidth`, `speed` and `save`: the device and its speed.
 
 `environment` records versions, device state, and the speed of a matrix product and of a copy. `attention` measures
-the kernels of one layer, `bandwidth` an all-reduce, `speed` training of a Llama of 1B parameters and where its time and
-memory go, `save` how long an asynchronous save holds training, and a load.
+the kernels of one layer, `bandwidth` an all-reduce, `speed` training of a Llama of 1B parameters with a breakdown of
+time and memory, `save` the stall of an asynchronous save, and a load.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from relayrun.train.reporting.environment import code_version, node_gpus
 
 
 def measure_attention(setup: CheckSetup, figures: PartFigures) -> None:
-    """Measure one layer's attention. Raises CheckFailed where whole sequences could not be measured."""
-    found = run_and_record_program(setup, figures, "relayrun.lab.gpucheck.programs.attention")
+    """Measure one layer's attention. Raises CheckFailed if whole sequences fail."""
+    found = run_and_record_program(setup, figures, "attention:measure_attention")
     if "not_measured" in found["whole"]:
         raise CheckFailed(f"attention of whole sequences: {found['whole']['not_measured']}")
 
 
-BANDWIDTH_PROGRAM = "relayrun.lab.gpucheck.programs.bandwidth"
+BANDWIDTH_PROGRAM = "device:measure_all_reduce"
 NODES_BANDWIDTH_FILE = "bandwidth-of-nodes.json"
-"""What all ranks of the job measured together, before the check began; see `cluster.py`."""
+"""Figures that the ranks of all nodes measured before the check began; see `cluster.py`."""
 
 
 def measure_bandwidth(setup: CheckSetup, figures: PartFigures) -> None:
-    """Measure the bandwidth where there are several GPUs, or say that there are not."""
+    """Measure the bandwidth between several GPUs, or record that there is one."""
     nodes = setup.path / NODES_BANDWIDTH_FILE
     if nodes.exists():
         figures.add("nodes", read_json(nodes))
@@ -67,17 +67,17 @@ def measure_bandwidth(setup: CheckSetup, figures: PartFigures) -> None:
 
 
 def measure_environment(setup: CheckSetup, figures: PartFigures) -> None:
-    """Note what is here. Raises CheckFailed where torch sees no GPU and none was to be done without."""
+    """Record machine and device. Raises CheckFailed if torch sees no GPU, unless the check is tiny."""
     figures.add("machine", describe_machine(setup))
     figures.add("nvml", [asdict(gpu) for gpu in node_gpus()])  # at rest
-    found = run_and_record_program(setup, figures, "relayrun.lab.gpucheck.programs.device")
+    found = run_and_record_program(setup, figures, "device:measure_device")
     if not setup.tiny and not found["gpus"]:
         raise CheckFailed("torch sees no GPU here; --tiny (TINY=1) walks the same way on CPUs")
 
 
 def describe_machine(setup: CheckSetup) -> dict[str, Any]:
-    """Return what the host is: processors, memory and disk in bytes, the code that runs."""
-    import psutil  # an extra, and a login node reads this module
+    """Return processors, memory and disk in bytes, and the commit of the code."""
+    import psutil  # an extra; a login node imports this module without it
 
     commit, difference = code_version(places.CODE_ROOT)
     return {
@@ -90,16 +90,13 @@ def describe_machine(setup: CheckSetup) -> dict[str, Any]:
     }
 
 
-SAVE_HOOKS_MODULE = "relayrun.lab.gpucheck.programs.hooks"
-HOST_COPY_PROGRAM = "relayrun.lab.gpucheck.programs.host_copy"
 PROBE_BYTES = 1 << 28
 DISK_SECONDS = 75.0
-"""How long all saves and the load of this part may keep the disk busy, by its speed; else the model gets fewer
-layers."""
+"""Time limit for all saves and the load, by the speed of the disk; a slow disk gets a model with fewer layers."""
 
 
 def measure_save(setup: CheckSetup, figures: PartFigures) -> None:
-    """Save a few times, be killed, load. Raises CheckFailed."""
+    """Save a few times, kill the run, load. Raises CheckFailed."""
     sizes = setup.sizes
     write_speed = disk_speed(setup.path)
     free = shutil.disk_usage(setup.path).free
@@ -115,8 +112,8 @@ def measure_save(setup: CheckSetup, figures: PartFigures) -> None:
             "seq_length": sizes.seq_length,
             "manual_gc_interval": 1000,
             "hooks": [
-                {"hook": f"{SAVE_HOOKS_MODULE}:SavePaceHook", "options": {"interval": sizes.interval}},
-                {"hook": f"{SAVE_HOOKS_MODULE}:CutHook", "options": {"cuts": cuts}},
+                {"hook": f"{runs.HOOKS_MODULE}:SavePaceHook", "options": {"interval": sizes.interval}},
+                {"hook": f"{runs.HOOKS_MODULE}:CutHook", "options": {"cuts": cuts}},
             ],
         },
         "optimizer": {"lr": 1e-4, "lr_warmup_steps": 0},
@@ -133,8 +130,8 @@ def measure_save(setup: CheckSetup, figures: PartFigures) -> None:
     about = {"layers": layers, "layers_of_the_model": sizes.model["num_layers"], "bytes": size}
     figures.add("saves", {**about, "saves": found, "step_seconds": usual_step_seconds(lines, commits)})
 
-    copy = run_program(setup, HOST_COPY_PROGRAM, bytes=size // setup.ranks)
-    # each rank copies its own part, at the same time as the others
+    copy = run_program(setup, "device:measure_host_copy", bytes=size // setup.ranks)
+    # each rank copies its part at the same time
     figures.add("copy", {**copy, "seconds_of_a_save": size / setup.ranks / copy["bytes_per_second"]})
 
     started = StartTimes.read(chain.run.attempt(2).started) if len(chain.run.attempt_numbers()) > 1 else None
@@ -154,7 +151,7 @@ def measure_save(setup: CheckSetup, figures: PartFigures) -> None:
 
 
 def save_stalls(lines: Sequence[dict[str, Any]], commits: Sequence[CheckpointCommit]) -> list[dict[str, Any]]:
-    """Return of each save how long it held training, what it cost until it was durable, and how long that took."""
+    """Return for each save its stall, the time lost until it is durable, and the time until then, in seconds."""
     durations = seconds_of_iterations(lines)
     ends = {line["iteration"]: line["time"] for line in lines}
     held = {line["iteration"]: line["save_seconds"] for line in lines}
@@ -176,13 +173,13 @@ def save_stalls(lines: Sequence[dict[str, Any]], commits: Sequence[CheckpointCom
 
 
 def usual_step_seconds(lines: Sequence[dict[str, Any]], commits: Sequence[CheckpointCommit]) -> float:
-    """Return the median seconds of an iteration before the first save, from the end of one to the end of the next."""
+    """Return the median seconds of an iteration before the first save, from end to end."""
     first = commits[0].iteration
     return statistics.median(value for number, value in seconds_of_iterations(lines).items() if 2 < number <= first)
 
 
 def seconds_of_iterations(lines: Sequence[dict[str, Any]]) -> dict[int, float]:
-    """Return how long each iteration took, from the end of the one before; without the waits of our own hooks."""
+    """Return the seconds of each iteration, from end to end, without the waits of the check's hooks."""
     return {
         after["iteration"]: after["time"] - before["time"] - (after.get("hooks_seconds") or 0.0)
         for before, after in pairwise(lines)
@@ -190,7 +187,7 @@ def seconds_of_iterations(lines: Sequence[dict[str, Any]]) -> dict[int, float]:
 
 
 def affordable_sizes(setup: CheckSetup, write_speed: float, free: int) -> tuple[int, int]:
-    """Return how many layers the model has and how often it is saved, so that disk and time suffice."""
+    """Return number of layers and number of saves for which disk space and time suffice."""
     sizes = setup.sizes
     layers, saves = int(sizes.model["num_layers"]), 3
     while True:
@@ -210,7 +207,7 @@ def affordable_sizes(setup: CheckSetup, write_speed: float, free: int) -> tuple[
 
 
 def disk_speed(folder: Path) -> float:
-    """Return the bytes per second of a file that is written and synced there."""
+    """Return the bytes per second of writing and syncing a file in this folder."""
     block = os.urandom(1 << 24)
     count = PROBE_BYTES // len(block)
     path = folder / "probe"
@@ -231,9 +228,9 @@ LONGEST_KERNELS = 12
 
 
 def summarize_trace(path: Path) -> dict[str, Any]:
-    """Return the seconds of the kernels of a Chrome trace by name, the longest first; of a CPU its operations.
+    """Return the longest kernels of a Chrome trace with their seconds; on a CPU its operations.
 
-    `busy_seconds`: in which at least one of them ran. `seconds`: from the begin of the first to the end of the last.
+    `busy_seconds`: time in which at least one ran. `seconds`: from the first begin to the last end.
     """
     events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     kind = "kernel" if any(event.get("cat") == "kernel" for event in events) else "cpu_op"
@@ -259,20 +256,18 @@ def summarize_trace(path: Path) -> dict[str, Any]:
 
 
 def pack_trace(path: Path, target: Path) -> int:
-    """Write a trace to `target` in gzip's form, which trace viewers open; return its bytes."""
+    """Write a trace to `target` as gzip, which trace viewers open; return its bytes."""
     with path.open("rb") as source, gzip.open(target, "wb", compresslevel=5) as packed:
         shutil.copyfileobj(source, packed)
     return target.stat().st_size
 
 
-SEARCH_PROGRAM = "relayrun.lab.gpucheck.programs.batch"
-STEP_PARTS_HOOK = "relayrun.lab.gpucheck.programs.hooks:StepPartsHook"
 DETERMINISTIC_STEPS = (2, 4)
-"""Iterations of the second run: to warm up, and timed."""
+"""Warm-up iterations and timed iterations of the deterministic run."""
 
 
 def measure_speed(setup: CheckSetup, figures: PartFigures) -> None:
-    """Find the batch, train, and note what came of it. Raises CheckFailed."""
+    """Find the micro-batch, train, and record the figures. Raises CheckFailed."""
     sizes = setup.sizes
     memory = setup.memory_bytes or None
     searched = large_run_sections(setup, micro_batch=1, steps=1) | {
@@ -293,13 +288,13 @@ def measure_speed(setup: CheckSetup, figures: PartFigures) -> None:
 
     def timed(micro_batch: int) -> tuple[Run, RunConfig]:
         asked = large_run_sections(setup, micro_batch=micro_batch, steps=last)
-        asked["training"]["hooks"] = [{"hook": STEP_PARTS_HOOK, "options": parts}]
+        asked["training"]["hooks"] = [{"hook": f"{runs.HOOKS_MODULE}:StepPartsHook", "options": parts}]
         asked["debug"] = {"profile": "torch", "profile_step_start": last, "profile_step_end": last}
         return runs.train_until(setup, "speed", asked, steps=last), runs.checked_config(setup, "speed", asked)
 
     try:
         run, config = timed(micro_batch)
-    except CheckFailed as error:  # a run has a little more in memory than the search had
+    except CheckFailed as error:  # a run needs slightly more memory than the search
         if micro_batch == 1 or "out of memory" not in error.message.lower():
             raise
         figures.add("halved", error.message)
@@ -325,7 +320,7 @@ def measure_speed(setup: CheckSetup, figures: PartFigures) -> None:
     again["training"]["deterministic"] = True
     try:
         run = runs.train_until(setup, "speed-deterministic", again, steps=warm_up + measured)
-    except CheckFailed as error:  # it may need more memory; whether the switch works, the part `resume` says
+    except CheckFailed as error:  # may need more memory; the part `resume` tests the switch itself
         figures.add("deterministic", {"not_measured": error.message})
     else:
         config = runs.checked_config(setup, "speed-deterministic", again)
@@ -349,7 +344,7 @@ def large_run_sections(setup: CheckSetup, *, micro_batch: int, steps: int) -> di
 
 
 def first_micro_batch(config: RunConfig, vocabulary: int, memory: int | None, largest: int) -> int:
-    """Return the micro-batch to begin with: half of the largest power of two that fits by the estimate."""
+    """Return the first micro-batch to try: half of the largest power of two that fits by the estimate."""
     fits = 1
     while memory is not None and 2 * fits <= largest:
         training = config.training.model_copy(update={"micro_batch_size": 2 * fits})
@@ -360,12 +355,12 @@ def first_micro_batch(config: RunConfig, vocabulary: int, memory: int | None, la
 
 
 def run_batch_search(setup: CheckSetup, config: RunConfig, first: int) -> dict[str, Any]:
-    """Try micro-batches; what was tried before the program died counts, too, if one of them fits."""
+    """Try micro-batches; tries before a crash of the program count if one of them fits."""
     file = setup.path / "configs" / "search-resolved.yaml"
     file.write_text(resolve.dump_run_config(config), encoding="utf-8")
     found: dict[str, Any]
     try:
-        found = run_program(setup, SEARCH_PROGRAM, config=file, first=first)
+        found = run_program(setup, "models:search_largest_batch", config=file, first=first)
     except CheckFailed as error:
         if not any(entry["fits"] for entry in (error.found or {}).get("tries", [])):
             raise
@@ -376,7 +371,7 @@ def run_batch_search(setup: CheckSetup, config: RunConfig, first: int) -> dict[s
 def training_speed(
     setup: CheckSetup, config: RunConfig, lines: list[dict[str, Any]], warm_up: int, measured: int
 ) -> dict[str, Any]:
-    """Return tokens per second and MFU of `measured` iterations after `warm_up` ones, by the clock on the wall."""
+    """Return tokens per second and MFU of `measured` iterations after `warm_up` ones, in wall time."""
     began, ended = lines[warm_up - 1], lines[warm_up + measured - 1]
     seconds = (ended["time"] - began["time"]) / measured
     training = config.training
@@ -408,7 +403,7 @@ def training_speed(
 
 
 def seconds_by_part(notes: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the median seconds of each part of an iteration. Raises CheckFailed where the hook noted none."""
+    """Return the median seconds of each part of an iteration. Raises CheckFailed if the hook recorded none."""
     if not notes:
         raise CheckFailed("the hook that times an iteration by part noted nothing")
     return {
@@ -419,7 +414,7 @@ def seconds_by_part(notes: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def keep_trace(setup: CheckSetup, run: Run) -> dict[str, Any]:
-    """Sum the trace up and keep it, packed, in the folder of the check. Raises CheckFailed where there is none."""
+    """Summarize the trace and keep it, packed, in the folder of the check. Raises CheckFailed without a trace."""
     files = sorted((run.debug_of(1) / "profile").glob("rank-*.json"))
     if not files:
         raise CheckFailed(f"the profiler left no trace in {run.debug_of(1) / 'profile'}")

@@ -6,114 +6,49 @@
 | resume | async | SIGKILL after an asynchronous save |
 | recovery | node | two deaths of ranks inside the job; `chain.recovery` is `node` |
 
-The hook `programs.hooks.DigestHook` records the hashes of every attempt, `AttemptValues` reads them.
+The hook `programs.hooks.DigestHook` records the hashes of every attempt, and `compare_runs` compares them.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 from relayrun.control.rundir import restarts
 from relayrun.control.rundir.run import Run
+from relayrun.lab.compare_runs import AttemptValues, first_difference
 from relayrun.lab.gpucheck import runs
 from relayrun.lab.gpucheck.setup import CheckFailed, CheckSetup, PartFigures
-
-COMPARED_VALUES = (("loss", "loss"), ("grad_norm", "gradient norm"))
-"""What is compared of a line of metrics.jsonl, and its name for people."""
+from relayrun.lab.small_run import merge_sections
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttemptValues:
-    """What one attempt computed. A digest has an entry for each rank."""
-
-    lines: dict[int, dict[str, Any]]
-    """The lines of metrics.jsonl by iteration."""
-    states: dict[int, Any]
-    """Digests of the optimizer's state by iteration."""
-    loaded: dict[int, Any]
-    """Those that it began with, and each round inside it."""
-    weights: dict[int, Any]
-    """The digest of the weights that it ended with."""
-    twice: list[str] = field(default_factory=list)
-    """What came out otherwise when a later round computed it again, in words."""
-
-    @classmethod
-    def of(cls, run: Run, attempt: int) -> AttemptValues:
-        """Read what an attempt left."""
-        notes = [entry for entry in runs.read_notes(run, "digest") if entry["attempt"] == attempt]
-        twice: list[str] = []
-
-        def digests(kind: str, words: str) -> dict[int, Any]:
-            found = ((entry["iteration"], entry["ranks"]) for entry in notes if entry["kind"] == kind)
-            return _first_values(found, words, twice)
-
-        lines = runs.iteration_lines(run, attempt)
-        for name, words in COMPARED_VALUES:
-            _first_values(((line["iteration"], line[name]) for line in lines), words, twice)
-        return cls(
-            lines={line["iteration"]: line for line in lines},
-            states=digests("state", "optimizer state"),
-            loaded=digests("loaded", "optimizer state as loaded"),
-            weights=digests("weights", "weights"),
-            twice=twice,
-        )
-
-
-def _first_values(values: Iterable[tuple[int, Any]], words: str, twice: list[str]) -> dict[int, Any]:
-    """The first value of each iteration; a later one that is another goes to `twice`, in words."""
-    found: dict[int, Any] = {}
-    for iteration, value in values:
-        if found.setdefault(iteration, value) != value:
-            twice.append(f"{words} of iteration {iteration}, when it was computed again")
-    return found
+def attempt_values(run: Run, attempt: int) -> AttemptValues:
+    """Return the values of an attempt, with the digests of `DigestHook`."""
+    digests = [entry for entry in runs.read_notes(run, "digest") if entry["attempt"] == attempt]
+    return AttemptValues.of(runs.iteration_lines(run, attempt), digests)
 
 
 def undisturbed_values(run: Run) -> AttemptValues:
-    """Read what a run computed that nobody cut. Raises CheckFailed where it was cut, or left no digests."""
+    """Read the values of an uninterrupted run. Raises CheckFailed if it was interrupted, or has no digests."""
     if (attempts := len(run.attempt_numbers())) != 1:
         raise CheckFailed(f"{run.path.name} has {attempts} attempts, not 1")
-    found = AttemptValues.of(run, 1)
+    found = attempt_values(run, 1)
     if not found.weights or len(found.states) != len(found.lines):
         raise CheckFailed(f"{run.path.name} left no digests of its states")
     return found
-
-
-def first_difference(own: AttemptValues, expected: AttemptValues) -> str | None:
-    """Return the first thing that is not as in the undisturbed run, in words; None: all is."""
-    if not own.lines:
-        return "no iteration was trained"
-    for iteration, digest in own.loaded.items():
-        if digest != expected.states[iteration]:
-            return f"optimizer state as loaded, of iteration {iteration}"
-    for iteration, line in own.lines.items():
-        other = expected.lines[iteration]
-        for name, words in COMPARED_VALUES:
-            if line[name] != other[name] or math.isnan(line[name]):  # no number, no training
-                return f"{words} of iteration {iteration}: {line[name]!r}, not {other[name]!r}"
-        if own.states.get(iteration) != expected.states[iteration]:
-            return f"optimizer state after iteration {iteration}, whose loss is equal"
-    if own.twice:
-        return own.twice[0]
-    if any(expected.weights.get(iteration, digest) != digest for iteration, digest in own.weights.items()):
-        return "weights in the end, where the optimizer's state is equal"
-    return None
 
 
 NODE_RECOVERY: dict[str, dict[str, Any]] = {"chain": {"recovery": "node"}, "checkpoint": {"memory_interval": 1}}
 
 
 def measure_recovery(setup: CheckSetup, figures: PartFigures) -> None:
-    """Run both, and compare. Raises CheckFailed where a run did not come to its end, or left nothing to compare."""
+    """Run both, and compare. Raises CheckFailed if a run does not finish, or has no digests."""
     ranks = setup.gpus or setup.sizes.cpu_ranks
     cuts = deaths_by_restart(setup, ranks)
     sections = runs.recorded_run_sections(setup, cuts=cuts, deterministic=True, ranks=ranks)
     whole = runs.start_run(
         setup, "recovery-whole", runs.recorded_run_sections(setup, cuts=[], deterministic=True, ranks=ranks)
     )
-    disturbed = runs.start_run(setup, "recovery-rounds", runs.merge_sections(sections, NODE_RECOVERY))
+    disturbed = runs.start_run(setup, "recovery-rounds", merge_sections(sections, NODE_RECOVERY))
     try:
         disturbed.process.wait()
         figures.add("job", recorded_attempts(disturbed.run) | {"ranks": ranks, "kills": len(cuts)})
@@ -126,7 +61,7 @@ def measure_recovery(setup: CheckSetup, figures: PartFigures) -> None:
 
 
 def deaths_by_restart(setup: CheckSetup, ranks: int) -> list[dict[str, Any]]:
-    """Return the cuts of each round, for the hook `Cut`."""
+    """Return one cut per start of the ranks, for `CutHook`."""
     interval = setup.sizes.interval
     between, later = interval + interval // 2, 2 * interval + interval // 2
     return [
@@ -136,7 +71,7 @@ def deaths_by_restart(setup: CheckSetup, ranks: int) -> list[dict[str, Any]]:
 
 
 def recorded_attempts(run: Run) -> dict[str, Any]:
-    """Return what the records say of the run's attempts and failed rounds, oldest first; no name of a machine."""
+    """Return the records of the run's attempts and failed starts, oldest first, without host names."""
     numbers = run.attempt_numbers()
     return {
         "attempts": len(numbers),
@@ -158,8 +93,8 @@ def recorded_attempts(run: Run) -> dict[str, Any]:
 
 
 def compare_recovered_run(run: Run, expected: AttemptValues) -> dict[str, Any]:
-    """Hold all attempts of a run against the undisturbed one. Raises CheckFailed where it left no digests."""
-    pieces = {number: AttemptValues.of(run, number) for number in run.attempt_numbers()}
+    """Compare all attempts of a run with the undisturbed run. Raises CheckFailed without digests."""
+    pieces = {number: attempt_values(run, number) for number in run.attempt_numbers()}
     for number, piece in pieces.items():
         for failed in restarts.read_failed_restarts(run.attempt(number)):
             if failed.again and failed.next_iteration and failed.next_iteration not in piece.loaded:
@@ -176,7 +111,7 @@ CUT_NAMES = ("SIGUSR2", "SIGKILL", "asynchronous save")
 
 
 def measure_resume(setup: CheckSetup, figures: PartFigures) -> None:
-    """Run all of it; a mode whose runs fail leaves the other one. Raises CheckFailed at the end if one did."""
+    """Run both modes; a mode that fails leaves the other. Raises CheckFailed at the end if one failed."""
     started: dict[str, dict[str, runs.LocalChain]] = {}
     runs.data_with_tokenizer(setup)
     for mode in RESUME_MODES:
@@ -199,9 +134,9 @@ def measure_resume(setup: CheckSetup, figures: PartFigures) -> None:
 
 
 def resume_run_sections(setup: CheckSetup, mode: str) -> list[tuple[str, dict[str, dict[str, Any]]]]:
-    """Return the runs of a mode, by name, with their sections."""
+    """Return names and sections of the runs of a mode."""
     sizes = setup.sizes
-    # between two saves, and behind one
+    # between two saves, and after one
     early, late = sizes.interval // 2, sizes.interval + sizes.interval // 2
     plans: dict[str, tuple[bool, list[dict[str, Any]]]] = {
         "whole": (False, []),
@@ -211,7 +146,7 @@ def resume_run_sections(setup: CheckSetup, mode: str) -> list[tuple[str, dict[st
     return [
         (
             name,
-            runs.merge_sections(
+            merge_sections(
                 runs.recorded_run_sections(setup, cuts=cuts, deterministic=RESUME_MODES[mode]),
                 {"checkpoint": {"async_save": beside}},
             ),
@@ -221,7 +156,7 @@ def resume_run_sections(setup: CheckSetup, mode: str) -> list[tuple[str, dict[st
 
 
 def compare_resumed_runs(whole: Run, sync: Run, beside: Run) -> dict[str, Any]:
-    """Hold the pieces of the runs against the whole one, by what cut them. Raises CheckFailed where none was cut."""
+    """Compare the attempts after each cut with the undisturbed run. Raises CheckFailed if a run was not cut."""
     expected = undisturbed_values(whole)
     for run, attempts in ((sync, 3), (beside, 2)):
         if len(run.attempt_numbers()) != attempts:
@@ -231,7 +166,7 @@ def compare_resumed_runs(whole: Run, sync: Run, beside: Run) -> dict[str, Any]:
         begin = run.attempt(attempt).read_begin()
         if begin is None or not begin.base_iteration:
             raise CheckFailed(f"attempt {attempt} of {run.path.name} began anew, it resumed nothing")
-        own = AttemptValues.of(run, attempt)
+        own = attempt_values(run, attempt)
         if begin.base_iteration not in own.loaded:
             raise CheckFailed(f"attempt {attempt} of {run.path.name} left no digest of what it loaded")
         different = first_difference(own, expected)
@@ -239,7 +174,7 @@ def compare_resumed_runs(whole: Run, sync: Run, beside: Run) -> dict[str, Any]:
             "resumed_at": begin.base_iteration,
             "iterations": len(own.lines),
             "equal": different is None,
-            "differed_before": first_difference(AttemptValues.of(run, attempt - 1), expected),
+            "differed_before": first_difference(attempt_values(run, attempt - 1), expected),
             "difference": different,
         }
     return found

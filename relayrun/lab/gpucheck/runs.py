@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from relayrun import places
 from relayrun.config.compose import resolve, yaml_file
@@ -22,22 +18,29 @@ from relayrun.control.rundir.records import AttemptOutcome
 from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.files import read_lines
 from relayrun.lab.gpucheck.setup import NOTES_FOLDER, CheckFailed, CheckSetup, last_log_line, log_tail
-from relayrun.tokens.shards.shard import ShardWriter, token_dtype
+from relayrun.lab.small_run import (
+    SEED,
+    Sections,
+    random_data,
+    run_config_values,
+    run_in,
+    submit_command,
+    write_config,
+)
 
-SEED = 28
 HOOKS_MODULE = "relayrun.lab.gpucheck.programs.hooks"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalChain:
-    """A run whose jobs one process of ours runs, one after the other."""
+    """A run whose jobs one child process runs, one after the other."""
 
     run: Run
     process: subprocess.Popen[bytes]
     log: Path
 
     def wait(self, steps: int) -> Run:
-        """Wait for the end of the chain. Raises CheckFailed unless its last attempt is done with that many steps."""
+        """Wait for the end of the chain. Raises CheckFailed unless its last attempt is done with `steps` iterations."""
         self.process.wait()
         numbers = self.run.attempt_numbers()
         outcome = AttemptOutcome.read(self.run.attempt(numbers[-1]).outcome) if numbers else None
@@ -46,22 +49,19 @@ class LocalChain:
         return self.run
 
     def why(self) -> str:
-        """Say in one line why the run ended: what STOP and the newest failure of a rank say. Its logs are printed."""
+        """Return STOP and the newest failure of a rank in one line, and print the run's logs."""
         reason = stop_reason(self.run) if self.run.path.exists() else None
         begins = [self.run.attempt(number).read_begin() for number in self.run.attempt_numbers()[-1:]]
         for log in [self.log, *(Path(begin.log) for begin in begins if begin is not None and begin.log)]:
-            print(log_tail(log), flush=True)  # into the log of the part
+            print(log_tail(log), flush=True)  # goes into the part's log
         attempts = [self.run.attempt(number) for number in self.run.attempt_numbers()]
         said = [failure.error for attempt in attempts for failure in failure_reason.read_failures(attempt)]
         return " ".join(("; ".join(filter(None, [reason, *said[-1:]])) or last_log_line(self.log)).split())[:1500]
 
 
-def run_config_values(setup: CheckSetup, name: str, sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the run config of a training run of the check: what all of them have in common, with these changes."""
-    common: dict[str, Any] = {
-        "project": "gpu-check",
-        "name": name,
-        "run_dir": str(setup.path / "runs" / name),
+def check_run_values(setup: CheckSetup, name: str, sections: Sections) -> dict[str, Any]:
+    """Return the run config of a training run of the check: the common settings with these changes."""
+    common: dict[str, dict[str, Any]] = {
         "data": {"tokenizer": "mock", "mock_data": True, "mock_vocabulary_size": setup.sizes.vocabulary},
         "training": {"precision": setup.precision, "seed": SEED, "hooks": []},
         "optimizer": {"lr": 1e-3, "lr_warmup_steps": 1},
@@ -74,25 +74,19 @@ def run_config_values(setup: CheckSetup, name: str, sections: Mapping[str, Mappi
     }
     if not setup.gpus:
         common["training"]["threads"] = 1
-    made = merge_sections(common, sections)
+    made = run_config_values(setup.path, "gpu-check", name, common, sections)
     made["training"]["hooks"] = [*setup.hooks, *made["training"]["hooks"]]
     return made
 
 
-def merge_sections(first: Mapping[str, Any], second: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the sections of both; where both set something, the second holds."""
-    return dict(first) | {name: {**first.get(name, {}), **changes} for name, changes in second.items()}
-
-
-def start_run(setup: CheckSetup, name: str, sections: Mapping[str, Mapping[str, Any]]) -> LocalChain:
-    """Submit a training run and run its jobs beside this process."""
-    file, log = _write_config(setup, name, sections), setup.parts / f"{name}.log"
-    run = Run(setup.path / "runs" / name)
+def start_run(setup: CheckSetup, name: str, sections: Sections) -> LocalChain:
+    """Submit a training run; its jobs run beside this process."""
+    file = write_config(setup.path, check_run_values(setup, name, sections))
+    run, log = run_in(setup.path, name), setup.parts / f"{name}.log"
     shutil.rmtree(run.path, ignore_errors=True)
-    overrides = [word for text in setup.overrides for word in ("--set", text)]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, str(places.shared_file("launchers/submit.py")), str(file), *overrides],
+            submit_command(file, setup.overrides),
             cwd=places.CODE_ROOT,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -101,26 +95,27 @@ def start_run(setup: CheckSetup, name: str, sections: Mapping[str, Mapping[str, 
     return LocalChain(run=run, process=process, log=log)
 
 
-def checked_config(setup: CheckSetup, name: str, sections: Mapping[str, Mapping[str, Any]]) -> RunConfig:
-    """The config of a training run of the check, as a submit would check it. Raises ConfigError."""
-    return resolve.require_native(resolve.load_run_config(_write_config(setup, name, sections), setup.overrides))
+def checked_config(setup: CheckSetup, name: str, sections: Sections) -> RunConfig:
+    """Return the config of a training run, checked as by a submit. Raises ConfigError."""
+    file = write_config(setup.path, check_run_values(setup, name, sections))
+    return resolve.require_native(resolve.load_run_config(file, setup.overrides))
 
 
 def compose_values(setup: CheckSetup, made: Mapping[str, Any]) -> RunConfig:
-    """The config that `run_config_values` and the overrides come to, without a file that stays. Raises ConfigError."""
+    """Return the config of these values and the overrides. Raises ConfigError."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         file.write(yaml_file.dump_yaml(dict(made)))
         file.flush()
         return resolve.require_native(resolve.load_run_config(Path(file.name), setup.overrides))
 
 
-def train_run(setup: CheckSetup, name: str, sections: Mapping[str, Mapping[str, Any]], *, steps: int) -> Run:
+def train_run(setup: CheckSetup, name: str, sections: Sections, *, steps: int) -> Run:
     """Submit a training run and wait for its end. Raises CheckFailed."""
     return start_run(setup, name, sections).wait(steps)
 
 
-def train_until(setup: CheckSetup, name: str, sections: Mapping[str, Mapping[str, Any]], *, steps: int) -> Run:
-    """Train that many iterations and kill the run: what is timed needs no save at the end. Raises CheckFailed."""
+def train_until(setup: CheckSetup, name: str, sections: Sections, *, steps: int) -> Run:
+    """Train `steps` iterations and kill the run: a timed run needs no final save. Raises CheckFailed."""
     cut = {
         "hook": f"{HOOKS_MODULE}:CutHook",
         "options": {"cuts": [{"signal": "SIGKILL", "iteration": steps}]},
@@ -142,9 +137,9 @@ def recorded_run_sections(
     deterministic: bool,
     ranks: int | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Sections of a small run that notes digests of every iteration, and cuts itself.
+    """Return the sections of a small run that records digests of every iteration, and interrupts itself.
 
-    `cuts`: see `programs.hooks.CutHook`. `ranks`: default one a GPU.
+    `cuts`: see `programs.hooks.CutHook`. `ranks`: default one per GPU.
     """
     sizes, ranks = setup.sizes, ranks or setup.ranks
     return {
@@ -174,40 +169,16 @@ def data_with_tokenizer(setup: CheckSetup) -> dict[str, Any]:
     )
 
 
-def random_data(folder: Path, *, vocabulary: int, longest: int, documents: int) -> dict[str, Any]:
-    """Write random documents of 20 to `longest` tokens and a tokenizer, once; return them as section `data`."""
-    if not (folder / "tokenizer.json").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        generator = np.random.default_rng(SEED)
-        lengths = generator.integers(20, longest, documents)
-        writer = ShardWriter(folder / "shard", token_dtype(vocabulary))
-        writer.add(np.minimum(generator.geometric(10 / vocabulary, lengths.sum()), vocabulary - 1), lengths)
-        writer.finish()
-        words = {"</s>": 0} | {f"w{number}": number for number in range(1, vocabulary)}
-        tokenizer = Tokenizer(models.WordLevel(words, unk_token="</s>"))
-        tokenizer.add_special_tokens(["</s>"])
-        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        tokenizer.save(str(folder / "tokenizer.json"))
-    return {"tokenizer": str(folder / "tokenizer.json"), "datasets": [str(folder)], "mock_data": False}
-
-
 def iteration_lines(run: Run, attempt: int) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl of one attempt that are iterations."""
+    """Return the iterations in an attempt's metrics.jsonl."""
     return [line for line in read_lines(run.attempt(attempt).metrics) if "loss" in line]
 
 
 def read_notes(run: Run, name: str) -> list[dict[str, Any]]:
-    """What a hook of the check left, a record a line."""
+    """Return the records of one of the check's hooks."""
     return list(read_lines(run.path / NOTES_FOLDER / f"{name}.jsonl"))
 
 
 def remove_checkpoints(run: Run) -> None:
-    """Remove the checkpoints of a run, which nobody needs any more."""
+    """Remove the checkpoints of a run."""
     shutil.rmtree(run.checkpoints, ignore_errors=True)
-
-
-def _write_config(setup: CheckSetup, name: str, sections: Mapping[str, Mapping[str, Any]]) -> Path:
-    file = setup.path / "configs" / f"{name}.yaml"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(yaml_file.dump_yaml(run_config_values(setup, name, sections)), encoding="utf-8")
-    return file

@@ -1,7 +1,7 @@
-"""What the parts of a check are given: folder, device and sizes; and how they start programs on ranks.
+"""Input of the parts of a check (folder, device, sizes), and programs on ranks.
 
-`CheckSetup` is read from a file by each part, `PartFigures` keeps on disk what a part has measured. `run_program`
-starts a module of `programs` on the ranks as a training run starts its ranks; `log_error` finds the error in a log.
+Each part reads `CheckSetup` from a file; `PartFigures` keeps its figures on disk. `run_program` starts a function of
+`programs` on the ranks as a training run starts its ranks; `log_error` finds the error in a log.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from relayrun import places
 from relayrun.config.compose import yaml_file
 from relayrun.errors import RelayrunError
 from relayrun.files import last_lines, read_json, write_json
+from relayrun.lab.small_run import model_section
 
 
 def last_log_line(path: Path) -> str:
-    """Return the last line of a log that says something."""
+    """Return the last line of a log that is not empty."""
     try:
         lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
     except OSError:
@@ -42,7 +43,7 @@ def log_tail(path: Path, lines: int = 40) -> str:
 
 
 def log_error(log_file: Path, code: int) -> str:
-    """Return the error of a program, from its log: what stands behind its last `error:`, or else its last line."""
+    """Return the error of a program from its log: the text after its last `error:`, or else its last line."""
     try:
         text = log_file.read_text(errors="replace")
     except OSError:
@@ -54,14 +55,14 @@ def log_error(log_file: Path, code: int) -> str:
 
 
 NOTES_FOLDER = "gpu-check"
-"""Folder of a run directory in which the check's own hooks leave what they saw."""
+"""Folder of a run directory in which the check's hooks write records."""
 
 TRACE_FILE = "trace.json.gz"
 """Name of the trace in the folder of the check."""
 
 
 class CheckFailed(RelayrunError):
-    """A part of the check could not be measured; `found` is what it has measured up to there."""
+    """A part of the check could not be measured; `found` holds the figures measured before."""
 
     def __init__(self, message: str, *, where: object = None, found: Any = None) -> None:
         super().__init__(message, where=where)
@@ -70,146 +71,117 @@ class CheckFailed(RelayrunError):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckSizes:
-    """How large everything is: FULL for a GPU, TINY to walk the same way on CPUs."""
+    """Sizes of models, data and repetitions: full for a GPU, tiny for CPUs."""
 
     seconds: float
-    """How long the whole check may take; what is not done by then is left out, with a word."""
+    """Time limit of the whole check; later parts are skipped."""
     model: Mapping[str, Any]
-    """Section `model` of the run that is timed and saved."""
+    """Section `model` of the timed run."""
     vocabulary: int
     seq_length: int
     micro_batches: int
-    """Micro-batches of one iteration and rank in the run that is timed."""
+    """Micro-batches per iteration and rank in the timed run."""
     largest_batch: int
-    """The micro-batch at which the search ends, whatever fits."""
+    """Largest micro-batch of the search."""
     warm_up: int
     measured: int
     by_part: int
-    """Iterations that are left out, timed, and timed by part, one after the other; then one is traced."""
+    """Iterations that are skipped (`warm_up`), timed, and timed by part, in this order; then one is traced."""
     resumed_model: Mapping[str, Any]
-    """Section `model` of the runs that are cut and resumed, and of the one that is exported."""
+    """Section `model` of the interrupted runs, and of the exported one."""
     resumed_vocabulary: int
     resumed_seq_length: int
     resumed_batch: int
     steps: int
-    """Iterations of a run that is cut and resumed."""
+    """Iterations of an interrupted run."""
     interval: int
     """Iterations between saves there, and in the run whose saves are timed."""
     stall_allowance: float
-    """Seconds that a save may hold training whatever its size is: 0, but where the state is so small that its copy
-    takes no time."""
+    """Seconds that a save of any size may stall training: above 0 only for a state whose copy takes no time."""
     copied_at_most: int
-    """Bytes of the plain copy to host memory, which gives the speed of one."""
+    """Bytes of the plain copy to host memory."""
     attention: Mapping[str, int]
-    """Shape of one attention layer: batch, sequence, heads, groups, channels, documents."""
+    """Shape of an attention layer: batch, sequence, heads, groups, channels, documents."""
     repeats: int
-    """How often an operation is timed."""
+    """Timed repetitions of an operation."""
     product: int
-    """Rows of the square matrices whose product says what the device can do."""
+    """Rows of the square matrices of the timed product."""
     reduced: tuple[int, ...]
-    """Bytes of the tensors that all ranks reduce."""
+    """Bytes of the all-reduced tensors."""
     cpu_ranks: int
-    """Ranks of the bandwidth's part where there is no GPU."""
+    """Ranks of the bandwidth part without a GPU."""
 
 
-def _model_section(name: str) -> dict[str, Any]:
+def _model_of_file(name: str) -> dict[str, Any]:
     found: dict[str, Any] = yaml_file.read_yaml(places.shared_file(f"configs/models/{name}.yaml")).values["model"]
     return found
 
 
-def _attention_shape(layers: int, hidden: int, ffn: int, heads: int, groups: int) -> dict[str, Any]:
-    return {
-        "num_layers": layers,
-        "hidden_size": hidden,
-        "ffn_hidden_size": ffn,
-        "num_attention_heads": heads,
-        "num_query_groups": groups,
-        "hidden_dropout": 0.1,  # so that generators count too
-        "untie_embeddings_and_output_weights": False,
-    }
+TIED = {"untie_embeddings_and_output_weights": False}
+T = TypeVar("T")
 
 
-def full_sizes() -> CheckSizes:
-    """The sizes for a GPU: a Llama of 1B parameters, and a small one to cut and resume."""
+def check_sizes(*, tiny: bool) -> CheckSizes:
+    """Return the sizes for a GPU (a Llama of 1B parameters), or tiny ones: less than a minute on two CPU cores."""
+
+    def size(full: T, small: T) -> T:
+        return small if tiny else full
+
+    tiny_model = model_section(2, 64, 128, 4, 2)
     return CheckSizes(
-        seconds=480,
-        model=_model_section("llama3-1b"),
-        vocabulary=128_256,
-        seq_length=4096,
-        micro_batches=4,
-        largest_batch=64,
-        warm_up=4,
-        measured=12,
-        by_part=3,
-        resumed_model=_attention_shape(4, 512, 1536, 8, 2),
-        resumed_vocabulary=4096,
-        resumed_seq_length=1024,
-        resumed_batch=8,
-        steps=24,
-        interval=8,
-        stall_allowance=0.0,
-        copied_at_most=4 << 30,
-        attention={"batch": 4, "sequence": 4096, "heads": 32, "groups": 8, "channels": 64, "documents": 8},
-        repeats=20,
-        product=8192,
-        reduced=(1 << 20, 1 << 26, 1 << 30),
-        cpu_ranks=1,
-    )
-
-
-def tiny_sizes() -> CheckSizes:
-    """Sizes that two CPU cores walk through in less than a minute."""
-    return CheckSizes(
-        seconds=1800,  # a machine with other work is no reason to fail
-        model=_attention_shape(2, 64, 128, 4, 2),
-        vocabulary=512,
-        seq_length=64,
-        micro_batches=2,
-        largest_batch=4,
-        warm_up=1,
-        measured=3,
-        by_part=2,
-        resumed_model=_attention_shape(2, 64, 128, 4, 2),
-        resumed_vocabulary=300,
-        resumed_seq_length=64,
-        resumed_batch=4,
-        steps=12,
-        interval=4,
-        stall_allowance=5.0,
-        copied_at_most=1 << 24,
-        attention={"batch": 1, "sequence": 128, "heads": 4, "groups": 2, "channels": 16, "documents": 4},
-        repeats=2,
-        product=256,
-        reduced=(1 << 16, 1 << 20),
-        cpu_ranks=2,
+        seconds=size(480, 1800),  # tiny: the machine may have other work
+        model=tiny_model | TIED if tiny else _model_of_file("llama3-1b"),
+        vocabulary=size(128_256, 512),
+        seq_length=size(4096, 64),
+        micro_batches=size(4, 2),
+        largest_batch=size(64, 4),
+        warm_up=size(4, 1),
+        measured=size(12, 3),
+        by_part=size(3, 2),
+        resumed_model=size(model_section(4, 512, 1536, 8, 2), tiny_model) | TIED,
+        resumed_vocabulary=size(4096, 300),
+        resumed_seq_length=size(1024, 64),
+        resumed_batch=size(8, 4),
+        steps=size(24, 12),
+        interval=size(8, 4),
+        stall_allowance=size(0.0, 5.0),
+        copied_at_most=size(4 << 30, 1 << 24),
+        attention=size(
+            {"batch": 4, "sequence": 4096, "heads": 32, "groups": 8, "channels": 64, "documents": 8},
+            {"batch": 1, "sequence": 128, "heads": 4, "groups": 2, "channels": 16, "documents": 4},
+        ),
+        repeats=size(20, 2),
+        product=size(8192, 256),
+        reduced=size((1 << 20, 1 << 26, 1 << 30), (1 << 16, 1 << 20)),
+        cpu_ranks=size(1, 2),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckSetup:
-    """One check, as its parts read it from a file."""
+    """Arguments and device of a check, which its parts read from a file."""
 
     folder: str
-    """Where it works; `parts/` below it has the figures and the log of each part."""
+    """Folder of the check; `parts/` below it holds figures and log of each part."""
     tiny: bool
     gpus: int = 0
-    """GPUs of this machine that torch sees."""
+    """Number of GPUs that torch sees."""
     device: str = "CPU"
-    """Name of the first one."""
+    """Name of the first GPU."""
     memory_bytes: int = 0
     """Memory of the first GPU."""
     cluster: dict[str, Any] = field(default_factory=dict)
-    """Section `cluster` of the training runs: of the site's file, what holds within a job."""
+    """Section `cluster` of the training runs: the part of the site's file that applies inside a job."""
     overrides: list[str] = field(default_factory=list)
     """Settings of the training runs, as for `relayrun submit --set`."""
     hooks: list[str] = field(default_factory=list)
-    """Hooks of the training runs, before those of the check itself."""
+    """Hooks of the training runs, before the check's own."""
     nodes: int = 1
-    """Nodes of the job that the check runs in."""
+    """Nodes of the check's job."""
 
     @property
     def sizes(self) -> CheckSizes:
-        return tiny_sizes() if self.tiny else full_sizes()
+        return check_sizes(tiny=self.tiny)
 
     @property
     def path(self) -> Path:
@@ -222,12 +194,12 @@ class CheckSetup:
 
     @property
     def ranks(self) -> int:
-        """Ranks of a training run: one a GPU."""
+        """Ranks of a training run: one per GPU."""
         return max(1, self.gpus)
 
     @property
     def precision(self) -> str:
-        """What the training runs are asked for, `training.precision`."""
+        """`training.precision` of the training runs."""
         return "bf16" if self.gpus else "fp32"
 
     @property
@@ -236,7 +208,7 @@ class CheckSetup:
         return str(self.cluster.get("python") or sys.executable)
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that programs on the ranks get, as those of a training run do."""
+        """Return the environment of programs on the ranks, the same as a training run's."""
         path = os.pathsep.join(filter(None, [str(places.CODE_ROOT), os.environ.get("PYTHONPATH")]))
         own = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         return (
@@ -252,39 +224,33 @@ class CheckSetup:
 
 
 class PartFigures:
-    """What a part has measured, on disk after every addition: a part that is killed leaves what it had."""
+    """Figures of a part, written to disk after every addition: a killed part keeps its figures."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._found: dict[str, Any] = {}
 
     def add(self, name: str, value: Any) -> None:
-        """Put a figure, or an object of figures, on record."""
+        """Record a figure, or an object of figures."""
         self._found[name] = value
         write_json(self._path, self._found, durable=False)
 
 
 def rank_command(setup: CheckSetup, program: str, *arguments: str, container: Sequence[str] = ()) -> list[str]:
-    """Return what one rank executes; in front of it stands what starts one for every rank.
+    """Return the command of one rank, to be put after a command that starts every rank.
 
-    `container`: the command of a container that the rank has to enter; inside the check's job it is in there already.
+    `program`: MODULE:FUNCTION in `programs`. `container`: the command that enters a container; inside the check's job
+    the ranks are in it already.
     """
-    prefix = setup.cluster.get("command_prefix", [])
-    return [
-        "bash",
-        str(places.shared_file("launchers/lib/rank.sh")),
-        *container,
-        *prefix,
-        setup.python,
-        "-m",
-        program,
-        *arguments,
-    ]
+    module, _, function = program.partition(":")
+    inside = [*container, *setup.cluster.get("command_prefix", []), setup.python]
+    measure = ["-m", f"relayrun.lab.gpucheck.programs.{module}", function, *arguments]
+    return ["bash", str(places.shared_file("launchers/lib/rank.sh")), *inside, *measure]
 
 
 def run_program(setup: CheckSetup, program: str, *, ranks: int = 1, **arguments: object) -> Any:
-    """Run a module of `programs` and return what it wrote to its `--output`. Raises CheckFailed with what it found."""
-    short = program.rpartition(".")[2]
+    """Run MODULE:FUNCTION of `programs`; return its `--output`. Raises CheckFailed with the figures written before."""
+    short = program.rpartition(":")[2]
     setup.parts.mkdir(parents=True, exist_ok=True)
     output, log, given = (setup.parts / f"program-{short}.{end}" for end in ("json", "log", "setup.json"))
     output.unlink(missing_ok=True)
@@ -310,10 +276,7 @@ def run_program(setup: CheckSetup, program: str, *, ranks: int = 1, **arguments:
 
 
 def run_and_record_program(setup: CheckSetup, figures: PartFigures, program: str, **arguments: Any) -> dict[str, Any]:
-    """Run a module of `programs`, put what it wrote on record, and return it; also what one that failed had written.
-
-    Raises CheckFailed.
-    """
+    """Run MODULE:FUNCTION of `programs`, record its output, also a failed one's, and return it. Raises CheckFailed."""
     found: dict[str, Any] = {}
     try:
         found = run_program(setup, program, **arguments)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -79,10 +78,6 @@ def check_report_as_json(report: CheckReport, changes: Sequence[str]) -> dict[st
         "plan": None if future is None else _plan_json(future),
         "changes": list(changes),
     }
-
-
-def json_text(value: Any) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False)
 
 
 def _plan_json(future: Forecast) -> dict[str, Any]:

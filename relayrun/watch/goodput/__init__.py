@@ -1,6 +1,6 @@
-"""Goodput: where the node time of a run went. Every node-second is booked into one named part.
+"""Goodput: the node time of a run, every node-second booked into one named part.
 
-    facts            the jobs and attempts of a run: its records, closed against the scheduler's times
+    facts            the jobs and attempts of a run: its records, completed with the scheduler's times
     metrics_columns  an attempt's metrics.jsonl as columns of numbers
     ledger           the names of the parts, and the cursor that books time into them
     attribution      divides the time of one allocation into parts

@@ -1,4 +1,4 @@
-"""The account of a run: what its nodes did, by attempt, in all, and by cause of loss."""
+"""The account of a run: its node time by attempt, in total, and by cause of loss."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ from relayrun.watch.goodput.metrics_columns import MetricsBlock, read_metrics_bl
 
 @dataclass(frozen=True, kw_only=True)
 class AllocationAccount:
-    """What the nodes of one allocation did. Parts are microseconds of all its nodes; times seconds since 1970."""
+    """Node time of one allocation. Parts are microseconds of all its nodes, times seconds since 1970."""
 
-    stay: NodeAllocation
+    allocation: NodeAllocation
     start: float
     end: float
     parts: dict[str, int]
     work: CountedWork
-    rounds: Sequence[RestartTime]
-    """The same by round of its ranks, oldest first; one where they were not started again."""
+    restarts: Sequence[RestartTime]
+    """The parts by start of the ranks, oldest first; one entry if they were never restarted."""
     stepped: int
-    """Microseconds in which steps were computed that count, on however many nodes."""
+    """Microseconds in which steps that count were computed, on any number of nodes."""
     waited: dict[str, int]
-    """Before it: microseconds `queued`, in `back-off` after a failure, and `stopped`, when nothing was asked for."""
+    """Microseconds before it: `queued`, in `back-off` after a failure, and `stopped` without a submitted job."""
 
     @property
     def attempt(self) -> int | None:
-        return None if self.stay.facts is None else self.stay.facts.begin.attempt
+        return None if self.allocation.facts is None else self.allocation.facts.begin.attempt
 
     @property
     def nodes(self) -> int:
-        return self.stay.nodes
+        return self.allocation.nodes
 
     @property
-    def failed_rounds(self) -> Sequence[FailedRestart]:
-        """Why ranks were started again, in the order of `rounds`, or were not."""
-        return [] if self.stay.facts is None else self.stay.facts.rounds
+    def failed_restarts(self) -> Sequence[FailedRestart]:
+        """Failures of the ranks, in the order of `restarts`."""
+        return [] if self.allocation.facts is None else self.allocation.facts.failed_restarts
 
     @property
     def allocated(self) -> int:
@@ -58,83 +58,83 @@ class AllocationAccount:
 
     @property
     def cause(self) -> str:
-        """How its attempt ended, in one word."""
-        facts = self.stay.facts
+        """Cause of the attempt's end, in one word."""
+        facts = self.allocation.facts
         if facts is None:
-            return "no attempt" if self.stay.ended else "running"
+            return "no attempt" if self.allocation.ended else "running"
         if facts.end is not None:
             return facts.end.cause
-        return "unknown" if self.stay.ended else "running"
+        return "unknown" if self.allocation.ended else "running"
 
     @property
     def reason(self) -> str:
-        """Why its attempt ended, or why there was none, in words; empty where nobody has said."""
-        facts = self.stay.facts
+        """Reason of the attempt's end, or why no attempt began; empty if unknown."""
+        facts = self.allocation.facts
         if facts is not None:
             return "" if facts.end is None else facts.end.reason
-        if not self.stay.ended:
+        if not self.allocation.ended:
             return "the job has its nodes, and no attempt has begun in it yet"
-        state = self.stay.state or "gone"
-        return f"the job was {state} before an attempt began in it, as {self.stay.source} says"
+        state = self.allocation.state or "gone"
+        return f"the job was {state} before an attempt began in it, as {self.allocation.source} says"
 
     @property
     def blamed(self) -> Sequence[str]:
-        """Nodes that got a strike for its end."""
-        return [] if self.stay.facts is None else self.stay.facts.blamed
+        """Nodes to which its end is attributed."""
+        return [] if self.allocation.facts is None else self.allocation.facts.blamed
 
 
 @dataclass(kw_only=True)
 class LostTime:
-    """What one cause of ends cost. Node time in microseconds of all nodes."""
+    """Node time lost to one cause of ends, in microseconds of all nodes."""
 
     cause: str
     times: int = 0
     lost: int = 0
-    """Steps that were computed again, hangs, failed starts, and what lies between failure and end."""
+    """Steps computed again, hangs, failed starts, and the time between failure and end."""
     starts: int = 0
-    """Starts of the attempts behind it, up to their first steps."""
+    """Starts of the following attempts, up to their first steps."""
     waited: int = 0
-    """Microseconds without nodes before the jobs behind it: the queue, and the back-off after failures."""
+    """Microseconds without nodes before the following jobs: queue and back-off."""
     nodes: Counter[str] = field(default_factory=Counter)
-    """Nodes that were blamed, and how often."""
+    """Number of ends attributed to each node."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeTimeAccount:
-    """A run's node time. Parts are microseconds of all nodes."""
+    """Node time of a run. Parts are microseconds of all nodes."""
 
     run: Run
     name: str
-    stays: Sequence[AllocationAccount]
+    allocations: Sequence[AllocationAccount]
     parts: dict[str, int]
-    """By name, in the order of `ledger.PARTS`; those that are 0 are there, too."""
+    """By name, in the order of `ledger.PARTS`, including parts that are 0."""
     work: CountedWork
     waited: dict[str, int]
-    """Microseconds without nodes, not times nodes."""
+    """Microseconds without nodes, not multiplied by nodes."""
     losses: Sequence[LostTime]
     evaluated_outside: bool
 
     @property
     def allocated(self) -> int:
-        """Microseconds of all nodes that were allocated: the sum of the parts."""
-        return sum(each.allocated for each in self.stays)
+        """Microseconds of all allocated nodes: the sum of the parts."""
+        return sum(each.allocated for each in self.allocations)
 
     @property
     def elapsed(self) -> int:
-        """Microseconds from the first submission to the newest that is known."""
-        first = self.stays[0]
-        begin = first.start if first.stay.submit is None else min(first.stay.submit, first.start)
-        return to_microseconds(max(each.end for each in self.stays)) - to_microseconds(begin)
+        """Microseconds from the first submission to the newest known time."""
+        first = self.allocations[0]
+        begin = first.start if first.allocation.submit is None else min(first.allocation.submit, first.start)
+        return to_microseconds(max(each.end for each in self.allocations)) - to_microseconds(begin)
 
     @property
     def goodput(self) -> float:
-        """Share of the allocated node time that went into steps whose result counts."""
+        """Share of the allocated node time spent on steps that count."""
         return self.parts["step"] / self.allocated if self.allocated else 0.0
 
     @property
     def effective_training_time(self) -> float:
-        """Share of the time since the first submission in which steps were computed that count; the queue is in it."""
-        return sum(each.stepped for each in self.stays) / self.elapsed if self.elapsed else 0.0
+        """Share of the time since the first submission, queue included, in which steps that count were computed."""
+        return sum(each.stepped for each in self.allocations) / self.elapsed if self.elapsed else 0.0
 
     @property
     def node_hours(self) -> float:
@@ -142,17 +142,17 @@ class NodeTimeAccount:
 
     @property
     def tokens_per_node_hour(self) -> float | None:
-        """Tokens of steps that count, by all allocated node hours; None where speeds are not measured."""
+        """Tokens of steps that count per allocated node hour; None if speeds are not measured."""
         return self.work.tokens / self.node_hours if self.work.tokens and self.allocated else None
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOP utilisation over all allocated time; None where it is not measured."""
+        """Model FLOP utilisation over all allocated time; None if it is not measured."""
         return self._of_allocated(self.work.mfu_seconds)
 
     @property
     def tflops(self) -> float | None:
-        """Model TFLOP/s of a GPU over all allocated time; None where it is not measured."""
+        """Model TFLOP/s per GPU over all allocated time; None if it is not measured."""
         return self._of_allocated(self.work.tflop_seconds)
 
     def _of_allocated(self, total: float) -> float | None:
@@ -169,23 +169,25 @@ def account_for_run(
     also: Sequence[str] = (),
     grain: int = 60 * MICROSECONDS_PER_SECOND,
 ) -> NodeTimeAccount:
-    """Read a run and book its node time. Raises RunDirError where no attempt has begun, or a record is damaged.
+    """Read a run and book its node time. Raises RunDirError if no attempt has begun, or a record is damaged.
 
-    `sink` and `seen` give, for a stay, what is told of parts and of lines, which then have the columns in `also`; see
-    `attribute_time`.
+    `sink` and `seen` return, for an allocation, the callbacks of `attribute_time`; `also` names further columns of the
+    metrics for them.
     """
     facts = facts or read_run_facts(run, now=now)
     names = tuple(dict.fromkeys([*NEEDED_COLUMNS, *also]))
     found: list[AllocationAccount] = []
-    for stay in facts.stays:
-        blocks = read_metrics_blocks(stay.facts.attempt.metrics, names) if stay.facts is not None else ()
-        told = None if sink is None else sink(stay)
-        booked = attribute_time(stay, blocks, sink=told, seen=None if seen is None else seen(stay), grain=grain)
-        found.append(_allocation_account(stay, booked, found))
+    for allocation in facts.allocations:
+        blocks = read_metrics_blocks(allocation.facts.attempt.metrics, names) if allocation.facts is not None else ()
+        told = None if sink is None else sink(allocation)
+        booked = attribute_time(
+            allocation, blocks, sink=told, seen=None if seen is None else seen(allocation), grain=grain
+        )
+        found.append(_allocation_account(allocation, booked, found))
     return NodeTimeAccount(
         run=run,
         name=facts.plan.run,
-        stays=found,
+        allocations=found,
         parts={name: sum(each.parts.get(name, 0) for each in found) for name in PART_NAMES},
         work=_sum_work([each.work for each in found]),
         waited={name: sum(each.waited[name] for each in found) for name in WAIT_KINDS},
@@ -195,28 +197,28 @@ def account_for_run(
 
 
 WAIT_KINDS = ("queued", "back-off", "stopped")
-"""What a run does without nodes: it waits in the queue, waits after a failure, or nobody has asked for anything."""
+"""Kinds of time without nodes: in the queue, in back-off after a failure, and without a submitted job."""
 
 
 def _allocation_account(
-    stay: NodeAllocation, booked: AttributedTime, before: Sequence[AllocationAccount]
+    allocation: NodeAllocation, booked: AttributedTime, before: Sequence[AllocationAccount]
 ) -> AllocationAccount:
     return AllocationAccount(
-        stay=stay,
+        allocation=allocation,
         start=booked.start / MICROSECONDS_PER_SECOND,
         end=booked.end / MICROSECONDS_PER_SECOND,
         parts=booked.parts,
-        rounds=booked.rounds,
+        restarts=booked.restarts,
         stepped=booked.stepped,
         work=booked.work,
-        waited=divide_wait(stay, before[-1].stay if before else None),
+        waited=divide_wait(allocation, before[-1].allocation if before else None),
     )
 
 
-def divide_wait(stay: NodeAllocation, previous: NodeAllocation | None) -> dict[str, int]:
-    """Divide the time without nodes before a stay, in microseconds."""
-    start = to_microseconds(stay.start)
-    submit = start if stay.submit is None else min(start, to_microseconds(stay.submit))
+def divide_wait(allocation: NodeAllocation, previous: NodeAllocation | None) -> dict[str, int]:
+    """Divide the time without nodes before an allocation, in microseconds."""
+    start = to_microseconds(allocation.start)
+    submit = start if allocation.submit is None else min(start, to_microseconds(allocation.submit))
     if previous is None:
         return {"queued": start - submit, "back-off": 0, "stopped": 0}
     gap = max(0, start - to_microseconds(previous.end))
@@ -227,18 +229,18 @@ def divide_wait(stay: NodeAllocation, previous: NodeAllocation | None) -> dict[s
     return {"queued": gap - stopped - back_off, "back-off": back_off, "stopped": stopped}
 
 
-def lost_time_by_cause(stays: Sequence[AllocationAccount]) -> list[LostTime]:
-    """What each cause of ends cost, the dearest first; ends that were planned cost the next start alone."""
+def lost_time_by_cause(allocations: Sequence[AllocationAccount]) -> list[LostTime]:
+    """Return the node time lost to each cause, largest first; a planned end costs only the next start."""
     found: dict[str, LostTime] = {}
-    for number, each in enumerate(stays):
+    for number, each in enumerate(allocations):
         if each.cause == "running":
             continue
         loss = found.setdefault(each.cause, LostTime(cause=each.cause))
         loss.times += 1
         loss.lost += sum(amount for part, amount in each.parts.items() if part in LOST_PARTS)
         loss.nodes.update(each.blamed)
-        if number + 1 < len(stays):
-            following = stays[number + 1]
+        if number + 1 < len(allocations):
+            following = allocations[number + 1]
             loss.starts += sum(amount for part, amount in following.parts.items() if part in START_PARTS)
             loss.waited += following.waited["queued"] + following.waited["back-off"]
     return sorted(found.values(), key=lambda loss: (-(loss.lost + loss.starts), loss.cause))

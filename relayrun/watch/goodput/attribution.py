@@ -1,8 +1,8 @@
-"""One stay on nodes, divided into parts: pure but for reading the attempt's metrics, and exact to the microsecond.
+"""The time of one allocation, divided into parts: pure except for reading the metrics, exact to the microsecond.
 
-A cursor goes from the start of the stay to its end. What the records say moves it: a point in time closes what went
-before, a duration is taken from what is left before the next point. So whatever clocks say, each microsecond is booked
-once, and none before the start or behind the end.
+A cursor moves from the start of the allocation to its end. A recorded point in time closes the part before it; a
+recorded duration is limited to the time left before the next point. So each microsecond is booked once, inside the
+allocation, whatever the clocks of the records say.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND, BookedPartSin
 from relayrun.watch.goodput.metrics_columns import Column, MetricsBlock
 
 LONGEST_STEP_SECONDS = 1e9
-"""Seconds that no step takes."""
+"""Limit of plausible durations."""
 
 LATEST_TIME = 1e11
-"""Seconds since 1970 that no clock shows."""
+"""Limit of plausible times, in seconds since 1970."""
 
 NEEDED_COLUMNS = (
     "iteration",
@@ -37,10 +37,10 @@ NEEDED_COLUMNS = (
     "mfu",
     "model_tflops_per_gpu",
 )
-"""Numbers of the metrics that `attribute_time` looks at."""
+"""Columns of the metrics that `attribute_time` reads."""
 
 FIRST_LINES = 21
-"""Lines of an attempt of which the usual time of a step is taken, to tell what the first one took beyond it."""
+"""Lines of an attempt whose median step time is subtracted from its first step."""
 
 Amounts = npt.NDArray[np.int64]
 Indices = npt.NDArray[np.intp]
@@ -49,93 +49,96 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(kw_only=True)
 class CountedWork:
-    """What the steps of a stay did that count."""
+    """Sums over an allocation's steps that count."""
 
     iterations: int = 0
     tokens: float = 0.0
     step_seconds: float = 0.0
     mfu_seconds: float = 0.0
-    """Sum over steps of model FLOP utilisation times seconds times the nodes that trained; 0 where none is measured."""
+    """Sum over steps of model FLOP utilisation × seconds × training nodes; 0 if not measured."""
     tflop_seconds: float = 0.0
-    """Sum over steps of model TFLOP/s of a GPU times seconds times the nodes that trained."""
+    """Sum over steps of model TFLOP/s per GPU × seconds × training nodes."""
     redone_iterations: int = 0
     redone_tokens: float = 0.0
 
 
 @dataclass(kw_only=True)
 class AttributedTime:
-    """The parts of a stay, in microseconds of all its nodes; they sum to what each had from `start` to `end`."""
+    """The parts of an allocation, in microseconds of all its nodes; they sum to the node time from `start` to `end`."""
 
     start: int
     end: int
-    rounds: Sequence[RestartTime]
-    """Its rounds, oldest first: one, where ranks were not started again."""
+    restarts: Sequence[RestartTime]
+    """The parts by start of the ranks, oldest first; one entry if they were never restarted."""
     stepped: int = 0
-    """Microseconds in which steps were computed that count, on however many nodes."""
+    """Microseconds in which steps that count were computed, on any number of nodes."""
     work: CountedWork = field(default_factory=CountedWork)
 
     @property
     def parts(self) -> dict[str, int]:
-        """The parts of all rounds together."""
+        """Parts summed over all restarts."""
         found: dict[str, int] = {}
-        for each in self.rounds:
+        for each in self.restarts:
             for part, amount in each.parts.items():
                 found[part] = found.get(part, 0) + amount
         return found
 
 
 def attribute_time(
-    stay: NodeAllocation,
+    allocation: NodeAllocation,
     blocks: Iterable[MetricsBlock],
     *,
     sink: BookedPartSink | None = None,
     grain: int = 60 * MICROSECONDS_PER_SECOND,
     seen: Callable[[MetricsBlock, Mask], None] | None = None,
 ) -> AttributedTime:
-    """Divide a stay. `blocks`: its attempt's metrics, oldest first, with the columns of `NEEDED_COLUMNS`.
+    """Divide the time of an allocation.
 
-    `sink` is told of each part, of steps about every `grain` microseconds. `seen` is given each block, and which of its
-    lines count. A stay that has not ended is divided up to its newest sign of life, which is then its end.
+    Args:
+        blocks: metrics of its attempt, oldest first, with the columns of `NEEDED_COLUMNS`.
+        sink: called with each booked part; steps are grouped to about `grain` microseconds.
+        seen: called with each block and the mask of its lines that count.
+
+    An allocation that has not ended is divided up to its newest sign of life, which becomes its end.
     """
-    ledger = Ledger(stay, sink)
-    facts = stay.facts
+    ledger = Ledger(allocation, sink)
+    facts = allocation.facts
     if facts is None:
-        ledger.until("no attempt", ledger.end)
-        return AttributedTime(start=ledger.start, end=ledger.end, rounds=ledger.rounds)
+        ledger.book_until("no attempt", ledger.end)
+        return AttributedTime(start=ledger.start, end=ledger.end, restarts=ledger.restarts)
     _attribute_start(ledger, facts)
     steps = _Steps(ledger, facts, grain=grain if sink is not None else None)
     for block in blocks:
         for part in _split_at_rollbacks(block):
-            for piece in steps.by_round(part):
+            for piece in steps.split_at_restarts(part):
                 counts = steps.take(piece)
                 if seen is not None:
                     seen(piece, counts)
-    steps.end_rounds()
-    if stay.ended:
-        _attribute_end(ledger, stay, facts, under_way=steps.under_way)
+    steps.end_restarts()
+    if allocation.ended:
+        _attribute_end(ledger, allocation, facts, under_way=steps.under_way)
     else:
         start = "between" if steps.under_way == "redone" else steps.under_way
-        ledger.until("launch" if start == "failed start" else start, to_microseconds(facts.last_sign))
+        ledger.book_until("launch" if start == "failed start" else start, to_microseconds(facts.last_sign))
     return AttributedTime(
-        start=ledger.start, end=ledger.cursor, rounds=ledger.rounds, stepped=ledger.stepped, work=steps.work
+        start=ledger.start, end=ledger.cursor, restarts=ledger.restarts, stepped=ledger.stepped, work=steps.work
     )
 
 
 def _attribute_start(ledger: Ledger, facts: AttemptFacts) -> None:
-    """Up to where the first step could begin."""
     begin, started = facts.begin, facts.first_start
     if begin.script_time is not None:
-        ledger.until("prolog", to_microseconds(begin.script_time))
-    ledger.until("supervisor" if begin.script_time is not None else "prolog", to_microseconds(begin.start_time))
+        ledger.book_until("prolog", to_microseconds(begin.script_time))
+    ledger.book_until("supervisor" if begin.script_time is not None else "prolog", to_microseconds(begin.start_time))
     if started is None:
         return
     if started.initialised > started.process:
-        ledger.until("launch", to_microseconds(started.process))
-        ledger.until("import", to_microseconds(started.imported))
-        ledger.until("init", to_microseconds(started.initialised))
-        ledger.until("load", to_microseconds(started.loaded))
-    else:  # who looked on from outside knows of the first step alone
-        ledger.until("init", to_microseconds(started.loaded))
+        ledger.book_until("launch", to_microseconds(started.process))
+        ledger.book_until("import", to_microseconds(started.imported))
+        ledger.book_until("init", to_microseconds(started.initialised))
+        ledger.book_until("load", to_microseconds(started.loaded))
+    else:  # an observer knows the time of the first step alone
+        ledger.book_until("init", to_microseconds(started.loaded))
 
 
 class _Steps:
@@ -144,34 +147,33 @@ class _Steps:
     def __init__(self, ledger: Ledger, facts: AttemptFacts, *, grain: int | None) -> None:
         self.work = CountedWork()
         self.begun = False
-        """Whether there was a line."""
         self._ledger = ledger
         self._facts = facts
         self._grain = grain
         self._limits = _iteration_limits(facts)
         self._limit = self._limits.pop()
         self._first = True
-        """No step has been seen."""
-        self._gone_back = False
-        """A way back to a checkpoint is the newest that happened."""
-        self._failed = [each for each in facts.rounds if each.again]
-        """Rounds behind which another one was begun, of which no line has been seen yet."""
+        """True until the first step."""
+        self._rolled_back = False
+        """True if the newest event is a rollback to a checkpoint."""
+        self._failed = [each for each in facts.failed_restarts if each.again]
+        """Failures followed by a restart of which no line has been read yet."""
 
     @property
     def under_way(self) -> str:
-        """The part of what ranks do that leave no line behind the newest one."""
-        if self._gone_back:
+        """Part for time after the newest line, in which ranks write no line."""
+        if self._rolled_back:
             return "recovery"
         return "redone" if self.begun or self._facts.first_start is not None else "failed start"
 
-    def by_round(self, block: MetricsBlock) -> Iterator[MetricsBlock]:
-        """Cut the lines where a round failed between two of them; what ends a round is booked on the way.
+    def split_at_restarts(self, block: MetricsBlock) -> Iterator[MetricsBlock]:
+        """Split the lines at failures of the ranks, and book each failure on the way.
 
-        A round whose newest step was lost has a line that says so. One that failed at its checkpoint has none.
+        A failure that lost steps is marked by a line; a failure exactly at a checkpoint is not.
         """
         number = block.records.get(0, {}).get("round")
         while self._failed and isinstance(number, int) and self._failed[0].round < number:
-            self._end_round()
+            self._end_restart()
         times = block.columns["time"]
         while self._failed and self._failed[0].iteration <= self._failed[0].next_iteration:
             behind = np.flatnonzero(times > self._failed[0].time)
@@ -181,32 +183,32 @@ class _Steps:
                 yield block.part(0, at)
                 block = block.part(at, block.rows)
                 times = block.columns["time"]
-            self._end_round()
+            self._end_restart()
         yield block
 
-    def end_rounds(self) -> None:
-        """Book the ends of rounds behind which there is no line."""
+    def end_restarts(self) -> None:
+        """Book the failures after the last line."""
         while self._failed:
-            self._end_round()
+            self._end_restart()
 
-    def _end_round(self) -> None:
+    def _end_restart(self) -> None:
         failed = self._failed.pop(0)
         if (hang := self._facts.hangs.get(failed.round)) is not None:
-            self._ledger.until(self.under_way, to_microseconds(hang.time - hang.seconds))
-            self._ledger.until("hang", to_microseconds(hang.time))
-            self._gone_back = True
-        self._ledger.until(self.under_way, to_microseconds(failed.time))
-        self._ledger.next_round(failed)
-        self._gone_back = True
+            self._ledger.book_until(self.under_way, to_microseconds(hang.time - hang.seconds))
+            self._ledger.book_until("hang", to_microseconds(hang.time))
+            self._rolled_back = True
+        self._ledger.book_until(self.under_way, to_microseconds(failed.time))
+        self._ledger.next_restart(failed)
+        self._rolled_back = True
 
     def take(self, block: MetricsBlock) -> Mask:
-        """Book the lines of a block, at most the first of which goes back; return which of them count."""
+        """Book the lines of a block, of which at most the first is a rollback; return the mask of lines that count."""
         record = block.records.get(0, {})
         if resets_iteration(record):
             if "rewind" in record:
-                self._ledger.until("between", to_microseconds(record["rewind"]["time"]))
+                self._ledger.book_until("between", to_microseconds(record["rewind"]["time"]))
             self._limit = self._limits.pop() if self._limits else self._facts.limit
-            self._gone_back = True
+            self._rolled_back = True
             rest = self.take(block.part(1, block.rows)) if block.rows > 1 else np.zeros(0, dtype=np.bool_)
             return np.concatenate([np.zeros(1, dtype=np.bool_), rest])
         columns, ledger = block.columns, self._ledger
@@ -215,13 +217,11 @@ class _Steps:
         unsaid = np.isnan(columns["step_seconds"]) & ~evaluates
         asked = _as_microseconds(np.where(evaluates, columns["evaluation_seconds"], columns["step_seconds"]))
         said = _as_microseconds(columns["time"], most=LATEST_TIME)
-        if (
-            not (self.begun or self._gone_back) and self._facts.first_start is None
-        ):  # a program that does not say how it started
-            ledger.until("launch", int(said[0]) - int(asked[0]))
+        if not (self.begun or self._rolled_back) and self._facts.first_start is None:  # a program without start times
+            ledger.book_until("launch", int(said[0]) - int(asked[0]))
         self.begun = True
 
-        ends = np.maximum.accumulate(np.append(ledger.cursor, np.minimum(said, ledger.end)))  # no clock goes back
+        ends = np.maximum.accumulate(np.append(ledger.cursor, np.minimum(said, ledger.end)))  # times must not decrease
         left, ends = np.diff(ends), ends[1:]
         held = np.minimum(np.where(evaluates, 0, _as_microseconds(columns["save_seconds"])), left)
         took = np.where(unsaid, left - held, np.minimum(asked, left))
@@ -247,7 +247,7 @@ class _Steps:
         return counts
 
     def _first_step(self, columns: Mapping[str, Column], parts: Mapping[str, Amounts], places: Indices) -> None:
-        """Tell what the first step took beyond the next ones, and the way back before the first one behind it."""
+        """Split off the first step's excess over the following ones, and a rollback before the first step."""
         at = int(places[0])
         if self._first and parts["step"][at]:
             seconds = columns["step_seconds"] - np.nan_to_num(columns["data_seconds"])
@@ -258,14 +258,14 @@ class _Steps:
                 parts["step"][at] -= beyond
                 parts["compile"][at] = beyond
         self._first = False
-        if self._gone_back:
+        if self._rolled_back:
             parts["recovery"][at], parts["between"][at] = parts["between"][at], 0
-            self._gone_back = False
+            self._rolled_back = False
 
     def _put(self, parts: Mapping[str, Amounts], ends: Amounts) -> None:
-        """Book the lines: all at once, or where somebody wants to know when, by the grain.
+        """Book the lines, grouped by the grain if a sink is set.
 
-        One in which the number of nodes changes is booked alone.
+        A line during which the number of nodes changes is booked alone.
         """
         starts: Indices = np.zeros(1, dtype=np.intp)
         if self._grain is not None:
@@ -277,13 +277,13 @@ class _Steps:
         sums = {part: np.add.reduceat(amounts, starts).tolist() for part, amounts in parts.items()}
         lasts = ends[np.append(starts[1:], len(ends)) - 1].tolist()
         for number, last in enumerate(lasts):
-            self._ledger.mixed({part: amounts[number] for part, amounts in sums.items()}, last)
+            self._ledger.book_parts({part: amounts[number] for part, amounts in sums.items()}, last)
 
     def _sum(self, columns: Mapping[str, Column], steps: Mask, redone: Mask) -> None:
         work = self.work
         seconds = _as_microseconds(columns["step_seconds"]) / MICROSECONDS_PER_SECOND
         tokens = np.nan_to_num(columns["tokens_per_second"]) * seconds
-        for each in (work, self._ledger.rounds[-1]):
+        for each in (work, self._ledger.restarts[-1]):
             each.iterations += int(steps.sum())
             each.redone_iterations += int(redone.sum())
         work.step_seconds += float(seconds[steps].sum())
@@ -295,56 +295,55 @@ class _Steps:
 
 
 def _split_at_rollbacks(block: MetricsBlock) -> Iterator[MetricsBlock]:
-    """The block in parts, each of which begins with a line by which training goes back, but for the first."""
     edges = [0, *sorted(row for row, record in block.records.items() if row and resets_iteration(record)), block.rows]
     for first, end in pairwise(edges):
         yield block.part(first, end)
 
 
 def _as_microseconds(seconds: Column, *, most: float = LONGEST_STEP_SECONDS) -> Amounts:
-    """Seconds as microseconds; nothing where a program says what no clock does."""
+    """Convert to microseconds; implausible values become 0."""
     return np.asarray(
         np.where((seconds > 0) & (seconds < most), seconds, 0.0) * MICROSECONDS_PER_SECOND, dtype=np.int64
     )
 
 
 def _iteration_limits(facts: AttemptFacts) -> list[float]:
-    """The last iteration that counts behind the attempt's last way back, before it, ..., before the first one."""
+    """The last iteration that counts: after the last rollback, before it, ..., before the first."""
     limit = facts.limit
     found = [limit]
-    for base in reversed(facts.went_back):
+    for base in reversed(facts.rollbacks):
         limit = min(limit, base)
         found.append(limit)
     return found
 
 
-def _attribute_end(ledger: Ledger, stay: NodeAllocation, facts: AttemptFacts, *, under_way: str) -> None:
-    """From the last line of the metrics to the end of the stay."""
+def _attribute_end(ledger: Ledger, allocation: NodeAllocation, facts: AttemptFacts, *, under_way: str) -> None:
+    """Book the time from the last metrics line to the end of the allocation."""
     outcome, hang, end = facts.outcome, facts.hang, facts.end
     stepped = under_way != "failed start"
     if outcome is not None:
         left = to_microseconds(outcome.time)
         if under_way != "redone":
-            ledger.until(under_way, left)
+            ledger.book_until(under_way, left)
         for commit in facts.commits:
             published = min(to_microseconds(commit.time), left)
-            ledger.until("between", published - to_microseconds(commit.seconds))
-            ledger.until("save", published)
-        ledger.until("between", left)
-        ledger.until("end" if stay.end_known else "unknown", ledger.end)
+            ledger.book_until("between", published - to_microseconds(commit.seconds))
+            ledger.book_until("save", published)
+        ledger.book_until("between", left)
+        ledger.book_until("end" if allocation.end_known else "unknown", ledger.end)
         return
     if hang is not None:
-        ledger.until(under_way, to_microseconds(hang.time - hang.seconds))
-        ledger.until("hang", to_microseconds(hang.time))
+        ledger.book_until(under_way, to_microseconds(hang.time - hang.seconds))
+        ledger.book_until("hang", to_microseconds(hang.time))
     elif facts.failure_time is not None:
-        ledger.until(under_way, to_microseconds(facts.failure_time))
+        ledger.book_until(under_way, to_microseconds(facts.failure_time))
     else:
-        ledger.until(under_way, to_microseconds(facts.last_sign))
+        ledger.book_until(under_way, to_microseconds(facts.last_sign))
         if end is not None and facts.end_seen:
-            ledger.until("hang" if stepped else "failed start", to_microseconds(end.end_time))
-        elif stay.end_known:
-            ledger.until("hang", ledger.end)
+            ledger.book_until("hang" if stepped else "failed start", to_microseconds(end.end_time))
+        elif allocation.end_known:
+            ledger.book_until("hang", ledger.end)
     if end is not None and facts.end_seen:
-        ledger.until("recovery", to_microseconds(end.end_time))
-        ledger.until("end", ledger.end)
-    ledger.until("recovery" if stay.end_known else "unknown", ledger.end)
+        ledger.book_until("recovery", to_microseconds(end.end_time))
+        ledger.book_until("end", ledger.end)
+    ledger.book_until("recovery" if allocation.end_known else "unknown", ledger.end)

@@ -1,4 +1,4 @@
-"""What is known of a run's jobs and attempts: the run directory's records, closed against the scheduler's times."""
+"""The jobs and attempts of a run: records of the run directory, completed with the scheduler's times."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from relayrun.errors import RunDirError
 from relayrun.files import read_lines
 
 CLOCK_TOLERANCE_SECONDS = 5.0
-"""Seconds by which clocks of nodes and of the scheduler may differ: an attempt lies in its allocation all the same."""
+"""Largest difference between the clocks of nodes and scheduler when an attempt is matched to its allocation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptFacts:
-    """What an attempt's records say. Times are seconds since 1970."""
+    """Records of an attempt. Times are seconds since 1970."""
 
     attempt: Attempt
     begin: AttemptStart
@@ -36,36 +36,40 @@ class AttemptFacts:
     outcome: AttemptOutcome | None
     hang: Hang | None
     failure_time: float | None
-    """When the first rank that could say so failed. None here, too, where rank 0 left on purpose, or nothing moved."""
+    """First recorded failure of a rank. Also None if rank 0 exited on purpose or the ranks hung."""
     last_sign: float
-    """The newest sign of life that is no line of the metrics; when it began, where rank 0 left on purpose."""
+    """The newest sign of life outside the metrics; the begin if rank 0 exited on purpose."""
     commits: Sequence[CheckpointCommit]
     limit: float
-    """The last iteration that counts: what lies beyond it was computed again, or lost."""
-    went_back: Sequence[int]
-    """Iterations of the checkpoints that training went back to inside the attempt, oldest first."""
+    """The last iteration that counts; later ones were computed again or lost."""
+    rollbacks: Sequence[int]
+    """Checkpoint iterations of the rollbacks inside the attempt, oldest first."""
     blamed: Sequence[str]
-    """Nodes that got a strike for its end."""
-    rounds: Sequence[FailedRestart] = ()
-    """Rounds of its ranks that failed, oldest first."""
+    """Nodes to which its end is attributed."""
+    failed_restarts: Sequence[FailedRestart] = ()
+    """Failures of its ranks, oldest first."""
     hangs: Mapping[int, Hang] = field(default_factory=dict)
-    """What was written down of those that stood still, by round."""
+    """Records of hung ranks, by restart number."""
 
     @property
     def first_start(self) -> StartTimes | None:
-        """How far the start of its first round was; None where that failed, and `started` is a later one's."""
-        failed = self.started is not None and bool(self.rounds) and self.rounds[0].time < self.started.loaded
+        """Start times of the first ranks; None if they failed to start, and `started` belongs to a restart."""
+        failed = (
+            self.started is not None
+            and bool(self.failed_restarts)
+            and self.failed_restarts[0].time < self.started.loaded
+        )
         return None if failed else self.started
 
     @property
     def end_seen(self) -> bool:
-        """Whether its own job wrote down how it ended."""
+        """True if its own job recorded its end."""
         return self.end is not None and self.end.exit_code != decisions.UNKNOWN_EXIT_CODE
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeAllocation:
-    """One time that a job of the run had nodes, and the attempt that began in it. Times are seconds since 1970."""
+    """One allocation of a job of the run, and the attempt in it. Times are seconds since 1970."""
 
     job_id: str
     nodes: int
@@ -74,33 +78,33 @@ class NodeAllocation:
     start: float
     end: float
     ended: bool
-    """False: it has its nodes still, and `end` is the newest that is known of it."""
+    """False: it still has its nodes, and `end` is its newest known time."""
     end_known: bool
-    """False: nobody who saw the end has said when it was."""
+    """False: the time of its end was not recorded."""
     source: str
     facts: AttemptFacts | None
-    """None: no attempt began in it."""
+    """None if no attempt began in it."""
     state: str = ""
-    """The scheduler's word for the job, where no attempt began in it."""
+    """Slurm's job state, if no attempt began in it."""
     spare_nodes: int = 0
-    """How many of its nodes did not train at first."""
+    """Number of nodes that did not train at first."""
     resized: Sequence[tuple[float, int]] = ()
-    """When Slurm took nodes from the job, and how many it had from then on, oldest first."""
+    """(time, nodes from then on) of each removal of nodes by Slurm, oldest first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What is known of a run: its stays on nodes, oldest first."""
+    """Allocations of a run, oldest first."""
 
     run: Run
     plan: Plan
-    stays: Sequence[NodeAllocation]
+    allocations: Sequence[NodeAllocation]
     evaluated_outside: bool
-    """Whether evaluations have jobs of their own, whose nodes are not in these accounts."""
+    """True if evaluations have jobs of their own, whose nodes are not in these accounts."""
 
 
 def read_run_facts(run: Run, *, now: float | None = None) -> RunFacts:
-    """Read the records of a run and ask its scheduler. Raises RunDirError where no attempt has begun."""
+    """Read the records of a run and query its scheduler. Raises RunDirError if no attempt has begun."""
     plan = Plan.load(run)
     found = _begun_attempts(run)
     if not found:
@@ -111,15 +115,15 @@ def read_run_facts(run: Run, *, now: float | None = None) -> RunFacts:
     return RunFacts(
         run=run,
         plan=plan,
-        stays=join_allocations(found, known, plan=plan, now=time.time() if now is None else now),
+        allocations=join_allocations(found, known, plan=plan, now=time.time() if now is None else now),
         evaluated_outside=EvaluationPolicy.read(run.evaluation_policy) is not None,
     )
 
 
 def _first_submit(run: Run, found: Sequence[AttemptFacts]) -> float:
-    """When the run was first submitted; jobs may have had nodes since, long before the first attempt began.
+    """Time of the first submit; jobs may have had nodes long before the first attempt began.
 
-    A copied directory has newer files than its first attempt.
+    The files of a copied directory are newer than its first attempt.
     """
     times = [each.begin.job_start_time or each.begin.start_time for each in found]
     with contextlib.suppress(OSError):
@@ -130,9 +134,9 @@ def _first_submit(run: Run, found: Sequence[AttemptFacts]) -> float:
 def join_allocations(
     found: Sequence[AttemptFacts], known: Sequence[Allocation], *, plan: Plan, now: float
 ) -> list[NodeAllocation]:
-    """Join attempts with the scheduler's allocations; where it has forgotten one, say what the chain knows itself.
+    """Join attempts with the scheduler's allocations; the chain's own records replace forgotten ones.
 
-    They do not overlap: one job of a chain runs at a time.
+    Allocations do not overlap: one job of a chain runs at a time.
     """
     result = []
     taken: set[int] = set()
@@ -160,7 +164,7 @@ def join_allocations(
         for at, entry in enumerate(known)
         if at not in taken
     ]
-    return sorted(result, key=lambda stay: stay.start)
+    return sorted(result, key=lambda allocation: allocation.start)
 
 
 def _node_allocation(
@@ -172,10 +176,10 @@ def _node_allocation(
     if end is None and following is not None and following.job_id != begin.job_id:
         end = following.previous_job_end
     ended, end_known = end is not None or following is not None, end is not None
-    if end is None and following is not None:  # it had gone by then
+    if end is None and following is not None:  # ended before the next attempt
         after = [following.job_start_time, following.script_time, following.start_time]
         end = next(value for value in after if value is not None)
-        if each.end is not None and each.end_seen:  # behind that the batch script has nothing left to do
+        if each.end is not None and each.end_seen:  # the batch script ends right after it
             end, end_known = min(end, each.end.end_time), True
     if end is None and each.end is not None:
         end, ended, end_known = each.end.end_time, True, each.end_seen
@@ -184,7 +188,7 @@ def _node_allocation(
         end = min(now, limit)
     asked = int(begin.options.get("nodes", plan.nodes_of_job))
     nodes = asked if entry is None else entry.nodes
-    if plan.outlives_nodes:  # without accounting Slurm tells of the nodes that such a job has left
+    if plan.outlives_nodes:  # without accounting Slurm reports only the nodes that are left
         nodes = max(nodes, asked)
     return NodeAllocation(
         job_id=begin.job_id,
@@ -203,7 +207,7 @@ def _node_allocation(
 
 
 def _allocation_of(each: AttemptFacts, known: Sequence[Allocation], taken: set[int]) -> int | None:
-    """The place of the allocation in which an attempt began; a job that was queued again has several."""
+    """Index of the allocation in which an attempt began; a requeued job has several."""
     began = each.begin.start_time
     own = [
         at
@@ -219,7 +223,6 @@ def _allocation_of(each: AttemptFacts, known: Sequence[Allocation], taken: set[i
 
 
 def _begun_attempts(run: Run) -> list[AttemptFacts]:
-    """The attempts that have begun, oldest first."""
     strikes = read_node_failures(run)
     attempts = [run.attempt(number) for number in run.attempt_numbers()]
     begun = [(attempt, begin) for attempt in attempts if (begin := attempt.read_begin()) is not None]
@@ -227,7 +230,7 @@ def _begun_attempts(run: Run) -> list[AttemptFacts]:
     found: list[AttemptFacts] = []
     for attempt, begin in reversed(begun):
         end = attempt.read_end()
-        if not found and end is not None:  # nobody went on from what it had not saved
+        if not found and end is not None:  # no attempt continued from unsaved iterations
             limit = end.durable_iteration
         blamed = [strike.node for strike in strikes if strike.attempt == attempt.number]
         found.append(_attempt_facts(attempt, begin, end, limit=limit, blamed=blamed))
@@ -241,7 +244,7 @@ def _attempt_facts(
     commits = attempt.read_commits()
     outcome, hang = AttemptOutcome.read(attempt.outcome), Hang.read(attempt.hang)
     failure_time, signs = None, [begin.start_time]
-    if outcome is None and hang is None:  # of the others nobody asks, and there may be a file for each node and rank
+    if outcome is None and hang is None:  # needed in this case alone; there may be a file per rank
         failure_time = min((failure.time for failure in failure_reason.read_failures(attempt)), default=None)
         signs += [beat.time for beat in attempt.read_heartbeats()]
         signs += [commit.time for commit in commits]
@@ -261,10 +264,10 @@ def _attempt_facts(
         last_sign=max(signs),
         commits=commits,
         limit=limit,
-        went_back=iteration_resets(
+        rollbacks=iteration_resets(
             attempt.metrics, [int(entry["base_iteration"]) for entry in read_lines(attempt.rollbacks)]
         ),
         blamed=blamed,
-        rounds=failed,
+        failed_restarts=failed,
         hangs={number: found for number, found in hangs.items() if found is not None},
     )

@@ -1,7 +1,7 @@
-"""The lines of a metrics.jsonl as columns of numbers, read fast: a run may have a million of them.
+"""The lines of metrics.jsonl as columns of numbers, read fast: a run may have a million lines.
 
-A program writes its lines in one form, again and again. So a line that was parsed gives a pattern, which splits a whole
-block of lines into numbers and into what has another form: evaluations, rewinds, torn lines. That alone is parsed.
+A program writes its lines in one format. The first parsed line gives a pattern, which splits a block of lines into
+numbers and the rest: evaluations, rollbacks, torn lines. Only the rest is parsed as JSON.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Column = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsBlock:
-    """Lines that follow each other."""
+    """Consecutive lines of the metrics."""
 
     rows: int
     columns: Mapping[str, Column]
-    """The numbers under each name that was asked for, one a line; NaN where a line has none."""
+    """One number per line for each requested name; NaN if the line has none."""
     records: Mapping[int, Mapping[str, Any]]
-    """Lines that were parsed, whole, by their number in the block."""
+    """Lines that were parsed as JSON, by their row."""
 
     def part(self, first: int, end: int) -> MetricsBlock:
-        """Lines `first` to before `end`."""
+        """Return rows `first` to `end`, exclusive."""
         return MetricsBlock(
             rows=end - first,
             columns={name: column[first:end] for name, column in self.columns.items()},
@@ -46,19 +46,19 @@ _OTHER = {dict: rb"\{[^{}\n]*+\}", list: rb"\[[^\[\]\n]*+\]", str: rb'"[^"\\\n]*
 
 @dataclass(frozen=True)
 class _LineForm:
-    """One form of lines: a pattern that matches the whole of a line, with a group for each number that is wanted."""
+    """A line format: a pattern that matches whole lines, with a group for each requested number."""
 
     pattern: re.Pattern[bytes]
     numbers: Sequence[str]
 
 
 def read_metrics_blocks(path: Path, names: Sequence[str]) -> Iterator[MetricsBlock]:
-    """Yield the lines of an attempt's metrics, oldest first; a missing file has none.
+    """Yield the lines of an attempt's metrics, oldest first; nothing for a missing file.
 
-    `names`: of the numbers that are wanted. What is no whole JSON object is left out: a killed writer left it.
+    `names`: the requested numbers. Lines that are not a whole JSON object are skipped: a killed writer leaves them.
     """
     try:
-        file = open(path, "rb")  # noqa: SIM115 - closed below, where the generator is
+        file = open(path, "rb")  # noqa: SIM115 - closed below
     except FileNotFoundError:
         return
     form: _LineForm | None = None
@@ -69,21 +69,21 @@ def read_metrics_blocks(path: Path, names: Sequence[str]) -> Iterator[MetricsBlo
             if form is None:
                 form = _first_line_form(lines, names)
             block, odd = _block(lines, form, names)
-            if 2 * odd > block.rows:  # the program writes another form by now
+            if 2 * odd > block.rows:  # the program has changed its format
                 form = _first_line_form(lines[::-1], names)
             if block.rows:
                 yield block
 
 
 def _block(lines: Sequence[bytes], form: _LineForm | None, names: Sequence[str]) -> tuple[MetricsBlock, int]:
-    """The block of some lines, and how many of them were parsed."""
+    """A block of lines, and the number of lines that were parsed as JSON."""
     if form is None:
         pieces: list[bytes] = [b"".join(lines)]
         stride = 1
     else:
         pieces = form.pattern.split(b"".join(lines))
         stride = len(form.numbers) + 1
-    between = pieces[::stride]  # what stands before the first line of this form, behind it, ...
+    between = pieces[::stride]  # text before, between and after lines of this format
     records: dict[int, dict[str, Any]] = {}
     places = []
     row = 0
@@ -109,7 +109,6 @@ def _block(lines: Sequence[bytes], form: _LineForm | None, names: Sequence[str])
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
-    """The record of a line; None where it is torn."""
     try:
         value = json.loads(line)
     except ValueError:
@@ -118,10 +117,9 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 
 def _first_line_form(lines: Sequence[bytes], names: Sequence[str]) -> _LineForm | None:
-    """The form of the first line that has one."""
     for line in lines[:10]:
         record = _parsed(line)
-        if record is None or "evaluation_seconds" in record or resets_iteration(record):  # few, and wanted whole
+        if record is None or "evaluation_seconds" in record or resets_iteration(record):  # rare, and needed whole
             continue
         if (form := _line_form(line, record, names)) is not None:
             return form
@@ -129,7 +127,7 @@ def _first_line_form(lines: Sequence[bytes], names: Sequence[str]) -> _LineForm 
 
 
 def _line_form(line: bytes, record: Mapping[str, Any], names: Sequence[str]) -> _LineForm | None:
-    """The form of a line; None where it does not match its own form, or what is wanted of it is no number."""
+    """Format of a line; None if the pattern does not match it, or a requested value is not a number."""
     parts, numbers = [], []
     for name, value in record.items():
         key = re.escape(json.dumps(name, ensure_ascii=False).encode()) + rb": "

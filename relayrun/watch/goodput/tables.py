@@ -1,15 +1,16 @@
-"""An account as tables for people, and as JSON for programs."""
+"""An account as tables for people and as JSON for programs.
+
+Each table is a pair of columns (`|n` marks a column of numbers) and rows; the terminal and the HTML page show the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-from rich.markup import escape
-from rich.table import Table
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from relayrun.watch.goodput.account import WAIT_KINDS, AllocationAccount, NodeTimeAccount
 from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND, PARTS
+from relayrun.watch.text import format_exact_seconds
 
 PART_COLUMNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("steps", ("step",)),
@@ -22,15 +23,11 @@ PART_COLUMNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("rest", ("between", "spare", "end")),
     ("unknown", ("unknown",)),
 )
-"""Columns of the table of attempts, and what stands in each."""
-
-
-RESTART_COLUMNS = ("round", "failed", "steps again", "node time")
-"""Columns of the table of rounds before those of `PART_COLUMNS`."""
+"""Columns of the table of attempts, and the parts in each."""
 
 
 def account_summary(account: NodeTimeAccount) -> str:
-    """Return the figures of a run in some lines."""
+    """Return the main figures of a run in a few lines."""
     waits = [
         f"{name} {format_duration(account.waited[name])}"
         for name in WAIT_KINDS
@@ -56,85 +53,113 @@ def account_summary(account: NodeTimeAccount) -> str:
     return "\n".join(lines)
 
 
-def parts_table(account: NodeTimeAccount) -> Table:
-    """Return a table of the parts; they sum to what was allocated."""
-    table = Table(title="where the node time went", box=None, title_justify="left", padding=(0, 2, 0, 0))
-    for name in ("part", "node time", "share", "what the nodes did"):
-        table.add_column(name, justify="right" if name in ("node time", "share") else "left")
-    for part in PARTS:
-        amount = account.parts[part.name]
-        if amount or part.name in ("step", "unknown"):
-            table.add_row(part.name, format_node_time(amount), format_share(amount, account.allocated), part.words)
-    table.add_row(
-        "allocated", format_node_time(account.allocated), format_share(account.allocated, account.allocated), ""
-    )
-    return table
+class AccountTable(NamedTuple):
+    """A table of an account."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
 
 
-def allocations_table(account: NodeTimeAccount) -> Table:
-    """Return a table of the attempts, each column a share of what the attempt's job had allocated."""
-    table = Table(title="by attempt", box=None, title_justify="left", padding=(0, 2, 0, 0))
-    for name in ("attempt", "job", "nodes", "ended", "queued", "node time", *(name for name, _ in PART_COLUMNS)):
-        table.add_column(name, justify="left" if name == "ended" else "right")
-    for each in account.stays:
-        sums = [sum(each.parts.get(part, 0) for part in parts) for _, parts in PART_COLUMNS]
-        table.add_row(
+def account_tables(account: NodeTimeAccount) -> list[AccountTable]:
+    """Return the tables of an account: by part, by attempt, by restart if there was one, by cause of the end."""
+    restarts = restarts_table(account)
+    return [
+        parts_table(account),
+        allocations_table(account),
+        *([restarts] if restarts.rows else []),
+        lost_time_table(account),
+    ]
+
+
+def parts_table(account: NodeTimeAccount) -> AccountTable:
+    """Return the parts; they sum to the allocated time."""
+    total = account.allocated
+    shown = [part for part in PARTS if account.parts[part.name] or part.name in ("step", "unknown")]
+    rows = [(part.name, *_time_and_share(account.parts[part.name], total), part.words) for part in shown]
+    columns = ("part", "node time|n", "share|n", "what the nodes did")
+    return AccountTable("where the node time went", columns, [*rows, ("allocated", *_time_and_share(total, total), "")])
+
+
+def _time_and_share(amount: int, total: int) -> tuple[str, str]:
+    return format_node_time(amount), format_share(amount, total)
+
+
+def allocations_table(account: NodeTimeAccount) -> AccountTable:
+    """Return the attempts, with the parts as shares of the attempt's allocation."""
+    rows = [
+        (
             "–" if each.attempt is None else str(each.attempt),
-            escape(each.stay.job_id),
+            each.allocation.job_id,
             str(each.nodes),
-            escape(each.cause),
+            each.cause,
             format_duration(each.waited["queued"]),
             format_node_time(each.allocated),
-            *(format_share(amount, each.allocated) for amount in sums),
+            *_part_shares(each.parts),
         )
-    return table
+        for each in account.allocations
+    ]
+    columns = ("attempt|n", "job|n", "nodes|n", "ended", "queued|n", "node time|n", *_share_columns())
+    return AccountTable("by attempt", columns, rows)
 
 
-def restarts_table(account: NodeTimeAccount) -> Table | None:
-    """Return a table of the rounds of attempts whose ranks were started again; None where there is none."""
-    table = Table(title="by round", box=None, title_justify="left", padding=(0, 2, 0, 0))
-    for name in (*RESTART_COLUMNS, *(name for name, _ in PART_COLUMNS)):
-        table.add_column(name, justify="left" if name == "failed" else "right")
-    for row in restart_rows(account):
-        table.add_row(*map(escape, row))
-    return table if table.row_count else None
-
-
-def restart_rows(account: NodeTimeAccount) -> list[list[str]]:
-    """Return the cells of that table, a list a row."""
+def restarts_table(account: NodeTimeAccount) -> AccountTable:
+    """Return the restarts inside attempts, with the parts as shares of the time between two starts of the ranks."""
     rows = []
-    for stay in account.stays:
-        words = [failed.culprit for failed in stay.failed_rounds]
-        for number, each in enumerate(stay.rounds if len(stay.rounds) > 1 else (), start=1):
-            total = sum(each.parts.values())
-            said = words[number - 1] if number <= len(words) else ""
-            sums = [sum(each.parts.get(part, 0) for part in parts) for _, parts in PART_COLUMNS]
-            shares = [format_share(amount, total) for amount in sums]
-            rows.append(
-                [f"{stay.attempt}.{number}", said, str(each.redone_iterations), format_node_time(total), *shares]
-            )
-    return rows
+    for each in account.allocations:
+        failed = [failure.culprit for failure in each.failed_restarts]
+        for number, restart in enumerate(each.restarts if len(each.restarts) > 1 else (), start=1):
+            culprit = failed[number - 1] if number <= len(failed) else ""
+            spent = format_node_time(sum(restart.parts.values()))
+            cells = (f"{each.attempt}.{number}", culprit, str(restart.redone_iterations), spent)
+            rows.append((*cells, *_part_shares(restart.parts)))
+    return AccountTable("by round", ("round|n", "failed", "steps again|n", "node time|n", *_share_columns()), rows)
 
 
-def lost_time_table(account: NodeTimeAccount) -> Table:
-    """Return a table of what each cause of ends cost."""
-    table = Table(title="by cause of the end", box=None, title_justify="left", padding=(0, 2, 0, 0))
-    for name in ("ended", "times", "lost", "next starts", "waited", "nodes blamed"):
-        table.add_column(name, justify="left" if name in ("ended", "nodes blamed") else "right")
-    for loss in account.losses:
-        table.add_row(
-            escape(loss.cause),
+def _share_columns() -> list[str]:
+    return [f"{name}|n" for name, _ in PART_COLUMNS]
+
+
+def _part_shares(amounts: Mapping[str, int]) -> list[str]:
+    total = sum(amounts.values())
+    return [format_share(sum(amounts.get(part, 0) for part in parts), total) for _, parts in PART_COLUMNS]
+
+
+def lost_time_table(account: NodeTimeAccount) -> AccountTable:
+    """Return the node time lost to each cause."""
+    rows = [
+        (
+            loss.cause,
             str(loss.times),
             format_node_time(loss.lost),
             format_node_time(loss.starts),
             format_duration(loss.waited),
-            escape(", ".join(f"{node} ({count})" for node, count in loss.nodes.most_common())),
+            ", ".join(f"{node} ({count})" for node, count in loss.nodes.most_common()),
         )
-    return table
+        for loss in account.losses
+    ]
+    columns = ("ended", "times|n", "lost|n", "next starts|n", "waited|n", "nodes blamed")
+    return AccountTable("by cause of the end", columns, rows)
+
+
+def format_node_time(amount: int) -> str:
+    """Format microseconds of all nodes as node seconds or node hours."""
+    seconds = amount / MICROSECONDS_PER_SECOND
+    return f"{seconds / 3600:,.2f} node h" if seconds >= 3600 else f"{seconds:,.1f} node s"
+
+
+def format_duration(amount: int) -> str:
+    """Format microseconds as a duration."""
+    return format_exact_seconds(amount / MICROSECONDS_PER_SECOND)
+
+
+def format_share(amount: int, total: int) -> str:
+    """Format a share in percent; empty for 0."""
+    return f"{amount / total:.1%}" if amount and total else ""
 
 
 def account_as_json(account: NodeTimeAccount) -> dict[str, Any]:
-    """Return all of an account as plain values: node seconds, seconds, and shares between 0 and 1."""
+    """Return the account as plain values: node seconds, seconds, and shares between 0 and 1."""
     return {
         "run": account.name,
         "path": str(account.run.path),
@@ -155,12 +180,12 @@ def account_as_json(account: NodeTimeAccount) -> dict[str, Any]:
         "evaluation_jobs_left_out": account.evaluated_outside,
         "attempts": [
             {"attempt": each.attempt, **_allocation_as_json(each), **_attempt_as_json(each)}
-            for each in account.stays
+            for each in account.allocations
             if each.attempt is not None
         ],
         "jobs_without_attempt": [
-            {**_allocation_as_json(each), "state": each.stay.state, "why": each.reason}
-            for each in account.stays
+            {**_allocation_as_json(each), "state": each.allocation.state, "why": each.reason}
+            for each in account.allocations
             if each.attempt is None
         ],
         "losses": [
@@ -178,7 +203,7 @@ def account_as_json(account: NodeTimeAccount) -> dict[str, Any]:
 
 
 def as_ml_goodput(account: NodeTimeAccount) -> dict[str, float]:
-    """Return node seconds by the names of ml-goodput-measurement; productive time is `TOTAL` there."""
+    """Return node seconds by the names of ml-goodput-measurement, where `TOTAL` is productive time."""
     sums: dict[str, int] = {}
     for part in PARTS:
         name = part.google or "TOTAL"
@@ -188,12 +213,12 @@ def as_ml_goodput(account: NodeTimeAccount) -> dict[str, float]:
 
 def _allocation_as_json(each: AllocationAccount) -> dict[str, Any]:
     return {
-        "job_id": each.stay.job_id,
+        "job_id": each.allocation.job_id,
         "nodes": each.nodes,
         "start_time": each.start,
         "end_time": each.end,
-        "running": not each.stay.ended,
-        "times_from": each.stay.source,
+        "running": not each.allocation.ended,
+        "times_from": each.allocation.source,
         "cause": each.cause,
         "allocated_node_seconds": each.allocated / MICROSECONDS_PER_SECOND,
         "node_seconds": _seconds(each.parts),
@@ -205,45 +230,19 @@ def _attempt_as_json(each: AllocationAccount) -> dict[str, Any]:
     return {
         "iterations": each.work.iterations,
         "redone_iterations": each.work.redone_iterations,
-        "spare_nodes": each.stay.spare_nodes,
+        "spare_nodes": each.allocation.spare_nodes,
         "rounds": [
             {
                 "round": number,
                 "node_seconds": _seconds(part.parts),
                 "iterations": part.iterations,
                 "redone_iterations": part.redone_iterations,
-                "failed": next((failed.culprit for failed in each.failed_rounds if failed.round == number), None),
+                "failed": next((failed.culprit for failed in each.failed_restarts if failed.round == number), None),
             }
-            for number, part in enumerate(each.rounds, start=1)
+            for number, part in enumerate(each.restarts, start=1)
         ],
     }
 
 
 def _seconds(amounts: dict[str, int]) -> dict[str, float]:
     return {name: amount / MICROSECONDS_PER_SECOND for name, amount in amounts.items()}
-
-
-def format_node_time(amount: int) -> str:
-    """Microseconds of all nodes, for people: node seconds, or node hours where there are many."""
-    seconds = amount / MICROSECONDS_PER_SECOND
-    return f"{seconds / 3600:,.2f} node h" if seconds >= 3600 else f"{seconds:,.1f} node s"
-
-
-def format_duration(amount: int) -> str:
-    """Microseconds, for people."""
-    seconds = amount / MICROSECONDS_PER_SECOND
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    hours, rest = divmod(round(seconds), 3600)
-    return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
-
-
-def format_share(amount: int, total: int) -> str:
-    """A share in percent; empty where it is 0."""
-    return f"{amount / total:.1%}" if amount and total else ""
-
-
-def all_tables(account: NodeTimeAccount) -> Sequence[Table]:
-    """Return all tables of an account."""
-    rounds = restarts_table(account)
-    return [parts_table(account), allocations_table(account), *([rounds] if rounds else []), lost_time_table(account)]

@@ -1,7 +1,7 @@
 """Charts as inline SVG: lines, bands and bars, and the reduction of many points to a chart's width.
 
-Shapes are stretched to the available width; labels are HTML and keep their size. `reduce_points` keeps the least and
-the greatest value for each pixel, so that no spike is lost.
+Shapes are stretched to the available width; labels are HTML and keep their size. `reduce_points` keeps the minimum and
+the maximum of each pixel, so that no spike is lost.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import numpy.typing as npt
 from relayrun.watch.report.html import Markup, join_markup, tag
 
 PIXELS = 600
-"""Columns of a chart; two points each."""
+"""Columns of a chart, with two points each."""
 
 Points = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """Points in the order of x; `y` is finite."""
+    """Points sorted by x; `y` is finite."""
 
     x: Points
     y: Points
     left_out: int = 0
-    """Points that are no finite number; 0 where none is, as where nobody measures it."""
+    """Number of points that are not finite; 0 if none is finite, as for a metric that is not measured."""
 
     @property
     def size(self) -> int:
@@ -44,10 +44,10 @@ EMPTY_SERIES = Series(x=np.zeros(0), y=np.zeros(0))
 
 
 def reduce_points(x: Points, y: Points, *, pixels: int = PIXELS) -> Series:
-    """Return the points, or where there are more than two a pixel, the least and the greatest of each pixel.
+    """Return the points, reduced to the minimum and maximum of each pixel if there are more than two per pixel.
 
-    The first and the last point stay, so that charts of one run have one axis. `x` rises. Values that are
-    no finite number are left out, and counted.
+    The first and the last point are kept, so that charts of one run have one axis. `x` increases. Values that are not
+    finite are dropped and counted.
     """
     finite = np.isfinite(y) & np.isfinite(x)
     left_out = int((~finite).sum()) if finite.any() else 0
@@ -63,7 +63,7 @@ def reduce_points(x: Points, y: Points, *, pixels: int = PIXELS) -> Series:
 
 
 def axis_ticks(low: float, high: float, most: int = 5, *, whole: bool = False) -> list[float]:
-    """Return round numbers between two values, at most about so many; `whole`: integers alone."""
+    """Return at most about `most` round numbers between two values; `whole`: integers only."""
     if not high > low:
         return [low]
     power = 10.0 ** math.floor(math.log10((high - low) / (most + 1)))
@@ -77,7 +77,7 @@ def axis_ticks(low: float, high: float, most: int = 5, *, whole: bool = False) -
 
 
 def short_number(value: float) -> str:
-    """A number for an axis: `1.2M`, `350`, `0.03`, `3e-05`."""
+    """Format a number for an axis: `1.2M`, `350`, `0.03`, `3e-05`."""
     size = abs(value)
     for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size >= limit:
@@ -86,7 +86,7 @@ def short_number(value: float) -> str:
 
 
 WIDTH, HEIGHT = 1000.0, 100.0
-"""The size of a chart in the SVG's own units."""
+"""Size of a chart in SVG units."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,13 +96,13 @@ class ChartLine:
     name: str
     series: Series
     colour: int = 0
-    """Number of a colour of the style sheet."""
+    """Index of a colour of the style sheet."""
     dots: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChartMark:
-    """Something that happened at a place of the x axis."""
+    """An event at a position of the x axis."""
 
     x: float
     words: str
@@ -119,7 +119,7 @@ def line_chart(
     x_words: Callable[[float], str] = short_number,
     from_zero: bool = False,
 ) -> Markup:
-    """Return a chart of lines over a common x axis; a word where none of them has a point."""
+    """Return a chart of lines over a common x axis; empty if no line has a point."""
     there = [line for line in drawn if line.series.size]
     if not there:
         return Markup("")
@@ -152,7 +152,7 @@ def line_chart(
             text = " ".join(f"{_coordinate(at(x))},{_coordinate(up(y))}" for x, y in points)
             shapes.append(tag("path", d=f"M{text}", class_=f"line {colour}"))
         if line.dots or len(points) == 1:
-            # of no length, with round ends: a circle would be stretched
+            # lines of no length with round ends: a circle would be stretched
             text = "".join(f"M{_coordinate(at(x))},{_coordinate(up(y))}h0" for x, y in points)
             shapes.append(tag("path", d=text, class_=f"dots {colour}"))
     y_labels = [(1 - up(y) / HEIGHT, short_number(y)) for y in axis_ticks(low, high, 4)]
@@ -167,10 +167,9 @@ def band_chart(
     names: Sequence[tuple[str, str]],
     labels: Sequence[tuple[float, str]],
 ) -> Markup:
-    """Return a band over time: in each column shares, stacked, that sum to 1 at most.
+    """Return a chart of stacked shares over time; the shares of a column sum to at most 1.
 
-    `names`: of the shares, each with its class in the style sheet. `labels`: of the time axis, each with its place
-    between 0 and 1.
+    `names`: each share with its class in the style sheet. `labels`: positions on the time axis (0 to 1) with text.
     """
     if not columns:
         return Markup("")
@@ -191,7 +190,7 @@ def band_chart(
 
 
 def bar_chart(parts: Sequence[tuple[str, str, float]]) -> Markup:
-    """Return one bar of parts: name, class, and share."""
+    """Return one bar of parts, each with name, class and share."""
     at = 0.0
     shapes = []
     for name, css, share in parts:
@@ -235,7 +234,7 @@ def _figure(
 
 
 def _label_side(share: float) -> str | None:
-    """The class of a label that would stand out beyond the end of its axis."""
+    """Class of a label that would extend beyond the end of its axis."""
     return "first" if share < 0.08 else "last" if share > 0.92 else None
 
 
@@ -244,5 +243,5 @@ def _svg(shapes: Sequence[Markup]) -> Markup:
 
 
 def _coordinate(value: float) -> str:
-    """A coordinate: a hundredth of a unit is far below a pixel."""
+    """Two decimals: far below a pixel."""
     return f"{value:.2f}".rstrip("0").rstrip(".")

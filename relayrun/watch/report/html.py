@@ -1,19 +1,20 @@
 """HTML for pages about runs: elements, tables, the style sheet, and the frame of a page.
 
-`tag` escapes all text that is not `Markup`: the name of a run stays text, whatever characters it has. `html_page` adds
-the head, the style sheet, and a content policy that forbids scripts and network access. The style sheet serves narrow
-and wide screens, light and dark, and paper.
+`tag` escapes all text that is not `Markup`, so the name of a run stays text. `html_page` adds the head, the style
+sheet, and a content policy that forbids scripts and network access. The style sheet serves narrow and wide screens,
+light and dark, and paper.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from relayrun.watch.text import split_column
+
 
 class Markup(str):
-    """Text that is markup: `tag` makes it, and escapes all other text."""
+    """Text that is markup, made by `tag`."""
 
     __slots__ = ()
 
@@ -23,7 +24,7 @@ VOID_ELEMENTS = frozenset({"meta", "line", "path", "rect", "br"})
 
 
 def tag(name: str, /, *children: str | None, **attributes: str | float | None) -> Markup:
-    """Return an element. Attributes that are None are left out; `class_` is `class`, and `_` in names is `-`."""
+    """Return an element. Attributes that are None are omitted; `class_` means `class`, and `_` in names means `-`."""
     given = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(str(value), quote=True)}"'
         for key, value in attributes.items()
@@ -35,18 +36,18 @@ def tag(name: str, /, *children: str | None, **attributes: str | float | None) -
 
 
 def join_markup(parts: Iterable[str | None]) -> Markup:
-    """Return the parts one behind the other, with text escaped; None is nothing."""
+    """Concatenate the parts, with text escaped and None skipped."""
     return Markup("".join(part if isinstance(part, Markup) else escape(part) for part in parts if part is not None))
 
 
 LIGHT_COLOURS = """
---ink:#1b1f24;--soft:#57606a;--paper:#ffffff;--panel:#f6f8fa;--rule:#d0d7de;--bad:#b42318;--good:#15703a;
+--ink:#1b1f24;--soft:#57606a;--paper:#ffffff;--panel:#f6f8fa;--rule:#d0d7de;--bad:#b42318;
 --c0:#0b66c3;--c1:#c2410c;--c2:#15803d;--c3:#7e22ce;--c4:#b45309;--c5:#0e7490;--c6:#be185d;--c7:#4d7c0f;
 --g0:#2563a8;--g1:#e0a11b;--g2:#7cc4d8;--g3:#8a63b8;--g4:#59a14f;--g5:#d1495b;--g6:#8f1d2c;--g7:#a3acb8;--g8:#24292f;
 """
 
 DARK_COLOURS = """
---ink:#e6edf3;--soft:#9da7b3;--paper:#0d1117;--panel:#161b22;--rule:#3d444d;--bad:#ff8a7a;--good:#6bd68a;
+--ink:#e6edf3;--soft:#9da7b3;--paper:#0d1117;--panel:#161b22;--rule:#3d444d;--bad:#ff8a7a;
 --c0:#6cb6ff;--c1:#ff9b5e;--c2:#6bd68a;--c3:#d2a8ff;--c4:#f2c063;--c5:#67d5e8;--c6:#ff8fc0;--c7:#b5d66b;
 --g0:#4a90d9;--g1:#e8b84a;--g2:#7fd0e4;--g3:#b08ee0;--g4:#77c26b;--g5:#f07182;--g6:#c23b4c;--g7:#69727d;--g8:#f0f6fc;
 """
@@ -61,8 +62,6 @@ body{{margin:0 auto;padding:1rem;max-width:90rem;background:var(--paper);color:v
  font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;overflow-wrap:anywhere}}
 h1{{font-size:1.5rem;margin:.2rem 0}} h2{{font-size:1.2rem;margin:2rem 0 .5rem;border-bottom:1px solid var(--rule)}}
 h3{{font-size:1rem;margin:1.2rem 0 .4rem}} p{{margin:.3rem 0}} .soft{{color:var(--soft)}} .bad{{color:var(--bad)}}
-.good{{color:var(--good)}} a{{color:var(--c0)}} nav{{font-size:.9rem}} .state{{font-weight:600;white-space:nowrap}}
-.run{{display:inline-block;min-width:9.5rem}}
 .facts{{display:grid;grid-template-columns:repeat(auto-fit,minmax(9rem,1fr));gap:.5rem;margin:.8rem 0}}
 .facts div{{background:var(--panel);border:1px solid var(--rule);border-radius:6px;padding:.45rem .55rem;
  font-size:.8rem;color:var(--soft);display:flex;flex-direction:column;justify-content:space-between}}
@@ -105,15 +104,15 @@ pre{{background:var(--panel);border:1px solid var(--rule);border-radius:6px;padd
 
 
 MAX_TABLE_ROWS = 200
-"""A table has so many rows at most, the newest; a line says how many there are."""
+"""Maximum number of rows of a table: the newest; a line says how many there are."""
 
 
 def html_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
-    """Return a table; `|n` behind a name makes it a column of numbers. Of many rows the newest are shown.
+    """Return a table of the newest rows; `|n` after a name marks a column of numbers.
 
-    On a narrow screen a row of more than four columns is a list, in which each value stands behind its column's name.
+    On a narrow screen a row of more than four columns becomes a list, with its column's name before each value.
     """
-    heads = [(name.removesuffix("|n"), "n" if name.endswith("|n") else None) for name in names]
+    heads = [(name, "n" if is_number else None) for name, is_number in map(split_column, names)]
     body = [
         tag("tr", *(tag("td", text, class_=css, data_name=name) for text, (name, css) in zip(row, heads, strict=True)))
         for row in rows[-MAX_TABLE_ROWS:]
@@ -127,22 +126,16 @@ def html_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
     return join_markup([tag("table", head, tag("tbody", *body), class_="many" if len(names) > 4 else None), more])
 
 
-def format_time(seconds: float) -> str:
-    """A time for people, in this machine's zone."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-
-
 CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
-def html_page(title: str, *children: str | None, refresh: int | None = None) -> str:
-    """Return a page. `refresh`: after so many seconds a browser asks for it again."""
+def html_page(title: str, *children: str | None) -> str:
+    """Return a whole page."""
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", http_equiv="Content-Security-Policy", content=CONTENT_POLICY),
-        tag("meta", http_equiv="refresh", content=str(refresh)) if refresh else None,
         tag("title", f"{title} – relayrun"),
         tag("style", Markup(STYLE_SHEET)),
     )

@@ -17,25 +17,18 @@ from relayrun.control.rundir import restarts
 from relayrun.control.rundir.restarts import FailedRestart
 from relayrun.watch.goodput import tables
 from relayrun.watch.goodput.account import WAIT_KINDS, AllocationAccount
-from relayrun.watch.goodput.ledger import PARTS
-from relayrun.watch.goodput.tables import (
-    PART_COLUMNS,
-    RESTART_COLUMNS,
-    format_duration,
-    format_node_time,
-    format_share,
-    restart_rows,
-)
+from relayrun.watch.goodput.tables import PART_COLUMNS, account_tables, format_duration, format_node_time
 from relayrun.watch.report import chart
 from relayrun.watch.report.chart import EMPTY_SERIES, ChartLine, ChartMark, Series, axis_ticks
-from relayrun.watch.report.html import MAX_TABLE_ROWS, Markup, format_time, html_page, html_table, tag
+from relayrun.watch.report.html import MAX_TABLE_ROWS, Markup, html_page, html_table, join_markup, tag
 from relayrun.watch.report.report_data import RunReportData
 from relayrun.watch.status.summary import PLANNED_CAUSES
+from relayrun.watch.text import format_exact_seconds, format_time
 
 PART_GROUPS: tuple[tuple[str, tuple[str, ...], str], ...] = tuple(
     (name, parts, f"g{number}") for number, (name, parts) in enumerate(PART_COLUMNS)
 )
-"""Parts of the node time that have one colour, and its class."""
+"""Parts of the node time with one colour, and their class."""
 
 TIME_UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 """Units of a time axis, in seconds."""
@@ -49,7 +42,7 @@ METRIC_CHARTS = (
 
 
 def facts_section(page: RunReportData) -> Markup:
-    """Return the figures that people ask for first."""
+    """Return the main figures."""
     account, last = page.account, page.last
     steps = page.plan.end_iteration
     durable = page.checkpoints[-1].iteration if page.checkpoints else 0
@@ -73,7 +66,7 @@ def facts_section(page: RunReportData) -> Markup:
 
 
 def training_section(page: RunReportData) -> Markup:
-    """Return the charts of what was trained, with the attempts marked."""
+    """Return the charts of the metrics, with the attempts marked."""
     marks = attempt_marks(page)
     loss = [ChartLine(name="training", series=page.series.get("loss", EMPTY_SERIES))]
     loss += [
@@ -100,7 +93,7 @@ def training_section(page: RunReportData) -> Markup:
 
 
 def loss_charts(title: str, drawn: Sequence[ChartLine], *, marks: Sequence[ChartMark] = ()) -> Markup:
-    """Return a chart of losses, and beside it one of the last three quarters, whose changes the fall before hides."""
+    """Return a chart of losses, and a second chart of the last three quarters, on a scale of their own."""
     charts = [chart.line_chart(title, drawn, marks=marks, unit="nats per token")]
     long = [line.series.x for line in drawn if line.series.size >= 100]
     if long:
@@ -114,93 +107,49 @@ def loss_charts(title: str, drawn: Sequence[ChartLine], *, marks: Sequence[Chart
 
 
 def attempt_marks(page: RunReportData) -> list[ChartMark]:
-    """Return where attempts began, but for the first, and where ranks were started again; the newest of them."""
+    """Return marks for the newest attempts, except the first, and restarts."""
     marks = []
     before: AllocationAccount | None = None
-    for stay, trained in zip(page.account.stays, page.trained, strict=True):
+    for each, trained in zip(page.account.allocations, page.trained, strict=True):
         if trained is not None and before is not None:
             kind = "attempt" if before.cause in PLANNED_CAUSES else "failed"
-            words = f"attempt {stay.attempt} from iteration {trained.first}; the one before: {before.cause}"
+            words = f"attempt {each.attempt} from iteration {trained.first}; the one before: {before.cause}"
             marks.append(ChartMark(x=trained.first, words=words, kind=kind))
         marks += [
-            ChartMark(x=each.next_iteration, words=each.told, kind="round")
-            for each in failed_restarts(stay)
-            if each.again
+            ChartMark(x=failed.next_iteration, words=failed.told, kind="round")
+            for failed in failed_restarts(each)
+            if failed.again
         ]
-        if trained is not None or stay.cause not in (*PLANNED_CAUSES, "running"):
-            before = stay
+        if trained is not None or each.cause not in (*PLANNED_CAUSES, "running"):
+            before = each
     return marks[-MAX_TABLE_ROWS:]
 
 
 def goodput_section(page: RunReportData) -> Markup:
-    """Return where the node time went: as a sum, over time, by part, by attempt, by cause of loss."""
+    """Return the node time: as a sum, over time, by part, by attempt, by cause of loss."""
     account = page.account
-    sums = [(name, css, sum(account.parts[part] for part in parts)) for name, parts, css in PART_GROUPS]
     total = max(1, account.allocated)
+    sums = [(name, css, sum(account.parts[part] for part in parts) / total) for name, parts, css in PART_GROUPS]
     waits = ", ".join(f"{name} {format_duration(account.waited[name])}" for name in WAIT_KINDS if account.waited[name])
-    parts = html_table(
-        ("part", "node time|n", "share|n", "what the nodes did"),
-        [
-            (part.name, format_node_time(amount), format_share(amount, total), part.words)
-            for part in PARTS
-            if (amount := account.parts[part.name]) or part.name == "unknown"
-        ],
-    )
-    attempts = html_table(
-        (
-            "attempt|n",
-            "job",
-            "nodes|n",
-            "ended",
-            "queued|n",
-            "node time|n",
-            *(f"{name}|n" for name, _, _ in PART_GROUPS),
-        ),
-        [_allocation_row(each) for each in account.stays],
-    )
-    again = restart_rows(account)
-    rounds_again = [tag("h3", "By round"), _restarts_table(again)] if again else []
-    losses = html_table(
-        ("ended", "times|n", "lost|n", "next starts|n", "waited|n", "nodes blamed"),
-        [
-            (
-                loss.cause,
-                str(loss.times),
-                format_node_time(loss.lost),
-                format_node_time(loss.starts),
-                format_duration(loss.waited),
-                ", ".join(f"{node} ({count})" for node, count in loss.nodes.most_common(20)),
-            )
-            for loss in account.losses
-        ],
-    )
+    note = "Evaluations have jobs of their own, which are not in these figures." if account.evaluated_outside else None
+    parts, *others = account_tables(account)
     return section(
         "Goodput",
-        chart.bar_chart([(name, css, amount / total) for name, css, amount in sums]),
-        tag("div", *(_part_key(name, css, amount / total) for name, css, amount in sums if amount), class_="key"),
+        chart.bar_chart(sums),
+        tag("div", *(_part_key(name, css, share) for name, css, share in sums if share), class_="key"),
         tag("p", f"Without nodes: {waits}.") if waits else None,
-        tag("p", "Evaluations have jobs of their own, which are not in these figures.", class_="soft")
-        if account.evaluated_outside
-        else None,
+        tag("p", note, class_="soft") if note else None,
         tag("div", _part_band(page), class_="wide"),
-        parts,
-        tag("h3", "By attempt"),
-        attempts,
-        *rounds_again,
-        tag("h3", "By cause of the end"),
-        losses,
+        html_table(parts.columns, parts.rows),
+        *(
+            join_markup([tag("h3", table.title.capitalize()), html_table(table.columns, table.rows)])
+            for table in others
+        ),
     )
 
 
-def _restarts_table(rows: Sequence[Sequence[str]]) -> Markup:
-    heads = [
-        name if name == "failed" else f"{name}|n" for name in (*RESTART_COLUMNS, *(name for name, _, _ in PART_GROUPS))
-    ]
-    return html_table(tuple(heads), [tuple(row) for row in rows])
-
-
-def _part_key(name: str, css: str, part: float) -> Markup:
-    return tag("span", tag("i", class_=css), f"{name} {part:.1%}")
+def _part_key(name: str, css: str, share: float) -> Markup:
+    return tag("span", tag("i", class_=css), f"{name} {share:.1%}")
 
 
 def _part_band(page: RunReportData) -> Markup:
@@ -215,67 +164,54 @@ def _part_band(page: RunReportData) -> Markup:
     return chart.band_chart("over time", columns, [(name, css) for name, _, css in PART_GROUPS], labels)
 
 
-def _allocation_row(each: AllocationAccount) -> tuple[str, ...]:
-    sums = [sum(each.parts.get(part, 0) for part in parts) for _, parts, _ in PART_GROUPS]
-    return (
-        "–" if each.attempt is None else str(each.attempt),
-        each.stay.job_id,
-        str(each.nodes),
-        each.cause,
-        format_duration(each.waited["queued"]),
-        format_node_time(each.allocated),
-        *(format_share(amount, each.allocated) for amount in sums),
-    )
-
-
 def attempts_section(page: RunReportData) -> Markup:
-    """Return a table of the attempts: when, where from, how far, and how each ended."""
+    """Return a table of the attempts: begin, nodes, iterations, and end."""
     rows = []
-    for stay, trained in zip(page.account.stays, page.trained, strict=True):
-        found = stay.stay.facts
+    for each, trained in zip(page.account.allocations, page.trained, strict=True):
+        found = each.allocation.facts
         end = None if found is None else found.end
         rows.append(
             (
-                "–" if stay.attempt is None else str(stay.attempt),
-                format_time(stay.start),
-                format_duration(round((stay.end - stay.start) * 1e6)),
+                "–" if each.attempt is None else str(each.attempt),
+                format_time(each.start),
+                format_exact_seconds(each.end - each.start),
                 "" if found is None else found.begin.nodes,
                 "none" if trained is None else f"{trained.first:,}–{trained.last:,}",
                 "" if end is None else f"{end.durable_iteration:,}",
-                stay.cause,
-                stay.reason,
+                each.cause,
+                each.reason,
             )
         )
     names = ("attempt|n", "began", "had nodes for|n", "nodes", "iterations that count|n", "durable|n", "ended", "why")
     return section("Attempts", html_table(names, rows))
 
 
-def failed_restarts(stay: AllocationAccount) -> list[FailedRestart]:
-    """Return the rounds of an allocation's attempt that failed."""
-    found = stay.stay.facts
+def failed_restarts(each: AllocationAccount) -> list[FailedRestart]:
+    """Return the failures of the ranks of an allocation's attempt."""
+    found = each.allocation.facts
     return [] if found is None else restarts.read_failed_restarts(found.attempt)
 
 
 def failures_section(page: RunReportData) -> Markup:
-    """Return a table of the ends that nobody planned, of attempts and of rounds, with the nodes that were blamed."""
+    """Return a table of the unplanned ends of attempts and of ranks, with the nodes to which they are attributed."""
     rows = []
-    for stay in page.account.stays:
+    for each in page.account.allocations:
         rows += [
-            (str(stay.attempt), format_time(each.time), "ranks started again", each.node, each.told)
-            for each in failed_restarts(stay)
-            if each.again
+            (str(each.attempt), format_time(failed.time), "ranks started again", failed.node, failed.told)
+            for failed in failed_restarts(each)
+            if failed.again
         ]
-        if stay.cause in (*PLANNED_CAUSES, "running"):
+        if each.cause in (*PLANNED_CAUSES, "running"):
             continue
-        found = stay.stay.facts
-        at = stay.end if found is None else found.failure_time or (found.hang.time if found.hang else stay.end)
+        found = each.allocation.facts
+        at = each.end if found is None else found.failure_time or (found.hang.time if found.hang else each.end)
         rows.append(
             (
-                "–" if stay.attempt is None else str(stay.attempt),
+                "–" if each.attempt is None else str(each.attempt),
                 format_time(at),
-                stay.cause,
-                ", ".join(stay.blamed),
-                stay.reason,
+                each.cause,
+                ", ".join(each.blamed),
+                each.reason,
             )
         )
     names = ("attempt|n", "when", "cause", "nodes blamed", "in words")
@@ -283,7 +219,7 @@ def failures_section(page: RunReportData) -> Markup:
 
 
 def data_section(page: RunReportData) -> Markup:
-    """Return what was read of each data set, up to the durable checkpoint."""
+    """Return the samples read of each data set, up to the durable checkpoint."""
     if page.data_missing:
         return section("Data", tag("p", f"Not known: {page.data_missing}", class_="soft"))
     rows = [
@@ -299,7 +235,7 @@ def data_section(page: RunReportData) -> Markup:
 
 
 def evaluations_section(page: RunReportData) -> Markup:
-    """Return the results of evaluation jobs; losses on held-out text inside training stand in the chart."""
+    """Return the results of evaluation jobs; losses on held-out text are in the chart."""
     rows = []
     for result in page.evaluations:
         values = [f"{task} {name} {value:.4g}" for task, each in result.results.items() for name, value in each.items()]
@@ -314,7 +250,7 @@ def evaluations_section(page: RunReportData) -> Markup:
 
 
 def checkpoints_section(page: RunReportData) -> Markup:
-    """Return the checkpoints that count, the newest ones in a table."""
+    """Return a table of the newest checkpoints that count."""
     found = page.checkpoints
     if not found:
         return section("Checkpoints", tag("p", "There is none."))
@@ -338,7 +274,7 @@ def checkpoints_section(page: RunReportData) -> Markup:
 
 
 def configuration_section(page: RunReportData) -> Markup:
-    """Return what each submit changed of the settings, and all of the newest ones."""
+    """Return the settings that each submit changed, and all newest settings."""
     rows = [(str(change.revision), line) for change in page.changes for line in change.lines]
     return section(
         "Configuration",
@@ -351,7 +287,7 @@ def configuration_section(page: RunReportData) -> Markup:
 
 
 def section(title: str, *children: str | None) -> Markup:
-    """Return a part of the page under its heading."""
+    """Return a section of the page under its heading."""
     return tag("section", tag("h2", title), *children)
 
 
@@ -365,27 +301,17 @@ SECTIONS: tuple[Callable[[RunReportData], Markup], ...] = (
     checkpoints_section,
     configuration_section,
 )
-"""In the order in which they stand."""
+"""In display order."""
 
 
-def report_page(
-    pages: Sequence[RunReportData], *, now: float, home: str | None = None, refresh: int | None = None
-) -> str:
-    """Return the HTML of a page about these runs.
-
-    Args:
-        pages: the runs.
-        now: seconds since 1970, which it names as its time.
-        home: where a list of all runs stands, relative to the page.
-        refresh: after so many seconds a browser asks for it again.
-    """
+def report_page(pages: Sequence[RunReportData], *, now: float) -> str:
+    """Return the HTML of a page about these runs, with the time `now` in seconds since 1970."""
     names = ", ".join(page.name for page in pages)
     made = f"As it was at {format_time(now)}; relayrun {relayrun.__version__}."
-    above = tag("nav", tag("a", "all runs", href=home)) if home else None
     if len(pages) == 1:
-        return html_page(names, above, _run_sections(pages[0], made), refresh=refresh)
+        return html_page(names, _run_sections(pages[0], made))
     top = [tag("h1", f"{len(pages)} runs"), tag("p", made, class_="soft"), _side_by_side(pages)]
-    return html_page(names, above, *top, *(_run_sections(page, None) for page in pages), refresh=refresh)
+    return html_page(names, *top, *(_run_sections(page, None) for page in pages))
 
 
 def _run_sections(page: RunReportData, made: str | None) -> Markup:
@@ -411,7 +337,7 @@ def _side_by_side(pages: Sequence[RunReportData]) -> Markup:
             f"{page.account.goodput:.1%}",
             tables.format_node_time(page.account.allocated),
             f"{rate:,.0f}" if (rate := page.account.tokens_per_node_hour) is not None else "",
-            str(len(page.account.stays)),
+            str(len(page.account.allocations)),
         )
         for page in pages
     ]
@@ -433,7 +359,7 @@ def _side_by_side(pages: Sequence[RunReportData]) -> Markup:
 
 
 def report_as_json(page: RunReportData) -> dict[str, Any]:
-    """Return what a page shows as plain values; of many points the least and the greatest of each pixel."""
+    """Return the data of a page as plain values; long series keep the minimum and maximum of each pixel."""
     return {
         "run": page.name,
         "path": str(page.run.path),
@@ -445,21 +371,21 @@ def report_as_json(page: RunReportData) -> dict[str, Any]:
         "band": {"start_time": page.band_start, "column_seconds": page.band_seconds, "shares": list(page.band)},
         "attempts": [
             {
-                "attempt": stay.attempt,
-                "start_time": stay.start,
-                "end_time": stay.end,
-                "cause": stay.cause,
-                "reason": stay.reason,
-                "blamed": list(stay.blamed),
+                "attempt": each.attempt,
+                "start_time": each.start,
+                "end_time": each.end,
+                "cause": each.cause,
+                "reason": each.reason,
+                "blamed": list(each.blamed),
                 "iterations": None if trained is None else [trained.first, trained.last],
             }
-            for stay, trained in zip(page.account.stays, page.trained, strict=True)
-            if stay.attempt is not None
+            for each, trained in zip(page.account.allocations, page.trained, strict=True)
+            if each.attempt is not None
         ],
         "jobs_without_attempt": [
-            {"job_id": stay.stay.job_id, "start_time": stay.start, "end_time": stay.end, "why": stay.reason}
-            for stay in page.account.stays
-            if stay.attempt is None
+            {"job_id": each.allocation.job_id, "start_time": each.start, "end_time": each.end, "why": each.reason}
+            for each in page.account.allocations
+            if each.attempt is None
         ],
         "data": [vars(row) for row in page.data],
         "data_missing": page.data_missing,

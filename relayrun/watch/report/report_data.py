@@ -1,4 +1,4 @@
-"""All that a page shows of a run. The metrics are read once."""
+"""The data of a run's page. The metrics are read once."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from relayrun.watch.goodput.metrics_columns import MetricsBlock
 from relayrun.watch.report.chart import EMPTY_SERIES, Points, Series, reduce_points
 
 SHOWN_METRICS = ("loss", "lr", "grad_norm", "tokens_per_second", "memory_bytes")
-"""Numbers of the metrics that have a chart."""
+"""Metrics with a chart."""
 
 BAND_COLUMNS = 240
-"""Columns of the band of goodput over time."""
+"""Columns of the chart of goodput over time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllocationSteps:
-    """What one allocation's attempt trained that counts."""
+    """First and last iteration that an allocation's attempt trained and that counts."""
 
     first: int
     last: int
@@ -42,7 +42,7 @@ class AllocationSteps:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigChange:
-    """A revision of the config, and what it changed."""
+    """A revision of the config, and its changed settings."""
 
     revision: int
     lines: Sequence[str]
@@ -50,14 +50,14 @@ class ConfigChange:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetRead:
-    """What was read of one data set, up to the durable checkpoint."""
+    """Samples read of one data set, up to the durable checkpoint."""
 
     dataset: str
     weight: float
     """Share of the samples in the newest phase; 0: the data set has left the mixture."""
     samples: int
     epochs: float | None
-    """None where the data set does not say how long an epoch is."""
+    """None if the length of an epoch is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,28 +68,28 @@ class RunReportData:
     plan: Plan
     account: NodeTimeAccount
     series: dict[str, Series]
-    """By the names of `SHOWN_METRICS`, over iterations; those that count."""
+    """Values that count, over iterations, by the names of `SHOWN_METRICS`."""
     last: dict[str, float]
-    """The newest value of each of them, and of `iteration`."""
+    """The newest value of each metric and of `iteration`."""
     validation: dict[str, Series]
     """Loss of each validation set."""
     trained: Sequence[AllocationSteps | None]
-    """An entry for each stay of the account."""
+    """One entry per allocation of the account."""
     band: Sequence[dict[str, float]]
-    """Share of the nodes' time by part, column by column from `band_start`, each `band_seconds` long."""
+    """Shares of the nodes' time by part, one entry per `band_seconds` from `band_start` on."""
     band_start: float
     band_seconds: float
     checkpoints: Sequence[CheckpointCommit]
-    """Those that count, rising."""
+    """Checkpoints that count, oldest first."""
     evaluations: Sequence[evaluations.EvaluationResult]
     data: Sequence[DatasetRead]
     data_missing: str
-    """Why it is not known what was read; empty where it is."""
+    """Reason why `data` is unknown; empty if it is known."""
     changes: Sequence[ConfigChange]
     config: str
     """The newest revision of the config."""
     stop: str | None
-    """Why the chain ended; None while it has not."""
+    """Reason of the chain's end; None if it has not ended."""
 
     @property
     def name(self) -> str:
@@ -103,7 +103,7 @@ class _NodeTimeBand:
     grain: int
     columns: dict[int, dict[str, float]] = field(default_factory=dict)
 
-    def sink(self, stay: NodeAllocation) -> BookedPartSink:
+    def sink(self, allocation: NodeAllocation) -> BookedPartSink:
         def take(part: str, amount: int, start: int, end: int) -> None:
             first, last = start // self.grain, max(start, end - 1) // self.grain
             for column in range(first, last + 1):
@@ -117,14 +117,14 @@ class _NodeTimeBand:
 
 @dataclass
 class _MetricLines:
-    """What counts of the metrics."""
+    """Metrics and validation losses that count."""
 
     columns: dict[str, list[Points]] = field(
         default_factory=lambda: {name: [] for name in ("iteration", *SHOWN_METRICS)}
     )
     validation: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     trained: dict[int, AllocationSteps] = field(default_factory=dict)
-    """By the place of the stay."""
+    """By the index of the allocation."""
 
     def seen(self, place: int) -> Callable[[MetricsBlock, Mask], None]:
         def take(block: MetricsBlock, counts: Mask) -> None:
@@ -156,16 +156,16 @@ class _MetricLines:
 
 
 def read_report_data(run: Run, *, now: float | None = None) -> RunReportData:
-    """Read a run. Raises RunDirError where no attempt has begun, or a record is damaged."""
+    """Read a run. Raises RunDirError if no attempt has begun, or a record is damaged."""
     facts = read_run_facts(run, now=now)
     begin, grain = _columns_of(facts)
     band, lines = _NodeTimeBand(grain), _MetricLines()
-    places = {id(stay): place for place, stay in enumerate(facts.stays)}
+    places = {id(allocation): place for place, allocation in enumerate(facts.allocations)}
     found = account_for_run(
         run,
         facts=facts,
         sink=band.sink,
-        seen=lambda stay: lines.seen(places[id(stay)]),
+        seen=lambda allocation: lines.seen(places[id(allocation)]),
         also=("grad_norm", "lr", "memory_bytes"),
         grain=grain,
     )
@@ -185,8 +185,8 @@ def read_report_data(run: Run, *, now: float | None = None) -> RunReportData:
         },
         last={name: float(values[-1]) for name, values in columns.items() if values.size and np.isfinite(values[-1])},
         validation={name: _points(points) for name, points in sorted(lines.validation.items())},
-        trained=[lines.trained.get(place) for place in range(len(facts.stays))],
-        band=_column_shares(band, begin, grain, nodes=max(stay.nodes for stay in facts.stays)),
+        trained=[lines.trained.get(place) for place in range(len(facts.allocations))],
+        band=_column_shares(band, begin, grain, nodes=max(allocation.nodes for allocation in facts.allocations)),
         band_start=begin / MICROSECONDS_PER_SECOND,
         band_seconds=grain / MICROSECONDS_PER_SECOND,
         checkpoints=checkpoints,
@@ -200,15 +200,18 @@ def read_report_data(run: Run, *, now: float | None = None) -> RunReportData:
 
 
 def _columns_of(facts: RunFacts) -> tuple[int, int]:
-    """Where the first column of the band begins, and how long each is, in microseconds."""
-    begin = min(stay.start if stay.submit is None else min(stay.submit, stay.start) for stay in facts.stays)
-    end = max(stay.end for stay in facts.stays)
+    """Begin of the first column of the band, and length of a column, in microseconds."""
+    begin = min(
+        allocation.start if allocation.submit is None else min(allocation.submit, allocation.start)
+        for allocation in facts.allocations
+    )
+    end = max(allocation.end for allocation in facts.allocations)
     grain = max(MICROSECONDS_PER_SECOND // 10, -(-to_microseconds(end - begin) // BAND_COLUMNS))
     return to_microseconds(begin) // grain * grain, grain
 
 
 def _column_shares(band: _NodeTimeBand, begin: int, grain: int, *, nodes: int) -> list[dict[str, float]]:
-    """The band's columns as shares of what all nodes could have done in them."""
+    """Columns as shares of the time of all nodes."""
     first = begin // grain
     columns: list[dict[str, float]] = [{} for _ in range(max(band.columns, default=first) - first + 1)]
     for number, sums in band.columns.items():
@@ -223,9 +226,9 @@ def _points(points: Sequence[tuple[float, float]]) -> Series:
 
 
 def datasets_read(run: Run, consumed: int) -> tuple[list[DatasetRead], str]:
-    """What was read of each data set up to so many samples; where that is not known, none and why.
+    """Return the samples read of each data set after `consumed` samples, or the reason why they are unknown.
 
-    It follows from the phases that the newest attempt wrote down: no file of the data is looked at.
+    Computed from the phases that the newest attempt recorded, without reading the data.
     """
     for number in reversed(run.attempt_numbers()):
         path = run.attempt(number).data
@@ -254,13 +257,13 @@ def datasets_read(run: Run, consumed: int) -> tuple[list[DatasetRead], str]:
 
 
 def _config_changes(run: Run) -> list[ConfigChange]:
-    """What each revision of the config changed; the first one nothing."""
+    """Changed settings of each revision; the first has none."""
     found = []
     before = None
     for revision in run.revisions():
         try:
             config = resolve.read_resolved_config(run.config_revision(revision))
-        except (RelayrunError, OSError) as error:  # of another version, perhaps
+        except (RelayrunError, OSError) as error:  # e.g. of another version
             found.append(ConfigChange(revision=revision, lines=[f"not readable: {getattr(error, 'message', error)}"]))
             continue
         if before is not None:

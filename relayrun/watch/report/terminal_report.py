@@ -1,6 +1,6 @@
-"""The report of a run: a table of its attempts, the loss curve in the terminal, the relay and its loss as PNG.
+"""The report of a run: a table of its attempts, the loss curve in the terminal, attempts and loss as PNG.
 
-Everything is read from the run directory's records; nothing is measured here.
+Reads the records of the run directory alone.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from rich.table import Table
 from relayrun.control.rundir import merged_metrics
 from relayrun.control.rundir.run import Run
 from relayrun.files import atomic_file, read_lines
+from relayrun.watch.text import text_table
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptRow:
-    """What one attempt did. `tokens` counts what it computed, also what was computed again later."""
+    """One attempt. `tokens` includes tokens that were computed again later."""
 
     number: int
     cause: str
@@ -31,27 +32,27 @@ class AttemptRow:
     tokens_per_second: float | None
     """Mean speed over the attempt's iterations, weighted by tokens."""
     trained: bool = True
-    """False where it ended before its first iteration; `first_iteration` and `last_iteration` are then its base."""
+    """False if it ended before its first iteration; `first_iteration` and `last_iteration` are then its base."""
     start_time: float = 0.0
     """Seconds since 1970."""
     commits: tuple[tuple[float, int], ...] = ()
-    """When a checkpoint was durable, in seconds since 1970, and its iteration."""
+    """(time in seconds since 1970, iteration) of each durable checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptsReport:
-    """A run as its records tell it."""
+    """The attempts and losses of a run."""
 
     run: Run
     attempts: list[AttemptRow]
     iterations: list[int]
     losses: list[float]
     validation: dict[str, list[tuple[int, float]]]
-    """For each validation set (iteration, mean loss in nats per token), oldest first."""
+    """(iteration, mean loss in nats per token) for each validation set, oldest first."""
 
 
 def read_attempts_report(run: Run) -> AttemptsReport:
-    """Gather a run's records."""
+    """Read a run's records."""
     lines = merged_metrics.merged_metrics(run)
     steps = [line for line in lines if "loss" in line]
     validation: dict[str, list[tuple[int, float]]] = {}
@@ -73,7 +74,7 @@ def _attempt_row(run: Run, number: int) -> AttemptRow | None:
     if begin is None:
         return None
     steps: list[dict[str, Any]] = [line for line in read_lines(attempt.metrics) if "loss" in line]
-    seconds = sum(line.get("step_seconds", 0.0) for line in steps)  # a foreign program need not say these
+    seconds = sum(line.get("step_seconds", 0.0) for line in steps)  # optional for a foreign program
     tokens = round(sum(line.get("tokens_per_second", 0.0) * line.get("step_seconds", 0.0) for line in steps))
     return AttemptRow(
         number=number,
@@ -93,11 +94,9 @@ def _attempt_row(run: Run, number: int) -> AttemptRow | None:
 
 def attempts_table(report: AttemptsReport) -> Table:
     """Return a table of the attempts with cause of end, iterations, tokens and tokens/s."""
-    table = Table(title=f"attempts of {report.run.path.name}")
-    for name in ("attempt", "ended", "why", "iterations", "durable", "tokens", "wall s", "tokens/s"):
-        table.add_column(name, justify="left" if name in ("ended", "why") else "right")
-    for row in report.attempts:
-        table.add_row(
+    columns = ("attempt|n", "ended", "why", "iterations|n", "durable|n", "tokens|n", "wall s|n", "tokens/s|n")
+    rows = [
+        (
             str(row.number),
             row.cause,
             row.reason,
@@ -107,11 +106,13 @@ def attempts_table(report: AttemptsReport) -> Table:
             "" if row.seconds is None else f"{row.seconds:.0f}",
             "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
         )
-    return table
+        for row in report.attempts
+    ]
+    return text_table(columns, rows, title=f"attempts of {report.run.path.name}")
 
 
 def terminal_curve(report: AttemptsReport, *, width: int = 90, height: int = 20) -> str:
-    """Return the loss curve as text, with a mark where an attempt began."""
+    """Return the loss curve as text, with a line at the begin of each attempt."""
     import plotext
 
     plotext.clear_figure()
@@ -128,7 +129,7 @@ def terminal_curve(report: AttemptsReport, *, width: int = 90, height: int = 20)
 
 
 def write_png(report: AttemptsReport, path: Path) -> None:
-    """Draw the relay, a bar for each attempt and a point for each durable checkpoint, and the loss below it, as PNG."""
+    """Write a PNG: a bar for each attempt with a point for each durable checkpoint, and the loss below."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -149,7 +150,6 @@ def write_png(report: AttemptsReport, path: Path) -> None:
 
 
 def _draw_relay(report: AttemptsReport, axes: Any) -> None:
-    """Draw when each attempt ran, and what it handed on."""
     begin = min(row.start_time for row in report.attempts)
     last = max(
         max([row.start_time + (row.seconds or 0.0), *(time for time, _ in row.commits)]) for row in report.attempts
@@ -162,7 +162,7 @@ def _draw_relay(report: AttemptsReport, axes: Any) -> None:
         axes.text(left + width, place, f"  {row.number}: {row.cause}", va="center", fontsize=7)
         times = [(time - begin) / scale for time, _ in row.commits]
         axes.plot(times, [place] * len(times), "o", color=_colour(row), markersize=4)
-        if times and place + 1 < len(report.attempts):  # the baton
+        if times and place + 1 < len(report.attempts):  # the next attempt starts from it
             start = (report.attempts[place + 1].start_time - begin) / scale
             axes.plot([times[-1], start], [place, place + 1], color="0.6", linewidth=0.8, zorder=0)
     axes.set(xlabel=unit, yticks=[], ylim=(len(report.attempts) - 0.4, -0.6), xlim=(0, 1.1 * (last - begin) / scale))

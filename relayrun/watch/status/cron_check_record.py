@@ -1,9 +1,9 @@
-"""What a sentinel leaves in the folder of runs that it looks after, so that anybody sees when it last looked.
+"""The record that the cron check of a folder keeps, from which everybody sees when the last check ran.
 
-FOLDER/.sentinel-USER.json   its last look and its memory, see `CronCheckRecord`
-FOLDER/.sentinel-USER.lock   held by the process that looks; its time is when something was said that could not be kept
+FOLDER/.sentinel-USER.json   the last check and its state, see `CronCheckRecord`
+FOLDER/.sentinel-USER.lock   held by the running check; its mtime is the last report that could not be recorded
 
-USER is whose runs it looks after; others have their own in the same folder. Standard library only.
+USER owns the checked runs; several users can check one folder. Uses the standard library alone.
 """
 
 from __future__ import annotations
@@ -24,47 +24,47 @@ from relayrun.errors import RunDirError, user_name
 from relayrun.files import RealPathCache
 
 MAX_FOLDER_DEPTH = 4
-"""Runs lie at most so many folders below the one that is looked after."""
+"""Levels of folders between the checked folder and its runs."""
 LATE_CHECK_SECONDS = 900.0
-"""A sentinel that has not looked for so long is late, or for three times as long as between its last two looks."""
+"""Age of the last check from which it is late, if three times the last period is not longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CronCheckRecord(Record):
-    """`.sentinel-USER.json`: the last look of a sentinel, and what it must not forget until the next one.
+    """`.sentinel-USER.json`: the last cron check, and its state for the next one.
 
     Times are seconds since 1970. Runs are named by their path below the folder.
     """
 
     time: float
-    """When the last look ended."""
+    """End of the last check."""
     period: float | None = None
-    """Seconds between the last two looks; None after the first one."""
+    """Seconds between the last two checks; None after the first."""
     host: str
     user: str
     seen: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
-    """By run and cause: `since`, when it was first seen, and `told`, whether somebody was told."""
+    """By run and cause: `since`, the first time it was seen, and `told`, True if it was reported."""
     running: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By run: the `job` that runs, and `since`, from which look on it was seen running in each."""
+    """By run: the running `job`, and `since`, the first of the unbroken checks that saw it running."""
     said: dict[str, float] = field(default_factory=dict)
-    """When something was last printed, by run and cause."""
+    """Time of the last printed line, by run and cause."""
     jobs_known: bool = True
-    """Whether a look, this one or one before it, had an answer of Slurm's; one without knows nothing."""
+    """True if this check or an earlier one had an answer of Slurm."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LastCronCheck:
-    """When the sentinel that looks after a run has last looked."""
+    """The last cron check of a run's folder."""
 
     folder: str
-    """What it looks after."""
+    """The checked folder."""
     time: float | None
-    """Seconds since 1970; None where its record cannot be read."""
+    """Seconds since 1970; None if the record cannot be read."""
     period: float | None
     host: str
     user: str
     late: bool
-    """It should have looked since: it is dead, or its machine is."""
+    """The next check is overdue: cron or its machine is down."""
 
 
 def cron_check_path(folder: Path, user: str) -> Path:
@@ -80,10 +80,10 @@ def cron_check_lock_path(folder: Path, user: str) -> Path:
 
 
 def may_report_failure(folder: Path, *, now: float) -> bool:
-    """Whether a look that failed is to be told: at most once an hour, by the time of the lock, which is set then."""
+    """True at most once per hour, by the mtime of the lock, which is then set to `now`."""
     try:
         fd = _open_lock(cron_check_lock_path(folder, user_name(os.geteuid())))
-    except OSError:  # where nothing can be remembered, it is told each time
+    except OSError:  # nothing can be recorded: report each time
         return True
     try:
         return is_first_in_hour(fd, now=now)
@@ -92,7 +92,7 @@ def may_report_failure(folder: Path, *, now: float) -> bool:
 
 
 def is_first_in_hour(lock: int, *, now: float) -> bool:
-    """Whether nothing was said within the hour, by the time of the lock, which remembers it from now on."""
+    """True if the lock is older than an hour; its mtime is then set to `now`."""
     if now - os.fstat(lock).st_mtime < QUIET_SECONDS:
         return False
     with contextlib.suppress(OSError):
@@ -101,10 +101,9 @@ def is_first_in_hour(lock: int, *, now: float) -> bool:
 
 
 def _open_lock(path: Path) -> int:
-    """The lock, open; made where it was not there."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        os.utime(fd, (0, 0))  # nothing was said yet
+        os.utime(fd, (0, 0))  # nothing was reported yet
     except FileExistsError:
         fd = os.open(path, os.O_RDWR)
     return fd
@@ -112,7 +111,7 @@ def _open_lock(path: Path) -> int:
 
 @contextlib.contextmanager
 def hold_lock(path: Path) -> Iterator[tuple[int, bool]]:
-    """Hold a lock: its open file, and whether it is this process's now."""
+    """Hold the lock; yield its file descriptor, and True if this process has it."""
     fd = _open_lock(path)
     try:
         mine = True
@@ -120,7 +119,7 @@ def hold_lock(path: Path) -> Iterator[tuple[int, bool]]:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             mine = False
-        except OSError:  # a file system without locks: two looks at once tell the same, by notices of the same names
+        except OSError:  # no locks on this file system: two checks at once write the same notice ids
             pass
         yield fd, mine
     finally:
@@ -128,24 +127,24 @@ def hold_lock(path: Path) -> Iterator[tuple[int, bool]]:
 
 
 def read_cron_check(folder: Path, user: str) -> CronCheckRecord | None:
-    """Return the user's last look in this folder; None where there was none. Raises RunDirError if it is damaged."""
+    """Return the user's last check of this folder, None without one. Raises RunDirError if it is damaged."""
     return CronCheckRecord.read(cron_check_path(folder, user))
 
 
 def write_cron_check(folder: Path, memory: CronCheckRecord) -> None:
-    """Replace the record of its user's last look. Raises OSError."""
+    """Replace the record of the user's last check. Raises OSError."""
     memory.write(cron_check_path(folder, memory.user))
 
 
 class FolderCache:
-    """What the file system said of folders and of the records in them, for runs that lie in the same ones."""
+    """Answers of the file system about folders and their records, shared by runs of the same folders."""
 
     def __init__(self) -> None:
         self.real_path = RealPathCache()
         self._found: dict[tuple[str, str, int], tuple[tuple[str, os.stat_result], ...]] = {}
 
     def records(self, folder: str, user: str, depth: int) -> tuple[tuple[str, os.stat_result], ...]:
-        """A user's records in a folder and at most `depth` folders above it: where each lies, and what it is."""
+        """Return path and stat of the user's records in a folder and up to `depth` folders above it."""
         found = self._found.get((folder, user, depth))
         if found is None:
             try:
@@ -159,21 +158,20 @@ class FolderCache:
 
 
 def last_cron_check(
-    run: Run, owner: int | None, *, now: float, asked: FolderCache | None = None
+    run: Run, owner: int | None, *, now: float, cache: FolderCache | None = None
 ) -> LastCronCheck | None:
-    """Return when its owner's sentinel has last looked at a run; None where none was set up.
+    """Return the last check of a run by its owner's cron, None if none is set up.
 
-    `owner`: number of the user; None: who asks. `now`: seconds since 1970. `asked`: is asked before the file system,
-    and filled; for the runs of one look alone.
+    `owner`: uid, None for the current user. `now`: seconds since 1970. `cache`: a cache for runs read together.
     """
-    asked = FolderCache() if asked is None else asked
+    cache = FolderCache() if cache is None else cache
     user = _name_of(os.geteuid() if owner is None else owner)
     given = str(run.path if run.path.is_absolute() else run.path.absolute())
-    for path in dict.fromkeys((given, asked.real_path(given))):
-        for folder, found in asked.records(path, user, MAX_FOLDER_DEPTH):
+    for path in dict.fromkeys((given, cache.real_path(given))):
+        for folder, found in cache.records(path, user, MAX_FOLDER_DEPTH):
             try:
                 memory = _read_once(Path(folder), user, found.st_ino, found.st_mtime_ns)
-            except PermissionError:  # another user's, who shows it to nobody
+            except PermissionError:  # another user's private record
                 continue
             except (RunDirError, OSError):
                 memory = None
@@ -198,5 +196,5 @@ def _name_of(user: int) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _read_once(folder: Path, user: str, inode: int, changed: int) -> CronCheckRecord | None:
-    """Read it once for all runs of a folder, as long as it is the same file."""
+    """Read the record once for all runs of a folder; inode and mtime are the cache key."""
     return read_cron_check(folder, user)

@@ -1,4 +1,4 @@
-"""What the scheduler says of the jobs of a run: asked once, then a fact like others."""
+"""The scheduler's answer about the jobs of a run; one query, whose result is passed on as a fact."""
 
 from __future__ import annotations
 
@@ -17,40 +17,39 @@ from relayrun.control.scheduler.job_history import JobEnd
 from relayrun.errors import SchedulerError, user_name
 
 RETRY_SECONDS = 5.0
-"""Seconds for which a controller that does not answer is asked again."""
+"""Seconds for which a silent controller is asked again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QueueStatus:
-    """What the scheduler answered about the jobs of a run."""
+    """The scheduler's answer about the jobs of a run."""
 
     jobs: list[Job] = field(default_factory=list)
     fallback_jobs: list[Job] = field(default_factory=list)
-    """Small jobs that go on with the chain where one of `jobs` fails; see `relayrun.control.chain.jobs`."""
+    """Small jobs that continue the chain if one of `jobs` fails; see `relayrun.control.chain.fallback`."""
     error: str | None = None
-    """Why the scheduler did not answer; None if it did."""
+    """Error of a scheduler that did not answer; None if it did."""
     hidden: str | None = None
-    """Why the jobs of the run's owner, another user, are not known."""
+    """Reason why the jobs of the run's owner, another user, are not visible."""
     evaluations: dict[str, str] = field(default_factory=dict)
-    """State, by id, of the jobs of evaluations that have no result yet."""
+    """State by job id of the evaluation jobs without a result."""
     reasons: dict[str, str] = field(default_factory=dict)
-    """Why jobs wait, by id."""
+    """Pending reasons by job id."""
     last_job: JobEnd | None = None
-    """How the newest job that ran has ended, where nothing runs now and somebody remembers it."""
+    """End of the newest job, if no job runs and the scheduler remembers it."""
     abandoned: list[str] = field(default_factory=list)
-    """Ids of queued jobs that nobody will start."""
+    """Ids of queued jobs that no process will start."""
 
 
 def run_scheduler(run: Run) -> Scheduler:
-    """Return the run's scheduler, for a person who waits for the answer. Raises RunDirError where there is no run."""
+    """Return the run's scheduler, with retries for an interactive command. Raises RunDirError if there is no run."""
     return scheduler_for_plan(Plan.load(run), run, patience=RETRY_SECONDS)
 
 
 def query_queue(run: Run, plan: Plan | None = None, *, brief: bool = False) -> QueueStatus:
-    """Ask for the chain's jobs, whoever submitted them; a scheduler that does not answer is a fact like others.
+    """Query the chain's jobs of any user; a silent scheduler gives a status with `error`.
 
-    `plan`: the run's, where it was read already. `brief`: evaluations are left out. Raises RunDirError where
-    there is no run.
+    `plan`: the run's plan, if already read. `brief`: skip evaluations. Raises RunDirError if there is no run.
     """
     plan = Plan.load(run) if plan is None else plan
     if plan.scheduler == "local":
@@ -77,7 +76,6 @@ def query_queue(run: Run, plan: Plan | None = None, *, brief: bool = False) -> Q
 
 
 def _ask_local(run: Run, plan: Plan, *, brief: bool) -> QueueStatus:
-    """The same of the local queue, which is read once."""
     asked = local_scheduler(run)
     try:
         every = asked.every_job()
@@ -99,18 +97,18 @@ def _nothing_runs(jobs: list[Job]) -> bool:
 
 
 def _evaluations(run: Run, asked: Scheduler) -> dict[str, str]:
-    """State, by id, of the jobs of evaluations that have no result yet. Raises SchedulerError."""
+    """States by id of the evaluation jobs without a result. Raises SchedulerError."""
     waiting = {job_id: asked.query(job_id) for _, job_id in waiting_evaluations(run)}
     return {job_id: "gone" if job is None else job.state.lower() for job_id, job in waiting.items()}
 
 
 def _asked_since(run: Run) -> float:
-    """The last submit, with an hour for clocks that differ."""
+    """Time of the last submit, minus an hour for differing clocks."""
     return run.plan.stat().st_mtime - 3600
 
 
 def waiting_evaluations(run: Run) -> list[tuple[int, str]]:
-    """(iteration, job id) of the evaluations that were submitted and have no result."""
+    """Return (iteration, job id) of the submitted evaluations without a result."""
     return [
         (folder.iteration, submitted.job_id)
         for folder in evaluations.all_evaluations(run)

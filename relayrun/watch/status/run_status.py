@@ -1,7 +1,7 @@
-"""All that is known of a run: its chain and queue, how far it is, what is durable, why the last attempt ended.
+"""The full status of a run: chain, queue, progress, checkpoints, evaluations, and why the last attempt ended.
 
-`read_run_status` makes facts of the records and of what the scheduler answered; it asks neither clock nor scheduler.
-`relayrun.watch.status.run_status_text` turns them into text.
+`read_run_status` combines the records with the scheduler's answer; it reads neither clock nor scheduler.
+`relayrun.watch.status.run_status_text` turns the status into text.
 """
 
 from __future__ import annotations
@@ -43,115 +43,114 @@ from relayrun.watch.status.queue import QueueStatus, waiting_evaluations
 from relayrun.watch.status.summary import RunRecords, RunSummary, damaged_records_as_error
 
 MIN_FREE_BYTES = 1 << 16
-"""A disk with less room for this user is full."""
+"""A file system with less free space for this user is full."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus(RunSummary):
-    """A run at one moment. Times are seconds since 1970, ages and leads seconds."""
+    """The full status of a run. Times are seconds since 1970, ages and grace periods seconds."""
 
     mode: str
     auto_requeue: bool
     jobs: list[Job]
-    """Jobs of the chain that are queued or run."""
+    """Pending and running jobs of the chain."""
     fallback_jobs: list[Job]
-    """Small jobs that go on with the chain where one of `jobs` fails."""
+    """Small jobs that continue the chain if one of `jobs` fails."""
     scheduler_error: str | None
     pending: dict[str, str]
-    """Why queued jobs wait, in the scheduler's words, by id."""
+    """Pending reasons of the scheduler by job id."""
     last_job: JobEnd | None
-    """How the newest job that ran ended, where nothing runs now and the scheduler remembers it."""
+    """End of the newest job, if no job runs and the scheduler remembers it."""
     go_on: str | None
-    """The command that goes on with a broken chain."""
+    """The command that continues a broken chain."""
     phase: str | None
-    """What the slowest node of a running attempt does: start, step, save or evaluation."""
+    """Phase of the slowest node of a running attempt: start, step, save or evaluation."""
     leave_time: float | None
-    """When a running attempt saves and leaves, as reckoned when it began."""
+    """Time at which a running attempt saves and exits, as computed when it began."""
     job_end_time: float | None
-    """When the time limit of a running attempt is reached."""
+    """Time limit of a running attempt."""
     left_behind: list[BrokenCheckpoint]
-    """Checkpoints of later iterations that are not whole, the newest first."""
+    """Damaged or incomplete checkpoints of later iterations, newest first."""
     in_quarantine: list[BrokenCheckpoint]
-    """Every checkpoint in quarantine, also those whose iterations have been computed again."""
+    """All checkpoints in quarantine, also of iterations that were computed again."""
     evaluations: list[EvaluationResult]
-    """Results of the evaluations, by iteration."""
+    """Results of evaluations, by iteration."""
     waiting_evaluations: dict[int, str]
-    """Iterations whose evaluation has no result yet, and its job with its state as far as it is known."""
+    """Iterations whose evaluation has no result, with its job and the job's state if known."""
     failed_rounds: int
-    """How often the ranks of the newest attempt failed; all but perhaps the last time they were started again inside
-    the job."""
+    """Failures of ranks in the newest attempt; the ranks were restarted in the job, except perhaps after the last."""
     last_failed_round: str | None
-    """Who failed then, where, and what it took to go on."""
+    """Rank and place of the last such failure, and the restart's steps and time."""
     sick_nodes: list[str]
-    """What was found wrong with nodes of the newest attempt, and what was done about it, the newest last."""
+    """Health problems of nodes in the newest attempt and the reaction to each, newest last."""
     straggler: str | None
-    """Which rank is slower than its peers, and in what; None where none is."""
+    """The rank that is slower than its peers, and in which part; None without one."""
     failed_saves: int
-    """Saves of the whole run that did not work, after which training went on."""
+    """Failed saves of the whole run after which training continued."""
     last_failed_save: str | None
     """Iteration and reason of the newest failed save."""
     failed_attempts: int
-    """Attempts in a row, up to now, without a new durable iteration."""
+    """Consecutive attempts, up to now, without a new durable iteration."""
     max_failed_attempts: int
     strikes: dict[str, int]
-    """Nodes with the number of failed attempts that they are blamed for and that still count."""
+    """Number of unexpired failed attempts attributed to each node."""
     excluded: list[str]
-    """Nodes that the next job leaves out for their strikes, where Slurm has others in their place."""
+    """Nodes that the next job excludes, if enough others are up."""
     used_again: list[str]
-    """Those among them that the newest attempt has all the same, as there were too few others."""
+    """Excluded nodes that the newest attempt uses because there are too few others."""
     triggers: list[Trigger]
-    """Triggers that were touched and not yet obeyed."""
+    """Touched triggers that no job has obeyed yet."""
     unsent_notices: int = 0
-    """Notices that somebody should have been told of by now."""
+    """Number of overdue notices."""
     unsent_reason: str = ""
-    """Why they were not sent."""
+    """Reason why they were not sent."""
     mirror: MirrorPass | None = None
-    """How the last pass of copying checkpoints to a second place ended; None where there was none."""
+    """Result of the last mirror pass; None without one."""
     left_out: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Files and rows that streams could not read and left out, by data set and reason, up to the newest record."""
+    """Unreadable files and rows that streams skipped, by data set and reason, up to the newest record."""
     purges: list[PurgeForecast] = field(default_factory=list)
-    """When the newest checkpoint, and data of a chain that goes on, would be purged by the site."""
+    """Forecasts of the site's purge of the newest checkpoint, and of the data of a live chain."""
     quotas: list[QuotaForecast] = field(default_factory=list)
-    """How full the quotas of a chain that goes on are, and its file system, and when they will be."""
+    """Usage of a live chain's quotas and file system, with a forecast."""
     quota_complaint: str | None = None
-    """Why a quota is not known."""
+    """Reason why a quota is unknown."""
     unqueued_evaluations: dict[int, str] = field(default_factory=dict)
-    """Iterations that are to be evaluated and have no job, and why the scheduler took none; empty: nobody has asked."""
+    """Iterations whose evaluation has no job, with the scheduler's refusal; empty: not submitted yet."""
     disk: list[str] = field(default_factory=list)
-    """File systems of the run on which nothing can be written any more, each in words."""
+    """Full file systems of the run, each as a sentence."""
 
 
 def read_run_status(
-    run: Run, queue: QueueStatus, *, now: float, plan: Plan | None = None, asked: FolderCache | None = None
+    run: Run, queue: QueueStatus, *, now: float, plan: Plan | None = None, cache: FolderCache | None = None
 ) -> RunStatus:
-    """Return the status of a run. `plan`: the run's, where it was read already. `asked`: see `last_cron_check`.
+    """Return the status of a run. `plan`: the run's plan, if already read. `cache`: see `last_cron_check`.
 
-    Raises RunDirError, with one clear message, where the directory is no run or damaged.
+    Raises RunDirError if the directory is not a run or its records are damaged.
     """
     with damaged_records_as_error(run):
-        return _read_run_status(RunRecords(run, Plan.load(run) if plan is None else plan, queue, now=now), asked)
+        return _read_run_status(RunRecords(run, Plan.load(run) if plan is None else plan, queue, now=now), cache)
 
 
-def _read_run_status(look: RunRecords, asked: FolderCache | None) -> RunStatus:
-    run, plan, queue, now = look.run, look.plan, look.queue, look.now
-    begin, durable, line = look.begin, look.durable, look.line
+def _read_run_status(records: RunRecords, cache: FolderCache | None) -> RunStatus:
+    run, plan, queue, now = records.run, records.plan, records.queue, records.now
+    begin, durable, lineage = records.begin, records.durable, records.lineage
     strikes = excluded_nodes.read_node_failures(run)
     counts: dict[str, int] = {}
     for strike in strikes:
         if now - strike.time < excluded_nodes.FAILURE_EXPIRE_SECONDS:
             counts[strike.node] = counts.get(strike.node, 0) + 1
-    newest = None if look.number is None else run.attempt(look.number)
+    newest = None if records.number is None else run.attempt(records.number)
     failures = [line for number in run.attempt_numbers() for line in read_lines(run.attempt(number).failed_saves)]
     failed_rounds = restarts.read_failed_restarts(newest) if newest is not None else []
-    beats = newest.read_heartbeats() if look.running and newest is not None else []
-    end_time = begin.job_end_time if begin is not None and look.running else None
-    living = look.state != "stopped"
+    beats = newest.read_heartbeats() if records.running and newest is not None else []
+    end_time = begin.job_end_time if begin is not None and records.running else None
+    living = records.state != "stopped"
     quotas, quota_complaint = _quotas(run, now) if living else ([], None)
     excluded = excluded_nodes.worst_nodes(strikes, nodes=plan.nodes, now=now)
     late, why_late = unsent_notices.count_unsent(run, now=now)
-    stuck = any(job.state == RESERVATION_GONE for job in queue.jobs)  # it has to be cancelled first
+    stuck = any(job.state == RESERVATION_GONE for job in queue.jobs)  # needs `relayrun cancel` first
     return RunStatus(
-        **vars(look.standing(asked)),
+        **vars(records.summary(cache)),
         mode=plan.mode,
         auto_requeue=plan.auto_requeue,
         jobs=queue.jobs,
@@ -159,11 +158,11 @@ def _read_run_status(look: RunRecords, asked: FolderCache | None) -> RunStatus:
         scheduler_error=f"the scheduler did not answer: {queue.error}" if queue.error else queue.hidden,
         pending={job.id: queue.reasons[job.id] for job in queue.jobs + queue.fallback_jobs if job.id in queue.reasons},
         last_job=queue.last_job,
-        go_on=None if look.state != "broken" or stuck else shlex.join(["relayrun", "resume", str(run.path)]),
+        go_on=None if records.state != "broken" or stuck else shlex.join(["relayrun", "resume", str(run.path)]),
         phase=min(beats, key=lambda beat: beat.time).phase if beats else None,
         leave_time=end_time - begin.lead if begin is not None and end_time is not None else None,
         job_end_time=end_time,
-        left_behind=checkpoint_records.newer_broken_checkpoints(run, line, durable) if durable else [],
+        left_behind=checkpoint_records.newer_broken_checkpoints(run, lineage, durable) if durable else [],
         in_quarantine=checkpoint_records.quarantined_checkpoints(run),
         evaluations=evaluations.evaluation_results(run),
         waiting_evaluations={
@@ -174,16 +173,16 @@ def _read_run_status(look: RunRecords, asked: FolderCache | None) -> RunStatus:
         failed_rounds=len(failed_rounds),
         last_failed_round=failed_rounds[-1].told if failed_rounds else None,
         sick_nodes=[] if newest is None else [found.told for found in node_health.read_findings(newest)],
-        straggler=Straggler.of(look.step["straggler"]).words if look.step.get("straggler") else None,
+        straggler=Straggler.of(records.step["straggler"]).words if records.step.get("straggler") else None,
         failed_saves=len(failures),
         last_failed_save=f"iteration {failures[-1]['iteration']}: {failures[-1]['error']}" if failures else None,
-        failed_attempts=count_failed_attempts(run, plan) - (1 if look.running else 0),
+        failed_attempts=count_failed_attempts(run, plan) - (1 if records.running else 0),
         max_failed_attempts=plan.max_failed_attempts,
         strikes=counts,
         excluded=excluded,
         used_again=_used_again(excluded, strikes, begin),
         triggers=_pending_triggers(run),
-        left_out=_skipped_documents(run, line),
+        left_out=_skipped_documents(lineage),
         purges=_purges(run, plan, durable, living=living),
         quotas=quotas,
         quota_complaint=quota_complaint,
@@ -199,7 +198,7 @@ def _used_again(
 ) -> list[str]:
     if begin is None or not excluded:
         return []
-    struck = {strike.node for strike in strikes if strike.attempt >= begin.attempt}  # in this attempt
+    struck = {strike.node for strike in strikes if strike.attempt >= begin.attempt}  # failed in this attempt
     return [node for node in excluded if node in excluded_nodes.expand_nodelist(begin.nodes) and node not in struck]
 
 
@@ -215,14 +214,14 @@ def _quotas(run: Run, now: float) -> tuple[list[QuotaForecast], str | None]:
     try:
         measures = storage_limits.read_usage(run)
         return storage_limits.quota_forecasts(measures, now=now), measures.complaint
-    except RunDirError as error:  # it must not hide where the run stands
+    except RunDirError as error:  # must not hide the run's status
         return [], error.message
 
 
 def _full_file_systems(run: Run) -> list[str]:
-    """Which file systems of a run have no room for another file, or no number for it, as `df` tells; nothing is tried.
+    """File systems of a run without free space or inodes, as `df` reports them; nothing is written.
 
-    What is left is less than a block of the largest file systems: too little for a record.
+    The limit is below a block of the largest file systems: too little for a record.
     """
     found = {}
     for place in (run.path, run.checkpoints):
@@ -238,7 +237,7 @@ def _full_file_systems(run: Run) -> list[str]:
 
 
 def _last_mirror_pass(run: Run, *, durable: bool) -> MirrorPass | None:
-    """How the copies stood; where checkpoints wait for their first pass, that there was none."""
+    """The last pass, or a complaint if a checkpoint waits for its first pass."""
     try:
         last = mirror.read_last_pass(run)
         if last is not None or mirror.read_mirror_policy(run) is None or not durable:
@@ -246,13 +245,13 @@ def _last_mirror_pass(run: Run, *, durable: bool) -> MirrorPass | None:
         since = mirror.mirror_policy_path(run).stat().st_mtime
         words = f"no pass has ended since the submit; {mirror.mirror_folder(run)}/log may say why"
         return MirrorPass(time=since, iteration=None, behind=0, complaint=words, seen=False)
-    except RunDirError as error:  # it must not hide where the run stands
+    except RunDirError as error:  # must not hide the run's status
         return MirrorPass(time=0.0, iteration=None, behind=0, complaint=error.message)
 
 
-def _skipped_documents(run: Run, line: Lineage) -> dict[str, dict[str, int]]:
-    """What streams could not read and left out, from the newest checkpoint that says where their lanes stood."""
-    commit = next((counted.commit for counted in line.backwards()), None)
+def _skipped_documents(lineage: Lineage) -> dict[str, dict[str, int]]:
+    """Unreadable documents that streams skipped, from the newest checkpoint with lane positions."""
+    commit = next((counted.commit for counted in lineage.backwards()), None)
     path = None if commit is None else stream_positions_path(Path(commit.path))
     if path is None or not path.is_file():
         return {}
@@ -268,7 +267,6 @@ def _skipped_documents(run: Run, line: Lineage) -> dict[str, dict[str, int]]:
 
 
 def _pending_triggers(run: Run) -> list[Trigger]:
-    """Triggers that wait; none for who may not look into the folder."""
     try:
         return [trigger for name in triggers.TRIGGER_NAMES if (trigger := triggers.read_trigger(run, name))]
     except PermissionError:

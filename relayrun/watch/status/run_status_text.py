@@ -1,10 +1,8 @@
-"""All that is known of one run as text for people, and as JSON for programs."""
+"""The full status of one run as text for people and as JSON for programs."""
 
 from __future__ import annotations
 
-import json
 import math
-import time
 from dataclasses import asdict
 from typing import Any
 
@@ -14,13 +12,14 @@ from rich.table import Table
 from relayrun.control.scheduler.base import Job
 from relayrun.watch.status.run_status import RunStatus
 from relayrun.watch.status.summary import DamagedRun, describe_job_end
-from relayrun.watch.status.tables import cron_check_line, format_loss, format_seconds, format_speed
+from relayrun.watch.status.tables import cron_check_line, format_loss, format_speed
+from relayrun.watch.text import format_seconds, format_time
 
 _USED_AGAIN = " (used again: there are too few others)"
 
 
 def run_status_table(status: RunStatus, *, now: float) -> Table:
-    """Return all that is known of one run, one fact a line; lines without a fact are left out."""
+    """Return a table with one fact of the run per line; facts without a value are omitted."""
     table = Table(title=status.run, show_header=False, box=None, title_justify="left", padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -31,13 +30,9 @@ def run_status_table(status: RunStatus, *, now: float) -> Table:
 
 
 def run_status_as_json(status: RunStatus | DamagedRun) -> dict[str, Any]:
-    """Return the facts of a status for JSON; a number that is none (a loss of NaN) is null."""
+    """Return the status as values for JSON; NaN and infinity become null."""
     values: dict[str, Any] = _finite(asdict(status))
     return values
-
-
-def json_text(value: Any) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False)
 
 
 def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
@@ -52,9 +47,8 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
     step += f", {format_seconds(now - status.step_time)} ago" if status.step_time is not None else ""
     limit = ""
     if status.leave_time is not None and status.job_end_time is not None:
-        limit = (
-            f"saves and leaves at {_clock(status.leave_time)} or earlier, the job ends at {_clock(status.job_end_time)}"
-        )
+        leave, end = format_time(status.leave_time), format_time(status.job_end_time)
+        limit = f"saves and leaves at {leave} or earlier, the job ends at {end}"
     failed = (
         f"{status.failed_attempts} in a row without a new checkpoint; the chain stops at {status.max_failed_attempts}"
     )
@@ -119,14 +113,13 @@ def _last_job(status: RunStatus, now: float) -> str:
 
 
 def _quarantine(status: RunStatus) -> str:
-    """What lies in quarantine besides what is left behind, and why."""
+    """Quarantined checkpoints that are not in `left_behind`, and why."""
     told = {entry.path for entry in status.left_behind}
     rest = [entry for entry in status.in_quarantine if entry.path not in told]
     return "; ".join(f"{entry.iteration}, computed again since: {entry.why} ({entry.path})" for entry in rest)
 
 
 def _mirror(status: RunStatus, now: float) -> str:
-    """What is copied to the second place, and why not more."""
     last = status.mirror
     if last is None:
         return ""
@@ -144,7 +137,6 @@ def _mirror(status: RunStatus, now: float) -> str:
 
 
 def _quotas(status: RunStatus, now: float) -> list[str]:
-    """How full what this run writes to is, and why that is not known."""
     told = [
         f"{each.words(now)} (looked {format_seconds(now - each.time)} ago)"
         for each in status.quotas
@@ -154,7 +146,6 @@ def _quotas(status: RunStatus, now: float) -> list[str]:
 
 
 def _skipped_documents(status: RunStatus) -> str:
-    """What streams could not read and left out."""
     return "; ".join(
         f"{name}: " + ", ".join(f"{count:,} {reason}" for reason, count in counts.items())
         for name, counts in status.left_out.items()
@@ -162,7 +153,7 @@ def _skipped_documents(status: RunStatus) -> str:
 
 
 def _damaged_checkpoints(status: RunStatus) -> str:
-    """Iterations with one reason together: two checkpoints are often torn in one way."""
+    """Group iterations by reason: two checkpoints are often damaged the same way."""
     parts: dict[tuple[bool, str], list[int]] = {}
     for entry in status.left_behind:
         parts.setdefault((entry.quarantined, entry.why), []).append(entry.iteration)
@@ -175,7 +166,7 @@ def _damaged_checkpoints(status: RunStatus) -> str:
 
 
 def _evaluations(status: RunStatus) -> str:
-    """The newest result, how many there are, and what failed last."""
+    """The newest result, the number of results, and the last failure."""
     parts = []
     done = [result for result in status.evaluations if result.status == "done"]
     failed = [result for result in status.evaluations if result.status == "failed"]
@@ -212,14 +203,10 @@ def _remaining(status: RunStatus) -> str:
     pace = f"the last {left.attempts} attempts" if left.attempts > 1 else "one attempt"
     text = f"{format_seconds(left.seconds)} of running jobs, {left.node_hours:,.1f} node hours, at the pace of {pace}"
     if left.earliest_end is not None:
-        text += f"; done at {_clock(left.earliest_end)} if no job waits"
+        text += f"; done at {format_time(left.earliest_end)} if no job waits"
     if left.queue_seconds is not None:
         text += f"; the last jobs waited {format_seconds(left.queue_seconds)} each, which is not in it"
     return text
-
-
-def _clock(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def _finite(value: Any) -> Any:

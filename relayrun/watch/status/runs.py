@@ -1,12 +1,11 @@
-"""One watcher for many runs: a look asks the scheduler once for the jobs of all chains.
+"""Status of many runs with one query of the scheduler for the jobs of all chains.
 
-A chain without jobs is asked about on its own, once: how its last job ended does not change until the next submit.
+A chain without jobs needs a query of its own, once: the end of its last job does not change until the next submit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -27,49 +26,61 @@ S = TypeVar("S", bound=RunSummary)
 
 
 class RunsWatcher:
-    """Remembers between two looks what need not be asked again."""
+    """Keeps answers between two calls that need not be asked again."""
 
     def __init__(self, *, without_jobs: Collection[Path] = ()) -> None:
-        """`without_jobs`: run directories of which who asks knows how it ended, should they have no job now."""
+        """`without_jobs`: run directories whose end the caller knows, if they have no job now."""
         self._without_jobs = without_jobs
         self._jobs: dict[str, list[QueuedJob]] = {}
         self._error: str | None = None
         self._quiet: dict[Path, tuple[float, QueueStatus]] = {}
         self._plans: dict[Path, Plan] = {}
-        """The plans of the look that is under way."""
+        """Plans of the current call."""
 
-    def look(self, runs: Sequence[Run], *, now: float) -> list[RunStatus | DamagedRun]:
-        """Return the status of every run, the newest first, damaged ones last. `now`: seconds since 1970."""
-        from relayrun.watch.status import run_status  # a table of many runs needs none of it
+    def statuses(self, runs: Sequence[Run], *, now: float) -> list[RunStatus | DamagedRun]:
+        """Return the status of every run, newest first, damaged runs last. `now`: seconds since 1970."""
+        from relayrun.watch.status import run_status  # a table of many runs does not need it
 
-        self._ask_for(runs)
-        return _each_run(
-            runs,
-            lambda run, answer, plan, asked: run_status.read_run_status(run, answer, now=now, plan=plan, asked=asked),
-            ask=self._queue,
-            plans=self._plans,
-        )
+        return self._read_each(runs, run_status.read_run_status, now=now, brief=False)
 
-    def glance(self, runs: Sequence[Run], *, now: float) -> list[RunSummary | DamagedRun]:
-        """Return where every run stands, as `look` does, and no more than a table of them tells."""
-        self._ask_for(runs)
-        return _each_run(
-            runs,
-            lambda run, answer, plan, asked: summarize_run(run, answer, now=now, plan=plan, asked=asked),
-            ask=partial(self._queue, brief=True),
-            plans=self._plans,
-        )
+    def summaries(self, runs: Sequence[Run], *, now: float) -> list[RunSummary | DamagedRun]:
+        """Return the summary of every run, in the same order."""
+        return self._read_each(runs, summarize_run, now=now, brief=True)
 
-    def _ask_for(self, runs: Sequence[Run]) -> None:
+    def _read_each(
+        self, runs: Sequence[Run], read: Callable[..., S], *, now: float, brief: bool
+    ) -> list[S | DamagedRun]:
+        """Call `read` for every run with its jobs: none for a stopped run, and Slurm's silence once it was silent."""
+        self._query_chains(runs)
+        found: list[S] = []
+        damaged: list[DamagedRun] = []
+        cache = FolderCache()
+        silent: QueueStatus | None = None
+        for run in runs:
+            try:
+                plan = self._plans.get(run.path)
+                if is_stopped(run):
+                    answer = QueueStatus()
+                elif silent is not None and (plan or Plan.load(run)).scheduler == "slurm":
+                    answer = silent
+                else:
+                    answer = self._queue(run, brief=brief)
+                    silent = answer if answer.error is not None else silent
+                found.append(read(run, answer, now=now, plan=plan, cache=cache))
+            except (RunDirError, OSError) as error:  # a damaged run must not hide the others
+                damaged.append(DamagedRun(path=str(run.path), error=getattr(error, "message", None) or str(error)))
+        return [*sorted(found, key=lambda status: -status.updated), *damaged]
+
+    def _query_chains(self, runs: Sequence[Run]) -> None:
         self._plans = {run.path: plan for run in runs if (plan := _read_plan(run)) is not None}
-        asked = [(run, plan) for run in runs if (plan := self._plans.get(run.path)) and plan.scheduler == "slurm"]
-        names = [plan.job_name for run, plan in asked if not is_stopped(run)]
+        live = [plan for run in runs if (plan := self._plans.get(run.path)) is not None and not is_stopped(run)]
+        names = [plan.job_name for plan in live if plan.scheduler == "slurm"]
         try:
             self._jobs, self._error = slurm.jobs_by_name(names, patience=queue.RETRY_SECONDS), None
         except SchedulerError as error:
             self._jobs, self._error = {}, error.message
 
-    def _queue(self, run: Run, *, brief: bool = False) -> QueueStatus:
+    def _queue(self, run: Run, *, brief: bool) -> QueueStatus:
         plan = self._plans.get(run.path) or Plan.load(run)
         if plan.scheduler != "slurm":
             return queue.query_queue(run, plan, brief=brief)
@@ -89,40 +100,7 @@ class RunsWatcher:
         return known[1]
 
 
-def _each_run(
-    runs: Sequence[Run],
-    gather: Callable[[Run, QueueStatus, Plan | None, FolderCache], S],
-    *,
-    ask: Callable[[Run], QueueStatus],
-    plans: Mapping[Path, Plan],
-) -> list[S | DamagedRun]:
-    """Return what `gather` says of many runs, the newest first, damaged ones last.
-
-    `plans`: those that were read already, by run directory. `ask` gives the jobs of one run; it is not
-    asked about runs that have been stopped, nor again once Slurm has not answered.
-    """
-    found: list[S] = []
-    damaged: list[DamagedRun] = []
-    asked = FolderCache()
-    silent: QueueStatus | None = None
-    for run in runs:
-        try:
-            plan = plans.get(run.path)
-            if is_stopped(run):
-                answer = QueueStatus()
-            elif silent is not None and (plan or Plan.load(run)).scheduler == "slurm":
-                answer = silent
-            else:
-                answer = ask(run)
-                silent = answer if answer.error is not None else silent
-            found.append(gather(run, answer, plan, asked))
-        except (RunDirError, OSError) as error:  # what cannot be read of one hides no other
-            damaged.append(DamagedRun(path=str(run.path), error=getattr(error, "message", None) or str(error)))
-    return [*sorted(found, key=lambda status: -status.updated), *damaged]
-
-
 def _read_plan(run: Run) -> Plan | None:
-    """The plan of a run; damaged runs are told of elsewhere."""
     try:
         return Plan.load(run)
     except (RunDirError, OSError):

@@ -1,9 +1,9 @@
-"""The summary of a run, as one line of a table of many runs needs it: state, progress, checkpoint, last end.
+"""The summary of a run, one line of a table of many runs: state, progress, checkpoint, last end.
 
 `summarize_run` reads the records from the newest attempt backwards, so its cost does not grow with the age of the run.
-It asks neither the clock nor the scheduler. `remaining_work` estimates the seconds and node hours left, from the pace
+It reads neither the clock nor the scheduler. `remaining_work` estimates the seconds and node hours left, from the pace
 of the last attempts: saved iterations divided by the whole time of their jobs, without time in the queue.
-`explain_broken_chain` says which job ended a chain that cannot continue, and how.
+`explain_broken_chain` names the job that ended a chain that cannot continue.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from relayrun.watch.status.queue import QueueStatus
 def explain_broken_chain(
     run: Run, plan: Plan, queue: QueueStatus, begin: AttemptStart | None, last_end: AttemptEnd | None
 ) -> str:
-    """Return which job died, how and where. `begin` and `last_end` are the newest attempt's."""
+    """Return which job died, how and where. `begin` and `last_end` belong to the newest attempt."""
     if queue.fallback_jobs:
         waits = queue.fallback_jobs[0].id
         died = explain_broken_chain(run, plan, replace(queue, fallback_jobs=[]), begin, last_end)
@@ -78,45 +78,45 @@ def describe_job_end(job: JobEnd) -> str:
 
 
 PACE_ATTEMPTS = 5
-"""Attempts whose pace counts."""
+"""Number of attempts from which the pace is computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptPace:
-    """What one attempt did. Times are seconds since 1970."""
+    """Progress of one attempt. Times are seconds since 1970."""
 
     base_iteration: int
     durable_iteration: int
-    """The newest that it made durable; its base where it saved nothing."""
+    """Newest iteration that it saved; its base if it saved none."""
     start_time: float
     until: float
-    """Its end; of one that runs, its newest save."""
+    """Its end, or its newest save if it runs."""
     end_time: float | None
     """Its end; None while it runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemainingWork:
-    """What is left to do."""
+    """Estimate of the work left."""
 
     iterations: int
     seconds: float
-    """Seconds of jobs that run; time in the queue is not in it."""
+    """Seconds of running jobs, without time in the queue."""
     node_hours: float
     earliest_end: float | None
-    """When the last iteration is durable if no job waits, in seconds since 1970; None while no job runs."""
+    """Time at which the last iteration is durable if no job waits, in seconds since 1970; None if no job runs."""
     attempts: int
-    """How many attempts the pace is of."""
+    """Number of attempts that the pace is computed from."""
     queue_seconds: float | None
-    """What the last jobs waited behind the end of the one before, on average; None where there was no such pair."""
+    """Mean wait of the last jobs after the end of their predecessor; None without such a pair."""
 
 
 def remaining_work(
     past: Sequence[AttemptPace], *, iteration: int, total: int, nodes: int, running: bool, now: float
 ) -> RemainingWork | None:
-    """Return what a run at `iteration` still needs of `nodes` nodes; None before anything is durable.
+    """Return the work left for a run at `iteration` on `nodes` nodes; None before any save.
 
-    `past`: its attempts, the oldest first. `running`: whether a job trains now.
+    `past`: its attempts, oldest first. `running`: True if a job trains now.
     """
     last = past[-PACE_ATTEMPTS:]
     seconds = sum(max(0.0, each.until - each.start_time) for each in last)
@@ -141,27 +141,29 @@ def remaining_work(
 
 
 ChainState = Literal["running", "queued", "waiting", "stopped", "broken", "idle", "unknown"]
-"""State of a chain. `waiting`: its sweep, or the stage before it, begins it later. `broken`: it has not ended, and
-nothing that would go on with it is queued or runs. `idle`: a chain of one job (`auto_requeue: false`) ended as planned,
-or a submit is under way. `unknown`: the scheduler did not answer, or hides another user's jobs, and STOP is not
-there."""
+"""State of a chain.
+
+waiting: its sweep, or the stage before it, starts it later. broken: it has not ended, and no job that continues it is
+queued or running. idle: a chain of one job (`auto_requeue: false`) ended as planned, or a submit is under way. unknown:
+the scheduler did not answer, or hides another user's jobs, and STOP does not exist.
+"""
 
 PLANNED_CAUSES = ("done", "saved", "exit")
-"""Causes of an end that was meant: a chain of one job has done what it was asked for, and nothing is lost."""
+"""Planned causes of an end: a chain of one job has done its work, and nothing is lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """Where a run stands at one moment. Times are seconds since 1970, ages seconds."""
+    """State and progress of a run. Times are seconds since 1970, ages seconds."""
 
     run: str
     """Name of the run, as project/name."""
     path: str
     state: ChainState
     stop: str | None
-    """Why the chain ended; None while it has not."""
+    """Reason of the chain's end; None if it has not ended."""
     broken: str | None
-    """Which job died, how and where, of a chain that cannot go on; None where it can."""
+    """Job that ended a chain that cannot continue, how and where; None if it can."""
     attempt: int | None
     """Number of the newest attempt; None before the first job began."""
     job_id: str | None
@@ -173,19 +175,19 @@ class RunSummary:
     """Loss of the last step in nats per token; None before the first step."""
     tokens_per_second: float | None
     step_time: float | None
-    """When the last step ended."""
+    """End of the last step."""
     durable_iteration: int | None
-    """0: nothing saved yet; None: there are checkpoints and none is whole, see `durable_fault`."""
+    """0: nothing saved yet; None: all checkpoints are damaged or incomplete, see `durable_fault`."""
     durable_path: str | None
     durable_age: float | None
     durable_fault: str | None
     remaining: RemainingWork | None
-    """What is left to do at the pace of the last attempts; None before anything is durable."""
+    """Work left at the pace of the last attempts; None before any save."""
     last_end: str | None
-    """Cause and reason of the newest attempt that has ended."""
+    """Cause and reason of the newest ended attempt."""
     last_end_attempt: int | None
     sentinel: LastCronCheck | None
-    """When the sentinel that looks after the run has last looked; None where none was set up."""
+    """The last cron check of the run's folder; None if none is set up."""
 
     @property
     def updated(self) -> float:
@@ -195,16 +197,16 @@ class RunSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class DamagedRun:
-    """A directory where a run should be, and what is wrong with it."""
+    """A directory that should hold a run, and its error."""
 
     path: str
     error: str
 
 
 def _chain_state(run: Run, plan: Plan, queue: QueueStatus, stop: str | None, last_end: AttemptEnd | None) -> ChainState:
-    """`last_end`: of the newest attempt, where that has ended."""
+    """`last_end`: the end of the newest attempt, if it has ended."""
     at_work = [job for job in queue.jobs if not job.waits]
-    if plan.mode == "singleton" and last_end is not None:  # the batch script of a job that is COMPLETING has gone
+    if plan.mode == "singleton" and last_end is not None:  # the batch script of a COMPLETING job has ended
         at_work = [job for job in at_work if job.state != "COMPLETING"]
     if at_work:
         return "running"
@@ -214,7 +216,9 @@ def _chain_state(run: Run, plan: Plan, queue: QueueStatus, stop: str | None, las
         return "unknown"
     if any(job.waits and job.state != RESERVATION_GONE and job.id not in queue.abandoned for job in queue.jobs):
         return "queued"
-    if any(not job_history.never_starts(queue.reasons.get(job.id)) for job in queue.fallback_jobs):  # it waits for room
+    if any(
+        not job_history.never_starts(queue.reasons.get(job.id)) for job in queue.fallback_jobs
+    ):  # it waits for resources
         return "queued"
     planned = not plan.auto_requeue and last_end is not None and last_end.cause in PLANNED_CAUSES
     newest = last_end is not None and last_end.attempt > plan.submitted_after_attempt
@@ -248,7 +252,7 @@ def _newest_checkpoint(line: Lineage) -> tuple[ResumePoint | None, str | None]:
 
 @contextlib.contextmanager
 def damaged_records_as_error(run: Run) -> Iterator[None]:
-    """Raise RunDirError, with one clear message, where records of a run were edited, or torn by a disk."""
+    """Turn errors of edited or torn records into a RunDirError with one message."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -260,44 +264,44 @@ def damaged_records_as_error(run: Run) -> Iterator[None]:
 
 
 def summarize_run(
-    run: Run, queue: QueueStatus, *, now: float, plan: Plan | None = None, asked: FolderCache | None = None
+    run: Run, queue: QueueStatus, *, now: float, plan: Plan | None = None, cache: FolderCache | None = None
 ) -> RunSummary:
-    """Return where a run stands. `plan`: the run's, where it was read already. `asked`: see `last_cron_check`.
+    """Return the summary of a run. `plan`: the run's plan, if already read. `cache`: see `last_cron_check`.
 
-    Raises RunDirError, with one clear message, where the directory is no run or damaged.
+    Raises RunDirError if the directory is not a run or its records are damaged.
     """
     with damaged_records_as_error(run):
-        return RunRecords(run, Plan.load(run) if plan is None else plan, queue, now=now).standing(asked)
+        return RunRecords(run, Plan.load(run) if plan is None else plan, queue, now=now).summary(cache)
 
 
 class RunRecords:
-    """What is read of a run for one look. Raises RunDirError, and what records raise that were edited."""
+    """The records of a run that a status needs. Raises RunDirError, and any error that edited records raise."""
 
     def __init__(self, run: Run, plan: Plan, queue: QueueStatus, *, now: float) -> None:
         self.run, self.plan, self.queue, self.now = run, plan, queue, now
         self._begun = ReadOnce(started_attempts_backwards(run))
-        """The attempts that have begun, the newest first, each read once and as far as asked for."""
-        self.line = Lineage(run, begun=self._begun)
+        """Started attempts, newest first, each read once and only as far as needed."""
+        self.lineage = Lineage(run, begun=self._begun)
         newest = next(iter(self._begun), None)
         self.number = None if newest is None else newest[0]
         self.begin = None if newest is None else newest[1]
         self.ended = next(((n, end) for n, _ in self._begun if (end := run.attempt(n).read_end())), None)
-        """The newest attempt that has ended, and how."""
+        """The newest ended attempt: its number and end."""
         open_ = self.number is not None and (self.ended is None or self.ended[0] != self.number)
         self.last_end = self.ended[1] if self.ended and not open_ else None
-        """How the newest attempt has ended; None while it has not."""
+        """End of the newest attempt; None while it runs."""
         self.stop = stop_reason(run)
         self.state = _chain_state(run, plan, queue, self.stop, self.last_end)
         if queue.hidden and self.stop is None:
             self.state = "running" if chain_state.newest_life_sign(run, plan, now=now) else "unknown"
         self.running = open_ and self.state in ("running", "unknown")
         self.step = _newest_step(run, self._begun)
-        self.durable, self.durable_fault = _newest_checkpoint(self.line)
+        self.durable, self.durable_fault = _newest_checkpoint(self.lineage)
 
-    def standing(self, asked: FolderCache | None) -> RunSummary:
-        """Return it as a table of many runs tells it. `asked`: see `last_cron_check`."""
+    def summary(self, cache: FolderCache | None) -> RunSummary:
+        """Return the summary. `cache`: see `last_cron_check`."""
         durable, begin = self.durable, self.begin
-        saved = next((c.commit for c in self.line.backwards() if durable and c.commit.path == durable.path), None)
+        saved = next((c.commit for c in self.lineage.backwards() if durable and c.commit.path == durable.path), None)
         broken = self.state == "broken"
         return RunSummary(
             run=self.plan.run,
@@ -321,7 +325,7 @@ class RunRecords:
             remaining=self._remaining(durable) if durable else None,
             last_end=f"{self.ended[1].cause}: {self.ended[1].reason}" if self.ended else None,
             last_end_attempt=self.ended[0] if self.ended else None,
-            sentinel=last_cron_check(self.run, self.plan.owner, now=self.now, asked=asked),
+            sentinel=last_cron_check(self.run, self.plan.owner, now=self.now, cache=cache),
         )
 
     def _remaining(self, durable: ResumePoint) -> RemainingWork | None:
@@ -333,12 +337,12 @@ class RunRecords:
         return remaining_work(past, iteration=iteration, total=total, nodes=nodes, running=self.running, now=self.now)
 
     def _past(self, number: int, begin: AttemptStart) -> AttemptPace | None:
-        """What an attempt did; None where nobody wrote down when it ended."""
+        """The progress of an attempt; None if its end was not recorded."""
         end = self.run.attempt(number).read_end()
         if end is not None:
             reached, until = end.durable_iteration, end.end_time
         elif self.running and number == self.number:
-            commits = (counted.commit for counted in self.line.backwards())
+            commits = (counted.commit for counted in self.lineage.backwards())
             newest = next((commit for commit in commits if commit.time >= begin.start_time), None)
             reached = newest.iteration if newest else begin.base_iteration
             until = newest.time if newest else begin.start_time
@@ -354,10 +358,7 @@ class RunRecords:
 
 
 def _newest_step(run: Run, begun: Iterable[tuple[int, AttemptStart]]) -> dict[str, Any]:
-    """The newest metrics line that counts: an attempt's lines beyond the base of the next do not.
-
-    `begun`: the attempts that have begun, the newest first.
-    """
+    """The newest metrics line that counts: lines of an attempt beyond the base of the next one do not."""
     limit = float("inf")
     for number, begin in begun:
         line: dict[str, Any]

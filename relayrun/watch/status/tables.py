@@ -1,7 +1,4 @@
-"""Tables of runs, one line for each run, and printing of tables on a terminal or into a file.
-
-rich is imported inside the functions that build a table: its import costs as much as the summaries of a hundred runs.
-"""
+"""Lines about runs: a table of many runs, one line of a log, and the last cron check."""
 
 from __future__ import annotations
 
@@ -13,44 +10,46 @@ from rich.cells import cell_len
 
 from relayrun.watch.status.cron_check_record import LastCronCheck
 from relayrun.watch.status.summary import DamagedRun, RunSummary
+from relayrun.watch.text import format_seconds, print_table, split_column, text_table
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-RUN_COLUMNS = ("run", "state", "attempt", "iteration", "left", "loss", "tokens/s", "durable", "age", "the last end")
-"""Columns of the table of many runs."""
-NUMBER_COLUMNS = frozenset({"attempt", "left", "loss", "tokens/s", "durable", "age"})
-"""Those that hold numbers."""
+RUN_COLUMNS = (
+    "run",
+    "state",
+    "attempt|n",
+    "iteration",
+    "left|n",
+    "loss|n",
+    "tokens/s|n",
+    "durable|n",
+    "age|n",
+    "the last end",
+)
 MAX_FOLDED_ROWS = 200
-"""A terminal gets a table of at most so many runs folded to its width: of a thousand that takes a second."""
+"""Largest table that is folded to the width of a terminal: a thousand rows take a second."""
 
 
 def print_runs(found: Sequence[RunSummary | DamagedRun]) -> None:
-    """Print a line a run."""
+    """Print one line per run."""
     if sys.stdout.isatty() and len(found) <= MAX_FOLDED_ROWS:
         print_table(runs_table(found))
         return
-    rows = [list(RUN_COLUMNS), *map(_run_cells, found)]
+    columns = list(map(split_column, RUN_COLUMNS))
+    rows = [[name for name, _ in columns], *map(_run_cells, found)]
     widths = [max(map(cell_len, cells)) for cells in zip(*rows, strict=True)]
-    print("\n".join("  ".join(map(_padded, row, widths, RUN_COLUMNS)).rstrip() for row in rows))
-
-
-def _padded(text: str, width: int, column: str) -> str:
-    space = " " * (width - cell_len(text))
-    return space + text if column in NUMBER_COLUMNS else text + space
+    for row in rows:
+        cells = [
+            " " * (width - cell_len(text)) + text if is_number else text + " " * (width - cell_len(text))
+            for text, width, (_, is_number) in zip(row, widths, columns, strict=True)
+        ]
+        print("  ".join(cells).rstrip())
 
 
 def runs_table(found: Sequence[RunSummary | DamagedRun]) -> Table:
-    """Return a table with one line a run; of a damaged one its error."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in RUN_COLUMNS:
-        table.add_column(name, justify="right" if name in NUMBER_COLUMNS else "left")
-    for entry in found:
-        table.add_row(*map(escape, _run_cells(entry)))
-    return table
+    """Return a table with one line per run; a damaged run shows its error."""
+    return text_table(RUN_COLUMNS, map(_run_cells, found))
 
 
 def _run_cells(entry: RunSummary | DamagedRun) -> list[str]:
@@ -71,7 +70,7 @@ def _run_cells(entry: RunSummary | DamagedRun) -> list[str]:
 
 
 def run_line(entry: RunSummary | DamagedRun) -> str:
-    """Return a run in one line for a log."""
+    """Return one line about a run for a log."""
     if isinstance(entry, DamagedRun):
         return f"{'/'.join(entry.path.split('/')[-2:])}: damaged: {entry.error}"
     parts = [
@@ -86,19 +85,8 @@ def run_line(entry: RunSummary | DamagedRun) -> str:
     return ", ".join(filter(None, parts))
 
 
-def format_seconds(seconds: float | None) -> str:
-    """Return a number of seconds for people: `45 s`, `12 min`, `3.4 h`, `2.1 days`."""
-    if seconds is None:
-        return ""
-    if seconds < 120:
-        return f"{max(0.0, seconds):.0f} s"
-    if seconds < 2 * 3600:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
-
-
 def cron_check_line(look: LastCronCheck, *, now: float) -> str:
-    """Return when a sentinel has last looked, and what that means where it is late."""
+    """Return when the last cron check ran, and a warning if it is late."""
     if look.time is None:
         return f"nobody knows when it last looked: its record in {look.folder} cannot be read"
     whose = f"{look.folder}, by {look.user} on {look.host}"
@@ -110,14 +98,14 @@ def cron_check_line(look: LastCronCheck, *, now: float) -> str:
 
 
 def cron_check_lines(found: Sequence[RunSummary | DamagedRun], *, now: float) -> list[str]:
-    """Return a line for each sentinel that looks after some of these runs."""
+    """Return one line per folder whose cron check covers some of these runs."""
     known = [status.sentinel for status in found if isinstance(status, RunSummary) and status.sentinel is not None]
     looks = {look.folder: look for look in known}
     return [f"sentinel: {cron_check_line(look, now=now)}" for look in looks.values()]
 
 
 def format_remaining(status: RunSummary) -> str:
-    """Return the hours of training and node hours that are left, for a column; empty where they are not known."""
+    """Return the remaining time and node hours for a column; empty if unknown."""
     left = status.remaining
     return (
         f"{format_seconds(left.seconds)}, {left.node_hours:,.1f} node h" if left is not None and left.iterations else ""
@@ -125,21 +113,10 @@ def format_remaining(status: RunSummary) -> str:
 
 
 def format_loss(value: float | None) -> str:
-    """Return a loss in nats per token for people; empty where there is none."""
+    """Return a loss in nats per token for people; empty for None."""
     return "" if value is None else f"{value:.4f}"
 
 
 def format_speed(value: float | None) -> str:
-    """Return tokens per second for people; empty where they are not known."""
+    """Return tokens per second for people; empty for None."""
     return "" if value is None else f"{value:,.0f}"
-
-
-def print_table(table: Table) -> None:
-    """Print a table; into a file or pipe without folding at a terminal's width."""
-    from rich.console import Console
-
-    console = Console() if sys.stdout.isatty() else Console(width=400)
-    with console.capture() as text:
-        console.print(table)
-    for line in text.get().splitlines():
-        print(line.rstrip())

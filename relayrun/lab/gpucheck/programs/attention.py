@@ -1,8 +1,8 @@
-"""Which kernel torch picks for attention as training calls it, and its speed, forward and backward.
+"""Attention as training calls it, forward and backward: the kernel that torch picks, and its speed.
 
-Whole sequences, documents (`data.reset_attention_mask`) and a sliding window (`model.transformer.window_size`) go
-through `CausalAttention`, the module of a training run; beside it stands one call with a mask over the documents. FLOPs
-are those of the pairs that a model looks at, backward 2.5 times forward: 3.5 x 2 x 2 x channels x heads x pairs.
+Whole sequences, documents (`data.reset_attention_mask`) and a sliding window (`model.transformer.window_size`) use
+`CausalAttention`, the module of a training run; for comparison one call uses a mask over the documents. FLOPs count the
+visible pairs, with a backward pass of 2.5 times the forward pass: 3.5 x 2 x 2 x channels x heads x pairs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as functional
 from megatron.core.transformer import TransformerConfig
 
-from relayrun.lab.gpucheck.programs.common import RankProgram, median_seconds, wait_for
+from relayrun.lab.gpucheck.programs.common import RankProgram, median_seconds, run_measurement, wait_for
 from relayrun.train.model.attention import CausalAttention
 from relayrun.train.model.packed_documents import PackedDocuments
 
@@ -24,11 +24,11 @@ KERNEL_PREFIXES = (
     "aten::_cudnn_attention",
     "aten::_efficient_attention",
 )
-"""Operations whose names say which implementation `scaled_dot_product_attention` has chosen."""
+"""Operations whose names tell which implementation `scaled_dot_product_attention` has chosen."""
 
 
 class AttentionTensors:
-    """Tensors of one attention layer as megatron-core hands them over: [sequence, batch, heads, channels]."""
+    """Tensors of an attention layer in megatron-core's layout: [sequence, batch, heads, channels]."""
 
     def __init__(self, program: RankProgram) -> None:
         given = program.setup.sizes.attention
@@ -40,14 +40,14 @@ class AttentionTensors:
         cuts = torch.randperm(self.sequence - 1, generator=generator)[: given["documents"] - 1] + 1
         bounds = torch.cat([torch.zeros(1, dtype=torch.int64), cuts.sort().values, torch.tensor([self.sequence])])
         self.lengths = bounds.diff().repeat(self.batch)
-        """Tokens of each document, row behind row."""
+        """Tokens of each document, row after row."""
         self.starts = bounds
 
     def tensor(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=self.device, dtype=self.dtype, requires_grad=True)
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Query, key and value, with fresh random values."""
+        """Return query, key and value with new random values."""
         rows = (self.sequence, self.batch)
         return (
             self.tensor(*rows, self.heads, self.channels),
@@ -56,12 +56,12 @@ class AttentionTensors:
         )
 
     def documents(self) -> PackedDocuments:
-        """As training hands them to the attention."""
+        """Return the documents in training's format."""
         rows = self.lengths.view(self.batch, -1).tolist()
         return PackedDocuments(lengths=rows, device=self.device)
 
     def mask(self) -> torch.Tensor:
-        """[batch, 1, sequence, sequence], true where a token (row) may see another: within its document, before it."""
+        """Return [batch, 1, sequence, sequence], True where a token (row) sees another: in its document, before it."""
         at = torch.arange(self.sequence)
         document = torch.bucketize(at, self.starts[1:], right=True)
         visible = (document[:, None] == document[None]) & (at[None] <= at[:, None])
@@ -69,15 +69,15 @@ class AttentionTensors:
 
     @property
     def window(self) -> int:
-        """Tokens before itself that a token sees with a window."""
+        """Preceding tokens that a token sees with a window."""
         return self.sequence // 8
 
     def pairs(self, lengths: torch.Tensor) -> float:
-        """Tokens that each token sees, summed, in sequences of these lengths."""
+        """Return the number of visible pairs in sequences of these lengths."""
         return float((lengths.double() ** 2).sum()) / 2
 
     def pairs_with_window(self) -> float:
-        """The same in whole sequences with a window."""
+        """Return the number of visible pairs in whole sequences with a window."""
         return self.batch * float((torch.arange(self.sequence).clamp(max=self.window) + 1).sum())
 
     def flops(self, pairs: float) -> float:
@@ -85,7 +85,7 @@ class AttentionTensors:
 
 
 def attention_module(shape: AttentionTensors, window: int | None = None) -> CausalAttention:
-    """The attention of a training run's local layers, with a sliding window or without."""
+    """Return the attention of a training run's local layers, with or without a sliding window."""
     config = TransformerConfig(
         num_layers=1,
         hidden_size=shape.heads * shape.channels,
@@ -105,12 +105,12 @@ def measure_call(
     flops: float,
     repeats: int,
 ) -> dict[str, Any]:
-    """Speed of one way to attend, and what ran."""
+    """Return speed and kernels of one attention call."""
     gradient = torch.randn_like(forward())
 
     def both() -> None:
         for part in inputs:
-            part.grad = None  # or it would be summed up, which is no part of attention
+            part.grad = None  # accumulating gradients is not part of attention
         forward().backward(gradient)  # type: ignore[no-untyped-call]
 
     seconds = median_seconds(both, shape.device, repeats=repeats)
@@ -119,7 +119,7 @@ def measure_call(
 
 
 def attention_kernels(action: Callable[[], object], device: torch.device) -> dict[str, Any]:
-    """Operations of torch whose name says which attention ran, and the longest kernels of the GPU with seconds."""
+    """Return the attention operations of torch, and the longest GPU kernels with seconds."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -138,7 +138,7 @@ def attention_kernels(action: Callable[[], object], device: torch.device) -> dic
 
 
 def masked_attention(shape: AttentionTensors) -> tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]:
-    """Attend with one mask of [sequence, sequence], as was usual before kernels for documents of any length."""
+    """Return attention with one mask of [sequence, sequence], and its inputs."""
     query, key, value = inputs = shape.inputs()
     mask, repeat = shape.mask(), shape.heads // shape.groups
 
@@ -150,8 +150,8 @@ def masked_attention(shape: AttentionTensors) -> tuple[Callable[[], torch.Tensor
     return forward, inputs
 
 
-def main() -> None:
-    """Measure one way after the other; one that fails says why."""
+def measure_attention() -> None:
+    """Measure the variants one after the other; a failed one records its error."""
     program = RankProgram.begin()
     shape, repeats = AttentionTensors(program), program.setup.sizes.repeats
     attend, windowed = attention_module(shape), attention_module(shape, shape.window)
@@ -174,10 +174,10 @@ def main() -> None:
         try:
             forward, inputs = make()
             figures[name] = measure_call(shape, forward, inputs, shape.flops(pairs), repeats)
-        except Exception as error:  # torch raises whatever it likes; the other ways are measured all the same
+        except Exception as error:  # torch raises many types; measure the others
             figures[name] = {"not_measured": f"{error}"[:400] or type(error).__name__}
         program.write(figures)
 
 
 if __name__ == "__main__":
-    main()
+    run_measurement(measure_attention)

@@ -1,10 +1,11 @@
-"""What all programs on the ranks have in common: their arguments, the device, a clock for it."""
+"""Common code of all programs on ranks: arguments, device, and timing."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ class RankProgram:
 
     @classmethod
     def begin(cls, *more: str) -> RankProgram:
-        """Read the arguments, `more` by name, and take this rank's device."""
+        """Parse the arguments, `more` by name, and select this rank's device."""
         parser = argparse.ArgumentParser()
         for name in ("setup", "output", *more):
             parser.add_argument(f"--{name}", required=True)
@@ -51,13 +52,19 @@ class RankProgram:
         )
 
     def write(self, figures: dict[str, Any]) -> None:
-        """Put what was measured up to now on record; on rank 0."""
+        """Write the figures measured so far; on rank 0 only."""
         if self.rank == 0:
             write_json(self.output, figures, durable=False)
 
 
+def run_measurement(*measurements: Callable[[], None]) -> None:
+    """Run the function that the first argument names: `python -m MODULE NAME --setup=FILE --output=FILE ...`."""
+    name = sys.argv.pop(1)
+    next(each for each in measurements if each.__name__ == name)()
+
+
 def set_rendezvous(environment: MutableMapping[str, str]) -> None:
-    """Say where ranks meet that srun has started: on the node of the job's script, where rank 0 is."""
+    """Set MASTER_ADDR and MASTER_PORT for ranks started by srun: the batch host, where rank 0 runs."""
     host, job = environment.get("SLURM_LAUNCH_NODE_IPADDR"), environment.get("SLURM_JOB_ID", "")
     if host and job.isdecimal():
         environment.setdefault("MASTER_ADDR", host)
@@ -65,18 +72,18 @@ def set_rendezvous(environment: MutableMapping[str, str]) -> None:
 
 
 def wait_for(device: torch.device) -> None:
-    """Return when the device has done all that it was given."""
+    """Wait until the device has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def cuda_event() -> Any:
-    """Return a CUDA event that can be timed against another."""
+    """Return a CUDA event with timing."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def median_seconds(action: Callable[[], object], device: torch.device, *, repeats: int) -> float:
-    """Median seconds of one call, by CUDA events where there is a GPU; after three calls for warming up."""
+    """Return the median seconds of a call after three warm-up calls, by CUDA events on a GPU."""
     for _ in range(3):
         action()
     wait_for(device)

@@ -1,27 +1,83 @@
-"""Measurements of the device: `python -m ....device device|bandwidth|host_copy`.
+"""Measurements of the device: `python -m relayrun.lab.gpucheck.programs.device NAME`.
 
-`device` writes versions, GPUs and the speed of a matrix product and of a copy. `bandwidth` times an all-reduce of all
-ranks, by NCCL or gloo; bus bandwidth is 2 (n - 1) / n x bytes / seconds. `host_copy` times copies to pinned memory.
+`measure_device` writes versions, GPUs and the speed of a matrix product and of a copy. `measure_all_reduce` times an
+all-reduce of all ranks, by NCCL or gloo; bus bandwidth is independent of the number of ranks: 2 (n - 1) / n x bytes /
+seconds. `measure_host_copy` times a copy to pinned host memory, the lower limit of a save's stall.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import platform
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from relayrun.lab.gpucheck.programs.common import RankProgram, median_seconds
+from relayrun.lab.gpucheck.programs.common import RankProgram, median_seconds, run_measurement
 
 OPTIONAL_PACKAGES = {"transformer_engine": "transformer-engine", "apex": "apex", "flash_attn": "flash-attn"}
-"""Packages that change which kernels run: by module, the name of the distribution."""
+"""Packages that change the kernels: distribution name by module."""
+
+
+def measure_device() -> None:
+    """Write versions and GPUs, then the measured speeds."""
+    program = RankProgram.begin()
+    device, sizes = program.device, program.setup.sizes
+    figures: dict[str, Any] = {"gpus": list_gpus(), "versions": package_versions()}
+    program.write(figures)
+    on_gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    rows = sizes.product
+    # random values: zeros run faster than the products of training
+    left, right = (torch.randn(rows, rows, device=device, dtype=dtype) for _ in range(2))
+    seconds = median_seconds(partial(torch.mm, left, right), device, repeats=sizes.repeats)
+    figures["product_tflops"] = 2 * rows**3 / seconds / 1e12
+    source = torch.ones((1 << 32) if on_gpu else (1 << 22), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = median_seconds(lambda: target.copy_(source), device, repeats=sizes.repeats)
+    figures["copy_bytes_per_second"] = 2 * source.numel() / seconds
+    program.write(figures)
+
+
+def measure_all_reduce() -> None:
+    """Reduce tensors of several sizes on all ranks; rank 0 writes."""
+    program = RankProgram.begin()
+    device, sizes = program.device, program.setup.sizes
+    size = int(os.environ["WORLD_SIZE"])
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    options: dict[str, Any] = {"device_id": device} if backend == "nccl" else {}
+    dist.init_process_group(backend, timeout=timedelta(minutes=2), **options)
+    figures: dict[str, Any] = {"ranks": size, "backend": backend, "all_reduce": []}
+    for count in sizes.reduced:
+        tensor = torch.randn(count // 4, device=device)
+        seconds = median_seconds(partial(dist.all_reduce, tensor), device, repeats=sizes.repeats)
+        busy = 2 * (size - 1) / size * count / seconds
+        figures["all_reduce"].append({"bytes": count, "seconds": seconds, "bus_bytes_per_second": busy})
+        program.write(figures)
+        del tensor
+    dist.destroy_process_group()
+
+
+def measure_host_copy() -> None:
+    """Copy `--bytes` bytes, at most `copied_at_most`, and write the speed."""
+    program = RankProgram.begin("bytes")
+    device = program.device
+    size = max(1, min(int(program.options.bytes), program.setup.sizes.copied_at_most))
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
+    seconds = median_seconds(
+        lambda: target.copy_(source, non_blocking=True), device, repeats=program.setup.sizes.repeats
+    )
+    program.write({"bytes": size, "seconds": seconds, "bytes_per_second": size / seconds})
 
 
 def package_versions() -> dict[str, str]:
-    """Return versions by name; of an optional package, `absent` where it is not installed."""
+    """Return versions by name; `absent` for an optional package that is not installed."""
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     found["megatron-core"] = _version("megatron-core")
     found["CUDA"] = torch.version.cuda or "none"
@@ -34,14 +90,14 @@ def package_versions() -> dict[str, str]:
 
 
 def cudnn_version() -> str:
-    """Return cuDNN's version, `none` where torch has none."""
+    """Return cuDNN's version, `none` without a GPU."""
     if not torch.cuda.is_available():
         return "none"
     return str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
 
 
 def nccl_version() -> str:
-    """Return NCCL's version, `none` where torch has none."""
+    """Return NCCL's version, `none` without a GPU."""
     if not torch.cuda.is_available():
         return "none"
     try:
@@ -74,25 +130,5 @@ def list_gpus() -> list[dict[str, Any]]:
     return found
 
 
-def measure_device() -> None:
-    """Write what is there, then what it can do."""
-    program = RankProgram.begin()
-    device, sizes = program.device, program.setup.sizes
-    figures: dict[str, Any] = {"gpus": list_gpus(), "versions": package_versions()}
-    program.write(figures)
-    on_gpu = device.type == "cuda"
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    rows = sizes.product
-    # random: zeros run faster than what training multiplies
-    left, right = (torch.randn(rows, rows, device=device, dtype=dtype) for _ in range(2))
-    seconds = median_seconds(partial(torch.mm, left, right), device, repeats=sizes.repeats)
-    figures["product_tflops"] = 2 * rows**3 / seconds / 1e12
-    source = torch.ones((1 << 32) if on_gpu else (1 << 22), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    seconds = median_seconds(lambda: target.copy_(source), device, repeats=sizes.repeats)
-    figures["copy_bytes_per_second"] = 2 * source.numel() / seconds
-    program.write(figures)
-
-
 if __name__ == "__main__":
-    measure_device()
+    run_measurement(measure_device, measure_all_reduce, measure_host_copy)

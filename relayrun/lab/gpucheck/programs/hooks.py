@@ -1,7 +1,7 @@
-"""Hooks of the check's training runs: cut a run at an exact place, record hashes, time the parts of a step.
+"""Hooks of the check's training runs: interrupt a run at an exact place, record hashes, time the parts of a step.
 
 `CutHook` ends a start of the ranks by a signal. `DigestHook` records hashes of weights and optimizer state.
-`SavePaceHook` holds training until the former save is complete. `StepPartsHook` times the parts of an iteration by
+`SavePaceHook` delays training until the previous save is complete. `StepPartsHook` times the parts of an iteration by
 CUDA events.
 """
 
@@ -22,9 +22,8 @@ import xxhash
 from relayrun.control.rundir.records import AttemptOutcome, CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.files import append_line, read_lines
-from relayrun.lab.gpucheck.programs.common import cuda_event
+from relayrun.lab.gpucheck.programs.common import cuda_event, wait_for
 from relayrun.lab.gpucheck.setup import NOTES_FOLDER
-from relayrun.train.distributed import Ranks
 from relayrun.train.hooks import Gradients, Hook, HookContext, Step, StepStart
 from relayrun.train.model.gpt import ModelStage
 from relayrun.train.optimizer.megatron_optimizer import ScheduledOptimizer
@@ -34,16 +33,17 @@ from relayrun.train.reporting import liveness
 class CutHook(Hook):
     """Ends a start of the ranks by a signal that they send themselves, at an exact place of an iteration.
 
-    A signal from outside comes at another place each time, and none of them would be late enough for certain.
+    A signal from outside would arrive at a different place each time.
     """
 
     may_differ = False
 
     def __init__(self, cuts: list[dict[str, Any]]) -> None:
-        """`cuts`: one for each start of the ranks, an attempt or a later round of it, from the first on; those after
-        them go undisturbed. `{signal: SIGUSR2, iteration: 5}`, or `{signal: SIGKILL, saves: 1}`: behind an iteration,
-        of which that many saves are durable; with `before_update: true` once its gradients are there. `rank: 0`: that
-        rank alone."""
+        """`cuts`: one for each start of the ranks (attempt or restart), in order; later starts run undisturbed.
+
+        `{signal: SIGUSR2, iteration: 5}` acts after an iteration; `{signal: SIGKILL, saves: 1}` after one with that
+        many durable saves; with `before_update: true` once its gradients are there. `rank: 0`: that rank alone.
+        """
         self._cuts = cuts
 
     def setup(self, context: HookContext) -> None:
@@ -71,10 +71,11 @@ class CutHook(Hook):
 
 
 class DigestHook(Hook):
-    """Notes hashes: of the optimizer's state as it was loaded, and after every iteration; of the weights in the end.
+    """Records hashes of the optimizer state, loaded and after every iteration, and of the final weights.
 
-    A loss does not show every bit: a wrong one of a moment may be rounded away, iterations later. The weights follow
-    from the optimizer's fp32 ones, but where they are gathered beside the next forward pass they are not there yet.
+    A loss does not show every bit: a wrong moment may be rounded away in later iterations. Weights are only hashed at
+    the end: they follow from the optimizer's fp32 copy, and an overlapped gather completes them in the next forward
+    pass.
     """
 
     def setup(self, context: HookContext) -> None:
@@ -118,10 +119,10 @@ def _optimizer_hashes(optimizer: ScheduledOptimizer) -> Iterator[torch.Tensor]:
 
 
 class SavePaceHook(Hook):
-    """Holds training before the next save is due until the one before it is durable, so that no save waits for one."""
+    """Delays training until the previous save is durable before the next is due, so that no save waits for another."""
 
     def __init__(self, interval: int, seconds: float = 120.0) -> None:
-        """`interval`: `checkpoint.interval`. `seconds`: how long it waits at most."""
+        """`interval`: `checkpoint.interval`. `seconds`: time limit of a wait."""
         self._interval, self._seconds = interval, seconds
 
     def setup(self, context: HookContext) -> None:
@@ -141,26 +142,29 @@ class SavePaceHook(Hook):
 
 
 def write_note(context: HookContext, name: str, record: dict[str, Any]) -> None:
-    """Put a record on a file of the run directory, for `runs.read_notes`."""
+    """Append a record to a file of the run directory, for `runs.read_notes`."""
     folder = Path(context.run_dir) / NOTES_FOLDER
     folder.mkdir(exist_ok=True)
     append_line(folder / f"{name}.jsonl", record, durable=False)
 
 
 STEP_PARTS = ("before", "forward", "backward", "gradient_sync", "gradient_norm", "update")
-"""What an iteration is made of, in its order. before: the batch is read and gradients are forgotten. forward and
-backward: of all micro-batches, without the sync. gradient_sync: what the last backward pass leaves of it, and the loss
-is summed over the ranks. gradient_norm: gradients are unscaled and their norm is taken. update: clipping, and Adam."""
+"""Parts of an iteration, in order.
+
+before: reading the batch and zeroing gradients. forward, backward: all micro-batches, without the sync. gradient_sync:
+the rest of the sync after the last backward pass, and summing the loss over ranks. gradient_norm: unscaling the
+gradients and their norm. update: clipping and Adam.
+"""
 
 
 class StepPartsHook(Hook):
-    """Notes the seconds of each part of the iterations from `first` to `last`; does nothing in the others."""
+    """Records the seconds of each part of the iterations from `first` to `last`."""
 
     def __init__(self, first: int, last: int) -> None:
         self._first, self._last = first, last
 
     def setup(self, context: HookContext) -> None:
-        self._context, self._clock = context, _clock_for(context.ranks)
+        self._context, self._device = context, context.ranks.device
         self._marks: list[tuple[str, Any]] | None = None
         for chunk in context.model.chunks:
             chunk.register_forward_pre_hook(lambda *_: self._mark("forward"))
@@ -181,9 +185,8 @@ class StepPartsHook(Hook):
         return marked
 
     def _mark(self, part: str) -> None:
-        """From here on it is this part."""
         if self._marks is not None:
-            self._marks.append((part, self._clock.now()))
+            self._marks.append((part, _time_mark(self._device)))
 
     def before_step(self, start: StepStart) -> None:
         self._marks = [] if self._first <= start.iteration <= self._last else None
@@ -197,45 +200,23 @@ class StepPartsHook(Hook):
             return
         self._mark("end")
         marks, self._marks = self._marks, None
-        self._clock.wait()
+        wait_for(self._device)
         seconds = dict.fromkeys(STEP_PARTS, 0.0)
         for (part, begin), (_, end) in pairwise(marks):
-            seconds[part] += self._clock.between(begin, end)
+            seconds[part] += _seconds_between(begin, end)
         if self._context.ranks.rank == 0:
             record = {"iteration": step.iteration, "seconds": seconds, "total": sum(seconds.values())}
             write_note(self._context, "parts", record)
 
 
-class _GpuClock:
-    """The clock of a GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def now(self) -> Any:
-        mark = cuda_event()
-        mark.record(torch.cuda.current_stream(self._device))
-        return mark
-
-    def wait(self) -> None:
-        torch.cuda.synchronize(self._device)
-
-    def between(self, begin: Any, end: Any) -> float:
-        return float(begin.elapsed_time(end)) / 1000
-
-
-class _HostClock:
-    """The clock of a CPU, which has done what it was told when it answers."""
-
-    def now(self) -> Any:
+def _time_mark(device: torch.device) -> Any:
+    """A CUDA event, or on a CPU, whose operations are complete when they return, the time."""
+    if device.type != "cuda":
         return time.perf_counter()
-
-    def wait(self) -> None:
-        pass
-
-    def between(self, begin: Any, end: Any) -> float:
-        return float(end - begin)
+    mark = cuda_event()
+    mark.record(torch.cuda.current_stream(device))
+    return mark
 
 
-def _clock_for(ranks: Ranks) -> _GpuClock | _HostClock:
-    return _GpuClock(ranks.device) if ranks.device.type == "cuda" else _HostClock()
+def _seconds_between(begin: Any, end: Any) -> float:
+    return end - begin if isinstance(begin, float) else float(begin.elapsed_time(end)) / 1000

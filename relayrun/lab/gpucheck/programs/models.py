@@ -1,8 +1,8 @@
-"""Programs that build models: `python -m ....models models|batch|export`.
+"""Programs that build models: `python -m relayrun.lab.gpucheck.programs.models NAME`.
 
-`models` trains each variant on one batch and computes its last loss again in fp32. `batch` searches the largest
-micro-batch that fits: one rank doubles it until memory is out. `export` writes the newest checkpoint as a Hugging Face
-folder and compares logits.
+`try_all_variants` trains each variant on one batch and computes its last loss again in fp32. `search_largest_batch`
+searches the largest micro-batch that fits: doubled until memory is out, or halved until it fits. `export_and_compare`
+writes the newest checkpoint as a Hugging Face folder and compares logits.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import torch
 
 from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import RunConfig
+from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError
-from relayrun.lab.gpucheck.programs.common import RankProgram, wait_for
+from relayrun.lab.gpucheck.programs.common import RankProgram, run_measurement, wait_for
+from relayrun.lab.gpucheck.programs.search import MicroBatchTry, is_out_of_memory, search_micro_batch
 from relayrun.train import distributed
 from relayrun.train.distributed import Ranks
 from relayrun.train.model import cpu_patches
@@ -27,31 +29,45 @@ from relayrun.train.optimizer.megatron_optimizer import ScheduledOptimizer
 from relayrun.train.optimizer.parameter_groups import parameter_names
 
 TRAINED_STEPS, TIMED_STEPS = 8, 4
-"""Iterations, and how many of the last ones are timed."""
+"""Iterations, and the number of timed ones at the end."""
 END_TOKEN = 0
-"""The token that ends a document."""
+"""End-of-document token."""
+MAX_MEMORY_SHARE = 0.95
+"""Share of a GPU's memory that torch may reserve: the rest is left for CUDA, NCCL and temporary buffers."""
 
 
-def learnable_batch(config: RunConfig, vocabulary: int) -> MicroBatch:
-    """One micro-batch of documents over a skewed vocabulary: there is something to learn."""
-    generator = np.random.default_rng(28)
-    shape = (config.training.micro_batch_size, config.training.seq_length + 1)
-    tokens = np.minimum(generator.geometric(10 / vocabulary, shape), vocabulary - 1)
-    tokens[generator.random(shape) < 4 / config.training.seq_length] = END_TOKEN
-    return MicroBatch(tokens=tokens)
+def try_all_variants() -> None:
+    """Try the variants one after the other, and write each result at once; an error does not affect the others."""
+    program = RankProgram.begin("configs")
+    cpu_patches.patch_for_cpu()
+    folder = Path(program.options.configs)
+    found: dict[str, Any] = {}
+    ranks: Ranks | None = None
+    for path in sorted(folder.glob("*.yaml")):
+        if path.stem.endswith("-exact"):
+            continue
+        config, twin = read_variant_config(path), path.with_name(f"{path.stem}-exact.yaml")
+        ranks = ranks or distributed.start_process_groups(config)
+        try:
+            exact = read_variant_config(twin) if twin.exists() else None
+            found[path.stem] = train_variant(config, exact, ranks, program.setup.sizes.resumed_vocabulary)
+        except RelayrunError as error:  # needs a package or GPU that is missing
+            found[path.stem] = {"not_measured": error.message}
+        except Exception as error:  # torch raises many types; try the others
+            found[path.stem] = {"failed": f"{type(error).__name__}: {error}"[:400]}
+        gc.collect()
+        program.write(found)
+    if ranks is not None:
+        distributed.stop_process_groups()
 
 
-def mean_loss(model: ModelStage, batch: MicroBatch) -> float:
-    """The loss without dropout, the same on every rank."""
-    model.train_mode(False)
-    with torch.no_grad():
-        found = model.ranks.mean_loss(model.run([batch], train=False))
-    model.train_mode(True)
-    return found
+def read_variant_config(path: Path) -> RunConfig:
+    """Return a config that the part has resolved."""
+    return resolve.require_native(resolve.read_resolved_config(path))
 
 
 def train_variant(config: RunConfig, exact: RunConfig | None, ranks: Ranks, vocabulary: int) -> dict[str, Any]:
-    """Train as `config` says; `exact`: the same in fp32."""
+    """Train `config` and return its figures; `exact`: the same model in fp32."""
     if ranks.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(ranks.device)
     batch = learnable_batch(config, vocabulary)
@@ -79,9 +95,27 @@ def train_variant(config: RunConfig, exact: RunConfig | None, ranks: Ranks, voca
     return found
 
 
+def learnable_batch(config: RunConfig, vocabulary: int) -> MicroBatch:
+    """Return a micro-batch of documents over a skewed vocabulary, from which a model can learn."""
+    generator = np.random.default_rng(28)
+    shape = (config.training.micro_batch_size, config.training.seq_length + 1)
+    tokens = np.minimum(generator.geometric(10 / vocabulary, shape), vocabulary - 1)
+    tokens[generator.random(shape) < 4 / config.training.seq_length] = END_TOKEN
+    return MicroBatch(tokens=tokens)
+
+
+def mean_loss(model: ModelStage, batch: MicroBatch) -> float:
+    """Return the loss without dropout, equal on all ranks."""
+    model.train_mode(False)
+    with torch.no_grad():
+        found = model.ranks.mean_loss(model.run([batch], train=False))
+    model.train_mode(True)
+    return found
+
+
 @torch.no_grad()
 def copy_weights(model: ModelStage, other: ModelStage) -> ModelStage:
-    """Give `other` the weights of `model`; return it."""
+    """Copy the weights of `model` into `other`; return it."""
     weights = {name: parameter for parameter, name in parameter_names(model.chunks)}
     for parameter, name in parameter_names(other.chunks):
         parameter.copy_(weights.pop(name))
@@ -89,35 +123,107 @@ def copy_weights(model: ModelStage, other: ModelStage) -> ModelStage:
     return other
 
 
-def try_all_variants() -> None:
-    """Try one way after the other, and write each as soon as it is done; what one raises leaves the others."""
-    program = RankProgram.begin("configs")
+def search_largest_batch() -> None:
+    """Search, and write every try as soon as it is done."""
+    program = RankProgram.begin("config", "first")
     cpu_patches.patch_for_cpu()
-    folder = Path(program.options.configs)
-    found: dict[str, Any] = {}
-    ranks: Ranks | None = None
-    for path in sorted(folder.glob("*.yaml")):
-        if path.stem.endswith("-exact"):
-            continue
-        config, twin = read_variant_config(path), path.with_name(f"{path.stem}-exact.yaml")
-        ranks = ranks or distributed.start_process_groups(config)
+    trainer = MicroBatchTrainer(program)
+    tries: list[MicroBatchTry] = []
+
+    def attempt(micro_batch: int) -> MicroBatchTry:
+        tries.append(trainer.attempt(micro_batch))
+        program.write({"tries": tries})
+        return tries[-1]
+
+    search_micro_batch(int(program.options.first), program.setup.sizes.largest_batch, attempt)
+    distributed.stop_process_groups()
+
+
+class MicroBatchTrainer:
+    """The model and optimizer of a training run, with a variable micro-batch.
+
+    Each size trains two iterations, and the second is timed. One rank searches: a rank that runs out of memory alone
+    would leave the others waiting, and ranks share the optimizer's state, so a size that fits one rank fits all.
+    """
+
+    def __init__(self, program: RankProgram) -> None:
+        self._config = resolve.require_native(resolve.read_resolved_config(Path(program.options.config)))
+        self._ranks = distributed.start_process_groups(self._config)
+        self._vocabulary = self._config.data.mock_vocabulary_size
+        self._model = ModelStage(self._config, self._ranks, self._vocabulary)
+        self._optimizer = ScheduledOptimizer(self._config, self._model)
+        self._model.train_mode(True)
+        self._count = program.setup.sizes.micro_batches
+        self._generator = np.random.default_rng(28)
+
+    def attempt(self, micro_batch: int) -> MicroBatchTry:
+        """Train two iterations; out of memory is a result, not an error."""
+        device, length = self._ranks.device, self._config.training.seq_length
+        on_gpu = device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
+        shape = (micro_batch, length + 1)
+        batches = [
+            MicroBatch(tokens=self._generator.integers(0, self._vocabulary, shape, dtype=np.int64))
+            for _ in range(self._count)
+        ]
+        found: MicroBatchTry = {"micro_batch": micro_batch, "fits": False}
         try:
-            exact = read_variant_config(twin) if twin.exists() else None
-            found[path.stem] = train_variant(config, exact, ranks, program.setup.sizes.resumed_vocabulary)
-        except RelayrunError as error:  # it needs what is not here
-            found[path.stem] = {"not_measured": error.message}
-        except Exception as error:  # torch raises whatever it likes; the other ways are tried all the same
-            found[path.stem] = {"failed": f"{type(error).__name__}: {error}"[:400]}
+            for _ in range(2):
+                started = time.perf_counter()
+                self._step(batches)
+                wait_for(device)
+                seconds = time.perf_counter() - started
+            found |= {"fits": True, "tokens_per_second": micro_batch * length * self._count / seconds}
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            found["words"] = str(error).splitlines()[0][:200]
+        # outside of `except`: the error references the frames, and they reference the tensors
+        found["peak_bytes"] = distributed.peak_memory(self._ranks)
+        if on_gpu:
+            found["reserved_bytes"] = torch.cuda.max_memory_reserved(device)
+            found["fits"] &= (
+                found["reserved_bytes"] <= MAX_MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory
+            )
+        self._optimizer.zero_grad()
         gc.collect()
-        program.write(found)
-    if ranks is not None:
-        distributed.stop_process_groups()
+        if on_gpu:
+            torch.cuda.empty_cache()
+        return found
+
+    def _step(self, batches: list[MicroBatch]) -> None:
+        self._optimizer.zero_grad()
+        self._model.run(batches, train=True)
+        self._optimizer.step(self._optimizer.prepare())
 
 
-def read_variant_config(path: Path) -> RunConfig:
-    """Return a config that the part has resolved."""
-    return resolve.require_native(resolve.read_resolved_config(path))
+def export_and_compare() -> None:
+    """Export the newest checkpoint of `--run-dir` to `--folder`, and compare logits."""
+    from relayrun.train.export import compare_logits, huggingface  # transformers: seconds
+    from relayrun.train.export.source_and_target import find_checkpoint
+
+    program = RankProgram.begin("run-dir", "folder")
+    source = find_checkpoint(Run(Path(program.options.run_dir)))
+    folder = Path(program.options.folder)
+    folder.mkdir(parents=True)
+    started = time.perf_counter()
+    made = huggingface.write_huggingface(source, folder, dtype="auto", max_shard_size=huggingface.SHARD_SIZE)
+    exported = time.perf_counter()
+    found = compare_logits.compare_logits(source, folder)
+    program.write(
+        {
+            "parameters": made.parameters,
+            "type": made.dtype,
+            "tokens": found.tokens,
+            "difference": found.difference,
+            "largest": found.largest,
+            "equal": found.equal,
+            "export_seconds": exported - started,
+            "compare_seconds": time.perf_counter() - exported,
+        }
+    )
 
 
 if __name__ == "__main__":
-    try_all_variants()
+    run_measurement(try_all_variants, search_largest_batch, export_and_compare)

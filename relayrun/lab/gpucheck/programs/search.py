@@ -1,4 +1,4 @@
-"""The search for the micro-batch that fits, and the errors that say that one does not."""
+"""The search for the largest micro-batch, and errors that mean out of memory."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 import torch
 
 OUT_OF_MEMORY_WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
-"""What errors say where memory is out and torch has no class of its own for it."""
+"""Texts of out-of-memory errors that have no class of their own in torch."""
 
 
 MicroBatchTry = dict[str, Any]
 
 
 def search_micro_batch(first: int, largest: int, attempt: Callable[[int], MicroBatchTry]) -> list[MicroBatchTry]:
-    """Try `first`, then twice as much as long as it fits and is not above `largest`, or half as much until it fits.
+    """Try `first`, then double it while it fits and is at most `largest`, or halve it until it fits.
 
-    Returns all that was tried, in this order. `attempt(micro_batch)` says whether it `fits`.
+    Returns all tries in order. `attempt(micro_batch)` returns a record with `fits`.
     """
     tries = [attempt(first)]
     while tries[-1]["fits"] and 2 * tries[-1]["micro_batch"] <= largest:
@@ -29,7 +29,7 @@ def search_micro_batch(first: int, largest: int, attempt: Callable[[int], MicroB
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of torch, or of a library below it, says that memory is out."""
+    """True if an error of torch, or of a library below it, means out of memory."""
     kind = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
     return isinstance(error, kind) or (
         isinstance(error, RuntimeError) and any(word.lower() in str(error).lower() for word in OUT_OF_MEMORY_WORDS)

@@ -1,0 +1,73 @@
+"""Text for people and programs: tables, durations, times and JSON.
+
+Functions that build a table import rich themselves: its import takes as long as a hundred summaries of runs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def json_text(value: Any) -> str:
+    """Return JSON with indentation."""
+    return json.dumps(value, indent=2, ensure_ascii=False)
+
+
+def split_column(name: str) -> tuple[str, bool]:
+    """Return a column's name, and True if `|n` after it marks a column of numbers."""
+    return name.removesuffix("|n"), name.endswith("|n")
+
+
+def text_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> Table:
+    """Return a table without lines; `|n` after a column's name marks a column of numbers."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=title, box=None, title_justify="left", padding=(0, 2, 0, 0))
+    for name, is_number in map(split_column, columns):
+        table.add_column(name, justify="right" if is_number else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    return table
+
+
+def print_table(table: Table) -> None:
+    """Print a table; into a file or pipe without folding at a terminal's width."""
+    from rich.console import Console
+
+    console = Console() if sys.stdout.isatty() else Console(width=400)
+    with console.capture() as text:
+        console.print(table)
+    for line in text.get().splitlines():
+        print(line.rstrip())
+
+
+def format_seconds(seconds: float | None) -> str:
+    """Format a duration roughly: `45 s`, `12 min`, `3.4 h`, `2.1 days`; empty for None."""
+    if seconds is None:
+        return ""
+    if seconds < 120:
+        return f"{max(0.0, seconds):.0f} s"
+    if seconds < 2 * 3600:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
+
+
+def format_exact_seconds(seconds: float) -> str:
+    """Format a duration in full: `4.2 s`, `3 min 20 s`, `5 h 10 min`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
+
+
+def format_time(seconds: float, *, zone: bool = False) -> str:
+    """Format seconds since 1970 in the local time zone, with the zone's name if `zone`."""
+    return time.strftime("%Y-%m-%d %H:%M:%S" + " %Z" * zone, time.localtime(seconds))
