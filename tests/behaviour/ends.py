@@ -61,6 +61,8 @@ def _reason(stop: str) -> str:
 def _timeless(text: str) -> str:
     text = re.sub(r"\[relayrun [^]]*\]", "[relayrun TIME]", text)
     text = re.sub(r"\w+(?=\.__init__\(\))", "RECORD", text)
+    # the recorder's own standard error, which may be a file
+    text = re.sub(r'(?<="log": )(null|".*")', "LOG", re.sub(r'(?<=_offset": )\d+', "N", text))
     return re.sub(r"no progress for \d+ s", "no progress for N s", text)
 
 

@@ -187,7 +187,9 @@ def test_what_does_not_fit_is_named(data: Path, tmp_path: Path, capsys: pytest.C
         split_rows=9,
     )
     shuffle = ["dumps", "shuffle", "--dataset-folder", str(data), "--output-folder", str(tmp_path / "out")]
-    for wrong in (["--row-group-mb", "nan"], ["--row-group-mb", "1", "--row-group-size", "5"]):
+    for wrong in (["--row-group-mb", "nan"], ["--row-group-mb", "1", "--row-group-size", "5"], ["--file-size", "big"]):
         with pytest.raises(SystemExit):
             main([*shuffle, *wrong])
-    assert "nan is no size" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "nan is no size" in said
+    assert "argument --file-size: invalid _finite value: 'big'" in said
