@@ -100,9 +100,9 @@ def _waits_for_its_campaign(run: Run) -> None:
     CampaignMembership(folder=str(run.path.parent / "sweep"), member="01").write(membership_path(run))
 
 
-def _of_an_earlier_version(run: Run) -> None:
+def _with_other_fields(run: Run) -> None:
     value = json.loads(run.plan.read_text())
-    for name in ("format", "stop_after", "spare_nodes", "purge_days"):
+    for name in ("stop_after", "spare_nodes", "purge_days"):
         value.pop(name)
     run.plan.write_text(json.dumps(value | {"unknown": 1}))
 
@@ -167,7 +167,7 @@ KINDS: tuple[Callable[[Run], None], ...] = (
     _went_back,
     _began_with_another_runs_checkpoint,
     _waits_for_its_campaign,
-    _of_an_earlier_version,
+    _with_other_fields,
     _slow,
     _stop_is_a_folder,
 )

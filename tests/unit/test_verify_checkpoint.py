@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> Run:
     """Checkpoints of iterations 10 and 20, without blocks: a hash for each file."""
     run = Run(tmp_path / "run")
     began(run, 1, base=0)
-    run.plan.write_text("{}")
+    run.plan.write_text('{"format": 2}')
     for iteration in (10, 20):
         folder = run.checkpoint(iteration)
         folder.mkdir(parents=True)

@@ -29,7 +29,7 @@ def run(tmp_path: Path) -> Run:
     made = workspace.run("run")
     made.config.mkdir(parents=True)
     made.config_revision(1).write_text(resolve.dump_run_config(resolve.load_run_config(workspace.config("run"))))
-    made.plan.write_text("{}")
+    made.plan.write_text('{"format": 2}')
     attempt(made, 1, base=0, last=30)
     update_tracker_runs(made)
     return made

@@ -85,7 +85,7 @@ def run(tmp_path: Path) -> Run:
     made = workspace.run("run")
     made.config.mkdir(parents=True)
     made.config_revision(1).write_text(resolve.dump_run_config(resolve.load_run_config(workspace.config("run"))))
-    made.plan.write_text("{}")
+    made.plan.write_text('{"format": 2}')
     return made
 
 

@@ -76,9 +76,9 @@ class TaskEnd:
     nodes: list[str]
     tasks: set[int]
     what: str
-    """srun's words: `Killed`, `Exited with exit code 1`, ..."""
+    """In srun's words: `Killed`, `Exited with exit code 1`, ..."""
     ended: bool
-    """srun was already ending the step, so that a signal may be srun's own."""
+    """The step was already ending, so that a signal may be srun's own."""
 
     @property
     def signalled(self) -> bool:

@@ -192,7 +192,8 @@ def read_plan_format(run: Run) -> tuple[dict[str, Any], int] | None:
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError) as error:
-        raise RunDirError(f"unreadable record: {error}", where=run.plan) from None
+        words = "it has no format" if isinstance(error, KeyError) else error
+        raise RunDirError(f"unreadable record: {words}", where=run.plan) from None
     if number > PLAN_FORMAT:
         raise RunDirError(
             f"this run directory has format {number}; relayrun {__version__} in {places.CODE_ROOT} knows formats up to "
