@@ -14,10 +14,10 @@ import pytest
 
 from relayrun.config.sections.data import DocumentWindowSection
 from relayrun.errors import ConfigError, FatalTrainingError, InputError
+from relayrun.tokens.order.prefetcher import Prefetcher
 from relayrun.tokens.order.sampler import MixtureSampler, OpenLanes
 from relayrun.tokens.order.schedule import Interleave, RotatedInterleave, Schedule, integer_weights
 from relayrun.tokens.streams import blocks
-from relayrun.tokens.streams.blocks import Prefetcher
 from relayrun.tokens.streams.fragments import TEXT_COLUMN, group_count
 from relayrun.tokens.streams.lane_cursor import BlockPosition, LaneCursor
 from relayrun.tokens.streams.text_stream import TextStream
@@ -475,7 +475,7 @@ def test_a_reader_ahead_gives_items_and_then_the_error() -> None:
 READS_AT_ITS_END = """
 import io, sys, time
 import pyarrow as pa, pyarrow.parquet as pq
-from relayrun.tokens.streams.blocks import Prefetcher
+from relayrun.tokens.order.prefetcher import Prefetcher
 
 class Slow(io.BytesIO):
     def read(self, size=-1):

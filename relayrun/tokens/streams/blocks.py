@@ -12,18 +12,12 @@ fragments alone (unequal shares if fragments are few).
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import threading
-import time
-import weakref
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from queue import Empty, Full, Queue
-from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,110 +26,10 @@ import pyarrow as pa
 from relayrun.config.sections.data import StreamSection
 from relayrun.errors import FatalTrainingError, InputError
 from relayrun.tokens.order.permutation import Permutation, permutation_key
+from relayrun.tokens.order.prefetcher import Prefetcher
 from relayrun.tokens.streams.fragments import Fragment, FragmentOrder, FragmentReader, arrow_integers
 from relayrun.tokens.streams.lane_cursor import BlockPosition, LaneCursor
 from relayrun.tokens.streams.samples import ENCODE_BATCH_BYTES, EncodeFunction, LaneSamples, SampleShape, encode_texts
-
-T = TypeVar("T")
-_POLL_SECONDS = 1.0
-"""Seconds between two looks of a waiting thread at `_closing`."""
-_EXIT_SECONDS = 5.0
-"""Seconds that the exit of a process waits for its reading threads."""
-
-
-class _EndOfItems:
-    """Marks the end of the iterator, with the error that ended it."""
-
-    def __init__(self, error: BaseException | None) -> None:
-        self.error = error
-
-
-class Prefetcher(Generic[T]):
-    """Reads up to `depth` items of an iterator ahead in a thread; a `depth` of 0 starts no thread.
-
-    `next` raises the iterator's error behind the items before it. The thread is a daemon: an exit waits `_EXIT_SECONDS`
-    for a thread that hangs in the file system.
-    """
-
-    def __init__(self, items: Iterator[T], depth: int, *, name: str) -> None:
-        self._items = items
-        self._closing = threading.Event()
-        self._end: _EndOfItems | None = None
-        self._queue: Queue[T | _EndOfItems] = Queue(max(1, depth))
-        self._thread = threading.Thread(target=self._read, daemon=True, name=name) if depth else None
-        if self._thread is not None:
-            _started_prefetchers.add(self)
-            self._thread.start()
-
-    def __iter__(self) -> Iterator[T]:
-        return self
-
-    def __next__(self) -> T:
-        if self._end is None:
-            item = self._next()
-            if not isinstance(item, _EndOfItems):
-                return item
-            self._end = item
-        raise self._end.error or StopIteration
-
-    def close(self) -> None:
-        """Ask the thread to end after its current item."""
-        self._closing.set()
-        try:
-            while True:
-                self._queue.get_nowait()
-        except Empty:
-            pass
-
-    def join(self, seconds: float) -> None:
-        """Wait at most `seconds` for the end of the thread."""
-        if self._thread is not None:
-            self._thread.join(seconds)
-
-    def _next(self) -> T | _EndOfItems:
-        if self._thread is not None:
-            return self._queue.get()
-        try:
-            return next(self._items)
-        except StopIteration:
-            return _EndOfItems(None)
-        except BaseException as met:  # a second `next` of a failed iterator would only say StopIteration
-            return _EndOfItems(met)
-
-    def _read(self) -> None:
-        error: BaseException | None = None
-        try:
-            for item in self._items:
-                self._put(item)
-                if self._closing.is_set():
-                    return
-        except BaseException as met:
-            error = met
-        self._put(_EndOfItems(error))
-
-    def _put(self, item: T | _EndOfItems) -> None:
-        while not self._closing.is_set():
-            try:
-                self._queue.put(item, timeout=_POLL_SECONDS)
-                return
-            except Full:
-                continue
-
-
-_started_prefetchers: weakref.WeakSet[Prefetcher[Any]] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_prefetchers() -> None:
-    """Stop the threads first: one that reads below a URL calls Python from Arrow and hangs or kills a dying
-    interpreter."""
-    end = time.monotonic() + _EXIT_SECONDS
-    found = [*_started_prefetchers]
-    for ahead in found:
-        ahead.close()
-    for ahead in found:
-        ahead.join(max(0.0, end - time.monotonic()))
-
 
 MIN_ROWS_PER_LANE = 256
 """Minimum rows of a block for each lane. The last sample of a lane's block is padded, which must stay rare. Part of the
@@ -168,9 +62,13 @@ class RowBlocks:
         self.rows = self.lanes_of_a_group * max(MIN_ROWS_PER_LANE, -(-stream.shuffle_buffer // lanes))
         """Rows of a block."""
         self._order = order
-        self._reader = reader
+        self.reader = reader
         self._stream = stream
         self._name, self._seed = name, seed
+
+    def prefetcher(self, group: int, place: BlockPosition) -> Prefetcher[RowBlock]:
+        """Return the blocks of `read`, read ahead by `stream.nb_prefetch`."""
+        return Prefetcher(self.read(group, place), self._stream.nb_prefetch, name=f"{self._name}-{group}")
 
     def read(self, group: int, place: BlockPosition) -> Iterator[RowBlock]:
         """Yield the blocks of a group from position `place` on, up to the end of the last epoch.
@@ -197,10 +95,10 @@ class RowBlocks:
         skipped = islice(self._order.of_epoch(begin.epoch, group), begin.fragment, None)
         for number, fragment in enumerate(skipped, start=begin.fragment):
             row = begin.row if number == begin.fragment else 0
-            if self._reader.why_left_out(fragment.file) is not None:
+            if self.reader.why_left_out(fragment.file) is not None:
                 left_out += fragment.group in (None, 0)
                 continue
-            for batch in self._reader.read(fragment, row):
+            for batch in self.reader.read(fragment, row):
                 while len(batch):
                     part = batch.slice(0, missing)
                     parts.append(part)
@@ -221,7 +119,7 @@ class RowBlocks:
         origins: Sequence[npt.NDArray[np.int64]],
         files_left_out: int,
     ) -> RowBlock:
-        rows = _joined_batches(parts, self._name).combine_chunks() if parts else self._reader.no_rows
+        rows = _joined_batches(parts, self._name).combine_chunks() if parts else self.reader.no_rows
         order = np.arange(len(rows))
         if self._stream.shuffle_buffer:
             key = permutation_key(self._seed, f"{self._name}/{group}/rows/{place.number}", place.epoch)
@@ -298,18 +196,12 @@ class LaneGroup:
         group: int,
         lanes: Mapping[int, LaneCursor],
         blocks: RowBlocks,
-        reader: FragmentReader,
         shape: SampleShape,
         encode: EncodeFunction,
-        *,
-        nb_prefetch: int,
-        name: str,
     ) -> None:
         self._group = group
         self._from = {lane: cursor.place for lane, cursor in lanes.items()}
-        self._blocks, self._reader = blocks, reader
-        self._shape, self._encode = shape, encode
-        self._nb_prefetch, self._name = nb_prefetch, name
+        self._blocks, self._shape, self._encode = blocks, shape, encode
         self._ahead: Prefetcher[RowBlock] | None = None
         self._waiting: dict[int, deque[RowBlock]] = {lane: deque() for lane in lanes}
         self._made: dict[int, LaneBlock] = {}
@@ -328,8 +220,7 @@ class LaneGroup:
             return self._next_behind(lane)
         while not self._waiting[lane]:
             if self._ahead is None:
-                blocks = self._blocks.read(self._group, min(self._from.values()))
-                self._ahead = Prefetcher(blocks, self._nb_prefetch, name=f"{self._name}-{self._group}")
+                self._ahead = self._blocks.prefetcher(self._group, min(self._from.values()))
             block = next(self._ahead, None)
             if block is None:
                 return None
@@ -351,8 +242,7 @@ class LaneGroup:
         waiting = self._waiting[lane]
         if lane in self._made:
             waiting.popleft()
-        blocks = self._blocks.read(self._group, waiting[0].place)
-        self._behind[lane] = Prefetcher(blocks, 0, name=f"{self._name}-{self._group}-{lane}")
+        self._behind[lane] = Prefetcher(self._blocks.read(self._group, waiting[0].place), 0, name=f"lane-{lane}")
         waiting.clear()
 
     def _next_behind(self, lane: int) -> LaneBlock | None:
@@ -399,5 +289,5 @@ class LaneGroup:
 
     def _texts(self, block: RowBlock, lane: int) -> _LaneTexts:
         rows, origins = self._blocks.of_lane(block, lane)
-        texts, chosen, left_out = self._reader.texts(rows)
+        texts, chosen, left_out = self._blocks.reader.texts(rows)
         return _LaneTexts(texts=texts, rows=len(rows), left_out=left_out, origins=origins[chosen])

@@ -93,16 +93,7 @@ class OpenTextLanes:
         for lane, cursor in cursors.items():
             groups.setdefault(stream.blocks.group_of(lane), {})[lane] = cursor
         self._groups = {
-            group: LaneGroup(
-                group,
-                members,
-                stream.blocks,
-                stream.reader,
-                stream.shape,
-                stream.encode,
-                nb_prefetch=stream.settings.nb_prefetch,
-                name=stream.name,
-            )
+            group: LaneGroup(group, members, stream.blocks, stream.shape, stream.encode)
             for group, members in groups.items()
         }
 
