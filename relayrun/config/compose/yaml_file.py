@@ -91,7 +91,7 @@ def parse_yaml(text: str, *, source: str) -> LocatedSettings:
             return settings
         if not isinstance(node, yaml.MappingNode):
             raise ConfigError("a config file is a mapping of names to values", where=f"{source}:1")
-        settings.values = _Reading(loader, source, settings.places).mapping(node, ())
+        settings.values = _NodeReader(loader, source, settings.places).mapping(node, ())
         return settings
     except RecursionError:
         raise ConfigError("values are nested too deeply", where=source) from None
@@ -126,7 +126,7 @@ def value_in_line(value: Any) -> str:
     )
 
 
-class _Reading:
+class _NodeReader:
     """Converts YAML nodes to plain values, with the location of every setting."""
 
     def __init__(self, loader: _Loader, source: str, places: dict[Location, str]) -> None:

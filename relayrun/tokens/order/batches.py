@@ -128,7 +128,7 @@ class BatchReader(Iterator[Batch]):
 
     def _read(self, consumed: int) -> Batch:
         numbers, step = self._numbers(consumed, consumed + self._batch_sizes.at(consumed)), self._micro_batch_size
-        return [RowBatch.of([*map(self._row, numbers[at : at + step])]) for at in range(0, len(numbers), step)]
+        return [RowBatch.stack([*map(self._row, numbers[at : at + step])]) for at in range(0, len(numbers), step)]
 
     def _row(self, k: int) -> SampleRow:
         return check_row(self._order.row(k), self._order, k, self._vocabulary_size)
