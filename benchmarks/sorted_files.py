@@ -134,7 +134,7 @@ def rows(folder: Path, source: SourceKind) -> Iterator[SampleRow]:
     settings = StreamSection(shuffle_buffer=BUFFER, nb_prefetch=0)
     files = freeze_text_files("genomes", DataSource(path=str(folder), weight=1.0, source=source, stream=settings), 1)
     cut = DocumentWindowSection(window=ROW, overlap=12, bos=2, eos=0, packing="split")
-    shape = SampleShape.of(cut, seq_length=ROW, eod=None, vocabulary_size=256, where="genomes")
+    shape = SampleShape.from_settings(cut, seq_length=ROW, eod=None, vocabulary_size=256, where="genomes")
     stream = TextStream(files.files, settings, shape, encode, name="genomes", seed=1, lanes=1)
     lane = stream.open_lanes({0: stream.first_cursors()[0]})
     while True:

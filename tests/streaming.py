@@ -99,7 +99,7 @@ def stream(
     if files is None:
         source = DataSource.model_validate({"path": str(folder), "weight": 1.0, "source": kind, "stream": settings})
         files = freeze_text_files(name, source, 0)
-    shape = SampleShape.of(window, seq_length=SEQ_LENGTH, eod=EOD, vocabulary_size=256, where=name)
+    shape = SampleShape.from_settings(window, seq_length=SEQ_LENGTH, eod=EOD, vocabulary_size=256, where=name)
     return TextStream(files.files, settings, shape, encode, name=name, seed=seed, lanes=lanes)
 
 

@@ -66,5 +66,5 @@ class Validation:
         found = [check_row(order.row(k), order, k, self.vocabulary_size) for k in samples]
         weights = np.zeros(size, dtype=np.float32)
         weights[: len(found)] = 1
-        rows = RowBatch.of(found + [found[-1]] * (size - len(found)))
+        rows = RowBatch.stack(found + [found[-1]] * (size - len(found)))
         return MicroBatch(tokens=rows.tokens, weights=weights, lengths=rows.lengths, loss_mask=rows.loss_mask)

@@ -101,7 +101,7 @@ def test_every_position_is_trained_or_passed_over_once_whatever_changes(
     plan: list[tuple[Any, ...]], data: st.DataObject
 ) -> None:
     """Real readers of all ranks; attempts begin from an earlier state through JSON, not always the newest one."""
-    schedule = Schedule.of({"a": 1, "b": 2})
+    schedule = Schedule.from_weights({"a": 1, "b": 2})
     progress = TrainingProgress(plan[0][2])
     saved = [json.dumps({"phases": schedule.to_json(), "progress": progress.state()})]
     trained: list[dict[tuple[str, int], int]] = [{}]  # the iteration by place, by saved state

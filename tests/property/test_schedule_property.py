@@ -74,7 +74,7 @@ def test_every_position_comes_once_over_phases_layouts_restarts_and_json(
     first: dict[str, float], plan: list[tuple[dict[str, float] | None, int, int, int, int]], data: st.DataObject
 ) -> None:
     """Attempts begin from the state of an earlier one, through JSON, at times not from the newest one."""
-    schedule, consumed = Schedule.of(first), 0
+    schedule, consumed = Schedule.from_weights(first), 0
     saved = [json.dumps({"phases": schedule.to_json(), "consumed": 0})]
     lines: dict[int, list[tuple[str, int]]] = {0: []}  # what the run has trained on, by consumed samples
     seen: list[tuple[str, int]] = []
@@ -112,7 +112,7 @@ def test_every_position_comes_once_over_phases_layouts_restarts_and_json(
 
 def test_a_dataset_that_returns_goes_on_where_it_was() -> None:
     half = integer_weights({"a": 1, "b": 1})
-    schedule = Schedule([*Schedule.of({"a": 1, "b": 1}).with_phase(10, integer_weights({"b": 1})).phases])
+    schedule = Schedule([*Schedule.from_weights({"a": 1, "b": 1}).with_phase(10, integer_weights({"b": 1})).phases])
     schedule = schedule.with_phase(16, half)
     assert schedule.counts(16) == {"a": 5, "b": 11}
     assert sorted(schedule.locate(k) for k in (16, 17)) == [("a", 5), ("b", 11)]
@@ -123,7 +123,7 @@ def test_a_dataset_that_returns_goes_on_where_it_was() -> None:
 
 
 def test_the_same_weights_make_no_phase_and_an_unused_phase_is_dropped() -> None:
-    schedule = Schedule.of({"a": 1, "b": 3})
+    schedule = Schedule.from_weights({"a": 1, "b": 3})
     assert schedule.with_phase(100, integer_weights({"a": 2, "b": 6})).phases == schedule.phases
     other = schedule.with_phase(100, integer_weights({"a": 1}))
     again = other.with_phase(100, integer_weights({"b": 1}))
@@ -132,7 +132,7 @@ def test_the_same_weights_make_no_phase_and_an_unused_phase_is_dropped() -> None
 
 
 def test_the_state_of_forty_phases_of_seven_datasets_is_small() -> None:
-    schedule = Schedule.of(dict.fromkeys(NAMES, 1.0))
+    schedule = Schedule.from_weights(dict.fromkeys(NAMES, 1.0))
     for number in range(1, 40):
         schedule = schedule.with_phase(number, integer_weights(dict.fromkeys(NAMES[: 1 + number % 7], 1)))
     assert len(json.dumps(schedule.to_json())) < 8_000

@@ -59,7 +59,7 @@ class Ledger:
         assert same == streaming.digest(row), f"sample {k} is another one in this layout"
         name, _ = order.schedule.locate(k)
         if name in order.streams:
-            lane = order.schedule.in_phase(k) % LANES
+            lane = order.schedule.number_in_phase(k) % LANES
             cursor = LaneCursor(*reading._open[name].cursor(lane))
             self.texts[k] = (name, lane, cursor.epoch, cursor.number, streaming.inputs(row))
 

@@ -93,7 +93,7 @@ def main() -> None:
                 to.copy_(of)
         settings = packed_config.data.cut_by_document["train"]
         order = DocumentWindowOrder(manifest, settings, seq_length=LENGTH, seed=1, name="train")
-        rows = [RowBatch.of([order.row(0, i)]) for i in range(len(order))]
+        rows = [RowBatch.stack([order.row(0, i)]) for i in range(len(order))]
         batches = [MicroBatch(tokens=row.tokens, lengths=row.lengths, loss_mask=row.loss_mask) for row in rows]
         total, count, together = gradients(packed, batches)
         right, targets, apart = 0.0, 0, [torch.zeros_like(part) for part in together]

@@ -181,7 +181,7 @@ def test_epochs_are_counted_and_too_many_refused(workspace: Workspace) -> None:
     # brute force: the step in which sample number windows - 1 of `a` is read
     from relayrun.tokens.order.schedule import Schedule, integer_weights
 
-    schedule = Schedule.of(integer_weights({"a": 3.0, "b": 1.0}))
+    schedule = Schedule.from_weights(integer_weights({"a": 3.0, "b": 1.0}))
     last = next(k for k in range(800) if schedule.locate(k) == ("a", a.windows - 1))
     assert a.used_up_at == last // 8 + 1
     assert b.used_up_at is None

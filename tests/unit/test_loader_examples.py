@@ -67,7 +67,7 @@ def read(data: Path, *, epochs: int = 1, group: int = 0, groups: int = 1, **opti
     source = DataSource.model_validate({"path": str(data), "weight": 1.0, "source": "parquet", "stream": settings})
     files = find_text_files(source, "here")
     order = FragmentOrder(files, settings, name="train", seed=settings.seed or 0, groups=groups)
-    fragments = (fragment for epoch in range(epochs) for fragment in order.of_epoch(epoch, group))
+    fragments = (fragment for epoch in range(epochs) for fragment in order.epoch_fragments(epoch, group))
     return [label for fragment in fragments for label in labels_of(files[fragment.file].path, fragment)]
 
 
@@ -208,7 +208,7 @@ def trained(order: MixtureSampler, first: int, end: int, replicas: int) -> tuple
     """Data set, lane and sample of each number, and the state at the end."""
     readings = [order.lane_reader(first, replica, replicas) for replica in range(replicas)]
     samples = {
-        k: (order.locate(k)[0], order.schedule.in_phase(k) % LANES, streaming.digest(reading.row(k)))
+        k: (order.locate(k)[0], order.schedule.number_in_phase(k) % LANES, streaming.digest(reading.row(k)))
         for reading in readings
         for k in reading.numbers(first, end)
     }

@@ -160,9 +160,9 @@ def test_rows_with_and_without_lengths_make_one_micro_batch() -> None:
     packed = SampleRow(
         tokens=np.arange(7), lengths=[2, 3, 1], loss_mask=np.array([1, 0, 1, 1, 0, 0], np.float32), padding=1, windows=2
     )
-    assert RowBatch.of([plain, plain]).lengths is None
-    assert RowBatch.of([plain, plain]).loss_mask is None
-    rows = RowBatch.of([plain, packed])
+    assert RowBatch.stack([plain, plain]).lengths is None
+    assert RowBatch.stack([plain, plain]).loss_mask is None
+    rows = RowBatch.stack([plain, packed])
     assert rows.lengths == [None, [2, 3, 1]]
     assert rows.loss_mask is not None
     assert rows.loss_mask.tolist() == [[1] * 6, [1, 0, 1, 1, 0, 0]]

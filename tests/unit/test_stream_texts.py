@@ -68,7 +68,7 @@ def test_tokens_are_those_of_each_text_alone(tmp_path: Path, name: str, engine: 
     settings = StreamSection(fragment_shuffle_window=0, shuffle_buffer=0)
     source = DataSource.model_validate({"path": str(folder), "weight": 1.0, "source": kind, "stream": settings})
     eod = loaded.eos_id
-    shape = SampleShape.of(
+    shape = SampleShape.from_settings(
         DocumentWindowSection(window=SEQ_LENGTH, packing="none"),
         seq_length=SEQ_LENGTH,
         eod=eod,

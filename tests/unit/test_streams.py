@@ -14,10 +14,10 @@ import pytest
 
 from relayrun.config.sections.data import DocumentWindowSection
 from relayrun.errors import ConfigError, FatalTrainingError, InputError
+from relayrun.tokens.order.prefetcher import Prefetcher
 from relayrun.tokens.order.sampler import MixtureSampler, OpenLanes
 from relayrun.tokens.order.schedule import Interleave, RotatedInterleave, Schedule, integer_weights
 from relayrun.tokens.streams import blocks
-from relayrun.tokens.streams.blocks import Prefetcher
 from relayrun.tokens.streams.fragments import TEXT_COLUMN, group_count
 from relayrun.tokens.streams.lane_cursor import BlockPosition, LaneCursor
 from relayrun.tokens.streams.text_stream import TextStream
@@ -82,7 +82,9 @@ def test_a_window_shuffles_fragments_inside_of_it_alone(tmp_path: Path) -> None:
     order = {
         window: [
             (fragment.file, fragment.group)
-            for fragment in stream(tmp_path, "parquet", fragment_shuffle_window=window).blocks._order.of_epoch(0, 0)
+            for fragment in stream(tmp_path, "parquet", fragment_shuffle_window=window).blocks._order.epoch_fragments(
+                0, 0
+            )
         ]
         for window in (0, 1, 8, -1)
     }
@@ -102,7 +104,7 @@ def test_files_are_dealt_to_groups_of_lanes_evenly_or_in_runs(tmp_path: Path) ->
     for shift in (False, True):
         made = stream(tmp_path, "parquet", fragment_shuffle_window=0, files_circular_shift=shift)
         assert made.blocks.groups == 4
-        shares = [[fragment.file for fragment in made.blocks._order.of_epoch(0, group)] for group in range(4)]
+        shares = [[fragment.file for fragment in made.blocks._order.epoch_fragments(0, group)] for group in range(4)]
         assert [len(share) for share in shares] == [9] * 4
         assert shares[1] == (list(range(9, 18)) if shift else list(range(1, 36, 4)))
     assert [group_count(files, 64) for files in (1, 15, 16, 80, 600, 1733)] == [1, 1, 2, 8, 64, 64]
@@ -392,11 +394,11 @@ def test_turns_deal_every_sample_once_and_every_lane_its_share() -> None:
 
 
 def test_phases_keep_their_lanes() -> None:
-    schedule = Schedule.of({"a": 1, "b": 1}, 4).with_phase(10, integer_weights({"a": 1}), 4)
+    schedule = Schedule.from_weights({"a": 1, "b": 1}, 4).with_phase(10, integer_weights({"a": 1}), 4)
     assert schedule.to_json()[1]["lanes"] == 4
     assert Schedule.from_json(schedule.to_json()).to_json() == schedule.to_json()
-    assert [schedule.in_phase(k) for k in (9, 10, 13)] == [9, 0, 3]
-    assert "lanes" not in Schedule.of({"a": 1}).to_json()[0]
+    assert [schedule.number_in_phase(k) for k in (9, 10, 13)] == [9, 0, 3]
+    assert "lanes" not in Schedule.from_weights({"a": 1}).to_json()[0]
 
 
 @pytest.mark.slow
@@ -475,7 +477,7 @@ def test_a_reader_ahead_gives_items_and_then_the_error() -> None:
 READS_AT_ITS_END = """
 import io, sys, time
 import pyarrow as pa, pyarrow.parquet as pq
-from relayrun.tokens.streams.blocks import Prefetcher
+from relayrun.tokens.order.prefetcher import Prefetcher
 
 class Slow(io.BytesIO):
     def read(self, size=-1):

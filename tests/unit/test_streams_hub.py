@@ -54,7 +54,7 @@ def answered(place: str) -> list[str]:
     files = freeze_text_files("dev", source, 1).files
     reader = FragmentReader(files, source.stream)
     order = FragmentOrder(files, source.stream, name="dev", seed=0, groups=1)
-    tables = (pa.Table.from_batches([*reader.read(fragment, 0)]) for fragment in order.of_epoch(0, 0))
+    tables = (pa.Table.from_batches([*reader.read(fragment, 0)]) for fragment in order.epoch_fragments(0, 0))
     return [text for table in tables for text in reader.texts(table)[0].to_pylist()]
 
 

@@ -74,10 +74,10 @@ def describe_campaign(
     path: Path, overrides: list[str] | None = None, *, kind: Literal["sweep", "stages"]
 ) -> CampaignDescription:
     """Read the config of a campaign; compose and check the config of each run. Raises ConfigError."""
-    return _Reading(path, overrides or [], kind).describe()
+    return _CampaignReader(path, overrides or [], kind).describe()
 
 
-class _Reading:
+class _CampaignReader:
     def __init__(self, path: Path, overrides: list[str], kind: Literal["sweep", "stages"]) -> None:
         self._path = path
         self._overrides = overrides

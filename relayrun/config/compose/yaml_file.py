@@ -91,7 +91,7 @@ def parse_yaml(text: str, *, source: str) -> LocatedSettings:
             return settings
         if not isinstance(node, yaml.MappingNode):
             raise ConfigError("a config file is a mapping of names to values", where=f"{source}:1")
-        settings.values = _Reading(loader, source, settings.places).mapping(node, ())
+        settings.values = _NodeReader(loader, source, settings.places).mapping(node, ())
         return settings
     except RecursionError:
         raise ConfigError("values are nested too deeply", where=source) from None
@@ -126,7 +126,7 @@ def value_in_line(value: Any) -> str:
     )
 
 
-class _Reading:
+class _NodeReader:
     """Converts YAML nodes to plain values, with the location of every setting."""
 
     def __init__(self, loader: _Loader, source: str, places: dict[Location, str]) -> None:
@@ -179,21 +179,21 @@ class _Reading:
         return LocatedSettings(places=self._places).place(at) or self._source
 
     def _scalar(self, node: yaml.ScalarNode, at: Location) -> Any:
-        kind = node.tag.rpartition(":")[2]
+        value, what = None, ""
         try:
             value = self._loader.construct_object(node)
         except (ValueError, TypeError, OverflowError, KeyError, IndexError, AttributeError):
             # Python refuses to read integers of more than 4,300 digits
-            what = "has more than 64 bits" if node.value.strip("+-_").isdecimal() else f"is no {kind}"
-            hint = "quote it if it is text, or write a value of its kind"
-            raise ConfigError(f"{'.'.join(at)}: {_short(node)} {what}", where=self._place(node), hint=hint) from None
-        what = ""
+            long = node.value.strip("+-_").isdecimal()
+            what = "has more than 64 bits" if long else f"is no {node.tag.rpartition(':')[2]}"
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             what = "has more than 64 bits"
         elif isinstance(value, float) and not math.isfinite(value):
             what = "is no finite number"
         if what:
-            hint = "write a number that fits"
+            hint = (
+                "quote it if it is text, or write a value of its kind" if value is None else "write a number that fits"
+            )
             raise ConfigError(f"{'.'.join(at)}: {_short(node)} {what}", where=self._place(node), hint=hint)
         return value
 

@@ -190,7 +190,7 @@ def _past_schedule(
             return schedule.with_phase(position.consumed_samples, weights, lanes), position
         except (OSError, ValueError, KeyError, TypeError, FatalTrainingError):
             continue
-    return Schedule.of(weights, lanes), TrainingProgress(sizes)
+    return Schedule.from_weights(weights, lanes), TrainingProgress(sizes)
 
 
 FEW_EPOCHS = 4.0

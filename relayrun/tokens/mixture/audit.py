@@ -71,7 +71,7 @@ def lane_samples(schedule: Schedule, name: str, lane: int, lanes: int, first: in
     """Yield the samples of one lane of a stream in first .. end - 1, which may span phases."""
     borders = [phase.start for phase in schedule.phases if first < phase.start < end]
     for begin, stop in zip([first, *borders], [*borders, end], strict=True):
-        for k in range(begin + (lane - schedule.in_phase(begin)) % lanes, stop, lanes):
+        for k in range(begin + (lane - schedule.number_in_phase(begin)) % lanes, stop, lanes):
             if schedule.locate(k)[0] == name:
                 yield k
 
@@ -241,7 +241,7 @@ def _stream_sample(
             where=audited.run.path,
             hint="attempts/*/data.json and checkpoints/*/data.json are these records; ask for a later sample",
         )
-    lane = schedule.in_phase(k) % stream.lanes
+    lane = schedule.number_in_phase(k) % stream.lanes
     with contextlib.closing(stream.open_lanes({lane: positions.cursors[lane]})) as lanes:
         for _ in lane_samples(schedule, name, lane, stream.lanes, positions.at, k):
             lanes.take(lane)

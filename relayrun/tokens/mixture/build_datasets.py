@@ -149,7 +149,7 @@ def text_stream(config: RunConfig, manifest: Manifest, name: str, files: Dataset
     from relayrun.tokens.streams.text_stream import TextStream
 
     data, identity, settings = config.data, config.data.sources[name].identity(name), config.data.streams[name]
-    shape = SampleShape.of(
+    shape = SampleShape.from_settings(
         data.cut_by_document.get(name),
         seq_length=config.training.seq_length,
         eod=manifest.eod,

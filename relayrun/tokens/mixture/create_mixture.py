@@ -89,7 +89,7 @@ def refuse_two_tokenizers(datasets: Sequence[MixtureDataset], *, allow: bool = F
     records = ShardRecords()
     first: tuple[str, TokenizerRecord] | None = None
     for dataset in datasets:
-        for shard, real in zip(dataset.shards, dataset.reals, strict=True):
+        for shard, real in zip(dataset.shards, dataset.bin_paths, strict=True):
             record = records.of(real.removesuffix(".bin"))
             if record is None or record.made is None:
                 continue
@@ -280,8 +280,8 @@ def _read_datasets(
         parts = [prefixes[k : k + 64] for k in range(0, len(prefixes), 64)]
         with ThreadPoolExecutor(LINK_THREADS) as pool:
             shards = [shard for part in pool.map(lambda part: [Shard.open(p) for p in part], parts) for shard in part]
-        reals = [real_path(shard.prefix + ".bin") for shard in shards]
-        for shard, real in zip(shards, reals, strict=True):
+        bin_paths = [real_path(shard.prefix + ".bin") for shard in shards]
+        for shard, real in zip(shards, bin_paths, strict=True):
             if real in owners:
                 raise InputError(
                     "this shard stands in the mixture twice",
@@ -302,7 +302,7 @@ def _read_datasets(
                 weight=shares[i],
                 shards=[shards[k] for k in order],
                 links=[links[k] for k in order],
-                reals=[reals[k] for k in order],
+                bin_paths=[bin_paths[k] for k in order],
             )
         )
     return datasets
@@ -350,7 +350,7 @@ def _link_shards(dataset: MixtureDataset, folder: Path) -> None:
         place.mkdir()
         start = os.path.join(place, "")
         for shard, real, index, link in zip(
-            dataset.shards[:count], dataset.reals[:count], indices[:count], dataset.links[:count], strict=True
+            dataset.shards[:count], dataset.bin_paths[:count], indices[:count], dataset.links[:count], strict=True
         ):
             os.symlink(real, start + link + ".bin")
             if shard.cut:  # its .idx belongs to another mixture, which may be made anew
@@ -358,6 +358,6 @@ def _link_shards(dataset: MixtureDataset, folder: Path) -> None:
             else:
                 os.symlink(index, start + link + ".idx")
         if dataset.cut is not None and number == dataset.passes:
-            os.symlink(dataset.reals[count], start + dataset.links[count] + ".bin")
+            os.symlink(dataset.bin_paths[count], start + dataset.links[count] + ".bin")
             write_atomic(start + dataset.links[count] + ".idx", dataset.cut.index())
         fsync_directory(place)

@@ -185,7 +185,7 @@ class MixtureDataset:
     """All shards of the dataset."""
     links: list[str] = field(repr=False)
     """Link names without suffix, one a shard."""
-    reals: list[str] = field(repr=False)
+    bin_paths: list[str] = field(repr=False)
     """Real path of the .bin of each shard."""
     passes: int = 0
     """Complete passes over all shards."""

@@ -12,15 +12,14 @@ the whole past of a run.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from queue import Empty, Queue
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 from relayrun.config.sections.training import BatchSizes, IterationRange
 from relayrun.errors import ConfigError, FatalTrainingError
+from relayrun.tokens.order.prefetcher import Prefetcher
 from relayrun.tokens.order.sample_rows import RowBatch, SampleRow
 
 PREFETCHED_ITERATIONS = 2
@@ -96,33 +95,21 @@ class BatchReader(Iterator[Batch]):
         self._micro_batch_size = micro_batch_size
         self._batch_sizes = batch_sizes
         self._vocabulary_size = vocabulary_size
-        self._queue: Queue[Batch | BaseException] = Queue(PREFETCHED_ITERATIONS)
-        self._error: BaseException | None = None
-        self._closing = threading.Event()
-        self._thread = threading.Thread(
-            target=self._read_ahead, args=(consumed_samples,), daemon=True, name=f"batches-{order.name}"
-        )
-        self._thread.start()
+        self._closed = False
+        self._ahead = Prefetcher(self._batches(consumed_samples), PREFETCHED_ITERATIONS, name=f"batches-{order.name}")
 
     def __next__(self) -> Batch:
-        if self._closing.is_set():
+        if self._closed:
             raise RuntimeError("this BatchReader is closed")
-        if self._error is None:
-            item = self._queue.get()
-            if not isinstance(item, BaseException):
-                self.consumed_samples += self._batch_sizes.at(self.consumed_samples)
-                return item
-            self._error = item
-        raise self._error
+        batch = next(self._ahead)
+        self.consumed_samples += self._batch_sizes.at(self.consumed_samples)
+        return batch
 
     def close(self) -> None:
         """End the thread. After 10 s a read that hangs in the file system is abandoned: the thread is a daemon."""
-        self._closing.set()
-        try:
-            while True:  # frees a slot for a blocked `put`; the thread checks `_closing` afterwards
-                self._queue.get_nowait()
-        except Empty:
-            self._thread.join(CLOSE_SECONDS)
+        self._closed = True
+        self._ahead.close()
+        self._ahead.join(CLOSE_SECONDS)
         if (close := getattr(self._order, "close", None)) is not None:
             close()
 
@@ -134,17 +121,14 @@ class BatchReader(Iterator[Batch]):
     ) -> None:
         self.close()
 
-    def _read_ahead(self, consumed: int) -> None:
-        try:
-            while not self._closing.is_set():
-                self._queue.put(self._read(consumed))
-                consumed += self._batch_sizes.at(consumed)
-        except BaseException as error:
-            self._queue.put(error)
+    def _batches(self, consumed: int) -> Iterator[Batch]:
+        while True:
+            yield self._read(consumed)
+            consumed += self._batch_sizes.at(consumed)
 
     def _read(self, consumed: int) -> Batch:
         numbers, step = self._numbers(consumed, consumed + self._batch_sizes.at(consumed)), self._micro_batch_size
-        return [RowBatch.of([*map(self._row, numbers[at : at + step])]) for at in range(0, len(numbers), step)]
+        return [RowBatch.stack([*map(self._row, numbers[at : at + step])]) for at in range(0, len(numbers), step)]
 
     def _row(self, k: int) -> SampleRow:
         return check_row(self._order.row(k), self._order, k, self._vocabulary_size)

@@ -58,26 +58,26 @@ class IndexCache:
         """Return the indices, mapped into memory. The first process builds them while the others wait."""
         with self._lock.open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH)
-            if not self._told() and (self._opening is not None or self._fault() is not None):
+            if not self._is_verified() and (self._opening is not None or self._fault() is not None):
                 fcntl.flock(
                     lock, fcntl.LOCK_EX
                 )  # the upgrade releases the lock in between: another process may build first
-                if not self._told():
+                if not self._is_verified():
                     if (fault := self._fault()) is not None:
                         if any(path.exists() for path in self._paths):
                             log.warning("the index cache is built anew: %s", fault)
                         self._build(build)
-                    self._tell()
+                    self._record_opening()
             return [np.load(path, mmap_mode="r", allow_pickle=False) for path in self._paths]
 
-    def _told(self) -> bool:
+    def _is_verified(self) -> bool:
         """True if a process of this opening has verified the present files."""
         if self._opening is None:
             return False
         stamps = self._stamps()
         return stamps is not None and self._openings().get(self._opening) == stamps
 
-    def _tell(self) -> None:
+    def _record_opening(self) -> None:
         if self._opening is not None:
             openings = {**self._openings(), self._opening: self._stamps()}
             with contextlib.suppress(OSError):  # on a full disk each process verifies for itself

@@ -76,7 +76,7 @@ class MegatronOrder:
             document = int(dataset.document_index[at])
             count = min(left, int(self._documents.sequence_lengths[document]) - offset)
             if count:
-                prefix, number = self._documents.place(document)
+                prefix, number = self._documents.locate(document)
                 found.append(DocumentOrigin(prefix=prefix, document=number, offset=offset, tokens=count))
             left, at, offset = left - count, at + 1, 0
         return found
@@ -106,7 +106,7 @@ class MegatronDocuments:
         count = int(self.sequence_lengths[document]) - offset if length is None else int(length)
         return self._stream.tokens(int(self._starts[document]) + offset, count)
 
-    def place(self, document: int) -> tuple[str, int]:
+    def locate(self, document: int) -> tuple[str, int]:
         """Return the prefix of the shard of a document, and the document's number in it."""
         shard = int(np.searchsorted(self._first, document, side="right")) - 1
         return self._prefixes[shard], document - int(self._first[shard])

@@ -92,7 +92,7 @@ class BlockCache:
             with temporary.open("wb") as file:
                 os.fchmod(file.fileno(), 0o600)
                 file.write(digest + xxhash.xxh3_128_digest(data) + data)
-            os.replace(temporary, min(slots, key=_mark_used))
+            os.replace(temporary, min(slots, key=_last_used))
         except OSError as error:
             with suppress(OSError):
                 temporary.unlink()
@@ -127,7 +127,7 @@ def _read_slot(slot: Path, digest: bytes) -> bytes | None:
         return None
 
 
-def _mark_used(slot: Path) -> float:
+def _last_used(slot: Path) -> float:
     """Return the time of last use; an empty slot comes first."""
     try:
         return slot.stat().st_mtime

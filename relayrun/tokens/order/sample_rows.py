@@ -107,7 +107,7 @@ class RowBatch:
     """Windows in all rows."""
 
     @classmethod
-    def of(cls, rows: Sequence[SampleRow]) -> Self:
+    def stack(cls, rows: Sequence[SampleRow]) -> Self:
         """Stack rows of equal length."""
         masks = None
         if any(row.loss_mask is not None for row in rows):

@@ -127,7 +127,7 @@ class LaneReader:
 
     def numbers(self, first: int, end: int) -> range:
         """Return the numbers of this replica's samples in the range, which lies in one phase."""
-        offset = (self._replica - self._schedule.in_phase(first)) % self._replicas
+        offset = (self._replica - self._schedule.number_in_phase(first)) % self._replicas
         return range(first + offset, end, self._replicas)
 
     def row(self, k: int) -> SampleRow:
@@ -155,11 +155,14 @@ class LaneReader:
 
     def _catch_up(self, name: str, at: int, consumed: int) -> None:
         for k in range(at, consumed):
-            if self._schedule.in_phase(k) % self._replicas == self._replica and self._schedule.locate(k)[0] == name:
+            if (
+                self._schedule.number_in_phase(k) % self._replicas == self._replica
+                and self._schedule.locate(k)[0] == name
+            ):
                 self._take(name, k)
 
     def _take(self, name: str, k: int) -> SampleRow:
-        lane = self._schedule.in_phase(k) % self._lanes
+        lane = self._schedule.number_in_phase(k) % self._lanes
         row = self._open[name].take(lane)
         with self._lock:
             self._taken[name, lane].append((k, self._open[name].cursor(lane)))
@@ -217,7 +220,7 @@ class MixtureSampler:
         """Data sets of the mixture without numbers; see `lane_reader`."""
         self.lanes = next((stream.lanes for stream in self.streams.values()), None)
         """Lanes of the streams, equal for all; None: no stream."""
-        self.schedule = Schedule.of(self.weights, self.lanes)
+        self.schedule = Schedule.from_weights(self.weights, self.lanes)
         self.records: dict[str, dict[str, Any]] = {
             name: {**part.record, "windows": None if isinstance(part.dataset, Stream) else len(part.dataset)}
             for name, part in parts.items()

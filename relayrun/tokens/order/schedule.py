@@ -68,7 +68,7 @@ class _Node:
     left: _Node | None = None
     right: _Node | None = None
 
-    def to_left(self, n: int) -> int:
+    def left_count(self, n: int) -> int:
         """Return how many of this node's first n samples go to the left."""
         assert self.left is not None
         return (n * self.left.weight + self.weight // 2) // self.weight
@@ -93,8 +93,8 @@ class Interleave:
             left, right = node.left, node.right
             if left is None or right is None:
                 return node.name, n
-            before = node.to_left(n)
-            if node.to_left(n + 1) > before:
+            before = node.left_count(n)
+            if node.left_count(n + 1) > before:
                 node, n = left, before
             else:
                 node, n = right, n - before
@@ -108,7 +108,7 @@ class Interleave:
             if node.left is None or node.right is None:
                 found[node.name] = n
             else:
-                left = node.to_left(n)
+                left = node.left_count(n)
                 waiting += [(node.left, left), (node.right, n - left)]
         return found
 
@@ -126,7 +126,7 @@ class RotatedInterleave:
         self._inner = inner
         self._lanes = lanes
         self._shifts = Permutation(lanes, permutation_key(0, "turns", lanes))
-        self._turn = lru_cache(8)(self._counts_of_turn)
+        self._turn = lru_cache(8)(self._turn_counts)
         self._only = next(iter(names)) if len(names := inner.counts(0)) == 1 else None
         """The data set if it is the only one: it has every sample."""
 
@@ -153,7 +153,7 @@ class RotatedInterleave:
             now, base = self._inner.counts(first + r + shift - self._lanes), after
         return {name: base[name] + count - at_shift[name] for name, count in now.items()}
 
-    def _counts_of_turn(self, turn: int) -> tuple[int, dict[str, int], dict[str, int], dict[str, int]]:
+    def _turn_counts(self, turn: int) -> tuple[int, dict[str, int], dict[str, int], dict[str, int]]:
         """Return the shift, and the counts of the `Interleave` before the turn, at its shift and after it."""
         shift, first = self._shifts(turn % self._lanes), turn * self._lanes
         counts = self._inner.counts
@@ -197,7 +197,7 @@ class Schedule:
             self._before.append(_sum(self._before[-1], phase.interleave.counts(after.start - phase.start)))
 
     @classmethod
-    def of(cls, weights: Mapping[str, float], lanes: int | None = None) -> Self:
+    def from_weights(cls, weights: Mapping[str, float], lanes: int | None = None) -> Self:
         """Return the schedule of a single phase from sample 0 on."""
         return cls([Phase(start=0, weights=integer_weights(weights), lanes=lanes)])
 
@@ -217,7 +217,7 @@ class Schedule:
         name, count = self.phases[number].interleave.locate(k - self._starts[number])
         return name, count + self._before[number].get(name, 0)
 
-    def in_phase(self, k: int) -> int:
+    def number_in_phase(self, k: int) -> int:
         """Return the number of global sample k in its phase; modulo the lanes it is the lane of the sample."""
         return k - self._starts[max(0, bisect_right(self._starts, k) - 1)]
 

@@ -12,18 +12,12 @@ fragments alone (unequal shares if fragments are few).
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import threading
-import time
-import weakref
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from queue import Empty, Full, Queue
-from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,110 +26,10 @@ import pyarrow as pa
 from relayrun.config.sections.data import StreamSection
 from relayrun.errors import FatalTrainingError, InputError
 from relayrun.tokens.order.permutation import Permutation, permutation_key
+from relayrun.tokens.order.prefetcher import Prefetcher
 from relayrun.tokens.streams.fragments import Fragment, FragmentOrder, FragmentReader, arrow_integers
 from relayrun.tokens.streams.lane_cursor import BlockPosition, LaneCursor
 from relayrun.tokens.streams.samples import ENCODE_BATCH_BYTES, EncodeFunction, LaneSamples, SampleShape, encode_texts
-
-T = TypeVar("T")
-_POLL_SECONDS = 1.0
-"""Seconds between two looks of a waiting thread at `_closing`."""
-_EXIT_SECONDS = 5.0
-"""Seconds that the exit of a process waits for its reading threads."""
-
-
-class _EndOfItems:
-    """Marks the end of the iterator, with the error that ended it."""
-
-    def __init__(self, error: BaseException | None) -> None:
-        self.error = error
-
-
-class Prefetcher(Generic[T]):
-    """Reads up to `depth` items of an iterator ahead in a thread; a `depth` of 0 starts no thread.
-
-    `next` raises the iterator's error behind the items before it. The thread is a daemon: an exit waits `_EXIT_SECONDS`
-    for a thread that hangs in the file system.
-    """
-
-    def __init__(self, items: Iterator[T], depth: int, *, name: str) -> None:
-        self._items = items
-        self._closing = threading.Event()
-        self._end: _EndOfItems | None = None
-        self._queue: Queue[T | _EndOfItems] = Queue(max(1, depth))
-        self._thread = threading.Thread(target=self._read, daemon=True, name=name) if depth else None
-        if self._thread is not None:
-            _started_prefetchers.add(self)
-            self._thread.start()
-
-    def __iter__(self) -> Iterator[T]:
-        return self
-
-    def __next__(self) -> T:
-        if self._end is None:
-            item = self._next()
-            if not isinstance(item, _EndOfItems):
-                return item
-            self._end = item
-        raise self._end.error or StopIteration
-
-    def close(self) -> None:
-        """Ask the thread to end after its current item."""
-        self._closing.set()
-        try:
-            while True:
-                self._queue.get_nowait()
-        except Empty:
-            pass
-
-    def join(self, seconds: float) -> None:
-        """Wait at most `seconds` for the end of the thread."""
-        if self._thread is not None:
-            self._thread.join(seconds)
-
-    def _next(self) -> T | _EndOfItems:
-        if self._thread is not None:
-            return self._queue.get()
-        try:
-            return next(self._items)
-        except StopIteration:
-            return _EndOfItems(None)
-        except BaseException as met:  # a second `next` of a failed iterator would only say StopIteration
-            return _EndOfItems(met)
-
-    def _read(self) -> None:
-        error: BaseException | None = None
-        try:
-            for item in self._items:
-                self._put(item)
-                if self._closing.is_set():
-                    return
-        except BaseException as met:
-            error = met
-        self._put(_EndOfItems(error))
-
-    def _put(self, item: T | _EndOfItems) -> None:
-        while not self._closing.is_set():
-            try:
-                self._queue.put(item, timeout=_POLL_SECONDS)
-                return
-            except Full:
-                continue
-
-
-_started_prefetchers: weakref.WeakSet[Prefetcher[Any]] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_prefetchers() -> None:
-    """Stop the threads first: one that reads below a URL calls Python from Arrow and hangs or kills a dying
-    interpreter."""
-    end = time.monotonic() + _EXIT_SECONDS
-    found = [*_started_prefetchers]
-    for ahead in found:
-        ahead.close()
-    for ahead in found:
-        ahead.join(max(0.0, end - time.monotonic()))
-
 
 MIN_ROWS_PER_LANE = 256
 """Minimum rows of a block for each lane. The last sample of a lane's block is padded, which must stay rare. Part of the
@@ -146,7 +40,7 @@ order."""
 class RowBlock:
     """Consecutive rows of a group, before any filter."""
 
-    place: BlockPosition
+    position: BlockPosition
     rows: pa.Table
     """Columns as in `FragmentReader.read`, in the order of the files."""
     origins: npt.NDArray[np.int64]
@@ -164,23 +58,27 @@ class RowBlocks:
         self, order: FragmentOrder, reader: FragmentReader, stream: StreamSection, *, name: str, seed: int, lanes: int
     ) -> None:
         self.groups = order.groups
-        self.lanes_of_a_group = lanes // order.groups
-        self.rows = self.lanes_of_a_group * max(MIN_ROWS_PER_LANE, -(-stream.shuffle_buffer // lanes))
+        self.lanes_per_group = lanes // order.groups
+        self.rows = self.lanes_per_group * max(MIN_ROWS_PER_LANE, -(-stream.shuffle_buffer // lanes))
         """Rows of a block."""
         self._order = order
-        self._reader = reader
+        self.reader = reader
         self._stream = stream
         self._name, self._seed = name, seed
 
-    def read(self, group: int, place: BlockPosition) -> Iterator[RowBlock]:
-        """Yield the blocks of a group from position `place` on, up to the end of the last epoch.
+    def prefetcher(self, group: int, position: BlockPosition) -> Prefetcher[RowBlock]:
+        """Return the blocks of `read`, read ahead by `stream.nb_prefetch`."""
+        return Prefetcher(self.read(group, position), self._stream.nb_prefetch, name=f"{self._name}-{group}")
+
+    def read(self, group: int, position: BlockPosition) -> Iterator[RowBlock]:
+        """Yield the blocks of a group from `position` on, up to the end of the last epoch.
 
         Raises InputError like `FragmentReader.read`, and FatalTrainingError for an epoch without rows.
         """
         epochs = self._stream.nb_epochs
-        while epochs is None or place.epoch < epochs:
-            some = place.number > 0
-            for block in self._of_epoch(group, place):
+        while epochs is None or position.epoch < epochs:
+            some = position.number > 0
+            for block in self._epoch_blocks(group, position):
                 some = some or len(block.rows) > 0
                 yield block
             if not some:
@@ -188,50 +86,50 @@ class RowBlocks:
                     f"data set {self._name!r}: the files of a group of lanes have no row",
                     hint="leave out empty files, or those that stream.on_error leaves out, or add others",
                 )
-            place = BlockPosition(place.epoch + 1, 0, 0, 0)
+            position = BlockPosition(position.epoch + 1, 0, 0, 0)
 
-    def _of_epoch(self, group: int, begin: BlockPosition) -> Iterator[RowBlock]:
+    def _epoch_blocks(self, group: int, begin: BlockPosition) -> Iterator[RowBlock]:
         parts: list[pa.RecordBatch] = []
         origins: list[npt.NDArray[np.int64]] = []
-        missing, place, left_out = self.rows, begin, 0
-        skipped = islice(self._order.of_epoch(begin.epoch, group), begin.fragment, None)
+        missing, position, left_out = self.rows, begin, 0
+        skipped = islice(self._order.epoch_fragments(begin.epoch, group), begin.fragment, None)
         for number, fragment in enumerate(skipped, start=begin.fragment):
             row = begin.row if number == begin.fragment else 0
-            if self._reader.why_left_out(fragment.file) is not None:
+            if self.reader.why_left_out(fragment.file) is not None:
                 left_out += fragment.group in (None, 0)
                 continue
-            for batch in self._reader.read(fragment, row):
+            for batch in self.reader.read(fragment, row):
                 while len(batch):
                     part = batch.slice(0, missing)
                     parts.append(part)
                     origins.append(_row_origins(fragment, row, len(part)))
                     row, missing, batch = row + len(part), missing - len(part), batch.slice(len(part))
                     if not missing:
-                        yield self._block(group, place, parts, origins, left_out)
+                        yield self._block(group, position, parts, origins, left_out)
                         parts, origins, missing, left_out = [], [], self.rows, 0
-                        place = BlockPosition(begin.epoch, place.number + 1, number, row)
+                        position = BlockPosition(begin.epoch, position.number + 1, number, row)
         if parts or left_out:
-            yield self._block(group, place, parts, origins, left_out)
+            yield self._block(group, position, parts, origins, left_out)
 
     def _block(
         self,
         group: int,
-        place: BlockPosition,
+        position: BlockPosition,
         parts: Sequence[pa.RecordBatch],
         origins: Sequence[npt.NDArray[np.int64]],
         files_left_out: int,
     ) -> RowBlock:
-        rows = _joined_batches(parts, self._name).combine_chunks() if parts else self._reader.no_rows
+        rows = _joined_batches(parts, self._name).combine_chunks() if parts else self.reader.no_rows
         order = np.arange(len(rows))
         if self._stream.shuffle_buffer:
-            key = permutation_key(self._seed, f"{self._name}/{group}/rows/{place.number}", place.epoch)
+            key = permutation_key(self._seed, f"{self._name}/{group}/rows/{position.number}", position.epoch)
             order = Permutation(len(rows), key).map(order)
         where = np.concatenate([np.zeros((0, 3), np.int64), *origins])
-        return RowBlock(place=place, rows=rows, origins=where, order=order, files_left_out=files_left_out)
+        return RowBlock(position=position, rows=rows, origins=where, order=order, files_left_out=files_left_out)
 
-    def of_lane(self, block: RowBlock, lane: int) -> tuple[pa.Table, npt.NDArray[np.int64]]:
+    def lane_rows(self, block: RowBlock, lane: int) -> tuple[pa.Table, npt.NDArray[np.int64]]:
         """Return the rows of a block for `lane` in the lane's order, and their origins."""
-        chosen = block.order[lane // self.groups :: self.lanes_of_a_group]
+        chosen = block.order[lane // self.groups :: self.lanes_per_group]
         return block.rows.take(arrow_integers(chosen)), block.origins[chosen]
 
     def group_of(self, lane: int) -> int:
@@ -267,7 +165,7 @@ MAX_WAITING_BLOCKS = 4
 class LaneBlock:
     """The share of one lane in a block."""
 
-    place: BlockPosition
+    position: BlockPosition
     rows: int
     """Rows before any filter."""
     left_out: Counter[str]
@@ -298,25 +196,19 @@ class LaneGroup:
         group: int,
         lanes: Mapping[int, LaneCursor],
         blocks: RowBlocks,
-        reader: FragmentReader,
         shape: SampleShape,
         encode: EncodeFunction,
-        *,
-        nb_prefetch: int,
-        name: str,
     ) -> None:
         self._group = group
-        self._from = {lane: cursor.place for lane, cursor in lanes.items()}
-        self._blocks, self._reader = blocks, reader
-        self._shape, self._encode = shape, encode
-        self._nb_prefetch, self._name = nb_prefetch, name
+        self._from = {lane: cursor.position for lane, cursor in lanes.items()}
+        self._blocks, self._shape, self._encode = blocks, shape, encode
         self._ahead: Prefetcher[RowBlock] | None = None
         self._waiting: dict[int, deque[RowBlock]] = {lane: deque() for lane in lanes}
         self._made: dict[int, LaneBlock] = {}
         """Encoded blocks of lanes that have not asked for them yet, by lane."""
         self._newest: BlockPosition | None = None
         """Position of the newest block that was read for the whole group."""
-        self._behind: dict[int, Prefetcher[RowBlock]] = {}
+        self._catching_up: dict[int, Prefetcher[RowBlock]] = {}
         """Readers of lanes that are too far behind the others, by lane."""
 
     def next_block(self, lane: int) -> LaneBlock | None:
@@ -324,44 +216,44 @@ class LaneGroup:
 
         Raises like `RowBlocks.read` and `FragmentReader.texts`.
         """
-        if lane in self._behind:
-            return self._next_behind(lane)
+        if lane in self._catching_up:
+            return self._next_catching_up(lane)
         while not self._waiting[lane]:
             if self._ahead is None:
-                blocks = self._blocks.read(self._group, min(self._from.values()))
-                self._ahead = Prefetcher(blocks, self._nb_prefetch, name=f"{self._name}-{self._group}")
+                self._ahead = self._blocks.prefetcher(self._group, min(self._from.values()))
             block = next(self._ahead, None)
             if block is None:
                 return None
-            self._newest = block.place
+            self._newest = block.position
             for other, waiting in self._waiting.items():
                 # lanes of a group may resume in different blocks
-                if other in self._behind or block.place < self._from[other]:
+                if other in self._catching_up or block.position < self._from[other]:
                     continue
                 waiting.append(block)
                 if len(waiting) > MAX_WAITING_BLOCKS:
-                    self._leave_behind(other)
+                    self._start_catching_up(other)
         if lane not in self._made:
             self._make(lane, self._waiting[lane][0])
         self._waiting[lane].popleft()
         return self._made.pop(lane)
 
-    def _leave_behind(self, lane: int) -> None:
+    def _start_catching_up(self, lane: int) -> None:
         """Give a lane a reader of its own for its waiting blocks; its encoded block stays."""
         waiting = self._waiting[lane]
         if lane in self._made:
             waiting.popleft()
-        blocks = self._blocks.read(self._group, waiting[0].place)
-        self._behind[lane] = Prefetcher(blocks, 0, name=f"{self._name}-{self._group}-{lane}")
+        self._catching_up[lane] = Prefetcher(
+            self._blocks.read(self._group, waiting[0].position), 0, name=f"lane-{lane}"
+        )
         waiting.clear()
 
-    def _next_behind(self, lane: int) -> LaneBlock | None:
+    def _next_catching_up(self, lane: int) -> LaneBlock | None:
         if lane not in self._made:
-            block = next(self._behind[lane], None)
+            block = next(self._catching_up[lane], None)
             if block is None:
                 return None
-            if block.place == self._newest:
-                del self._behind[lane]
+            if block.position == self._newest:
+                del self._catching_up[lane]
             self._make(lane, block)
         return self._made.pop(lane)
 
@@ -389,7 +281,7 @@ class LaneGroup:
             samples = LaneSamples(tokens, lengths, self._shape)
             part.left_out["no token"] = samples.empty
             self._made[other] = LaneBlock(
-                place=block.place,
+                position=block.position,
                 rows=part.rows,
                 left_out=part.left_out,
                 files_left_out=block.files_left_out if other == self._group else 0,  # counted by the first lane
@@ -398,6 +290,6 @@ class LaneGroup:
             )
 
     def _texts(self, block: RowBlock, lane: int) -> _LaneTexts:
-        rows, origins = self._blocks.of_lane(block, lane)
-        texts, chosen, left_out = self._reader.texts(rows)
+        rows, origins = self._blocks.lane_rows(block, lane)
+        texts, chosen, left_out = self._blocks.reader.texts(rows)
         return _LaneTexts(texts=texts, rows=len(rows), left_out=left_out, origins=origins[chosen])

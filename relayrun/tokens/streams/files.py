@@ -81,7 +81,7 @@ def _frozen(file: FileEntry, known: Sequence[FileEntry], *, whole: bool) -> File
     changed = os.stat(file.path).st_mtime_ns if local else urls.stat_url(file.path)[1]
     ends = urls.hash_file_ends(file.path)
     now = replace(file, fingerprint=ends, changed=changed)
-    alike = [one for one in known if one.fingerprint in (ends, _of_whole(ends, one))]
+    alike = [one for one in known if one.fingerprint in (ends, _whole_fingerprint(ends, one))]
     for one in alike:
         if one.changed == changed or 0 in (one.changed, changed):  # 0: a store without times
             return replace(now, fingerprint=one.fingerprint, content=one.content)
@@ -89,10 +89,10 @@ def _frozen(file: FileEntry, known: Sequence[FileEntry], *, whole: bool) -> File
     for one in alike:
         if now.content and now.content == one.content:
             return replace(now, fingerprint=one.fingerprint)
-    return replace(now, fingerprint=_of_whole(ends, now)) if alike else now
+    return replace(now, fingerprint=_whole_fingerprint(ends, now)) if alike else now
 
 
-def _of_whole(ends: str, file: FileEntry) -> str:
+def _whole_fingerprint(ends: str, file: FileEntry) -> str:
     """Return a fingerprint for a file whose ends equal those of another file; below a URL the time stands for the
     content."""
     return hashlib.sha256(f"{ends} {file.content or file.changed}".encode()).hexdigest()
@@ -122,7 +122,7 @@ def find_text_files(source: DataSource, where: str) -> list[FileEntry]:
                 raise InputError(f"{where}: two of its paths lead to this file", where=file, hint="name each file once")
             found[file] = size
     if stream.partition_filters is not None:
-        found = {path: found[path] for path in _of_partitions(list(found), stream.partition_filters, where)}
+        found = {path: found[path] for path in _in_partitions(list(found), stream.partition_filters, where)}
     files = [FileEntry(path=path, size=size, fingerprint="") for path, size in found.items()]
     limit = stream.limit or StreamLimit()
     if limit.fraction_of_files is not None:
@@ -184,7 +184,7 @@ def _pattern(url: str, files: Sequence[str]) -> re.Pattern[str]:
     return re.compile(re.escape(front) + (rest or "(?:/.*)?"))
 
 
-def _of_partitions(paths: list[str], text: str, where: str) -> Iterator[str]:
+def _in_partitions(paths: list[str], text: str, where: str) -> Iterator[str]:
     """Yield the files whose path parts `name=value` fulfil a condition. Integers if all files have integers."""
     parts = [dict(re.findall(r"([^/=]+)=([^/]*)(?=/)", path)) for path in paths]
     names = condition_columns(condition := parse_row_condition(text))

@@ -80,7 +80,7 @@ class FragmentOrder:
         self._all = lru_cache(1)(self._every_fragment)
         self._lock = threading.Lock()
 
-    def of_epoch(self, epoch: int, group: int) -> Iterator[Fragment]:
+    def epoch_fragments(self, epoch: int, group: int) -> Iterator[Fragment]:
         """Yield the fragments of a group in their order. Raises InputError for a file that cannot be opened."""
         window = self._stream.fragment_shuffle_window
         if window == -1:
@@ -88,7 +88,7 @@ class FragmentOrder:
             return
         count = len(self.files)
         files = range(count) if window == 0 else self._permutation(count, "files", epoch)
-        fragments = (fragment for file in self._share(files, group) for fragment in self._of_file(file))
+        fragments = (fragment for file in self._share(files, group) for fragment in self._file_fragments(file))
         if window < 2:
             yield from fragments
             return
@@ -109,12 +109,12 @@ class FragmentOrder:
             every = self._all()
         for number in self._share(self._permutation(len(every), "fragments", epoch), group):
             file, fragment = every[number].tolist()
-            yield self._of_file(file)[fragment]
+            yield self._file_fragments(file)[fragment]
 
     def _every_fragment(self) -> npt.NDArray[np.int64]:
         """Return file and fragment number in the file of all fragments, int64 [fragments, 2]."""
         with ThreadPoolExecutor(_FOOTERS_READ_AT_ONCE) as pool:
-            counts = np.array([*map(len, pool.map(self._of_file, range(len(self.files))))])
+            counts = np.array([*map(len, pool.map(self._file_fragments, range(len(self.files))))])
         files = np.repeat(np.arange(len(counts)), counts)
         return np.stack([files, np.arange(len(files)) - np.repeat(np.cumsum(counts) - counts, counts)], axis=1)
 
@@ -124,7 +124,7 @@ class FragmentOrder:
         found: list[int] = Permutation(count, key).map(np.arange(count)).tolist() if count else []
         return found
 
-    def _of_file(self, number: int) -> list[Fragment]:
+    def _file_fragments(self, number: int) -> list[Fragment]:
         if number not in self._fragments_of:
             self._fragments_of[number] = self._look_at(number)
         return self._fragments_of[number]

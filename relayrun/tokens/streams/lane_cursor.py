@@ -50,7 +50,7 @@ class LaneCursor(NamedTuple):
     misfit: int = 0
 
     @property
-    def place(self) -> BlockPosition:
+    def position(self) -> BlockPosition:
         return BlockPosition(*self[:4])
 
     def counts(self) -> dict[str, int]:

@@ -76,7 +76,7 @@ class SampleShape:
     """Packing of windows into rows."""
 
     @classmethod
-    def of(
+    def from_settings(
         cls,
         settings: DocumentWindowSection | None,
         *,
@@ -165,7 +165,7 @@ class LaneSamples:
             ]
         found, before = [], int(cut.bos is not None)
         for window, start, stop in self._pieces[i]:
-            document, base, count = self._place(window)
+            document, base, count = self._locate(window)
             low, high = max(start - before, 0), min(stop - before, count)
             if high > low:
                 found.append((document, base + low, base + high))
@@ -176,7 +176,7 @@ class LaneSamples:
         length = self._shape.seq_length
         return i * length, min((i + 1) * length, len(self._ids))
 
-    def _place(self, window: int) -> tuple[int, int, int]:
+    def _locate(self, window: int) -> tuple[int, int, int]:
         """Return document, first id and number of ids of a window."""
         assert self._shape.cut is not None
         document = int(self._window_document[window])
@@ -187,7 +187,7 @@ class LaneSamples:
         """Return the tokens of a window with BOS and EOS."""
         cut = self._shape.cut
         assert cut is not None
-        _, first, count = self._place(number)
+        _, first, count = self._locate(number)
         before = int(cut.bos is not None)
         window = np.empty(count + cut.specials, np.int32)
         window[before : before + count] = self._ids[first : first + count]

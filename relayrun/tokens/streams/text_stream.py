@@ -79,7 +79,7 @@ class _Lane:
         """Samples that were taken from the block."""
         self.block: LaneBlock | None = None
         """The current block; None before the first."""
-        self.without: int | None = None
+        self.empty_since: int | None = None
         """The epoch of the first block without samples since the last sample."""
 
 
@@ -93,16 +93,7 @@ class OpenTextLanes:
         for lane, cursor in cursors.items():
             groups.setdefault(stream.blocks.group_of(lane), {})[lane] = cursor
         self._groups = {
-            group: LaneGroup(
-                group,
-                members,
-                stream.blocks,
-                stream.reader,
-                stream.shape,
-                stream.encode,
-                nb_prefetch=stream.settings.nb_prefetch,
-                name=stream.name,
-            )
+            group: LaneGroup(group, members, stream.blocks, stream.shape, stream.encode)
             for group, members in groups.items()
         }
 
@@ -117,7 +108,7 @@ class OpenTextLanes:
             self._next_block(lane, now)
         row = now.block.samples.row(now.taken)
         now.taken += 1
-        now.without = None
+        now.empty_since = None
         return row
 
     def origins(self, lane: int) -> list[DocumentOrigin]:
@@ -152,26 +143,26 @@ class OpenTextLanes:
                 hint="take stream.nb_epochs away, give a lower training.steps, or more data",
             )
         if now.block is not None:
-            now.cursor, now.taken = _behind(now.cursor, now.block)._replace(**block.place._asdict()), 0
-        elif block.place != now.cursor.place:
+            now.cursor, now.taken = _cursor_after(now.cursor, now.block)._replace(**block.position._asdict()), 0
+        elif block.position != now.cursor.position:
             raise FatalTrainingError(
-                f"data set {stream.name!r}: lane {lane} stood at {now.cursor.place}, where no block begins",
+                f"data set {stream.name!r}: lane {lane} stood at {now.cursor.position}, where no block begins",
                 hint="the files are not those of the checkpoint; put them back",
             )
         now.block = block
         if len(block.samples):
             return
-        if now.without is None:
-            now.without = block.place.epoch
-        elif block.place.epoch > now.without + 1:
+        if now.empty_since is None:
+            now.empty_since = block.position.epoch
+        elif block.position.epoch > now.empty_since + 1:
             raise FatalTrainingError(
                 f"data set {stream.name!r}: lane {lane} of {stream.lanes} got no sample in the whole epoch "
-                f"{block.place.epoch - 1}",
+                f"{block.position.epoch - 1}",
                 hint="give more rows, filter fewer, or begin a run with fewer data.lanes",
             )
 
 
-def _behind(cursor: LaneCursor, block: LaneBlock) -> LaneCursor:
+def _cursor_after(cursor: LaneCursor, block: LaneBlock) -> LaneCursor:
     """Return the cursor behind a block."""
     return cursor._replace(
         taken=0,

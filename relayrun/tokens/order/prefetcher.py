@@ -1,0 +1,111 @@
+"""An iterator that is read ahead in a thread."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from queue import Empty, Full, Queue
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+_POLL_SECONDS = 1.0
+"""Seconds between two looks of a waiting thread at `_closing`."""
+_EXIT_SECONDS = 5.0
+"""Seconds that the exit of a process waits for its reading threads."""
+
+
+class _EndOfItems:
+    """Marks the end of the iterator, with the error that ended it."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.error = error
+
+
+class Prefetcher(Generic[T]):
+    """Reads up to `depth` items of an iterator ahead in a thread; a `depth` of 0 starts no thread.
+
+    `next` raises the iterator's error behind the items before it. The thread is a daemon: an exit waits `_EXIT_SECONDS`
+    for a thread that hangs in the file system.
+    """
+
+    def __init__(self, items: Iterator[T], depth: int, *, name: str) -> None:
+        self._items = items
+        self._closing = threading.Event()
+        self._end: _EndOfItems | None = None
+        self._queue: Queue[T | _EndOfItems] = Queue(max(1, depth))
+        self._thread = threading.Thread(target=self._read, daemon=True, name=name) if depth else None
+        if self._thread is not None:
+            _started_prefetchers.add(self)
+            self._thread.start()
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        if self._end is None:
+            item = self._next()
+            if not isinstance(item, _EndOfItems):
+                return item
+            self._end = item
+        raise self._end.error or StopIteration
+
+    def close(self) -> None:
+        """Ask the thread to end after its current item."""
+        self._closing.set()
+        try:
+            while True:
+                self._queue.get_nowait()
+        except Empty:
+            pass
+
+    def join(self, seconds: float) -> None:
+        """Wait at most `seconds` for the end of the thread."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def _next(self) -> T | _EndOfItems:
+        if self._thread is not None:
+            return self._queue.get()
+        try:
+            return next(self._items)
+        except StopIteration:
+            return _EndOfItems(None)
+        except BaseException as met:  # a second `next` of a failed iterator would only say StopIteration
+            return _EndOfItems(met)
+
+    def _read(self) -> None:
+        error: BaseException | None = None
+        try:
+            for item in self._items:
+                self._put(item)
+                if self._closing.is_set():
+                    return
+        except BaseException as met:
+            error = met
+        self._put(_EndOfItems(error))
+
+    def _put(self, item: T | _EndOfItems) -> None:
+        while not self._closing.is_set():
+            try:
+                self._queue.put(item, timeout=_POLL_SECONDS)
+                return
+            except Full:
+                continue
+
+
+_started_prefetchers: weakref.WeakSet[Prefetcher[Any]] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_prefetchers() -> None:
+    """Stop the threads first: one that reads below a URL calls Python from Arrow and hangs or kills a dying
+    interpreter."""
+    end = time.monotonic() + _EXIT_SECONDS
+    found = [*_started_prefetchers]
+    for ahead in found:
+        ahead.close()
+    for ahead in found:
+        ahead.join(max(0.0, end - time.monotonic()))
