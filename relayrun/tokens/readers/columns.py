@@ -24,7 +24,7 @@ from relayrun.tokens.readers.inputs import BadLine, LineFaults, file_compression
 from relayrun.tokens.readers.json_csv import MAX_ROWS, read_csv, read_jsonl
 from relayrun.tokens.readers.texts import find_field, keep_utf8, keep_utf8_rows, row_namer, text_array
 from relayrun.tokens.stores import urls
-from relayrun.tokens.stores.urls import MissingInput, open_input, printable
+from relayrun.tokens.stores.urls import MissingInput, first_line, open_input, printable
 
 log = logging.getLogger(__name__)
 
@@ -152,8 +152,7 @@ def _file_fault(path: str, column: str, *, skip_lines: bool) -> InputError | Non
 
 def unreadable_file_error(path: str, error: Exception, *, hint: str | None = None) -> InputError:
     """Return the error for a file that Arrow or the store cannot read."""
-    lines = str(error).splitlines() or [type(error).__name__]
-    return InputError(f"cannot be read, it may be torn: {lines[0]}", where=printable(path), hint=hint)
+    return InputError(f"cannot be read, it may be torn: {first_line(error)}", where=printable(path), hint=hint)
 
 
 def _read_parquet(raw: BinaryIO, path: str, column: str, batch_bytes: int, faults: LineFaults) -> Iterator[pa.Array]:
@@ -278,7 +277,7 @@ def _inspect_file(path: str, size: int, column: str) -> RowFile:
                 (group.total_byte_size * min(_PAGE_ROWS, group.num_rows) // max(group.num_rows, 1) for group in groups),
                 default=0,
             ),
-            schema=_plain_schema(file.schema_arrow),
+            schema=pa.schema([_plain_field(field) for field in file.schema_arrow]),
         )
 
 
@@ -364,10 +363,6 @@ def _wide_field(field: pa.Field) -> pa.Field:
     elif pa.types.is_map(kind):
         kind = pa.map_(_wide_field(kind.key_field), _wide_field(kind.item_field), kind.keys_sorted)
     return field.with_type(kind)
-
-
-def _plain_schema(schema: pa.Schema) -> pa.Schema:
-    return pa.schema([_plain_field(field) for field in schema])
 
 
 def _plain_field(field: pa.Field) -> pa.Field:

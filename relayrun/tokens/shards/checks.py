@@ -182,7 +182,8 @@ def _verify_shard(
         faults += _cut_faults(shard, whole)
     if not faults and eod is not None:
         faults += _document_end_faults(shard, eod)
-    expected = _recorded_checksums(prefix, records) if records is not None else {}
+    record = None if records is None else records.of(os.path.realpath(prefix + ".bin").removesuffix(".bin"))
+    expected = {} if record is None else record.xxh3_128
     digest = xxhash.xxh3_128() if expected else None
     faults += _id_faults(shard, vocabulary_size, digest)
     index = (shard if whole is None else whole).prefix + ".idx"
@@ -254,11 +255,6 @@ def _id_faults(shard: Shard, vocabulary_size: int | None, digest: Any) -> list[s
         wrong = np.asarray(shard.ids())
         return [f"ids from {wrong.min()} to {wrong.max()}, but the vocabulary has {vocabulary_size}"]
     return []
-
-
-def _recorded_checksums(prefix: str, records: ShardRecords) -> dict[str, str]:
-    record = records.of(os.path.realpath(prefix + ".bin").removesuffix(".bin"))
-    return {} if record is None else record.xxh3_128
 
 
 def check_data(manifest: Manifest, mixture: list[str], data: DataSection) -> None:

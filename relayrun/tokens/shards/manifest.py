@@ -31,6 +31,7 @@ from relayrun.tokens.shards.shard import Shard, ShardRecords
 from relayrun.tokens.stores.direct_io import file_checksum
 
 MANIFEST_VERSION = 2
+_TOKENIZER_FIELDS = ("tokenizer", "tokenizer_fingerprint", "tokenizer_ids", "vocabulary_size", "eod")
 _CHUNK = 1 << 20
 
 
@@ -288,11 +289,7 @@ class Manifest:
             return cls(
                 datasets={name: _dataset_from_json(part) for name, part in value["datasets"].items()},
                 validation={name: _dataset_from_json(part) for name, part in value["validation"].items()},
-                vocabulary_size=value["vocabulary_size"],
-                eod=value["eod"],
-                tokenizer=value["tokenizer"],
-                tokenizer_fingerprint=value["tokenizer_fingerprint"],
-                tokenizer_ids=value["tokenizer_ids"],
+                **{name: value[name] for name in _TOKENIZER_FIELDS},
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             what = "it is no JSON" if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)) else repr(error)
@@ -304,19 +301,11 @@ class Manifest:
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write as JSON, atomically."""
-        write_json(
-            path,
-            {
-                "version": MANIFEST_VERSION,
-                "tokenizer": self.tokenizer,
-                "tokenizer_fingerprint": self.tokenizer_fingerprint,
-                "tokenizer_ids": self.tokenizer_ids,
-                "vocabulary_size": self.vocabulary_size,
-                "eod": self.eod,
-                "datasets": {name: _dataset_to_json(dataset) for name, dataset in self.datasets.items()},
-                "validation": {name: _dataset_to_json(dataset) for name, dataset in self.validation.items()},
-            },
-        )
+        value: dict[str, Any] = {"version": MANIFEST_VERSION}
+        value |= {name: getattr(self, name) for name in _TOKENIZER_FIELDS}
+        value["datasets"] = {name: _dataset_to_json(dataset) for name, dataset in self.datasets.items()}
+        value["validation"] = {name: _dataset_to_json(dataset) for name, dataset in self.validation.items()}
+        write_json(path, value)
 
     def differences(self, mixture: Iterable[str]) -> list[str]:
         """Describe differences on disk in the data sets `mixture` and the validation sets; two `stat` calls a shard."""

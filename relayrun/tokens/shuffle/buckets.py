@@ -150,7 +150,6 @@ class SortedRows:
     """Rows in memory in the order of their keys; rows of equal keys in the order of arrival."""
 
     def __init__(self, tables: Sequence[pa.Table], schema: pa.Schema) -> None:
-        """Sort the rows of `tables`, which have the columns of `keyed_schema`."""
         table = pa.concat_tables([schema.empty_table(), *tables])
         self._order = np.argsort(table[_KEY.name].to_numpy(), kind="stable")
         self._table = table.drop_columns([_KEY.name]).combine_chunks()
@@ -338,7 +337,6 @@ class ShuffleWriter:
             rows.append(last - start)
 
     def _rows(self, start: int, stop: int) -> pa.Table:
-        """Rows `start` to `stop` of the shuffle, in one chunk."""
         pieces = []
         while start < stop:
             number = int(np.searchsorted(self._ends, start, side="right"))

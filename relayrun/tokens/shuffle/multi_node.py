@@ -27,6 +27,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -53,18 +54,8 @@ from relayrun.tokens.stores import urls
 
 log = logging.getLogger(__name__)
 
-_OUTPUT_SETTINGS = (
-    "dataset_folder",
-    "column",
-    "seed",
-    "file_size",
-    "row_group_size",
-    "row_group_bytes",
-    "split_rows",
-    "split_overlap",
-    "compression",
-    "on_error",
-)
+_LOCAL_SETTINGS = {"output", "memory_limit", "temp_dir", "threads"}
+"""Options that the bytes of the output do not depend on."""
 
 
 class ReshardTask:
@@ -194,15 +185,15 @@ class ReshardTask:
 
 def _plan_to_json(plan: ShufflePlan) -> dict[str, Any]:
     """Return the content of plan.json; `of` holds everything that the output bytes depend on."""
-    options = {name: getattr(plan.options, name) for name in _OUTPUT_SETTINGS}
+    names = [field.name for field in fields(plan.options) if field.name not in _LOCAL_SETTINGS]
+    options = {name: getattr(plan.options, name) for name in names}
     options["dataset_folder"] = urls.absolute_path(plan.options.dataset_folder)
-    files = [[file.path, file.size, file.rows, file.page, _modified_time(file.path)] for file in plan.files]
+    files: list[list[Any]] = []
+    for file in plan.files:
+        changed = 0 if urls.is_url(file.path) else os.stat(file.path).st_mtime_ns
+        files.append([file.path, file.size, file.rows, file.page, changed])
     schema = plan.files[0].schema.serialize().to_pybytes().hex()
     return {"of": {**options, "files": files, "schema": schema}, "parts": plan.parts, "buckets": plan.buckets}
-
-
-def _modified_time(path: str) -> int:
-    return 0 if urls.is_url(path) else os.stat(path).st_mtime_ns
 
 
 def _plan_from_json(record: dict[str, Any], options: ReshardOptions) -> ShufflePlan:

@@ -166,16 +166,13 @@ class ThreadShares:
 def _shares(options: ReshardOptions, fixed: int, least: int) -> ThreadShares:
     room = options.memory_limit - _BASE
     if (threads := min(options.threads, room // (fixed + least))) < 1:
+        option = "--row-group-size" if options.row_group_bytes is None else "--row-group-mb"
         raise InputError(
             f"a thread that shuffles these rows takes at least {(_BASE + fixed + least) / 1e9:.2f} GB",
             where="--memory-limit",
-            hint=f"give more, or, where rows are long, make {_group_option(options)} smaller",
+            hint=f"give more, or, where rows are long, make {option} smaller",
         )
     return ThreadShares(threads, room // threads - fixed)
-
-
-def _group_option(options: ReshardOptions) -> str:
-    return "--row-group-size" if options.row_group_bytes is None else "--row-group-mb"
 
 
 def reshard(options: ReshardOptions) -> int:
@@ -255,7 +252,6 @@ def make_shuffle_plan(options: ReshardOptions, *, tasks: int) -> ShufflePlan:
 
 
 def _parts(files: Sequence[RowFile], count: int) -> tuple[tuple[int, int], ...]:
-    """Split files into at most `count` runs of about equal size."""
     ends = np.cumsum([file.size + 1 for file in files])
     bounds = np.searchsorted(ends, ends[-1] * np.arange(count + 1) / count, side="left")
     bounds[0], bounds[-1] = 0, len(files)
@@ -274,7 +270,7 @@ def _keyed_part(plan: ShufflePlan, part: int, lengths: LengthProfile) -> Iterato
 
 
 class _TooLarge(Exception):
-    """The rows exceed the memory."""
+    pass
 
 
 def _in_memory(plan: ShufflePlan) -> MemoryBuckets | None:

@@ -8,6 +8,7 @@ size is neither fetched nor read again.
 from __future__ import annotations
 
 import fnmatch
+import functools
 import hashlib
 import logging
 import os
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 
 from relayrun.errors import InputError, RelayrunError
 from relayrun.files import write_atomic
+from relayrun.tokens.stores.urls import first_line
 
 log = logging.getLogger(__name__)
 
@@ -120,9 +122,9 @@ def _list_files(api: Any, repository: str, revision: str) -> tuple[str, list[Hub
 
 def _fetch_file(api: Any, repository: str, commit: str, file: HubFile, output: Path) -> str:
     """Fetch a file and return its SHA-256. A file with a wrong checksum is fetched once more."""
-
-    def fetch(force: bool) -> Path:
-        path = api.hf_hub_download(
+    for force in (False, True):
+        fetch = functools.partial(
+            api.hf_hub_download,
             repository,
             file.path,
             repo_type="dataset",
@@ -130,11 +132,7 @@ def _fetch_file(api: Any, repository: str, commit: str, file: HubFile, output: P
             local_dir=output,
             force_download=force,
         )
-        return Path(path)
-
-    for force in (False, True):
-        try_it = (lambda: fetch(True)) if force else (lambda: fetch(False))
-        here = _retry(try_it, f"{repository}/{file.path}")
+        here = Path(_retry(fetch, f"{repository}/{file.path}"))
         if (found := file.check(here)) is not None:
             return found
         here.unlink()
@@ -165,7 +163,7 @@ def _retry(call: Callable[[], T], where: str) -> T:
             hint = "look at its name and revision; a closed data set needs HF_TOKEN in the environment"
             if isinstance(error, GatedRepoError):
                 hint = "accept its terms on the hub's page, and set HF_TOKEN in the environment"
-            raise InputError(f"the hub does not give this: {_first_line(error)}", where=where, hint=hint) from None
+            raise InputError(f"the hub does not give this: {first_line(error)}", where=where, hint=hint) from None
         except LocalEntryNotFoundError as error:
             reason = error
         except EntryNotFoundError:
@@ -176,11 +174,11 @@ def _retry(call: Callable[[], T], where: str) -> T:
             reason = error
         if pause is None:
             raise InputError(
-                f"the hub does not answer: {_first_line(reason)} (tried {len(RETRY_PAUSES) + 1} times)",
+                f"the hub does not answer: {first_line(reason)} (tried {len(RETRY_PAUSES) + 1} times)",
                 where=where,
                 hint="run again: what has arrived is kept",
             ) from None
-        log.warning("%s: %s; tried again in %g s", where, _first_line(reason), pause)
+        log.warning("%s: %s; tried again in %g s", where, first_line(reason), pause)
         time.sleep(pause)
     raise AssertionError("the last pause is None")
 
@@ -188,11 +186,6 @@ def _retry(call: Callable[[], T], where: str) -> T:
 def _is_local(error: OSError) -> bool:
     """True if this machine's file system failed: only its errors carry a number and a name."""
     return error.errno is not None and error.filename is not None
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _is_downloaded(file: HubFile, output: Path, sums: dict[str, str]) -> bool:

@@ -45,8 +45,7 @@ _PERMANENT_ERRORS = (
 _STORE_FULL_CODES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 """Errors of a store without space: a pause of seconds frees none."""
 
-_TRANSIENT_STATUSES = (408, 425, 429)
-"""Transient statuses among HTTP's 4xx."""
+_TRANSIENT_4XX = (408, 425, 429)
 
 T = TypeVar("T")
 
@@ -67,7 +66,7 @@ def retry_transient(call: Callable[[], T], url: str) -> T:
             reason = _transient_error(error)
             if reason is None:
                 raise
-            text = mask_tokens((str(reason).splitlines() or [""])[0] or type(reason).__name__)[0]
+            text = mask_tokens(first_line(reason))[0]
             if pause is None:
                 raise StoreError(
                     f"the store does not answer: {text} (tried {number} times)",
@@ -90,7 +89,7 @@ def _transient_error(error: Exception) -> Exception | None:
     if isinstance(error, OSError) and error.errno in _STORE_FULL_CODES:
         return None
     if isinstance(error, (RelayrunError, *_PERMANENT_ERRORS)) or (
-        400 <= _http_status(error) < 500 and _http_status(error) not in _TRANSIENT_STATUSES
+        400 <= _http_status(error) < 500 and _http_status(error) not in _TRANSIENT_4XX
     ):
         return None
     return error
@@ -100,7 +99,7 @@ def _is_connection_error(cause: Exception) -> bool:
     if isinstance(cause, _PERMANENT_ERRORS):
         return False
     if status := _http_status(cause):
-        return status >= 500 or status in _TRANSIENT_STATUSES
+        return status >= 500 or status in _TRANSIENT_4XX
     return isinstance(cause, OSError) or type(cause).__module__.split(".")[0] == "aiohttp"
 
 
@@ -132,7 +131,6 @@ class RemoteFile(io.RawIOBase):
     """
 
     def __init__(self, url: str) -> None:
-        """Open the file. Raises as `retry_transient` does."""
         self._url = url
         self._at = 0
         self._streams = False
@@ -219,10 +217,10 @@ class RemoteFile(io.RawIOBase):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._url) from None
             if not _is_refusal(error):
                 raise
-            reason = error.__cause__ or error
-            text = (str(reason).splitlines() or [""])[0] or type(reason).__name__
             raise StoreError(
-                f"the store refuses this: {text}", where=self._url, hint="look at your access, then run again"
+                f"the store refuses this: {first_line(error.__cause__ or error)}",
+                where=self._url,
+                hint="look at your access, then run again",
             ) from None
 
     def _open(self) -> Any:
@@ -410,14 +408,13 @@ def _explain_store_errors(url: str, *, missing: str) -> Iterator[None]:
         raise MissingInput(missing, where=url) from None
     except ImportError as error:
         raise InputError(
-            f"the package of this scheme cannot be imported: {(str(error).splitlines() or [''])[0]}",
+            f"the package of this scheme cannot be imported: {first_line(error)}",
             where=url,
             hint=f"pip install {_scheme_package(url.partition('://')[0])}",
         ) from None
     except Exception as error:  # unknown scheme, no access: each package has its own errors
-        lines = str(error).splitlines() or [type(error).__name__]
         raise InputError(
-            f"fsspec cannot look at this: {lines[0]}",
+            f"fsspec cannot look at this: {first_line(error)}",
             where=url,
             hint="install fsspec's package of the scheme, and set its credentials",
         ) from None
@@ -433,3 +430,8 @@ def _scheme_package(scheme: str) -> str:
 def printable(name: str) -> str:
     """Return a file name for the terminal: bytes that are not UTF-8 become `\\udcff`."""
     return name.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its type."""
+    return (str(error).strip().splitlines() or [""])[0] or type(error).__name__

@@ -24,7 +24,8 @@ from relayrun.errors import InputError, refuse_urls
 from relayrun.tokens.readers.inputs import BadLine, LineFaults
 from relayrun.tokens.readers.texts import Texts
 from relayrun.tokens.shards.shard import ShardWriter, TokenizerRecord
-from relayrun.tokens.tokenize.encode.engines import Engine, select_engine
+from relayrun.tokens.tokenize.encode.engines import select_engine
+from relayrun.tokens.tokenize.encode.libraries import Engine
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentFraming, load_tokenizer
 from relayrun.tokens.tokenize.options import AppendEod, EngineName, OnError, TokenizeOptions, validate_options
 from relayrun.tokens.tokenize.processes import run_tasks

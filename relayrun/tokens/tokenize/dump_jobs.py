@@ -96,7 +96,6 @@ def prepare_submission(settings: TokenizationSettings) -> list[int]:
 
 
 def _check_inputs(metadata: MetadataFolder, indices: Sequence[int], options: TokenizeOptions) -> None:
-    """Raise InputError that names the files of these dumps without the column, and unreadable files."""
     from relayrun.tokens.readers.columns import check_files  # on demand: a login node may lack pyarrow
 
     dataset = metadata.dataset()

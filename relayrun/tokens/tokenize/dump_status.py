@@ -267,7 +267,6 @@ def _read_dump(metadata: MetadataFolder, index: int, now: float, *, done: bool, 
 
 
 def _covered_seconds(spans: Iterable[tuple[float, float]]) -> float:
-    """Seconds covered by at least one span."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))

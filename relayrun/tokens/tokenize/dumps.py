@@ -252,7 +252,9 @@ def prepare_dumps(
         _refuse_to_change_half_done(metadata, contents)
         replace_link(metadata.raw_link, dataset)
         metadata.write_sizes({dump.index: dump.size for dump in dumps})
-        _replace_dumps(metadata, contents)
+        with replaced_folder(metadata.dumps) as fresh:
+            for index, content in contents.items():
+                write_atomic(fresh / f"paths_file_{index}.txt", content)
     return dumps
 
 
@@ -276,12 +278,6 @@ def _refuse_to_change_half_done(metadata: MetadataFolder, contents: dict[int, by
                 where=output,
                 hint="finish it by submitting again, or delete this folder",
             )
-
-
-def _replace_dumps(metadata: MetadataFolder, contents: dict[int, bytes]) -> None:
-    with replaced_folder(metadata.dumps) as fresh:
-        for index, content in contents.items():
-            write_atomic(fresh / f"paths_file_{index}.txt", content)
 
 
 def print_dumps(dumps: Sequence[Dump], *, seconds_per_gb: float) -> None:

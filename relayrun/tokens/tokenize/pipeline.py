@@ -172,7 +172,6 @@ def _begin_tasks(
 
 
 def _run_tasks(folder: ShardFolder, todo: Sequence[ShardTask], context: TokenizeContext, workers: int) -> None:
-    """Make the shards, and record each when it is done."""
 
     def on_done(part: ShardTask, task: TaskRecord) -> None:
         folder.add(part.name, task)

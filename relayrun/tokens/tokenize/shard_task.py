@@ -32,8 +32,9 @@ from relayrun.tokens.readers.inputs import InputFile, LineFaults, stat_inputs
 from relayrun.tokens.readers.texts import Texts, release_pages
 from relayrun.tokens.shards.shard import ShardWriter
 from relayrun.tokens.stores.urls import MissingInput, is_url, join_path, printable
-from relayrun.tokens.tokenize.encode.engines import Engine, EngineSelection, parse_without_vocabulary
+from relayrun.tokens.tokenize.encode.engines import EngineSelection
 from relayrun.tokens.tokenize.encode.families import CL100K, O200K, PLAIN_BPE, QWEN2
+from relayrun.tokens.tokenize.encode.libraries import Engine, parse_without_vocabulary
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentFraming
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.shard_folder import SkippedFile, TaskProgress, TaskRecord, file_fingerprint

@@ -223,7 +223,6 @@ def _measure(process: subprocess.Popen[bytes], output: Path, workers: int, secon
 
 
 def _process_memory(pid: int) -> list[int]:
-    """Resident bytes of a process and its children."""
     import psutil
 
     try:
@@ -234,7 +233,6 @@ def _process_memory(pid: int) -> list[int]:
 
 
 def _end_program(process: subprocess.Popen[bytes]) -> None:
-    """Kill the program and wait for its workers, which leave with it."""
     import psutil
 
     try:

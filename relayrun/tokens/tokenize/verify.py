@@ -32,7 +32,7 @@ from relayrun.tokens.readers.texts import Texts
 from relayrun.tokens.shards.checks import verify_shards
 from relayrun.tokens.shards.prefixes import find_prefixes
 from relayrun.tokens.shards.shard import FOLDER_RECORD, Shard
-from relayrun.tokens.stores.urls import join_path, printable
+from relayrun.tokens.stores.urls import first_line, join_path, printable
 from relayrun.tokens.tokenize.dumps import MetadataFolder
 from relayrun.tokens.tokenize.encode.engines import select_engine
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentFraming, load_tokenizer
@@ -105,7 +105,6 @@ def print_comparison(compared: SourceComparison) -> None:
 
 @functools.cache
 def _warn_once(folder: str, note: str) -> None:
-    """Warn once for all shards of a folder."""
     log.warning("%s: shards are not compared with their files: %s", folder, note)
 
 
@@ -140,7 +139,7 @@ def _compare_shard(prefix: str, *, full: bool, tokenizer: str | None, temp_dir: 
         source = _Source(record=record, task=task, definition=definition, shard=Shard.open(prefix))
         return source.compare_all(temp_dir) if full else source.compare_sample()
     except (RelayrunError, OSError) as error:
-        return SourceComparison(prefix=prefix, note=str(error).splitlines()[0])
+        return SourceComparison(prefix=prefix, note=first_line(error))
 
 
 def _recorded_tokenizer(record: FolderRecord, given: str | None) -> str:
@@ -164,8 +163,6 @@ def _recorded_tokenizer(record: FolderRecord, given: str | None) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Source:
-    """A shard and its sources."""
-
     record: FolderRecord
     task: TaskRecord
     definition: str
@@ -342,7 +339,7 @@ def _verify_dump(folder: Path, index: int, full: bool, workers: int, temp_dir: s
         record = FolderRecord.read(folder)
         prefixes = find_prefixes([folder])
     except (InputError, FileNotFoundError) as error:  # missing shards, or half a shard
-        return VerifiedDump(index=index, shards=0, documents=0, faults=(str(error).splitlines()[0],))
+        return VerifiedDump(index=index, shards=0, documents=0, faults=(first_line(error),))
     there = {os.path.basename(prefix) for prefix in prefixes}
     faults = [f"{name} is gone" for name, task in record.tasks.items() if task.tokens and name not in there]
     checked = verify_shards(prefixes, eod=record.settings["eos"], threads=workers)

@@ -28,7 +28,6 @@ from relayrun.tokens.tokenize.encode.libraries import (
     HuggingFaceEngine,
     change_definition,
     load_normalizer,
-    parse_without_vocabulary,
 )
 from relayrun.tokens.tokenize.encode.partial_vocabulary import PartialVocabularyEngine
 from relayrun.tokens.tokenize.encode.routing import RoutedEngine, unicode_categories
@@ -75,17 +74,6 @@ def _character_texts() -> list[str]:
     kept = [*map(chr, np.flatnonzero(wanted).tolist())]
     return ["".join(f"{mark}a{mark} {mark}1" for mark in kept[start : start + 32]) for start in range(0, len(kept), 32)]
 
-
-__all__ = [
-    "ENGINES",
-    "Encoded",
-    "Engine",
-    "EngineSelection",
-    "HuggingFaceEngine",
-    "RoutedEngine",
-    "parse_without_vocabulary",
-    "select_engine",
-]
 
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 
@@ -220,7 +208,6 @@ def _prove_engine(
 def _first_wrong_text(
     selection: EngineSelection, engine: Engine, reference: _Reference, sample: Texts, definition: str
 ) -> str | None:
-    """The first text of the proof whose ids differ from the reference's."""
     packages = (ENGINE_PACKAGES["huggingface"], ENGINE_PACKAGES[selection.engine])
     both = (definition.encode(), repr(selection).encode())
     of_sample = (sample.used.tobytes(), (sample.offsets - sample.offsets[0]).tobytes())

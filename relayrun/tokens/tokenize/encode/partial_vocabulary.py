@@ -166,7 +166,8 @@ def _items_of(definition: str) -> tuple[_Items, _Items]:
 
 def _quotes(text: str) -> tuple[npt.NDArray[np.uint32], _Places]:
     """Letters of a text of JSON, escapes replaced, and positions of its quotes."""
-    letters = np.frombuffer(_escaped_in_json(text).encode("utf-32-le"), np.uint32)
+    escaped = text.replace(r"\\", _BACKSLASH).replace(r"\"", _QUOTE)
+    letters = np.frombuffer(escaped.encode("utf-32-le"), np.uint32)
     return letters, np.flatnonzero(letters == ord('"'))
 
 
@@ -221,7 +222,3 @@ _POWERS, _INVERSES = _powers(_BASE), _powers(pow(_BASE, -1, 1 << 64))
 
 def _escaped(letters: str) -> str:
     return letters.replace("\\", _BACKSLASH).replace('"', _QUOTE)
-
-
-def _escaped_in_json(text: str) -> str:
-    return text.replace(r"\\", _BACKSLASH).replace(r"\"", _QUOTE)

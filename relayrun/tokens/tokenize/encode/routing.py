@@ -127,21 +127,8 @@ def texts_holding_bytes(texts: Texts, needles: tuple[bytes, ...]) -> npt.NDArray
     return found
 
 
-def not_ascii(texts: Texts) -> npt.NDArray[np.bool_]:
-    """Return which texts hold anything but ASCII, shape [texts]."""
-    return texts.highest() >= 0x80
-
-
 FIRST_UNASSIGNED_LEAD = 0xCD
 """Lead byte of U+0340: every code point below U+0378 is assigned."""
-
-
-def unassigned(texts: Texts) -> npt.NDArray[np.bool_]:
-    """Return which texts hold a code point that this Python's Unicode tables do not know, shape [texts].
-
-    Only bytes from 0xCD are inspected, which are leads of code points from U+0340: English costs next to nothing.
-    """
-    return texts_holding(texts, unassigned_table(), FIRST_UNASSIGNED_LEAD)
 
 
 @functools.cache

@@ -30,6 +30,7 @@ from tokenizers.models import BPE
 
 from relayrun.errors import InputError
 from relayrun.tokens.shards.shard import token_dtype
+from relayrun.tokens.stores.urls import first_line
 from relayrun.tokens.tokenize.encode import tokenizer_files
 from relayrun.tokens.tokenize.encode.tokenizer_files import check_convertible, refuse_unconvertible
 from relayrun.tokens.tokenize.options import AppendEod, TokenizeOptions
@@ -308,9 +309,8 @@ def _from_transformers(name: str, cache_dir: str | None, *, only_here: bool = Fa
             name, cache_dir=cache_dir, trust_remote_code=False, local_files_only=only_here
         )
     except Exception as error:  # OSError, ValueError, ImportError, ...
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(
-            f"no such tokenizer: {reason}",
+            f"no such tokenizer: {first_line(error)}",
             where=name,
             hint="give a tokenizer.json, a folder that holds one, or a name on the Hugging Face hub",
         ) from None

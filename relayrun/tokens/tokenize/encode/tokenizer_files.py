@@ -90,7 +90,6 @@ _CONVERTIBLE_FILES = (
     "sentencepiece.bpe.model",
     "tokenizer.model",
 )
-"""Files from which transformers makes a tokenizer."""
 
 _SAVE_COMMAND = (
     'python -c \'from transformers import AutoTokenizer as A; A.from_pretrained("IN").save_pretrained("OUT")\''
