@@ -39,39 +39,7 @@ if TYPE_CHECKING:
     from relayrun.config.compose.schema import RunConfig
 
 log = logging.getLogger(__name__)
-
-
-class UnhealthyNode(RelayrunError):
-    """Ranks cannot train on this node; they may on another node."""
-
-
-def check_node_at_start(run: Run, attempt: Attempt, node: str) -> None:
-    """Record the findings about this node. Raises UnhealthyNode if ranks cannot train on it."""
-    if not run.plan.exists():  # started by hand: no plan says what to check
-        return
-    plan = HealthPlan.looked_for(Plan.load(run).node_health)
-    if plan is None:
-        return
-    facts = node_facts.gather_facts(plan, attempt.path)
-    sick = ""
-    for found in node_findings.findings_of_facts(node, facts, plan, NodeHistory.of(run)):
-        seen = replace(found, time=time.time(), action="ended" if found.hard else "warned")
-        log.warning("%s", seen.told)
-        try:
-            node_health.record_finding(attempt, seen)
-        except OSError as error:
-            log.warning("that is not on record: %s", error)
-        sick = sick or (found.words if found.hard else "")
-    if sick:
-        raise UnhealthyNode(
-            f"ranks cannot train on {node}: {sick}",
-            hint="the next job leaves the node out; chain.node_health and chain.node_health_limits decide what is "
-            "looked for",
-        )
-
-
 FATAL_EXIT_CODE = 3
-
 PROGRAM_ERRORS = (
     ArithmeticError,
     AssertionError,
@@ -91,10 +59,8 @@ DEVICE_ASSERTION = re.compile(r"\bdevice|\bcuda\b", re.I)
 """Matches torch's assertions about the GPUs of a node."""
 TORN_FILE_ERRORS = (UnicodeError, json.JSONDecodeError)
 """Kinds of ValueError that a file system outage causes, too."""
-
 PROGRAM_MODULES = ("relayrun.config.compose.resolve", "relayrun.train.loop", "relayrun.train.reporting.debugging")
 """Modules that `main` imports after its first heartbeat."""
-
 FAILURE_TEXT_LIMIT = 2000
 """Characters of an error that a failure record keeps."""
 
@@ -194,6 +160,35 @@ def import_program_modules() -> None:
     megatron_versions.check_version()
     for module in PROGRAM_MODULES:
         importlib.import_module(module)
+
+
+class UnhealthyNode(RelayrunError):
+    """Ranks cannot train on this node; they may on another node."""
+
+
+def check_node_at_start(run: Run, attempt: Attempt, node: str) -> None:
+    """Record the findings about this node. Raises UnhealthyNode if ranks cannot train on it."""
+    if not run.plan.exists():  # started by hand: no plan says what to check
+        return
+    plan = HealthPlan.looked_for(Plan.load(run).node_health)
+    if plan is None:
+        return
+    facts = node_facts.gather_facts(plan, attempt.path)
+    sick = ""
+    for found in node_findings.findings_of_facts(node, facts, plan, NodeHistory.of(run)):
+        seen = replace(found, time=time.time(), action="ended" if found.hard else "warned")
+        log.warning("%s", seen.told)
+        try:
+            node_health.record_finding(attempt, seen)
+        except OSError as error:
+            log.warning("that is not on record: %s", error)
+        sick = sick or (found.words if found.hard else "")
+    if sick:
+        raise UnhealthyNode(
+            f"ranks cannot train on {node}: {sick}",
+            hint="the next job leaves the node out; chain.node_health and chain.node_health_limits decide what is "
+            "looked for",
+        )
 
 
 def fails_on_every_attempt(error: BaseException, *, before_first_step: bool) -> bool:

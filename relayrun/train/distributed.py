@@ -32,78 +32,7 @@ from relayrun.control.scheduler.slurm_commands import asks_for_gpus
 from relayrun.errors import FatalTrainingError, RelayrunError
 from relayrun.train.messages import RankMessages
 
-
-def enable_determinism(config: RunConfig) -> None:
-    """Apply `training.deterministic` to this process; call it before the first use of CUDA and NCCL.
-
-    Raises ConfigError if the environment of this rank prevents determinism.
-    """
-    if not config.training.deterministic:
-        return
-    determinism.check_deterministic_environment(os.environ, where="environment of the rank")
-    for name, value in determinism.deterministic_variables(config).items():
-        os.environ.setdefault(name, value)
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    # the flag also fills all new memory, to find reads of uninitialized values, which costs bandwidth
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-class OpenFileLimitTooLow(RelayrunError):
-    """This node does not let a rank open enough files for its sockets; another node may."""
-
-
-def raise_file_limit(rank: int, ranks: int) -> None:
-    """Raise the soft limit of open files, often 1,024, to the hard limit; call it before the ranks connect.
-
-    Raises OpenFileLimitTooLow if the hard limit is too low for this number of ranks.
-    """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    needed = len(os.listdir("/proc/self/fd")) + sockets_of_rank(rank, ranks)
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise OpenFileLimitTooLow(
-            f"rank {rank} of {ranks} opens {needed} files at least, sockets to the other ranks among them, and this "
-            f"node allows {hard}",
-            hint="raise the hard limit of open files (`ulimit -Hn`) on the nodes: LimitNOFILE of slurmd, "
-            "or ulimits of the container",
-        )
-
-
-def sockets_of_rank(rank: int, ranks: int) -> int:
-    """Return the least number of sockets that a rank opens: one to every other rank, in the gloo group.
-
-    Rank 0 also has the rendezvous store, with one more socket to each rank.
-    """
-    return (ranks - 1) * (1 if rank else 2)
-
-
-def capture_random_state() -> dict[str, Any]:
-    """Return a copy of the state of all generators."""
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "tracker": {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()},
-        "python": random.getstate(),
-        "numpy": (name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached),
-    }
-
-
-def restore_random_state(states: dict[str, Any]) -> None:
-    """Restore the states that `capture_random_state` returned."""
-    torch.set_rng_state(states["torch"])
-    if states["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
-    get_cuda_rng_tracker().set_states(dict(states["tracker"]))
-    version, internal, gauss = states["python"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, position, has_gauss, cached = states["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-
-
 T = TypeVar("T")
-
 GROUP_TIMEOUT = timedelta(minutes=30)
 """Time that a rank waits for the others in one collective before it fails."""
 SAVE_TAG = 1
@@ -234,10 +163,12 @@ class Ranks:
         return total / max(count, 1.0), [int(value) for value in sums]
 
 
-def stop_process_groups() -> None:
-    """Destroy the process groups; all ranks call it together."""
-    dist.barrier()
-    dist.destroy_process_group()
+class OpenFileLimitTooLow(RelayrunError):
+    """This node does not let a rank open enough files for its sockets; another node may."""
+
+
+class NoGpuFound(RelayrunError):
+    """This node has no GPU that torch can use; another node may."""
 
 
 def start_process_groups(config: RunConfig) -> Ranks:
@@ -298,8 +229,35 @@ def start_process_groups(config: RunConfig) -> Ranks:
     )
 
 
-class NoGpuFound(RelayrunError):
-    """This node has no GPU that torch can use; another node may."""
+def stop_process_groups() -> None:
+    """Destroy the process groups; all ranks call it together."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def raise_file_limit(rank: int, ranks: int) -> None:
+    """Raise the soft limit of open files, often 1,024, to the hard limit; call it before the ranks connect.
+
+    Raises OpenFileLimitTooLow if the hard limit is too low for this number of ranks.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    needed = len(os.listdir("/proc/self/fd")) + sockets_of_rank(rank, ranks)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise OpenFileLimitTooLow(
+            f"rank {rank} of {ranks} opens {needed} files at least, sockets to the other ranks among them, and this "
+            f"node allows {hard}",
+            hint="raise the hard limit of open files (`ulimit -Hn`) on the nodes: LimitNOFILE of slurmd, "
+            "or ulimits of the container",
+        )
+
+
+def sockets_of_rank(rank: int, ranks: int) -> int:
+    """Return the least number of sockets that a rank opens: one to every other rank, in the gloo group.
+
+    Rank 0 also has the rendezvous store, with one more socket to each rank.
+    """
+    return (ranks - 1) * (1 if rank else 2)
 
 
 def require_gpu(config: RunConfig) -> None:
@@ -315,6 +273,69 @@ def require_gpu(config: RunConfig) -> None:
         f"{socket.gethostname()}",
         hint="`nvidia-smi` there says whether it has a driver; a job without GPUs sets job.gpus_per_node=0",
     )
+
+
+def enable_determinism(config: RunConfig) -> None:
+    """Apply `training.deterministic` to this process; call it before the first use of CUDA and NCCL.
+
+    Raises ConfigError if the environment of this rank prevents determinism.
+    """
+    if not config.training.deterministic:
+        return
+    determinism.check_deterministic_environment(os.environ, where="environment of the rank")
+    for name, value in determinism.deterministic_variables(config).items():
+        os.environ.setdefault(name, value)
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    # the flag also fills all new memory, to find reads of uninitialized values, which costs bandwidth
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def seed_weights(ranks: Ranks, seed: int) -> None:
+    """Seed every generator for the weights: equal over data-parallel replicas, different per pipeline stage."""
+    _seed(seed, 0, ranks.pipeline_rank)
+
+
+def seed_dropout(ranks: Ranks, seed: int) -> None:
+    """Seed every generator for training: different per data-parallel replica and pipeline stage.
+
+    Tensor-parallel ranks share one generator for what they compute alike; megatron-core adds one per tensor rank for
+    the rest.
+    """
+    _seed(seed, 1 + ranks.data_parallel_rank, ranks.pipeline_rank)
+
+
+def _seed(*numbers: int) -> None:
+    """Seed with 32 bits of several numbers; nearby inputs give unrelated seeds."""
+    seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def capture_random_state() -> dict[str, Any]:
+    """Return a copy of the state of all generators."""
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "tracker": {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()},
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached),
+    }
+
+
+def restore_random_state(states: dict[str, Any]) -> None:
+    """Restore the states that `capture_random_state` returned."""
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    get_cuda_rng_tracker().set_states(dict(states["tracker"]))
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
 
 
 def wait_for_device(ranks: Ranks) -> None:
@@ -340,26 +361,3 @@ def gpu_memory_fields(ranks: Ranks) -> dict[str, Any]:
         "memory_reserved_bytes": torch.cuda.memory_reserved(ranks.device),
         "memory_max_reserved_bytes": torch.cuda.max_memory_reserved(ranks.device),
     }
-
-
-def seed_weights(ranks: Ranks, seed: int) -> None:
-    """Seed every generator for the weights: equal over data-parallel replicas, different per pipeline stage."""
-    _seed(seed, 0, ranks.pipeline_rank)
-
-
-def seed_dropout(ranks: Ranks, seed: int) -> None:
-    """Seed every generator for training: different per data-parallel replica and pipeline stage.
-
-    Tensor-parallel ranks share one generator for what they compute alike; megatron-core adds one per tensor rank for
-    the rest.
-    """
-    _seed(seed, 1 + ranks.data_parallel_rank, ranks.pipeline_rank)
-
-
-def _seed(*numbers: int) -> None:
-    """Seed with 32 bits of several numbers; nearby inputs give unrelated seeds."""
-    seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)

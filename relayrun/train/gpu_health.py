@@ -18,40 +18,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-
 HARDWARE_XIDS = {48, 64, 74, 79, 94, 95, 119, 120}
 """Xid errors of the hardware: memory, NVLink, a GPU off the bus, its own processor. A program cannot cause them."""
 _XID = re.compile(r"NVRM: Xid \([^)]*\): (\d+)\b.*")
-
-
-class NoNvml(Exception):
-    """NVML is missing or does not respond."""
-
-
-def ask_nvml(read: Callable[[Any], T]) -> T:
-    """Return `read(pynvml)`. Raises NoNvml."""
-    try:
-        import pynvml
-    except ImportError:
-        raise NoNvml("the package nvidia-ml-py is not installed") from None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        raise NoNvml(str(error)) from None
-    try:
-        return read(pynvml)
-    except pynvml.NVMLError as error:
-        raise NoNvml(str(error)) from None
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def ask_device(nvml: Any, question: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the answer of a device; None if the device cannot answer the question."""
-    try:
-        return question(*arguments)
-    except nvml.NVMLError:
-        return None
 
 
 def gpu_health() -> dict[str, Any]:
@@ -101,6 +70,36 @@ def hardware_xids(lines: list[str]) -> list[str]:
     """Return the Xid errors of the hardware among lines of the kernel log."""
     found = (_XID.search(line) for line in lines)
     return [match[0][:200] for match in found if match and int(match[1]) in HARDWARE_XIDS]
+
+
+class NoNvml(Exception):
+    """NVML is missing or does not respond."""
+
+
+def ask_nvml(read: Callable[[Any], T]) -> T:
+    """Return `read(pynvml)`. Raises NoNvml."""
+    try:
+        import pynvml
+    except ImportError:
+        raise NoNvml("the package nvidia-ml-py is not installed") from None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        raise NoNvml(str(error)) from None
+    try:
+        return read(pynvml)
+    except pynvml.NVMLError as error:
+        raise NoNvml(str(error)) from None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def ask_device(nvml: Any, question: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the answer of a device; None if the device cannot answer the question."""
+    try:
+        return question(*arguments)
+    except nvml.NVMLError:
+        return None
 
 
 if __name__ == "__main__":

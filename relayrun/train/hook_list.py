@@ -38,6 +38,58 @@ BETWEEN_STEPS = ("before_step", "after_step", "at_rewind", "after_save", "after_
 """Methods whose time is `Step.hooks_seconds`; the time of `before_update` is part of the step."""
 
 
+def attempt_hooks(
+    run: Run,
+    begin: AttemptStart,
+    config: RunConfig,
+    ranks: Ranks,
+    model: ModelStage,
+    optimizer: ScheduledOptimizer,
+    *,
+    timings: Timings,
+    guard: LossGuard,
+    metrics: Metrics,
+    sections: SectionReporter,
+) -> Hooks:
+    """Make and set up the hooks of an attempt on this rank; all ranks call it together.
+
+    Raises ConfigError on all ranks if an entry of `training.hooks` cannot be imported or instantiated.
+    """
+    own = [timings, guard, metrics, *_reports(run, begin, config, ranks, model, metrics)]
+    hooks = Hooks(own, import_hooks(config.training.hooks, ranks), ranks, sections)
+    context = HookContext(
+        run_dir=run.path,
+        attempt=begin.attempt,
+        config=config,
+        ranks=ranks,
+        model=model,
+        optimizer=optimizer,
+        say=metrics.say,
+    )
+    hooks.setup(context)
+    return hooks
+
+
+def _reports(
+    run: Run, begin: AttemptStart, config: RunConfig, ranks: Ranks, model: ModelStage, metrics: Metrics
+) -> Iterator[Hook]:
+    if ranks.rank == 0:
+        yield ProgressLog(
+            run.progress,
+            job_id=begin.job_id,
+            ranks=ranks.world_size,
+            flops_per_token=model.flops_per_token(),
+            seq_length=config.training.seq_length,
+        )
+    if config.debug.profile is not None and ranks.rank in config.debug.profile_ranks:
+        folder = run.debug_of(begin.attempt) / "profile"
+        yield Profiler(config.debug, rank=ranks.rank, folder=folder, say=metrics.say)
+    if ranks.rank == 0 and has_agent():
+        yield FirstStepNotice()
+    if ranks.rank == 0:
+        yield TrackerProcesses(run, begin.attempt, config, metrics.say)
+
+
 def import_hooks(entries: Sequence[HookEntry], ranks: Ranks) -> list[tuple[str, Hook]]:
     """Import and instantiate the hooks of `training.hooks`; return them with their import paths. All ranks call it
     together.
@@ -209,55 +261,3 @@ def _check_plain(value: object, at: str) -> None:
             _check_plain(item, f"{at}[{number}]")
     elif not (value is None or type(value) in (bool, int, float, str) or type(value) in (Tensor, Parameter)):
         raise TypeError(f"state{at} is a {type(value).__name__}; a checkpoint keeps plain values and tensors")
-
-
-def attempt_hooks(
-    run: Run,
-    begin: AttemptStart,
-    config: RunConfig,
-    ranks: Ranks,
-    model: ModelStage,
-    optimizer: ScheduledOptimizer,
-    *,
-    timings: Timings,
-    guard: LossGuard,
-    metrics: Metrics,
-    sections: SectionReporter,
-) -> Hooks:
-    """Make and set up the hooks of an attempt on this rank; all ranks call it together.
-
-    Raises ConfigError on all ranks if an entry of `training.hooks` cannot be imported or instantiated.
-    """
-    own = [timings, guard, metrics, *_reports(run, begin, config, ranks, model, metrics)]
-    hooks = Hooks(own, import_hooks(config.training.hooks, ranks), ranks, sections)
-    context = HookContext(
-        run_dir=run.path,
-        attempt=begin.attempt,
-        config=config,
-        ranks=ranks,
-        model=model,
-        optimizer=optimizer,
-        say=metrics.say,
-    )
-    hooks.setup(context)
-    return hooks
-
-
-def _reports(
-    run: Run, begin: AttemptStart, config: RunConfig, ranks: Ranks, model: ModelStage, metrics: Metrics
-) -> Iterator[Hook]:
-    if ranks.rank == 0:
-        yield ProgressLog(
-            run.progress,
-            job_id=begin.job_id,
-            ranks=ranks.world_size,
-            flops_per_token=model.flops_per_token(),
-            seq_length=config.training.seq_length,
-        )
-    if config.debug.profile is not None and ranks.rank in config.debug.profile_ranks:
-        folder = run.debug_of(begin.attempt) / "profile"
-        yield Profiler(config.debug, rank=ranks.rank, folder=folder, say=metrics.say)
-    if ranks.rank == 0 and has_agent():
-        yield FirstStepNotice()
-    if ranks.rank == 0:
-        yield TrackerProcesses(run, begin.attempt, config, metrics.say)

@@ -65,39 +65,10 @@ from relayrun.train.model.gpt import ModelStage
 from relayrun.train.optimizer import parameter_groups, user_optimizer
 from relayrun.train.optimizer.megatron_optimizer import ScheduledOptimizer
 
-CONTENT_ERRORS = (LookupError, TypeError, ValueError, AttributeError, AssertionError, CheckpointingException)
-"""Errors that megatron-core and torch raise for missing keys, or values of another type or shape."""
-
-_STATE_ERROR_TEXT = re.compile(r"loading state_dict|(?:missing|unexpected) key|size mismatch|not in state dict", re.I)
-"""Text of a RuntimeError about the content; a device may raise RuntimeError, too."""
-
-ERROR_TEXT_LIMIT = 300
-
-
-def why_not_loadable(error: BaseException) -> str | None:
-    """Return the fault in the content of a checkpoint; None if a file system, a device or another rank may be the
-    cause.
-
-    torch collects the errors of all ranks in one exception: then every rank must have found a fault in the content.
-    """
-    if isinstance(error, CheckpointException):
-        causes = [why_not_loadable(cause) for cause, _ in error.failures.values()]
-        return causes[0] if causes and all(causes) else None
-    if isinstance(error, OSError):
-        return None
-    if isinstance(error, CONTENT_ERRORS) or (isinstance(error, RuntimeError) and _STATE_ERROR_TEXT.search(str(error))):
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        return text if len(text) <= ERROR_TEXT_LIMIT else text[: ERROR_TEXT_LIMIT - 3] + "..."
-    return None
-
-
 log = logging.getLogger(__name__)
-
 T = TypeVar("T")
-
 OPTIMIZER_GROUPS = "optimizer_groups"
 """Key of `optimizer.groups`, present if the run has groups."""
-
 _METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,  # one name for a tensor, even if experts have an optimizer of their own
@@ -482,3 +453,27 @@ def torch_bytes(value: object) -> bytes:
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()
+
+
+CONTENT_ERRORS = (LookupError, TypeError, ValueError, AttributeError, AssertionError, CheckpointingException)
+"""Errors that megatron-core and torch raise for missing keys, or values of another type or shape."""
+_STATE_ERROR_TEXT = re.compile(r"loading state_dict|(?:missing|unexpected) key|size mismatch|not in state dict", re.I)
+"""Text of a RuntimeError about the content; a device may raise RuntimeError, too."""
+ERROR_TEXT_LIMIT = 300
+
+
+def why_not_loadable(error: BaseException) -> str | None:
+    """Return the fault in the content of a checkpoint; None if a file system, a device or another rank may be the
+    cause.
+
+    torch collects the errors of all ranks in one exception: then every rank must have found a fault in the content.
+    """
+    if isinstance(error, CheckpointException):
+        causes = [why_not_loadable(cause) for cause, _ in error.failures.values()]
+        return causes[0] if causes and all(causes) else None
+    if isinstance(error, OSError):
+        return None
+    if isinstance(error, CONTENT_ERRORS) or (isinstance(error, RuntimeError) and _STATE_ERROR_TEXT.search(str(error))):
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        return text if len(text) <= ERROR_TEXT_LIMIT else text[: ERROR_TEXT_LIMIT - 3] + "..."
+    return None

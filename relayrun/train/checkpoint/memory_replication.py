@@ -30,67 +30,12 @@ from relayrun.control.agent.memory_copies import HEADER_BYTES, SLOTS_PER_RANK, M
 from relayrun.train.checkpoint.async_writer import BACKGROUND_NICE
 from relayrun.train.distributed import Ranks
 
+log = logging.getLogger(__name__)
 ByteArray = npt.NDArray[np.uint8]
 COPY_FIELDS = ("rank", "ranks", "iteration", "size", "plain", "layout")
 """Header fields besides the hash: rank and number of ranks; bytes in total, and of the plain values before the parts; a
 hash of the names, shapes and types of the parts."""
-
-
-@dataclass(frozen=True)
-class MemoryCopy:
-    """An intact copy."""
-
-    header: dict[str, Any]
-    body: ByteArray
-
-
-def copy_hash(content: xxhash.xxh3_128, header: Mapping[str, Any]) -> str:
-    """Return the hash of a copy, whose bytes `content` has consumed."""
-    content.update(json.dumps([header.get(name) for name in COPY_FIELDS]).encode())
-    return content.hexdigest()
-
-
-def whole_copy(slot: MemorySlot, *, rank: int, ranks: int, iteration: int) -> MemoryCopy | None:
-    """Return the copy in this slot; None if it is of another rank or iteration, or not intact."""
-    header = slot.header() or {}
-    if [header.get(name) for name in ("rank", "ranks", "iteration")] != [rank, ranks, iteration]:
-        return None
-    try:
-        body = copy_body(slot, int(header["size"]))
-        if len(body) == header["size"] and copy_hash(xxhash.xxh3_128(body.data), header) == header["hash"]:
-            return MemoryCopy(header, body)
-    except (OSError, KeyError, TypeError, ValueError):
-        pass
-    return None
-
-
-def copy_body(slot: MemorySlot, size: int) -> ByteArray:
-    """Return the bytes after the header of a slot, without a copy. Raises OSError and ValueError."""
-    return np.frombuffer(slot.open(), dtype=np.uint8)[HEADER_BYTES : HEADER_BYTES + size]
-
-
-def write_copy(slot: MemorySlot, pieces: Sequence[torch.Tensor | bytes], **header: Any) -> MemoryCopy:
-    """Write the pieces one after the other into a slot with enough room, and commit it."""
-    slot.void()
-    target, found, at = copy_body(slot, header["size"]), xxhash.xxh3_128(), 0
-    for piece in pieces:
-        if isinstance(piece, bytes):
-            part = target[at : at + len(piece)]
-            part[:] = np.frombuffer(piece, dtype=np.uint8)
-        else:
-            part = target[at : at + piece.nbytes]
-            if len(part):
-                torch.from_numpy(part).copy_(piece.contiguous().reshape(-1).view(torch.uint8))
-        found.update(part.data)
-        at += len(part)
-    header["hash"] = copy_hash(found, header)
-    slot.commit(**header)
-    return MemoryCopy(header, target)
-
-
-log = logging.getLogger(__name__)
-
-COPIES_KEPT = 2
+COPY_TAG = 2
 """Tag of the messages; saves have another tag."""
 CHUNK_BYTES = 1 << 22
 """Bytes of a message: other messages to that rank wait for one at most."""
@@ -200,9 +145,9 @@ class NeighbourReplica:
     def _pass(self, to: int | None, out: ByteArray, source: int | None, into: ByteArray) -> None:
         works = []
         if to is not None and len(out):
-            works.append(dist.isend(torch.from_numpy(out), to, self._ranks.cpu_group, COPIES_KEPT))
+            works.append(dist.isend(torch.from_numpy(out), to, self._ranks.cpu_group, COPY_TAG))
         if source is not None and len(into):
-            works.append(dist.irecv(torch.from_numpy(into), source, self._ranks.cpu_group, COPIES_KEPT))
+            works.append(dist.irecv(torch.from_numpy(into), source, self._ranks.cpu_group, COPY_TAG))
         for work in works:
             assert work is not None
             work.wait()
@@ -229,3 +174,55 @@ def discard_later_copies(slots: Sequence[MemorySlot], *, after: int) -> None:
     for slot in slots:
         if after < 0 or (slot.header() or {"iteration": -1})["iteration"] > after:
             slot.void()
+
+
+@dataclass(frozen=True)
+class MemoryCopy:
+    """An intact copy."""
+
+    header: dict[str, Any]
+    body: ByteArray
+
+
+def write_copy(slot: MemorySlot, pieces: Sequence[torch.Tensor | bytes], **header: Any) -> MemoryCopy:
+    """Write the pieces one after the other into a slot with enough room, and commit it."""
+    slot.void()
+    target, found, at = copy_body(slot, header["size"]), xxhash.xxh3_128(), 0
+    for piece in pieces:
+        if isinstance(piece, bytes):
+            part = target[at : at + len(piece)]
+            part[:] = np.frombuffer(piece, dtype=np.uint8)
+        else:
+            part = target[at : at + piece.nbytes]
+            if len(part):
+                torch.from_numpy(part).copy_(piece.contiguous().reshape(-1).view(torch.uint8))
+        found.update(part.data)
+        at += len(part)
+    header["hash"] = copy_hash(found, header)
+    slot.commit(**header)
+    return MemoryCopy(header, target)
+
+
+def whole_copy(slot: MemorySlot, *, rank: int, ranks: int, iteration: int) -> MemoryCopy | None:
+    """Return the copy in this slot; None if it is of another rank or iteration, or not intact."""
+    header = slot.header() or {}
+    if [header.get(name) for name in ("rank", "ranks", "iteration")] != [rank, ranks, iteration]:
+        return None
+    try:
+        body = copy_body(slot, int(header["size"]))
+        if len(body) == header["size"] and copy_hash(xxhash.xxh3_128(body.data), header) == header["hash"]:
+            return MemoryCopy(header, body)
+    except (OSError, KeyError, TypeError, ValueError):
+        pass
+    return None
+
+
+def copy_body(slot: MemorySlot, size: int) -> ByteArray:
+    """Return the bytes after the header of a slot, without a copy. Raises OSError and ValueError."""
+    return np.frombuffer(slot.open(), dtype=np.uint8)[HEADER_BYTES : HEADER_BYTES + size]
+
+
+def copy_hash(content: xxhash.xxh3_128, header: Mapping[str, Any]) -> str:
+    """Return the hash of a copy, whose bytes `content` has consumed."""
+    content.update(json.dumps([header.get(name) for name in COPY_FIELDS]).encode())
+    return content.hexdigest()

@@ -20,6 +20,11 @@ import torch.distributed as dist
 
 from relayrun.train.messages import portable_error
 
+BATCH_BYTES = 1 << 28
+"""Largest number of bytes that a rank reads in a batch, apart from a larger block. Two batches are in memory."""
+MESSAGE_BYTES = 1 << 26
+"""Bytes of a message, and of its buffer on the device."""
+
 
 class BlockLocation(NamedTuple):
     """Location of a block."""
@@ -28,58 +33,6 @@ class BlockLocation(NamedTuple):
     at: int
     """First byte in the file."""
     bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReadAssignment:
-    """Assignment of reads; the lists are by rank of the group, each in reading order."""
-
-    shared: list[list[BlockLocation]]
-    """Blocks that several ranks need; the reader may be none of them."""
-    alone: list[list[BlockLocation]]
-    """Blocks that no other rank needs."""
-
-
-def assign_reads(wanted: Sequence[Sequence[BlockLocation]]) -> ReadAssignment:
-    """Divide the needed blocks among the ranks of a group; equal on each of them.
-
-    `wanted`: by rank, each block once.
-    """
-    takers: dict[BlockLocation, list[int]] = {}
-    for rank, places in enumerate(wanted):
-        for place in places:
-            takers.setdefault(place, []).append(rank)
-    alone: list[list[BlockLocation]] = [[] for _ in wanted]
-    shared: list[list[BlockLocation]] = [[] for _ in wanted]
-    for place, ranks in takers.items():
-        if len(ranks) == 1:
-            alone[ranks[0]].append(place)
-    load = [sum(place.bytes for place in places) for places in alone]
-    common = (place for place, ranks in takers.items() if len(ranks) > 1)
-    for place in sorted(common, key=lambda place: (-place.bytes, place)):
-        rank = min(range(len(load)), key=lambda rank: (load[rank], rank))
-        load[rank] += place.bytes
-        shared[rank].append(place)
-    return ReadAssignment(shared=[sorted(places) for places in shared], alone=[sorted(places) for places in alone])
-
-
-def read_batches(places: Sequence[BlockLocation], size: int) -> list[list[BlockLocation]]:
-    """Split a rank's reads, in order, into batches of at most `size` bytes, or of one larger block."""
-    found: list[list[BlockLocation]] = []
-    room = 0
-    for place in places:
-        if not found or place.bytes > room:
-            found.append([])
-            room = size
-        found[-1].append(place)
-        room -= place.bytes
-    return found
-
-
-BATCH_BYTES = 1 << 28
-"""Largest number of bytes that a rank reads in a batch, apart from a larger block. Two batches are in memory."""
-MESSAGE_BYTES = 1 << 26
-"""Bytes of a message, and of its buffer on the device."""
 
 
 class BlockExchange:
@@ -190,3 +143,49 @@ class BlockExchange:
 
 def _all(read: Callable[[BlockLocation], bytearray], places: Sequence[BlockLocation]) -> list[bytearray]:
     return [read(place) for place in places]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadAssignment:
+    """Assignment of reads; the lists are by rank of the group, each in reading order."""
+
+    shared: list[list[BlockLocation]]
+    """Blocks that several ranks need; the reader may be none of them."""
+    alone: list[list[BlockLocation]]
+    """Blocks that no other rank needs."""
+
+
+def assign_reads(wanted: Sequence[Sequence[BlockLocation]]) -> ReadAssignment:
+    """Divide the needed blocks among the ranks of a group; equal on each of them.
+
+    `wanted`: by rank, each block once.
+    """
+    takers: dict[BlockLocation, list[int]] = {}
+    for rank, places in enumerate(wanted):
+        for place in places:
+            takers.setdefault(place, []).append(rank)
+    alone: list[list[BlockLocation]] = [[] for _ in wanted]
+    shared: list[list[BlockLocation]] = [[] for _ in wanted]
+    for place, ranks in takers.items():
+        if len(ranks) == 1:
+            alone[ranks[0]].append(place)
+    load = [sum(place.bytes for place in places) for places in alone]
+    common = (place for place, ranks in takers.items() if len(ranks) > 1)
+    for place in sorted(common, key=lambda place: (-place.bytes, place)):
+        rank = min(range(len(load)), key=lambda rank: (load[rank], rank))
+        load[rank] += place.bytes
+        shared[rank].append(place)
+    return ReadAssignment(shared=[sorted(places) for places in shared], alone=[sorted(places) for places in alone])
+
+
+def read_batches(places: Sequence[BlockLocation], size: int) -> list[list[BlockLocation]]:
+    """Split a rank's reads, in order, into batches of at most `size` bytes, or of one larger block."""
+    found: list[list[BlockLocation]] = []
+    room = 0
+    for place in places:
+        if not found or place.bytes > room:
+            found.append([])
+            room = size
+        found[-1].append(place)
+        room -= place.bytes
+    return found

@@ -37,75 +37,11 @@ from relayrun.train.checkpoint.checksums import DamagedCheckpoint, open_checksum
 from relayrun.train.checkpoint.parallel_load import BlockExchange, BlockLocation
 from relayrun.train.checkpoint.safe_pickle import NotAllowed, StoredTensor, sealed_class
 
-MEGATRON_LAYOUT = "those of Megatron-LM"
-"""Equals no layout of ranks, so that generators start anew."""
-
-
-def translate_common(data: bytes, folder: Path) -> dict[str, Any] | None:
-    """Return the common part for the bytes of a common.pt; None if it is not from Megatron-LM.
-
-    Its `data` is None: Megatron-LM records the number of samples, not their order.
-    """
-    found = megatron_folder.parse_common(data, folder)
-    if found is None:
-        return None
-    state: dict[str, Any] = {
-        "layout": MEGATRON_LAYOUT,
-        "fixed": {
-            "parallel.use_distributed_optimizer": found.distributed is not None,
-            "training.precision": found.precision,
-        },
-        "data": None,
-        "progress": found.progress(),
-    }
-    if found.optimizer is not None and megatron_folder.is_plain_value(found.optimizer):
-        state["optimizer"] = with_torch_tensors(found.optimizer)
-    return state
-
-
-def with_torch_tensors(value: Any) -> Any:
-    """Return these values with torch's tensors."""
-    if isinstance(value, StoredTensor):
-        dtype = getattr(torch, value.dtype)
-        if not value.data:
-            return torch.empty(value.shape, dtype=dtype)
-        return torch.frombuffer(bytearray(value.data), dtype=dtype).reshape(value.shape)
-    if isinstance(value, dict):
-        return {key: with_torch_tensors(each) for key, each in value.items()}
-    return type(value)(with_torch_tensors(each) for each in value) if isinstance(value, (list, tuple)) else value
-
-
+T = TypeVar("T")
+E = TypeVar("E", bound=Exception)
 METADATA_FILE = ".metadata"
-
-_TORCH = "torch.distributed.checkpoint."
-ALLOWED_NAMES = {
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath", "PurePosixPath"},
-    "pathlib._local": {"PosixPath", "PurePosixPath"},
-    _TORCH + "filesystem": {"_StorageInfo", "_StoragePrefix"},
-    _TORCH + "metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    _TORCH + "planner": {"BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
-}
-"""Records of values and their constructors: none opens, imports or calls anything from the pickle. Megatron-LM's
-checkpoints contain records of the planner."""
-
-_OF_MEGATRON = {
-    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): Metadata,
-    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): SavePlan,
-}
-"""Records that add fields to torch's. torch's classes accept these fields, and need no import of megatron-core, which
-takes seconds."""
+COMMON_FILE = "common.pt"
+FORMAT_FILE = "metadata.json"
 
 
 class RefusedCheckpoint(InputError):
@@ -119,93 +55,6 @@ def refusal_error(words: str, folder: Path) -> RefusedCheckpoint:
         where=folder,
         hint="take one that relayrun or megatron-core saved, or the weights as safetensors with `relayrun import hf`",
     )
-
-
-class _Member:
-    """Wraps a member of an enumeration, since the member itself belongs to the process."""
-
-    def __init__(self, member: Enum) -> None:
-        self.member = member
-
-    def __eq__(self, other: object) -> bool:
-        return (other.member if isinstance(other, _Member) else other) is self.member
-
-    def __hash__(self) -> int:
-        return hash(self.member)
-
-
-def _member(owner: Any, name: Any) -> _Member:
-    """Stand for getattr(class, name), which Python 3.11.0 to 3.11.3 write for a member of an enumeration."""
-    kind = getattr(owner, "kind", None) if isinstance(owner, type) else None
-    if isinstance(kind, type) and issubclass(kind, Enum) and isinstance(name, str) and name in kind.__members__:
-        return _Member(kind[name])
-    raise NotAllowed("it asks for an attribute of what is no enumeration")
-
-
-def _sealed(kind: Any) -> Any:
-    """Return the object that a pickle may name in place of a record, an enumeration or a function."""
-    make: Callable[..., Any] = kind
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        make = lambda *given: _Member(kind(*given))  # noqa: E731
-    elif isinstance(kind, type) and is_dataclass(kind):
-        make = functools.partial(object.__new__, kind)
-    return sealed_class(f"{kind.__module__}.{kind.__qualname__}", make, kind=kind)
-
-
-class _Records(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return sealed_class("getattr", _member)
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
-        if (record := _OF_MEGATRON.get((module, name))) is not None:
-            return _sealed(record)
-        if name not in ALLOWED_NAMES.get(module, ()):
-            raise NotAllowed(f"it names {module}.{name}, which is no part of a checkpoint")
-        try:
-            return _sealed(super().find_class(module, name))
-        except (ImportError, AttributeError):
-            raise NotAllowed(f"it names {module}.{name}, which the libraries here do not have") from None
-
-
-def parse_metadata(data: bytes, folder: Path, *, checked: bool = False) -> Metadata:
-    """Return the metadata in `data`, the bytes of a `.metadata`.
-
-    `checked`: the bytes have the saved hash. Raises RefusedCheckpoint if it names anything but records,
-    DamagedCheckpoint, naming `folder`, if it cannot be read; with `checked` RefusedCheckpoint for both.
-    """
-    words = "it holds something else"
-    try:
-        found = _Records(io.BytesIO(data)).load()
-        if isinstance(found, Metadata) and isinstance(found.storage_data, dict):
-            return found
-    except NotAllowed as error:
-        raise refusal_error(f"{METADATA_FILE}: {error}", folder) from None
-    except Exception as error:  # flipped bytes in a pickle can raise anything
-        words = f"{type(error).__name__}: {error}"
-    if checked:
-        raise refusal_error(f"{METADATA_FILE}: {words}", folder)
-    raise DamagedCheckpoint(f"its {METADATA_FILE} cannot be read: {words}", where=folder)
-
-
-def read_metadata(folder: Path) -> Metadata:
-    """Read and parse the metadata of a checkpoint. Raises OSError, and as `parse_metadata`."""
-    return parse_metadata((folder / METADATA_FILE).read_bytes(), folder)
-
-
-def file_ends(metadata: Metadata) -> dict[str, int]:
-    """Return the least size in bytes of each file, by name, that contains all blocks."""
-    found: dict[str, int] = {}
-    for item in metadata.storage_data.values():
-        found[item.relative_path] = max(found.get(item.relative_path, 0), item.offset + item.length)
-    return found
-
-
-T = TypeVar("T")
-E = TypeVar("E", bound=Exception)
-
-COMMON_FILE = "common.pt"
-FORMAT_FILE = "metadata.json"
 
 
 class CheckedReader(FileSystemReader):
@@ -349,3 +198,151 @@ def _causes(error: BaseException) -> list[BaseException]:
     if isinstance(error, CheckpointException):
         return [cause for _, (cause, _) in sorted(error.failures.items())]
     return [error]
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Read and parse the metadata of a checkpoint. Raises OSError, and as `parse_metadata`."""
+    return parse_metadata((folder / METADATA_FILE).read_bytes(), folder)
+
+
+def parse_metadata(data: bytes, folder: Path, *, checked: bool = False) -> Metadata:
+    """Return the metadata in `data`, the bytes of a `.metadata`.
+
+    `checked`: the bytes have the saved hash. Raises RefusedCheckpoint if it names anything but records,
+    DamagedCheckpoint, naming `folder`, if it cannot be read; with `checked` RefusedCheckpoint for both.
+    """
+    words = "it holds something else"
+    try:
+        found = _Records(io.BytesIO(data)).load()
+        if isinstance(found, Metadata) and isinstance(found.storage_data, dict):
+            return found
+    except NotAllowed as error:
+        raise refusal_error(f"{METADATA_FILE}: {error}", folder) from None
+    except Exception as error:  # flipped bytes in a pickle can raise anything
+        words = f"{type(error).__name__}: {error}"
+    if checked:
+        raise refusal_error(f"{METADATA_FILE}: {words}", folder)
+    raise DamagedCheckpoint(f"its {METADATA_FILE} cannot be read: {words}", where=folder)
+
+
+def file_ends(metadata: Metadata) -> dict[str, int]:
+    """Return the least size in bytes of each file, by name, that contains all blocks."""
+    found: dict[str, int] = {}
+    for item in metadata.storage_data.values():
+        found[item.relative_path] = max(found.get(item.relative_path, 0), item.offset + item.length)
+    return found
+
+
+_TORCH = "torch.distributed.checkpoint."
+ALLOWED_NAMES = {
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+    "pathlib._local": {"PosixPath", "PurePosixPath"},
+    _TORCH + "filesystem": {"_StorageInfo", "_StoragePrefix"},
+    _TORCH + "metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    _TORCH + "planner": {"BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
+}
+"""Records of values and their constructors: none opens, imports or calls anything from the pickle. Megatron-LM's
+checkpoints contain records of the planner."""
+_OF_MEGATRON = {
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): Metadata,
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): SavePlan,
+}
+"""Records that add fields to torch's. torch's classes accept these fields, and need no import of megatron-core, which
+takes seconds."""
+
+
+class _Records(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return sealed_class("getattr", _member)
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if (record := _OF_MEGATRON.get((module, name))) is not None:
+            return _sealed(record)
+        if name not in ALLOWED_NAMES.get(module, ()):
+            raise NotAllowed(f"it names {module}.{name}, which is no part of a checkpoint")
+        try:
+            return _sealed(super().find_class(module, name))
+        except (ImportError, AttributeError):
+            raise NotAllowed(f"it names {module}.{name}, which the libraries here do not have") from None
+
+
+def _sealed(kind: Any) -> Any:
+    """Return the object that a pickle may name in place of a record, an enumeration or a function."""
+    make: Callable[..., Any] = kind
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        make = lambda *given: _Member(kind(*given))  # noqa: E731
+    elif isinstance(kind, type) and is_dataclass(kind):
+        make = functools.partial(object.__new__, kind)
+    return sealed_class(f"{kind.__module__}.{kind.__qualname__}", make, kind=kind)
+
+
+class _Member:
+    """Wraps a member of an enumeration, since the member itself belongs to the process."""
+
+    def __init__(self, member: Enum) -> None:
+        self.member = member
+
+    def __eq__(self, other: object) -> bool:
+        return (other.member if isinstance(other, _Member) else other) is self.member
+
+    def __hash__(self) -> int:
+        return hash(self.member)
+
+
+def _member(owner: Any, name: Any) -> _Member:
+    """Stand for getattr(class, name), which Python 3.11.0 to 3.11.3 write for a member of an enumeration."""
+    kind = getattr(owner, "kind", None) if isinstance(owner, type) else None
+    if isinstance(kind, type) and issubclass(kind, Enum) and isinstance(name, str) and name in kind.__members__:
+        return _Member(kind[name])
+    raise NotAllowed("it asks for an attribute of what is no enumeration")
+
+
+MEGATRON_LAYOUT = "those of Megatron-LM"
+"""Equals no layout of ranks, so that generators start anew."""
+
+
+def translate_common(data: bytes, folder: Path) -> dict[str, Any] | None:
+    """Return the common part for the bytes of a common.pt; None if it is not from Megatron-LM.
+
+    Its `data` is None: Megatron-LM records the number of samples, not their order.
+    """
+    found = megatron_folder.parse_common(data, folder)
+    if found is None:
+        return None
+    state: dict[str, Any] = {
+        "layout": MEGATRON_LAYOUT,
+        "fixed": {
+            "parallel.use_distributed_optimizer": found.distributed is not None,
+            "training.precision": found.precision,
+        },
+        "data": None,
+        "progress": found.progress(),
+    }
+    if found.optimizer is not None and megatron_folder.is_plain_value(found.optimizer):
+        state["optimizer"] = with_torch_tensors(found.optimizer)
+    return state
+
+
+def with_torch_tensors(value: Any) -> Any:
+    """Return these values with torch's tensors."""
+    if isinstance(value, StoredTensor):
+        dtype = getattr(torch, value.dtype)
+        if not value.data:
+            return torch.empty(value.shape, dtype=dtype)
+        return torch.frombuffer(bytearray(value.data), dtype=dtype).reshape(value.shape)
+    if isinstance(value, dict):
+        return {key: with_torch_tensors(each) for key, each in value.items()}
+    return type(value)(with_torch_tensors(each) for each in value) if isinstance(value, (list, tuple)) else value

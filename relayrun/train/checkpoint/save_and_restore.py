@@ -50,38 +50,10 @@ from relayrun.train.reporting.liveness import HeartbeatWriter, Timings
 from relayrun.train.requests import AgreedRequests, RequestPoller
 
 log = logging.getLogger(__name__)
-
-
-def committed_checksum(path: str) -> str | None:
-    """Return the checksum in the commit of a checkpoint; None without a commit. Raises RunDirError."""
-    commit = newest_commit_at(path)
-    return None if commit is None else commit.checksum
-
-
-def quarantine_and_fall_back(run: Run, attempt: Attempt, base: ResumePoint, error: DamagedCheckpoint) -> ResumePoint:
-    """Move a damaged checkpoint into quarantine; return the newest checkpoint before it.
-
-    begin.json follows if that one precedes the attempt's base. Raises FatalTrainingError if no checkpoint is left, and
-    for a checkpoint of another run, which is not moved.
-    """
-    if not is_checkpoint_of(run, base):
-        raise FatalTrainingError(
-            error.message, where=error.where, hint="take another checkpoint to begin with, or a whole copy of this one"
-        )
-    target = quarantine_checkpoint(run, base, attempt=attempt.number, why=error.message)
-    log.warning("%s: %s; moved to %s", base.path, error.message, target)
-    try:
-        before = resume_point(run)
-    except RunDirError as none:
-        raise FatalTrainingError(none.message, where=none.where, hint=none.hint) from None
-    begin = attempt.read_begin()
-    if begin is not None and before.iteration < begin.base_iteration:
-        attempt.fall_back(before.iteration, before.path)
-    return before
-
-
 FINAL_SAVE_TRIES = 3
 """Tries of the save before leaving; other saves are tried once."""
+MOST_FALL_BACKS = 2
+"""Damaged checkpoints that an attempt puts into quarantine: if more in a row are damaged, the node may be at fault."""
 
 
 class Saver:
@@ -233,10 +205,6 @@ class Saver:
         self._lead = self._control.grace_period
 
 
-MOST_FALL_BACKS = 2
-"""Damaged checkpoints that an attempt puts into quarantine: if more in a row are damaged, the node may be at fault."""
-
-
 class QuarantineFailed(RelayrunError):
     """A damaged checkpoint could not be moved into quarantine; the attempt has failed."""
 
@@ -328,3 +296,31 @@ class StateRestorer:
             for rewind in before:
                 self.say(f"passing over the samples up to {rewind.next_sample}: {rewind.words}")
         return position
+
+
+def quarantine_and_fall_back(run: Run, attempt: Attempt, base: ResumePoint, error: DamagedCheckpoint) -> ResumePoint:
+    """Move a damaged checkpoint into quarantine; return the newest checkpoint before it.
+
+    begin.json follows if that one precedes the attempt's base. Raises FatalTrainingError if no checkpoint is left, and
+    for a checkpoint of another run, which is not moved.
+    """
+    if not is_checkpoint_of(run, base):
+        raise FatalTrainingError(
+            error.message, where=error.where, hint="take another checkpoint to begin with, or a whole copy of this one"
+        )
+    target = quarantine_checkpoint(run, base, attempt=attempt.number, why=error.message)
+    log.warning("%s: %s; moved to %s", base.path, error.message, target)
+    try:
+        before = resume_point(run)
+    except RunDirError as none:
+        raise FatalTrainingError(none.message, where=none.where, hint=none.hint) from None
+    begin = attempt.read_begin()
+    if begin is not None and before.iteration < begin.base_iteration:
+        attempt.fall_back(before.iteration, before.path)
+    return before
+
+
+def committed_checksum(path: str) -> str | None:
+    """Return the checksum in the commit of a checkpoint; None without a commit. Raises RunDirError."""
+    commit = newest_commit_at(path)
+    return None if commit is None else commit.checksum

@@ -42,170 +42,6 @@ from torch.backends.cuda import SDPAParams
 
 from relayrun.train.model.packed_documents import PackedDocuments, whole_rows
 
-
-def gather_sequence(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Exchange this rank's tokens of all heads for all tokens, in order, of this rank's heads.
-
-    query [sequence / n, batch, heads, channels], key and value with groups in place of heads. Returns them as
-    [sequence, batch, heads / n, channels]; too few groups are repeated.
-    """
-    size = parallel_state.get_context_parallel_world_size()
-    heads, groups = query.shape[2], key.shape[2]
-    if groups % size:
-        repeat = size // math.gcd(groups, size)
-        repeat = repeat if heads % (groups * repeat) == 0 else heads // groups
-        key, value = (part.repeat_interleave(repeat, dim=2) for part in (key, value))
-    return _gathered(query, size), _gathered(key, size), _gathered(value, size)
-
-
-def scatter_sequence(out: torch.Tensor) -> torch.Tensor:
-    """Exchange all tokens [sequence, batch, heads / n, channels] for this rank's [sequence / n, batch, heads,
-    channels]."""
-    size = parallel_state.get_context_parallel_world_size()
-    sequence, batch, heads, channels = out.shape
-    parts = out.reshape(2 * size, sequence // (2 * size), batch, heads, channels)[_of_ranks(size)]
-    parts = parts.reshape(size, sequence // size, batch, heads, channels)
-    found = all_to_all(parallel_state.get_context_parallel_group(), parts)  # [n of heads, sequence / n, ...]
-    return found.permute(1, 2, 0, 3, 4).reshape(sequence // size, batch, size * heads, channels)  # type: ignore[no-any-return]
-
-
-def _gathered(part: torch.Tensor, size: int) -> torch.Tensor:
-    own, batch, heads, channels = part.shape
-    by_rank = part.view(own, batch, size, heads // size, channels).permute(2, 0, 1, 3, 4)
-    found = all_to_all(parallel_state.get_context_parallel_group(), by_rank)  # [n of tokens, sequence / n, ...]
-    pieces = found.view(2 * size, own // 2, batch, heads // size, channels)
-    order = torch.tensor(_of_ranks(size)).argsort().tolist()
-    return pieces[order].view(own * size, batch, heads // size, channels)  # type: ignore[no-any-return]
-
-
-def _of_ranks(size: int) -> list[int]:
-    """Return the parts of a sequence in the order in which the ranks hold them."""
-    return [part for rank in range(size) for part in (rank, 2 * size - 1 - rank)]
-
-
-def varlen_options(known: Iterable[str], *, grouped: bool, window: int | None = None) -> tuple[dict[str, Any], bool]:
-    """Return the arguments of causal attention for a function with these argument names, which differ between versions.
-
-    Also returns True if the function takes grouped keys and values; else it needs them for every head. `window`: number
-    of previous tokens that a token sees; None: all.
-    """
-    left = -1 if window is None else window
-    causal: dict[str, Any] = {"window_size": (left, 0)} if "window_size" in known else {"is_causal": True}
-    takes = "enable_gqa" in known
-    return causal | ({"enable_gqa": True} if takes and grouped else {}), takes
-
-
-@cache
-def varlen_function() -> Callable[..., Any] | None:
-    """Return torch's `varlen_attn`; None if this torch lacks it."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    found: Callable[..., Any] = varlen_attn
-    return found
-
-
-def varlen_usable(query: torch.Tensor, *, window: int | None = None) -> bool:
-    """True if it has a kernel for this device, type and window: flash attention's, for 16 bits."""
-    call = varlen_function()
-    if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16) or call is None:
-        return False
-    if window is not None and "window_size" not in inspect.signature(call).parameters:
-        return False
-    return query.shape[-1] <= 256 and torch.cuda.get_device_capability(query.device) >= (8, 0)
-
-
-def attend_varlen(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    documents: PackedDocuments,
-    *,
-    scale: float | None,
-    window: int | None = None,
-) -> torch.Tensor:
-    """Attend with query [sequence, batch, heads, channels] to key and value of groups; return query's shape."""
-    call = varlen_function()
-    assert call is not None
-    sequence, batch = query.shape[:2]
-    heads, groups = query.shape[2], key.shape[2]
-    known = inspect.signature(call).parameters
-    asked, takes_groups = varlen_options(known, grouped=groups != heads, window=window)
-    if groups != heads and not takes_groups:
-        key, value = (part.repeat_interleave(heads // groups, dim=2) for part in (key, value))
-    if scale is not None:
-        asked["scale"] = scale
-    # rows one after the other, as the bounds count
-    flat = (part.transpose(0, 1).reshape(batch * sequence, part.shape[2], -1) for part in (query, key, value))
-    bounds, longest = documents.bounds, documents.longest
-    out = call(*flat, bounds, bounds, longest, longest, **asked)
-    out = out[0] if isinstance(out, tuple) else out
-    return out.view(batch, sequence, heads, -1).transpose(0, 1)  # type: ignore[no-any-return]
-
-
-class LatentAttention(MLASelfAttention):  # type: ignore[misc]  # megatron-core has no types
-    """Attention of a layer. Documents concern only its core attention, and positions are set from outside.
-
-    megatron-core's own drops a batch axis of size 1 if there are documents, as its format `thd` requires.
-    """
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        if isinstance(self.linear_kv_down_proj, ColumnParallelLinear) and self.pg_collection.tp.size() > 1:
-            self.linear_kv_down_proj.register_forward_hook(self._gathered)
-
-    def _gathered(self, _: torch.nn.Module, __: Any, out: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
-        """Gather the tensor-parallel projection to keys and values here instead of in the base class.
-
-        Fault: all heads share the rotary channels of a key, and a rank has their gradient for its own heads only.
-        megatron-core 0.16.1 gathers the channels (multi_latent_attention.py) with a backward pass that takes a rank's
-        part of its own gradient, which is right only after a column-parallel layer.
-        """
-        whole = gather_from_tensor_model_parallel_region(out[0])
-        if self.config.sequence_parallel:  # of this rank's tokens; the base class gathers the rotary channels, and sums
-            return scatter_to_sequence_parallel_region(whole), out[1]
-        compressed, positions = whole.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
-        summed = _OfAllHeads.apply(positions, self.pg_collection.tp)  # type: ignore[no-untyped-call]
-        return torch.cat([compressed, summed], dim=-1), out[1]
-
-    def get_query_key_value_tensors(
-        self,
-        hidden_states: torch.Tensor,
-        key_value_states: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        packed_seq_params: Any = None,
-        **named: Any,
-    ) -> tuple[torch.Tensor, ...]:
-        """Return query, key and value [sequence, batch, heads, channels], and their inputs."""
-        seen = None if isinstance(packed_seq_params, PackedDocuments) else packed_seq_params
-        found: tuple[torch.Tensor, ...] = super().get_query_key_value_tensors(
-            hidden_states, key_value_states, position_ids, seen, **named
-        )
-        return found
-
-
-class _OfAllHeads(torch.autograd.Function):
-    """Identity; its gradient is the sum over tensor-parallel ranks.
-
-    megatron-core's `copy_to_tensor_model_parallel_region` sums a copy of a gradient that is a view, and returns the
-    original (tensor_parallel/mappings.py, `_reduce`).
-    """
-
-    @staticmethod
-    def forward(context: Any, whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        context.group = group
-        return whole.view_as(whole)
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        summed = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(summed, group=context.group)
-        return summed, None
-
-
 SHORTEST_BLOCK = 128
 """Least tokens of a block of a sequence with a window."""
 
@@ -353,3 +189,166 @@ def _kernel_takes_groups(
         return True
     asked = SDPAParams(query, key, value, mask, dropout, mask is None, True)
     return cuda.can_use_flash_attention(asked) or cuda.can_use_efficient_attention(asked)
+
+
+def varlen_usable(query: torch.Tensor, *, window: int | None = None) -> bool:
+    """True if it has a kernel for this device, type and window: flash attention's, for 16 bits."""
+    call = varlen_function()
+    if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16) or call is None:
+        return False
+    if window is not None and "window_size" not in inspect.signature(call).parameters:
+        return False
+    return query.shape[-1] <= 256 and torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
+@cache
+def varlen_function() -> Callable[..., Any] | None:
+    """Return torch's `varlen_attn`; None if this torch lacks it."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    found: Callable[..., Any] = varlen_attn
+    return found
+
+
+def attend_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: PackedDocuments,
+    *,
+    scale: float | None,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Attend with query [sequence, batch, heads, channels] to key and value of groups; return query's shape."""
+    call = varlen_function()
+    assert call is not None
+    sequence, batch = query.shape[:2]
+    heads, groups = query.shape[2], key.shape[2]
+    known = inspect.signature(call).parameters
+    asked, takes_groups = varlen_options(known, grouped=groups != heads, window=window)
+    if groups != heads and not takes_groups:
+        key, value = (part.repeat_interleave(heads // groups, dim=2) for part in (key, value))
+    if scale is not None:
+        asked["scale"] = scale
+    # rows one after the other, as the bounds count
+    flat = (part.transpose(0, 1).reshape(batch * sequence, part.shape[2], -1) for part in (query, key, value))
+    bounds, longest = documents.bounds, documents.longest
+    out = call(*flat, bounds, bounds, longest, longest, **asked)
+    out = out[0] if isinstance(out, tuple) else out
+    return out.view(batch, sequence, heads, -1).transpose(0, 1)  # type: ignore[no-any-return]
+
+
+def varlen_options(known: Iterable[str], *, grouped: bool, window: int | None = None) -> tuple[dict[str, Any], bool]:
+    """Return the arguments of causal attention for a function with these argument names, which differ between versions.
+
+    Also returns True if the function takes grouped keys and values; else it needs them for every head. `window`: number
+    of previous tokens that a token sees; None: all.
+    """
+    left = -1 if window is None else window
+    causal: dict[str, Any] = {"window_size": (left, 0)} if "window_size" in known else {"is_causal": True}
+    takes = "enable_gqa" in known
+    return causal | ({"enable_gqa": True} if takes and grouped else {}), takes
+
+
+def gather_sequence(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Exchange this rank's tokens of all heads for all tokens, in order, of this rank's heads.
+
+    query [sequence / n, batch, heads, channels], key and value with groups in place of heads. Returns them as
+    [sequence, batch, heads / n, channels]; too few groups are repeated.
+    """
+    size = parallel_state.get_context_parallel_world_size()
+    heads, groups = query.shape[2], key.shape[2]
+    if groups % size:
+        repeat = size // math.gcd(groups, size)
+        repeat = repeat if heads % (groups * repeat) == 0 else heads // groups
+        key, value = (part.repeat_interleave(repeat, dim=2) for part in (key, value))
+    return _gathered(query, size), _gathered(key, size), _gathered(value, size)
+
+
+def scatter_sequence(out: torch.Tensor) -> torch.Tensor:
+    """Exchange all tokens [sequence, batch, heads / n, channels] for this rank's [sequence / n, batch, heads,
+    channels]."""
+    size = parallel_state.get_context_parallel_world_size()
+    sequence, batch, heads, channels = out.shape
+    parts = out.reshape(2 * size, sequence // (2 * size), batch, heads, channels)[_of_ranks(size)]
+    parts = parts.reshape(size, sequence // size, batch, heads, channels)
+    found = all_to_all(parallel_state.get_context_parallel_group(), parts)  # [n of heads, sequence / n, ...]
+    return found.permute(1, 2, 0, 3, 4).reshape(sequence // size, batch, size * heads, channels)  # type: ignore[no-any-return]
+
+
+def _gathered(part: torch.Tensor, size: int) -> torch.Tensor:
+    own, batch, heads, channels = part.shape
+    by_rank = part.view(own, batch, size, heads // size, channels).permute(2, 0, 1, 3, 4)
+    found = all_to_all(parallel_state.get_context_parallel_group(), by_rank)  # [n of tokens, sequence / n, ...]
+    pieces = found.view(2 * size, own // 2, batch, heads // size, channels)
+    order = torch.tensor(_of_ranks(size)).argsort().tolist()
+    return pieces[order].view(own * size, batch, heads // size, channels)  # type: ignore[no-any-return]
+
+
+def _of_ranks(size: int) -> list[int]:
+    """Return the parts of a sequence in the order in which the ranks hold them."""
+    return [part for rank in range(size) for part in (rank, 2 * size - 1 - rank)]
+
+
+class LatentAttention(MLASelfAttention):  # type: ignore[misc]  # megatron-core has no types
+    """Attention of a layer. Documents concern only its core attention, and positions are set from outside.
+
+    megatron-core's own drops a batch axis of size 1 if there are documents, as its format `thd` requires.
+    """
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        if isinstance(self.linear_kv_down_proj, ColumnParallelLinear) and self.pg_collection.tp.size() > 1:
+            self.linear_kv_down_proj.register_forward_hook(self._gathered)
+
+    def _gathered(self, _: torch.nn.Module, __: Any, out: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+        """Gather the tensor-parallel projection to keys and values here instead of in the base class.
+
+        Fault: all heads share the rotary channels of a key, and a rank has their gradient for its own heads only.
+        megatron-core 0.16.1 gathers the channels (multi_latent_attention.py) with a backward pass that takes a rank's
+        part of its own gradient, which is right only after a column-parallel layer.
+        """
+        whole = gather_from_tensor_model_parallel_region(out[0])
+        if self.config.sequence_parallel:  # of this rank's tokens; the base class gathers the rotary channels, and sums
+            return scatter_to_sequence_parallel_region(whole), out[1]
+        compressed, positions = whole.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
+        summed = _OfAllHeads.apply(positions, self.pg_collection.tp)  # type: ignore[no-untyped-call]
+        return torch.cat([compressed, summed], dim=-1), out[1]
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+        **named: Any,
+    ) -> tuple[torch.Tensor, ...]:
+        """Return query, key and value [sequence, batch, heads, channels], and their inputs."""
+        seen = None if isinstance(packed_seq_params, PackedDocuments) else packed_seq_params
+        found: tuple[torch.Tensor, ...] = super().get_query_key_value_tensors(
+            hidden_states, key_value_states, position_ids, seen, **named
+        )
+        return found
+
+
+class _OfAllHeads(torch.autograd.Function):
+    """Identity; its gradient is the sum over tensor-parallel ranks.
+
+    megatron-core's `copy_to_tensor_model_parallel_region` sums a copy of a gradient that is a view, and returns the
+    original (tensor_parallel/mappings.py, `_reduce`).
+    """
+
+    @staticmethod
+    def forward(context: Any, whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        context.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        summed = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(summed, group=context.group)
+        return summed, None

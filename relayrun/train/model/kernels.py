@@ -30,41 +30,6 @@ from relayrun.config.compose.schema import RunConfig
 from relayrun.config.sections.model import TransformerSection
 from relayrun.errors import FatalTrainingError
 
-FP8_AVAILABLE = {
-    "delayed": "is_fp8_available",
-    "tensorwise": "is_fp8_available",
-    "blockwise": "is_fp8_block_scaling_available",
-    "mxfp8": "is_mxfp8_available",
-}
-"""TransformerEngine's test of the GPU by recipe; older versions lack some recipes."""
-
-
-def check_fp8(settings: TransformerSection, transformer: TransformerConfig) -> None:
-    """Check fp8 before the model is built; megatron-core and TransformerEngine check it in the first step.
-
-    Raises FatalTrainingError if the installed version lacks the recipe, or this GPU does not support it.
-    """
-    manager: Any = getattr(fp8_utils, "FP8GlobalStateManager", None)
-    if settings.fp8 is None or manager is None:  # without TransformerEngine `layers` reports it
-        return
-    version = fp8_utils.get_te_version()
-    try:
-        fp8_utils.get_fp8_recipe(transformer)
-    except (AssertionError, AttributeError, ValueError) as error:
-        raise _fp8_refused(settings, f"TransformerEngine {version} does not know it ({error})") from error
-    ask: Any = getattr(manager, FP8_AVAILABLE[settings.fp8_recipe], None)
-    can, why = ask() if ask is not None else (False, f"TransformerEngine {version} does not know it")
-    if not can:
-        raise _fp8_refused(settings, why)
-
-
-def _fp8_refused(settings: TransformerSection, why: str) -> FatalTrainingError:
-    return FatalTrainingError(
-        f"model.transformer.fp8 {settings.fp8} with fp8_recipe {settings.fp8_recipe} cannot be had here: {why}",
-        hint="set another model.transformer.fp8_recipe, or leave out model.transformer.fp8",
-    )
-
-
 log = logging.getLogger(__name__)
 
 
@@ -113,6 +78,41 @@ def _why_no_gradient_accumulation(device: torch.device) -> str | None:
     return None
 
 
+FP8_AVAILABLE = {
+    "delayed": "is_fp8_available",
+    "tensorwise": "is_fp8_available",
+    "blockwise": "is_fp8_block_scaling_available",
+    "mxfp8": "is_mxfp8_available",
+}
+"""TransformerEngine's test of the GPU by recipe; older versions lack some recipes."""
+
+
+def check_fp8(settings: TransformerSection, transformer: TransformerConfig) -> None:
+    """Check fp8 before the model is built; megatron-core and TransformerEngine check it in the first step.
+
+    Raises FatalTrainingError if the installed version lacks the recipe, or this GPU does not support it.
+    """
+    manager: Any = getattr(fp8_utils, "FP8GlobalStateManager", None)
+    if settings.fp8 is None or manager is None:  # without TransformerEngine `layers` reports it
+        return
+    version = fp8_utils.get_te_version()
+    try:
+        fp8_utils.get_fp8_recipe(transformer)
+    except (AssertionError, AttributeError, ValueError) as error:
+        raise _fp8_refused(settings, f"TransformerEngine {version} does not know it ({error})") from error
+    ask: Any = getattr(manager, FP8_AVAILABLE[settings.fp8_recipe], None)
+    can, why = ask() if ask is not None else (False, f"TransformerEngine {version} does not know it")
+    if not can:
+        raise _fp8_refused(settings, why)
+
+
+def _fp8_refused(settings: TransformerSection, why: str) -> FatalTrainingError:
+    return FatalTrainingError(
+        f"model.transformer.fp8 {settings.fp8} with fp8_recipe {settings.fp8_recipe} cannot be had here: {why}",
+        hint="set another model.transformer.fp8_recipe, or leave out model.transformer.fp8",
+    )
+
+
 def start_communication_overlap(config: RunConfig, transformer: TransformerConfig) -> None:
     """Let TransformerEngine set up the buffers of parallel.tp_comm_overlap; all ranks together, before the model."""
     from transformer_engine.pytorch.module import base  # type: ignore[import-not-found,unused-ignore]
@@ -155,6 +155,12 @@ def install_gradient_kernels(*, say: bool) -> None:
     layers._grad_accum_fusion_available = True
 
 
+@torch.no_grad()
+def add_weight_gradient(inputs: torch.Tensor, gradient: torch.Tensor, total: torch.Tensor) -> None:
+    """Add the gradient of a weight, [out, in], of inputs [tokens, in] and the outputs' gradient [tokens, out]."""
+    total.add_(gradient.t().matmul(inputs))
+
+
 def defer_output_layer_alone(model: Any) -> None:
     """Let the other linear layers of a GPTModel compute their gradients at once.
 
@@ -166,12 +172,6 @@ def defer_output_layer_alone(model: Any) -> None:
     for name, module in model.named_modules():
         if isinstance(module, layers.ColumnParallelLinear) and name != "output_layer":
             module.config = at_once
-
-
-@torch.no_grad()
-def add_weight_gradient(inputs: torch.Tensor, gradient: torch.Tensor, total: torch.Tensor) -> None:
-    """Add the gradient of a weight, [out, in], of inputs [tokens, in] and the outputs' gradient [tokens, out]."""
-    total.add_(gradient.t().matmul(inputs))
 
 
 def reduce_output_layer_last(chunk: DistributedDataParallel) -> Callable[..., None]:

@@ -34,6 +34,145 @@ from relayrun.train.model.experts import local_experts
 from relayrun.train.model.packed_documents import document_attention
 from relayrun.train.user_code import describe_error, import_user_code
 
+Implementation = Literal["local", "transformer_engine"]
+
+
+def layer_implementation(config: RunConfig) -> Implementation:
+    """Resolve `training.transformer_impl`. Raises FatalTrainingError if TransformerEngine is missing."""
+    wanted = config.training.transformer_impl
+    if wanted == "auto":
+        # cases that TransformerEngine lacks, or computes more slowly
+        local = config.data.attends_documents or config.window_over_ranks
+        usable = HAVE_TE and torch.cuda.is_available() and not local
+        return "transformer_engine" if usable else "local"
+    if wanted == "transformer_engine" and not HAVE_TE:
+        raise FatalTrainingError(
+            "TransformerEngine is not installed where the ranks run, and training.transformer_impl asks for it",
+            hint="use a container that has it, or set training.transformer_impl=local",
+        )
+    return wanted
+
+
+def block_spec(chosen: Implementation, transformer: TransformerConfig, stage: int) -> TransformerBlockSubmodules:
+    """Return the spec of the layers of one virtual stage of this rank, and the norm after the last."""
+    if chosen == "transformer_engine":
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        layer, norm = _transformer_engine_layer, TENorm
+    else:
+        layer, norm = _local_layer, NormWithState
+    first = get_transformer_layer_offset(transformer, vp_stage=stage)
+    count = get_num_layers_to_build(transformer, vp_stage=stage)
+    experts = expert_layer_pattern(transformer.moe_layer_freq, transformer.num_layers, transformer.num_moe_experts)
+    experts = experts[first : first + count]
+    # one object for all layers of a kind
+    kinds = {kind: layer(transformer, transformer.num_moe_experts if kind else None) for kind in set(experts)}
+    return TransformerBlockSubmodules(layer_specs=[kinds[kind] for kind in experts], layer_norm=norm)
+
+
+def _transformer_engine_layer(transformer: TransformerConfig, experts: int | None) -> ModuleSpec:
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    layer: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=experts, moe_grouped_gemm=transformer.moe_grouped_gemm, **_attention_arguments(transformer)
+    )
+    attention = layer.submodules.self_attention
+    attention.submodules.core_attention = document_attention(TEDotProductAttention)
+    if transformer.multi_latent_attention:
+        attention.module = LatentAttention
+    return _with_xielu(layer, transformer)
+
+
+BEFORE_MLP = "pre_mlp_layernorm."
+LATENT_NAMES = {
+    BEFORE_MLP: "mlp.linear_fc1.layer_norm_",
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+}
+"""TransformerEngine's names of norms in a checkpoint of layers with latent attention, whose linear layers contain the
+norms before them. A norm before experts is separate there, too."""
+
+
+def _local_layer(transformer: TransformerConfig, experts: int | None) -> ModuleSpec:
+    layer: ModuleSpec = get_gpt_layer_local_spec(
+        normalization="RMSNorm",  # else megatron-core warns that Apex is not installed
+        **_attention_arguments(transformer),
+    )
+    parts, attention = layer.submodules, layer.submodules.self_attention.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+    names = dict(parts.sharded_state_dict_keys_map)
+    for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+        if getattr(attention, name, None) is WrappedTorchNorm:
+            setattr(attention, name, NormWithState)
+    attention.core_attention = CausalAttention
+    if transformer.multi_latent_attention:
+        # megatron-core 0.16.1 assumes TransformerEngine and calls isinstance with a class that is None: TypeError
+        if not HAVE_TE:
+            multi_latent_attention.HAVE_TE = False
+        parts.self_attention.module = LatentAttention
+        parts.input_layernorm = NormWithState
+        if transformer.qk_layernorm:
+            attention.q_layernorm = attention.kv_layernorm = Norm
+        names |= LATENT_NAMES
+    if experts is not None:
+        parts.mlp = local_experts(transformer)
+        parts.pre_mlp_layernorm = NormWithState
+        names.pop(BEFORE_MLP, None)
+    parts.sharded_state_dict_keys_map = names
+    return _with_xielu(layer, transformer)
+
+
+def _attention_arguments(transformer: TransformerConfig) -> dict[str, bool]:
+    names = ("qk_layernorm", "qk_l2_norm", "multi_latent_attention")
+    return {name: getattr(transformer, name) for name in names}
+
+
+def _with_xielu(layer: ModuleSpec, transformer: TransformerConfig) -> ModuleSpec:
+    if transformer.activation_func is activation_inside_layer:
+        layer.submodules.mlp = megatron_versions.with_feed_forward(layer.submodules.mlp, XieluMLP)
+    return layer
+
+
+class Norm(torch.nn.Module):
+    """Norm for megatron-core's layer specs, of the kind `config.normalization`, with its arguments.
+
+    RMSNorm has a weight per channel, LayerNorm a bias, too.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        # stored as the difference from 1, or unchanged
+        self._offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
+        self._eps = eps
+        self.weight = torch.nn.Parameter(torch.full((hidden_size,), 1 - self._offset, dtype=config.params_dtype))
+        self.bias: torch.nn.Parameter | None = None
+        if config.normalization == "LayerNorm":
+            self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
+        # each tensor-parallel rank sees a part of the sequence, so megatron-core sums the gradients
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., hidden_size] → the same shape."""
+        weight = self.weight + self._offset if self._offset else self.weight
+        if self.bias is None:
+            return functional.rms_norm(hidden, weight.shape, weight, self._eps)
+        return functional.layer_norm(hidden, weight.shape, weight, self.bias, self._eps)
+
+
+class NormWithState(Norm):
+    """Norm with the empty extra state that TransformerEngine's norm has in its place.
+
+    So a checkpoint of local layers has every key that a program with TransformerEngine reads: of the last norm, and of
+    the norms of queries and keys. Other norms are parts of linear layers there.
+    """
+
+    def get_extra_state(self) -> None:
+        return None
+
+    def set_extra_state(self, state: object) -> None:
+        """Ignore TransformerEngine's state for fp8."""
+
 
 def squared_relu(values: torch.Tensor) -> torch.Tensor:
     """Return relu(x)²."""
@@ -96,145 +235,6 @@ class XieluMLP(MLP):  # type: ignore[misc]
     def __init__(self, config: TransformerConfig, *positional: Any, **named: Any) -> None:
         super().__init__(config, *positional, **named)
         self.activation_func = Xielu(config)
-
-
-class Norm(torch.nn.Module):
-    """Norm for megatron-core's layer specs, of the kind `config.normalization`, with its arguments.
-
-    RMSNorm has a weight per channel, LayerNorm a bias, too.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__()
-        # stored as the difference from 1, or unchanged
-        self._offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
-        self._eps = eps
-        self.weight = torch.nn.Parameter(torch.full((hidden_size,), 1 - self._offset, dtype=config.params_dtype))
-        self.bias: torch.nn.Parameter | None = None
-        if config.normalization == "LayerNorm":
-            self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
-        # each tensor-parallel rank sees a part of the sequence, so megatron-core sums the gradients
-        for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., hidden_size] → the same shape."""
-        weight = self.weight + self._offset if self._offset else self.weight
-        if self.bias is None:
-            return functional.rms_norm(hidden, weight.shape, weight, self._eps)
-        return functional.layer_norm(hidden, weight.shape, weight, self.bias, self._eps)
-
-
-class NormWithState(Norm):
-    """Norm with the empty extra state that TransformerEngine's norm has in its place.
-
-    So a checkpoint of local layers has every key that a program with TransformerEngine reads: of the last norm, and of
-    the norms of queries and keys. Other norms are parts of linear layers there.
-    """
-
-    def get_extra_state(self) -> None:
-        return None
-
-    def set_extra_state(self, state: object) -> None:
-        """Ignore TransformerEngine's state for fp8."""
-
-
-Implementation = Literal["local", "transformer_engine"]
-
-BEFORE_MLP = "pre_mlp_layernorm."
-LATENT_NAMES = {
-    BEFORE_MLP: "mlp.linear_fc1.layer_norm_",
-    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
-    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
-}
-"""TransformerEngine's names of norms in a checkpoint of layers with latent attention, whose linear layers contain the
-norms before them. A norm before experts is separate there, too."""
-
-
-def layer_implementation(config: RunConfig) -> Implementation:
-    """Resolve `training.transformer_impl`. Raises FatalTrainingError if TransformerEngine is missing."""
-    wanted = config.training.transformer_impl
-    if wanted == "auto":
-        # cases that TransformerEngine lacks, or computes more slowly
-        local = config.data.attends_documents or config.window_over_ranks
-        usable = HAVE_TE and torch.cuda.is_available() and not local
-        return "transformer_engine" if usable else "local"
-    if wanted == "transformer_engine" and not HAVE_TE:
-        raise FatalTrainingError(
-            "TransformerEngine is not installed where the ranks run, and training.transformer_impl asks for it",
-            hint="use a container that has it, or set training.transformer_impl=local",
-        )
-    return wanted
-
-
-def block_spec(chosen: Implementation, transformer: TransformerConfig, stage: int) -> TransformerBlockSubmodules:
-    """Return the spec of the layers of one virtual stage of this rank, and the norm after the last."""
-    if chosen == "transformer_engine":
-        from megatron.core.extensions.transformer_engine import TENorm
-
-        layer, norm = _transformer_engine_layer, TENorm
-    else:
-        layer, norm = _local_layer, NormWithState
-    first = get_transformer_layer_offset(transformer, vp_stage=stage)
-    count = get_num_layers_to_build(transformer, vp_stage=stage)
-    experts = expert_layer_pattern(transformer.moe_layer_freq, transformer.num_layers, transformer.num_moe_experts)
-    experts = experts[first : first + count]
-    # one object for all layers of a kind
-    kinds = {kind: layer(transformer, transformer.num_moe_experts if kind else None) for kind in set(experts)}
-    return TransformerBlockSubmodules(layer_specs=[kinds[kind] for kind in experts], layer_norm=norm)
-
-
-def _transformer_engine_layer(transformer: TransformerConfig, experts: int | None) -> ModuleSpec:
-    from megatron.core.extensions.transformer_engine import TEDotProductAttention
-
-    layer: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=experts, moe_grouped_gemm=transformer.moe_grouped_gemm, **_attention_arguments(transformer)
-    )
-    attention = layer.submodules.self_attention
-    attention.submodules.core_attention = document_attention(TEDotProductAttention)
-    if transformer.multi_latent_attention:
-        attention.module = LatentAttention
-    return _with_xielu(layer, transformer)
-
-
-def _local_layer(transformer: TransformerConfig, experts: int | None) -> ModuleSpec:
-    layer: ModuleSpec = get_gpt_layer_local_spec(
-        normalization="RMSNorm",  # else megatron-core warns that Apex is not installed
-        **_attention_arguments(transformer),
-    )
-    parts, attention = layer.submodules, layer.submodules.self_attention.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = Norm
-    names = dict(parts.sharded_state_dict_keys_map)
-    for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
-        if getattr(attention, name, None) is WrappedTorchNorm:
-            setattr(attention, name, NormWithState)
-    attention.core_attention = CausalAttention
-    if transformer.multi_latent_attention:
-        # megatron-core 0.16.1 assumes TransformerEngine and calls isinstance with a class that is None: TypeError
-        if not HAVE_TE:
-            multi_latent_attention.HAVE_TE = False
-        parts.self_attention.module = LatentAttention
-        parts.input_layernorm = NormWithState
-        if transformer.qk_layernorm:
-            attention.q_layernorm = attention.kv_layernorm = Norm
-        names |= LATENT_NAMES
-    if experts is not None:
-        parts.mlp = local_experts(transformer)
-        parts.pre_mlp_layernorm = NormWithState
-        names.pop(BEFORE_MLP, None)
-    parts.sharded_state_dict_keys_map = names
-    return _with_xielu(layer, transformer)
-
-
-def _attention_arguments(transformer: TransformerConfig) -> dict[str, bool]:
-    names = ("qk_layernorm", "qk_l2_norm", "multi_latent_attention")
-    return {name: getattr(transformer, name) for name in names}
-
-
-def _with_xielu(layer: ModuleSpec, transformer: TransformerConfig) -> ModuleSpec:
-    if transformer.activation_func is activation_inside_layer:
-        layer.submodules.mlp = megatron_versions.with_feed_forward(layer.submodules.mlp, XieluMLP)
-    return layer
 
 
 MODEL_METHODS = ("set_input_tensor", "sharded_state_dict")

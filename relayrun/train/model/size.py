@@ -30,6 +30,23 @@ class ParameterCount:
         return ParameterCount(self.products + other.products, self.others + other.others, self.idle + other.idle)
 
 
+def count_parameters(model: ModelSection, vocabulary_size: int) -> int:
+    """Count the whole model with this padded vocabulary size: layers, embeddings and the last norm."""
+    embeddings = 2 if model.untie_embeddings_and_output_weights else 1
+    last = model.hidden_size * _of_norm(model)
+    return count_layers(model).total + embeddings * vocabulary_size * model.hidden_size + last
+
+
+def count_layers(model: ModelSection) -> ParameterCount:
+    """Count all layers, each with two norms."""
+    having = sum(expert_layers(model))
+    kinds = [(count_feed_forward(model, model.ffn_hidden_size), model.num_layers - having)]
+    if having:
+        kinds.append((count_experts(model), having))
+    same = count_attention(model) + ParameterCount(0, 2 * model.hidden_size * _of_norm(model))
+    return sum(((same + part) * number for part, number in kinds), ParameterCount(0, 0))
+
+
 def count_attention(model: ModelSection) -> ParameterCount:
     """Count attention's projections to queries, keys, values and (with a gate) output weights, and the output
     projection."""
@@ -42,6 +59,18 @@ def count_attention(model: ModelSection) -> ParameterCount:
     biases += hidden if transformer.add_bias_linear else 0
     norms = 2 * model.head_channels * _of_norm(model) if transformer.qk_layernorm else 0
     return ParameterCount(hidden * into + queries * hidden, biases + norms)
+
+
+def _latent_attention(model: ModelSection) -> ParameterCount:
+    """Count the projections from the residual stream to two narrow vectors, from these to all heads, and back."""
+    transformer, hidden, heads = model.transformer, model.hidden_size, model.num_attention_heads
+    shared, narrow, narrow_q = transformer.qk_pos_emb_head_dim, transformer.kv_lora_rank, transformer.q_lora_rank
+    query = transformer.qk_head_dim + shared
+    products = hidden * heads * query if narrow_q is None else narrow_q * (hidden + heads * query)
+    products += hidden * (narrow + shared) + narrow * heads * (transformer.qk_head_dim + transformer.v_head_dim)
+    products += heads * transformer.v_head_dim * hidden
+    norms = ((narrow_q or 0) + narrow) * _of_norm(model) if transformer.qk_layernorm else 0
+    return ParameterCount(products, norms + (hidden if transformer.add_bias_linear else 0))
 
 
 def count_feed_forward(model: ModelSection, width: int) -> ParameterCount:
@@ -79,52 +108,9 @@ def routed_parameters(model: ModelSection) -> int:
     return sum(expert_layers(model)) * number * count_feed_forward(model, expert_width(model)).total
 
 
-def count_layers(model: ModelSection) -> ParameterCount:
-    """Count all layers, each with two norms."""
-    having = sum(expert_layers(model))
-    kinds = [(count_feed_forward(model, model.ffn_hidden_size), model.num_layers - having)]
-    if having:
-        kinds.append((count_experts(model), having))
-    same = count_attention(model) + ParameterCount(0, 2 * model.hidden_size * _of_norm(model))
-    return sum(((same + part) * number for part, number in kinds), ParameterCount(0, 0))
-
-
-def _latent_attention(model: ModelSection) -> ParameterCount:
-    """Count the projections from the residual stream to two narrow vectors, from these to all heads, and back."""
-    transformer, hidden, heads = model.transformer, model.hidden_size, model.num_attention_heads
-    shared, narrow, narrow_q = transformer.qk_pos_emb_head_dim, transformer.kv_lora_rank, transformer.q_lora_rank
-    query = transformer.qk_head_dim + shared
-    products = hidden * heads * query if narrow_q is None else narrow_q * (hidden + heads * query)
-    products += hidden * (narrow + shared) + narrow * heads * (transformer.qk_head_dim + transformer.v_head_dim)
-    products += heads * transformer.v_head_dim * hidden
-    norms = ((narrow_q or 0) + narrow) * _of_norm(model) if transformer.qk_layernorm else 0
-    return ParameterCount(products, norms + (hidden if transformer.add_bias_linear else 0))
-
-
-def _scored(model: ModelSection) -> float:
-    """Return the channels of all heads: the mean of query channels and value channels."""
-    transformer = model.transformer
-    if not transformer.multi_latent_attention:
-        return model.num_attention_heads * model.head_channels
-    channels = transformer.qk_head_dim + transformer.qk_pos_emb_head_dim + transformer.v_head_dim
-    return model.num_attention_heads * channels / 2
-
-
 def _of_norm(model: ModelSection) -> int:
     """Return the parameters of a norm per channel."""
     return 2 if model.transformer.normalization == "LayerNorm" else 1
-
-
-def count_parameters(model: ModelSection, vocabulary_size: int) -> int:
-    """Count the whole model with this padded vocabulary size: layers, embeddings and the last norm."""
-    embeddings = 2 if model.untie_embeddings_and_output_weights else 1
-    last = model.hidden_size * _of_norm(model)
-    return count_layers(model).total + embeddings * vocabulary_size * model.hidden_size + last
-
-
-def pad_to_multiple(size: int, multiple: int) -> int:
-    """Return `size` rounded up to a multiple."""
-    return -(-size // multiple) * multiple
 
 
 def flops_per_token(model: ModelSection, vocabulary_size: int, seq_length: int) -> float:
@@ -140,12 +126,26 @@ def flops_per_token(model: ModelSection, vocabulary_size: int, seq_length: int) 
     )
 
 
+def _scored(model: ModelSection) -> float:
+    """Return the channels of all heads: the mean of query channels and value channels."""
+    transformer = model.transformer
+    if not transformer.multi_latent_attention:
+        return model.num_attention_heads * model.head_channels
+    channels = transformer.qk_head_dim + transformer.qk_pos_emb_head_dim + transformer.v_head_dim
+    return model.num_attention_heads * channels / 2
+
+
 def _seen(model: ModelSection, layer: int, seq_length: int) -> float:
     """Return the mean number of tokens that a token attends to in a layer, counted from 0."""
     window = model.transformer.window_of(layer)
     if window is None or window + 1 >= seq_length:
         return seq_length / 2
     return (window + 1) * (1 - window / (2 * seq_length))
+
+
+def pad_to_multiple(size: int, multiple: int) -> int:
+    """Return `size` rounded up to a multiple."""
+    return -(-size // multiple) * multiple
 
 
 @dataclass(frozen=True, kw_only=True)

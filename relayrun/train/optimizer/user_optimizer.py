@@ -40,50 +40,6 @@ from relayrun.errors import ConfigError, FatalTrainingError
 from relayrun.train import user_code
 
 PlainState = dict[Any, Any]
-
-
-def fit_plain_state(found: PlainState, wanted: PlainState) -> PlainState:
-    """Return the plain part `found` in the form of the optimizer whose state is `wanted`, which is not changed.
-
-    It is `found` itself if both have the same optimizers with equally many groups each.
-    """
-    _, own = extract_sharded_base(extract_nonpersistent(wanted)[1])
-    if [len(_param_groups(part)) for part in _state_parts(found)] == [
-        len(_param_groups(part)) for part in _state_parts(own)
-    ]:
-        return found
-    step = _step_count(found)
-    for part in _state_parts(own):
-        if "param_state_sharding_type" in part:  # the distributed optimizer
-            for group in _param_groups(part):
-                group["step"] = step
-        elif step is not None:
-            part.get("optimizer", part).setdefault("state", {})["common_step"] = step
-    return own  # type: ignore[no-any-return]
-
-
-def _state_parts(state: PlainState) -> Iterator[PlainState]:
-    """Yield the optimizers of a state: several are numbered, a single one is the state itself."""
-    numbers = sorted(key for key in state if isinstance(key, int))
-    yield from [state[number] for number in numbers] if numbers else [state]
-
-
-def _param_groups(part: PlainState) -> list[dict[str, Any]]:
-    """Return the parameter groups; in bf16 and with the distributed optimizer they are one level deeper."""
-    return part.get("optimizer", part).get("param_groups", [])  # type: ignore[no-any-return]
-
-
-def _step_count(state: PlainState) -> Any:
-    """Return the number of steps as the checkpoint holds it; None before the first step."""
-    for part in _state_parts(state):
-        inner = part.get("optimizer", part)
-        found = [group["step"] for group in _param_groups(part) if group.get("step") is not None]
-        found += [inner.get("state", {}).get("common_step")]
-        if found[0] is not None:
-            return found[0]
-    return None
-
-
 STATE_PREFIX = "optimizer.state."
 MAIN_PARAMETER = "fp32_param"
 """The fp32 weights of a model in bf16, under megatron-core's name."""
@@ -105,7 +61,6 @@ ATTEMPT_SETTINGS = {
     "weight_decay",
 }
 """Settings of a group from the config; arguments of the optimizer's class are settings, too."""
-
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
@@ -151,16 +106,6 @@ def replace_adam(optimizer: MegatronOptimizer, make: MakeOptimizer) -> None:
         inner.optimizer = make(groups)
         state = _NamedState(inner)
         inner.sharded_state_dict, inner.load_state_dict = state.sharded_state_dict, state.load_state_dict
-
-
-def fit_user_state(found: dict[Any, Any], wanted: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the plain part `found` of a checkpoint for the optimizers whose state is `wanted`.
-
-    Experts that are split over ranks have an optimizer of their own. If the number of optimizers differs from the
-    checkpoint's, the values in their groups start anew.
-    """
-    numbers, wanted_numbers = ({key for key in state if isinstance(key, int)} for state in (found, wanted))
-    return found if numbers == wanted_numbers else {}
 
 
 def group_settings(optimizer: MegatronOptimizer) -> set[str]:
@@ -346,3 +291,55 @@ def _plain(name: str, value: Any) -> Any:
         "values alone",
         hint="let the optimizer keep tensors, numbers and texts in its state and its groups",
     )
+
+
+def fit_plain_state(found: PlainState, wanted: PlainState) -> PlainState:
+    """Return the plain part `found` in the form of the optimizer whose state is `wanted`, which is not changed.
+
+    It is `found` itself if both have the same optimizers with equally many groups each.
+    """
+    _, own = extract_sharded_base(extract_nonpersistent(wanted)[1])
+    if [len(_param_groups(part)) for part in _state_parts(found)] == [
+        len(_param_groups(part)) for part in _state_parts(own)
+    ]:
+        return found
+    step = _step_count(found)
+    for part in _state_parts(own):
+        if "param_state_sharding_type" in part:  # the distributed optimizer
+            for group in _param_groups(part):
+                group["step"] = step
+        elif step is not None:
+            part.get("optimizer", part).setdefault("state", {})["common_step"] = step
+    return own  # type: ignore[no-any-return]
+
+
+def _state_parts(state: PlainState) -> Iterator[PlainState]:
+    """Yield the optimizers of a state: several are numbered, a single one is the state itself."""
+    numbers = sorted(key for key in state if isinstance(key, int))
+    yield from [state[number] for number in numbers] if numbers else [state]
+
+
+def _param_groups(part: PlainState) -> list[dict[str, Any]]:
+    """Return the parameter groups; in bf16 and with the distributed optimizer they are one level deeper."""
+    return part.get("optimizer", part).get("param_groups", [])  # type: ignore[no-any-return]
+
+
+def _step_count(state: PlainState) -> Any:
+    """Return the number of steps as the checkpoint holds it; None before the first step."""
+    for part in _state_parts(state):
+        inner = part.get("optimizer", part)
+        found = [group["step"] for group in _param_groups(part) if group.get("step") is not None]
+        found += [inner.get("state", {}).get("common_step")]
+        if found[0] is not None:
+            return found[0]
+    return None
+
+
+def fit_user_state(found: dict[Any, Any], wanted: dict[Any, Any]) -> dict[Any, Any]:
+    """Return the plain part `found` of a checkpoint for the optimizers whose state is `wanted`.
+
+    Experts that are split over ranks have an optimizer of their own. If the number of optimizers differs from the
+    checkpoint's, the values in their groups start anew.
+    """
+    numbers, wanted_numbers = ({key for key in state if isinstance(key, int)} for state in (found, wanted))
+    return found if numbers == wanted_numbers else {}

@@ -29,6 +29,39 @@ from relayrun.train.reporting.environment import node_gpus
 
 log = logging.getLogger(__name__)
 
+
+def write_surroundings(
+    run: Run, begin: AttemptStart, config: RunConfig, *, rank: int, node: str, first_of_node: bool
+) -> None:
+    """Write compute_environment.txt (rank 0) and memory_logging-<node>.txt (first rank of a node) in threads.
+
+    Training does not wait: git and the driver may be slow.
+    """
+    folder = run.debug_of(begin.attempt)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        log.warning("nothing is noted of this attempt's surroundings: %s", error)
+        return
+    if rank == 0:
+        path = folder / "compute_environment.txt"
+        threading.Thread(target=_write_environment, args=(path, run, begin, config), daemon=True).start()
+    if first_of_node and config.debug.memory_interval:
+        path = folder / f"memory_logging-{node}.txt"
+        arguments = (path, config.debug.memory_interval)
+        threading.Thread(target=_write_memory_log, args=arguments, name="memory", daemon=True).start()
+
+
+def _write_environment(path: Path, run: Run, begin: AttemptStart, config: RunConfig) -> None:
+    try:
+        text = environment.describe_environment(
+            config, begin, root=places.CODE_ROOT, job_script=run.job_script, environment=os.environ
+        )
+        write_atomic(path, text, durable=False)
+    except Exception as error:
+        log.warning("%s not written: %s", path.name, error)
+
+
 GIB = 1 << 30
 
 
@@ -90,38 +123,6 @@ def log_nccl(folder: Path, *, node: str, rank: int) -> None:
         return
     os.environ.setdefault("NCCL_DEBUG", "INFO")
     os.environ["NCCL_DEBUG_FILE"] = str(folder / f"{node}-rank-{rank:04}.log")
-
-
-def write_surroundings(
-    run: Run, begin: AttemptStart, config: RunConfig, *, rank: int, node: str, first_of_node: bool
-) -> None:
-    """Write compute_environment.txt (rank 0) and memory_logging-<node>.txt (first rank of a node) in threads.
-
-    Training does not wait: git and the driver may be slow.
-    """
-    folder = run.debug_of(begin.attempt)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        log.warning("nothing is noted of this attempt's surroundings: %s", error)
-        return
-    if rank == 0:
-        path = folder / "compute_environment.txt"
-        threading.Thread(target=_write_environment, args=(path, run, begin, config), daemon=True).start()
-    if first_of_node and config.debug.memory_interval:
-        path = folder / f"memory_logging-{node}.txt"
-        arguments = (path, config.debug.memory_interval)
-        threading.Thread(target=_write_memory_log, args=arguments, name="memory", daemon=True).start()
-
-
-def _write_environment(path: Path, run: Run, begin: AttemptStart, config: RunConfig) -> None:
-    try:
-        text = environment.describe_environment(
-            config, begin, root=places.CODE_ROOT, job_script=run.job_script, environment=os.environ
-        )
-        write_atomic(path, text, durable=False)
-    except Exception as error:
-        log.warning("%s not written: %s", path.name, error)
 
 
 class Profiler(Hook):

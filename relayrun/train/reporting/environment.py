@@ -24,83 +24,6 @@ from relayrun.control.rundir.records import AttemptStart
 from relayrun.masking import mask_tokens
 from relayrun.train.gpu_health import NoNvml, ask_device, ask_nvml
 
-MIB = 1 << 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gpu:
-    """Current state of a GPU. A value that the device does not report is None."""
-
-    index: int
-    name: str
-    driver: str
-    memory_used: int | None
-    """Bytes used by all processes."""
-    memory_total: int | None
-    """Bytes."""
-    sm_clock: int | None
-    """MHz, current; `sm_clock_max` is the maximum."""
-    sm_clock_max: int | None
-    memory_clock: int | None
-    """MHz."""
-    power: float | None
-    """Watts, current; `power_limit` is the maximum."""
-    power_limit: float | None
-    temperature: int | None
-    """Degrees Celsius."""
-
-    def line(self) -> str:
-        """Return the GPU in one line for people."""
-        parts = [
-            self.name,
-            f"driver {self.driver}",
-            f"memory {_nvml_value(self.memory_used, MIB)} of {_nvml_value(self.memory_total, MIB)} MiB",
-            f"SM clock {_nvml_value(self.sm_clock)} of {_nvml_value(self.sm_clock_max)} MHz",
-            f"memory clock {_nvml_value(self.memory_clock)} MHz",
-            f"power {_nvml_value(self.power)} of {_nvml_value(self.power_limit)} W",
-            f"{_nvml_value(self.temperature)} degrees Celsius",
-        ]
-        return f"{self.index}: " + ", ".join(parts)
-
-
-def node_gpus() -> list[Gpu]:
-    """Return the GPUs of this node by index; empty if NVML is missing or does not respond."""
-
-    def read(nvml: Any) -> list[Gpu]:
-        driver = nvml.nvmlSystemGetDriverVersion()
-        return [_gpu(nvml, index, driver) for index in range(nvml.nvmlDeviceGetCount())]
-
-    try:
-        return ask_nvml(read)
-    except NoNvml:
-        return []
-
-
-def _gpu(nvml: Any, index: int, driver: str) -> Gpu:
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    told = partial(ask_device, nvml)
-    memory = told(nvml.nvmlDeviceGetMemoryInfo, handle)
-    power = told(nvml.nvmlDeviceGetPowerUsage, handle)  # milliwatts, as the limit
-    limit = told(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
-    return Gpu(
-        index=index,
-        name=nvml.nvmlDeviceGetName(handle),
-        driver=driver,
-        memory_used=None if memory is None else memory.used,
-        memory_total=None if memory is None else memory.total,
-        sm_clock=told(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
-        sm_clock_max=told(nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_SM),
-        memory_clock=told(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_MEM),
-        power=None if power is None else power / 1000,
-        power_limit=None if limit is None else limit / 1000,
-        temperature=told(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
-    )
-
-
-def _nvml_value(value: float | None, unit: int = 1) -> str:
-    return "?" if value is None else f"{value / unit:.0f}"
-
-
 SHOWN_VARIABLES = re.compile(
     r"(SLURM|CUDA|CUBLAS|NVIDIA|NCCL|TORCH|OMP|MKL|FI|UCX|MPI|MPICH|PMI|GLOO|NVTE|TRITON|RELAYRUN)_[A-Z0-9_]+"
     r"|PATH|PYTHONPATH|LD_LIBRARY_PATH|VIRTUAL_ENV|HOSTNAME|TMPDIR|LANG"
@@ -201,3 +124,80 @@ def _file_text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         return f"not readable: {error.strerror}"
+
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """Current state of a GPU. A value that the device does not report is None."""
+
+    index: int
+    name: str
+    driver: str
+    memory_used: int | None
+    """Bytes used by all processes."""
+    memory_total: int | None
+    """Bytes."""
+    sm_clock: int | None
+    """MHz, current; `sm_clock_max` is the maximum."""
+    sm_clock_max: int | None
+    memory_clock: int | None
+    """MHz."""
+    power: float | None
+    """Watts, current; `power_limit` is the maximum."""
+    power_limit: float | None
+    temperature: int | None
+    """Degrees Celsius."""
+
+    def line(self) -> str:
+        """Return the GPU in one line for people."""
+        parts = [
+            self.name,
+            f"driver {self.driver}",
+            f"memory {_nvml_value(self.memory_used, MIB)} of {_nvml_value(self.memory_total, MIB)} MiB",
+            f"SM clock {_nvml_value(self.sm_clock)} of {_nvml_value(self.sm_clock_max)} MHz",
+            f"memory clock {_nvml_value(self.memory_clock)} MHz",
+            f"power {_nvml_value(self.power)} of {_nvml_value(self.power_limit)} W",
+            f"{_nvml_value(self.temperature)} degrees Celsius",
+        ]
+        return f"{self.index}: " + ", ".join(parts)
+
+
+def node_gpus() -> list[Gpu]:
+    """Return the GPUs of this node by index; empty if NVML is missing or does not respond."""
+
+    def read(nvml: Any) -> list[Gpu]:
+        driver = nvml.nvmlSystemGetDriverVersion()
+        return [_gpu(nvml, index, driver) for index in range(nvml.nvmlDeviceGetCount())]
+
+    try:
+        return ask_nvml(read)
+    except NoNvml:
+        return []
+
+
+def _gpu(nvml: Any, index: int, driver: str) -> Gpu:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    told = partial(ask_device, nvml)
+    memory = told(nvml.nvmlDeviceGetMemoryInfo, handle)
+    power = told(nvml.nvmlDeviceGetPowerUsage, handle)  # milliwatts, as the limit
+    limit = told(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
+    return Gpu(
+        index=index,
+        name=nvml.nvmlDeviceGetName(handle),
+        driver=driver,
+        memory_used=None if memory is None else memory.used,
+        memory_total=None if memory is None else memory.total,
+        sm_clock=told(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
+        sm_clock_max=told(nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_SM),
+        memory_clock=told(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_MEM),
+        power=None if power is None else power / 1000,
+        power_limit=None if limit is None else limit / 1000,
+        temperature=told(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
+    )
+
+
+def _nvml_value(value: float | None, unit: int = 1) -> str:
+    return "?" if value is None else f"{value / unit:.0f}"

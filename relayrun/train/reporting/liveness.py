@@ -42,51 +42,7 @@ from relayrun.control.rundir.time_limit import GRACE_SAVES, GRACE_STEPS, current
 from relayrun.files import write_json
 from relayrun.train.hooks import Hook, Step, ValidationResult
 
-AGENT_SOCKET_VARIABLE = "RELAYRUN_AGENT_SOCKET"
-"""Descriptor of the agent's socket, in ranks that an agent's server has forked."""
-
-
-def has_agent() -> bool:
-    """True if an agent's server has forked this rank."""
-    return AGENT_SOCKET_VARIABLE in os.environ
-
-
-def restart_number() -> int:
-    """Return the number of this restart; 1 without an agent."""
-    return int(os.environ.get(restarts.RESTART_VARIABLE, "1"))
-
-
-def memory_folder() -> Path | None:
-    """Return the folder for copies of the state in memory; None without an agent."""
-    folder = os.environ.get(memory_copies.MEMORY_FOLDER_VARIABLE)
-    return Path(folder) if folder else None
-
-
-def memory_iteration() -> int | None:
-    """Return the iteration of the copies that this restart loads; None: load from disk."""
-    text = os.environ.get(memory_copies.MEMORY_ITERATION_VARIABLE)
-    return None if not text else int(text)
-
-
-def tell_agent(kind: str, **values: object) -> None:
-    """Send a message to the agent, if there is one. If the agent is gone, this rank ends soon."""
-    descriptor = os.environ.get(AGENT_SOCKET_VARIABLE)
-    if descriptor is not None:
-        with contextlib.suppress(OSError):
-            line = json.dumps({"kind": kind, "round": restart_number(), **values})
-            os.write(int(descriptor), line.encode() + b"\n")
-
-
-class FirstStepNotice(Hook):
-    """Notifies the agent after the first step of a restart."""
-
-    def __init__(self) -> None:
-        self._told = False
-
-    def after_step(self, step: Step) -> None:
-        if not self._told:
-            self._told = True
-            tell_agent("stepped", time=step.time)
+log = logging.getLogger(__name__)
 
 
 class Timings(Hook):
@@ -175,7 +131,75 @@ class Timings(Hook):
         return self._evaluated_samples / self._samples * percentile(self._steps, 0.95) / 2
 
 
-log = logging.getLogger(__name__)
+Phase = Literal["start", "step", "save", "evaluation"]
+HEARTBEAT_SECONDS = 1.0
+"""Seconds between heartbeats of one phase."""
+RARE_HEARTBEAT_SECONDS = 60.0
+"""Seconds between heartbeats if the node's agent detects hangs; readers wait correspondingly longer."""
+
+
+class HeartbeatWriter:
+    """Writes the heartbeat of this node; does nothing if `active` is False. `rare`: an agent follows the ranks of this
+    node."""
+
+    def __init__(
+        self, folder: Path, *, node: str, active: bool, iteration: int, timings: Timings, rare: bool = False
+    ) -> None:
+        self._folder = folder
+        self.node = node
+        self._active = active
+        self._rare = rare
+        self._iteration = iteration
+        self._phase: Phase = "start"
+        self._timings = timings
+        self._last: float | None = None
+        """Time of the last write, by the monotonic clock."""
+        self._failing = False
+        self.sections: SectionReporter | None = None
+        """Reports sections to the agent, on every rank, once the config is known."""
+
+    @property
+    def phase(self) -> Phase:
+        """Phase of the main thread; `start` until the first step."""
+        return self._phase
+
+    def enter(self, phase: Phase, iteration: int) -> None:
+        """Record that the main thread starts `phase`, after `iteration` iterations."""
+        if phase != self._phase and (not self._rare or "start" in (phase, self._phase)):
+            self._last = None
+        self._phase, self._iteration = phase, iteration
+        if self.sections is not None:
+            self.sections.enter(phase, iteration)
+        self.beat()
+
+    def beat(self) -> None:
+        """Record progress within the phase."""
+        if self.sections is not None:
+            self.sections.touch()
+        now = time.monotonic()
+        if not self._active or (
+            self._last is not None and now - self._last < (RARE_HEARTBEAT_SECONDS if self._rare else HEARTBEAT_SECONDS)
+        ):
+            return
+        self._last = now
+        beat = Heartbeat(
+            node=self.node,
+            iteration=self._iteration,
+            phase=self._phase,
+            time=time.time(),
+            step_p95=self._timings.step_p95,
+            save_p95=self._timings.save_p95,
+            interval=RARE_HEARTBEAT_SECONDS if self._rare else 0.0,
+        )
+        try:
+            self._folder.mkdir(exist_ok=True)
+            write_json(self._folder / f"{self.node}.json", asdict(beat), durable=False)
+            self._failing = False
+        except OSError as error:  # a full disk must not stop training; one line reports it
+            if not self._failing:
+                log.warning("heartbeat of %s not written: %s", self.node, error)
+            self._failing = True
+
 
 SHORTEST_STEP_LIMIT = 60.0
 SHORTEST_OTHER_LIMIT = 120.0
@@ -243,80 +267,56 @@ class SectionReporter:
         return max(min(least, self._hang_timeout), LIMIT_FACTOR * usual)
 
 
-Phase = Literal["start", "step", "save", "evaluation"]
+AGENT_SOCKET_VARIABLE = "RELAYRUN_AGENT_SOCKET"
+"""Descriptor of the agent's socket, in ranks that an agent's server has forked."""
 
-HEARTBEAT_SECONDS = 1.0
-"""Seconds between heartbeats of one phase."""
-RARE_HEARTBEAT_SECONDS = 60.0
-"""Seconds between heartbeats if the node's agent detects hangs; readers wait correspondingly longer."""
+
+def has_agent() -> bool:
+    """True if an agent's server has forked this rank."""
+    return AGENT_SOCKET_VARIABLE in os.environ
+
+
+def tell_agent(kind: str, **values: object) -> None:
+    """Send a message to the agent, if there is one. If the agent is gone, this rank ends soon."""
+    descriptor = os.environ.get(AGENT_SOCKET_VARIABLE)
+    if descriptor is not None:
+        with contextlib.suppress(OSError):
+            line = json.dumps({"kind": kind, "round": restart_number(), **values})
+            os.write(int(descriptor), line.encode() + b"\n")
+
+
+class FirstStepNotice(Hook):
+    """Notifies the agent after the first step of a restart."""
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def after_step(self, step: Step) -> None:
+        if not self._told:
+            self._told = True
+            tell_agent("stepped", time=step.time)
+
+
+def restart_number() -> int:
+    """Return the number of this restart; 1 without an agent."""
+    return int(os.environ.get(restarts.RESTART_VARIABLE, "1"))
+
+
+def memory_folder() -> Path | None:
+    """Return the folder for copies of the state in memory; None without an agent."""
+    folder = os.environ.get(memory_copies.MEMORY_FOLDER_VARIABLE)
+    return Path(folder) if folder else None
+
+
+def memory_iteration() -> int | None:
+    """Return the iteration of the copies that this restart loads; None: load from disk."""
+    text = os.environ.get(memory_copies.MEMORY_ITERATION_VARIABLE)
+    return None if not text else int(text)
 
 
 def node_name(environment: Mapping[str, str]) -> str:
     """Return Slurm's name of this node, or the host name without Slurm."""
     return environment.get("SLURMD_NODENAME") or socket.gethostname()
-
-
-class HeartbeatWriter:
-    """Writes the heartbeat of this node; does nothing if `active` is False. `rare`: an agent follows the ranks of this
-    node."""
-
-    def __init__(
-        self, folder: Path, *, node: str, active: bool, iteration: int, timings: Timings, rare: bool = False
-    ) -> None:
-        self._folder = folder
-        self.node = node
-        self._active = active
-        self._rare = rare
-        self._iteration = iteration
-        self._phase: Phase = "start"
-        self._timings = timings
-        self._last: float | None = None
-        """Time of the last write, by the monotonic clock."""
-        self._failing = False
-        self.sections: SectionReporter | None = None
-        """Reports sections to the agent, on every rank, once the config is known."""
-
-    @property
-    def phase(self) -> Phase:
-        """Phase of the main thread; `start` until the first step."""
-        return self._phase
-
-    def enter(self, phase: Phase, iteration: int) -> None:
-        """Record that the main thread starts `phase`, after `iteration` iterations."""
-        if phase != self._phase and (not self._rare or "start" in (phase, self._phase)):
-            self._last = None
-        self._phase, self._iteration = phase, iteration
-        if self.sections is not None:
-            self.sections.enter(phase, iteration)
-        self.beat()
-
-    def beat(self) -> None:
-        """Record progress within the phase."""
-        if self.sections is not None:
-            self.sections.touch()
-        now = time.monotonic()
-        if not self._active or (
-            self._last is not None and now - self._last < (RARE_HEARTBEAT_SECONDS if self._rare else HEARTBEAT_SECONDS)
-        ):
-            return
-        self._last = now
-        beat = Heartbeat(
-            node=self.node,
-            iteration=self._iteration,
-            phase=self._phase,
-            time=time.time(),
-            step_p95=self._timings.step_p95,
-            save_p95=self._timings.save_p95,
-            interval=RARE_HEARTBEAT_SECONDS if self._rare else 0.0,
-        )
-        try:
-            self._folder.mkdir(exist_ok=True)
-            write_json(self._folder / f"{self.node}.json", asdict(beat), durable=False)
-            self._failing = False
-        except OSError as error:  # a full disk must not stop training; one line reports it
-            if not self._failing:
-                log.warning("heartbeat of %s not written: %s", self.node, error)
-            self._failing = True
 
 
 def is_first_of_node() -> bool:
