@@ -18,6 +18,8 @@ from relayrun.errors import ConfigError, RelayrunError
 from relayrun.tokens.tokenize.encode.tokenizer_files import BYTE_SPECIAL_TOKENS, write_byte_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions, add_tokenize_flags, options_from_flags
 
+SHUFFLE_STAGES = ("check", "begin", "scatter", "measure", "write", "finish")
+
 
 def add_download_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
@@ -68,9 +70,6 @@ def run_example(options: argparse.Namespace) -> int:
     for each in (made.docs, made.code, made.heldout):
         print(f"{each.folder}: {each.documents:,} documents, {each.bytes / 1e6:.1f} MB")
     return 0
-
-
-SHUFFLE_STAGES = ("check", "begin", "scatter", "measure", "write", "finish")
 
 
 def _finite_number(text: str) -> float:
