@@ -19,6 +19,9 @@ from relayrun.files import read_lines
 from relayrun.tokens.mixture.audit import audit_run, dataset_ledgers
 from relayrun.train.checkpoint.checksums import PIECE_SUFFIXES, Checksums, verify_checkpoint
 
+COMPARED_VALUES = (("loss", "loss"), ("grad_norm", "gradient norm"))
+"""Compared fields of metrics.jsonl, with names for people."""
+
 
 def loss_differences(run: Run, reference: Run, last: int) -> list[str]:
     """Return a line for each difference in loss, gradient norm and evaluations of iterations 1 to `last`.
@@ -124,10 +127,6 @@ def _checkpoint_hashes(folder: Path, faults: list[str]) -> dict[tuple[str, tuple
     }
     files = {name: known.xxh3_128 for name, known in sums.files.items() if not name.endswith(PIECE_SUFFIXES)}
     return hashes | {(name, ()): (None, known) for name, known in files.items() if known is not None}
-
-
-COMPARED_VALUES = (("loss", "loss"), ("grad_norm", "gradient norm"))
-"""Compared fields of metrics.jsonl, with names for people."""
 
 
 @dataclass(frozen=True, kw_only=True)

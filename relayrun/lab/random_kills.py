@@ -22,6 +22,13 @@ from relayrun.files import read_lines
 from relayrun.lab.compare_runs import checkpoint_differences, loss_differences, sample_differences
 from relayrun.lab.faults import processes
 
+_CLOCK_TOLERANCE_SECONDS = 0.05
+"""Largest delay of a recorded fault time."""
+MIN_TRAINING_SHARE = 0.9
+"""Required share of effective training time."""
+MAX_INTERVALS_LOST = {"memory": 1, "neighbour": 2}
+"""Copy intervals that a restart may lose: the newest copy may be on its way to the neighbour."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankProcess:
@@ -135,14 +142,6 @@ def _drop_steps_after(done: list[_FinishedSteps], iteration: int) -> int:
     if many:
         del done[-many:]
     return many
-
-
-_CLOCK_TOLERANCE_SECONDS = 0.05
-"""Largest delay of a recorded fault time."""
-MIN_TRAINING_SHARE = 0.9
-"""Required share of effective training time."""
-MAX_INTERVALS_LOST = {"memory": 1, "neighbour": 2}
-"""Copy intervals that a restart may lose: the newest copy may be on its way to the neighbour."""
 
 
 @dataclass(frozen=True, kw_only=True)

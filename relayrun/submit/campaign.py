@@ -64,9 +64,8 @@ class MemberStatus:
 def read_campaign_status(folder: Path, *, now: float) -> list[MemberStatus]:
     """Look at every run of a campaign. Raises RunDirError where there is none."""
     whole = Campaign.load(folder)
-    found = {
-        status.path: status for status in RunsWatcher().statuses([member.run for member in whole.members], now=now)
-    }
+    runs = [member.run for member in whole.members]
+    found = {status.path: status for status in RunsWatcher().statuses(runs, now=now)}
     return [_member_status(folder, whole, member, found[member.run_dir]) for member in whole.members]
 
 

@@ -53,73 +53,10 @@ _INVISIBLE = ("Cc", "Cf", "Zl", "Zp", "Cs", "Co", "Cn")
 """Unicode categories of invisible characters: controls, text direction, separators, unassigned."""
 _ACTIVE = str.maketrans({"<": "‹", ">": "›", "`": "'", "@": "(at)", "*": "∗", "~": "∼", "|": "¦", "\\": "/"})
 """Replacements of characters that chats read as a mention, a link or markup."""
-
-
-def plain_text(text: str) -> str:
-    """Return a text of a rank or log without control characters, mentions, links and markup.
-
-    Line breaks stay; known forms of tokens are masked.
-    """
-    text, _ = mask_tokens(text)
-    lines = re.split(r"\r\n|[\n\r\v\f\x85\u2028\u2029]", text)
-    seen = ["".join(" " if unicodedata.category(c) in _INVISIBLE else c for c in line).rstrip() for line in lines]
-    text = "\n".join(seen).translate(_ACTIVE)
-    return re.sub(r"\]\s*\(", "] - (", text).replace("://", ": //").replace("__", "_ _")
-
-
-def one_line(text: str, most: int) -> str:
-    """Return a text in one line of at most `most` characters."""
-    text = " ".join(plain_text(text).split())
-    return text if len(text) <= most else text[: most - 3] + "..."
-
-
-def message_subject(policy: NoticePolicy, message: NoticeMessage) -> str:
-    """Return the subject: run, cluster and event."""
-    notice = message.notice
-    what = f"{policy.run} on {policy.cluster}: {EVENT_TITLES.get(notice.event, notice.event)}"
-    return one_line(f"[relayrun] {what}: {notice.reason}", SUBJECT_LENGTH)
-
-
-def message_body(policy: NoticePolicy, message: NoticeMessage) -> str:
-    """Return the body: the event, the state of the run, and the command to continue."""
-    notice = message.notice
-    facts = [
-        ("what", notice.reason),
-        ("run", f"{policy.run} on {policy.cluster}"),
-        ("when", format_time(notice.time, zone=True)),
-        (
-            "more",
-            f"{message.count - 1} more since {format_time(message.since, zone=True)}" if message.count > 1 else "",
-        ),
-        ("attempt", _joined(notice.attempt, f"job {notice.job_id}" if notice.job_id else "", notice.nodes)),
-        ("iteration", f"{notice.iteration} of {notice.total_steps}" if notice.iteration is not None else ""),
-        ("durable", f"iteration {notice.durable_iteration}" if notice.durable_iteration is not None else ""),
-        ("go on", notice.go_on or ""),
-        ("log", notice.log or ""),
-    ]
-    lines = [f"{name + ':':<11}{one_line(text, 700)}" for name, text in facts if text]
-    text = "\n".join(lines)
-    if notice.words:
-        text += "\n\n" + plain_text(notice.words[:MAX_WORDS])
-    return text if len(text) <= BODY_LENGTH else text[: BODY_LENGTH - 4].rstrip() + "\n..."
-
-
-def _joined(*parts: object) -> str:
-    return ", ".join(str(part) for part in parts if part not in (None, ""))
-
-
 SEND_SECONDS = 60.0
 """Time limit of all sending; much less than the time after which another process takes the lock."""
 KILL_SECONDS = 90
 """Seconds after which SIGALRM ends the process."""
-
-
-@dataclass(frozen=True)
-class _SendResult:
-    message: NoticeMessage
-    error: str | None
-
-
 SendResults = queue.SimpleQueue["_SendResult | None"]
 """Results of sent messages; None asks the process to finish."""
 
@@ -176,15 +113,10 @@ def _send_due_notices(
     return failed
 
 
-def _record_result(book: Mapping[str, tuple[Notice, NoticeDelivery]], result: _SendResult) -> None:
-    message, now = result.message, time.time()
-    name = message.target.name
-    if result.error is not None:
-        book[message.notice.id][1].note(name, "waits", now=now, reason=result.error)
-        return
-    for each in message.settles:
-        state: notices.DeliveryState = "sent" if each == message.notice.id else "counted"
-        book[each][1].note(name, state, now=now)
+@dataclass(frozen=True)
+class _SendResult:
+    message: NoticeMessage
+    error: str | None
 
 
 def _send_all(
@@ -233,6 +165,70 @@ def send_message(policy: NoticePolicy, message: NoticeMessage, environment: Mapp
     except NotSent as error:
         return str(error)
     return None
+
+
+def _record_result(book: Mapping[str, tuple[Notice, NoticeDelivery]], result: _SendResult) -> None:
+    message, now = result.message, time.time()
+    name = message.target.name
+    if result.error is not None:
+        book[message.notice.id][1].note(name, "waits", now=now, reason=result.error)
+        return
+    for each in message.settles:
+        state: notices.DeliveryState = "sent" if each == message.notice.id else "counted"
+        book[each][1].note(name, state, now=now)
+
+
+def message_subject(policy: NoticePolicy, message: NoticeMessage) -> str:
+    """Return the subject: run, cluster and event."""
+    notice = message.notice
+    what = f"{policy.run} on {policy.cluster}: {EVENT_TITLES.get(notice.event, notice.event)}"
+    return one_line(f"[relayrun] {what}: {notice.reason}", SUBJECT_LENGTH)
+
+
+def message_body(policy: NoticePolicy, message: NoticeMessage) -> str:
+    """Return the body: the event, the state of the run, and the command to continue."""
+    notice = message.notice
+    facts = [
+        ("what", notice.reason),
+        ("run", f"{policy.run} on {policy.cluster}"),
+        ("when", format_time(notice.time, zone=True)),
+        (
+            "more",
+            f"{message.count - 1} more since {format_time(message.since, zone=True)}" if message.count > 1 else "",
+        ),
+        ("attempt", _joined(notice.attempt, f"job {notice.job_id}" if notice.job_id else "", notice.nodes)),
+        ("iteration", f"{notice.iteration} of {notice.total_steps}" if notice.iteration is not None else ""),
+        ("durable", f"iteration {notice.durable_iteration}" if notice.durable_iteration is not None else ""),
+        ("go on", notice.go_on or ""),
+        ("log", notice.log or ""),
+    ]
+    lines = [f"{name + ':':<11}{one_line(text, 700)}" for name, text in facts if text]
+    text = "\n".join(lines)
+    if notice.words:
+        text += "\n\n" + plain_text(notice.words[:MAX_WORDS])
+    return text if len(text) <= BODY_LENGTH else text[: BODY_LENGTH - 4].rstrip() + "\n..."
+
+
+def one_line(text: str, most: int) -> str:
+    """Return a text in one line of at most `most` characters."""
+    text = " ".join(plain_text(text).split())
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def plain_text(text: str) -> str:
+    """Return a text of a rank or log without control characters, mentions, links and markup.
+
+    Line breaks stay; known forms of tokens are masked.
+    """
+    text, _ = mask_tokens(text)
+    lines = re.split(r"\r\n|[\n\r\v\f\x85\u2028\u2029]", text)
+    seen = ["".join(" " if unicodedata.category(c) in _INVISIBLE else c for c in line).rstrip() for line in lines]
+    text = "\n".join(seen).translate(_ACTIVE)
+    return re.sub(r"\]\s*\(", "] - (", text).replace("://", ": //").replace("__", "_ _")
+
+
+def _joined(*parts: object) -> str:
+    return ", ".join(str(part) for part in parts if part not in (None, ""))
 
 
 def main() -> int:

@@ -25,6 +25,19 @@ from relayrun.watch.text import print_table, text_table
 if TYPE_CHECKING:
     from relayrun.tokens.order.document_lengths import LengthOrder, LengthSummary
 
+SHOWN_CHARACTERS = 300
+"""Characters printed of each sample's text without --full."""
+LEDGER_COLUMNS = (
+    "data set",
+    "weight|n",
+    "samples|n",
+    "not trained on|n",
+    "epochs|n",
+    "windows|n",
+    "first epoch ends at sample|n",
+    "at step|n",
+)
+
 
 def add_lengths_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
@@ -126,22 +139,6 @@ def _print_lengths(
             f"batches of {order.batch} neighbours: variance of means / of independent draws "
             f"{order.batch_mean_variance_ratio:.2f} (of a shuffle: about 1)"
         )
-
-
-SHOWN_CHARACTERS = 300
-"""Characters printed of each sample's text without --full."""
-
-
-LEDGER_COLUMNS = (
-    "data set",
-    "weight|n",
-    "samples|n",
-    "not trained on|n",
-    "epochs|n",
-    "windows|n",
-    "first epoch ends at sample|n",
-    "at step|n",
-)
 
 
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:

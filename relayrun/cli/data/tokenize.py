@@ -18,6 +18,8 @@ from relayrun.errors import ConfigError, RelayrunError
 from relayrun.tokens.tokenize.encode.tokenizer_files import BYTE_SPECIAL_TOKENS, write_byte_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions, add_tokenize_flags, options_from_flags
 
+SHUFFLE_STAGES = ("check", "begin", "scatter", "measure", "write", "finish")
+
 
 def add_download_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
@@ -73,7 +75,7 @@ def run_example(options: argparse.Namespace) -> int:
 SHUFFLE_STAGES = ("check", "begin", "scatter", "measure", "write", "finish")
 
 
-def _finite(text: str) -> float:
+def _finite_number(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"{text} is no size")

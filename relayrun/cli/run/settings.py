@@ -26,6 +26,7 @@ from relayrun.submit.launcher_environment import SETTING_VARIABLES, TRAINER_VARI
 
 ORIGIN_COLUMN = 60
 """Column of the origins, unless a value is longer."""
+TEXT_WIDTH = 118
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,9 +92,6 @@ def setting_lines(values: dict[str, Any], at: Location = ()) -> Iterator[tuple[s
             yield from setting_lines(value, (*at, name))
         else:
             yield f"{indent}{name}: {yaml_file.value_in_line(value)}", (*at, name)
-
-
-TEXT_WIDTH = 118
 
 
 def add_explain_arguments(parser: argparse.ArgumentParser) -> None:

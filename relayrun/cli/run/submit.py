@@ -35,6 +35,7 @@ from relayrun.watch.follow import ProgressFollower
 from relayrun.watch.text import json_text
 
 log = logging.getLogger(__name__)
+_EMPTY_REPORT: dict[str, Any] = {"data": [], "plan": None, "changes": []}
 
 
 def add_check_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,9 +102,6 @@ def print_dry_run(given: LocatedSettings, intent: SubmitIntent) -> int:
         log.warning("%s", finding.line)
     findings.raise_errors()
     return 0
-
-
-_EMPTY_REPORT: dict[str, Any] = {"data": [], "plan": None, "changes": []}
 
 
 def changes_since_last_submit(report: CheckReport) -> list[str]:

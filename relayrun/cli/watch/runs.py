@@ -32,6 +32,7 @@ SEARCH_DEPTH = 4
 """Levels of folders between a named folder and its runs."""
 BUSY_STATES = ("running", "queued", "unknown")
 """States in which a job may write into the run."""
+RUN_COLUMNS = ("run", "state", "size|n", "last sign of life|n", "checkpoint|n", "saved|n", "the last end")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +108,6 @@ def _run_row(run: Run, entry: run_status.RunStatus | DamagedRun) -> RunRow:
         durable_age=entry.durable_age,
         words=(entry.stop or entry.broken or entry.last_end or "").partition("\n")[0],
     )
-
-
-RUN_COLUMNS = ("run", "state", "size|n", "last sign of life|n", "checkpoint|n", "saved|n", "the last end")
 
 
 def _run_cells(row: RunRow, now: float) -> tuple[str, ...]:

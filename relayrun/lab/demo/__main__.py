@@ -48,6 +48,19 @@ from relayrun.watch.report.terminal_report import AttemptsReport
 
 PROMPT_WORDS = 12
 NEW_TOKENS = 60
+OUTPUT = places.CODE_ROOT / "demo-output"
+OUTPUT_MARKER = OUTPUT / ".made-by-relayrun-demo"
+MARGIN = 1.0
+"""Nats per token that the held-out loss must lie below the unigram entropy."""
+MIXTURE_WEIGHTS = {"stories": 0.8, "docs": 0.12, "code": 0.08}
+"""Shares of the mixture."""
+JOB_SHARE = 0.55
+"""Share of the remaining iterations for which the next jobs' time limit suffices, so that two jobs are needed."""
+CHART_WIDTH = 48
+"""Characters of the chart of attempts."""
+MAX_EMPTY_JOBS = 4
+"""Chains in a row without a new checkpoint, each with twice the time of the previous one, before the demo gives up."""
+console = Console(stderr=True, highlight=False)
 
 
 def first_heldout_words(folder: Path, *, words: int) -> str:
@@ -101,22 +114,6 @@ def unigram_entropy(config: RunConfig, run: Run, name: str) -> float:
         counts += np.bincount(order.read(0, number)[1:], minlength=manifest.vocabulary_size)
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
-
-
-OUTPUT = places.CODE_ROOT / "demo-output"
-OUTPUT_MARKER = OUTPUT / ".made-by-relayrun-demo"
-MARGIN = 1.0
-"""Nats per token that the held-out loss must lie below the unigram entropy."""
-MIXTURE_WEIGHTS = {"stories": 0.8, "docs": 0.12, "code": 0.08}
-"""Shares of the mixture."""
-JOB_SHARE = 0.55
-"""Share of the remaining iterations for which the next jobs' time limit suffices, so that two jobs are needed."""
-CHART_WIDTH = 48
-"""Characters of the chart of attempts."""
-MAX_EMPTY_JOBS = 4
-"""Chains in a row without a new checkpoint, each with twice the time of the previous one, before the demo gives up."""
-
-console = Console(stderr=True, highlight=False)
 
 
 def main() -> int:

@@ -35,6 +35,15 @@ CHECKED_CONFIG_NAME = "check"
 
 MINUTES_PER_JOB = 3.0
 """Estimated minutes of a job, its start included."""
+TABLE_COLUMNS = (
+    "fault",
+    "what happened",
+    "how attempts ended",
+    "seconds lost|n",
+    "steps lost|n",
+    "bit for bit",
+    "verdict",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,17 +217,6 @@ def result_line(result: FaultResult) -> str:
     if result.passed:
         return f"{result.name}: passed ({', '.join(result.seen)}), {result.seconds:.0f} s"
     return f"{result.name}: FAILED: {'; '.join(result.wrong)}"
-
-
-TABLE_COLUMNS = (
-    "fault",
-    "what happened",
-    "how attempts ended",
-    "seconds lost|n",
-    "steps lost|n",
-    "bit for bit",
-    "verdict",
-)
 
 
 def session_as_json(session: FaultSession) -> dict[str, Any]:

@@ -30,130 +30,6 @@ from relayrun.lab.faults import processes
 TEST_CLUSTER_SCRIPT = "scripts/tools/test_cluster.sh"
 CONTROL_SECONDS = 400
 """Time limit for the start or stop of a daemon."""
-
-
-class ClusterControl(Protocol):
-    """Rights over a cluster whose nodes are all this machine."""
-
-    conf: Path
-    """Its slurm.conf."""
-
-    def kill_node(self, node: str) -> None:
-        """Kill the node's slurmd; processes of its jobs continue."""
-
-    def stop_ctld(self) -> None:
-        """Stop the controller; running steps continue."""
-
-    def start_ctld(self) -> None:
-        """Start the controller with its old queue; return when it answers."""
-
-    def start_node(self, node: str) -> None:
-        """Start the node's slurmd, unless it runs."""
-
-
-class TestClusterControl:
-    """The test cluster in a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        """Raises InputError if the folder holds no test cluster."""
-        self._folder = folder.expanduser().resolve()
-        self.conf = self._folder / "etc" / "slurm.conf"
-        if not self.conf.is_file() or not (self._folder / "nodes").is_file():
-            hint = "scripts/tools/test_cluster.sh up starts one; on a cluster of others leave --test-cluster out"
-            raise InputError("no test cluster was started here", where=self._folder, hint=hint)
-
-    def kill_node(self, node: str) -> None:
-        self._script("kill-node", node)
-
-    def stop_ctld(self) -> None:
-        self._script("stop-ctld")
-
-    def start_ctld(self) -> None:
-        self._script("start-ctld")
-
-    def start_node(self, node: str) -> None:
-        self._script("start-node", node)
-
-    def _script(self, verb: str, *arguments: str) -> None:
-        command = [str(places.shared_file(TEST_CLUSTER_SCRIPT)), verb, str(self._folder), *arguments]
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=CONTROL_SECONDS, check=False
-        )
-        if done.returncode != 0:
-            raise SchedulerError(f"{Path(TEST_CLUSTER_SCRIPT).name} {verb}: {done.stderr.strip()}", where=self._folder)
-
-
-def write_wrapper(folder: Path, name: str, text: str) -> Path:
-    """Write a Bash script `folder/bin/NAME`, and return its path."""
-    path = folder / "bin" / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/bash\n{text}\n", encoding="utf-8")
-    path.chmod(0o755)
-    return path
-
-
-def wrapper_marker(folder: Path) -> Path:
-    """Return the file that a wrapper creates when it does harm."""
-    return folder / "provoked"
-
-
-def write_wrappers(commands: Mapping[str, str], folder: Path, *, search: str, real: Mapping[str, str]) -> None:
-    """Write the wrappers of a fault.
-
-    A wrapper acts only if its parent process belongs to a job: the supervisor or the batch script. `search`: a PATH for
-    the commands; `real`: other names to look up, by command. Raises InputError if a command is missing.
-    """
-    for name, text in commands.items():
-        found = shutil.which(real.get(name, name), path=search)
-        if found is None:
-            raise InputError(f"{real.get(name, name)} is not on PATH")
-        inside = f"if grep -qz '^SLURM_JOB_ID=' /proc/${{PPID}}/environ; then\n{text.strip()}\nfi"
-        write_wrapper(
-            folder, name, f'real="{found}" provoked="{wrapper_marker(folder)}"\n{inside}\nexec "${{real}}" "$@"'
-        )
-
-
-class SignalSender(Protocol):
-    """Sends signals to the processes of a job."""
-
-    def signal(self, run: Run, job_id: str, role: str, number: signal.Signals, only: Sequence[int] = ()) -> list[str]:
-        """Signal processes of a role of `processes`, for ranks those in `only` or all; return the reached ones.
-
-        Raises SchedulerError if the job cannot be reached.
-        """
-
-
-class StepSignalSender:
-    """Signals through a job step beside the ranks, which the owner of the job may start."""
-
-    def __init__(self, slurm: Slurm) -> None:
-        self._slurm = slurm
-
-    def signal(self, run: Run, job_id: str, role: str, number: signal.Signals, only: Sequence[int] = ()) -> list[str]:
-        job = self._slurm.query(job_id)
-        if job is None:
-            raise SchedulerError(f"Slurm does not know job {job_id} any more")
-        program = [Plan.load(run).host_python, str(Path(processes.__file__).resolve())]
-        arguments = [str(run.path), job_id, role, number.name, *map(str, only)]
-        said = self._slurm.run_beside(job_id, [*program, *arguments], nodes=1 if role != "rank" else job.num_nodes)
-        return [line.rpartition(" ")[0] for line in said.splitlines()]
-
-
-class LocalSignalSender:
-    """Signals directly: all nodes of the cluster are this machine."""
-
-    def signal(self, run: Run, job_id: str, role: str, number: signal.Signals, only: Sequence[int] = ()) -> list[str]:
-        if role == "rank":
-            named = processes.named_ranks(self.rank_pids(run, job_id), only)
-        else:
-            named = processes.role_processes(role, str(run.path), job_id)
-        return [name for name, _ in processes.signal_processes(named, number)]
-
-    def rank_pids(self, run: Run, job_id: str) -> dict[int, int]:
-        """Return the process ids of the ranks by rank."""
-        return processes.rank_processes(str(run.path), job_id)
-
-
 POLL_SECONDS = 0.1
 """Interval between two checks of files."""
 WAIT_SECONDS = 600.0
@@ -360,3 +236,125 @@ class FaultTarget:
         except SchedulerError:
             return False
         return states == {"PENDING"}
+
+
+class SignalSender(Protocol):
+    """Sends signals to the processes of a job."""
+
+    def signal(self, run: Run, job_id: str, role: str, number: signal.Signals, only: Sequence[int] = ()) -> list[str]:
+        """Signal processes of a role of `processes`, for ranks those in `only` or all; return the reached ones.
+
+        Raises SchedulerError if the job cannot be reached.
+        """
+
+
+class StepSignalSender:
+    """Signals through a job step beside the ranks, which the owner of the job may start."""
+
+    def __init__(self, slurm: Slurm) -> None:
+        self._slurm = slurm
+
+    def signal(self, run: Run, job_id: str, role: str, number: signal.Signals, only: Sequence[int] = ()) -> list[str]:
+        job = self._slurm.query(job_id)
+        if job is None:
+            raise SchedulerError(f"Slurm does not know job {job_id} any more")
+        program = [Plan.load(run).host_python, str(Path(processes.__file__).resolve())]
+        arguments = [str(run.path), job_id, role, number.name, *map(str, only)]
+        said = self._slurm.run_beside(job_id, [*program, *arguments], nodes=1 if role != "rank" else job.num_nodes)
+        return [line.rpartition(" ")[0] for line in said.splitlines()]
+
+
+class LocalSignalSender:
+    """Signals directly: all nodes of the cluster are this machine."""
+
+    def signal(self, run: Run, job_id: str, role: str, number: signal.Signals, only: Sequence[int] = ()) -> list[str]:
+        if role == "rank":
+            named = processes.named_ranks(self.rank_pids(run, job_id), only)
+        else:
+            named = processes.role_processes(role, str(run.path), job_id)
+        return [name for name, _ in processes.signal_processes(named, number)]
+
+    def rank_pids(self, run: Run, job_id: str) -> dict[int, int]:
+        """Return the process ids of the ranks by rank."""
+        return processes.rank_processes(str(run.path), job_id)
+
+
+class ClusterControl(Protocol):
+    """Rights over a cluster whose nodes are all this machine."""
+
+    conf: Path
+    """Its slurm.conf."""
+
+    def kill_node(self, node: str) -> None:
+        """Kill the node's slurmd; processes of its jobs continue."""
+
+    def stop_ctld(self) -> None:
+        """Stop the controller; running steps continue."""
+
+    def start_ctld(self) -> None:
+        """Start the controller with its old queue; return when it answers."""
+
+    def start_node(self, node: str) -> None:
+        """Start the node's slurmd, unless it runs."""
+
+
+class TestClusterControl:
+    """The test cluster in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises InputError if the folder holds no test cluster."""
+        self._folder = folder.expanduser().resolve()
+        self.conf = self._folder / "etc" / "slurm.conf"
+        if not self.conf.is_file() or not (self._folder / "nodes").is_file():
+            hint = "scripts/tools/test_cluster.sh up starts one; on a cluster of others leave --test-cluster out"
+            raise InputError("no test cluster was started here", where=self._folder, hint=hint)
+
+    def kill_node(self, node: str) -> None:
+        self._script("kill-node", node)
+
+    def stop_ctld(self) -> None:
+        self._script("stop-ctld")
+
+    def start_ctld(self) -> None:
+        self._script("start-ctld")
+
+    def start_node(self, node: str) -> None:
+        self._script("start-node", node)
+
+    def _script(self, verb: str, *arguments: str) -> None:
+        command = [str(places.shared_file(TEST_CLUSTER_SCRIPT)), verb, str(self._folder), *arguments]
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=CONTROL_SECONDS, check=False
+        )
+        if done.returncode != 0:
+            raise SchedulerError(f"{Path(TEST_CLUSTER_SCRIPT).name} {verb}: {done.stderr.strip()}", where=self._folder)
+
+
+def write_wrappers(commands: Mapping[str, str], folder: Path, *, search: str, real: Mapping[str, str]) -> None:
+    """Write the wrappers of a fault.
+
+    A wrapper acts only if its parent process belongs to a job: the supervisor or the batch script. `search`: a PATH for
+    the commands; `real`: other names to look up, by command. Raises InputError if a command is missing.
+    """
+    for name, text in commands.items():
+        found = shutil.which(real.get(name, name), path=search)
+        if found is None:
+            raise InputError(f"{real.get(name, name)} is not on PATH")
+        inside = f"if grep -qz '^SLURM_JOB_ID=' /proc/${{PPID}}/environ; then\n{text.strip()}\nfi"
+        write_wrapper(
+            folder, name, f'real="{found}" provoked="{wrapper_marker(folder)}"\n{inside}\nexec "${{real}}" "$@"'
+        )
+
+
+def write_wrapper(folder: Path, name: str, text: str) -> Path:
+    """Write a Bash script `folder/bin/NAME`, and return its path."""
+    path = folder / "bin" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{text}\n", encoding="utf-8")
+    path.chmod(0o755)
+    return path
+
+
+def wrapper_marker(folder: Path) -> Path:
+    """Return the file that a wrapper creates when it does harm."""
+    return folder / "provoked"

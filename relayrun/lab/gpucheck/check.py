@@ -40,6 +40,9 @@ inherit RELAYRUN_ variables.
 """
 
 PartStatus = Literal["done", "failed", "timeout", "skipped"]
+RESULTS_FOLDER = places.CODE_ROOT / "benchmarks" / "results"
+TINY_TIME_FACTOR = 10.0
+"""Factor on the time limits of tiny parts, for a machine with other work."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +77,62 @@ PARTS: tuple[CheckPart, ...] = (
     _part("models", "export", 90, 30, "logits of the exported model"),
     _part("performance", "bandwidth", 60, 15, "all-reduce between GPUs"),
 )
+
+
+def run_check(
+    setup: CheckSetup,
+    *,
+    only: Sequence[str] = (),
+    output: Path | None = None,
+    say: Callable[[str], None] = lambda text: None,
+    parts: Sequence[CheckPart] = PARTS,
+) -> tuple[Path, list[CheckRow]]:
+    """Run the check; return the result file and its table. Raises RelayrunError if there is no device to check.
+
+    `only`: names of parts, default all. The first part, which describes the machine, always runs.
+    """
+    began = time.monotonic()
+    chosen = select_parts(only, parts)
+    prepare_folder(setup)
+    stretch = TINY_TIME_FACTOR if setup.tiny else 1.0
+    found = run_parts(setup, chosen[:1], say, began=began, stretch=stretch)
+    setup = with_device(setup, found[0])
+    found += run_parts(setup, chosen[1:], say, began=began, stretch=stretch)
+    result = result_record(setup, found, seconds=time.monotonic() - began)
+    path = output or result_path(setup, partial=bool(only))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, result)
+    if output is not None and (setup.path / TRACE_FILE).exists():
+        shutil.copyfile(setup.path / TRACE_FILE, path.with_name(f"{path.stem}-{TRACE_FILE}"))
+    return path, report.check_rows(result)
+
+
+def select_parts(only: Sequence[str], parts: Sequence[CheckPart]) -> list[CheckPart]:
+    """Return the requested parts in their order. Raises ConfigError for an unknown name."""
+    known = [part.name for part in parts]
+    if unknown := sorted(set(only) - set(known)):
+        raise ConfigError(f"unknown part {', '.join(unknown)}; there are: {', '.join(known)}", where="--only")
+    return [part for number, part in enumerate(parts) if number == 0 or not only or part.name in only]
+
+
+def prepare_folder(setup: CheckSetup) -> None:
+    """Make an empty folder for the check. Raises ConfigError if it holds other files than an earlier check's."""
+    if setup.path.exists() and any(setup.path.iterdir()) and not setup.parts.is_dir():
+        raise ConfigError("this folder holds other things than a check", where=setup.path, hint="give one that is new")
+    (setup.path / TRACE_FILE).unlink(missing_ok=True)
+    for name in ("parts", "runs", "configs", "data", "exported"):
+        shutil.rmtree(setup.path / name, ignore_errors=True)
+    setup.parts.mkdir(parents=True, exist_ok=True)
+
+
+def with_device(setup: CheckSetup, environment: PartOutcome) -> CheckSetup:
+    """Return the setup with the device that the first part found. Raises RelayrunError without a device."""
+    gpus = environment.figures.get("gpus")
+    if not gpus and not setup.tiny:
+        raise RelayrunError(environment.words or "torch sees no GPU here", where=setup.parts)
+    if not gpus:
+        return setup
+    return replace(setup, gpus=len(gpus), device=gpus[0]["name"], memory_bytes=gpus[0]["memory_bytes"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +207,18 @@ def run_part(setup: CheckSetup, part: CheckPart, *, seconds: float) -> PartOutco
     )
 
 
+def _reason_suffix(words: str | None) -> str:
+    return f": {words}" if words else ""
+
+
+def _read_figures(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = read_json(path)
+    except (OSError, json.JSONDecodeError):
+        return {}
+    return found
+
+
 def kill_marked_processes(mark: str) -> None:
     """Kill all processes of this user with this mark in their environment, until none is left."""
     needle = f"{PROCESS_MARK}={mark}".encode()
@@ -172,79 +243,6 @@ def _has_mark(pid: int, needle: bytes) -> bool:
         return False
 
 
-def _read_figures(path: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = read_json(path)
-    except (OSError, json.JSONDecodeError):
-        return {}
-    return found
-
-
-def _reason_suffix(words: str | None) -> str:
-    return f": {words}" if words else ""
-
-
-RESULTS_FOLDER = places.CODE_ROOT / "benchmarks" / "results"
-TINY_TIME_FACTOR = 10.0
-"""Factor on the time limits of tiny parts, for a machine with other work."""
-
-
-def run_check(
-    setup: CheckSetup,
-    *,
-    only: Sequence[str] = (),
-    output: Path | None = None,
-    say: Callable[[str], None] = lambda text: None,
-    parts: Sequence[CheckPart] = PARTS,
-) -> tuple[Path, list[CheckRow]]:
-    """Run the check; return the result file and its table. Raises RelayrunError if there is no device to check.
-
-    `only`: names of parts, default all. The first part, which describes the machine, always runs.
-    """
-    began = time.monotonic()
-    chosen = select_parts(only, parts)
-    prepare_folder(setup)
-    stretch = TINY_TIME_FACTOR if setup.tiny else 1.0
-    found = run_parts(setup, chosen[:1], say, began=began, stretch=stretch)
-    setup = with_device(setup, found[0])
-    found += run_parts(setup, chosen[1:], say, began=began, stretch=stretch)
-    result = result_record(setup, found, seconds=time.monotonic() - began)
-    path = output or result_path(setup, partial=bool(only))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, result)
-    if output is not None and (setup.path / TRACE_FILE).exists():
-        shutil.copyfile(setup.path / TRACE_FILE, path.with_name(f"{path.stem}-{TRACE_FILE}"))
-    return path, report.check_rows(result)
-
-
-def select_parts(only: Sequence[str], parts: Sequence[CheckPart]) -> list[CheckPart]:
-    """Return the requested parts in their order. Raises ConfigError for an unknown name."""
-    known = [part.name for part in parts]
-    if unknown := sorted(set(only) - set(known)):
-        raise ConfigError(f"unknown part {', '.join(unknown)}; there are: {', '.join(known)}", where="--only")
-    return [part for number, part in enumerate(parts) if number == 0 or not only or part.name in only]
-
-
-def prepare_folder(setup: CheckSetup) -> None:
-    """Make an empty folder for the check. Raises ConfigError if it holds other files than an earlier check's."""
-    if setup.path.exists() and any(setup.path.iterdir()) and not setup.parts.is_dir():
-        raise ConfigError("this folder holds other things than a check", where=setup.path, hint="give one that is new")
-    (setup.path / TRACE_FILE).unlink(missing_ok=True)
-    for name in ("parts", "runs", "configs", "data", "exported"):
-        shutil.rmtree(setup.path / name, ignore_errors=True)
-    setup.parts.mkdir(parents=True, exist_ok=True)
-
-
-def with_device(setup: CheckSetup, environment: PartOutcome) -> CheckSetup:
-    """Return the setup with the device that the first part found. Raises RelayrunError without a device."""
-    gpus = environment.figures.get("gpus")
-    if not gpus and not setup.tiny:
-        raise RelayrunError(environment.words or "torch sees no GPU here", where=setup.parts)
-    if not gpus:
-        return setup
-    return replace(setup, gpus=len(gpus), device=gpus[0]["name"], memory_bytes=gpus[0]["memory_bytes"])
-
-
 def result_record(setup: CheckSetup, found: Sequence[PartOutcome], *, seconds: float) -> dict[str, Any]:
     """Return the content of the result file: all figures, without paths of this machine."""
     made: dict[str, Any] = {
@@ -262,6 +260,16 @@ def result_record(setup: CheckSetup, found: Sequence[PartOutcome], *, seconds: f
     shown = {str(setup.path): "(folder of the check)", str(places.CODE_ROOT): "(repository)", sys.prefix: "(Python)"}
     without: dict[str, Any] = _replace_paths(made, shown)
     return without
+
+
+def _replace_paths(value: Any, places: dict[str, str]) -> Any:
+    if isinstance(value, str):
+        for old, new in places.items():
+            value = value.replace(old, new)
+        return value
+    if isinstance(value, dict):
+        return {name: _replace_paths(item, places) for name, item in value.items()}
+    return [_replace_paths(item, places) for item in value] if isinstance(value, list) else value
 
 
 def result_path(setup: CheckSetup, *, partial: bool) -> Path:
@@ -286,13 +294,3 @@ def print_result(path: Path, table: Sequence[CheckRow]) -> None:
         if row.fails:
             console.print(f"FAILED: {row.part}: {row.what}: {row.value or row.verdict}", markup=False, soft_wrap=True)
     console.print(f"result: {path}", soft_wrap=True, markup=False)
-
-
-def _replace_paths(value: Any, places: dict[str, str]) -> Any:
-    if isinstance(value, str):
-        for old, new in places.items():
-            value = value.replace(old, new)
-        return value
-    if isinstance(value, dict):
-        return {name: _replace_paths(item, places) for name, item in value.items()}
-    return [_replace_paths(item, places) for item in value] if isinstance(value, list) else value

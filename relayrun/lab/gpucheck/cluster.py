@@ -28,6 +28,7 @@ from relayrun.submit.check import slurm as job_check
 
 SRUN_MINUTES = 3
 """Time limit of the all-reduce over all nodes."""
+CLUSTER_FOLDER = places.shared_file("configs/clusters")
 
 
 def submit_check_job(
@@ -109,9 +110,6 @@ def job_script(setup: CheckSetup, config: RunConfig, program: Sequence[str], *, 
         fallback=setup.path,
         before=before,
     )
-
-
-CLUSTER_FOLDER = places.shared_file("configs/clusters")
 
 
 def read_cluster(name: str) -> dict[str, Any]:

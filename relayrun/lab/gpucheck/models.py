@@ -19,6 +19,22 @@ from relayrun.lab.gpucheck.setup import CheckFailed, CheckSetup, PartFigures, ru
 from relayrun.lab.small_run import Sections, merge_sections
 
 EXPORT_STEPS = 3
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 64, "moe_aux_loss_coeff": 0.01}
+ENGINE = {"training": {"transformer_impl": "transformer_engine"}}
+LATENT_ATTENTION = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 32,
+    "qk_pos_emb_head_dim": 16,
+    "v_head_dim": 32,
+    "rope_type": "rope",
+    "qk_layernorm": True,
+}
+DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
+BF16_MOMENTS = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+FP32_MOMENTS = {"use_precision_aware_optimizer": False, "exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32"}
+SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 
 
 def measure_export(setup: CheckSetup, figures: PartFigures) -> None:
@@ -52,23 +68,6 @@ class ModelVariant:
     """Differences from a Llama trained by Adam in bf16."""
     exact: Sections | None = field(default_factory=dict)
     """Differences from `sections` for the loss in fp32; None: skip it."""
-
-
-EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 64, "moe_aux_loss_coeff": 0.01}
-ENGINE = {"training": {"transformer_impl": "transformer_engine"}}
-LATENT_ATTENTION = {
-    "multi_latent_attention": True,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_head_dim": 32,
-    "qk_pos_emb_head_dim": 16,
-    "v_head_dim": 32,
-    "rope_type": "rope",
-    "qk_layernorm": True,
-}
-DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
-BF16_MOMENTS = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
-FP32_MOMENTS = {"use_precision_aware_optimizer": False, "exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32"}
 
 
 def _transformer(**settings: object) -> Sections:
@@ -136,7 +135,6 @@ MODEL_VARIANTS: dict[str, ModelVariant] = {
     ),
 }
 
-SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 EXPERT_DISPATCH = _transformer(**EXPERTS, moe_token_dispatcher_type="alltoall")
 LAYOUT_VARIANTS: dict[str, ModelVariant] = {
     "tensor": ModelVariant("two tensor-parallel ranks, with sequence parallelism", {"parallel": SEQUENCE}),

@@ -39,17 +39,22 @@ from relayrun.lab.gpucheck.setup import (
 from relayrun.train.model.size import count_parameters, flops_per_token, memory_bytes, pad_to_multiple, peak_flops
 from relayrun.train.reporting.environment import code_version, node_gpus
 
+BANDWIDTH_PROGRAM = "device:measure_all_reduce"
+NODES_BANDWIDTH_FILE = "bandwidth-of-nodes.json"
+"""Figures that the ranks of all nodes measured before the check began; see `cluster.py`."""
+PROBE_BYTES = 1 << 28
+DISK_SECONDS = 75.0
+"""Time limit for all saves and the load, by the speed of the disk; a slow disk gets a model with fewer layers."""
+LONGEST_KERNELS = 12
+DETERMINISTIC_STEPS = (2, 4)
+"""Warm-up iterations and timed iterations of the deterministic run."""
+
 
 def measure_attention(setup: CheckSetup, figures: PartFigures) -> None:
     """Measure one layer's attention. Raises CheckFailed if whole sequences fail."""
     found = run_and_record_program(setup, figures, "attention:measure_attention")
     if "not_measured" in found["whole"]:
         raise CheckFailed(f"attention of whole sequences: {found['whole']['not_measured']}")
-
-
-BANDWIDTH_PROGRAM = "device:measure_all_reduce"
-NODES_BANDWIDTH_FILE = "bandwidth-of-nodes.json"
-"""Figures that the ranks of all nodes measured before the check began; see `cluster.py`."""
 
 
 def measure_bandwidth(setup: CheckSetup, figures: PartFigures) -> None:
@@ -88,11 +93,6 @@ def describe_machine(setup: CheckSetup) -> dict[str, Any]:
         "relayrun": __version__,
         "commit": commit + ("" if not difference else ", and changes"),
     }
-
-
-PROBE_BYTES = 1 << 28
-DISK_SECONDS = 75.0
-"""Time limit for all saves and the load, by the speed of the disk; a slow disk gets a model with fewer layers."""
 
 
 def measure_save(setup: CheckSetup, figures: PartFigures) -> None:
@@ -224,9 +224,6 @@ def disk_speed(folder: Path) -> float:
         path.unlink(missing_ok=True)
 
 
-LONGEST_KERNELS = 12
-
-
 def summarize_trace(path: Path) -> dict[str, Any]:
     """Return the longest kernels of a Chrome trace with their seconds; on a CPU its operations.
 
@@ -260,10 +257,6 @@ def pack_trace(path: Path, target: Path) -> int:
     with path.open("rb") as source, gzip.open(target, "wb", compresslevel=5) as packed:
         shutil.copyfileobj(source, packed)
     return target.stat().st_size
-
-
-DETERMINISTIC_STEPS = (2, 4)
-"""Warm-up iterations and timed iterations of the deterministic run."""
 
 
 def measure_speed(setup: CheckSetup, figures: PartFigures) -> None:

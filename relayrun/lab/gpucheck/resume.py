@@ -20,92 +20,7 @@ from relayrun.lab.gpucheck import runs
 from relayrun.lab.gpucheck.setup import CheckFailed, CheckSetup, PartFigures
 from relayrun.lab.small_run import merge_sections
 
-
-def attempt_values(run: Run, attempt: int) -> AttemptValues:
-    """Return the values of an attempt, with the digests of `DigestHook`."""
-    digests = [entry for entry in runs.read_notes(run, "digest") if entry["attempt"] == attempt]
-    return AttemptValues.of(runs.iteration_lines(run, attempt), digests)
-
-
-def undisturbed_values(run: Run) -> AttemptValues:
-    """Read the values of an uninterrupted run. Raises CheckFailed if it was interrupted, or has no digests."""
-    if (attempts := len(run.attempt_numbers())) != 1:
-        raise CheckFailed(f"{run.path.name} has {attempts} attempts, not 1")
-    found = attempt_values(run, 1)
-    if not found.weights or len(found.states) != len(found.lines):
-        raise CheckFailed(f"{run.path.name} left no digests of its states")
-    return found
-
-
 NODE_RECOVERY: dict[str, dict[str, Any]] = {"chain": {"recovery": "node"}, "checkpoint": {"memory_interval": 1}}
-
-
-def measure_recovery(setup: CheckSetup, figures: PartFigures) -> None:
-    """Run both, and compare. Raises CheckFailed if a run does not finish, or has no digests."""
-    ranks = setup.gpus or setup.sizes.cpu_ranks
-    cuts = deaths_by_restart(setup, ranks)
-    sections = runs.recorded_run_sections(setup, cuts=cuts, deterministic=True, ranks=ranks)
-    whole = runs.start_run(
-        setup, "recovery-whole", runs.recorded_run_sections(setup, cuts=[], deterministic=True, ranks=ranks)
-    )
-    disturbed = runs.start_run(setup, "recovery-rounds", merge_sections(sections, NODE_RECOVERY))
-    try:
-        disturbed.process.wait()
-        figures.add("job", recorded_attempts(disturbed.run) | {"ranks": ranks, "kills": len(cuts)})
-        expected = undisturbed_values(whole.wait(setup.sizes.steps))
-        figures.add("bits", compare_recovered_run(disturbed.wait(setup.sizes.steps), expected))
-    finally:
-        for chain in (whole, disturbed):
-            chain.process.wait()
-            runs.remove_checkpoints(chain.run)
-
-
-def deaths_by_restart(setup: CheckSetup, ranks: int) -> list[dict[str, Any]]:
-    """Return one cut per start of the ranks, for `CutHook`."""
-    interval = setup.sizes.interval
-    between, later = interval + interval // 2, 2 * interval + interval // 2
-    return [
-        {"signal": "SIGKILL", "iteration": between, "rank": ranks - 1},
-        {"signal": "SIGKILL", "iteration": later, "rank": 0, "before_update": True},
-    ]
-
-
-def recorded_attempts(run: Run) -> dict[str, Any]:
-    """Return the records of the run's attempts and failed starts, oldest first, without host names."""
-    numbers = run.attempt_numbers()
-    return {
-        "attempts": len(numbers),
-        "rounds": [
-            {
-                "attempt": number,
-                "words": failed.words,
-                "iteration": failed.iteration,
-                "again": failed.again,
-                "source": failed.source,
-                "next_iteration": failed.next_iteration,
-                "steps_lost": failed.steps_lost,
-                "seconds": failed.seconds,
-            }
-            for number in numbers
-            for failed in restarts.read_failed_restarts(run.attempt(number))
-        ],
-    }
-
-
-def compare_recovered_run(run: Run, expected: AttemptValues) -> dict[str, Any]:
-    """Compare all attempts of a run with the undisturbed run. Raises CheckFailed without digests."""
-    pieces = {number: attempt_values(run, number) for number in run.attempt_numbers()}
-    for number, piece in pieces.items():
-        for failed in restarts.read_failed_restarts(run.attempt(number)):
-            if failed.again and failed.next_iteration and failed.next_iteration not in piece.loaded:
-                raise CheckFailed(f"the round behind round {failed.round} left no digest of what it loaded")
-    trained = {iteration for piece in pieces.values() for iteration in piece.lines}
-    if trained != expected.lines.keys() or not any(piece.weights for piece in pieces.values()):
-        raise CheckFailed(f"{run.path.name} left no record of every iteration, or no digest of its weights")
-    found = [different for piece in pieces.values() if (different := first_difference(piece, expected)) is not None]
-    return {"iterations": len(trained), "equal": not found, "difference": found[0] if found else None}
-
-
 RESUME_MODES = {"deterministic": True, "default": False}
 CUT_NAMES = ("SIGUSR2", "SIGKILL", "asynchronous save")
 
@@ -178,3 +93,85 @@ def compare_resumed_runs(whole: Run, sync: Run, beside: Run) -> dict[str, Any]:
             "difference": different,
         }
     return found
+
+
+def measure_recovery(setup: CheckSetup, figures: PartFigures) -> None:
+    """Run both, and compare. Raises CheckFailed if a run does not finish, or has no digests."""
+    ranks = setup.gpus or setup.sizes.cpu_ranks
+    cuts = deaths_by_restart(setup, ranks)
+    sections = runs.recorded_run_sections(setup, cuts=cuts, deterministic=True, ranks=ranks)
+    whole = runs.start_run(
+        setup, "recovery-whole", runs.recorded_run_sections(setup, cuts=[], deterministic=True, ranks=ranks)
+    )
+    disturbed = runs.start_run(setup, "recovery-rounds", merge_sections(sections, NODE_RECOVERY))
+    try:
+        disturbed.process.wait()
+        figures.add("job", recorded_attempts(disturbed.run) | {"ranks": ranks, "kills": len(cuts)})
+        expected = undisturbed_values(whole.wait(setup.sizes.steps))
+        figures.add("bits", compare_recovered_run(disturbed.wait(setup.sizes.steps), expected))
+    finally:
+        for chain in (whole, disturbed):
+            chain.process.wait()
+            runs.remove_checkpoints(chain.run)
+
+
+def deaths_by_restart(setup: CheckSetup, ranks: int) -> list[dict[str, Any]]:
+    """Return one cut per start of the ranks, for `CutHook`."""
+    interval = setup.sizes.interval
+    between, later = interval + interval // 2, 2 * interval + interval // 2
+    return [
+        {"signal": "SIGKILL", "iteration": between, "rank": ranks - 1},
+        {"signal": "SIGKILL", "iteration": later, "rank": 0, "before_update": True},
+    ]
+
+
+def recorded_attempts(run: Run) -> dict[str, Any]:
+    """Return the records of the run's attempts and failed starts, oldest first, without host names."""
+    numbers = run.attempt_numbers()
+    return {
+        "attempts": len(numbers),
+        "rounds": [
+            {
+                "attempt": number,
+                "words": failed.words,
+                "iteration": failed.iteration,
+                "again": failed.again,
+                "source": failed.source,
+                "next_iteration": failed.next_iteration,
+                "steps_lost": failed.steps_lost,
+                "seconds": failed.seconds,
+            }
+            for number in numbers
+            for failed in restarts.read_failed_restarts(run.attempt(number))
+        ],
+    }
+
+
+def compare_recovered_run(run: Run, expected: AttemptValues) -> dict[str, Any]:
+    """Compare all attempts of a run with the undisturbed run. Raises CheckFailed without digests."""
+    pieces = {number: attempt_values(run, number) for number in run.attempt_numbers()}
+    for number, piece in pieces.items():
+        for failed in restarts.read_failed_restarts(run.attempt(number)):
+            if failed.again and failed.next_iteration and failed.next_iteration not in piece.loaded:
+                raise CheckFailed(f"the round behind round {failed.round} left no digest of what it loaded")
+    trained = {iteration for piece in pieces.values() for iteration in piece.lines}
+    if trained != expected.lines.keys() or not any(piece.weights for piece in pieces.values()):
+        raise CheckFailed(f"{run.path.name} left no record of every iteration, or no digest of its weights")
+    found = [different for piece in pieces.values() if (different := first_difference(piece, expected)) is not None]
+    return {"iterations": len(trained), "equal": not found, "difference": found[0] if found else None}
+
+
+def undisturbed_values(run: Run) -> AttemptValues:
+    """Read the values of an uninterrupted run. Raises CheckFailed if it was interrupted, or has no digests."""
+    if (attempts := len(run.attempt_numbers())) != 1:
+        raise CheckFailed(f"{run.path.name} has {attempts} attempts, not 1")
+    found = attempt_values(run, 1)
+    if not found.weights or len(found.states) != len(found.lines):
+        raise CheckFailed(f"{run.path.name} left no digests of its states")
+    return found
+
+
+def attempt_values(run: Run, attempt: int) -> AttemptValues:
+    """Return the values of an attempt, with the digests of `DigestHook`."""
+    digests = [entry for entry in runs.read_notes(run, "digest") if entry["attempt"] == attempt]
+    return AttemptValues.of(runs.iteration_lines(run, attempt), digests)

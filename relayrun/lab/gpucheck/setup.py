@@ -21,6 +21,13 @@ from relayrun.errors import RelayrunError
 from relayrun.files import last_lines, read_json, write_json
 from relayrun.lab.small_run import model_section
 
+NOTES_FOLDER = "gpu-check"
+"""Folder of a run directory in which the check's hooks write records."""
+TRACE_FILE = "trace.json.gz"
+"""Name of the trace in the folder of the check."""
+TIED = {"untie_embeddings_and_output_weights": False}
+T = TypeVar("T")
+
 
 def last_log_line(path: Path) -> str:
     """Return the last line of a log that is not empty."""
@@ -52,13 +59,6 @@ def log_error(log_file: Path, code: int) -> str:
     if at >= 0 and (at == 0 or text[at - 1] == "\n"):
         return " ".join(text[at + len("error: ") :].split())[:1500]
     return f"{last_log_line(log_file)} (exit code {code}, {log_file})"
-
-
-NOTES_FOLDER = "gpu-check"
-"""Folder of a run directory in which the check's hooks write records."""
-
-TRACE_FILE = "trace.json.gz"
-"""Name of the trace in the folder of the check."""
 
 
 class CheckFailed(RelayrunError):
@@ -115,10 +115,6 @@ class CheckSizes:
 def _model_of_file(name: str) -> dict[str, Any]:
     found: dict[str, Any] = yaml_file.read_yaml(places.shared_file(f"configs/models/{name}.yaml")).values["model"]
     return found
-
-
-TIED = {"untie_embeddings_and_output_weights": False}
-T = TypeVar("T")
 
 
 def check_sizes(*, tiny: bool) -> CheckSizes:

@@ -21,6 +21,9 @@ from relayrun.watch.goodput.ledger import (
 )
 from relayrun.watch.goodput.metrics_columns import MetricsBlock, read_metrics_blocks
 
+WAIT_KINDS = ("queued", "back-off", "stopped")
+"""Kinds of time without nodes: in the queue, in back-off after a failure, and without a submitted job."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AllocationAccount:
@@ -194,10 +197,6 @@ def account_for_run(
         losses=lost_time_by_cause(found),
         evaluated_outside=facts.evaluated_outside,
     )
-
-
-WAIT_KINDS = ("queued", "back-off", "stopped")
-"""Kinds of time without nodes: in the queue, in back-off after a failure, and without a submitted job."""
 
 
 def _allocation_account(

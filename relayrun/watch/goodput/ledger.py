@@ -14,6 +14,14 @@ from relayrun.control.rundir.restarts import FailedRestart
 from relayrun.watch.goodput.facts import NodeAllocation
 
 PartGroup = Literal["productive", "overhead", "start", "lost", "end", "unknown"]
+_RECOVERY = "INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION"
+WHOLE_ALLOCATION_PARTS: frozenset[str] = frozenset(
+    {"prolog", "supervisor", "launch", "import", "no attempt", "end", "unknown"}
+)
+"""Parts that spare nodes share with all others; in other parts spare nodes wait."""
+MICROSECONDS_PER_SECOND = 1_000_000
+BookedPartSink = Callable[[str, int, int, int], None]
+"""Called with a part, its microseconds of all nodes, and the times (microseconds since 1970) between which they lie."""
 
 
 class NodeTimePart(NamedTuple):
@@ -27,7 +35,6 @@ class NodeTimePart(NamedTuple):
     """Activity of the nodes, for people."""
 
 
-_RECOVERY = "INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION"
 PARTS: tuple[NodeTimePart, ...] = (
     NodeTimePart("step", "productive", "", "forward, backward and update of steps whose result counts"),
     NodeTimePart("data", "overhead", "DATA_LOADING_SYNC", "steps that count waited for their data"),
@@ -65,16 +72,6 @@ PARTS: tuple[NodeTimePart, ...] = (
 PART_NAMES: tuple[str, ...] = tuple(part.name for part in PARTS)
 START_PARTS: frozenset[str] = frozenset(part.name for part in PARTS if part.group == "start")
 LOST_PARTS: frozenset[str] = frozenset(part.name for part in PARTS if part.group == "lost")
-WHOLE_ALLOCATION_PARTS: frozenset[str] = frozenset(
-    {"prolog", "supervisor", "launch", "import", "no attempt", "end", "unknown"}
-)
-"""Parts that spare nodes share with all others; in other parts spare nodes wait."""
-
-
-MICROSECONDS_PER_SECOND = 1_000_000
-
-BookedPartSink = Callable[[str, int, int, int], None]
-"""Called with a part, its microseconds of all nodes, and the times (microseconds since 1970) between which they lie."""
 
 
 def to_microseconds(seconds: float) -> int:

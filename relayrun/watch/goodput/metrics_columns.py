@@ -19,6 +19,8 @@ import numpy.typing as npt
 from relayrun.control.rundir.restarts import METRICS_CHUNK, resets_iteration
 
 Column = npt.NDArray[np.float64]
+_NUMBER = rb"[-+0-9.eE]++"
+_OTHER = {dict: rb"\{[^{}\n]*+\}", list: rb"\[[^\[\]\n]*+\]", str: rb'"[^"\\\n]*+"', bool: rb"(?:true|false)"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +40,6 @@ class MetricsBlock:
             columns={name: column[first:end] for name, column in self.columns.items()},
             records={row - first: record for row, record in self.records.items() if first <= row < end},
         )
-
-
-_NUMBER = rb"[-+0-9.eE]++"
-_OTHER = {dict: rb"\{[^{}\n]*+\}", list: rb"\[[^\[\]\n]*+\]", str: rb'"[^"\\\n]*+"', bool: rb"(?:true|false)"}
 
 
 @dataclass(frozen=True)

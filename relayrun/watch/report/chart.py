@@ -19,6 +19,8 @@ PIXELS = 600
 """Columns of a chart, with two points each."""
 
 Points = npt.NDArray[np.float64]
+WIDTH, HEIGHT = 1000.0, 100.0
+"""Size of a chart in SVG units."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +85,6 @@ def short_number(value: float) -> str:
         if size >= limit:
             return f"{value / (1e3 if unit == 'k' else limit):.4g}{unit}"
     return f"{value:.4g}"
-
-
-WIDTH, HEIGHT = 1000.0, 100.0
-"""Size of a chart in SVG units."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,8 @@ from relayrun.control.rundir.run import Run
 from relayrun.files import atomic_file, read_lines
 from relayrun.watch.text import text_table
 
+_TIME_UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptRow:
@@ -167,9 +169,6 @@ def _draw_relay(report: AttemptsReport, axes: Any) -> None:
             axes.plot([times[-1], start], [place, place + 1], color="0.6", linewidth=0.8, zorder=0)
     axes.set(xlabel=unit, yticks=[], ylim=(len(report.attempts) - 0.4, -0.6), xlim=(0, 1.1 * (last - begin) / scale))
     axes.set_title("attempts, and the checkpoints that they handed on", fontsize=9, loc="left")
-
-
-_TIME_UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
 
 
 def _colour(row: AttemptRow) -> str:

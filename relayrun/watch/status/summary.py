@@ -32,114 +32,8 @@ from relayrun.errors import RunDirError
 from relayrun.watch.status.cron_check_record import FolderCache, LastCronCheck, last_cron_check
 from relayrun.watch.status.queue import QueueStatus
 
-
-def explain_broken_chain(
-    run: Run, plan: Plan, queue: QueueStatus, begin: AttemptStart | None, last_end: AttemptEnd | None
-) -> str:
-    """Return which job died, how and where. `begin` and `last_end` belong to the newest attempt."""
-    if queue.fallback_jobs:
-        waits = queue.fallback_jobs[0].id
-        died = explain_broken_chain(run, plan, replace(queue, fallback_jobs=[]), begin, last_end)
-        return f"{died}; the fallback job {waits} never starts: {queue.reasons[waits]}"
-    job = queue.last_job
-    if queue.abandoned:
-        return f"job {', '.join(queue.abandoned)} waits, and nobody runs the queue: the terminal that did has gone"
-    if gone := [job.id for job in queue.jobs if job.state == RESERVATION_GONE]:
-        return f"job {', '.join(gone)} never starts: its reservation was deleted; `relayrun cancel` takes it away"
-    newest = begin if begin is not None and begin.attempt > plan.submitted_after_attempt else None
-    if newest is None or (job is not None and job.id != newest.job_id and not _ended_before(job, newest)):
-        if job is None:
-            return "nothing is queued, and no job has begun since the last submit; the scheduler remembers none"
-        logs = [folder / f"{plan.job_name}-{job.id}.err" for folder in (Path(plan.log_folder), run.path)]
-        log = next((path for path in logs if path.is_file()), None)
-        where = f"its log: {log}" if log is not None else f"it left no log in {plan.log_folder}"
-        return f"job {job.id} ({describe_job_end(job)}) died before it began; nothing is queued behind it; {where}"
-    how = ", ".join(
-        filter(
-            None,
-            [
-                f"ended ({last_end.cause}: {last_end.reason})" if last_end is not None else "is gone without an end",
-                describe_job_end(job) if job is not None and job.id == newest.job_id else f"on {newest.nodes}",
-            ],
-        )
-    )
-    log_words = f"; its log: {newest.log}" if newest.log is not None else ""
-    return f"attempt {newest.attempt}, job {newest.job_id}, {how}; nothing is queued behind it{log_words}"
-
-
-def _ended_before(job: JobEnd, begin: AttemptStart) -> bool:
-    return job.end_time is not None and job.end_time < begin.start_time
-
-
-def describe_job_end(job: JobEnd) -> str:
-    """Return how a job ended, without its id."""
-    code = f"exit code {job.exit_code}" if job.exit_code.isdecimal() else job.exit_code
-    return ", ".join(filter(None, [job.state, code, f"on {job.nodes}" if job.nodes else "", job.reason]))
-
-
 PACE_ATTEMPTS = 5
 """Number of attempts from which the pace is computed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttemptPace:
-    """Progress of one attempt. Times are seconds since 1970."""
-
-    base_iteration: int
-    durable_iteration: int
-    """Newest iteration that it saved; its base if it saved none."""
-    start_time: float
-    until: float
-    """Its end, or its newest save if it runs."""
-    end_time: float | None
-    """Its end; None while it runs."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RemainingWork:
-    """Estimate of the work left."""
-
-    iterations: int
-    seconds: float
-    """Seconds of running jobs, without time in the queue."""
-    node_hours: float
-    earliest_end: float | None
-    """Time at which the last iteration is durable if no job waits, in seconds since 1970; None if no job runs."""
-    attempts: int
-    """Number of attempts that the pace is computed from."""
-    queue_seconds: float | None
-    """Mean wait of the last jobs after the end of their predecessor; None without such a pair."""
-
-
-def remaining_work(
-    past: Sequence[AttemptPace], *, iteration: int, total: int, nodes: int, running: bool, now: float
-) -> RemainingWork | None:
-    """Return the work left for a run at `iteration` on `nodes` nodes; None before any save.
-
-    `past`: its attempts, oldest first. `running`: True if a job trains now.
-    """
-    last = past[-PACE_ATTEMPTS:]
-    seconds = sum(max(0.0, each.until - each.start_time) for each in last)
-    gained = sum(max(0, each.durable_iteration - each.base_iteration) for each in last)
-    if not gained or not seconds:
-        return None
-    left = max(0, total - iteration)
-    needed = left * seconds / gained
-    waits = [
-        max(0.0, after.start_time - before.end_time)
-        for before, after in itertools.pairwise(last)
-        if before.end_time is not None
-    ]
-    return RemainingWork(
-        iterations=left,
-        seconds=needed,
-        node_hours=needed * nodes / 3600,
-        earliest_end=now + needed if running else None,
-        attempts=len(last),
-        queue_seconds=sum(waits) / len(waits) if waits else None,
-    )
-
-
 ChainState = Literal["running", "queued", "waiting", "stopped", "broken", "idle", "unknown"]
 """State of a chain.
 
@@ -147,7 +41,6 @@ waiting: its sweep, or the stage before it, starts it later. broken: it has not 
 queued or running. idle: a chain of one job (`auto_requeue: false`) ended as planned, or a submit is under way. unknown:
 the scheduler did not answer, or hides another user's jobs, and STOP does not exist.
 """
-
 PLANNED_CAUSES = ("done", "saved", "exit")
 """Planned causes of an end: a chain of one job has done its work, and nothing is lost."""
 
@@ -203,51 +96,15 @@ class DamagedRun:
     error: str
 
 
-def _chain_state(run: Run, plan: Plan, queue: QueueStatus, stop: str | None, last_end: AttemptEnd | None) -> ChainState:
-    """`last_end`: the end of the newest attempt, if it has ended."""
-    at_work = [job for job in queue.jobs if not job.waits]
-    if plan.mode == "singleton" and last_end is not None:  # the batch script of a COMPLETING job has ended
-        at_work = [job for job in at_work if job.state != "COMPLETING"]
-    if at_work:
-        return "running"
-    if stop is not None:
-        return "stopped"
-    if queue.error is not None:
-        return "unknown"
-    if any(job.waits and job.state != RESERVATION_GONE and job.id not in queue.abandoned for job in queue.jobs):
-        return "queued"
-    if any(
-        not job_history.never_starts(queue.reasons.get(job.id)) for job in queue.fallback_jobs
-    ):  # it waits for resources
-        return "queued"
-    planned = not plan.auto_requeue and last_end is not None and last_end.cause in PLANNED_CAUSES
-    newest = last_end is not None and last_end.attempt > plan.submitted_after_attempt
-    if (planned and newest) or _submit_under_way(run):
-        return "idle"
-    return "waiting" if campaign.waits_for_campaign(run) else "broken"
+def summarize_run(
+    run: Run, queue: QueueStatus, *, now: float, plan: Plan | None = None, cache: FolderCache | None = None
+) -> RunSummary:
+    """Return the summary of a run. `plan`: the run's plan, if already read. `cache`: see `last_cron_check`.
 
-
-def _submit_under_way(run: Run) -> bool:
-    try:
-        lock = os.open(f"{run.path}/.submit.lock", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass
-    finally:
-        os.close(lock)
-    return False
-
-
-def _newest_checkpoint(line: Lineage) -> tuple[ResumePoint | None, str | None]:
-    try:
-        return line.durable(), None
-    except RunDirError as error:
-        return None, error.message
+    Raises RunDirError if the directory is not a run or its records are damaged.
+    """
+    with damaged_records_as_error(run):
+        return RunRecords(run, Plan.load(run) if plan is None else plan, queue, now=now).summary(cache)
 
 
 @contextlib.contextmanager
@@ -261,17 +118,6 @@ def damaged_records_as_error(run: Run) -> Iterator[None]:
             where=run.path,
             hint="look at plan.json and at the newest folder of attempts/",
         ) from None
-
-
-def summarize_run(
-    run: Run, queue: QueueStatus, *, now: float, plan: Plan | None = None, cache: FolderCache | None = None
-) -> RunSummary:
-    """Return the summary of a run. `plan`: the run's plan, if already read. `cache`: see `last_cron_check`.
-
-    Raises RunDirError if the directory is not a run or its records are damaged.
-    """
-    with damaged_records_as_error(run):
-        return RunRecords(run, Plan.load(run) if plan is None else plan, queue, now=now).summary(cache)
 
 
 class RunRecords:
@@ -369,3 +215,153 @@ def _newest_step(run: Run, begun: Iterable[tuple[int, AttemptStart]]) -> dict[st
                 return line
         limit = min(limit, begin.base_iteration)
     return {}
+
+
+def _newest_checkpoint(line: Lineage) -> tuple[ResumePoint | None, str | None]:
+    try:
+        return line.durable(), None
+    except RunDirError as error:
+        return None, error.message
+
+
+def _chain_state(run: Run, plan: Plan, queue: QueueStatus, stop: str | None, last_end: AttemptEnd | None) -> ChainState:
+    """`last_end`: the end of the newest attempt, if it has ended."""
+    at_work = [job for job in queue.jobs if not job.waits]
+    if plan.mode == "singleton" and last_end is not None:  # the batch script of a COMPLETING job has ended
+        at_work = [job for job in at_work if job.state != "COMPLETING"]
+    if at_work:
+        return "running"
+    if stop is not None:
+        return "stopped"
+    if queue.error is not None:
+        return "unknown"
+    if any(job.waits and job.state != RESERVATION_GONE and job.id not in queue.abandoned for job in queue.jobs):
+        return "queued"
+    if any(
+        not job_history.never_starts(queue.reasons.get(job.id)) for job in queue.fallback_jobs
+    ):  # it waits for resources
+        return "queued"
+    planned = not plan.auto_requeue and last_end is not None and last_end.cause in PLANNED_CAUSES
+    newest = last_end is not None and last_end.attempt > plan.submitted_after_attempt
+    if (planned and newest) or _submit_under_way(run):
+        return "idle"
+    return "waiting" if campaign.waits_for_campaign(run) else "broken"
+
+
+def _submit_under_way(run: Run) -> bool:
+    try:
+        lock = os.open(f"{run.path}/.submit.lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    finally:
+        os.close(lock)
+    return False
+
+
+def explain_broken_chain(
+    run: Run, plan: Plan, queue: QueueStatus, begin: AttemptStart | None, last_end: AttemptEnd | None
+) -> str:
+    """Return which job died, how and where. `begin` and `last_end` belong to the newest attempt."""
+    if queue.fallback_jobs:
+        waits = queue.fallback_jobs[0].id
+        died = explain_broken_chain(run, plan, replace(queue, fallback_jobs=[]), begin, last_end)
+        return f"{died}; the fallback job {waits} never starts: {queue.reasons[waits]}"
+    job = queue.last_job
+    if queue.abandoned:
+        return f"job {', '.join(queue.abandoned)} waits, and nobody runs the queue: the terminal that did has gone"
+    if gone := [job.id for job in queue.jobs if job.state == RESERVATION_GONE]:
+        return f"job {', '.join(gone)} never starts: its reservation was deleted; `relayrun cancel` takes it away"
+    newest = begin if begin is not None and begin.attempt > plan.submitted_after_attempt else None
+    if newest is None or (job is not None and job.id != newest.job_id and not _ended_before(job, newest)):
+        if job is None:
+            return "nothing is queued, and no job has begun since the last submit; the scheduler remembers none"
+        logs = [folder / f"{plan.job_name}-{job.id}.err" for folder in (Path(plan.log_folder), run.path)]
+        log = next((path for path in logs if path.is_file()), None)
+        where = f"its log: {log}" if log is not None else f"it left no log in {plan.log_folder}"
+        return f"job {job.id} ({describe_job_end(job)}) died before it began; nothing is queued behind it; {where}"
+    how = ", ".join(
+        filter(
+            None,
+            [
+                f"ended ({last_end.cause}: {last_end.reason})" if last_end is not None else "is gone without an end",
+                describe_job_end(job) if job is not None and job.id == newest.job_id else f"on {newest.nodes}",
+            ],
+        )
+    )
+    log_words = f"; its log: {newest.log}" if newest.log is not None else ""
+    return f"attempt {newest.attempt}, job {newest.job_id}, {how}; nothing is queued behind it{log_words}"
+
+
+def _ended_before(job: JobEnd, begin: AttemptStart) -> bool:
+    return job.end_time is not None and job.end_time < begin.start_time
+
+
+def describe_job_end(job: JobEnd) -> str:
+    """Return how a job ended, without its id."""
+    code = f"exit code {job.exit_code}" if job.exit_code.isdecimal() else job.exit_code
+    return ", ".join(filter(None, [job.state, code, f"on {job.nodes}" if job.nodes else "", job.reason]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptPace:
+    """Progress of one attempt. Times are seconds since 1970."""
+
+    base_iteration: int
+    durable_iteration: int
+    """Newest iteration that it saved; its base if it saved none."""
+    start_time: float
+    until: float
+    """Its end, or its newest save if it runs."""
+    end_time: float | None
+    """Its end; None while it runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemainingWork:
+    """Estimate of the work left."""
+
+    iterations: int
+    seconds: float
+    """Seconds of running jobs, without time in the queue."""
+    node_hours: float
+    earliest_end: float | None
+    """Time at which the last iteration is durable if no job waits, in seconds since 1970; None if no job runs."""
+    attempts: int
+    """Number of attempts that the pace is computed from."""
+    queue_seconds: float | None
+    """Mean wait of the last jobs after the end of their predecessor; None without such a pair."""
+
+
+def remaining_work(
+    past: Sequence[AttemptPace], *, iteration: int, total: int, nodes: int, running: bool, now: float
+) -> RemainingWork | None:
+    """Return the work left for a run at `iteration` on `nodes` nodes; None before any save.
+
+    `past`: its attempts, oldest first. `running`: True if a job trains now.
+    """
+    last = past[-PACE_ATTEMPTS:]
+    seconds = sum(max(0.0, each.until - each.start_time) for each in last)
+    gained = sum(max(0, each.durable_iteration - each.base_iteration) for each in last)
+    if not gained or not seconds:
+        return None
+    left = max(0, total - iteration)
+    needed = left * seconds / gained
+    waits = [
+        max(0.0, after.start_time - before.end_time)
+        for before, after in itertools.pairwise(last)
+        if before.end_time is not None
+    ]
+    return RemainingWork(
+        iterations=left,
+        seconds=needed,
+        node_hours=needed * nodes / 3600,
+        earliest_end=now + needed if running else None,
+        attempts=len(last),
+        queue_seconds=sum(waits) / len(waits) if waits else None,
+    )

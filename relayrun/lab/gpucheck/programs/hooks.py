@@ -29,6 +29,14 @@ from relayrun.train.model.gpt import ModelStage
 from relayrun.train.optimizer.megatron_optimizer import ScheduledOptimizer
 from relayrun.train.reporting import liveness
 
+STEP_PARTS = ("before", "forward", "backward", "gradient_sync", "gradient_norm", "update")
+"""Parts of an iteration, in order.
+
+before: reading the batch and zeroing gradients. forward, backward: all micro-batches, without the sync. gradient_sync:
+the rest of the sync after the last backward pass, and summing the loss over ranks. gradient_norm: unscaling the
+gradients and their norm. update: clipping and Adam.
+"""
+
 
 class CutHook(Hook):
     """Ends a start of the ranks by a signal that they send themselves, at an exact place of an iteration.
@@ -146,15 +154,6 @@ def write_note(context: HookContext, name: str, record: dict[str, Any]) -> None:
     folder = Path(context.run_dir) / NOTES_FOLDER
     folder.mkdir(exist_ok=True)
     append_line(folder / f"{name}.jsonl", record, durable=False)
-
-
-STEP_PARTS = ("before", "forward", "backward", "gradient_sync", "gradient_norm", "update")
-"""Parts of an iteration, in order.
-
-before: reading the batch and zeroing gradients. forward, backward: all micro-batches, without the sync. gradient_sync:
-the rest of the sync after the last backward pass, and summing the loss over ranks. gradient_norm: unscaling the
-gradients and their norm. update: clipping and Adam.
-"""
 
 
 class StepPartsHook(Hook):

@@ -30,7 +30,6 @@ def search_micro_batch(first: int, largest: int, attempt: Callable[[int], MicroB
 
 def is_out_of_memory(error: BaseException) -> bool:
     """True if an error of torch, or of a library below it, means out of memory."""
-    kind = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
-    return isinstance(error, kind) or (
+    return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(word.lower() in str(error).lower() for word in OUT_OF_MEMORY_WORDS)
     )
