@@ -19,7 +19,6 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.tracker_runs import update_tracker_runs
 from relayrun.control.trainers.tools import wandb_mode
 from relayrun.files import append_line
-from relayrun.train import hook_list
 from relayrun.train.reporting import attempt_hooks, tracker_feed
 from relayrun.train.reporting import trackers as reporting_trackers
 from relayrun.train.reporting.trackers import MetricPoint, PointReader, StreamRolledBack, highest_tensorboard_step

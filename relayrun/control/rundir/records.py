@@ -28,6 +28,17 @@ AttemptOutcomeName = Literal["done", "saved", "exit", "fatal"]
 """How rank 0 left: the last step is durable; saved to be resumed; saved because of the exit trigger
 (the chain ends); cannot go on, and another attempt would fail in the same way."""
 
+ChainEndState = Literal["done", "stopped", "failed"]
+"""How a chain ends: all steps are done; a person or a setting stops it; an error stops it."""
+
+
+@dataclass(frozen=True)
+class ChainEnd:
+    """How and why a chain ends: the content of STOP. Programs read the state, people read the reason."""
+
+    state: ChainEndState
+    reason: str
+
 
 @dataclass(frozen=True)
 class _RecordFields:
@@ -308,12 +319,13 @@ class AttemptEnd(Record):
     """Whether this attempt raised the durable iteration."""
     end_time: float
     action: str = ""
-    """What was decided: stop, continue, retry or end; empty in records of earlier versions."""
+    """What was decided: stop, continue, retry or end."""
+    chain_end: ChainEndState | None = None
+    """How the chain ends with this attempt; None if the chain goes on."""
     delay: int = 0
     """Seconds after which a retry begins."""
 
     @property
-    def verdict(self) -> str | None:
-        """Why the chain ends here, where it was decided so."""
-        ends = self.action == "stop" if self.action else self.cause in ("exit", "fatal", "cancelled")
-        return self.reason if ends else None
+    def verdict(self) -> ChainEnd | None:
+        """How and why the chain ends with this attempt; None if the chain goes on."""
+        return None if self.chain_end is None else ChainEnd(self.chain_end, self.reason)
