@@ -173,4 +173,5 @@ def _end(run: Run, number: int, *, cause: str, durable: int, at: float, code: in
         progress=True,
         end_time=T + at,
         action=action,
+        chain_end="done" if action == "stop" else None,
     ).write(run.attempt(number).end)

@@ -158,7 +158,7 @@ def _leaves(run: Run, number: int, clock: _Clock, cause: Any, reason: str, last:
     clock.at += 8
     _end(run, number, clock, cause, reason, last, action="stop" if cause == "done" else "continue")
     if cause == "done":
-        run.stop.write_text(f"done: {reason}\n")
+        run.stop.write_text(f"state: done\nreason: done: {reason}\n")
 
 
 def _loses_a_node(run: Run, clock: _Clock, *, durable: int) -> None:
@@ -206,5 +206,6 @@ def _end(
         progress=True,
         end_time=T + clock.at,
         action=action,
+        chain_end="done" if action == "stop" else None,
     ).write(run.attempt(number).end)
     clock.at += 6

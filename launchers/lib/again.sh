@@ -27,19 +27,20 @@ slurm() { # command
 }
 
 # Whole or not at all.
-write_stop() { # reason
+write_stop() { # done, stopped or failed; reason
   local -r temporary="${RELAYRUN_RUN_DIR}/.STOP-${SLURM_JOB_ID:-local}"
   [[ ! -e "${RELAYRUN_RUN_DIR}/STOP" ]] || return 0
-  printf '%s\n\nThe chain has ended. To go on all the same: submit with --resume.\n' "$1" >"${temporary}" &&
+  printf 'state: %s\nreason: %s\n\nThe chain has ended. To go on all the same: submit with --resume.\n' "$1" "$2" \
+    >"${temporary}" &&
     mv -n "${temporary}" "${RELAYRUN_RUN_DIR}/STOP"
   rm -f "${temporary}"
 }
 
 # The reason, where people look: the job's log and comment, and STOP if the run directory takes it.
-give_up() { # reason, comment
-  echo "[relayrun $(date +%FT%T)] the chain ends: $1" >&2
-  [[ -z "${SLURM_JOB_ID:-}" ]] || slurm scontrol update "JobId=${SLURM_JOB_ID}" "Comment=$2"
-  within 60 write_stop "$1"
+give_up() { # stopped or failed, reason, comment
+  echo "[relayrun $(date +%FT%T)] the chain ends: $2" >&2
+  [[ -z "${SLURM_JOB_ID:-}" ]] || slurm scontrol update "JobId=${SLURM_JOB_ID}" "Comment=$3"
+  within 60 write_stop "$1" "$2"
   within 30 tell_people
   exit 1
 }
@@ -80,7 +81,7 @@ requeued() { # job
 not_taken() { # what failed, comment
   local waits
   waits="$(asked_of_slurm squeue --noheader --me --name="${RELAYRUN_JOB_NAME}-fallback" --states=PENDING --format=%i)"
-  [[ -n "${waits}" ]] || give_up "$1, and Slurm does not queue the job again" "$2"
+  [[ -n "${waits}" ]] || give_up failed "$1, and Slurm does not queue the job again" "$2"
   echo "[relayrun $(date +%FT%T)] Slurm does not queue this job again; the fallback job ${waits%%$'\n'*} goes on" >&2
   exit 1
 }
@@ -94,7 +95,7 @@ again() { # what failed, exit code
   local -r marker="relayrun:begin-failed=" what="$1 failed in job ${job} on ${node} (exit code $2)"
   echo "[relayrun $(date +%FT%T)] ${what}" >&2
   ! within 30 test -e "${RELAYRUN_RUN_DIR}/STOP" || exit 1
-  [[ "${RELAYRUN_AUTO_REQUEUE}" == true ]] || give_up "${what}" "${marker}1@${node}"
+  [[ "${RELAYRUN_AUTO_REQUEUE}" == true ]] || give_up failed "${what}" "${marker}1@${node}"
   [[ -n "${SLURM_JOB_ID:-}" ]] || exit 75 # whoever runs the local queue does what follows
 
   local comment failed=0 refused=0 nodes="" others delay successor state taken
@@ -105,8 +106,8 @@ again() { # what failed, exit code
     failed="${BASH_REMATCH[1]}" nodes="${BASH_REMATCH[2]:+${BASH_REMATCH[2]},}"
   fi
   # a person has ended the chain, and a full disk took no STOP
-  [[ "${comment}" != relayrun:stopped-by=* ]] || give_up "stopped by ${comment#*=}" "${comment}"
-  ! within 30 test -e "${RELAYRUN_RUN_DIR}/triggers/exit" || give_up "exit trigger, and ${what}" "${comment}"
+  [[ "${comment}" != relayrun:stopped-by=* ]] || give_up stopped "stopped by ${comment#*=}" "${comment}"
+  ! within 30 test -e "${RELAYRUN_RUN_DIR}/triggers/exit" || give_up stopped "exit trigger, and ${what}" "${comment}"
   failed=$((failed + 1))
   delay=$((RELAYRUN_BEGIN_BACKOFF << (failed - 1)))
   [[ ",${nodes}" == *",${node},"* ]] || nodes+="${node},"
@@ -140,12 +141,12 @@ again() { # what failed, exit code
       exit 1
     fi
     successor="$(within 150 cancelled_successor)"
-    [[ -z "${successor}" ]] || give_up "the successor, job ${successor}, was cancelled" "${comment}"
+    [[ -z "${successor}" ]] || give_up stopped "the successor, job ${successor}, was cancelled" "${comment}"
     ! requeued "${job}" || exit 1 # by somebody with more rights to its nodes, say
     # Slurm would also bring back a job that it ends now because somebody cancelled it: that one has time left (%L)
     state="$(asked_of_slurm squeue --noheader --jobs="${job}" --format="%T %L")"
-    [[ "${state}" =~ ^RUNNING|\ (0:00|INVALID)$ ]] || give_up "${what}, while Slurm ended the job" "${comment}"
-    ((failed < RELAYRUN_MAX_FAILED_BEGINS)) || give_up "${what}, ${failed} times in a row" "${comment}"
+    [[ "${state}" =~ ^RUNNING|\ (0:00|INVALID)$ ]] || give_up stopped "${what}, while Slurm ended the job" "${comment}"
+    ((failed < RELAYRUN_MAX_FAILED_BEGINS)) || give_up failed "${what}, ${failed} times in a row" "${comment}"
     echo "[relayrun $(date +%FT%T)] job ${job} queues itself again, not before ${delay} s from now" >&2
     # first what counts the tries, so that they end; at its time limit a job takes no change before it is queued again
     printf '%s\n' "update JobId=${job} Requeue=1" "update JobId=${job} Comment=${comment}" | slurm scontrol

@@ -12,7 +12,8 @@ ended() {
     slurm scontrol requeue "${SLURM_JOB_ID}"
     ! requeued "${SLURM_JOB_ID}" || exit 1
   fi
-  give_up "a job of the chain failed, and the fallback job ${SLURM_JOB_ID} could not queue another one; see its log" \
+  give_up failed \
+    "a job of the chain failed, and the fallback job ${SLURM_JOB_ID} could not queue another one; see its log" \
     "relayrun:fallback-failed"
 }
 

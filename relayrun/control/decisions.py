@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal
 
-from relayrun.control.rundir.records import AttemptOutcomeName
+from relayrun.control.rundir.records import AttemptOutcomeName, ChainEnd, ChainEndState
 from relayrun.control.rundir.restarts import FailedRestart
-from relayrun.control.trainers.base import ENDED_BY_ITSELF
 
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
@@ -178,6 +177,8 @@ class Decision:
 
     action: Action
     reason: str
+    chain_end: ChainEndState | None = None
+    """How the chain ends, if the action is `stop`; None for other actions."""
     delay: int = 0
 
 
@@ -185,8 +186,8 @@ class Decision:
 class StartFacts:
     """What is known before the ranks of a job start."""
 
-    stopped: str | None
-    """The reason in STOP, where the chain was stopped."""
+    stopped: ChainEnd | None
+    """The content of STOP; None if the chain has not ended."""
     durable_iteration: int
     total_steps: int | None
     stop_after: int | None = None
@@ -194,8 +195,8 @@ class StartFacts:
     """Who touched triggers/exit."""
     predecessor_cancelled: bool
     """The job of the newest attempt was cancelled and could not record it."""
-    verdict: str | None
-    """Why the newest attempt decided that the chain ends, where it could not write STOP any more."""
+    verdict: ChainEnd | None
+    """How the chain ends by the record of the newest attempt, which may have been killed before it wrote STOP."""
     failed_attempts: int
     """Attempts in a row, up to now, without durable progress."""
     max_failed_attempts: int
@@ -229,35 +230,35 @@ class EndFacts:
 def decide_at_start(facts: StartFacts) -> Decision:
     """Whether to start the ranks."""
     if facts.stopped is not None:
-        return Decision(action="stop", reason=facts.stopped)
+        return _stop(facts.stopped.state, facts.stopped.reason)
     if (reason := _all_done_reason(facts)) is not None:
-        return Decision(action="stop", reason=reason)
+        return _stop("done", reason)
     if facts.exit_trigger is not None:
-        return Decision(action="stop", reason=f"exit trigger by {facts.exit_trigger}, before this job began")
+        return _stop("stopped", f"exit trigger by {facts.exit_trigger}, before this job began")
     if facts.predecessor_cancelled:
-        return Decision(action="stop", reason="the job before this one was cancelled")
+        return _stop("stopped", "the job before this one was cancelled")
     if facts.verdict is not None:
-        return Decision(action="stop", reason=facts.verdict)
+        return _stop(facts.verdict.state, facts.verdict.reason)
     if facts.failed_attempts >= facts.max_failed_attempts:
-        return Decision(action="stop", reason=_too_many_failed(facts.failed_attempts))
+        return _stop("failed", _too_many_failed(facts.failed_attempts))
     return Decision(action="run", reason=f"from iteration {facts.durable_iteration}")
 
 
 def decide_at_end(facts: EndFacts) -> Decision:
     """Whether the successor goes on, goes on later, or must not start."""
     if facts.outcome == "done" and facts.total_steps is None:
-        return Decision(action="stop", reason=facts.outcome_reason)
+        return _stop("done", facts.outcome_reason)
     if facts.outcome in ("done", "saved") and (all_done := _all_done_reason(facts)) is not None:
-        return Decision(action="stop", reason=all_done)
+        return _stop("done", all_done)
     if facts.outcome == "exit":
-        return Decision(action="stop", reason=facts.outcome_reason)
+        return _stop("stopped", facts.outcome_reason)
     if facts.outcome == "fatal":
-        return Decision(action="stop", reason=f"fatal: {facts.outcome_reason}")
+        return _stop("failed", f"fatal: {facts.outcome_reason}")
     if facts.cancelled:
-        return Decision(action="stop", reason="the job was cancelled")
+        return _stop("stopped", "the job was cancelled")
     reason = facts.reservation or facts.hang or facts.outcome_reason or _reason_without_outcome(facts)
     if facts.reservation and facts.auto_requeue:
-        return Decision(action="stop", reason=reason)
+        return _stop("stopped", reason)
     if facts.durable_iteration > facts.base_iteration:
         return Decision(action="continue" if facts.auto_requeue else "end", reason=reason)
     failed = facts.failed_attempts + 1
@@ -265,9 +266,13 @@ def decide_at_end(facts: EndFacts) -> Decision:
     if not facts.auto_requeue:
         return Decision(action="end", reason=reason)
     if failed >= facts.max_failed_attempts:
-        return Decision(action="stop", reason=f"{_too_many_failed(failed)}; the last: {reason}")
+        return _stop("failed", f"{_too_many_failed(failed)}; the last: {reason}")
     delay = min(BACKOFF_SECONDS * 2 ** (failed - 1), BACKOFF_CEILING_SECONDS)
     return Decision(action="retry", reason=reason, delay=delay)
+
+
+def _stop(state: ChainEndState, reason: str) -> Decision:
+    return Decision(action="stop", reason=reason, chain_end=state)
 
 
 def end_cause(facts: EndFacts) -> str:
@@ -297,12 +302,6 @@ def done_reason(iteration: int) -> str:
 def stop_after_reason(iteration: int) -> str:
     """The reason of a chain that went as far as `training.stop_after` asks."""
     return f"iteration {iteration} is durable, and training.stop_after ends the run there"
-
-
-def is_done_reason(reason: str) -> bool:
-    """Whether a chain that ended for this reason has done all it was asked for."""
-    words = (done_reason(0), stop_after_reason(0))
-    return reason == ENDED_BY_ITSELF or any(re.fullmatch(text.replace("0", r"\d+"), reason) for text in words)
 
 
 def _all_done_reason(facts: StartFacts | EndFacts) -> str | None:

@@ -21,7 +21,6 @@ from rich.table import Table
 from relayrun.config.compose import resolve, yaml_file
 from relayrun.config.compose.campaign import CampaignDescription, CampaignRunDescription
 from relayrun.config.compose.schema import CommonConfig, RunConfig
-from relayrun.control import decisions
 from relayrun.control.chain.campaign import member_readiness
 from relayrun.control.rundir import campaign
 from relayrun.control.rundir.campaign import Campaign, CampaignMember, CampaignMembership
@@ -82,7 +81,7 @@ def _member_status(
         nothing: dict[str, Any] = {"iteration": 0, "total_steps": None, "loss": None, "node_hours": None, "attempts": 0}
         return MemberStatus(run=member.run.path.name, state="damaged", words=status.error, **nothing, **common)
     state, words = str(status.state), status.stop or status.broken or status.last_end or ""
-    if status.stop is not None and decisions.is_done_reason(status.stop) and state == "stopped":
+    if status.stop_state == "done" and state == "stopped":
         state = "done"
     elif state == "waiting":
         words = _wait_reason(folder, whole, member)

@@ -7,15 +7,16 @@ from itertools import product
 from typing import Any
 
 from relayrun.control import decisions
+from relayrun.control.rundir.records import ChainEnd
 
 BEGIN: dict[str, tuple[Any, ...]] = {
-    "stopped": (None, "because of STOP"),
+    "stopped": (None, ChainEnd("failed", "because of STOP")),
     "durable_iteration": (0, 10),
     "total_steps": (None, 10),
     "stop_after": (None, 5),
     "exit_trigger": (None, "ann"),
     "predecessor_cancelled": (False, True),
-    "verdict": (None, "a verdict"),
+    "verdict": (None, ChainEnd("failed", "a verdict")),
     "failed_attempts": (0, 3),
 }
 
@@ -58,7 +59,7 @@ def begins() -> Iterator[str]:
     """Yield a line for each combination of facts at the beginning of a job."""
     for facts in _rows(BEGIN):
         found = decisions.decide_at_start(decisions.StartFacts(**facts, max_failed_attempts=3))
-        yield f"{_words(facts)} -> {found.action}: {found.reason}"
+        yield f"{_words(facts)} -> {found.action} {found.chain_end}: {found.reason}"
 
 
 def ends() -> Iterator[str]:
@@ -68,7 +69,8 @@ def ends() -> Iterator[str]:
         facts["outcome_reason"] = "" if facts["outcome"] is None else f"rank 0 left: {facts['outcome']}"
         known = decisions.EndFacts(**facts)
         found = decisions.decide_at_end(known)
-        yield f"{_words(facts)} -> {decisions.end_cause(known)}, {found.action} after {found.delay} s: {found.reason}"
+        what = f"{decisions.end_cause(known)}, {found.action} {found.chain_end} after {found.delay} s"
+        yield f"{_words(facts)} -> {what}: {found.reason}"
 
 
 def others() -> Iterator[str]:
@@ -76,5 +78,4 @@ def others() -> Iterator[str]:
     yield from (
         f"signal {lead} s -> {decisions.default_signal_seconds(lead)} s" for lead in (0.5, 60, 100, 119, 121, 600)
     )
-    reasons = (decisions.done_reason(7), decisions.stop_after_reason(7), "fatal: no", "stopped by ann")
-    yield from (f"{reason} -> {decisions.is_done_reason(reason)}" for reason in reasons)
+    yield from (decisions.done_reason(7), decisions.stop_after_reason(7))

@@ -151,8 +151,8 @@ FAULTS = (
         name="the last reason to stop wins",
         room="records",
         function="write_stop",
-        old="if stop_reason(run) is None:",
-        new="if stop_reason(run) != reason:",
+        old="if read_stop(run) is None:",
+        new="if read_stop(run) != ended:",
         tests=("test_cancel_ends_what_runs",),
     ),
     Fault(

@@ -20,7 +20,7 @@ from relayrun.cli import main
 from relayrun.control.chain import supervisor
 from relayrun.control.rundir import run, triggers
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.records import AttemptOutcome, Hang, RankFailure
+from relayrun.control.rundir.records import AttemptOutcome, ChainEnd, Hang, RankFailure
 from relayrun.control.rundir.run import Run, write_stop
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.control.scheduler.local_queue import JOB_ID_VARIABLE, LocalQueue
@@ -84,7 +84,7 @@ def stage(scene: Callable[[Stage], None]) -> Callable[[Stage], None]:
 
 @stage
 def stop_is_there(on: Stage) -> None:
-    write_stop(on.run, "somebody wrote it", words="of a log")
+    write_stop(on.run, ChainEnd("stopped", "somebody wrote it"), words="of a log")
     on.begin()
 
 
@@ -317,7 +317,7 @@ def cancelled_by_a_person(on: Stage) -> None:
 
 @stage
 def resume_without_a_config(on: Stage) -> None:
-    write_stop(on.run, "somebody wrote it")
+    write_stop(on.run, ChainEnd("stopped", "somebody wrote it"))
     on.command("resume")
 
 

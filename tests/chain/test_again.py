@@ -13,7 +13,7 @@ import pytest
 
 from relayrun.control.chain import job_script
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.run import Run, stop_reason
+from relayrun.control.rundir.run import Run, read_stop, stop_reason
 from relayrun.control.scheduler import base
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.control.scheduler.local_queue import LocalQueue
@@ -85,6 +85,7 @@ def test_without_auto_requeue_a_begin_that_cannot_start_is_not_tried_again(
     events = chain(run, plan, monkeypatch)
     assert not [event for event in events if "queued again" in event]
     assert (stop_reason(run) or "").startswith("begin failed in job 1 on ")
+    assert run.stop.read_text().startswith("state: failed\nreason: begin failed in job 1 on ")
 
 
 @pytest.mark.slow
@@ -380,7 +381,9 @@ def test_again_asks_before_it_queues(make_run: MakeRun, tmp_path: Path, what: st
         "exit-trigger": "exit trigger, and the batch script failed in job 7",
     }
     assert reasons.get(what, "") in (stop_reason(run) or "")
-    assert (stop_reason(run) is not None) == (what in reasons)
+    ended = read_stop(run)
+    assert (ended is not None) == (what in reasons)
+    assert ended is None or ended.state == ("failed" if what == "refused" else "stopped")
 
 
 def test_watch_is_started_again_though_its_log_is_full(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from relayrun import cli
 from relayrun.cli.run import stop
 from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.records import AttemptEnd
-from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.control.scheduler import slurm_commands
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.control.scheduler.local_queue import LocalQueue
@@ -38,7 +38,7 @@ def test_stop_of_a_queued_run_leaves_nothing_queued_and_starts_nothing(
     assert cli.main(["stop", str(run.path)]) == 0
     user = user_name(os.geteuid())
     assert capsys.readouterr().out == f"the chain has ended: stopped by {user}; nothing is queued\n"
-    assert run.stop.read_text().startswith(f"stopped by {user}\n")
+    assert stop_reason(run) == f"stopped by {user}"
     assert scheduler.jobs(plan) == []
     assert [path.name for path in run.triggers.iterdir()] == ["exit.done"]
     assert json.loads((run.triggers / "exit.done").read_text())["user"] == user
@@ -46,7 +46,7 @@ def test_stop_of_a_queued_run_leaves_nothing_queued_and_starts_nothing(
     assert run.attempt_numbers() == []
     assert len(LocalScheduler(other).jobs(other_plan)) == 1
     assert cli.main(["stop", str(run.path)]) == 0  # once more changes nothing
-    assert run.stop.read_text().startswith(f"stopped by {user}\n")
+    assert stop_reason(run) == f"stopped by {user}"
     assert cli.main(["save", str(run.path)]) == 1
     assert f"the chain of this run has ended: stopped by {user}" in capsys.readouterr().err
 
@@ -59,7 +59,7 @@ def test_a_job_that_starts_in_spite_of_a_stop_ends_at_once(make_run: MakeRun) ->
     scheduler.submit(plan, run.job_script, options={})
     scheduler.run_queue(lambda _event: None)
     assert run.attempt_numbers() == []
-    assert run.stop.read_text().startswith("stopped by ann\n")
+    assert stop_reason(run) == "stopped by ann"
     assert scheduler.jobs(plan) == []
 
 
@@ -225,7 +225,7 @@ def test_a_run_directory_that_cannot_be_read_any_more_keeps_no_job(
 
     for name in ("jobs.stop_reason", "jobs.write_stop", "jobs.Lineage"):
         monkeypatch.setattr(f"relayrun.control.chain.{name}", away)
-    monkeypatch.setattr("relayrun.cli.run.stop.stop_reason", away)
+    monkeypatch.setattr("relayrun.cli.run.stop.read_stop", away)
     assert cli.main([verb, str(run.path)]) == 0
     assert states(slurm) == ["CANCELLED" if verb == "cancel" else "RUNNING", "CANCELLED", "CANCELLED"]
     assert f"could not be written ({os.strerror(number)}, in {run.path})" in capsys.readouterr().out
@@ -267,6 +267,6 @@ def test_cancel_ends_what_runs(make_run: MakeRun, capsys: pytest.CaptureFixture[
     assert codes == [0]
     assert f"the chain has ended: cancelled by {user}; cancelled " in capsys.readouterr().out
     assert scheduler.jobs(plan, anyone=True) == []
-    assert run.stop.read_text().startswith(f"cancelled by {user}\n")
+    assert stop_reason(run) == f"cancelled by {user}"
     assert cli.main(["cancel", str(run.path)]) == 0  # once more changes nothing
     assert f"the chain has ended: cancelled by {user}; no job was there" in capsys.readouterr().out

@@ -21,7 +21,7 @@ from relayrun.control.chain_state import count_failed_attempts
 from relayrun.control.rundir import triggers
 from relayrun.control.rundir.merged_metrics import MergedViews, valid_lines
 from relayrun.control.rundir.plan import PLAN_FORMAT, Plan
-from relayrun.control.rundir.records import AttemptOutcome, AttemptStart, CheckpointCommit
+from relayrun.control.rundir.records import AttemptOutcome, AttemptStart, ChainEnd, CheckpointCommit
 from relayrun.control.rundir.run import Run, stop_reason, write_stop
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.control.scheduler.local_queue import JOB_ID_VARIABLE, LocalQueue
@@ -120,8 +120,8 @@ def test_a_program_that_lives_long_sees_what_changes(run: Run) -> None:
     assert [commit.iteration for commit in attempt.read_commits()][-1] == 320
     assert run.attempt_numbers() == [1, 2, 3, 4]
     assert stop_reason(run) is None
-    write_stop(run, "enough")
-    write_stop(run, "the first reason stays")
+    write_stop(run, ChainEnd("stopped", "enough"))
+    write_stop(run, ChainEnd("stopped", "the first reason stays"))
     assert stop_reason(run) == "enough"
     run.stop.unlink()
     assert stop_reason(run) is None

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control import decisions
 from relayrun.control.chain import supervisor
 from relayrun.control.rundir import triggers
 from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.records import AttemptEnd, AttemptStart
-from relayrun.control.rundir.run import Run, stop_reason
+from relayrun.control.rundir.records import AttemptEnd, AttemptStart, ChainEnd
+from relayrun.control.rundir.run import Run, read_stop, stop_reason
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.files import read_lines
 from tests.waiting import wait_for
@@ -56,7 +55,7 @@ def test_a_run_goes_through_as_many_jobs_as_its_time_limit_asks_for(make_run: Ma
     records = ends(run)
     assert len(records) >= 2, logs(run)
     assert [record.cause for record in records] == ["saved"] * (len(records) - 1) + ["done"]
-    assert run.stop.read_text().startswith("the last iteration, 40, is durable")
+    assert (stop_reason(run) or "").startswith("the last iteration, 40, is durable")
     assert resume_point(run).iteration == 40
     assert [line["iteration"] for line in read_lines(run.metrics_view)] == list(range(1, 41))
     bases = [AttemptStart.read(run.attempt(n).begin) for n in run.attempt_numbers()]
@@ -68,8 +67,7 @@ def test_a_chain_ends_where_stop_after_says_and_goes_on_when_it_is_raised(make_r
     run_chain(run, plan)
     assert [record.cause for record in ends(run)] == ["done"]
     reason = "iteration 3 is durable, and training.stop_after ends the run there"
-    assert stop_reason(run) == reason
-    assert decisions.is_done_reason(reason)
+    assert read_stop(run) == ChainEnd("done", reason)
     run.stop.unlink()
     run_chain(run, plan)  # a job that a person queues by hand finds nothing to do
     assert stop_reason(run) == reason
@@ -118,7 +116,7 @@ def test_a_crash_loop_stops_after_the_failed_attempts_allowed(
     records = ends(run)
     assert [record.cause for record in records] == ["failed", "failed"]
     assert records[0].exit_code == 7
-    assert run.stop.read_text().startswith("2 attempts in a row without a new durable iteration")
+    assert (stop_reason(run) or "").startswith("2 attempts in a row without a new durable iteration")
     assert scheduler.jobs(plan) == []
 
 
@@ -126,7 +124,7 @@ def test_a_fatal_error_stops_at_once(make_run: MakeRun) -> None:
     run, plan = make_run("--fatal-at=3")
     run_chain(run, plan)
     assert [record.cause for record in ends(run)] == ["fatal"]
-    assert run.stop.read_text().startswith("fatal: loss is NaN")
+    assert (stop_reason(run) or "").startswith("fatal: loss is NaN")
 
 
 def test_exit_trigger_ends_the_chain_and_is_acknowledged(make_run: MakeRun) -> None:
@@ -159,7 +157,7 @@ def test_exit_trigger_between_two_jobs_is_obeyed_by_the_next(make_run: MakeRun) 
     assert len(ends(run)) == 1
     done = json.loads((run.triggers / "exit.done").read_text())
     assert done["iteration"] == resume_point(run).iteration > 0
-    assert run.stop.read_text().startswith("exit trigger by ")
+    assert (stop_reason(run) or "").startswith("exit trigger by ")
 
 
 @pytest.mark.parametrize("mode", ["singleton", "requeue"])
@@ -200,7 +198,7 @@ def test_an_end_that_neither_records_nor_scheduler_know_counts_as_failed(make_ru
     scheduler.submit(plan, run.job_script, options={})
     scheduler.run_queue(forget_first, kill_first)
     assert [(record.cause, record.exit_code, record.progress) for record in ends(run)] == [("unknown", -1, False)]
-    assert run.stop.read_text().startswith("1 attempt in a row without a new durable iteration")
+    assert (stop_reason(run) or "").startswith("1 attempt in a row without a new durable iteration")
     assert not any(job.live for job in scheduler.jobs(plan))
 
 
@@ -217,7 +215,7 @@ def test_a_cancelled_job_stops_the_chain(make_run: MakeRun) -> None:
 
     scheduler.run_queue(lambda _event: None, cancel)
     assert [record.cause for record in ends(run)] == ["cancelled"]
-    assert run.stop.read_text().startswith("the job was cancelled")
+    assert (stop_reason(run) or "").startswith("the job was cancelled")
 
 
 def test_a_job_that_queues_itself_again_goes_the_same_way(make_run: MakeRun) -> None:
@@ -241,7 +239,7 @@ def test_an_attempt_that_stands_still_is_ended_after_its_ranks_were_asked_for_th
     assert "ranks 1 did not answer" in record.reason
     assert "no progress for" in record.reason
     assert 'File "' in (run.stacks(1) / "rank-0000.txt").read_text()
-    assert run.stop.read_text().startswith("1 attempt in a row without a new durable iteration")
+    assert (stop_reason(run) or "").startswith("1 attempt in a row without a new durable iteration")
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ import pytest
 from relayrun.control.rundir import restarts, triggers
 from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.files import read_lines
 from tests.chain.test_local_chain import ends, logs, run_chain
@@ -136,7 +136,7 @@ def test_a_program_that_dies_behind_its_last_save_is_not_started_again(make_run:
     (record,) = ends(run)
     (failed,) = restarts.read_failed_restarts(run.attempt(1))
     assert (failed.again, failed.reason) == (False, "iteration 20 is the last one, and it is saved")
-    assert run.stop.read_text().startswith("the last iteration, 20, is durable"), record
+    assert (stop_reason(run) or "").startswith("the last iteration, 20, is durable"), record
     assert losses(run) == undisturbed(LAST)[0]
 
 

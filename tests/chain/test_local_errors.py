@@ -10,7 +10,7 @@ import pytest
 from relayrun.control.chain.excluded_nodes import read_node_failures
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptEnd
-from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.control.scheduler.local import LocalScheduler
 
 from .conftest import MakeRun
@@ -45,7 +45,7 @@ def test_a_python_that_is_not_there_stops_the_chain_at_once(make_run: MakeRun, p
     run, plan = make_run(program=[python, "-m", "relayrun.train"])
     run_chain(run, plan)
     assert [end.cause for end in ends(run)] == ["fatal"]
-    stop = run.stop.read_text().splitlines()[0]
+    stop = stop_reason(run) or ""
     assert stop.startswith("fatal: ")
     assert python in stop
     assert read_node_failures(run) == []
@@ -72,5 +72,5 @@ def test_a_module_that_cannot_be_loaded_is_tried_again_later_and_blames_nobody(
     assert [(end.cause, end.exit_code) for end in ends(run)] == [("failed", code)] * 3
     assert all(f"module load cuda/12 failed (exit code {code})" in end.reason for end in ends(run))
     assert read_node_failures(run) == []
-    assert "module load cuda/12 failed" in run.stop.read_text().splitlines()[0]
+    assert "module load cuda/12 failed" in (stop_reason(run) or "")
     assert not run.attempt(1).metrics.exists()

@@ -12,7 +12,7 @@ import pytest
 from relayrun.cli import main
 from relayrun.config.compose import yaml_file
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.files import read_lines
 from relayrun.submit import submission
 
@@ -75,7 +75,7 @@ def test_a_killed_program_goes_on_behind_the_checkpoint_that_its_tracker_names_a
     assert (second.cause, second.durable_iteration) == ("done", 20)
     assert (run.checkpoints / ".quarantine/step-15-0002/state").read_text() == "15"
     assert [line["iteration"] for line in read_lines(run.metrics_view)] == list(range(1, 21))
-    assert run.stop.read_text().startswith("the last iteration, 20, is durable")
+    assert (stop_reason(run) or "").startswith("the last iteration, 20, is durable")
     assert main(["submit", str(config)]) == 1
     assert "the chain of this run has ended: the last iteration, 20, is durable" in capfd.readouterr().err
 

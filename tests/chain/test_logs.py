@@ -11,7 +11,7 @@ import pytest
 
 from relayrun import files
 from relayrun.cli import main
-from relayrun.control.rundir.records import RankFailure
+from relayrun.control.rundir.records import ChainEnd, RankFailure
 from relayrun.control.rundir.run import Run, write_stop
 from relayrun.watch import follow
 from tests.history import began
@@ -110,7 +110,7 @@ def test_following_ends_with_the_chain(tmp_path: Path) -> None:
         assert "first\n" in lines
         with open(log, "a") as file:
             file.write("second\n")
-        write_stop(run, "all 20 iterations are done")
+        write_stop(run, ChainEnd("done", "all 20 iterations are done"))
         out, err = process.communicate(timeout=300)
     assert process.returncode == 0
     assert out.splitlines() == ["second"]

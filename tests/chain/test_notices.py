@@ -27,7 +27,7 @@ from relayrun.control.rundir import node_health
 from relayrun.control.rundir.evaluations import EvaluationResult
 from relayrun.control.rundir.node_health import HealthFinding
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.records import AttemptEnd, Hang
+from relayrun.control.rundir.records import AttemptEnd, ChainEnd, Hang
 from relayrun.control.rundir.restarts import Rollback, record_rollback
 from relayrun.control.rundir.run import Run, is_owned_by_this_user, write_stop
 from relayrun.control.scheduler.local import LocalScheduler
@@ -80,6 +80,7 @@ def end(run: Run, number: int, cause: str, *, progress: bool = False, action: st
         progress=progress,
         end_time=when,
         action=action,
+        chain_end="failed" if action == "stop" else None,
     ).write(run.attempt(number).end)
 
 
@@ -101,7 +102,7 @@ def states(run: Run) -> dict[str, list[str]]:
 
 
 def test_without_a_policy_nobody_looks(run: Run) -> None:
-    write_stop(run, "fatal: it broke")
+    write_stop(run, ChainEnd("failed", "fatal: it broke"))
     background.send_notices(run, Plan.load(run))
     assert not notices.notices_folder(run).exists()
 
@@ -127,7 +128,7 @@ def test_a_stop_whoever_wrote_it_is_told_once(run: Run, web: Web) -> None:
 
 def test_a_submit_begins_anew(run: Run) -> None:
     policy = tell(run, "http://x/")
-    write_stop(run, "stopped by ada")
+    write_stop(run, ChainEnd("stopped", "stopped by ada"))
     assert len(noted(run)) == 1
     notices.write_notice_policy(run, replace(policy, since=6.0))
     assert len(noted(run)) == 2
@@ -135,7 +136,7 @@ def test_a_submit_begins_anew(run: Run) -> None:
 
 def test_done_is_another_event_than_stopped(run: Run) -> None:
     tell(run, "http://x/", events=("done",))
-    write_stop(run, "the last iteration, 3000, is durable")
+    write_stop(run, ChainEnd("done", "the last iteration, 3000, is durable"))
     assert [name.partition("-")[0] for name in noted(run)] == ["done"]
 
 
@@ -245,7 +246,7 @@ def test_an_evaluation_with_its_scores(run: Run) -> None:
 
 def test_a_full_disk_stops_nothing_and_the_notice_comes_later(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = tell(run, "http://x/")
-    write_stop(run, "fatal: it broke")
+    write_stop(run, ChainEnd("failed", "fatal: it broke"))
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -265,7 +266,7 @@ def test_a_damaged_policy_ends_no_job(run: Run, damage: str, capfd: pytest.Captu
     if damage.startswith('{"targets'):
         damage = json.dumps(vars(policy) | json.loads(damage))
     notices.notice_policy_path(run).write_text(damage)
-    write_stop(run, "fatal: it broke")
+    write_stop(run, ChainEnd("failed", "fatal: it broke"))
     assert supervisor.begin_attempt(run) == supervisor.EXIT_CHAIN_ENDS
     assert "notices: left for later" in capfd.readouterr().err
     count, reason = unsent_notices.count_unsent(run, now=time.time())
@@ -276,7 +277,7 @@ def test_a_damaged_policy_ends_no_job(run: Run, damage: str, capfd: pytest.Captu
 def test_what_cannot_be_recorded_is_not_sent(run: Run, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a full disk would have it sent every minute."""
     tell(run, f"http://127.0.0.1:{web.port}/")
-    write_stop(run, "fatal: it broke")
+    write_stop(run, ChainEnd("failed", "fatal: it broke"))
     noted(run)
 
     def full(*_: object) -> None:
@@ -295,7 +296,7 @@ def test_what_cannot_be_recorded_is_not_sent(run: Run, web: Web, monkeypatch: py
 def test_a_kill_around_the_sending_loses_nothing(run: Run, web: Web, when: str) -> None:
     """Killed before it is sent it comes once; killed before that is recorded it comes twice."""
     tell(run, f"http://127.0.0.1:{web.port}/")
-    write_stop(run, "fatal: it broke")
+    write_stop(run, ChainEnd("failed", "fatal: it broke"))
     noted(run)
     program = f"""
 import os, sys
@@ -330,7 +331,7 @@ def test_two_processes_do_not_send_the_same(run: Run, web: Web) -> None:
     for number in range(4, 8):
         end(run, number, "failed", when=time.time())
         noted(run)
-    write_stop(run, "fatal: it broke")
+    write_stop(run, ChainEnd("failed", "fatal: it broke"))
     noted(run)
     command = [sys.executable, "-m", "relayrun.watch.send_notices", str(run.path)]
     for process in [subprocess.Popen(command) for _ in range(3)]:
@@ -345,7 +346,7 @@ def test_a_receiver_that_is_silent_does_not_hold_the_end_of_a_job(
     """The others are told meanwhile; what was not sent stays for the next command, with the reason."""
     monkeypatch.setattr(background, "TERMINATE_SECONDS", 60.0)  # here a process may be slow for other reasons
     tell(run, f"http://127.0.0.1:{web.port}/", f"mailto://127.0.0.1:{mail.port}?to=ada@example.org")
-    write_stop(run, "fatal: it broke")
+    write_stop(run, ChainEnd("failed", "fatal: it broke"))
     web.silent.set()
     told = NoticeSender(run, Plan.load(run))
     told.attend()
@@ -367,7 +368,7 @@ def test_the_end_of_a_job_waits_for_its_seconds_and_no_longer(run: Run, monkeypa
     monkeypatch.setattr(background, "TERMINATE_SECONDS", 0.1)
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
     tell(run, "http://127.0.0.1:1/", program=[sys.executable, "-c", stubborn])
-    write_stop(run, "fatal: it broke")
+    write_stop(run, ChainEnd("failed", "fatal: it broke"))
     began_at = time.monotonic()
     background.send_notices(run, Plan.load(run))
     assert 0.5 <= time.monotonic() - began_at < 300
@@ -377,7 +378,7 @@ def test_the_end_of_a_job_waits_for_its_seconds_and_no_longer(run: Run, monkeypa
 def test_one_target_that_fails_keeps_nothing_from_another(run: Run, web: Web) -> None:
     web.answers["/bad"] = (503, b"")
     tell(run, f"http://127.0.0.1:{web.port}/bad", f"http://127.0.0.1:{web.port}/good", "${SLACK_WEBHOOK}")
-    write_stop(run, "fatal: it broke")
+    write_stop(run, ChainEnd("failed", "fatal: it broke"))
     noted(run)
     failed = sent(run)
     assert sorted(failed)[0] == "t0: the webhook answered 503 Service Unavailable"
@@ -404,7 +405,7 @@ def test_what_comes_in_the_quiet_hour_is_told_as_a_number(run: Run, web: Web, mo
 def test_another_users_run_is_left_alone(run: Run, web: Web) -> None:
     tell(run, f"http://127.0.0.1:{web.port}/")
     replace(Plan.load(run), owner=os.geteuid() + 1).write(run.plan)
-    write_stop(run, "fatal: it broke")
+    write_stop(run, ChainEnd("failed", "fatal: it broke"))
     unsent_notices.send_in_background(run)
     assert sent(run) == []
     assert noted(run) != {}  # for its owner
@@ -417,7 +418,7 @@ def test_a_look_at_another_users_run_starts_and_sends_nothing_whatever_its_plan_
 ) -> None:
     tell(run, f"http://127.0.0.1:{web.port}/", program=["/bin/sh", "-c", f"touch {run.path}/ran"])
     replace(Plan.load(run), owner=None).write(run.plan)
-    write_stop(run, "fatal: it broke")
+    write_stop(run, ChainEnd("failed", "fatal: it broke"))
     noted(run)
     started: list[object] = []
     monkeypatch.setattr(unsent_notices, "_start", lambda *given: started.append(given))
@@ -451,7 +452,7 @@ def test_a_link_of_this_users_to_another_users_file_starts_nothing(
     """As `cp -rs` of another user's run makes them."""
     tell(run, "http://127.0.0.1:9/", program=["/bin/sh", "-c", f"touch {run.path}/ran"])
     replace(Plan.load(run), owner=None).write(run.plan)
-    write_stop(run, "fatal: it broke")
+    write_stop(run, ChainEnd("failed", "fatal: it broke"))
     noted(run)
     (theirs := tmp_path / "theirs").write_bytes((run.path / name).read_bytes())
     (run.path / name).unlink()
@@ -479,7 +480,7 @@ def test_nothing_secret_is_in_a_file_or_in_the_arguments_of_a_process(
     command = vars(NoticeTarget(name="t9", command=[str(program)], events=["stopped"]))
     notices.write_notice_policy(run, replace(policy, targets=[*policy.targets, command]))
     web.answers["/"] = (403, f"no {secret}".encode())
-    write_stop(run, "fatal: it broke")
+    write_stop(run, ChainEnd("failed", "fatal: it broke"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOOK", secret)
         background.send_notices(run, Plan.load(run))
@@ -496,14 +497,14 @@ def test_a_python_that_is_not_there_is_replaced_by_the_batch_scripts(run: Run, w
         run, f"http://127.0.0.1:{web.port}/", program=["/no/such/python", "-m", "relayrun.watch.send_notices"]
     )
     assert policy.program[0] == "/no/such/python"
-    write_stop(run, "fatal: it broke")
+    write_stop(run, ChainEnd("failed", "fatal: it broke"))
     background.send_notices(run, Plan.load(run))
     assert len(web.requests) == 1
 
 
 def test_the_sender_needs_the_standard_library_alone(run: Run, web: Web) -> None:
     tell(run, f"http://127.0.0.1:{web.port}/", "ntfy://127.0.0.1/x")
-    write_stop(run, "fatal: it broke")
+    write_stop(run, ChainEnd("failed", "fatal: it broke"))
     noted(run)
     bare = subprocess.run(
         [sys.executable, "-S", "-m", "relayrun.watch.send_notices", str(run.path)],
@@ -535,7 +536,7 @@ def test_the_next_command_sends_and_status_says_what_is_not_sent(
 ) -> None:
     monkeypatch.delenv("HOOK", raising=False)
     tell(run, "${HOOK}")
-    write_stop(run, "fatal: it broke")
+    write_stop(run, ChainEnd("failed", "fatal: it broke"))
     noted(run)
     sent(run)
     assert main(["status", str(run.path)]) == 0
@@ -565,7 +566,7 @@ def test_notify_test_and_send(run: Run, web: Web, capsys: pytest.CaptureFixture[
     )
     web.answers.clear()
     assert main(["notify", "test", str(run.path)]) == 0
-    write_stop(run, "fatal: it broke")
+    write_stop(run, ChainEnd("failed", "fatal: it broke"))
     assert main(["notify", "send", str(run.path)]) == 0
     assert "nothing is left to send" in capsys.readouterr().out
     notices.notice_policy_path(run).unlink()

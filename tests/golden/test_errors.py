@@ -27,7 +27,7 @@ import pytest
 from relayrun.cli import main
 from relayrun.config.compose import resolve, yaml_file
 from relayrun.control.rundir import find_runs
-from relayrun.control.rundir.records import CheckpointCommit
+from relayrun.control.rundir.records import ChainEnd, CheckpointCommit
 from relayrun.control.rundir.run import Run, write_stop
 from relayrun.files import read_json, write_json
 from relayrun.submit import submission
@@ -220,7 +220,7 @@ def live(place: Place) -> int:
 
 
 def ended(place: Place) -> int:
-    write_stop(place.begun(), "all 20 steps are done")
+    write_stop(place.begun(), ChainEnd("done", "all 20 steps are done"))
     return place.with_settings()
 
 

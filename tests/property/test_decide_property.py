@@ -16,13 +16,14 @@ from relayrun.control.decisions import (
     decide_at_start,
     default_signal_seconds,
 )
+from relayrun.control.rundir.records import ChainEnd
 from relayrun.control.rundir.time_limit import first_grace_period, measured_grace_period
 
 ITERATIONS = st.integers(0, 50)
 
 BEGIN = st.builds(
     StartFacts,
-    stopped=st.none() | st.just("done"),
+    stopped=st.none() | st.just(ChainEnd("done", "")),
     durable_iteration=ITERATIONS,
     total_steps=st.integers(1, 50),
     stop_after=st.none() | st.integers(1, 50),
@@ -30,7 +31,7 @@ BEGIN = st.builds(
     predecessor_cancelled=st.booleans(),
     failed_attempts=st.integers(0, 10),
     max_failed_attempts=st.integers(1, 5),
-    verdict=st.none() | st.just("fatal: nan"),
+    verdict=st.none() | st.just(ChainEnd("failed", "fatal: nan")),
 )
 END = st.builds(
     EndFacts,
@@ -62,8 +63,7 @@ def test_begin_stops_for_every_reason(facts: StartFacts) -> None:
         or facts.verdict is not None
         or facts.failed_attempts >= facts.max_failed_attempts
     )
-    assert (decision.action == "stop") == must_stop
-    assert decision.reason
+    assert (decision.action == "stop") == must_stop == (decision.chain_end is not None)
 
 
 @pytest.mark.slow
@@ -72,6 +72,7 @@ def test_end_lets_nothing_run_on_that_made_no_progress_too_often(facts: EndFacts
     decision = decide_at_end(facts)
     if facts.outcome in ("exit", "fatal") or facts.cancelled:
         assert decision.action == "stop"
+    assert (decision.action == "stop") == (decision.chain_end is not None)
     if decision.action in ("continue", "retry"):
         assert facts.auto_requeue
     if decision.action == "continue":

@@ -14,7 +14,7 @@ from relayrun.control.rundir import triggers
 from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptEnd, AttemptStart
-from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import SchedulerError
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
@@ -71,7 +71,7 @@ def test_signals_carry_a_run_through_its_jobs_until_it_is_done(cluster: TestClus
     assert [end.cause for end in ends(run)] == ["saved", "done"], logs(run)
     assert ends(run)[0].reason in ("SIGUSR2", "stop file")
     assert resume_point(run).iteration == 60
-    assert run.stop.read_text().startswith("the last iteration, 60, is durable")
+    assert (stop_reason(run) or "").startswith("the last iteration, 60, is durable")
 
 
 def test_options_of_the_command_line_hold_for_successors(cluster: TestCluster, make_run: MakeRun) -> None:  # noqa: F811
@@ -118,7 +118,7 @@ def test_cancel_stops_the_chain_and_touches_nothing_else(cluster: TestCluster, m
     wait_for_end(cluster, run, plan)
     assert [end.cause for end in ends(run)] == ["cancelled"], logs(run)
     # said by the job itself, or by its successor, which starts in the same second
-    assert run.stop.read_text().splitlines()[0] in ("the job was cancelled", "the job before this one was cancelled")
+    assert stop_reason(run) in ("the job was cancelled", "the job before this one was cancelled")
     assert not twin.stop.exists()
     assert [job.state for job in cluster.queue() if job.name == twin_plan.job_name] != []
     triggers.touch_trigger(twin, "exit")
@@ -225,7 +225,9 @@ def test_ranks_save_before_a_reservation_that_was_made_shorter_ends(cluster: Tes
     (record,) = ends(run)
     assert record.cause == "saved", logs(run)
     assert record.durable_iteration > 0
-    assert re.match(r"reservation camp (ended|ends at .*); to go on without it: relayrun resume", run.stop.read_text())
+    assert re.match(
+        r"reservation camp (ended|ends at .*); to go on without it: relayrun resume", stop_reason(run) or ""
+    )
 
 
 @pytest.mark.long
@@ -246,7 +248,7 @@ def test_ranks_that_hang_until_the_time_limit_do_not_end_a_job_that_queues_itsel
     cluster.wait_until(lambda: run.stop.exists() and not cluster.queue(), timeout=400)
     assert len(ends(run)) == 2, logs(run)
     assert {end.cause for end in ends(run)} <= {"unknown", "failed"}, logs(run)  # SIGKILL may come to the ranks first
-    assert run.stop.read_text().startswith("2 attempts in a row without a new durable iteration")
+    assert (stop_reason(run) or "").startswith("2 attempts in a row without a new durable iteration")
     assert cluster.job(job)["Restarts"] in ("1", "2")
 
 

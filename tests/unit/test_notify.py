@@ -18,6 +18,7 @@ from relayrun.config.sections import notify as settings
 from relayrun.config.sections.notify import secret_in
 from relayrun.control.notify import notices
 from relayrun.control.notify.notices import Notice, NoticeDelivery, NoticeMessage, NoticePolicy, NoticeTarget
+from relayrun.control.rundir.records import ChainEnd
 from relayrun.control.rundir.run import Run, write_stop
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.errors import ConfigError, SchedulerError
@@ -169,7 +170,7 @@ def test_a_submit_says_who_is_told_and_one_that_is_refused_leaves_it_as_it_was(
     first = notices.read_notice_policy(run)
     assert first is not None
     assert (first.run, first.cluster, first.every_target()[0].url) == ("tests/tiny", "local", "${TEAM}")
-    write_stop(run, "stopped by ada")
+    write_stop(run, ChainEnd("stopped", "stopped by ada"))
 
     def refused(*_: object) -> str:
         raise SchedulerError("no")

@@ -11,6 +11,7 @@ from relayrun.cli import main
 from relayrun.config.compose import resolve
 from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.records import ChainEnd
 from relayrun.control.rundir.run import Run, stop_reason, write_stop
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.errors import ConfigError
@@ -30,7 +31,7 @@ def submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     workspace = Workspace.make(tmp_path)
     run = Run(tmp_path / "run")
     assert main(["submit", str(workspace.config("run")), "--set", "training.steps=33"]) == 0
-    write_stop(run, "a rank found a wrong tokenizer")
+    write_stop(run, ChainEnd("failed", "a rank found a wrong tokenizer"))
     return run
 
 

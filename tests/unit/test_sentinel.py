@@ -25,7 +25,7 @@ from relayrun.control.rundir import campaign, find_runs, mirror
 from relayrun.control.rundir.campaign import Campaign, CampaignMember, CampaignMembership, MemberStarted
 from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.mirror import MirrorPass, MirrorPolicy
-from relayrun.control.rundir.records import AttemptEnd, CheckpointCommit, Heartbeat, StartTimes
+from relayrun.control.rundir.records import AttemptEnd, ChainEnd, CheckpointCommit, Heartbeat, StartTimes
 from relayrun.control.rundir.run import write_stop
 from relayrun.control.rundir.storage_limits import QuotaLimit
 from relayrun.control.scheduler import job_history, slurm
@@ -363,7 +363,7 @@ def member_of(world: World, make: MakeRun, *, ended: str | None) -> Path:
     (folder / "members/a").mkdir(parents=True)
     before, _ = make(folder="runs/mine/c-a", scheduler="slurm", owner=os.geteuid())
     if ended is not None:
-        write_stop(before, ended)
+        write_stop(before, ChainEnd("stopped", ended))
     members = [
         CampaignMember(name="a", run_dir=str(before.path)),
         CampaignMember(name="b", run_dir=str(world.run.path), source="a"),
@@ -506,7 +506,7 @@ def test_a_submit_that_is_under_way_is_no_death(world: World) -> None:
 
 def test_a_run_that_has_ended_or_is_anothers_is_left_alone(make_world: MakeWorld) -> None:
     world = make_world(told=False)
-    write_stop(world.run, "stopped by ada")
+    write_stop(world.run, ChainEnd("stopped", "stopped by ada"))
     assert [world.look() for _ in range(3)] == [[], [], []]
     world.run.stop.unlink()
     plan = json.loads(world.run.plan.read_text())
@@ -538,7 +538,7 @@ def test_nothing_of_another_users_run_starts_whatever_its_plan_says(
     world.queue(("7", "PENDING", "Priority"))
     world.look()
     assert ran.exists()
-    write_stop(world.run, "fatal: it broke")
+    write_stop(world.run, ChainEnd("failed", "fatal: it broke"))
     world.look()
     assert started
 

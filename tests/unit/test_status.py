@@ -182,6 +182,7 @@ def test_a_stopped_run_says_why(run: Run) -> None:
     run.stop.write_text("exit trigger by ann\n\nThe chain has ended.\n")
     found = run_status.read_run_status(run, QueueStatus(), now=NOW)
     assert (found.state, found.stop, found.last_end_attempt) == ("stopped", "exit trigger by ann", 2)
+    assert found.stop_state == "stopped"  # a person wrote STOP: without a head
     assert found.phase is None
 
 

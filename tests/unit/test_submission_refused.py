@@ -19,7 +19,7 @@ from relayrun.control.chain import supervisor
 from relayrun.control.rundir import mirror
 from relayrun.control.rundir.mirror import CheckpointCopy, MirrorOwner, MirrorPolicy
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.records import Heartbeat
+from relayrun.control.rundir.records import ChainEnd, Heartbeat
 from relayrun.control.rundir.run import Run, write_stop
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.control.scheduler.local_queue import JOB_ID_VARIABLE
@@ -91,7 +91,7 @@ def test_a_later_submit_that_is_refused_leaves_the_run_as_it_was(
     job = submission.submit_run(config(workspace)).job_id
     run = workspace.run("deep/run")
     LocalScheduler(run).cancel(job)
-    write_stop(run, "enough")
+    write_stop(run, ChainEnd("stopped", "enough"))
     before = tree(run.path)
     monkeypatch.setattr(LocalScheduler, "submit_first", refused)
     evaluated = config(workspace, training={"steps": 77}, debug={"backup_codebase": True})

@@ -18,7 +18,8 @@ from relayrun.control.rundir import find_runs, triggers
 from relayrun.control.rundir.campaign import campaign_folders
 from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.run import Run, stop_reason
+from relayrun.control.rundir.records import ChainEnd
+from relayrun.control.rundir.run import Run, read_stop, stop_reason
 from relayrun.control.scheduler.base import Job, Scheduler
 from relayrun.errors import RunDirError, SchedulerError, user_name
 from relayrun.watch import unsent_notices
@@ -85,14 +86,14 @@ def request_stop(run: Run, scheduler: Scheduler, *, user: str) -> str:
 
 def _stop_with_files(run: Run, plan: Plan, scheduler: Scheduler, *, user: str) -> str:
     """End the chain by its exit trigger and STOP. Raises OSError if a file cannot be written."""
-    ended = stop_reason(run)
+    ended = read_stop(run)
     triggers.touch_trigger(run, "exit")
     try:
         at_work = _running_job(run, plan, scheduler.jobs(plan, anyone=True)) if ended is None else None
         if at_work is not None:
             return f"job {at_work} saves after the step that is under way, cancels what is queued and leaves"
         try:
-            supervisor.stop_chain(run, plan, scheduler, ended or f"stopped by {user}", own_job="")
+            supervisor.stop_chain(run, plan, scheduler, ended or ChainEnd("stopped", f"stopped by {user}"), own_job="")
         except PermissionError:
             return "you may not write STOP yourself: the next job of this run finds the trigger and ends the chain"
         left = scheduler.jobs(plan, anyone=True)

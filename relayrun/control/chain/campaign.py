@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from relayrun.control import decisions
 from relayrun.control.chain import jobs
 from relayrun.control.chain.evaluation_jobs import evaluation_job_name, submit_awaited_evaluation
 from relayrun.control.job_log import log_line
@@ -26,7 +25,7 @@ from relayrun.control.rundir.campaign import Campaign, CampaignMember, MemberRef
 from relayrun.control.rundir.checkpoint_records import BEGINNING, ResumePoint
 from relayrun.control.rundir.evaluations import EvaluationDir, EvaluationResult
 from relayrun.control.rundir.plan import Plan, chain_job_name, fallback_job_name
-from relayrun.control.rundir.run import Run, is_owned_by_this_user, is_stopped, stop_reason
+from relayrun.control.rundir.run import Run, is_owned_by_this_user, is_stopped, read_stop
 from relayrun.control.scheduler import job_history, slurm
 from relayrun.control.scheduler.base import Job, Scheduler
 from relayrun.control.scheduler.factory import local_scheduler, scheduler_for_plan
@@ -243,7 +242,7 @@ def member_readiness(folder: Path, whole: Campaign, member: CampaignMember) -> R
     try:
         if campaign.member_started_path(folder, member.name).exists():
             return None
-        if stop_reason(member.run) is not None and member.run.newest_begun() is None:
+        if read_stop(member.run) is not None and member.run.newest_begun() is None:
             return None
         refused = MemberRefused.read(campaign.member_refused_path(folder, member.name))
     except _UNREADABLE as error:
@@ -270,12 +269,12 @@ def _readiness_after_run(before: str, run: Run, member: CampaignMember) -> Readi
     """`condition_readiness` of a member that waits for the run `before`. Raises the errors of unreadable records."""
     if not run.plan.exists():
         return Readiness(why=f"waits for {before}, which is not at {run.path} any more", stuck=True)
-    ended = stop_reason(run)
-    how = "" if ended is None else f", which ended: {ended}"
+    ended = read_stop(run)
+    how = "" if ended is None else f", which ended: {ended.reason}"
     if member.iteration is None:
         if ended is None:
             return Readiness(why=f"waits for the end of {before}")
-        if not decisions.is_done_reason(ended):
+        if ended.state != "done":
             return Readiness(why=f"waits for {before}{how}", stuck=True)
         base = checkpoint_records.resume_point(run) if member.source else BEGINNING
         if member.source and base.path is None:
@@ -319,7 +318,7 @@ def _living(folder: Path, whole: Campaign, leaving: Run | None, patience: float)
     for member in whole.members:
         try:
             run = member.run
-            if run != leaving and _has_started(folder, member) and run.plan.exists() and stop_reason(run) is None:
+            if run != leaving and _has_started(folder, member) and run.plan.exists() and read_stop(run) is None:
                 runs.append((member, run))
         except _UNREADABLE:
             unknown += 1

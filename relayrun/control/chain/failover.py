@@ -19,8 +19,9 @@ from relayrun.control.rundir import restarts
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.records import ChainEnd
 from relayrun.control.rundir.restarts import FailedRestart
-from relayrun.control.rundir.run import Run, stop_reason, write_stop
+from relayrun.control.rundir.run import Run, is_stopped, write_stop
 from relayrun.control.scheduler.base import (
     BEGIN_BACKOFF,
     MAX_FAILED_BEGINS,
@@ -45,7 +46,7 @@ def run_fallback_job(run: Run) -> int:
     fallback_jobs = scheduler.fallback_jobs
     if fallback_jobs is None or not plan.fallback_job:
         return 0
-    if stop_reason(run) is not None or chain_state.is_taken_over(plan, own):
+    if is_stopped(run) or chain_state.is_taken_over(plan, own):
         return 0
     order = fallback_jobs.order(own)
     live = [job for job in scheduler.jobs(plan) if job.state != "COMPLETING"]  # a completing job continues nothing
@@ -56,10 +57,10 @@ def run_fallback_job(run: Run) -> int:
         fallback.queue_fallback_job(run, plan, last.id, options=options, failed_begins=failed_begins)
         return 0
     failed = scheduler.query(order.job_id)
-    reason = _why_it_ends(run, scheduler, order, failed)
-    if reason is not None:
-        write_stop(run, reason)
-        log_line(f"the chain ends: {reason}")
+    ended = _chain_end(run, scheduler, order, failed)
+    if ended is not None:
+        write_stop(run, ended)
+        log_line(f"the chain ends: {ended.reason}")
         background.send_notices(run, plan)
         campaign.start_due_members_of(run)
         return 0
@@ -71,20 +72,20 @@ def _failed_begins(order: FallbackOrder, failed: Job | None) -> int:
     return 1 + max(order.failed_begins, failed.failed_begins if failed else 0)
 
 
-def _why_it_ends(run: Run, scheduler: Scheduler, order: FallbackOrder, failed: Job | None) -> str | None:
-    """Return why the chain ends: a person's act in the queue, or too many failures; None if it goes on."""
-    if (stopped := jobs.stop_reason_of_job(failed)) is not None:
+def _chain_end(run: Run, scheduler: Scheduler, order: FallbackOrder, failed: Job | None) -> ChainEnd | None:
+    """Return the end of the chain if a person cancelled a job or too many tries failed; None if it goes on."""
+    if (stopped := jobs.read_job_stop(failed)) is not None:
         return stopped
     newest = run.newest_begun()
-    words = jobs.cancelled_successor_reason(newest, scheduler) if newest is not None else None
-    if words is not None:
-        return words
+    cancelled = jobs.end_by_cancelled_successor(newest, scheduler) if newest is not None else None
+    if cancelled is not None:
+        return cancelled
     if failed is not None and failed.state == "CANCELLED" and not _was_replaced(newest, failed):
         by = scheduler.cancelled_by(failed.id)
-        return f"job {failed.id}, which was to go on, was cancelled" + (f" by {by}" if by else "")
+        return ChainEnd("stopped", f"job {failed.id}, which was to go on, was cancelled" + (f" by {by}" if by else ""))
     count = _failed_begins(order, failed)
     if count >= MAX_FAILED_BEGINS:
-        return f"job {order.job_id} failed and left no successor, {count} times in a row"
+        return ChainEnd("failed", f"job {order.job_id} failed and left no successor, {count} times in a row")
     return None
 
 
@@ -211,8 +212,8 @@ def _end_job(run: Run, plan: Plan, attempt: Attempt, own: str) -> None:
     """Requeue this job in front of the job that may wait behind it; cancel it if that job goes on, or no job shall."""
     record, scheduler = attempt.read_end(), scheduler_for_plan(plan, run)
     goes_on = ""
-    stopped = stop_reason(run) or jobs.stop_reason_of_job(scheduler.query(own))
-    if record is not None and record.action in ("continue", "retry") and stopped is None:
+    stopped = is_stopped(run) or jobs.read_job_stop(scheduler.query(own)) is not None
+    if record is not None and record.action in ("continue", "retry") and not stopped:
         goes_on = jobs.requeue_job(run, plan, scheduler, attempt, own=own, delay=record.delay)
     if goes_on == own:
         return

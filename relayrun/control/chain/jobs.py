@@ -18,7 +18,7 @@ from relayrun.control.job_log import log_line
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.records import SuccessorJob
+from relayrun.control.rundir.records import ChainEnd, SuccessorJob
 from relayrun.control.rundir.run import Run, stop_reason, write_stop
 from relayrun.control.scheduler.base import RESERVATION_GONE, Job, Scheduler
 from relayrun.control.trainers.registry import trainer_of
@@ -93,9 +93,9 @@ def successor_options(job: Job, scheduler: Scheduler) -> dict[str, str]:
     return options | ({"exclude": ",".join(kept)} if kept else {})
 
 
-def stop_reason_of_job(job: Job | None) -> str | None:
-    """Return why the chain of a job has ended if only its comment says so; see `note_stop_in_jobs`."""
-    return f"stopped by {job.stopped_by}" if job is not None and job.stopped_by else None
+def read_job_stop(job: Job | None) -> ChainEnd | None:
+    """Return the end of the chain that the comment of a job records, if it does; see `note_stop_in_jobs`."""
+    return ChainEnd("stopped", f"stopped by {job.stopped_by}") if job is not None and job.stopped_by else None
 
 
 def record_cancelled_successor(attempt: Attempt, scheduler: Scheduler) -> SuccessorJob | None:
@@ -116,35 +116,37 @@ def record_cancelled_successor(attempt: Attempt, scheduler: Scheduler) -> Succes
     return noted
 
 
-def cancelled_successor_reason(attempt: Attempt, scheduler: Scheduler) -> str | None:
-    """Return why the chain ends with this attempt if somebody cancelled its successor. Raises SchedulerError."""
+def end_by_cancelled_successor(attempt: Attempt, scheduler: Scheduler) -> ChainEnd | None:
+    """Return the end of the chain if somebody cancelled the successor of this attempt. Raises SchedulerError."""
     cancelled = record_cancelled_successor(attempt, scheduler)
     if cancelled is None:
         return None
     by = f" by {cancelled.cancelled_by}" if cancelled.cancelled_by else ""
-    return f"the successor, job {cancelled.job_id}, was cancelled{by}"
+    return ChainEnd("stopped", f"the successor, job {cancelled.job_id}, was cancelled{by}")
 
 
-def continue_chain(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, own: str, delay: int) -> str | None:
-    """Ensure that exactly one job follows, to start after `delay` seconds or later; return why none may, else None.
+def continue_chain(
+    run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, own: str, delay: int
+) -> ChainEnd | None:
+    """Ensure that exactly one job follows, to start after `delay` seconds or later; or return the end of the chain.
 
     A person's acts in the queue stand: a cancelled job is not replaced, a held job stays held. Raises SchedulerError if
     no job could be queued.
     """
-    if (stopped := stop_reason_of_job(scheduler.query(own))) is not None:
+    if (stopped := read_job_stop(scheduler.query(own))) is not None:
         return stopped
     if plan.mode == "requeue":
-        cancelled = cancelled_successor_reason(attempt, scheduler)  # another job may replace this one
+        cancelled = end_by_cancelled_successor(attempt, scheduler)  # another job may replace this one
         if cancelled is None:
             requeue_job(run, plan, scheduler, attempt, own=own, delay=delay)
         return cancelled
     found = pending_jobs(plan, scheduler, own=own)
     if found:
         if found[0].state == RESERVATION_GONE:
-            return f"the successor, job {found[0].id}, never starts: its reservation was deleted"
+            return ChainEnd("stopped", f"the successor, job {found[0].id}, never starts: its reservation was deleted")
         _adapt_pending_job(run, plan, scheduler, found[0].id, delay)
         return None
-    cancelled = cancelled_successor_reason(attempt, scheduler)
+    cancelled = end_by_cancelled_successor(attempt, scheduler)
     if cancelled is not None:
         return cancelled
     options = _begin_options(attempt)
@@ -184,8 +186,8 @@ def requeue_job(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *,
         minimum = None
     if minimum is not None and excluded_nodes.would_wait_for_nodes(run, minimum):
         # cancelled meanwhile: the next try of `end` sees it
-        if cancelled := cancelled_successor_reason(attempt, scheduler):
-            raise SchedulerError(cancelled)
+        if cancelled := end_by_cancelled_successor(attempt, scheduler):
+            raise SchedulerError(cancelled.reason)
         try:
             return ensure_replacement(run, plan, scheduler, attempt, own=own, delay=delay)
         except SchedulerError as error:
@@ -235,7 +237,7 @@ def cancel_chain(run: Run, scheduler: Scheduler, *, user: str) -> str:
     """
     plan, unwritten = Plan.load(run), ""
     try:
-        write_stop(run, f"cancelled by {user}")
+        write_stop(run, ChainEnd("stopped", f"cancelled by {user}"))
     except PermissionError:
         hint = "`relayrun stop` asks the job that runs to save and leave"
         raise RunDirError(f"you may not write here: {describe_owner(run.path)}", where=run.stop, hint=hint) from None

@@ -35,8 +35,8 @@ from relayrun.control.rundir import checkpoint_records, merged_metrics, node_hea
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.plan import PLAN_FORMAT, Plan
-from relayrun.control.rundir.records import AttemptEnd, AttemptOutcome, AttemptStart, Hang
-from relayrun.control.rundir.run import Run, stop_reason, write_stop
+from relayrun.control.rundir.records import AttemptEnd, AttemptOutcome, AttemptStart, ChainEnd, Hang
+from relayrun.control.rundir.run import Run, is_stopped, read_stop, write_stop
 from relayrun.control.scheduler.base import CONTROLLER_PATIENCE, RESERVATION_GONE, Job, Scheduler, user_python_path
 from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.control.trainers.base import Trainer
@@ -61,7 +61,7 @@ def begin_attempt(run: Run) -> int:
         plan = Plan.load(run)
     except RunDirError as error:
         if run.plan.exists():  # it is a run, but this version cannot continue it
-            write_stop(run, f"this job could not begin: {error.message}")
+            write_stop(run, _could_not_begin(error))
         raise
     scheduler = scheduler_for_plan(plan, run)
     job_id = scheduler.current_job_id()
@@ -72,10 +72,14 @@ def begin_attempt(run: Run) -> int:
     except SchedulerError:
         raise
     except RelayrunError as error:
-        stop_chain(run, plan, scheduler, f"this job could not begin: {error.message}", own_job=job_id)
+        stop_chain(run, plan, scheduler, _could_not_begin(error), own_job=job_id)
         background.send_notices(run, plan)
         campaign.start_due_members_of(run)
         raise
+
+
+def _could_not_begin(error: RelayrunError) -> ChainEnd:
+    return ChainEnd("failed", f"this job could not begin: {error.message}")
 
 
 def _decide_and_open(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) -> int:
@@ -97,7 +101,7 @@ def _decide_and_open(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) ->
     trigger = triggers.read_trigger(run, "exit")
     decision = decisions.decide_at_start(
         decisions.StartFacts(
-            stopped=stop_reason(run) or jobs.stop_reason_of_job(job),
+            stopped=read_stop(run) or jobs.read_job_stop(job),
             durable_iteration=base.iteration,
             total_steps=plan.total_steps,
             stop_after=plan.stop_after,
@@ -108,8 +112,8 @@ def _decide_and_open(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) ->
             max_failed_attempts=plan.max_failed_attempts,
         )
     )
-    if decision.action == "stop":
-        stop_chain(run, plan, scheduler, decision.reason, own_job=job_id)
+    if decision.chain_end is not None:
+        stop_chain(run, plan, scheduler, ChainEnd(decision.chain_end, decision.reason), own_job=job_id)
         if trigger is not None:  # after STOP: an acknowledgement reports a fact
             _acknowledge(run, trigger, base.iteration, f"the chain ends: {decision.reason}")
         _update_views(run)
@@ -158,18 +162,18 @@ def end_attempt(run: Run, number: int, exit_code: int) -> int:
         reservation = _reservation_over(run, plan, started, scheduler, own)
         record = _close(run, plan, attempt, exit_code, cancelled=cancelled, reservation=reservation)
     log_line(f"attempt {number} ended: {record.cause}: {record.reason}; durable iteration {record.durable_iteration}")
-    reason = record.verdict
-    if reason is None and record.action in ("continue", "retry"):
-        reason = jobs.continue_chain(run, plan, scheduler, attempt, own=own, delay=record.delay)
-    if reason is not None:
+    chain_end = record.verdict
+    if chain_end is None and record.action in ("continue", "retry"):
+        chain_end = jobs.continue_chain(run, plan, scheduler, attempt, own=own, delay=record.delay)
+    if chain_end is not None:
         log = failure_reason.attempt_log(attempt) if record.cause in ("failed", "fatal", "hang") else ""
-        stop_chain(run, plan, scheduler, reason, own_job=own, words=failure_reason.log_excerpt(log))
+        stop_chain(run, plan, scheduler, chain_end, own_job=own, words=failure_reason.log_excerpt(log))
     evaluation_jobs.submit_due_evaluations(run, plan, scheduler_for_plan(plan, run, patience=0))
     if run.attempt_numbers()[-1] == number:  # else the next job's `watch` already writes them
         _update_views(run)  # last: by now the chain has been continued or ended
         background.send_notices(run, plan)
     leaves = record.action == "end"
-    over = leaves or stop_reason(run) is not None  # perhaps no later process starts the next run
+    over = leaves or is_stopped(run)  # perhaps no later process starts the next run
     campaign.start_due_members_of(run, leaves=leaves, patience=CONTROLLER_PATIENCE if over else campaign.PATIENCE)
     return 0 if record.cause in ("done", "saved", "exit") else EXIT_ATTEMPT_FAILED
 
@@ -366,6 +370,7 @@ def _close(
         progress=now.iteration > started.base_iteration,
         end_time=time.time(),
         action=decision.action,
+        chain_end=decision.chain_end,
         delay=decision.delay,
     )
     _record_node_failures(run, plan, attempt, started, record)
@@ -401,7 +406,7 @@ def _conclude(run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, exi
         observer.conclude(None if exit_code == decisions.UNKNOWN_EXIT_CODE else exit_code)
 
 
-def _close_predecessor(run: Run, plan: Plan, scheduler: Scheduler) -> tuple[bool, str | None]:
+def _close_predecessor(run: Run, plan: Plan, scheduler: Scheduler) -> tuple[bool, ChainEnd | None]:
     """Write the end that a killed batch script left out; return whether its job was cancelled, and its verdict.
 
     The scheduler is asked even if an end exists: a script can be killed, or misled, in the last seconds of its job. And
@@ -413,7 +418,7 @@ def _close_predecessor(run: Run, plan: Plan, scheduler: Scheduler) -> tuple[bool
     started = _attempt_start(attempt)
     cancelled = _cancelled(attempt, started, scheduler)
     record = attempt.read_end() or _close(run, plan, attempt, decisions.UNKNOWN_EXIT_CODE, cancelled=cancelled)
-    return cancelled, record.verdict or jobs.cancelled_successor_reason(attempt, scheduler)
+    return cancelled, record.verdict or jobs.end_by_cancelled_successor(attempt, scheduler)
 
 
 def _cancelled(attempt: Attempt, started: AttemptStart, scheduler: Scheduler) -> bool:
@@ -456,13 +461,13 @@ def _environment(
     )
 
 
-def stop_chain(run: Run, plan: Plan, scheduler: Scheduler, reason: str, *, own_job: str, words: str = "") -> None:
+def stop_chain(run: Run, plan: Plan, scheduler: Scheduler, ended: ChainEnd, *, own_job: str, words: str = "") -> None:
     """Write the reason to STOP first, so that a successor that starts meanwhile stops too; then cancel the queued jobs.
 
     Raises OSError if STOP cannot be written: then no job is cancelled, and the next job decides the same.
     """
-    write_stop(run, reason, words=words)
-    log_line(f"the chain ends: {reason}")
+    write_stop(run, ended, words=words)
+    log_line(f"the chain ends: {ended.reason}")
     try:
         fallback.cancel_fallback_jobs(plan, scheduler)
         for job in jobs.pending_jobs(plan, scheduler, own=own_job):

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
-from relayrun.control import decisions
 from relayrun.control.chain_state import count_failed_attempts
 from relayrun.control.notify import notices
 from relayrun.control.notify.notices import Notice, NoticePolicy
@@ -20,7 +19,7 @@ from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.evaluations import EvaluationResult
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.run import STOP_IS_A_DIRECTORY, Run, parse_stop
 from relayrun.control.rundir.storage_limits import QuotaForecast
 from relayrun.errors import RelayrunError
 from relayrun.files import free_space, read_lines_backwards
@@ -61,21 +60,21 @@ def write_due_notices(
 def _stop_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:
     """The chain has ended: done, or for another reason."""
     try:
-        reason, _, words = run.stop.read_text(encoding="utf-8", errors="replace").partition("\n")
+        ended, words = parse_stop(run.stop.read_text(encoding="utf-8", errors="replace"))
         seen = run.stop.stat().st_mtime
     except FileNotFoundError:
         return
     except IsADirectoryError:
-        reason, words, seen = "STOP is there, as a directory", "", now
-    done = decisions.is_done_reason(reason)
-    name = hashlib.sha256(f"{policy.since} {reason}".encode()).hexdigest()[:12]
+        ended, words, seen = STOP_IS_A_DIRECTORY, "", now
+    done = ended.state == "done"
+    name = hashlib.sha256(f"{policy.since} {ended.reason}".encode()).hexdigest()[:12]
     yield make_notice(
         run,
         plan,
         f"{'done' if done else 'stopped'}-{name}",
         cause="done" if done else f"stopped-{name}",
         time=seen,
-        reason=reason,
+        reason=ended.reason,
         words=words.strip(),
     )
 

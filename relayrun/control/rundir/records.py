@@ -28,6 +28,17 @@ AttemptOutcomeName = Literal["done", "saved", "exit", "fatal"]
 """Reason of rank 0 to leave: the last step is durable; saved to be resumed; saved because of the exit trigger (the
 chain ends); cannot continue, and another attempt would fail in the same way."""
 
+ChainEndState = Literal["done", "stopped", "failed"]
+"""How a chain ends: all steps are done; a person or a setting stops it; an error stops it."""
+
+
+@dataclass(frozen=True)
+class ChainEnd:
+    """How and why a chain ends: the content of STOP. Programs read the state, people read the reason."""
+
+    state: ChainEndState
+    reason: str
+
 
 _RecordFields = tuple[set[str], set[str], dict[str, Any], dict[str, Callable[[], Any]]]
 _RECORD_FIELDS: dict[type, _RecordFields] = {}
@@ -294,10 +305,12 @@ class AttemptEnd(Record):
     end_time: float
     action: str
     """The decision: stop, continue, retry or end."""
+    chain_end: ChainEndState | None = None
+    """How the chain ends with this attempt; None if the chain goes on."""
     delay: int = 0
     """Seconds after which a retry begins."""
 
     @property
-    def verdict(self) -> str | None:
-        """The reason if the chain ends here; None if it goes on."""
-        return self.reason if self.action == "stop" else None
+    def verdict(self) -> ChainEnd | None:
+        """How and why the chain ends with this attempt; None if the chain goes on."""
+        return None if self.chain_end is None else ChainEnd(self.chain_end, self.reason)

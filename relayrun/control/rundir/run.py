@@ -14,7 +14,7 @@
     membership.json              see `campaign`
     quota.json                   see `storage_limits`
     triggers/  debug/<attempt>/  code/  owners.jsonl
-    STOP                         its existence ends the chain; its first line is the reason
+    STOP                         its existence ends the chain; its head gives the state and the reason
 
 Standard library only.
 """
@@ -25,9 +25,10 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 from relayrun.control.rundir.attempt import Attempt, PathIn
-from relayrun.control.rundir.records import foreign_owner
+from relayrun.control.rundir.records import ChainEnd, ChainEndState, foreign_owner
 from relayrun.files import path_exists, read_bytes, write_atomic
 
 PLAN_NAME, ATTEMPTS_NAME, STOP_NAME = "plan.json", "attempts", "STOP"
@@ -145,14 +146,36 @@ def _numbers(folder: Path | str, pattern: re.Pattern[str]) -> list[int]:
     return sorted(int(match[1]) for name in names if (match := pattern.fullmatch(name)))
 
 
-def stop_reason(run: Run) -> str | None:
-    """Return why the chain ended; None if it has not. Always read anew: a person may add or remove STOP."""
+STOP_IS_A_DIRECTORY = ChainEnd("stopped", "STOP is there, as a directory")
+_STOP_HEAD = re.compile(r"state: (done|stopped|failed)\r?\nreason: (.*?)\r?(?:\n|\Z)")
+
+
+def parse_stop(text: str) -> tuple[ChainEnd, str]:
+    """Return how and why the chain ended, and the rest of the text of STOP.
+
+    STOP begins with the lines `state: ...` and `reason: ...`. If a person writes STOP without this head, its first
+    line is the reason, and the state is `stopped`.
+    """
+    if (head := _STOP_HEAD.match(text)) is not None:
+        return ChainEnd(cast(ChainEndState, head[1]), head[2]), text[head.end() :]
+    first, _, rest = text.partition("\n")
+    return ChainEnd("stopped", first.rstrip("\r")), rest
+
+
+def read_stop(run: Run) -> ChainEnd | None:
+    """Return how and why the chain ended; None if STOP is missing. Not cached: anybody may write and remove STOP."""
     try:
-        return read_bytes(f"{run.path}/{STOP_NAME}").decode().partition("\n")[0].rstrip("\r")
+        return parse_stop(read_bytes(f"{run.path}/{STOP_NAME}").decode())[0]
     except FileNotFoundError:
         return None
     except IsADirectoryError:
-        return "STOP is there, as a directory"
+        return STOP_IS_A_DIRECTORY
+
+
+def stop_reason(run: Run) -> str | None:
+    """Return the reason in STOP, for people; None if STOP is missing."""
+    ended = read_stop(run)
+    return None if ended is None else ended.reason
 
 
 def is_stopped(run: Run) -> bool:
@@ -160,8 +183,9 @@ def is_stopped(run: Run) -> bool:
     return path_exists(f"{run.path}/{STOP_NAME}")
 
 
-def write_stop(run: Run, reason: str, *, words: str = "") -> None:
+def write_stop(run: Run, ended: ChainEnd, *, words: str = "") -> None:
     """End the chain, unless it has ended already: the first reason stays. `words`: the last lines of its log."""
-    if stop_reason(run) is None:
-        text = f"{reason.replace(chr(10), ' ')}\n\nThe chain has ended. To go on all the same: submit with --resume.\n"
+    if read_stop(run) is None:
+        head = f"state: {ended.state}\nreason: {ended.reason.replace(chr(10), ' ')}\n"
+        text = f"{head}\nThe chain has ended. To go on all the same: submit with --resume.\n"
         write_atomic(run.stop, text + (f"\nThe last lines of its log:\n{words}\n" if words else ""))

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.run import Run, stop_reason, write_stop
+from relayrun.control.rundir.records import ChainEnd
+from relayrun.control.rundir.run import Run, is_stopped, write_stop
 from relayrun.control.scheduler import tasks
 from relayrun.control.scheduler.base import (
     BEGIN_BACKOFF,
@@ -229,7 +230,7 @@ class LocalScheduler(Scheduler):
             except OSError as error:
                 if time.monotonic() + pause > deadline:
                     with contextlib.suppress(OSError):
-                        write_stop(self._run, f"{failure}: {error}")
+                        write_stop(self._run, ChainEnd("failed", f"{failure}: {error}"))
                     raise SchedulerError(
                         f"{failure}: {error}; the chain ends",
                         where=self._queue.folder,
@@ -332,7 +333,7 @@ class LocalScheduler(Scheduler):
 
     def _goes_on(self) -> bool:
         """Return whether a job whose batch script was killed, and could not do anything itself, needs a successor."""
-        return self._run.plan.exists() and Plan.load(self._run).auto_requeue and stop_reason(self._run) is None
+        return self._run.plan.exists() and Plan.load(self._run).auto_requeue and not is_stopped(self._run)
 
     def _again(self, job: LocalJob) -> LocalJob:
         """Requeue a job whose supervisor failed, later each time, unless another job waits (Slurm: again.sh)."""
@@ -344,7 +345,8 @@ class LocalScheduler(Scheduler):
         job = replace(job, failed_begins=failed)
         if failed >= MAX_FAILED_BEGINS:
             with contextlib.suppress(OSError):
-                write_stop(self._run, f"the supervisor failed in job {job.id}, {failed} times in a row; see its log")
+                reason = f"the supervisor failed in job {job.id}, {failed} times in a row; see its log"
+                write_stop(self._run, ChainEnd("failed", reason))
             return job
         eligible = time.time() + BEGIN_BACKOFF * 2 ** (failed - 1)
         return replace(job, state="PENDING", eligible_time=eligible)

@@ -32,7 +32,7 @@ from relayrun.config.compose import resolve, yaml_file
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.checkpoint_records import Lineage, resume_point
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.control.rundir.time_limit import GRACE_SAVES, measured_grace_period, start_seconds
 from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.errors import InputError, RelayrunError, run_main
@@ -234,9 +234,7 @@ def train_to_end(run: Run, config: RunConfig, submit: Sequence[object], *, slurm
         run_chain(run, partial(run_relayrun, *words, chain=True), slurm=slurm)
         fruitless = fruitless + 1 if resume_point(run).iteration == done else 0
         if fruitless == MAX_EMPTY_JOBS:
-            why = (
-                run.stop.read_text(encoding="utf-8").partition("\n")[0] if run.stop.exists() else "its jobs have ended"
-            )
+            why = stop_reason(run) or "its jobs have ended"
             raise RelayrunError(
                 f"{MAX_EMPTY_JOBS} chains in a row saved nothing behind iteration {done}: {why}",
                 where=run.path,

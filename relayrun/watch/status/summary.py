@@ -22,9 +22,9 @@ from relayrun.control import chain_state
 from relayrun.control.rundir import campaign
 from relayrun.control.rundir.checkpoint_records import Lineage, ReadOnce, ResumePoint, started_attempts_backwards
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.records import AttemptEnd, AttemptStart
+from relayrun.control.rundir.records import AttemptEnd, AttemptStart, ChainEnd, ChainEndState
 from relayrun.control.rundir.restarts import resets_iteration
-from relayrun.control.rundir.run import Run, stop_reason
+from relayrun.control.rundir.run import Run, read_stop
 from relayrun.control.scheduler import job_history
 from relayrun.control.scheduler.base import RESERVATION_GONE
 from relayrun.control.scheduler.job_history import JobEnd
@@ -55,6 +55,8 @@ class RunSummary:
     state: ChainState
     stop: str | None
     """Reason of the chain's end; None if it has not ended."""
+    stop_state: ChainEndState | None
+    """How the chain ended; None if it has not ended."""
     broken: str | None
     """Job that ended a chain that cannot continue, how and where; None if it can."""
     attempt: int | None
@@ -136,7 +138,7 @@ class RunRecords:
         open_ = self.number is not None and (self.ended is None or self.ended[0] != self.number)
         self.last_end = self.ended[1] if self.ended and not open_ else None
         """End of the newest attempt; None while it runs."""
-        self.stop = stop_reason(run)
+        self.stop = read_stop(run)
         self.state = _chain_state(run, plan, queue, self.stop, self.last_end)
         if queue.hidden and self.stop is None:
             self.state = "running" if chain_state.newest_life_sign(run, plan, now=now) else "unknown"
@@ -153,7 +155,8 @@ class RunRecords:
             run=self.plan.run,
             path=str(self.run.path),
             state=self.state,
-            stop=self.stop,
+            stop=self.stop.reason if self.stop else None,
+            stop_state=self.stop.state if self.stop else None,
             broken=explain_broken_chain(self.run, self.plan, self.queue, begin, self.last_end) if broken else None,
             attempt=self.number,
             job_id=begin.job_id if begin else None,
@@ -224,7 +227,9 @@ def _newest_checkpoint(line: Lineage) -> tuple[ResumePoint | None, str | None]:
         return None, error.message
 
 
-def _chain_state(run: Run, plan: Plan, queue: QueueStatus, stop: str | None, last_end: AttemptEnd | None) -> ChainState:
+def _chain_state(
+    run: Run, plan: Plan, queue: QueueStatus, stop: ChainEnd | None, last_end: AttemptEnd | None
+) -> ChainState:
     """`last_end`: the end of the newest attempt, if it has ended."""
     at_work = [job for job in queue.jobs if not job.waits]
     if plan.mode == "singleton" and last_end is not None:  # the batch script of a COMPLETING job has ended
