@@ -14,13 +14,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+from rich.table import Table
+
 from relayrun.config.compose.writable import check_outputs
 from relayrun.control.rundir.find_runs import find_run
 from relayrun.errors import ConfigError
 from relayrun.tokens.mixture import audit
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.watch.text import print_table, text_table
+from relayrun.watch.text import split_column
 
 if TYPE_CHECKING:
     from relayrun.tokens.order.document_lengths import LengthOrder, LengthSummary
@@ -201,7 +204,12 @@ def print_ledger(audited: audit.AuditedRun) -> None:
     total = (f"{sum(row.samples for row in rows):,}", f"{sum(row.untrained for row in rows):,}")
     title = f"{audited.run.path.name}: {audited.consumed_samples:,} samples in {audited.iteration:,} steps"
     cells = [*map(_ledger_cells, rows), ("total", "", *total, "", "", "", "")]
-    print_table(text_table(LEDGER_COLUMNS, cells, title=title))
+    table = Table(title=title)
+    for name, is_number in map(split_column, LEDGER_COLUMNS):
+        table.add_column(name, justify="right" if is_number else "left")
+    for row in cells:
+        table.add_row(*row)
+    Console(width=120, highlight=False).print(table)
     for row in rows:
         if (read := row.lanes) is not None:
             low, high = read.epochs
