@@ -207,8 +207,8 @@ def print_ledger(audited: audit.AuditedRun) -> None:
     table = Table(title=title)
     for name, is_number in map(split_column, LEDGER_COLUMNS):
         table.add_column(name, justify="right" if is_number else "left")
-    for row in cells:
-        table.add_row(*row)
+    for texts in cells:
+        table.add_row(*texts)
     Console(width=120, highlight=False).print(table)
     for row in rows:
         if (read := row.lanes) is not None:
