@@ -16,12 +16,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.records import Record
 from relayrun.control.rundir.run import Run
 from relayrun.files import append_line, read_lines, read_lines_backwards
+
+if TYPE_CHECKING:  # newer than the oldest Python of a batch script
+    from typing import Self
 
 HealthMode = Literal["off", "warn", "exclude"]
 HealthAction = Literal["warned", "left out", "ended"]

@@ -19,10 +19,13 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 from relayrun.errors import RunDirError, user_name
 from relayrun.files import read_bytes, write_json
+
+if TYPE_CHECKING:  # newer than the oldest Python of a batch script
+    from typing import Self
 
 AttemptOutcomeName = Literal["done", "saved", "exit", "fatal"]
 """Reason of rank 0 to leave: the last step is durable; saved to be resumed; saved because of the exit trigger (the
