@@ -31,7 +31,12 @@ from relayrun.control.rundir.records import ChainEnd, CheckpointCommit
 from relayrun.control.rundir.run import Run, write_stop
 from relayrun.files import read_json, write_json
 from relayrun.submit import submission
-from relayrun.tokens.shards.shard import ShardRecord, ShardWriter, TokenizerRecord, write_shard_record
+from relayrun.tokens.shards.shard import (
+    ShardRecord,
+    ShardWriter,
+    TokenizerRecord,
+    write_shard_record,
+)
 from relayrun.tokens.tokenize.dumps import prepare_dumps
 from relayrun.tokens.tokenize.encode.tokenizer import ids_fingerprint, load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
@@ -242,8 +247,8 @@ def no_such_iteration(place: Place) -> int:
 def two_tokenizers(place: Place) -> int:
     for number in range(2):
         prefix = place.shard(f"two/{number}")
-        made = {"fingerprint": str(number) * 64, "ids": str(number) * 64, "size": 300, "eos": 0}
-        write_json(f"{prefix}.record.json", {"tokenizer": made, "xxh3_128": {}})
+        made = TokenizerRecord(fingerprint=str(number) * 64, ids=str(number) * 64, size=300, eos=0)
+        write_shard_record(str(prefix), ShardRecord(made=made, xxh3_128={}))
     arguments = ["--input", place.folder / "two", "--output-prefix", place.folder / "merged"]
     return place.script("scripts/tools/merge_datasets.py", *arguments)
 

@@ -94,5 +94,5 @@ def environment(settings: TokenizationSettings) -> dict[str, str]:
 def write_config(settings: TokenizationSettings, *, max_parallel: int) -> Path:
     config = Path(settings.metadata_folder, "config.yaml")
     lines = [f"{name}: {json.dumps(value)}" for name, value in settings if value is not None]
-    config.write_text("\n".join([*lines, f"max_parallel: {max_parallel}", "slurm: {time: 5, partition: debug}", ""]))
+    config.write_text("\n".join([*lines, f"max_parallel: {max_parallel}", "job: {time: 5, partition: debug}", ""]))
     return config

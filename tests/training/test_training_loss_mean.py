@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 
 from tests.training import own_ranks
 
@@ -71,33 +68,3 @@ def test_of_micro_batches_the_gradient_does_and_the_reported_loss_does_not(layou
         assert distance(gradients(shared, "micro_batch", 4), gradients(found, "micro_batch", 4)) < 2e-6
     two = layouts["DP2"][0]  # one micro-batch on each rank: the two of a single one
     assert distance(gradients(two, "micro_batch", 4), gradients(found, "micro_batch", 4)) < 2e-6
-
-
-@pytest.mark.slow
-def test_a_run_begun_before_the_setting_goes_on_with_the_mean_of_samples(harness: Callable[..., Any]) -> None:
-    """Its revision does not name the setting."""
-    settings = {
-        "data": {"tokenizer": "none", "datasets": ["none"], "eod_mask_loss": True},
-        "training": {"steps": 2, "eval_steps": 1},
-        "optimizer": {"lr_warmup_steps": 0},
-    }
-
-    class Before(type(harness())):  # type: ignore[misc]
-        def write_config(self, inject: str = "") -> None:
-            super().write_config(inject)
-            path = self.run.config_revision(self.revision)
-            values = yaml.safe_load(path.read_text())
-            del values["training"]["loss_mean"]
-            path.write_text(yaml.safe_dump(values))
-
-    named = {mean: harness(**settings) for mean in ("sample", "micro_batch")}
-    for mean, made in named.items():
-        made.config["training"]["loss_mean"] = mean
-    made = harness(**settings)
-    before = Before(made.run, made.config)
-    losses = {}
-    for name, run_ in (named | {"before": before}).items():
-        attempt = run_.train()
-        losses[name] = str([[step[n].hex() for n in ("loss", "grad_norm")] for step in attempt.steps().values()])
-        losses[name] += str(attempt.evaluations())
-    assert losses["before"] == losses["sample"] != losses["micro_batch"]
