@@ -119,7 +119,7 @@ def test_the_runs_of_a_drill_can_be_written_for_every_site(cluster: str, tmp_pat
 
 
 def test_few_nodes_and_one_rank_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("relayrun.control.scheduler.slurm.SlurmNodes.known", lambda self: {"n0", "n1"})
+    monkeypatch.setattr("relayrun.control.scheduler.slurm.SlurmNodes.all_nodes", lambda self: {"n0", "n1"})
     found = drill(tmp_path)
     with pytest.raises(ConfigError, match="--nodes: the cluster has 2 nodes, and the drill needs 3"):
         FaultSession(replace(found.tools, site=replace(found.site, nodes=3)), [], skipped={}).check()
@@ -128,7 +128,7 @@ def test_few_nodes_and_one_rank_are_refused(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_folder_of_another_drill_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("relayrun.control.scheduler.slurm.SlurmNodes.known", lambda self: {"n0", "n1", "n2"})
+    monkeypatch.setattr("relayrun.control.scheduler.slurm.SlurmNodes.all_nodes", lambda self: {"n0", "n1", "n2"})
     monkeypatch.setattr(
         "relayrun.submit.submission.check_submission", lambda *a, **k: type("R", (), {"findings": Quiet()})()
     )
