@@ -72,7 +72,7 @@ def run_example(options: argparse.Namespace) -> int:
     return 0
 
 
-def _finite_number(text: str) -> float:
+def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"{text} is no size")
@@ -89,12 +89,12 @@ def add_shuffle_arguments(parser: argparse.ArgumentParser) -> None:
         "--column", default=TokenizeOptions.default("column"), help="of the text (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--file-size", type=_finite_number, default=500, metavar="MB", help="default: %(default)s")
+    parser.add_argument("--file-size", type=_finite, default=500, metavar="MB", help="default: %(default)s")
     groups = parser.add_mutually_exclusive_group()
     groups.add_argument("--row-group-size", type=int, default=4096, metavar="ROWS", help="default: %(default)s")
     groups.add_argument(
         "--row-group-mb",
-        type=_finite_number,
+        type=_finite,
         metavar="MB",
         help="row groups of about so much text, before it is compressed",
     )
@@ -107,7 +107,7 @@ def add_shuffle_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compression", choices=("snappy", "zstd", "gzip", "lz4", "none"), default="snappy")
     parser.add_argument(
         "--memory-limit",
-        type=_finite_number,
+        type=_finite,
         default=4,
         metavar="GB",
         help="of the process, on several nodes of each (default: %(default)s)",
