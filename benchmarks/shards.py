@@ -29,8 +29,8 @@ from _results import spread, write
 
 from relayrun.tokens.shards.checks import verify_shards
 from relayrun.tokens.shards.merge import merge_shards
-from relayrun.tokens.shards.shard import ShardWriter
-from relayrun.tokens.tokenize.shard_folder import RECORD_FILE, RECORD_FORMAT
+from relayrun.tokens.shards.shard import FOLDER_RECORD, ShardWriter
+from relayrun.tokens.tokenize.shard_folder import RECORD_FORMAT
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARDS, SHARD_TOKENS, VOCABULARY = 4, 25_000_000, 128_256
@@ -116,7 +116,7 @@ def make_shards(folder: Path) -> list[str]:
         writer.add(ids, lengths)
         writer.finish()
         record[f"{number:05d}_tokens"] = {"xxh3_128": writer.xxh3_128}
-    (folder / RECORD_FILE).write_text(json.dumps({"format": RECORD_FORMAT, "shards": record}))
+    (folder / FOLDER_RECORD).write_text(json.dumps({"format": RECORD_FORMAT, "shards": record}))
     return [str(folder / name) for name in record]
 
 

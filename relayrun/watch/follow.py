@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from relayrun.control import job_log
-from relayrun.control.chain import failure_reason
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RunDirError
@@ -93,6 +92,8 @@ def rank_messages(run: Run, attempt: int, rank: int) -> str:
 
     Raises RunDirError if the rank left neither.
     """
+    from relayrun.control.chain import failure_reason  # every trainer: slow to import
+
     said = [f"{failure.node}: {failure.error}" for failure in failure_reason.read_failures(run.attempt(attempt), rank)]
     stacks = run.stacks(attempt) / f"rank-{rank:04}.txt"
     if stacks.exists() and stacks.stat().st_size:
