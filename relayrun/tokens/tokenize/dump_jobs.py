@@ -261,7 +261,7 @@ def _submit_slurm(config: TokenizationConfig, indices: Sequence[int]) -> None:
 
 
 def _slurm_executor(config: TokenizationConfig, settings: TokenizationSettings) -> Any:
-    """submitit's executor with the parameters that all arrays share. Raises SchedulerError without a Slurm."""
+    """Return submitit's executor with the parameters that all arrays share. Raises SchedulerError without a Slurm."""
     import submitit
 
     try:
