@@ -194,7 +194,7 @@ def test_a_failure_is_one_line_and_is_tried_again_from_what_the_tracker_has(tmp_
 def rewind(run: Run, number: int, base: int, *, told: bool = True) -> None:
     """What rank 0 leaves when it goes back to the checkpoint of iteration `base`."""
     record = {"iteration": base + 5, "reason": "NaN", "base_iteration": base, "next_sample": 0, "time": 0.0}
-    append_line(run.attempt(number).rewinds, record)
+    append_line(run.attempt(number).rollbacks, record)
     if told:
         append_line(run.attempt(number).metrics, {"iteration": base, "rewind": record})
 
