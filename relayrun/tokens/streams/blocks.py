@@ -92,8 +92,8 @@ class RowBlocks:
         parts: list[pa.RecordBatch] = []
         origins: list[npt.NDArray[np.int64]] = []
         missing, position, left_out = self.rows, begin, 0
-        skipped = islice(self._order.epoch_fragments(begin.epoch, group), begin.fragment, None)
-        for number, fragment in enumerate(skipped, start=begin.fragment):
+        fragments = islice(self._order.epoch_fragments(begin.epoch, group), begin.fragment, None)
+        for number, fragment in enumerate(fragments, start=begin.fragment):
             row = begin.row if number == begin.fragment else 0
             if self.reader.why_left_out(fragment.file) is not None:
                 left_out += fragment.group in (None, 0)
@@ -124,8 +124,8 @@ class RowBlocks:
         if self._stream.shuffle_buffer:
             key = permutation_key(self._seed, f"{self._name}/{group}/rows/{position.number}", position.epoch)
             order = Permutation(len(rows), key).map(order)
-        where = np.concatenate([np.zeros((0, 3), np.int64), *origins])
-        return RowBlock(position=position, rows=rows, origins=where, order=order, files_left_out=files_left_out)
+        all_origins = np.concatenate([np.zeros((0, 3), np.int64), *origins])
+        return RowBlock(position=position, rows=rows, origins=all_origins, order=order, files_left_out=files_left_out)
 
     def lane_rows(self, block: RowBlock, lane: int) -> tuple[pa.Table, npt.NDArray[np.int64]]:
         """Return the rows of a block for `lane` in the lane's order, and their origins."""
