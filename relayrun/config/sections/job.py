@@ -24,8 +24,8 @@ class NodeHealthLimits(Section):
     """Limits of `chain.node_health`. A violation is recorded with both figures."""
 
     memory_gb: Literal["auto"] | NonNegativeFloat = "auto"
-    """Minimum free memory of a node, in 10^9 bytes; nodes with less are excluded. `auto`: half of the maximum that a
-    node's ranks have used in this run."""
+    """Minimum free memory of a node, in 10^9 bytes; nodes with less are excluded. `auto`: the median that a node's
+    ranks have used in this run; nodes with less than half of it are excluded."""
     shm_gb: NonNegativeFloat = 0.05
     """Minimum free room in /dev/shm, in 10^9 bytes."""
     tmp_gb: NonNegativeFloat = 0.5
