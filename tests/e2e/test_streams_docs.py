@@ -31,7 +31,7 @@ def block(kind: str) -> str:
 
 
 def test_every_block_has_a_test() -> None:
-    assert PAGE.count("```") == 2 * len([*map(block, ("yaml", "bash run", "bash"))])
+    assert PAGE.count("```") == 2 * len([*map(block, ("yaml", "bash run", "python", "bash"))])
 
 
 def test_the_mixture_of_the_page_is_one() -> None:
@@ -89,7 +89,7 @@ def pieces(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_shuffles(project: Path) -> None:
+def test_shuffles_and_tables(project: Path) -> None:
     shell(project, block("bash"))
     raw = pieces(project / "data" / "web")
     shuffled = pieces(project / "data" / "web-shuffled")
@@ -97,6 +97,12 @@ def test_shuffles(project: Path) -> None:
     assert sorted(shuffled) == sorted(raw)
     windows = pieces(project / "data" / "genome-windows")
     assert sorted(map(len, windows)) == sorted([8190, 8190, 20_000 - 2 * 7990, 100, 8190, 9000 - 7990])
+    program = (
+        block("python").replace('"/data', f'"{project}/data').replace("table.to_pandas()", "rows += table.to_pylist()")
+    )
+    ends_with = "\nassert len(rows) == 1200 and {*rows[0]} == {'text'}\nprint('read')\n"
+    (project / "look.py").write_text("rows = []\n" + program + ends_with)
+    assert shell(project, "python look.py") == "read\n"
 
 
 @pytest.mark.long

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from relayrun.config.sections.data import DataSource, StreamSection
 from relayrun.errors import ConfigError
+from relayrun.tokens import streams
 from relayrun.tokens.order.sampler import MixtureSampler
 from relayrun.tokens.streams import blocks
-from relayrun.tokens.streams.files import find_text_files
-from relayrun.tokens.streams.fragments import Fragment, FragmentOrder
 from tests import streaming
 from tests.streaming import numbers_in, sampler, stream, write
 
@@ -61,20 +60,8 @@ def labels(rows: Sequence[Mapping[str, Any]]) -> list[int]:
     return [row["target_label"] for row in rows]
 
 
-def read(data: Path, *, epochs: int = 1, group: int = 0, groups: int = 1, **options: Any) -> list[int]:
-    """The labels of all rows that a group of lanes reads, epoch after epoch."""
-    settings = StreamSection.model_validate({"column": "source_text", "seed": 42, **options})
-    source = DataSource.model_validate({"path": str(data), "weight": 1.0, "source": "parquet", "stream": settings})
-    files = find_text_files(source, "here")
-    order = FragmentOrder(files, settings, name="train", seed=settings.seed or 0, groups=groups)
-    fragments = (fragment for epoch in range(epochs) for fragment in order.epoch_fragments(epoch, group))
-    return [label for fragment in fragments for label in labels_of(files[fragment.file].path, fragment)]
-
-
-def labels_of(path: str, fragment: Fragment) -> list[int]:
-    assert fragment.group is not None
-    found: list[int] = pq.ParquetFile(path).read_row_group(fragment.group)["target_label"].to_pylist()
-    return found
+def found(tables: Iterator[pa.Table], column: str = "target_label") -> list[int]:
+    return [number for table in tables for number in table[column].to_pylist()]
 
 
 def groups(numbers: Sequence[int], of: Mapping[int, tuple[int, int]]) -> list[tuple[int, int]]:
@@ -95,7 +82,8 @@ def test_the_simple_example_reads_each_row_once_an_epoch(data: Path) -> None:
     """`nb_epochs=2, split_to_row_groups=True, fragment_shuffle_window=100, seed=42`, of rank 0 of 1."""
 
     def opened(seed: int = 42) -> list[int]:
-        return read(data, epochs=2, split_to_row_groups=True, fragment_shuffle_window=100, seed=seed)
+        options: dict[str, Any] = {"nb_epochs": 2, "split_to_row_groups": True, "fragment_shuffle_window": 100}
+        return found(streams.open(str(data), seed=seed, drop_null=False, rank=0, world_size=1, **options))
 
     rows, right = opened(), sorted(labels(raw(data)))
     first, second = rows[: len(right)], rows[len(right) :]
@@ -109,7 +97,8 @@ def test_the_simple_example_reads_each_row_once_an_epoch(data: Path) -> None:
 def test_windows_of_fragments(data: Path, window: int) -> None:
     """0: none; -1: global; n: files are shuffled globally, then row groups within windows of n."""
     of = row_groups(data)
-    rows = read(data, epochs=2, fragment_shuffle_window=window)
+    options = {"fragment_shuffle_window": window, "seed": 42, "nb_epochs": 2, "drop_null": False}
+    rows = found(streams.open(str(data), **options))
     half = len(rows) // 2
     order = [groups(rows[:half], of), groups(rows[half:], of)]
     plain = sorted(order[0])
@@ -121,38 +110,188 @@ def test_windows_of_fragments(data: Path, window: int) -> None:
     assert order[0] != order[1]
     assert order[0] != plain
     if window in (1, 4):  # a window ends before the files after it begin
-        files = list(dict.fromkeys(file for file, _ in groups(read(data, fragment_shuffle_window=1), of)))
+        files = list(dict.fromkeys(file for file, _ in found_order(data, 1)))
         lined_up = sorted(plain, key=lambda group: (files.index(group[0]), group[1]))
         for first in range(0, len(lined_up), window):
             assert set(order[0][first : first + window]) == set(lined_up[first : first + window])
 
 
+def found_order(data: Path, window: int) -> list[tuple[int, int]]:
+    """The row groups of one epoch in their order."""
+    options = {"fragment_shuffle_window": window, "seed": 42, "nb_epochs": 1, "drop_null": False}
+    return groups(found(streams.open(str(data), **options)), row_groups(data))
+
+
+def test_columns_traces_and_nulls(data: Path) -> None:
+    """`NamedColumns` with two extra columns, `drop_null`, `add_fragment_traces`, two ahead, four at a time."""
+    tables = [
+        *streams.open(
+            str(data),
+            columns=COLUMNS,
+            extra_columns=EXTRA,
+            add_fragment_traces=True,
+            drop_null=True,
+            nb_prefetch=2,
+            num_parallel_fragments=4,
+            nb_epochs=1,
+            seed=42,
+        )
+    ]
+    right = [row for row in raw(data) if row["source_text"] is not None and row["timestamp"] is not None]
+    rows = [row for table in tables for row in table.to_pylist()]
+    assert sorted(row["label"] for row in rows) == sorted(labels(right))
+    by_label = {row["target_label"]: row for row in right}
+    for row in rows:
+        of = by_label[row["label"]]
+        assert {new: row[new] for new in ("text", *EXTRA)} == {
+            "text": of["source_text"],
+            **{name: of[name] for name in EXTRA},
+        }
+        file = pq.ParquetFile(row["__filename"])
+        again = file.read_row_group(row["__fragment_index"]).slice(row["__index_in_fragment"], 1)
+        assert again["target_label"].to_pylist() == [row["label"]]
+
+
+def test_the_whole_pipeline_for_ever(data: Path) -> None:
+    """`partition_filters`, `nb_epochs=None`, a window of 100, columns, and bucketing into batches of 32."""
+    tables = streams.open(
+        str(data),
+        partition_filters='pc.field("split") == "train"',
+        nb_epochs=None,
+        fragment_shuffle_window=100,
+        columns=COLUMNS,
+        extra_columns=EXTRA,
+        nb_prefetch=2,
+        num_parallel_fragments=3,
+        target_table_size=1000,
+        min_fragment_number=2,
+        max_fragment_number=10,
+        shuffle=True,
+        batch_size=32,
+    )
+    right = sorted(
+        row["target_label"]
+        for row in raw(data, "split=train/*.parquet")
+        if row["source_text"] is not None and row["timestamp"] is not None
+    )
+    rows: list[int] = []
+    while len(rows) < 3 * len(right):
+        table = next(tables)
+        assert len(table) <= 32
+        rows += table["label"].to_pylist()
+    for epoch in range(3):
+        assert sorted(rows[epoch * len(right) : (epoch + 1) * len(right)]) == right
+
+
 @pytest.mark.parametrize("shift", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 4, 7])
+@pytest.mark.parametrize("world_size", [1, 2, 4, 7])
 @pytest.mark.parametrize("window", [0, 100, -1])
-def test_groups_share_the_files_evenly(data: Path, size: int, shift: bool, window: int) -> None:
+def test_readers_share_the_fragments_evenly(data: Path, world_size: int, shift: bool, window: int) -> None:
     """fairseq2 gave four ranks 11, 11, 7 and 7 fragments of 36 with `files_circular_shift`."""
     of = row_groups(data)
-    options: dict[str, Any] = {"fragment_shuffle_window": window, "files_circular_shift": shift}
-    parts = [read(data, group=group, groups=size, **options) for group in range(size)]
+    options: dict[str, Any] = {"fragment_shuffle_window": window, "files_circular_shift": shift, "drop_null": False}
+    parts = [
+        found(streams.open(str(data), nb_epochs=1, seed=42, rank=rank, world_size=world_size, **options))
+        for rank in range(world_size)
+    ]
     assert sorted(number for part in parts for number in part) == sorted(of)
     shares = [groups(part, of) for part in parts]
-    if window == -1:
+    if not shift or window == -1:
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
     else:
         files = [len({file for file, _ in share}) for share in shares]
         assert max(files) - min(files) <= 1
-        assert sum(files) == 7, "each file has one group"
+        assert sum(files) == 7, "each file has one reader"
     begins = [of[part[0]] for part in parts]
-    assert len({*begins}) == size, "each begins elsewhere"
+    assert len({*begins}) == world_size, "each begins elsewhere"
 
 
-def test_a_filter_by_length(tmp_path: Path) -> None:
-    """`filter_strings_by_length(table, "text", min_len=10, max_len=1000)`."""
+def test_a_shift_needs_a_file_for_each_reader(data: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="files_circular_shift gives each of 8 readers files of its own, and 7 files are"
+    ):
+        streams.open(str(data), files_circular_shift=True, rank=0, world_size=8)
+
+
+@pytest.mark.parametrize("options", [{"shuffle": True}, {}, {"batch_size": 16, "order_by_length": True}], ids=str)
+def test_tables_do_not_cross_epochs(data: Path, options: dict[str, Any]) -> None:
+    """Elsewhere a window goes on over the end of an epoch: a row comes twice before another came once."""
+    right = sorted(labels(raw(data)))
+    tables = streams.open(str(data), nb_epochs=3, target_table_size=400, drop_null=False, **options)
+    rows = found(tables)
+    for epoch in range(3):
+        assert sorted(rows[epoch * len(right) : (epoch + 1) * len(right)]) == right
+
+
+@pytest.mark.parametrize("combine", [True, False])
+def test_the_example_for_little_memory(data: Path, tmp_path: Path, combine: bool) -> None:
+    """`cache`, `columns`, `target_table_memory=250`, one to five fragments of a table, batches of 16."""
+    tables = [
+        *streams.open(
+            str(data),
+            columns={"text": "source_text"},
+            cache_dir=str(tmp_path),
+            num_parallel_fragments=2,
+            target_table_memory=250,
+            min_fragment_number=1,
+            max_fragment_number=5,
+            batch_size=16,
+            combine_chunks=combine,
+            nb_epochs=1,
+        )
+    ]
+    right = Counter(row["source_text"] for row in raw(data) if row["source_text"] is not None)
+    assert Counter(text for table in tables for text in table["text"].to_pylist()) == right
+    assert max(map(len, tables)) == 16
+    assert (max(table.column("text").num_chunks for table in tables) == 1) is combine
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_filter_by_length(data: Path, tmp_path: Path) -> None:
+    """`filter_strings_by_length(table, "text", min_len=10, max_len=1000)`, in a table and in a stream."""
+
+    def by_length(table: pa.Table) -> pa.Table:
+        lengths = pc.utf8_length(table["text"])
+        return table.filter(pc.and_(pc.greater_equal(lengths, 10), pc.less_equal(lengths, 100)))
+
+    right = [row for row in raw(data) if row["source_text"] is not None and 10 <= len(row["source_text"]) <= 100]
+    tables = streams.open(str(data), columns={**COLUMNS}, nb_epochs=1)
+    assert sorted(found(map(by_length, tables), "label")) == sorted(labels(right))
     rows = write(tmp_path, "parquet", [60], extra={5: "short", 6: "x" * 101})[0]
     made = stream(tmp_path, "parquet", min_len=10, max_len=100, lanes=1, shuffle_buffer=0)
     text = first_epoch(made, 1)
     assert sorted(text) == [row for row in rows if row not in (5, 6) and len(streaming.text_of(row)) >= 10]
+
+
+def test_the_example_of_the_hub_in_a_folder(data: Path) -> None:
+    """A list of files, no shuffle, all columns, rows with nulls, `filters`; below `hf://` in test_streams_hub.py."""
+    paths = [str(path) for path in sorted(data.glob("*/*.parquet")) if path.parent.name == "split=test"]
+    tables = [
+        *streams.open(
+            paths,
+            nb_epochs=1,
+            split_to_row_groups=True,
+            fragment_shuffle_window=0,
+            columns=None,
+            add_fragment_traces=False,
+            drop_null=False,
+            nb_prefetch=1,
+            num_parallel_fragments=4,
+            filters='pc.field("answer") == 0',
+        )
+    ]
+    rows = [row for table in tables for row in table.to_pylist()]
+    assert rows == [row for row in raw(data, "split=test/*.parquet") if row["answer"] == 0]
+
+
+def test_what_tables_become(data: Path) -> None:
+    """pandas, a dict, rows, torch; (polars.from_arrow takes the table as it is)."""
+    table = next(streams.open(str(data), columns=COLUMNS, nb_epochs=1, fragment_shuffle_window=0))
+    rows = [row for row in raw(data)[:GROUP] if row["source_text"] is not None]
+    assert table.to_pandas()["label"].tolist() == table.to_pydict()["label"] == labels(rows)
+    assert table.to_pylist() == [{"text": row["source_text"], "label": row["target_label"]} for row in rows]
+    torch = pytest.importorskip("torch")
+    assert torch.from_numpy(table["label"].to_numpy().copy()).tolist() == labels(rows)
 
 
 # Grain

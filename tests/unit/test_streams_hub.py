@@ -1,4 +1,4 @@
-"""`hf://` against a stand-in for the hub on the loopback: streams and tokenization, through failures.
+"""`hf://` against a stand-in for the hub on the loopback: streams, tables and tokenization, through failures.
 
 huggingface_hub reads HF_ENDPOINT when it is imported, so each look is a program of its own.
 """
@@ -42,20 +42,13 @@ def streamed(place: str) -> list[str]:
     return samples(stream(place, "parquet"))
 
 
-def answered(place: str) -> list[str]:
-    """The questions that fairseq2's example of the hub asks for, in the program."""
-    from relayrun.config.sections.data import DataSource
-    from relayrun.tokens.streams.files import freeze_text_files
-    from relayrun.tokens.streams.fragments import FragmentOrder, FragmentReader
+def answered(place: str) -> list[dict[str, Any]]:
+    """The rows that fairseq2's example of the hub asks for, in the program."""
+    from relayrun.tokens import streams
 
-    options = {"column": "question", "fragment_shuffle_window": 0, "filters": 'pc.field("answer") == 0'}
-    source = DataSource.model_validate({"path": place, "weight": 1.0, "source": "parquet", "stream": options})
-    assert source.stream is not None
-    files = freeze_text_files("dev", source, 1).files
-    reader = FragmentReader(files, source.stream)
-    order = FragmentOrder(files, source.stream, name="dev", seed=0, groups=1)
-    tables = (pa.Table.from_batches([*reader.read(fragment, 0)]) for fragment in order.epoch_fragments(0, 0))
-    return [text for table in tables for text in reader.texts(table)[0].to_pylist()]
+    options: dict[str, Any] = {"fragment_shuffle_window": 0, "drop_null": False, "num_parallel_fragments": 4}
+    tables = streams.open(place, nb_epochs=1, filters='pc.field("answer") == 0', **options)
+    return [row for table in tables for row in table.to_pylist()]
 
 
 def version(place: str) -> list[Any]:
@@ -133,7 +126,7 @@ def test_the_example_of_the_hub(hub: DatasetHub) -> None:
         sink = io.BytesIO()
         pq.write_table(pa.Table.from_pylist(part), sink, row_group_size=7)
         hub.files[f"{name}.parquet"] = sink.getvalue()
-    right = [row["question"] for row in rows[20:] if row["answer"] == 0]
+    right = [row for row in rows[20:] if row["answer"] == 0]
     for revision in ("", f"@{COMMIT}"):
         assert look(hub, "answered", f"{URL}{revision}/*/test-*.parquet") == right
 
