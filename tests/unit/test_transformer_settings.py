@@ -83,6 +83,12 @@ def test_nothing_is_taken_that_megatron_core_does_not_have() -> None:
     assert set(TransformerSection.model_fields) >= {*NEEDS_TRANSFORMER_ENGINE, *NOT_SAVED_WITH_WEIGHTS, *LLAMA_DEFAULTS}
 
 
+def test_every_field_of_megatron_core_was_looked_at() -> None:
+    """A field of a newer version may be on by default and change what is trained: read it, then add its name."""
+    looked_at = set((ROOT / "tests/golden/transformer_fields.txt").read_text().split())
+    assert set(INSTALLED) - looked_at == set()
+
+
 def test_what_is_elsewhere_is_a_setting() -> None:
     for setting in SETTINGS_FOR_TRANSFORMER_FIELDS.values():
         section: Any = RunConfig
