@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from relayrun.config.sections.chain import ChainSection
 from relayrun.control.chain import job_script
 from relayrun.control.rundir import triggers
 from relayrun.control.rundir.plan import Plan, chain_job_name
@@ -101,16 +102,12 @@ def make_history(folder: Path, *, lines: int, attempts: int, package_root: Path 
         total_steps=10 * lines,
         config_revision=1,
         submitted_after_attempt=0,
-        auto_requeue=True,
-        mode="singleton",
-        max_failed_attempts=3,
+        chain=ChainSection(auto_requeue=True, node_health="off", hang_timeout=600, start_timeout=600),
         time_limit=3600,
         lead=60.0,
         lead_floor=30.0,
         lead_ceiling=1800.0,
         signal_lead=30,
-        hang_timeout=600.0,
-        start_timeout=600.0,
         nodes=1,
         ntasks_per_node=1,
         cpus_per_task=1,

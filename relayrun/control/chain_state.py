@@ -91,7 +91,8 @@ def newest_life_sign(run: Run, plan: Plan, *, now: float) -> LifeSign | None:
     if attempt is None or begin is None or attempt.read_end() is not None:
         return None
     beats = attempt.read_heartbeats()
-    patience = max(plan.hang_timeout, 0.0 if beats else plan.start_timeout) + longest_heartbeat_interval(beats)
+    patience = max(plan.chain.hang_timeout, 0.0 if beats else plan.chain.start_timeout)
+    patience += longest_heartbeat_interval(beats)
     age = now - max([begin.start_time, *(beat.time for beat in beats)])
     return LifeSign(attempt=attempt.number, job_id=begin.job_id, age=age, patience=patience) if age < patience else None
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal
 
+from relayrun.config.sections.chain import ChainSection
 from relayrun.control.rundir.records import AttemptOutcomeName, ChainEnd, ChainEndState
 from relayrun.control.rundir.restarts import FailedRestart
 
@@ -81,7 +82,7 @@ class RestartFacts:
     """What is gone and cannot be replaced, in words: a node, where no spare one is left; empty where nothing is."""
     earlier: Sequence[FailedRestart]
     """The failed rounds of this attempt before this one, oldest first."""
-    max_failed_rounds: int
+    chain: ChainSection
     complete: bool = False
     """Nothing is left to train behind what is saved."""
 
@@ -106,7 +107,7 @@ def why_no_restart(facts: RestartFacts) -> str | None:
     if facts.next_iteration > facts.base_iteration:
         return None
     failed = 1 + failed_restarts_in_a_row(facts.earlier)
-    if failed >= facts.max_failed_rounds:
+    if failed >= facts.chain.max_failed_rounds:
         return f"{failed} round{'s' if failed > 1 else ''} in a row without a later state to start from"
     return None
 
@@ -199,7 +200,7 @@ class StartFacts:
     """How the chain ends by the record of the newest attempt, which may have been killed before it wrote STOP."""
     failed_attempts: int
     """Attempts in a row, up to now, without durable progress."""
-    max_failed_attempts: int
+    chain: ChainSection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,8 +220,7 @@ class EndFacts:
     stop_after: int | None = None
     failed_attempts: int
     """Attempts in a row before this one without durable progress."""
-    max_failed_attempts: int
-    auto_requeue: bool
+    chain: ChainSection
     failure: str = ""
     """Who failed first and how, in words, where that is known."""
     reservation: str = ""
@@ -239,7 +239,7 @@ def decide_at_start(facts: StartFacts) -> Decision:
         return _stop("stopped", "the job before this one was cancelled")
     if facts.verdict is not None:
         return _stop(facts.verdict.state, facts.verdict.reason)
-    if facts.failed_attempts >= facts.max_failed_attempts:
+    if facts.failed_attempts >= facts.chain.max_failed_attempts:
         return _stop("failed", _too_many_failed(facts.failed_attempts))
     return Decision(action="run", reason=f"from iteration {facts.durable_iteration}")
 
@@ -257,15 +257,15 @@ def decide_at_end(facts: EndFacts) -> Decision:
     if facts.cancelled:
         return _stop("stopped", "the job was cancelled")
     reason = facts.reservation or facts.hang or facts.outcome_reason or _reason_without_outcome(facts)
-    if facts.reservation and facts.auto_requeue:
+    if facts.reservation and facts.chain.auto_requeue:
         return _stop("stopped", reason)
     if facts.durable_iteration > facts.base_iteration:
-        return Decision(action="continue" if facts.auto_requeue else "end", reason=reason)
+        return Decision(action="continue" if facts.chain.auto_requeue else "end", reason=reason)
     failed = facts.failed_attempts + 1
     reason = f"{reason}; no new durable iteration"
-    if not facts.auto_requeue:
+    if not facts.chain.auto_requeue:
         return Decision(action="end", reason=reason)
-    if failed >= facts.max_failed_attempts:
+    if failed >= facts.chain.max_failed_attempts:
         return _stop("failed", f"{_too_many_failed(failed)}; the last: {reason}")
     delay = min(BACKOFF_SECONDS * 2 ** (failed - 1), BACKOFF_CEILING_SECONDS)
     return Decision(action="retry", reason=reason, delay=delay)

@@ -1,7 +1,6 @@
 """The plan of a run: from a config to plan.json, so that the supervisor and the jobs need no config.
 
-`make_plan` returns the plan; `trainer_settings` the settings of the trainer in it; `node_health_plan` what the agents
-check on each node.
+`make_plan` returns the plan; `trainer_settings` the settings of the trainer in it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from relayrun.config.compose.schema import CommandConfig, CommonConfig, JobSecti
 from relayrun.config.sections.job_script import sbatch_script_options
 from relayrun.control import decisions
 from relayrun.control.rundir.checkpoint_records import BEGINNING, ResumePoint
-from relayrun.control.rundir.node_health import HealthPlan
 from relayrun.control.rundir.plan import Plan, chain_job_name
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.time_limit import first_grace_period
@@ -28,30 +26,6 @@ from relayrun.control.scheduler import slurm_commands
 from relayrun.control.trainers.command import CommandSettings
 from relayrun.slurmtime import parse_time
 from relayrun.submit.megatron_lm.command_line import command_line
-
-
-def node_health_plan(config: CommonConfig) -> dict[str, object]:
-    """What is looked for on each node, for the plan; nothing where nobody looks."""
-    chain, job = config.chain, config.job
-    if chain.node_health == "off":
-        return {}
-    limits, python = chain.node_health_limits, config.cluster.python or sys.executable
-    return asdict(
-        HealthPlan(
-            mode=chain.node_health,
-            memory=None if limits.memory_gb == "auto" else limits.memory_gb * 1e9,
-            shm=limits.shm_gb * 1e9,
-            tmp=limits.tmp_gb * 1e9,
-            clock_seconds=limits.clock_seconds,
-            open_files=limits.open_files,
-            slower=limits.slower,
-            command=chain.node_health_command,
-            command_seconds=limits.command_seconds,
-            gpus=job.gpus_per_node,
-            gpu_program=[python, "-P", "-m", "relayrun.train.gpu_health"] if job.gpus_per_node else [],
-            probe_program=[python, "-P", "-m", "relayrun.train.node_benchmark"],
-        )
-    )
 
 
 def trainer_settings(config: CommonConfig, run: Run) -> dict[str, Any]:
@@ -127,6 +101,7 @@ def make_plan(config: CommonConfig, run: Run, root: Path, *, revision: int, base
     lead = first_grace_period(time_limit) if fixed is None else fixed
     signal_lead = config.chain.signal_lead
     job, cluster = config.job, config.cluster
+    python_module = [cluster.python or sys.executable, "-P", "-m"]
     container = cluster.container.with_mounts([str(root), str(run.path), *_mounts(config, run)])
     return Plan(
         run=f"{config.project}/{config.name}",
@@ -137,21 +112,16 @@ def make_plan(config: CommonConfig, run: Run, root: Path, *, revision: int, base
         config_revision=revision,
         submitted_after_attempt=max(run.attempt_numbers(), default=0),
         owner=os.geteuid(),
-        auto_requeue=config.chain.auto_requeue,
-        mode=config.chain.mode,
-        fallback_job=config.chain.fallback_job and config.chain.auto_requeue and cluster.scheduler == "slurm",
-        max_failed_attempts=config.chain.max_failed_attempts,
-        recovery=config.chain.recovery,
-        max_failed_rounds=config.chain.max_failed_rounds,
+        chain=config.chain,
         fork_server=_fork_server(config, run) if config.chain.recovery == "node" else [],
-        node_health=node_health_plan(config),
+        gpus_per_node=job.gpus_per_node,
+        gpu_program=[*python_module, "relayrun.train.gpu_health"] if job.gpus_per_node else [],
+        probe_program=[*python_module, "relayrun.train.node_benchmark"],
         time_limit=time_limit,
         lead=lead,
         lead_floor=min(config.chain.lead_floor, time_limit / 2) if fixed is None else fixed,
         lead_ceiling=time_limit / 2 if fixed is None else fixed,
         signal_lead=decisions.default_signal_seconds(lead) if signal_lead == "auto" else signal_lead,
-        hang_timeout=config.chain.hang_timeout,
-        start_timeout=config.chain.start_timeout,
         nodes=job.nodes,
         spare_nodes=job.spare_nodes,
         elastic_nodes=elastic_nodes(config) if isinstance(config, RunConfig) else [],

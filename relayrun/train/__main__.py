@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from relayrun.control.agent import node_facts, node_findings
 from relayrun.control.rundir import node_health
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.control.rundir.node_health import HealthPlan, NodeHistory
+from relayrun.control.rundir.node_health import NodeChecks, NodeHistory
 from relayrun.control.rundir.plan import Plan, read_plan_format
 from relayrun.control.rundir.records import AttemptOutcome, RankFailure
 from relayrun.control.rundir.run import Run
@@ -170,12 +170,12 @@ def check_node_at_start(run: Run, attempt: Attempt, node: str) -> None:
     """Record the findings about this node. Raises UnhealthyNode if ranks cannot train on it."""
     if not run.plan.exists():  # started by hand: no plan says what to check
         return
-    plan = HealthPlan.looked_for(Plan.load(run).node_health)
-    if plan is None:
+    checks = NodeChecks.of_plan(Plan.load(run))
+    if checks.mode == "off":
         return
-    facts = node_facts.gather_facts(plan, attempt.path)
+    facts = node_facts.gather_facts(checks, attempt.path)
     sick = ""
-    for found in node_findings.findings_of_facts(node, facts, plan, NodeHistory.of(run)):
+    for found in node_findings.findings_of_facts(node, facts, checks, NodeHistory.of(run)):
         seen = replace(found, time=time.time(), action="ended" if found.hard else "warned")
         log.warning("%s", seen.told)
         try:

@@ -26,7 +26,6 @@ from typing import NoReturn
 from relayrun.control.agent.hang_detection import SET_UP, ActivityPage
 from relayrun.control.agent.messages import Message
 from relayrun.control.agent.rank_server import RANK_SIGNALS, RankServer, StartedProcess
-from relayrun.control.rundir.node_health import HealthPlan
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.tasks import die_with_parent
@@ -134,7 +133,7 @@ def _forks_have_no_cuda() -> bool:
 
 def _gpus(run: Run) -> int:
     try:
-        return HealthPlan.of(Plan.load(run).node_health).gpus
+        return Plan.load(run).gpus_per_node
     except RelayrunError:
         return 0
 

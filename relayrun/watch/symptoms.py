@@ -241,7 +241,7 @@ def _not_started(run: Run, plan: Plan, status: RunStatus, now: float, running_si
     since = running_since
     if job is not None and attempt is not None and begin is not None and begin.job_id == job.id:
         since = max(since, _last_sign(attempt, begin))  # the attempt has ended, its job soon does
-    if job is not None and now - since > max(plan.start_timeout, plan.hang_timeout) + START_SECONDS:
+    if job is not None and now - since > max(plan.chain.start_timeout, plan.chain.hang_timeout) + START_SECONDS:
         words = f"job {job.id} has run for {format_seconds(now - since)} without a sign of life"
         yield Symptom(event="hang", cause=f"unbegun-{job.id}", reason=words)
 
@@ -253,7 +253,7 @@ def _at_work(run: Run, plan: Plan, now: float) -> Iterator[Symptom]:
         return
     beats = attempt.read_heartbeats()
     sign = _last_sign(attempt, begin)
-    limit = stall_limit(beats, hang_timeout=plan.hang_timeout, start_timeout=plan.start_timeout) + ENDING_SECONDS
+    limit = stall_limit(beats, plan.chain) + ENDING_SECONDS
     if now - sign > limit:
         where = f" in {max(beats, key=lambda beat: beat.time).phase}" if beats else ""
         words = f"no sign of life for {format_seconds(now - sign)}{where}, and nobody ends it: job {begin.job_id}"

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any
 
+from relayrun.config.sections.chain import ChainSection
 from relayrun.control import decisions
 from relayrun.control.rundir.records import ChainEnd
 
@@ -58,7 +59,7 @@ def _words(facts: Mapping[str, Any]) -> str:
 def begins() -> Iterator[str]:
     """Yield a line for each combination of facts at the beginning of a job."""
     for facts in _rows(BEGIN):
-        found = decisions.decide_at_start(decisions.StartFacts(**facts, max_failed_attempts=3))
+        found = decisions.decide_at_start(decisions.StartFacts(**facts, chain=ChainSection()))
         yield f"{_words(facts)} -> {found.action} {found.chain_end}: {found.reason}"
 
 
@@ -67,7 +68,9 @@ def ends() -> Iterator[str]:
     rows = [{**_DEFAULT, **facts} for facts in (*_rows(END), *DETAILS)]
     for facts in rows:
         facts["outcome_reason"] = "" if facts["outcome"] is None else f"rank 0 left: {facts['outcome']}"
-        known = decisions.EndFacts(**facts)
+        given = dict(facts)
+        chain = ChainSection(**{name: given.pop(name) for name in ("auto_requeue", "max_failed_attempts")})
+        known = decisions.EndFacts(**given, chain=chain)
         found = decisions.decide_at_end(known)
         what = f"{decisions.end_cause(known)}, {found.action} {found.chain_end} after {found.delay} s"
         yield f"{_words(facts)} -> {what}: {found.reason}"

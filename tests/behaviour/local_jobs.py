@@ -20,6 +20,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import MAX_FAILED_BEGINS
 from relayrun.control.scheduler.local import REQUEUE_EXIT_CODE, LocalScheduler
 from relayrun.submit.run_plan import make_plan
+from tests.plans import plan_with
 
 from .masks import ROOT
 
@@ -85,7 +86,7 @@ CASES = {
     ),
     "rank_killed": Case(arguments=("--killed=1",), plan={"max_failed_attempts": 1}),
     "hang": Case(
-        arguments=("--steps=20", "--stop-rank=1", "--stop-at=2"), plan={"hang_timeout": 8.0, "max_failed_attempts": 1}
+        arguments=("--steps=20", "--stop-rank=1", "--stop-at=2"), plan={"hang_timeout": 8, "max_failed_attempts": 1}
     ),
     "setup_fails": Case(plan={"setup": ["true", "false"]}),
     "module_is_missing": Case(plan={"modules": ["none"], "max_failed_attempts": 1}),
@@ -125,7 +126,7 @@ def _plan(case: Case, config: Path, run: Run, logs: Path) -> Plan:
     if "lead" in changes:
         changes = {**changes, "lead_floor": changes["lead"], "lead_ceiling": changes["lead"]}
     made = make_plan(resolve.load_run_config(config, [f"run_dir={run.path}"]), run, ROOT, revision=1)
-    return dataclasses.replace(made, **{**own, **quick, **changes})
+    return plan_with(made, **{**own, **quick, **changes})
 
 
 def _without_counts(events: list[str]) -> list[str]:

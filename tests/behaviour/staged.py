@@ -26,6 +26,7 @@ from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.control.scheduler.local_queue import JOB_ID_VARIABLE, LocalQueue
 from relayrun.errors import RelayrunError
 from tests.history import began, make_history, queue_is_run, trained
+from tests.plans import plan_with
 
 STAGES: dict[str, Callable[[Stage], None]] = {}
 """What happens on each stage, by its name in the record."""
@@ -40,7 +41,7 @@ class Stage:
 
     def plan(self, **changes: Any) -> None:
         """Change the plan."""
-        dataclasses.replace(Plan.load(self.run), **changes).write(self.run.plan)
+        plan_with(Plan.load(self.run), **changes).write(self.run.plan)
 
     def job(self, job_id: str, **changes: Any) -> None:
         """Change a job of the queue, and go on as a program of job `job_id`."""

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from relayrun.config.sections.chain import ChainSection
 from relayrun.control.chain import job_script
 from relayrun.control.rundir import triggers
 from relayrun.control.rundir.plan import Plan, chain_job_name
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.local_queue import JOB_ID_VARIABLE
 from tests.history import make_history, queue_is_run
+from tests.plans import plan_with
 
 PROGRAM = Path(__file__).with_name("relay_program.py")
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,15 +36,11 @@ def make_run(tmp_path: Path) -> MakeRun:
             "total_steps": 20,
             "config_revision": 1,
             "submitted_after_attempt": 0,
-            "auto_requeue": True,
-            "max_failed_attempts": 3,
+            "chain": ChainSection(auto_requeue=True, node_health="off", start_timeout=300),
             "time_limit": 600,
-            "mode": "singleton",
             "lead": 1.0,
             "lead_floor": 1.0,
             "lead_ceiling": 1.0,
-            "hang_timeout": 300.0,
-            "start_timeout": 300.0,
             "signal_lead": 1,
             "nodes": 1,
             "ntasks_per_node": 2,
@@ -59,7 +57,7 @@ def make_run(tmp_path: Path) -> MakeRun:
         }
         if "lead" in changes:
             values |= {"lead_floor": changes["lead"], "lead_ceiling": changes["lead"]}
-        plan = Plan.of(values | changes)
+        plan = plan_with(Plan(**values), **changes)  # type: ignore[arg-type]
         plan.write(run.plan)
         run.job_script.write_text(job_script.job_script(plan, run))
         run.fallback_script.write_text(job_script.fallback_script(plan, run))

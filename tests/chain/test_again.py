@@ -112,7 +112,7 @@ def test_a_watch_that_is_killed_starts_again(
         "--stop-rank=1",
         "--stop-at=2",
         max_failed_attempts=1,
-        hang_timeout=4.0,
+        hang_timeout=4,
         host_python=refusing_python(tmp_path, "watch", times=1),
         package_root=str(fast_package(tmp_path)),
     )

@@ -227,9 +227,9 @@ def test_an_attempt_whose_heartbeats_are_rare_lives_for_longer_after_the_last(
     last = time.time() + 1000
     beat = Heartbeat(node="n", iteration=1, phase="step", time=last, step_p95=None, save_p95=None, interval=interval)
     beat.write(attempt.heartbeats / "n.json")
-    found = chain_state.newest_life_sign(run, plan, now=last + plan.hang_timeout + 59)
+    found = chain_state.newest_life_sign(run, plan, now=last + plan.chain.hang_timeout + 59)
     assert (found is not None) == lives
-    assert chain_state.newest_life_sign(run, plan, now=last + plan.hang_timeout + 61) is None
+    assert chain_state.newest_life_sign(run, plan, now=last + plan.chain.hang_timeout + 61) is None
 
 
 @pytest.mark.parametrize(("interval", "reads"), [(0.0, 60), (60.0, 10)])

@@ -232,7 +232,7 @@ def test_a_job_that_queues_itself_again_goes_the_same_way(make_run: MakeRun) -> 
 
 
 def test_an_attempt_that_stands_still_is_ended_after_its_ranks_were_asked_for_their_stacks(make_run: MakeRun) -> None:
-    run, plan = make_run("--steps=20", "--stop-rank=1", "--stop-at=5", hang_timeout=5.0, max_failed_attempts=1)
+    run, plan = make_run("--steps=20", "--stop-rank=1", "--stop-at=5", hang_timeout=5, max_failed_attempts=1)
     run_chain(run, plan)
     (record,) = ends(run)
     assert record.cause == "hang"

@@ -189,7 +189,7 @@ def test_a_program_that_stands_still_is_ended(make_run: MakeRun, program: Path) 
         text.replace("    leave =", "    time.sleep(1000 * (iteration == 5))\n    leave =")
     )
     run, plan = make_run(
-        total_steps=None, trainer="command", trainer_settings=settings, hang_timeout=3.0, max_failed_attempts=1
+        total_steps=None, trainer="command", trainer_settings=settings, hang_timeout=3, max_failed_attempts=1
     )
     run_chain(run, plan)
     (end,) = ends(run)
@@ -201,7 +201,7 @@ def test_a_program_that_stands_still_is_ended(make_run: MakeRun, program: Path) 
 @pytest.mark.long
 def test_ranks_that_disagree_when_to_leave_are_ended_and_what_is_saved_counts(make_run: MakeRun, program: Path) -> None:
     settings = {"run": [sys.executable, str(program / "disagree.py"), "{checkpoints}"], "leave_signal": None}
-    run, plan = make_run(total_steps=None, trainer="command", trainer_settings=settings, hang_timeout=3.0)
+    run, plan = make_run(total_steps=None, trainer="command", trainer_settings=settings, hang_timeout=3)
     chain = threading.Thread(target=run_chain, args=(run, plan))
     chain.start()
     wait_for(lambda: run.attempt_numbers() and list(read_lines(run.attempt(1).commits)))

@@ -142,7 +142,7 @@ def test_a_program_that_dies_behind_its_last_save_is_not_started_again(make_run:
 
 @pytest.mark.long
 def test_a_hang_becomes_a_round_and_no_child_lives_on(make_run: MakeRun) -> None:
-    run, plan = make(make_run, "1:0:7:held", "2:1:8:child", hang_timeout=10.0)
+    run, plan = make(make_run, "1:0:7:held", "2:1:8:child", hang_timeout=10)
     run_chain(run, plan)
     (record,) = ends(run)
     assert record.cause == "done", logs(run)

@@ -240,7 +240,7 @@ def test_a_rank_that_stands_still_is_ended_and_followed(
     make_run: MakeRun, tmp_path: Path, dialect: MegatronDialect
 ) -> None:
     checkout = checkout_of(dialect)
-    run, made = make_run(**plan(checkout, tmp_path, steps=20, interval=5, slow="11:2", hang_timeout=20.0))
+    run, made = make_run(**plan(checkout, tmp_path, steps=20, interval=5, slow="11:2", hang_timeout=20))
     with running(run, made):
         wait_for(lambda: reached(run, 12), 600)
         os.kill(rank_pids(run)[1], signal.SIGSTOP)

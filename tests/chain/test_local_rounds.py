@@ -209,7 +209,7 @@ def test_an_agent_that_is_killed_takes_its_ranks_with_it(make_run: MakeRun) -> N
 
 @pytest.mark.long
 def test_ranks_that_hang_are_started_again_after_they_were_asked_for_their_stacks(make_run: MakeRun) -> None:
-    run, plan = make(make_run, "1:0:7:told", hang_timeout=5.0)
+    run, plan = make(make_run, "1:0:7:told", hang_timeout=5)
     stopped: list[int] = []
 
     def stop_a_rank() -> None:
@@ -231,7 +231,7 @@ def test_ranks_that_hang_are_started_again_after_they_were_asked_for_their_stack
 
 @pytest.mark.long
 def test_a_server_that_hangs_holds_up_no_round(make_run: MakeRun) -> None:
-    run, plan = make(make_run, "1:0:7:told", hang_timeout=5.0)
+    run, plan = make(make_run, "1:0:7:told", hang_timeout=5)
     stopped: list[int] = []
 
     def stop_the_server() -> None:
@@ -251,7 +251,7 @@ def test_a_server_that_hangs_holds_up_no_round(make_run: MakeRun) -> None:
 
 @pytest.mark.long
 def test_a_server_that_hangs_in_its_imports_ends_the_attempt_with_words(make_run: MakeRun) -> None:
-    run, plan = make(make_run, "imports:hang", start_timeout=8.0, max_failed_rounds=2)
+    run, plan = make(make_run, "imports:hang", start_timeout=8, max_failed_rounds=2)
     run_chain(run, plan)
     (record,) = ends(run)
     assert record.cause != "done", logs(run)
@@ -263,7 +263,7 @@ def test_a_server_that_hangs_in_its_imports_ends_the_attempt_with_words(make_run
 
 @pytest.mark.long
 def test_ranks_that_hang_at_one_iteration_again_and_again_end_the_attempt(make_run: MakeRun) -> None:
-    run, plan = make(make_run, "0:0:7:told", hang_timeout=5.0)
+    run, plan = make(make_run, "0:0:7:told", hang_timeout=5)
     run_chain(run, plan)
     (record,) = ends(run)
     assert record.cause == "hang"

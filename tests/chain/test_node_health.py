@@ -9,7 +9,6 @@ import os
 import resource
 import signal
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.submit.submission import prepared_run
 from relayrun.watch.status import queue, run_status
 from tests.checkpoints import assert_same_bytes
+from tests.plans import plan_with
 from tests.workspace import Workspace, steps
 
 from . import test_local_command_rounds
@@ -48,7 +48,8 @@ def looked_for(tmp_path: Path, *sick: str, **changes: object) -> dict[str, objec
     """Settings of a plan by which these nodes are sick, as a site's own check says."""
     (tmp_path / "sick-nodes").write_text(" ".join(sick))
     command = [sys.executable, "-c", SICK_NODE, str(tmp_path / "sick-nodes")]
-    return {"environment": HERE, "node_health": {"mode": "warn", "command": command, "slower": 1000.0} | changes}
+    own = {"node_health": "warn", "node_health_command": command, "slower": 1000.0}
+    return {"environment": HERE} | own | changes
 
 
 def test_a_sick_node_is_left_out_and_the_spare_one_takes_its_place(make_run: MakeRun, tmp_path: Path) -> None:
@@ -71,7 +72,7 @@ def test_a_sick_node_is_left_out_and_the_spare_one_takes_its_place(make_run: Mak
 
 def test_a_node_that_falls_ill_is_left_out_of_the_next_round(make_run: MakeRun, tmp_path: Path) -> None:
     """Its limit of open files is lowered while it trains."""
-    steps = Steps(make_run, "1:0:7:told", **looked_for(tmp_path, mode="exclude", open_files=500))
+    steps = Steps(make_run, "1:0:7:told", **looked_for(tmp_path, node_health="exclude", open_files=500))
     steps.wait_for(1, 7)
     resource.prlimit(steps.agent(1), resource.RLIMIT_NOFILE, (200, 200))
     os.kill(next(read_lines(steps.attempt.path / "starts-0.jsonl"))["pid"], signal.SIGKILL)
@@ -90,7 +91,7 @@ def test_a_sick_node_that_nobody_replaces_ends_its_job_and_the_next_one_leaves_i
     make_run: MakeRun, tmp_path: Path
 ) -> None:
     command = [sys.executable, "-c", "import sys; print('no scratch'); sys.exit(1)"]
-    run, plan = make(make_run, node_health={"mode": "warn", "command": command})
+    run, plan = make(make_run, node_health="warn", node_health_command=command)
     run_chain(run, plan)
     (record,) = ends(run)
     assert (record.cause, record.durable_iteration) == ("failed", 0), logs(run)
@@ -107,7 +108,7 @@ def test_a_sick_node_that_nobody_replaces_ends_its_job_and_the_next_one_leaves_i
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["warn", "exclude"])
 def test_what_is_less_is_told_and_ends_nothing_where_nobody_takes_the_place(make_run: MakeRun, mode: str) -> None:
-    run, plan = make(make_run, "1:1:7:SIGKILL", node_health={"mode": mode, "tmp": 1e18})
+    run, plan = make(make_run, "1:1:7:SIGKILL", node_health=mode, tmp_gb=1e9)
     run_chain(run, plan)
     (record,) = ends(run)
     assert record.cause == "done", logs(run)
@@ -130,10 +131,8 @@ def test_losses_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
     with prepared_run(
         resolve.load_run_config(config), SubmitIntent(resume=False, accept_data_change=False, take_over=False)
     ) as (run, plan):
-        own = looked_for(tmp_path, "n0")["node_health"]
-        assert isinstance(own, dict)
-        three = {"nodes": 2, "spare_nodes": 1, "ntasks_per_node": 1, "node_health": plan.node_health | own}
-        plan = replace(plan, **three)  # type: ignore[arg-type]
+        three = {"nodes": 2, "spare_nodes": 1, "ntasks_per_node": 1}
+        plan = plan_with(plan, **three, **looked_for(tmp_path, "n0") | {"environment": plan.environment})
         plan.write(run.plan)
     agents = Steps.of(run, plan)
     assert agents.starter.wait(600) == 0, agents.log()
@@ -153,7 +152,7 @@ def test_losses_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
 def test_a_program_of_ones_own_begins_on_nodes_that_were_measured_or_could_not_be(
     make_run: MakeRun, program: list[str]
 ) -> None:
-    run, plan = test_local_command_rounds.make(make_run, node_health={"mode": "warn", "probe_program": program})
+    run, plan = test_local_command_rounds.make(make_run, node_health="warn", probe_program=program)
     run_chain(run, plan)
     (record,) = ends(run)
     assert record.cause == "done", logs(run)

@@ -644,7 +644,7 @@ def test_a_hang_and_a_done_run_are_told(make_run: MakeRun, mail: Mailbox) -> Non
 @pytest.mark.long
 def test_ranks_that_hang_are_told(make_run: MakeRun, mail: Mailbox) -> None:
     run, plan = make_run(
-        "--stop-at=3", "--stop-rank=1", hang_timeout=3.0, start_timeout=60.0, max_failed_attempts=2, time_limit=300
+        "--stop-at=3", "--stop-rank=1", hang_timeout=3, start_timeout=60, max_failed_attempts=2, time_limit=300
     )
     tell(run, f"mailto://127.0.0.1:{mail.port}?to=ada@example.org", since=time.time() - 1)
     chain(run, plan)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relayrun.config.sections.chain import ChainSection
 from relayrun.control.decisions import (
     Decision,
     EndFacts,
@@ -100,7 +101,7 @@ def test_every_history_ends_in_progress_or_stop_within_k_attempts(
             exit_trigger=None,
             predecessor_cancelled=False,
             failed_attempts=failed,
-            max_failed_attempts=allowed,
+            chain=ChainSection(max_failed_attempts=allowed),
             verdict=None,
         )
         assert decide_at_start(begin).action == "run"
@@ -114,8 +115,7 @@ def test_every_history_ends_in_progress_or_stop_within_k_attempts(
             durable_iteration=durable + gained,
             total_steps=1000,
             failed_attempts=failed,
-            max_failed_attempts=allowed,
-            auto_requeue=True,
+            chain=ChainSection(max_failed_attempts=allowed, auto_requeue=True),
         )
         action = decide_at_end(end).action
         failed = 0 if gained else failed + 1

@@ -241,7 +241,7 @@ def test_ranks_that_hang_until_the_time_limit_do_not_end_a_job_that_queues_itsel
         "--stop-at=5",
         mode="requeue",
         max_failed_attempts=2,
-        hang_timeout=600.0,
+        hang_timeout=600,
         **SLURM | {"time_limit": 60},
     )
     job = start(cluster, run)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from relayrun.config.sections.chain import ChainSection
 from relayrun.control.chain.campaign import condition_readiness
 from relayrun.control.decisions import EndFacts, StartFacts, decide_at_end, decide_at_start
 from relayrun.control.rundir.attempt import Attempt
@@ -29,7 +30,7 @@ def end_facts(**changes: Any) -> EndFacts:
         "cancelled": False,
     }
     counts: dict[str, Any] = {"base_iteration": 0, "durable_iteration": 100, "total_steps": None, "failed_attempts": 2}
-    return EndFacts(**{**facts, **counts, "max_failed_attempts": 3, "auto_requeue": True, **changes})
+    return EndFacts(**{**facts, **counts, "chain": ChainSection(auto_requeue=True), **changes})
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_a_job_that_does_not_start_the_ranks_gives_the_state(
         "exit_trigger": None,
         "verdict": None,
     }
-    counts: dict[str, Any] = {"predecessor_cancelled": False, "failed_attempts": 0, "max_failed_attempts": 3}
+    counts: dict[str, Any] = {"predecessor_cancelled": False, "failed_attempts": 0, "chain": ChainSection()}
     decision = decide_at_start(StartFacts(**{**facts, **counts, **changes}))
     assert decision.chain_end == state
     assert (decision.action == "stop") == (state is not None)

@@ -13,13 +13,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from relayrun.config.sections.chain import ChainSection
 from relayrun.control.agent import health, node_facts
 from relayrun.control.agent import health as health_module
 from relayrun.control.agent.health import CLOCK_QUESTIONS, BackgroundWork, ClockOffsets, JobHealth, LocalNodeHealth
@@ -35,13 +35,14 @@ from relayrun.control.agent.node_findings import (
 )
 from relayrun.control.chain import excluded_nodes
 from relayrun.control.rundir import node_health
-from relayrun.control.rundir.node_health import HealthFinding, HealthPlan, NodeHistory
+from relayrun.control.rundir.node_health import HealthFinding, NodeHistory
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
 from relayrun.train.gpu_health import hardware_xids
 from relayrun.train.node_benchmark import exchange_pairs
 from tests.history import began
+from tests.plans import node_checks, plan_with
 from tests.waiting import wait_for
 
 EMPTY = NodeHistory([])
@@ -49,11 +50,11 @@ GB = 10**9
 
 
 def found(facts: dict[str, Any], history: NodeHistory = EMPTY, **plan: Any) -> dict[str, HealthFinding]:
-    return {each.check: each for each in findings_of_facts("n1", facts, HealthPlan(mode="warn", **plan), history)}
+    return {each.check: each for each in findings_of_facts("n1", facts, node_checks(mode="warn", **plan), history)}
 
 
 def test_a_well_node_has_no_findings_and_its_facts_are_known(tmp_path: Path) -> None:
-    facts = gather_facts(HealthPlan(mode="warn"), tmp_path)
+    facts = gather_facts(node_checks(mode="warn"), tmp_path)
     assert facts["memory"] > 0
     assert facts["tmp"] > 0
     assert facts["unwritable"] == {}
@@ -64,7 +65,7 @@ def test_a_well_node_has_no_findings_and_its_facts_are_known(tmp_path: Path) -> 
 
 def test_what_is_short_of_a_limit_is_named_with_both_figures(tmp_path: Path) -> None:
     facts = quick_facts(tmp_path)
-    there = found(facts, memory=1e18, shm=1e18, tmp=1e18, open_files=10**9)
+    there = found(facts, memory_gb=1e9, shm_gb=1e9, tmp_gb=1e9, open_files=10**9)
     assert {check: each.hard for check, each in there.items()} == {
         "memory": True,
         "shm": False,
@@ -103,7 +104,7 @@ def test_a_folder_for_temporary_files_that_is_on_another_node_is_none(
 def test_the_limit_of_open_files_is_that_of_the_process(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     began(run, 1)
-    plan_of(run, mode="warn", open_files=1024).write(run.plan)
+    plan_of(run, open_files=1024).write(run.plan)
     answer = subprocess.run(
         [sys.executable, "-m", "relayrun.control.agent.node_facts", f"--run-dir={run.path}", "--attempt=1"],
         capture_output=True,
@@ -117,28 +118,25 @@ def test_the_limit_of_open_files_is_that_of_the_process(tmp_path: Path) -> None:
 
 
 def plan_of(run: Run, **health: Any) -> Plan:
-    values: dict[str, Any] = dict.fromkeys(("lead", "lead_floor", "lead_ceiling", "hang_timeout", "start_timeout"), 1.0)
+    values: dict[str, Any] = dict.fromkeys(("lead", "lead_floor", "lead_ceiling"), 1.0)
     values |= {name: [] for name in ("srun_options", "command_prefix", "program", "modules")}
-    values |= dict.fromkeys(
-        ("config_revision", "max_failed_attempts", "time_limit", "signal_lead", "nodes", "ntasks_per_node"), 1
-    )
-    return Plan(
+    values |= dict.fromkeys(("config_revision", "time_limit", "signal_lead", "nodes", "ntasks_per_node"), 1)
+    plan = Plan(
         run="a/b",
         job_name="a",
         scheduler="local",
         total_steps=1,
         submitted_after_attempt=0,
-        auto_requeue=False,
-        mode="singleton",
+        chain=ChainSection(),
         cpus_per_task=1,
         sbatch_options={},
         environment={},
         host_python=sys.executable,
         package_root=".",
         log_folder=".",
-        node_health=asdict(HealthPlan(**health)),
         **values,
     )
+    return plan_with(plan, **health)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +150,7 @@ def plan_of(run: Run, **health: Any) -> Plan:
     ],
 )
 def test_the_sites_own_check(tmp_path: Path, command: list[str], hard: bool | None, words: str) -> None:
-    plan = HealthPlan(mode="warn", command=command, command_seconds=0.5 if command[0] == "sleep" else 60.0)
+    plan = node_checks(mode="warn", command=command, command_seconds=0.5 if command[0] == "sleep" else 60.0)
     there = {each.check: each for each in findings_of_facts("n1", gather_facts(plan, tmp_path), plan, EMPTY)}
     assert (there["command"].hard, there["command"].words) == (hard, words) if words else there == {}
 
@@ -224,7 +222,7 @@ def test_a_file_system_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(health, "FOLDERS_SECONDS", 0.2)
     selector = selectors.DefaultSelector()
     aside, told = BackgroundWork(selector), list[dict[str, Any]]()
-    own, began = LocalNodeHealth(HealthPlan(mode="warn"), [], tmp_path, aside=aside), time.monotonic()
+    own, began = LocalNodeHealth(node_checks(mode="warn"), [], tmp_path, aside=aside), time.monotonic()
     own.look_between(told.append, copies=None)
     assert time.monotonic() - began < 60
     wait_for(lambda: told or turn(selector) or aside.attend(), step=0.0)
@@ -244,7 +242,7 @@ def test_a_program_that_says_something_and_hangs_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(health, "BETWEEN_SECONDS", 600.0)
     program = ["sh", "-c", f"echo something; echo >{tmp_path}/said; sleep 600"]
-    plan, selector = HealthPlan(mode="warn", gpus=2, gpu_program=program), selectors.DefaultSelector()
+    plan, selector = node_checks(mode="warn", gpus=2, gpu_program=program), selectors.DefaultSelector()
     own, began = LocalNodeHealth(plan, [], tmp_path, aside=BackgroundWork(selector)), time.monotonic()
     own.ranks_end()
     wait_for((tmp_path / "said").exists)
@@ -291,7 +289,7 @@ def test_gpus_are_asked_while_ranks_are_ended(tmp_path: Path, monkeypatch: pytes
     asked, answers = tmp_path / "asked", tmp_path / "answers"
     held = f"for _ in $(seq 6000); do [ -e {answers} ] && break; sleep 0.05; done" if behind else ":"
     program = ["sh", "-c", f'echo >> {asked}; {held}; echo \'{{"gpus": [], "xids": []}}\'']
-    plan, selector = HealthPlan(mode="warn", gpus=2, gpu_program=program), selectors.DefaultSelector()
+    plan, selector = node_checks(mode="warn", gpus=2, gpu_program=program), selectors.DefaultSelector()
     own, told = LocalNodeHealth(plan, [], tmp_path, aside=BackgroundWork(selector)), list[dict[str, Any]]()
     own.ranks_start()
     taken = bytearray(64 << 20)  # a rank's memory
@@ -314,7 +312,7 @@ def test_gpus_are_asked_while_ranks_are_ended(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_library_that_is_missing_is_told_once(tmp_path: Path) -> None:
-    plan, selector = HealthPlan(mode="warn", gpus=2, gpu_program=["/no/such"]), selectors.DefaultSelector()
+    plan, selector = node_checks(mode="warn", gpus=2, gpu_program=["/no/such"]), selectors.DefaultSelector()
     own, told = LocalNodeHealth(plan, [], tmp_path, aside=BackgroundWork(selector)), list[dict[str, Any]]()
     for number in range(2):
         own.ranks_end()
@@ -396,7 +394,7 @@ def test_a_clock_that_differs_is_found_whatever_the_connection_takes() -> None:
         line.close()
     offsets = clocks.offsets()
     assert abs(offsets[1][0] - 7.5) <= offsets[1][1] + offsets[0][1] + offsets[2][1]
-    plan = HealthPlan(mode="warn", clock_seconds=2.0)
+    plan = node_checks(mode="warn", clock_seconds=2.0)
     there = {node: list(findings_of_clock(f"n{node}", *known, plan)) for node, known in offsets.items()}
     assert [bool(there[node]) for node in range(3)] == [False, True, False]
     assert there[1][0].words.startswith("its clock is 7.")
@@ -410,7 +408,7 @@ def test_one_clock_alone_is_right() -> None:
 
 
 def test_what_is_slower_than_the_runs_own_median_is_named_and_the_first_measurement_is_not() -> None:
-    plan = HealthPlan(mode="warn", slower=1.5)
+    plan = node_checks(mode="warn", slower=1.5)
     probe = {"matmul": 0.016, "exchange": 0.002, "on": "cpu"}
     assert not list(findings_of_probe("n1", probe, plan, EMPTY))
     history = NodeHistory([{"matmul": 0.010, "exchange": 0.002, "on": "cpu"}, {"matmul": 0.001, "on": "H100"}])
@@ -421,7 +419,7 @@ def test_what_is_slower_than_the_runs_own_median_is_named_and_the_first_measurem
     assert not list(findings_of_probe("n1", probe | {"matmul": 0.0149}, plan, history))
     (wrong,) = findings_of_probe("n1", {"wrong": "3 of 768 rows of a product"}, plan, history)
     assert (wrong.check, wrong.hard) == ("result", True)
-    (few,) = findings_of_probe("n1", {"devices": 3}, HealthPlan(gpus=4), history)
+    (few,) = findings_of_probe("n1", {"devices": 3}, node_checks(gpus=4), history)
     assert (few.check, few.hard) == ("gpus", True)
     (mute,) = findings_of_probe("n1", {"error": "no answer"}, plan, history)
     assert (mute.check, mute.hard) == ("answer", False)
@@ -470,7 +468,7 @@ def test_what_is_done_is_on_record_and_said(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     began(run, 1)
     said: list[str] = []
-    health = JobHealth(run, run.attempt(1), HealthPlan(mode="warn", tmp=GB), say=said.append)
+    health = JobHealth(run, run.attempt(1), node_checks(mode="warn", tmp_gb=1.0), say=said.append)
     health.hear(0, {"kind": "health", "facts": {"tmp": 2 * GB, "ranks_memory": 5 * GB}}, name="n0")
     health.hear(1, {"kind": "health", "facts": {"tmp": 0, "unwritable": {"run_dir": "/r: Read-only"}}}, name="n1")
     assert health.knows(1)
@@ -498,7 +496,7 @@ def test_what_is_done_is_on_record_and_said(tmp_path: Path) -> None:
 def test_nodes_that_do_not_answer_are_waited_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path / "run")
     began(run, 1)
-    health = JobHealth(run, run.attempt(1), HealthPlan(mode="warn"), say=lambda _: None)
+    health = JobHealth(run, run.attempt(1), node_checks(mode="warn"), say=lambda _: None)
 
     class Link:
         def send(self, kind: str, **values: Any) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from relayrun.cli import main
 from relayrun.config.compose import resolve
-from relayrun.config.sections.job import NodeHealthLimits
-from relayrun.control.rundir.node_health import HealthFinding, HealthPlan
+from relayrun.config.sections.chain import NodeHealthLimits
+from relayrun.control.rundir.node_health import HealthFinding
 from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError
 from relayrun.submit.run_plan import make_plan
@@ -21,6 +21,9 @@ from tests.workspace import Workspace
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/node-health.md").read_text(encoding="utf-8")
 SLURM = {"name": "test", "scheduler": "slurm", "python": "/opt/python"}
+
+
+LIMITS = {each.name for each in fields(NodeHealthLimits)}
 
 
 def block(kind: str) -> str:
@@ -33,17 +36,15 @@ def test_the_page_is_short_and_its_config_is_one(tmp_path: Path) -> None:
     path = Workspace.make(tmp_path).config("run", cluster=SLURM, training={"global_batch_size": 16})
     (tmp_path / "whole.yaml").write_text(f"include: ['{path}']\n{block('yaml')}", encoding="utf-8")
     plan = make_plan(resolve.load_run_config(tmp_path / "whole.yaml"), Run(tmp_path / "run"), tmp_path, revision=1)
-    health = HealthPlan.looked_for(plan.node_health)
-    assert health is not None
-    assert (health.mode, health.command, health.memory) == ("warn", ["/opt/site/nhc"], None)
-    assert health.probe_program[0] == "/opt/python"
+    assert (plan.chain.node_health, plan.chain.node_health_command) == ("warn", ["/opt/site/nhc"])
+    assert plan.probe_program[0] == "/opt/python"
 
 
 @pytest.mark.slow
 def test_its_command_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(shlex.split(block("bash"))[1:]) == 0
     shown = capsys.readouterr().out
-    assert all(name in shown for name in NodeHealthLimits.model_fields)
+    assert all(name in shown for name in LIMITS)
 
 
 def test_its_checks_settings_and_fields_are_those_of_the_code() -> None:
@@ -55,7 +56,7 @@ def test_its_checks_settings_and_fields_are_those_of_the_code() -> None:
     settings = {
         name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[4:5][0] if row else "")
     }
-    assert settings == set(NodeHealthLimits.model_fields)
+    assert settings == LIMITS
     record = PAGE.partition("## On record")[2]
     known = {field.name for field in fields(HealthFinding)} | {"warned", "ended"}
     assert set(re.findall(r"`(\w+)`", record)) == known
@@ -64,7 +65,9 @@ def test_its_checks_settings_and_fields_are_those_of_the_code() -> None:
 
 def test_nobody_looks_where_it_is_off(tmp_path: Path) -> None:
     path = Workspace.make(tmp_path).config("run", chain={"node_health": "off"})
-    assert make_plan(resolve.load_run_config(path), Run(tmp_path / "run"), tmp_path, revision=1).node_health == {}
+    assert (
+        make_plan(resolve.load_run_config(path), Run(tmp_path / "run"), tmp_path, revision=1).chain.node_health == "off"
+    )
 
 
 @pytest.mark.parametrize(

@@ -28,18 +28,15 @@ def plan_of(folder: Path, **sections: Any) -> Plan:
     return make_plan(resolve.load_run_config(path), Run(folder / "run"), folder, revision=1)
 
 
-def test_agents_are_off_and_a_plan_of_an_earlier_version_has_none(tmp_path: Path) -> None:
+def test_agents_are_off(tmp_path: Path) -> None:
     plan = plan_of(tmp_path)
-    assert (plan.recovery, plan.fork_server) == ("job", [])
-    earlier = {name: value for name, value in vars(plan).items() if name not in ("recovery", "fork_server")}
-    earlier.pop("max_failed_rounds")
-    assert Plan.of(earlier).recovery == "job"
+    assert (plan.chain.recovery, plan.fork_server) == ("job", [])
     assert job_script.rank_program(plan, [*plan.program, "--attempt=1"], where=[]) == [*plan.program, "--attempt=1"]
 
 
 def test_an_agent_is_started_with_the_python_and_the_arguments_of_the_ranks(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, chain=NODE | {"max_failed_rounds": 2}, cluster={"python": sys.executable})
-    assert plan.max_failed_rounds == 2
+    assert plan.chain.max_failed_rounds == 2
     assert plan.fork_server == [sys.executable, "-m", "relayrun.train.fork_server", f"--run-dir={tmp_path}/run"]
     command = job_script.rank_program(
         plan, [*plan.program, "--attempt=1"], where=[f"--run-dir={tmp_path}/run", "--attempt=1"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from relayrun.config.sections.chain import ChainSection
 from relayrun.control.decisions import Death, RestartFacts, first_death, why_no_restart
 from relayrun.control.rundir import restarts
 from relayrun.control.rundir.checkpoint_records import ResumePoint
@@ -30,7 +31,7 @@ FACTS = RestartFacts(
     asked="",
     lost="",
     earlier=[],
-    max_failed_rounds=3,
+    chain=ChainSection(max_failed_rounds=3),
 )
 
 
@@ -79,7 +80,8 @@ def test_rounds_in_a_row_without_progress_end_the_attempt() -> None:
     reason = "3 rounds in a row without a later state to start from"
     assert why_no_restart(replace(stuck, earlier=[progress, none, none])) == reason
     assert why_no_restart(replace(FACTS, earlier=[none, none])) is None
-    assert why_no_restart(replace(stuck, max_failed_rounds=1)) == "1 round in a row without a later state to start from"
+    strict = replace(stuck, chain=ChainSection(max_failed_rounds=1))
+    assert why_no_restart(strict) == "1 round in a row without a later state to start from"
 
 
 def test_the_rank_that_was_killed_comes_before_those_that_noticed_it() -> None:

@@ -54,7 +54,7 @@ class World:
 
     def __init__(self, make: MakeRun, folder: Path, *, told: bool = True) -> None:
         self.run, self.plan = make(
-            folder="runs/mine/run", scheduler="slurm", total_steps=100_000, save_interval=100, start_timeout=900.0
+            folder="runs/mine/run", scheduler="slurm", total_steps=100_000, save_interval=100, start_timeout=900
         )
         self.folder = folder / "runs"
         self.start = self.now = float(int(time.time()))
@@ -208,7 +208,7 @@ def no_budget(world: World) -> None:
 
 
 def silent(world: World) -> None:
-    world.now += world.plan.hang_timeout + symptoms.ENDING_SECONDS
+    world.now += world.plan.chain.hang_timeout + symptoms.ENDING_SECONDS
 
 
 def unbegun(world: World) -> None:

@@ -15,12 +15,12 @@ from relayrun.control.agent import coordinator, requests
 from relayrun.control.agent.connections import AgentConnections
 from relayrun.control.agent.messages import MessageSocket
 from relayrun.control.rundir import node_health, restarts
-from relayrun.control.rundir.node_health import HealthPlan
 from relayrun.control.rundir.records import Hang
+from tests.plans import node_checks
 
 from .test_spare_nodes import NAMES, Nodes
 
-WARN, EXCLUDE = HealthPlan(mode="warn", tmp=100.0), HealthPlan(mode="exclude", tmp=100.0)
+WARN, EXCLUDE = node_checks(mode="warn", tmp_gb=1e-7), node_checks(mode="exclude", tmp_gb=1e-7)
 WELL: dict[str, Any] = {"tmp": 200}
 SHORT: dict[str, Any] = {"tmp": 50}
 BROKEN: dict[str, Any] = {"unwritable": {"run_dir": "/run: Input/output error"}}

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from relayrun.config.sections.chain import ChainSection
 from relayrun.control.agent import coordinator as module
 from relayrun.control.agent import hang_detection, job_nodes
 from relayrun.control.agent.coordinator import Coordinator
@@ -19,7 +20,7 @@ from relayrun.control.agent.job_nodes import SILENT_BEATS
 from relayrun.control.agent.messages import MessageSocket
 from relayrun.control.chain.failover import lost_batch_host
 from relayrun.control.rundir import restarts
-from relayrun.control.rundir.node_health import HealthPlan
+from relayrun.control.rundir.node_health import NodeChecks
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import Job
@@ -50,7 +51,7 @@ class Nodes:
     """A coordinator, and agents that answer as real ones do: two nodes train with two ranks each, others are spare."""
 
     def __init__(
-        self, folder: Path, *, spare: int, max_failed_rounds: int = 5, health: HealthPlan | None = None
+        self, folder: Path, *, spare: int, max_failed_rounds: int = 5, health: NodeChecks | None = None
     ) -> None:
         self.run = Run(folder / "run")
         began(self.run, 1)
@@ -67,7 +68,7 @@ class Nodes:
             names=dict(enumerate(NAMES[: 2 + spare])),
             links=cast("dict[int, MessageSocket]", self.links),
             say=self.said.append,
-            max_failed_rounds=max_failed_rounds,
+            chain=ChainSection(max_failed_rounds=max_failed_rounds),
             health=None if health is None else JobHealth(self.run, self.attempt, health, say=self.said.append),
         )
         self.facts: dict[str, Any] = {}

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from relayrun.config.sections.chain import ChainSection
 from relayrun.control.chain.failure_reason import log_excerpt, log_tail
 from relayrun.control.chain.watch import stall_limit
 from relayrun.control.rundir.records import Heartbeat
@@ -28,7 +29,7 @@ def beat(phase: str, step: float | None = None, save: float | None = None, inter
     ],
 )
 def test_an_attempt_stands_still_after_ten_times_the_usual_or_the_timeout(beats: list[Heartbeat], limit: float) -> None:
-    assert stall_limit(beats, hang_timeout=300, start_timeout=1800) == limit
+    assert stall_limit(beats, ChainSection(hang_timeout=300, start_timeout=1800)) == limit
 
 
 def test_the_excerpt_of_a_log_has_its_last_lines_without_the_supervisors_own(tmp_path) -> None:  # type: ignore[no-untyped-def]

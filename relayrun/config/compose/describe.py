@@ -16,10 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pydantic import BaseModel
-
 from relayrun.config.compose.schema import CONFIG_CLASSES, CommonConfig, trainers_with
-from relayrun.config.sections.base import Section
+from relayrun.config.sections.base import AnySection, is_section, section_fields, section_json_schema
 from relayrun.errors import ConfigError
 
 
@@ -87,7 +85,7 @@ def json_schema() -> dict[str, Any]:
     sections = {section.__name__: section for kind in CONFIG_CLASSES.values() for section in _sections(kind)}
     for name, part in {**schema["$defs"], "CommonConfig": schema}.items():
         part.pop("required", None)
-        words = _docstrings(sections.get(name, CommonConfig))
+        words = _docstrings(sections.get(name, CommonConfig))  # type: ignore[arg-type]  # a class is hashable
         for field, described in part.get("properties", {}).items():
             if field in words:
                 described["description"] = words[field]
@@ -116,10 +114,10 @@ def json_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "relayrun run config"}
 
 
-def _settings(section: type[BaseModel], prefix: str) -> Iterator[Setting]:
-    words = _docstrings(section)
-    shown = section.model_json_schema()
-    for field, info in section.model_fields.items():
+def _settings(section: AnySection, prefix: str) -> Iterator[Setting]:
+    words = _docstrings(section)  # type: ignore[arg-type]  # a class is hashable
+    shown = section_json_schema(section)
+    for field, info in section_fields(section).items():
         name = f"{prefix}{field}"
         inner, form = _section_in(info.annotation)
         if inner is not None:
@@ -137,9 +135,9 @@ def _settings(section: type[BaseModel], prefix: str) -> Iterator[Setting]:
         )
 
 
-def _section_in(annotation: Any) -> tuple[type[Section] | None, str]:
+def _section_in(annotation: Any) -> tuple[AnySection | None, str]:
     """Return the section in a field, and the part of names between the field and the section's settings."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
+    if is_section(annotation):
         return annotation, ""
     arguments = typing.get_args(annotation)
     if typing.get_origin(annotation) is dict:
@@ -152,15 +150,15 @@ def _section_in(annotation: Any) -> tuple[type[Section] | None, str]:
     return None, ""
 
 
-def _sections(section: type[BaseModel]) -> Iterator[type[BaseModel]]:
+def _sections(section: AnySection) -> Iterator[AnySection]:
     yield section
-    for info in section.model_fields.values():
+    for info in section_fields(section).values():
         for inner in _inside(info.annotation):
             yield from _sections(inner)
 
 
-def _inside(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+def _inside(annotation: Any) -> Iterator[AnySection]:
+    if is_section(annotation):
         yield annotation
     for argument in typing.get_args(annotation):
         yield from _inside(argument)
@@ -197,7 +195,7 @@ def _yaml(value: Any) -> str:
 
 
 @functools.cache
-def _docstrings(section: type[BaseModel]) -> dict[str, str]:
+def _docstrings(section: AnySection) -> dict[str, str]:
     """Return the text below each field of a section and its base classes."""
     found: dict[str, str] = {}
     for part in reversed(section.__mro__):

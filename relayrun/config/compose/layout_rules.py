@@ -13,7 +13,8 @@ from typing import Any, Protocol, Self
 from pydantic import ValidationError
 
 from relayrun.config.compose.trainers import check_multiple
-from relayrun.config.sections.job import ChainSection, JobSection
+from relayrun.config.sections.chain import ChainSection
+from relayrun.config.sections.job import JobSection
 from relayrun.config.sections.model import ModelSection
 from relayrun.config.sections.parallel import ParallelSection
 from relayrun.config.sections.training import TrainingSection

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from relayrun import places
 from relayrun.config.compose import mixture_setting, sites, yaml_file
@@ -32,6 +32,7 @@ from relayrun.config.compose.schema import (
     trainers_with,
 )
 from relayrun.config.compose.yaml_file import LocatedSettings, Location
+from relayrun.config.sections.base import AnySection, is_section, section_fields
 from relayrun.config.sections.notify import may_be_shown
 from relayrun.errors import URL_WRITE_HINT, ConfigError, did_you_mean, did_you_mean_path, why_url_is_refused
 
@@ -394,21 +395,21 @@ def _fields_at(location: Location, kind: type[CommonConfig]) -> list[str]:
     """Return the names of the settings in the section at `location`."""
     section: Any = kind
     for part in location:
-        field = section.model_fields.get(part)
+        field = section_fields(section).get(part)
         if field is None:
             return []
         section = _section_of(field.annotation)
         if section is None:
             return []
-    return sorted(section.model_fields)
+    return sorted(section_fields(section))
 
 
-def _section_of(annotation: Any) -> type[BaseModel] | None:
+def _section_of(annotation: Any) -> AnySection | None:
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         candidates = typing.get_args(annotation)
     else:
         candidates = (annotation,)
-    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+    return next((c for c in candidates if is_section(c)), None)
 
 
 def config_differences(one: CommonConfig, other: CommonConfig) -> list[str]:

@@ -15,10 +15,10 @@ from pydantic import model_validator
 from relayrun.config.compose import layout_rules
 from relayrun.config.compose.trainers import CommandConfig, CommonConfig, MegatronConfig, check_multiple
 from relayrun.config.sections.base import Section
+from relayrun.config.sections.chain import ChainSection
 from relayrun.config.sections.checkpoint import CheckpointSection
 from relayrun.config.sections.data import MOCK_ORDER, DataSection, DataSource
 from relayrun.config.sections.job import (
-    ChainSection,
     ClusterSection,
     DebugSection,
     EvaluationJob,

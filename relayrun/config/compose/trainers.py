@@ -12,21 +12,16 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from relayrun.config.sections.base import NAME_PATTERN, OutputPath, Positive, Section, SingleLine, one_line
+from relayrun.config.sections.base import NAME_PATTERN, OutputPath, Section
+from relayrun.config.sections.chain import ChainSection
 from relayrun.config.sections.checkpoint import CheckpointSection
 from relayrun.config.sections.data import DataSection
-from relayrun.config.sections.job import (
-    ChainSection,
-    ClusterSection,
-    DebugSection,
-    EvaluationSection,
-    JobSection,
-    TrackingSection,
-)
+from relayrun.config.sections.job import ClusterSection, DebugSection, EvaluationSection, JobSection, TrackingSection
 from relayrun.config.sections.model import ModelSection
 from relayrun.config.sections.notify import NotifySection
 from relayrun.config.sections.optimizer import OptimizerSection
 from relayrun.config.sections.parallel import ParallelSection
+from relayrun.config.sections.plain import Positive, SingleLine, one_line
 from relayrun.config.sections.training import TrainingSection
 
 PER_TASK_OPTIONS = ("--gpus-per-task", "--gpu-bind", "--tres-per-task", "--mem-per-gpu", "--cpus-per-gpu", "--ntasks")

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import unicodedata
+import dataclasses
+import typing
+from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
+from pydantic.fields import FieldInfo
 
+from relayrun.config.sections.plain import (
+    PlainSection,
+    SingleLine,
+)
 from relayrun.errors import why_url_is_refused
 from relayrun.slurmtime import parse_time
 
@@ -21,20 +28,6 @@ def _time_text(value: Any) -> str:
     return str(value).strip()
 
 
-def one_line(value: str) -> str:
-    """Return the text unchanged. Raises ValueError for a control character."""
-    if not value.isprintable() and (control := next((c for c in value if unicodedata.category(c) in _BREAKS), None)):
-        raise ValueError(f"holds the control character {control!r}; it would end a line of a job script")
-    return value
-
-
-_BREAKS = ("Cc", "Zl", "Zp")
-"""Unicode's categories of control characters and line separators."""
-
-SingleLine = Annotated[str, AfterValidator(one_line)]
-"""Text without control characters: it becomes part of a job script, a command line or a file of variables."""
-
-
 def _on_this_machine(value: str) -> str:
     if (refusal := why_url_is_refused(value)) is not None:
         raise ValueError(refusal)
@@ -44,9 +37,6 @@ def _on_this_machine(value: str) -> str:
 OutputPath = Annotated[SingleLine, AfterValidator(_on_this_machine)]
 """A folder for output: a path, not a URL."""
 SlurmTime = Annotated[str, BeforeValidator(_time_text)]
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 """`module:name` of a user's object. Only ranks import it, because their Python finds the module."""
@@ -59,3 +49,32 @@ class Section(BaseModel):
     """A part of the config: no unknown names, no silent conversion, no change after reading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
+
+
+AnySection = type[BaseModel] | type[PlainSection]
+
+
+def is_section(annotation: Any) -> typing.TypeGuard[AnySection]:
+    """Return whether an annotation is the class of a section, with or without pydantic."""
+    return isinstance(annotation, type) and issubclass(annotation, (BaseModel, PlainSection))
+
+
+def section_fields(section: AnySection) -> Mapping[str, FieldInfo]:
+    """Return the settings of a section by name."""
+    if issubclass(section, BaseModel):
+        return section.model_fields
+    hints = typing.get_type_hints(section, include_extras=True)
+    found = {}
+    for field in dataclasses.fields(section):  # type: ignore[arg-type]  # each is a dataclass
+        info = FieldInfo.from_annotation(hints[field.name])
+        if field.default_factory is not dataclasses.MISSING:
+            info.default_factory = field.default_factory
+        else:
+            info.default = field.default
+        found[field.name] = info
+    return found
+
+
+def section_json_schema(section: AnySection) -> dict[str, Any]:
+    """Return the JSON schema of a section."""
+    return section.model_json_schema() if issubclass(section, BaseModel) else TypeAdapter(section).json_schema()

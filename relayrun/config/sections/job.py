@@ -8,78 +8,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from relayrun.config.sections.base import (
-    NAME_PATTERN,
-    NonNegative,
-    NonNegativeFloat,
-    Positive,
-    Section,
-    SingleLine,
-    SlurmTime,
-)
+from relayrun.config.sections.base import NAME_PATTERN, Section, SlurmTime
 from relayrun.config.sections.job_script import ContainerSection, SbatchOptions
-
-
-class NodeHealthLimits(Section):
-    """Limits of `chain.node_health`. A violation is recorded with both figures."""
-
-    memory_gb: Literal["auto"] | NonNegativeFloat = "auto"
-    """Minimum free memory of a node, in 10^9 bytes; nodes with less are excluded. `auto`: the median that a node's
-    ranks have used in this run; nodes with less than half of it are excluded."""
-    shm_gb: NonNegativeFloat = 0.05
-    """Minimum free room in /dev/shm, in 10^9 bytes."""
-    tmp_gb: NonNegativeFloat = 0.5
-    """Minimum free room in the folder for temporary files (TMPDIR), in 10^9 bytes."""
-    clock_seconds: Annotated[float, Field(gt=0)] = 1.0
-    """Maximum difference of a node's clock from the median of all, in seconds."""
-    open_files: NonNegative = 1024
-    """Minimum number of files that a process may open: the hard limit."""
-    slower: Annotated[float, Field(gt=1)] = 1.5
-    """Maximum time of a matrix product, or of an exchange with the neighbours, as a multiple of the run's median."""
-    command_seconds: Annotated[float, Field(gt=0, le=40)] = 20.0
-    """Time limit of node_health_command, in seconds."""
-
-
-class ChainSection(Section):
-    """Sequence of the run's jobs."""
-
-    auto_requeue: bool = False
-    """Queue a successor behind every job until the run is done. Costs node hours unattended: off by default."""
-    mode: Literal["singleton", "requeue"] = "singleton"
-    """`singleton`: a successor is queued behind every job. `requeue`: a job queues itself again, under the same id."""
-    fallback_job: bool = True
-    """On Slurm, with auto_requeue: keep one small job queued (`...-fallback` in squeue), which starts only after a job
-    of the chain fails, and then queues the next one or records why not. It needs one CPU for seconds."""
-    max_failed_attempts: Positive = 3
-    """Consecutive attempts without a new durable iteration, after which the chain stops."""
-    recovery: Literal["job", "node"] = "job"
-    """Restart after the death of a rank. `job`: the next job of the chain. `node`: the ranks, inside the same job, by
-    an agent on each node. A failure that agents cannot repair ends the attempt as with `job`."""
-    max_failed_rounds: Positive = 5
-    """With `recovery: node`, consecutive restarts of the ranks without a later state to resume from, after which the
-    attempt ends."""
-    node_health: Literal["off", "warn", "exclude"] = "warn"
-    """With `recovery: node`, check each node before its ranks start and between restarts. `warn`: exclude a node on
-    which ranks cannot train, report lesser defects. `exclude`: also exclude a node that is slow or short of a resource,
-    if another node can replace it."""
-    node_health_limits: NodeHealthLimits = NodeHealthLimits()
-    node_health_command: list[SingleLine] = []
-    """A site's own check of a node (program and arguments, no shell), before the first ranks on each node. Exit status
-    0: the node is healthy."""
-    lead: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
-    """Grace period: seconds before the job's end at which rank 0 saves and the ranks exit. `auto`: min(600, a quarter
-    of the limit) for the first attempt, later the measured time of steps and saves."""
-    lead_floor: Positive = 30
-    """Minimum of the measured grace period in seconds (at most half the time limit)."""
-    signal_lead: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
-    """Seconds before the end at which Slurm sends SIGUSR2, the backstop; `auto`: 60 less than the lead, or half."""
-    hang_timeout: Positive = 300
-    """Seconds without progress after which the ranks are ended; ten usual steps if that is longer. With `recovery:
-    node` steps, saves and reads have limits of their own, never shorter than 60 s or this (docs/hangs.md)."""
-    start_timeout: Positive = 1800
-    """Seconds without progress before the first step (imports, set-up, loading) after which the ranks are ended."""
-    triggers_group: str | None = None
-    """Name or number of the group that may touch triggers; default: the group of the run directory."""
+from relayrun.config.sections.plain import NonNegative, Positive, SingleLine
 
 
 class TrackingSection(Section):

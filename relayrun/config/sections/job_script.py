@@ -10,7 +10,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from relayrun.config.sections.base import Section, SingleLine, one_line
+from relayrun.config.sections.base import Section
+from relayrun.config.sections.plain import SingleLine, one_line
 from relayrun.errors import ConfigError
 
 Mount = Annotated[SingleLine, Field(pattern=r"^/[^,:]*(:/[^,:]*(:(ro|rw))?)?$")]

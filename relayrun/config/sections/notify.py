@@ -7,7 +7,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from relayrun.config.sections.base import NAME_PATTERN, NonNegative, Positive, Section, SingleLine
+from relayrun.config.sections.base import NAME_PATTERN, Section
+from relayrun.config.sections.plain import NonNegative, Positive, SingleLine
 
 Event = Literal["stopped", "failed", "hang", "stalled", "anomaly", "disk", "node", "done", "evaluation"]
 EVENTS: tuple[Event, ...] = ("stopped", "failed", "hang", "stalled", "anomaly", "disk", "node", "done", "evaluation")

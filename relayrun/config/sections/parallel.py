@@ -6,7 +6,8 @@ from typing import Self
 
 from pydantic import model_validator
 
-from relayrun.config.sections.base import NonNegative, Positive, Section
+from relayrun.config.sections.base import Section
+from relayrun.config.sections.plain import NonNegative, Positive
 
 
 class ParallelSection(Section):

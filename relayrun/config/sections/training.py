@@ -16,7 +16,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from relayrun.config.sections.base import ImportPath, NonNegative, Positive, Section
+from relayrun.config.sections.base import ImportPath, Section
+from relayrun.config.sections.plain import NonNegative, Positive
 from relayrun.errors import ConfigError
 
 

@@ -29,7 +29,7 @@ from relayrun.control.agent.restart import foreign_restart_of, ranks_gone_line
 from relayrun.control.agent.step_per_node import NODE_VARIABLE
 from relayrun.control.job_log import AgentLog, log_node_line
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.control.rundir.node_health import HealthPlan
+from relayrun.control.rundir.node_health import NodeChecks
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
@@ -89,7 +89,7 @@ def _in_one_step(run: Run, plan: Plan, attempt: Attempt, begin: AttemptStart) ->
         ranks_per_node=plan.ntasks_per_node,
         links=links,
         say=words,
-        max_failed_rounds=plan.max_failed_rounds,
+        chain=plan.chain,
         health=job_health_of(run, plan, attempt, say=words),
         between=foreign_restart_of(run, plan, attempt, begin, say=words),
     )
@@ -172,9 +172,9 @@ def _make_agent(
         keep_address="MASTER_ADDR" in plan.environment,
         handed_on={*FORWARDED_SIGNALS, *trainer.asked_by},
         leave_signals=leave,
-        health=HealthPlan.looked_for(plan.node_health),
+        health=None if plan.chain.node_health == "off" else NodeChecks.of_plan(plan),
         last_words=None if forked else ranks_gone_line,
-        import_seconds=plan.start_timeout / 2,  # before the supervisor takes it for a hang of nobody in particular
+        import_seconds=plan.chain.start_timeout / 2,  # before the supervisor takes it for a hang of no known rank
         say=words,
     )
 

@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
+from relayrun.config.sections.chain import ChainSection
 from relayrun.control.agent import hang_detection
 from relayrun.control.agent.health import JobHealth
 from relayrun.control.agent.job_nodes import AGENT_BEAT_SECONDS, SILENT_BEATS, AgentContacts, NodeRanks
@@ -69,7 +70,7 @@ class Coordinator:
         names: of the nodes, as far as they are known before their agents say hello.
         links: to the agents, by node number; filled by who accepts their connections, before their `hello`.
         say: writes a line into the job's log.
-        max_failed_rounds: after so many in a row without a new durable iteration the attempt ends.
+        chain: the settings of the run's jobs.
         health: what is known of the nodes; None: nothing is looked for.
         between: the records and files of a foreign program; None: the ranks write them themselves.
     """
@@ -86,7 +87,7 @@ class Coordinator:
         names: Mapping[int, str] | None = None,
         links: dict[int, MessageSocket],
         say: Callable[[str], None],
-        max_failed_rounds: int,
+        chain: ChainSection,
         health: JobHealth | None = None,
         between: ForeignRestart | None = None,
     ) -> None:
@@ -99,7 +100,7 @@ class Coordinator:
         self._heard = AgentContacts(names or {})
         self.code: int | None = None
         """The exit code of the attempt, when all agents have been told to leave."""
-        self._ranks_per_node, self._max_failed_rounds = ranks_per_node, max_failed_rounds
+        self._ranks_per_node, self._chain = ranks_per_node, chain
         self._base = ResumePoint(iteration=begin.base_iteration, path=begin.base_path)
         self._phase: Literal["gathering", "measuring", "running", "ending", "recording", "leaving"] = "gathering"
         self._current = CurrentRestart(base=self._base.iteration)
@@ -428,7 +429,7 @@ class Coordinator:
                 name=self._name,
                 ranks_per_node=self._ranks_per_node,
                 asked=self._asked,
-                max_failed_rounds=self._max_failed_rounds,
+                chain=self._chain,
                 between=self._between,
             )
         except (OSError, RelayrunError) as error:

@@ -31,7 +31,7 @@ from relayrun.control.agent.node_facts import NodeFacts, TimedProgram
 from relayrun.control.agent.node_findings import MEMORY_OF_RANKS
 from relayrun.control.rundir import node_health
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.control.rundir.node_health import HealthFinding, HealthPlan, NodeHistory
+from relayrun.control.rundir.node_health import HealthFinding, NodeChecks, NodeHistory
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 
@@ -156,8 +156,8 @@ class LocalNodeHealth:
         aside: where programs and file systems are waited for.
     """
 
-    def __init__(self, plan: HealthPlan, arguments: list[str], attempt: Path, *, aside: BackgroundWork) -> None:
-        self._plan, self._arguments, self._attempt, self._aside = plan, arguments, attempt, aside
+    def __init__(self, checks: NodeChecks, arguments: list[str], attempt: Path, *, aside: BackgroundWork) -> None:
+        self._checks, self._arguments, self._attempt, self._aside = checks, arguments, attempt, aside
         self._running = False
         """Whether a program is waited for; and which it is, when it has been started."""
         self._program: TimedProgram | None = None
@@ -175,7 +175,7 @@ class LocalNodeHealth:
         """Look at all, and call `then` with it."""
         command = [sys.executable, "-P", "-m", "relayrun.control.agent.node_facts", *self._arguments]
         self._found, self._then = _facts_of_answer, then
-        self._begin(command, FACTS_SECONDS + self._plan.command_seconds * bool(self._plan.command))
+        self._begin(command, FACTS_SECONDS + self._checks.limits.command_seconds * bool(self._checks.command))
 
     def ranks_start(self) -> None:
         """Ranks are about to take memory."""
@@ -188,9 +188,9 @@ class LocalNodeHealth:
 
     def ranks_end(self) -> None:
         """Ranks are being ended: GPUs can be asked meanwhile."""
-        if self._plan.gpus and self._plan.gpu_program and not self._running and not self._unknown:
+        if self._checks.gpus and self._checks.gpu_program and not self._running and not self._unknown:
             self._found, self._early = node_facts.gpu_facts, {}
-            self._begin(self._plan.gpu_program, BETWEEN_SECONDS)
+            self._begin(self._checks.gpu_program, BETWEEN_SECONDS)
 
     def look_between(self, then: Callable[[NodeFacts], None], *, copies: Path | None) -> None:
         """No rank is left: look at what takes milliseconds, and call `then` with it when GPUs have answered, too.
@@ -265,7 +265,7 @@ PROBE_SECONDS = 60.0
 
 def job_health_of(run: Run, plan: Plan, attempt: Attempt, *, say: Callable[[str], None]) -> JobHealth | None:
     """Return what sees to the health of this attempt's nodes; None where the plan has nobody look."""
-    looked_for = HealthPlan.looked_for(plan.node_health)
+    looked_for = NodeChecks.of_plan(plan)
     return None if looked_for is None else JobHealth(run, attempt, looked_for, say=say)
 
 
@@ -277,8 +277,8 @@ class JobHealth:
         say: writes a line into the job's log.
     """
 
-    def __init__(self, run: Run, attempt: Attempt, plan: HealthPlan, *, say: Callable[[str], None]) -> None:
-        self._run, self._attempt, self._plan, self._say = run, attempt, plan, say
+    def __init__(self, run: Run, attempt: Attempt, checks: NodeChecks, *, say: Callable[[str], None]) -> None:
+        self._run, self._attempt, self._checks, self._say = run, attempt, checks, say
         self._history = NodeHistory.of(run)
         self._clocks = ClockOffsets()
         self._facts: dict[int, Mapping[str, Any]] = {}
@@ -340,17 +340,17 @@ class JobHealth:
         offsets = self._clocks.offsets()
         for node, name in names.items():
             if (facts := self._facts.pop(node, None)) is not None:
-                found += node_findings.findings_of_facts(name, facts, self._plan, self._history)
+                found += node_findings.findings_of_facts(name, facts, self._checks, self._history)
                 if node in offsets:
-                    found += node_findings.findings_of_clock(name, *offsets[node], self._plan)
+                    found += node_findings.findings_of_clock(name, *offsets[node], self._checks)
             if (probe := self._probes.pop(node, None)) is not None:
-                found += node_findings.findings_of_probe(name, probe, self._plan, self._history)
+                found += node_findings.findings_of_probe(name, probe, self._checks, self._history)
                 values = {key: float(probe[key]) for key in node_findings.MEASUREMENTS if probe.get(key) is not None}
                 if values:
                     self._remember(name, str(probe.get("on", "")), **values)
         now = time.time()
         found = [replace(each, round=ended_round, time=now) for each in found]
-        found, sick = node_findings.judge_findings(found, nodes=len(names), mode=self._plan.mode)
+        found, sick = node_findings.judge_findings(found, nodes=len(names), mode=self._checks.mode)
         actions = node_findings.decide_actions(sick, left=places.left, fitting=places.fitting)
         for each in found:
             chosen = sick.get(each.node) is each

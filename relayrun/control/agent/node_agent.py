@@ -36,7 +36,7 @@ from relayrun.control.agent.node_facts import NodeFacts
 from relayrun.control.agent.rank_server import RankServerProcess
 from relayrun.control.rundir import restarts
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.control.rundir.node_health import HealthPlan
+from relayrun.control.rundir.node_health import NodeChecks
 from relayrun.control.rundir.records import RankFailure
 from relayrun.control.scheduler import tasks
 from relayrun.control.scheduler.tasks import free_port
@@ -116,7 +116,7 @@ class NodeAgent:
         keep_address: bool = False,
         handed_on: Collection[signal.Signals] = FORWARDED_SIGNALS,
         leave_signals: Collection[signal.Signals] = (signal.SIGUSR2, signal.SIGTERM),
-        health: HealthPlan | None = None,
+        health: NodeChecks | None = None,
         last_words: Callable[[int], str] | None = None,
         import_seconds: float = math.inf,
         say: Callable[[str], None],

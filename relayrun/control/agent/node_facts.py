@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from relayrun.control.agent.memory_copies import SHARED_MEMORY
-from relayrun.control.rundir.node_health import HealthPlan
+from relayrun.control.rundir.node_health import NodeChecks
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.tasks import die_with_parent
@@ -216,14 +216,14 @@ def wait_for_command_facts(program: TimedProgram) -> NodeFacts:
     return {"command": {"code": code, "words": _shortened(output)}}
 
 
-def gather_facts(health: HealthPlan, attempt: Path) -> NodeFacts:
+def gather_facts(checks: NodeChecks, attempt: Path) -> NodeFacts:
     """All that is known of this node before its first ranks."""
     began = time.monotonic()
     programs = []
-    if health.gpus and health.gpu_program:
-        programs.append((wait_for_gpu_facts, TimedProgram(health.gpu_program, GPU_SECONDS)))
-    if health.command:
-        programs.append((wait_for_command_facts, TimedProgram(health.command, health.command_seconds)))
+    if checks.gpus and checks.gpu_program:
+        programs.append((wait_for_gpu_facts, TimedProgram(checks.gpu_program, GPU_SECONDS)))
+    if checks.command:
+        programs.append((wait_for_command_facts, TimedProgram(checks.command, checks.limits.command_seconds)))
     found = quick_facts(attempt)
     for answer, program in programs:
         found |= answer(program)
@@ -244,8 +244,8 @@ def main() -> int:
     parser.add_argument("--attempt", type=int, required=True)
     options = parser.parse_args()
     run = Run(options.run_dir.absolute())
-    health = HealthPlan.of(Plan.load(run).node_health)
-    print(json.dumps(gather_facts(health, run.attempt(options.attempt).path)))
+    checks = NodeChecks.of_plan(Plan.load(run))
+    print(json.dumps(gather_facts(checks, run.attempt(options.attempt).path)))
     return 0
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from relayrun.control.rundir.node_health import HealthAction, HealthFinding, HealthPlan, NodeHistory
+from relayrun.control.rundir.node_health import HealthAction, HealthFinding, NodeChecks, NodeHistory
 
 SLOWDOWN_REASONS = {
     0x8: "by hardware",
@@ -28,33 +28,36 @@ FEW_NODES = 2
 
 
 def findings_of_facts(
-    node: str, facts: Mapping[str, Any], health: HealthPlan, history: NodeHistory
+    node: str, facts: Mapping[str, Any], checks: NodeChecks, history: NodeHistory
 ) -> Iterator[HealthFinding]:
     """What is wrong with a node by its own words (`agent.node_facts`)."""
     if "answer" in facts:
         yield HealthFinding(node=node, check="answer", value=0, limit=1, hard=False, words=str(facts["answer"]))
-    yield from _memory_findings(node, facts, health, history)
+    yield from _memory_findings(node, facts, checks, history)
     unwritable: Mapping[str, str] = facts.get("unwritable") or {}
     for check, why in unwritable.items():
         yield HealthFinding(node=node, check=check, value=0, limit=1, hard=True, words=f"cannot be written: {why}")
-    for check, limit, what in (("shm", health.shm, "/dev/shm"), ("tmp", health.tmp, "the folder for temporary files")):
+    for check, limit, what in (
+        ("shm", checks.limits.shm_gb * 1e9, "/dev/shm"),
+        ("tmp", checks.limits.tmp_gb * 1e9, "the folder for temporary files"),
+    ):
         room = facts.get(check)
         if room is not None and room < limit and check not in unwritable:
             words = f"{_gb(room)} GB are free in {what}, {_gb(limit)} GB wanted"
             yield HealthFinding(node=node, check=check, value=room, limit=limit, hard=False, words=words)
     files = facts.get("open_files")
-    if files is not None and files < health.open_files:
-        words = f"a process may open {files} files, {health.open_files} wanted (`ulimit -Hn`)"
+    if files is not None and files < checks.limits.open_files:
+        words = f"a process may open {files} files, {checks.limits.open_files} wanted (`ulimit -Hn`)"
         yield HealthFinding(
-            node=node, check="open_files", value=files, limit=health.open_files, hard=False, words=words
+            node=node, check="open_files", value=files, limit=checks.limits.open_files, hard=False, words=words
         )
     if "gpus" in facts:
-        yield from _gpu_findings(node, facts, health.gpus)
+        yield from _gpu_findings(node, facts, checks.gpus)
     elif facts.get("gpu_error"):
         words = f"its GPUs are not known: {facts['gpu_error']}"
-        yield HealthFinding(node=node, check="gpus", value=0, limit=health.gpus, hard=False, words=words)
+        yield HealthFinding(node=node, check="gpus", value=0, limit=checks.gpus, hard=False, words=words)
     if (own := facts.get("command")) is not None and own["code"] != 0:
-        words = f"the site's own check ({health.command[0]}): {own['words'] or 'no words'}"
+        words = f"the site's own check ({checks.command[0]}): {own['words'] or 'no words'}"
         words += "" if own["code"] is None else f" (exit status {own['code']})"
         value = -1 if own["code"] is None else own["code"]
         hard = own["code"] is not None  # one that does not answer says nothing of the node
@@ -62,17 +65,18 @@ def findings_of_facts(
 
 
 def _memory_findings(
-    node: str, facts: Mapping[str, Any], health: HealthPlan, history: NodeHistory
+    node: str, facts: Mapping[str, Any], checks: NodeChecks, history: NodeHistory
 ) -> Iterator[HealthFinding]:
     free = facts.get("memory")
     taken = history.median(MEMORY_OF_RANKS)
-    limit = health.memory if health.memory is not None else taken
+    wanted = None if checks.limits.memory_gb == "auto" else checks.limits.memory_gb * 1e9
+    limit = taken if wanted is None else wanted
     if free is None or limit is None or free >= limit:
         return
     words = f"{_gb(free)} GB of memory are free, " + (
-        f"{_gb(limit)} GB wanted" if health.memory is not None else f"and ranks of this run took {_gb(limit)} GB before"
+        f"{_gb(limit)} GB wanted" if wanted is not None else f"and ranks of this run took {_gb(limit)} GB before"
     )
-    hard = health.memory is not None or free < limit / 2
+    hard = wanted is not None or free < limit / 2
     yield HealthFinding(node=node, check="memory", value=free, limit=limit, hard=hard, words=words)
 
 
@@ -104,35 +108,35 @@ def _gpu_findings(node: str, facts: Mapping[str, Any], wanted: int) -> Iterator[
         yield HealthFinding(node=node, check="gpu_xid", value=len(xids), limit=0, hard=False, words=words)
 
 
-def findings_of_clock(node: str, offset: float, uncertainty: float, health: HealthPlan) -> Iterator[HealthFinding]:
+def findings_of_clock(node: str, offset: float, uncertainty: float, checks: NodeChecks) -> Iterator[HealthFinding]:
     """Whether a node's clock is certainly beyond the limit. Seconds against the median of all nodes."""
-    if abs(offset) - uncertainty > health.clock_seconds:
+    if abs(offset) - uncertainty > checks.limits.clock_seconds:
         words = f"its clock is {abs(offset):.3g} s {'ahead' if offset > 0 else 'behind'} (± {uncertainty:.2g} s), "
-        words += f"{health.clock_seconds:g} s allowed"
+        words += f"{checks.limits.clock_seconds:g} s allowed"
         yield HealthFinding(
-            node=node, check="clock", value=abs(offset), limit=health.clock_seconds, hard=False, words=words
+            node=node, check="clock", value=abs(offset), limit=checks.limits.clock_seconds, hard=False, words=words
         )
 
 
 def findings_of_probe(
-    node: str, probe: Mapping[str, Any], health: HealthPlan, history: NodeHistory
+    node: str, probe: Mapping[str, Any], checks: NodeChecks, history: NodeHistory
 ) -> Iterator[HealthFinding]:
     """What is wrong with a node by what was measured on it (`train.node_benchmark`)."""
     if (error := probe.get("error")) is not None:
         words = f"it could not be measured: {error}"
         yield HealthFinding(node=node, check="answer", value=0, limit=1, hard=False, words=words)
-    if (devices := probe.get("devices")) is not None and devices < health.gpus:
-        words = f"torch sees {devices} GPUs, and the job asks for {health.gpus}"
-        yield HealthFinding(node=node, check="gpus", value=devices, limit=health.gpus, hard=True, words=words)
+    if (devices := probe.get("devices")) is not None and devices < checks.gpus:
+        words = f"torch sees {devices} GPUs, and the job asks for {checks.gpus}"
+        yield HealthFinding(node=node, check="gpus", value=devices, limit=checks.gpus, hard=True, words=words)
     if (wrong := probe.get("wrong")) is not None:
         words = f"it computes wrong numbers: {wrong}"
         yield HealthFinding(node=node, check="result", value=1, limit=0, hard=True, words=words)
     for name, what in MEASUREMENTS.items():
         usual, seconds = history.median(name, on=str(probe.get("on", ""))), probe.get(name)
-        if usual and seconds is not None and seconds > health.slower * usual:
+        if usual and seconds is not None and seconds > checks.limits.slower * usual:
             words = f"{what} takes {1000 * seconds:.3g} ms, {seconds / usual:.1f} times this run's median of "
-            words += f"{1000 * usual:.3g} ms ({health.slower:g} times allowed)"
-            limit = health.slower * usual
+            words += f"{1000 * usual:.3g} ms ({checks.limits.slower:g} times allowed)"
+            limit = checks.limits.slower * usual
             yield HealthFinding(node=node, check=name, value=seconds, limit=limit, hard=False, words=words)
 
 

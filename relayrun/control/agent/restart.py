@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from relayrun.config.sections.chain import ChainSection
 from relayrun.control.agent.job_nodes import AGENT_BEAT_SECONDS, NodeRanks
 from relayrun.control.agent.memory_copies import NodeMemoryCopy, newest_complete_copy
 from relayrun.control.agent.messages import Message
@@ -231,7 +232,7 @@ class CurrentRestart:
         why_none: str,
         fewer: int,
         asked: str,
-        max_failed_rounds: int,
+        chain: ChainSection,
         complete: bool,
     ) -> FailedRestart:
         """The record of this round, which has failed, and whether another one begins.
@@ -257,7 +258,7 @@ class CurrentRestart:
             asked=asked or ("the stop file" if attempt.stop.exists() else "") or terminated,
             lost=why_none,
             earlier=restarts.read_failed_restarts(attempt),
-            max_failed_rounds=max_failed_rounds,
+            chain=chain,
             complete=complete,
         )
         reason = why_no_restart(facts)
@@ -341,7 +342,7 @@ def conclude_restart(
     name: Callable[[int], str],
     ranks_per_node: int,
     asked: str,
-    max_failed_rounds: int,
+    chain: ChainSection,
     between: ForeignRestart | None,
 ) -> RestartConclusion:
     """Judge the round, put it on record, and make the records ready for another one. Raises OSError and RelayrunError.
@@ -370,7 +371,7 @@ def conclude_restart(
         why_none="" if following else places.why_none(", ".join(name(node) for node in gone if node not in taken)),
         fewer=len(following) if len(following) < len(places.nodes) else 0,
         asked=asked,
-        max_failed_rounds=max_failed_rounds,
+        chain=chain,
         complete=between is not None and between.complete(base),
     )
     restarts.record_failed_restart(attempt, failed)

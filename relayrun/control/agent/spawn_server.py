@@ -20,7 +20,6 @@ from pathlib import Path
 
 from relayrun.control.agent.messages import Message
 from relayrun.control.agent.rank_server import RANK_SIGNALS, RankServer, StartedProcess
-from relayrun.control.rundir.node_health import HealthPlan
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
@@ -46,18 +45,17 @@ class SpawnServer(RankServer):
         return self._measure(order) if order["kind"] == "probe" else self._start(order)
 
     def _measure(self, order: Message) -> StartedProcess | None:
-        health = HealthPlan.of(self._plan.node_health)
         where = [f"--{name}={order[name]}" for name in ("place", "nodes", "address", "port")]
-        where += [f"--gpus={health.gpus}", f"--socket={self.agent.fileno()}"]
+        where += [f"--gpus={self._plan.gpus_per_node}", f"--socket={self.agent.fileno()}"]
         try:
             process = subprocess.Popen(
-                [*health.probe_program, *where],
+                [*self._plan.probe_program, *where],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[self.agent.fileno()],
                 preexec_fn=partial(die_with_parent, signal.SIGKILL),
             )
         except OSError as error:
-            self.agent.send("probed", error=f"{health.probe_program[0]}: {error.strerror}")
+            self.agent.send("probed", error=f"{self._plan.probe_program[0]}: {error.strerror}")
             self.agent.send("probe ended", code=NOT_FOUND)
             return None
         return StartedProcess(process.pid, process.wait)

@@ -117,7 +117,7 @@ def main() -> int:
         ranks_per_node=plan.ntasks_per_node,
         links=links,
         say=partial(log_node_line, name),
-        max_failed_rounds=plan.max_failed_rounds,
+        chain=plan.chain,
         health=job_health_of(run, plan, attempt, say=partial(log_node_line, name)),
         between=foreign_restart_of(run, plan, attempt, begin, say=partial(log_node_line, name)),
     )

@@ -163,7 +163,7 @@ def attempt_log(attempt: Attempt) -> str:
 def first_failure_log(plan: Plan, attempt: Attempt) -> str:
     """Return the log used to find the first failure, without srun's lines about agents, which all exit together."""
     log = attempt_log(attempt)
-    return log if plan.recovery == "job" else excluded_nodes.without_task_ends(log)
+    return log if plan.chain.recovery == "job" else excluded_nodes.without_task_ends(log)
 
 
 def fatal_reason(

@@ -37,7 +37,7 @@ def job_script(plan: Plan, run: Run) -> str:
         # which asks the ranks to save; Slurm may send it up to 60 s early.
         "signal": f"B:USR2@{plan.signal_lead}",
         # Slurm requeues it after the loss of its node; `begin` forbids that once a successor is queued
-        "requeue" if plan.auto_requeue else "no-requeue": None,
+        "requeue" if plan.chain.auto_requeue else "no-requeue": None,
         **({"no-kill": None} if plan.outlives_nodes else {}),  # the loss of a node does not end the job
     }
     variables = {
@@ -45,7 +45,7 @@ def job_script(plan: Plan, run: Run) -> str:
         "RELAYRUN_ROOT": plan.package_root,
         "RELAYRUN_HOST_PYTHON": plan.host_python,
         "RELAYRUN_JOB_NAME": plan.job_name,
-        "RELAYRUN_AUTO_REQUEUE": "true" if plan.auto_requeue else "false",
+        "RELAYRUN_AUTO_REQUEUE": "true" if plan.chain.auto_requeue else "false",
         "RELAYRUN_MAX_FAILED_BEGINS": str(MAX_FAILED_BEGINS),
         "RELAYRUN_BEGIN_BACKOFF": str(BEGIN_BACKOFF),
         "RELAYRUN_LOG_FOLDER": plan.log_folder,
@@ -245,7 +245,7 @@ def export_lines(variables: Mapping[str, str]) -> list[str]:
 
 def rank_program(plan: Plan, command: Sequence[str], *, where: Sequence[str]) -> list[str]:
     """Return what the job starts: a rank's `command`, or the agent of a node with `where`, its run and attempt."""
-    if plan.recovery == "job":
+    if plan.chain.recovery == "job":
         return list(command)
     # the working folder may hold another relayrun; a foreign program would inherit PYTHONSAFEPATH
     safe = [] if plan.trainer == "native" else ["-P"]

@@ -135,7 +135,7 @@ def continue_chain(
     """
     if (stopped := read_job_stop(scheduler.query(own))) is not None:
         return stopped
-    if plan.mode == "requeue":
+    if plan.chain.mode == "requeue":
         cancelled = end_by_cancelled_successor(attempt, scheduler)  # another job may replace this one
         if cancelled is None:
             requeue_job(run, plan, scheduler, attempt, own=own, delay=delay)
@@ -204,7 +204,7 @@ def _replacement_of(plan: Plan, scheduler: Scheduler, attempt: Attempt, own: str
     """Return the job that already replaces `own`; in mode `requeue` any pending job does."""
     if attempt.replaced_by.exists():
         return attempt.replaced_by.read_text()
-    found = pending_jobs(plan, scheduler, own=own) if plan.mode == "requeue" else []
+    found = pending_jobs(plan, scheduler, own=own) if plan.chain.mode == "requeue" else []
     return found[0].id if found else None
 
 

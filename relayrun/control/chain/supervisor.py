@@ -109,7 +109,7 @@ def _decide_and_open(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) ->
             predecessor_cancelled=cancelled,
             verdict=verdict,
             failed_attempts=count_failed_attempts(run, plan),
-            max_failed_attempts=plan.max_failed_attempts,
+            chain=plan.chain,
         )
     )
     if decision.chain_end is not None:
@@ -125,7 +125,7 @@ def _decide_and_open(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) ->
     if chain_state.is_taken_over_meanwhile(run, job_id):  # without begin.json its attempt owns nothing
         attempt.begin.unlink()
         return EXIT_CHAIN_ENDS
-    chained = plan.auto_requeue and plan.mode == "singleton"
+    chained = plan.chain.auto_requeue and plan.chain.mode == "singleton"
     followed = chained and _queue_successor(run, plan, scheduler, attempt, job_id, options)
     # a job that outlives a node must stay requeueable: after a loss Slurm may refuse changes of it
     _settle(scheduler, job, followed=followed and not plan.outlives_nodes)
@@ -152,7 +152,7 @@ def end_attempt(run: Run, number: int, exit_code: int) -> int:
         log_line(f"attempt {number} has been overtaken; its end changes nothing")
         return 0
     patience = CONTROLLER_PATIENCE
-    if plan.mode == "requeue" and started.job_end_time is not None:  # no other program would requeue this job
+    if plan.chain.mode == "requeue" and started.job_end_time is not None:  # no other program would requeue this job
         patience = max(patience, started.job_end_time - time.time())
     scheduler = scheduler_for_plan(plan, run, patience=patience)
     own = scheduler.current_job_id()
@@ -356,8 +356,7 @@ def _close(
         total_steps=plan.total_steps,
         stop_after=plan.stop_after,
         failed_attempts=count_failed_attempts(run, plan) - 1,  # without this attempt, which counts until it has an end
-        max_failed_attempts=plan.max_failed_attempts,
-        auto_requeue=plan.auto_requeue,
+        chain=plan.chain,
         reservation=reservation,
     )
     decision = decisions.decide_at_end(facts)

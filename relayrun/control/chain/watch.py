@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from relayrun.config.sections.chain import ChainSection
 from relayrun.control.chain import campaign, evaluation_jobs, excluded_nodes, failure_reason, jobs
 from relayrun.control.chain.background import CheckpointCopier, NoticeSender
 from relayrun.control.chain.quota import QuotaMonitor
@@ -137,7 +138,7 @@ class Watch:
             self.scheduler.signal_ranks(self.scheduler.current_job_id(), number)
 
         follow = partial(self._trainer.follow, signal_ranks=signal_ranks)
-        if self.plan.recovery == "node" and self.plan.trainer != "native":
+        if self.plan.chain.recovery == "node" and self.plan.trainer != "native":
             return RestartObserver(self.attempt, self.begin, follow=follow)
         return follow(self.begin)
 
@@ -177,8 +178,8 @@ class Watch:
             self._seen, self._changed = beats, time.monotonic()
             return
         still = time.monotonic() - self._changed
-        limit = stall_limit(beats, hang_timeout=self.plan.hang_timeout, start_timeout=self.plan.start_timeout)
-        limit += AGENTS_FIRST_SECONDS if self.plan.recovery == "node" else 0.0
+        limit = stall_limit(beats, self.plan.chain)
+        limit += AGENTS_FIRST_SECONDS if self.plan.chain.recovery == "node" else 0.0
         if still > limit and (self._writable() or still > UNWRITABLE_FACTOR * limit):
             self._end_hang(beats, still)
 
@@ -203,7 +204,7 @@ class Watch:
         """End ranks that recorded an outcome and do not exit; the outcome holds."""
         now = time.monotonic()
         self._left = self._left or now
-        if now - self._left > max(self.plan.hang_timeout, LEAVE_SECONDS):
+        if now - self._left > max(self.plan.chain.hang_timeout, LEAVE_SECONDS):
             log_line(f"the ranks left {now - self._left:.0f} s ago and are still there; ending them")
             self._end_step()
 
@@ -236,7 +237,7 @@ class Watch:
                 hang.write(self.attempt.hang)
             except OSError as error:  # the log has its words
                 log_line(f"{self.attempt.hang.name} not written: {error}")
-        if self.plan.recovery == "node" and self.attempt.hang.exists():
+        if self.plan.chain.recovery == "node" and self.attempt.hang.exists():
             self._handed_over = time.monotonic()
         else:
             self._end_step()
@@ -254,9 +255,9 @@ class Watch:
 
     def _guard(self, batch_pid: int) -> None:
         """Start the guard of a job without successor, after the ranks, whose place in the job it could take."""
-        if self._guarded or not self._seen or not self.plan.auto_requeue:
+        if self._guarded or not self._seen or not self.plan.chain.auto_requeue:
             return
-        if self.plan.mode == "singleton" and not self.attempt.retry_successor.exists():
+        if self.plan.chain.mode == "singleton" and not self.attempt.retry_successor.exists():
             return
         root = Path(self.plan.package_root)
         start = ["env", f"PYTHONPATH={root}", "bash", str(root / "launchers/lib/rank.sh"), self.plan.host_python]
@@ -311,12 +312,12 @@ class Watch:
             self.scheduler.confirm_begin(job, followed=not self.plan.outlives_nodes, log=failure_reason.stderr_file())
 
 
-def stall_limit(beats: Sequence[Heartbeat], *, hang_timeout: float, start_timeout: float) -> float:
+def stall_limit(beats: Sequence[Heartbeat], chain: ChainSection) -> float:
     """Return the seconds without a change after which an attempt with these heartbeats hangs."""
     rare = longest_heartbeat_interval(beats)
     if not beats or all(beat.phase == "start" for beat in beats):
-        return max(start_timeout, hang_timeout) + rare
-    return max([hang_timeout, *(USUAL_STEPS * beat.usual for beat in beats)]) + rare
+        return max(chain.start_timeout, chain.hang_timeout) + rare
+    return max([chain.hang_timeout, *(USUAL_STEPS * beat.usual for beat in beats)]) + rare
 
 
 def is_process_alive(pid: int) -> bool:
@@ -354,7 +355,7 @@ def _guard_job(run: Run, number: int, batch_pid: int) -> int:
     deadline = time.monotonic() + patience
     while not attempt.end.exists() and not (beside and not is_process_alive(batch_pid)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    if attempt.end.exists() or (plan.mode == "singleton" and not attempt.retry_successor.exists()):
+    if attempt.end.exists() or (plan.chain.mode == "singleton" and not attempt.retry_successor.exists()):
         return 0  # the batch script closed the attempt, or a successor is queued
     begin = attempt.read_begin()
     if not killed and scheduler.cancelled(own, nodes=begin.nodes if begin else ""):

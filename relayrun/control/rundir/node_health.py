@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from relayrun.config.sections.chain import NodeHealthLimits
 from relayrun.control.rundir.attempt import Attempt
+from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import Record
 from relayrun.control.rundir.run import Run
 from relayrun.files import append_line, read_lines, read_lines_backwards
@@ -26,39 +28,34 @@ from relayrun.files import append_line, read_lines, read_lines_backwards
 if TYPE_CHECKING:  # newer than the oldest Python of a batch script
     from typing import Self
 
-HealthMode = Literal["off", "warn", "exclude"]
 HealthAction = Literal["warned", "left out", "ended"]
 HISTORY_LINES = 1000
 """Number of newest lines of the history that count."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class HealthPlan(Record):
-    """`node_health` in plan.json: the checks and their limits. Sizes are in bytes."""
+class NodeChecks:
+    """The checks of a node, and what they need to know of the run."""
 
-    mode: HealthMode = "off"
-    memory: float | None = None
-    """Free memory that a node must have; None: the memory that the ranks of a node have used before."""
-    shm: float = 0.0
-    tmp: float = 0.0
-    clock_seconds: float = 1.0
-    open_files: int = 0
-    slower: float = 1.5
-    """Maximum ratio of a measurement to the run's median."""
+    mode: Literal["off", "warn", "exclude"] = "warn"
+    limits: NodeHealthLimits = field(default_factory=NodeHealthLimits)
     command: list[str] = field(default_factory=list)
     """A site's own check of a node; exit status 0: healthy."""
-    command_seconds: float = 30.0
     gpus: int = 0
     gpu_program: list[str] = field(default_factory=list)
-    """Prints the GPU state from NVIDIA's library; see `relayrun.train.gpu_health`."""
     probe_program: list[str] = field(default_factory=list)
-    """Measures a node without a fork server; see `relayrun.train.node_benchmark`."""
 
     @classmethod
-    def looked_for(cls, entry: Mapping[str, Any]) -> Self | None:
-        """Return `node_health` of a plan; None if the mode is off."""
-        found = cls.of(entry)
-        return None if found.mode == "off" else found
+    def of_plan(cls, plan: Plan) -> Self:
+        """Return the checks of a run's nodes."""
+        return cls(
+            mode=plan.chain.node_health,
+            limits=plan.chain.node_health_limits,
+            command=plan.chain.node_health_command,
+            gpus=plan.gpus_per_node,
+            gpu_program=plan.gpu_program,
+            probe_program=plan.probe_program,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

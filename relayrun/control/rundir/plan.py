@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from relayrun import __version__, places
+from relayrun.config.sections.chain import ChainSection
+from relayrun.config.sections.plain import read_section
 from relayrun.control.rundir.records import Record, foreign_owner
 from relayrun.control.rundir.run import PLAN_NAME, Run
 from relayrun.errors import RunDirError
 from relayrun.files import read_json
 
-PLAN_FORMAT = 2
+PLAN_FORMAT = 3
 """Format number of the run directory; `Plan.migrate` converts an older one, and a newer one is refused."""
 
 
@@ -40,20 +42,15 @@ class Plan(Record):
     """User id of the submitter, whose jobs alone continue the run; None: not recorded. In a plan.json that another user
     owns it is that user, whatever the file says."""
 
-    auto_requeue: bool
-    mode: Literal["singleton", "requeue"]
-    """`singleton`: a successor is queued behind each job; `requeue`: the same job is queued again."""
-    fallback_job: bool = False
-    """A small job waits behind the chain's newest job, in case that job fails without recording it."""
-    max_failed_attempts: int
-    recovery: Literal["job", "node"] = "job"
-    """Reaction to the death of a rank: the next job, or a restart of the ranks inside the job; see
-    `relayrun.control.agent`."""
-    max_failed_rounds: int = 5
+    chain: ChainSection
+    """The config's own section. What its `auto` means for this run stands below."""
     fork_server: list[str] = field(default_factory=list)
     """The program that an agent executes to fork ranks; empty without agents."""
-    node_health: dict[str, Any] = field(default_factory=dict)
-    """Checks of each node; see `rundir.node_health.HealthPlan`. Empty: none."""
+    gpus_per_node: int = 0
+    gpu_program: list[str] = field(default_factory=list)
+    """Prints the GPU state from NVIDIA's library; see `relayrun.train.gpu_health`."""
+    probe_program: list[str] = field(default_factory=list)
+    """Measures a node without a fork server; see `relayrun.train.node_benchmark`."""
     time_limit: int
     """Seconds."""
     lead: float
@@ -63,11 +60,6 @@ class Plan(Record):
     """Bounds of the measured grace period; equal if it is fixed."""
     signal_lead: int
     """Seconds before the end of the job at which the scheduler sends SIGUSR2 to the batch script."""
-
-    hang_timeout: float
-    """Minimum seconds without progress that count as a hang; ten usual steps if that is longer."""
-    start_timeout: float
-    """The limit before the first step of an attempt: imports, set-up, loading."""
 
     nodes: int
     """Nodes whose ranks train."""
@@ -110,6 +102,11 @@ class Plan(Record):
     """Iterations between saves; None if only the program knows it."""
 
     @classmethod
+    def of(cls, value: Mapping[str, Any]) -> Plan:
+        """Make the plan from a JSON object. Raises ValueError for a setting of another type or outside its limits."""
+        return super().of({**value, "chain": read_section(ChainSection, value["chain"], "chain")})
+
+    @classmethod
     def load(cls, run: Run) -> Plan:
         """Read the plan of a run. Raises RunDirError if there is none, or if its format is newer."""
         found = read_plan_format(run)
@@ -125,14 +122,20 @@ class Plan(Record):
             entry["owner"] = owner
         try:
             return cls.of(entry | {"format": number})
-        except (ValueError, TypeError) as error:
-            raise RunDirError(f"unreadable record: {error}", where=run.plan) from None
+        except (ValueError, TypeError, KeyError) as error:
+            words = f"it has no {error.args[0]}" if isinstance(error, KeyError) else error
+            raise RunDirError(f"unreadable record: {words}", where=run.plan) from None
 
     def migrate(self, run: Run) -> Plan:
         """Convert the run directory of a chain that goes on to this version's format; return its plan."""
         plan = replace(self, format=PLAN_FORMAT)
         plan.write(run.plan)
         return plan
+
+    @property
+    def fallback_job(self) -> bool:
+        """True if a small job waits behind the chain's newest job, in case that job fails without recording it."""
+        return self.chain.fallback_job and self.chain.auto_requeue and self.scheduler == "slurm"
 
     @property
     def fallback_job_name(self) -> str:

@@ -169,7 +169,7 @@ class LocalScheduler(Scheduler):
 
     def rank_launch(self, plan: Plan, job: Job, *, leave_signal: signal.Signals | None) -> RankLaunch:
         del leave_signal  # the batch script sends it
-        tasks = plan.nodes if plan.recovery == "node" else plan.ntasks
+        tasks = plan.nodes if plan.chain.recovery == "node" else plan.ntasks
         options = [f"--ntasks={tasks}", f"--pid-file={self._starter_pid}", "--"]
         # it picks a free port
         return RankLaunch(command=[plan.host_python, "-m", "relayrun.control.scheduler.tasks", *options])
@@ -333,7 +333,7 @@ class LocalScheduler(Scheduler):
 
     def _goes_on(self) -> bool:
         """Return whether a job whose batch script was killed, and could not do anything itself, needs a successor."""
-        return self._run.plan.exists() and Plan.load(self._run).auto_requeue and not is_stopped(self._run)
+        return self._run.plan.exists() and Plan.load(self._run).chain.auto_requeue and not is_stopped(self._run)
 
     def _again(self, job: LocalJob) -> LocalJob:
         """Requeue a job whose supervisor failed, later each time, unless another job waits (Slurm: again.sh)."""

@@ -163,11 +163,11 @@ class Slurm(SlurmCommands, Scheduler):
     def adopt(self, job: Job, plan: Plan) -> None:
         if job.name != plan.job_name:  # from here on the job is a singleton of its chain
             self.update_job(job.id, f"JobName={plan.job_name}")
-        if plan.auto_requeue != job.requeue:  # Slurm requeues a job that loses its node, until a successor is queued
+        if plan.chain.auto_requeue != job.requeue:  # so that Slurm requeues a job that loses its node
             try:
-                self.update_job(job.id, f"Requeue={int(plan.auto_requeue)}")
+                self.update_job(job.id, f"Requeue={int(plan.chain.auto_requeue)}")
             except SchedulerError:  # a site may forbid it; only the mode `requeue` needs it
-                if plan.mode == "requeue":
+                if plan.chain.mode == "requeue":
                     raise
 
     def confirm_begin(self, job: Job, *, followed: bool, log: str | None) -> None:
@@ -267,7 +267,7 @@ class Slurm(SlurmCommands, Scheduler):
         if plan.outlives_nodes:
             command = self.agent_command(plan, nodes=1, cpus_per_task=cpus)
             command.insert(1, "--overlap")  # else a step waits until another step ends
-        elif plan.recovery == "node":
+        elif plan.chain.recovery == "node":
             command = self.agent_command(plan, nodes=job.num_nodes, cpus_per_task=cpus)
         else:
             command = self.every_task_command(plan, nodes=job.num_nodes, cpus_per_task=cpus)

@@ -20,12 +20,13 @@ import pyarrow.compute as pc
 from pydantic import Field, ValidationError, model_validator
 
 from relayrun.config.sections import conditions
-from relayrun.config.sections.base import Positive, Section
+from relayrun.config.sections.base import Section
 from relayrun.config.sections.data import DataSource, StreamSection
+from relayrun.config.sections.plain import Positive
 from relayrun.errors import ConfigError, InputError
+from relayrun.tokens.order.prefetcher import Prefetcher
 from relayrun.tokens.readers.columns import open_parquet
 from relayrun.tokens.stores.urls import printable
-from relayrun.tokens.streams.blocks import Prefetcher
 from relayrun.tokens.streams.files import find_text_files
 from relayrun.tokens.streams.fragments import Fragment, FragmentOrder
 from relayrun.tokens.streams.row_filters import arrow_expression

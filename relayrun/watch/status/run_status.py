@@ -151,8 +151,8 @@ def _read_run_status(records: RunRecords, cache: FolderCache | None) -> RunStatu
     stuck = any(job.state == RESERVATION_GONE for job in queue.jobs)  # needs `relayrun cancel` first
     return RunStatus(
         **vars(records.summary(cache)),
-        mode=plan.mode,
-        auto_requeue=plan.auto_requeue,
+        mode=plan.chain.mode,
+        auto_requeue=plan.chain.auto_requeue,
         jobs=queue.jobs,
         fallback_jobs=queue.fallback_jobs,
         scheduler_error=f"the scheduler did not answer: {queue.error}" if queue.error else queue.hidden,
@@ -177,7 +177,7 @@ def _read_run_status(records: RunRecords, cache: FolderCache | None) -> RunStatu
         failed_saves=len(failures),
         last_failed_save=f"iteration {failures[-1]['iteration']}: {failures[-1]['error']}" if failures else None,
         failed_attempts=count_failed_attempts(run, plan) - (1 if records.running else 0),
-        max_failed_attempts=plan.max_failed_attempts,
+        max_failed_attempts=plan.chain.max_failed_attempts,
         strikes=counts,
         excluded=excluded,
         used_again=_used_again(excluded, strikes, begin),

@@ -232,7 +232,7 @@ def _chain_state(
 ) -> ChainState:
     """`last_end`: the end of the newest attempt, if it has ended."""
     at_work = [job for job in queue.jobs if not job.waits]
-    if plan.mode == "singleton" and last_end is not None:  # the batch script of a COMPLETING job has ended
+    if plan.chain.mode == "singleton" and last_end is not None:  # the batch script of a COMPLETING job has ended
         at_work = [job for job in at_work if job.state != "COMPLETING"]
     if at_work:
         return "running"
@@ -246,7 +246,7 @@ def _chain_state(
         not job_history.never_starts(queue.reasons.get(job.id)) for job in queue.fallback_jobs
     ):  # it waits for resources
         return "queued"
-    planned = not plan.auto_requeue and last_end is not None and last_end.cause in PLANNED_CAUSES
+    planned = not plan.chain.auto_requeue and last_end is not None and last_end.cause in PLANNED_CAUSES
     newest = last_end is not None and last_end.attempt > plan.submitted_after_attempt
     if (planned and newest) or _submit_under_way(run):
         return "idle"
