@@ -418,7 +418,7 @@ class Turn:
 
 
 def seconds_to(run: Run, iteration: int) -> float:
-    """Wall time of a run of one job without rounds, from the begin of its first step to the end of this one."""
+    """Wall time of a run of one job without restarts, from the begin of its first step to the end of this one."""
     times = {line["iteration"]: float(line["time"]) for line in read_lines(run.attempt(1).metrics) if "loss" in line}
     return times[iteration] - random_kills.measure_timeline(run).began
 
@@ -429,11 +429,11 @@ def _print_run(name: str, shown: KillReport, figures: dict[str, Any]) -> None:
         f"{figures['undisturbed_seconds']:.1f} s undisturbed: effective training time "
         f"{figures['effective_training_time']:.1%}; {figures['counted_share']:.1%} of its time in steps that count\n"
         f"  {figures['kills']} kills, {figures['stops']} stops, {figures['nodes_lost']} nodes lost and "
-        f"{figures['hosts_lost']} batch hosts, {figures['rounds']} rounds, from "
-        f"{figures['rounds_from']}, {figures['steps_lost']} of {figures['steps']} steps lost, "
+        f"{figures['hosts_lost']} batch hosts, {figures['restarts']} restarts, from "
+        f"{figures['restarts_from']}, {figures['steps_lost']} of {figures['steps']} steps lost, "
         f"{figures['jobs']} job{'s' * (figures['jobs'] > 1)}"
     )
-    for phase, values in figures["round_seconds"].items():
+    for phase, values in figures["restart_seconds"].items():
         print(f"  {phase:8} median {values['median']:.2f} s, p95 {values['p95']:.2f} s")
     for what, lines in shown.faults.items():
         print(f"  {what}: {lines[0] if lines else 'the same as undisturbed'}")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Seconds from a SIGKILL of a rank to the next step of all ranks: our rounds, and those who restart ranks elsewhere.
+"""Seconds from a SIGKILL of a rank to the next step of all ranks: our restarts, and those who restart ranks elsewhere.
 
     pip install --target X --no-deps nvidia-resiliency-ext==0.4.1
     PYTHONPATH=X TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 python benchmarks/recovery.py
@@ -13,7 +13,7 @@ One toy (`_recovery_toy.py`: two ranks over gloo, steps of 50 ms, a checkpoint e
 | torchrun | its elastic agent starts all ranks anew |
 | ft_launcher | the launcher of nvidia-resiliency-ext, likewise |
 | in_process | nvidia-resiliency-ext inside the process: the ranks that live go on without the dead one |
-| command | our rounds with trainer `command` |
+| command | our restarts with trainer `command` |
 
 and our own trainer, a tiny Llama of megatron-core with the same steps, whose ranks are forked: `native_disk`, and
 `native_memory` with copies in memory. The launchers take turns, each with some kills; rank 1 is killed, at a random
@@ -161,7 +161,7 @@ def toy(side: str, folder: Path, last: int = LAST) -> Toy:
                 "checkpoint": {"pattern": "step-{iteration}.pt"},
                 "steps": last,
             },
-            "chain": {"recovery": "node", "max_failed_rounds": 1000},
+            "chain": {"recovery": "node", "max_failed_restarts": 1000},
             "job": {"time": "30", "ntasks_per_node": RANKS},
             "cluster": {"name": "local", "scheduler": "local"},
         }
@@ -192,7 +192,7 @@ class Native:
             "data": {"max_epochs": LAST},
             "checkpoint": {"interval": 5, "async_save": False, "memory_interval": int(memory)},
             "parallel": {"use_distributed_optimizer": True},
-            "chain": {"recovery": "node", "max_failed_rounds": 1000, "auto_requeue": False},
+            "chain": {"recovery": "node", "max_failed_restarts": 1000, "auto_requeue": False},
             "job": {"time": "30", "ntasks_per_node": RANKS},
             "cluster": {"python": sys.executable},
         }
@@ -204,7 +204,7 @@ class Native:
         self._sections, self._workspace = sections, workspace
 
     def wait_for_steps(self, count: int) -> None:
-        """Until rank 0 has done so many since the newest round began."""
+        """Until rank 0 has done so many since the newest restart began."""
         attempt = self.run.attempt(1)
 
         def done() -> bool:

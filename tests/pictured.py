@@ -176,7 +176,7 @@ def _loses_a_node(run: Run, clock: _Clock, *, durable: int) -> None:
 def _starts_a_rank_again(run: Run, clock: _Clock, *, at: int, back: int) -> None:
     clock.at += 12
     failed = FailedRestart(
-        round=1,
+        restart=1,
         time=T + clock.at,
         rank=41,
         node="nid001023",
@@ -190,7 +190,7 @@ def _starts_a_rank_again(run: Run, clock: _Clock, *, at: int, back: int) -> None
         seconds={"end": 3.1, "records": 0.2, "fork": 1.0, "groups": 4.8, "load": 9.2, "step": 61.0, "all": 79.3},
     )
     restarts.record_failed_restart(run.attempt(3), failed)
-    append_line(run.attempt(3).metrics, {"iteration": back, "round": 2})
+    append_line(run.attempt(3).metrics, {"iteration": back, "restart": 2})
     clock.at += 20
 
 

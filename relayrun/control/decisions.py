@@ -6,7 +6,7 @@ and a cancelled job stop it at once. Exit codes decide nothing: only the outcome
 checkpoints count.
 
 For the ranks inside a job the same rule holds one scale smaller: a restart that brings no later state counts as
-failed, and after `max_failed_rounds` in a row the attempt ends. An error that would repeat ends it at once.
+failed, and after `max_failed_restarts` in a row the attempt ends. An error that would repeat ends it at once.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ class Death:
 
 @dataclass(frozen=True, kw_only=True)
 class RestartFacts:
-    """What is known of a round that has failed, when none of its ranks lives any more."""
+    """What is known of a restart that has failed, when none of its ranks lives any more."""
 
     death: Death
     """Who failed first."""
     iteration: int
     """The newest one on record."""
     next_iteration: int
-    """From which another round would start."""
+    """From which another restart would start."""
     base_iteration: int
-    """From which the round started."""
+    """From which the restart started."""
     left: bool
     """Rank 0 has said how it leaves."""
     asked: str
@@ -81,14 +81,14 @@ class RestartFacts:
     lost: str
     """What is gone and cannot be replaced, in words: a node, where no spare one is left; empty where nothing is."""
     earlier: Sequence[FailedRestart]
-    """The failed rounds of this attempt before this one, oldest first."""
+    """The failed restarts of this attempt before this one, oldest first."""
     chain: ChainSection
     complete: bool = False
     """Nothing is left to train behind what is saved."""
 
 
 def why_no_restart(facts: RestartFacts) -> str | None:
-    """Why the attempt ends with this round, in words; None where the ranks are to be started again."""
+    """Why the attempt ends with this restart, in words; None where the ranks are to be started again."""
     if facts.left:
         return "rank 0 had said how it leaves"
     if facts.complete:
@@ -107,13 +107,13 @@ def why_no_restart(facts: RestartFacts) -> str | None:
     if facts.next_iteration > facts.base_iteration:
         return None
     failed = 1 + failed_restarts_in_a_row(facts.earlier)
-    if failed >= facts.chain.max_failed_rounds:
-        return f"{failed} round{'s' if failed > 1 else ''} in a row without a later state to start from"
+    if failed >= facts.chain.max_failed_restarts:
+        return f"{failed} restart{'s' if failed > 1 else ''} in a row without a later state to start from"
     return None
 
 
 def failed_restarts_in_a_row(earlier: Sequence[FailedRestart]) -> int:
-    """How many of the newest rounds brought no later state to start from."""
+    """How many of the newest restarts brought no later state to start from."""
     return sum(1 for _ in takewhile(lambda known: known.next_iteration <= known.base_iteration, reversed(earlier)))
 
 

@@ -187,10 +187,10 @@ class KillReport:
             "stops": kinds["stop"],
             "nodes_lost": kinds["node"],
             "hosts_lost": kinds["host"],
-            "rounds": len(self.failed) + len(self.jobs),
-            "rounds_from": dict(Counter(failed.source for failed in self.failed if failed.again)),
-            "most_steps_lost_in_a_round": max((failed.steps_lost for failed in self.failed), default=0),
-            "round_seconds": {
+            "restarts": len(self.failed) + len(self.jobs),
+            "restarts_from": dict(Counter(failed.source for failed in self.failed if failed.again)),
+            "most_steps_lost_in_a_restart": max((failed.steps_lost for failed in self.failed), default=0),
+            "restart_seconds": {
                 name: _spread([failed.seconds[name] for failed in self.failed if name in failed.seconds])
                 for name in names
             },
@@ -217,7 +217,7 @@ class KillReport:
                 found.setdefault(kind, []).append((max(0.0, hit[0].time - event.time), hit[0]))
         return {
             kind: {
-                "rounds": len(hits),
+                "restarts": len(hits),
                 "noticed": _spread([seconds for seconds, _ in hits]),
                 "next_step": _spread([one.seconds["all"] for _, one in hits if "all" in one.seconds]),
                 "most_steps_lost": max(one.steps_lost for _, one in hits),
@@ -240,7 +240,7 @@ class KillReport:
         if noticed != lost + hosts:
             found.append(f"{lost + hosts} nodes were lost, and {noticed} are on record")
         if not lost + hosts <= len(self.failed) <= len(self.events):
-            found.append(f"{len(self.events)} faults, and {len(self.failed)} failed rounds")
+            found.append(f"{len(self.events)} faults, and {len(self.failed)} failed restarts")
         interval = max(self.memory_intervals, default=0)
         for failed in self.failed if interval else ():
             most = interval * MAX_INTERVALS_LOST.get(failed.source, 0)

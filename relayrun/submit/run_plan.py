@@ -165,7 +165,9 @@ def _mounts(config: CommonConfig, run: Run) -> list[str]:
     """Folders that a container must show besides relayrun's code and the run's directory."""
     found = [config.megatron_lm.dir] if isinstance(config, MegatronConfig) else []
     if config.chain.recovery == "node" and config.trainer != "native":
-        found.append(str(log_folder(run)))  # the coordinator sees there that nothing of a round is on its way any more
+        found.append(
+            str(log_folder(run))
+        )  # the coordinator sees there that a restart has written all
     return found
 
 

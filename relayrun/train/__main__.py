@@ -73,7 +73,7 @@ def main(flag: SignalFlag) -> int:
     parser = argparse.ArgumentParser(prog="python -m relayrun.train", description="Train one attempt on this rank.")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--attempt", type=int, required=True)
-    parser.add_argument("--base-iteration", type=int, help="of a later round, which starts from another checkpoint")
+    parser.add_argument("--base-iteration", type=int, help="of a later restart, which starts from another checkpoint")
     parser.add_argument("--base-path", help="the folder of that checkpoint; none: the beginning")
     arguments = parser.parse_args()
     began = time.time()

@@ -461,7 +461,7 @@ def train_attempt(
         )
         source = training.source if training.source in restarts.STATE_SOURCES else "disk"
         liveness.tell_agent("started", **asdict(times), source=source, iteration=training.position.iteration)
-        if not run.attempt(begin.attempt).started.exists():  # rounds.jsonl has the times of later restarts
+        if not run.attempt(begin.attempt).started.exists():  # restarts.jsonl has the times of later restarts
             record_start(run.attempt(begin.attempt), times)
     training.hooks.at_start(training.position.iteration, training.position.consumed_samples)
     outcome = training.run()

@@ -209,7 +209,7 @@ FAULTS = (
         function="why_no_restart",
         old="if failed >= facts.max_failed_rounds:",
         new="if failed > facts.max_failed_rounds:",
-        tests=("test_rounds_in_a_row_without_progress_end_the_attempt",),
+        tests=("test_restarts_in_a_row_without_progress_end_the_attempt",),
     ),
     Fault(
         name="restarts without progress are not counted",
@@ -217,7 +217,7 @@ FAULTS = (
         function="failed_restarts_in_a_row",
         old="known.next_iteration <= known.base_iteration",
         new="known.next_iteration < known.base_iteration",
-        tests=("test_rounds_in_a_row_without_progress_end_the_attempt",),
+        tests=("test_restarts_in_a_row_without_progress_end_the_attempt",),
     ),
     Fault(
         name="ports tell two failures apart",

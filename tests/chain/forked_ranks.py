@@ -3,10 +3,10 @@
 The stand-in keeps the contract of the training program: it counts steps from its base, commits an empty folder every
 SAVE steps and at the end, and leaves at a stop file, a signal or its deadline.
 
-FAULT is `ROUND:RANK:ITERATION:WHAT`: in that round that rank meets WHAT when all stand at that iteration, and the
+FAULT is `ROUND:RANK:ITERATION:WHAT`: in that restart that rank meets WHAT when all stand at that iteration, and the
 others wait there as in a collective. WHAT is a signal's name, `exit3`, `server` (the fork server is killed), `told`
 (all wait: somebody else acts), or else the words of an error. `worker+WHAT` forks a process first that lives on, as one
-that reads data may; `worker-NUMBER-RANK` has its id. Round 0 is every round. `imports:WORDS` has the imports
+that reads data may; `worker-NUMBER-RANK` has its id. Restart 0 is every restart. `imports:WORDS` has the imports
 fail; `imports:hang` has them last for ever.
 """
 
@@ -49,7 +49,7 @@ def rank_main(flag: SignalFlag) -> int:
     assert (os.environ["SLURM_PROCID"], os.environ["SLURM_NTASKS"]) == (str(rank), str(world))
     dump_stacks_on_request(run.stacks(options.attempt) / f"rank-{rank:04}.txt")
     base = begin.base_iteration if options.base_iteration is None else options.base_iteration
-    append_line(attempt.path / f"starts-{rank}.jsonl", {"round": number, "base": base, "pid": os.getpid()})
+    append_line(attempt.path / f"starts-{rank}.jsonl", {"restart": number, "base": base, "pid": os.getpid()})
     now = time.time()
     if rank == 0:
         liveness.tell_agent("started", process=now, imported=now, initialised=now, loaded=now)

@@ -5,7 +5,7 @@
 Each rank prints its iterations; rank 0 saves every fifth, a folder with the weights and, last, `done`. The weights are
 a number that each iteration changes, so two runs are equal bit for bit or not at all.
 
-FAULT is `ROUND:RANK:ITERATION:WHAT`: in that round, counted from 1, 0 for each, that rank meets WHAT behind that
+FAULT is `ROUND:RANK:ITERATION:WHAT`: in that restart, counted from 1, 0 for each, that rank meets WHAT behind that
 iteration. WHAT is a signal's name, `exit3`, `torn` (killed in the middle of the save), `whole` (killed right behind
 it), `held` (it stands still) or `child` (it leaves a process behind, and is killed).
 """
@@ -31,13 +31,13 @@ def main() -> int:
     parser.add_argument("--resume", type=Path)
     options = parser.parse_args()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    number, port = os.environ.get("RELAYRUN_ROUND", "1"), os.environ["MASTER_PORT"]
+    number, port = os.environ.get("RELAYRUN_RESTART", "1"), os.environ["MASTER_PORT"]
     asked: list[int] = []
     signal.signal(signal.SIGUSR2, lambda heard, _frame: asked.append(heard))
     at, weights = 0, 0.5
     if options.resume is not None:
         at, weights = int(options.resume.name.removeprefix("step-")), float((options.resume / "weights").read_text())
-    print(f"rank {rank} of {ranks} begins round {number} at {at}, port {port}, pid {os.getpid()}", flush=True)
+    print(f"rank {rank} of {ranks} begins restart {number} at {at}, port {port}, pid {os.getpid()}", flush=True)
     met = options.folder.parent / "met"
     met.mkdir(exist_ok=True)
     while at < options.last:

@@ -1,4 +1,4 @@
-"""Agents of two nodes agree on rounds over their connection, with the real fork server and a stand-in for the ranks."""
+"""Agents of two nodes agree on restarts, with the real fork server and a stand-in for the ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.history import began
 from tests.waiting import wait_for
 
 from .conftest import ROOT, MakeRun
-from .test_local_rounds import lives, make
+from .test_local_restarts import lives, make
 
 pytestmark = pytest.mark.slow  # they wait for processes
 
@@ -62,14 +62,14 @@ def test_two_nodes_start_all_ranks_again_when_one_of_them_dies(make_run: MakeRun
     assert (outcome.outcome, outcome.iteration) == ("done", 20)
     for rank in (0, 1):
         lines = list(read_lines(nodes.attempt.path / f"starts-{rank}.jsonl"))
-        assert [(line["round"], line["base"]) for line in lines] == [(1, 0), (2, 5), (3, 10)]
+        assert [(line["restart"], line["base"]) for line in lines] == [(1, 0), (2, 5), (3, 10)]
         assert len({line["pid"] for line in lines}) == 3
     found = restarts.read_failed_restarts(nodes.attempt)
     assert [(failed.culprit, failed.steps_lost) for failed in found] == [
         ("rank 1 on n1: killed by SIGKILL", 2),
         ("rank 0 on n0: OSError: away", 2),
     ]
-    assert "round 1: rank 1 on n1: killed by SIGKILL, at iteration 7; again from iteration 5" in nodes.log()
+    assert "restart 1: rank 1 on n1: killed by SIGKILL, at iteration 7; again from iteration 5" in nodes.log()
 
 
 @pytest.mark.long
@@ -138,7 +138,7 @@ class Steps:
         return (self.run.path / "log").read_text()
 
     def wait_for(self, number: int, iteration: int, *, ranks: int = 2) -> None:
-        """Until all ranks of this round stand at this iteration."""
+        """Until all ranks of this restart stand at this iteration."""
 
         def stand() -> bool:
             assert self.starter.poll() is None, self.log()
@@ -156,7 +156,7 @@ class Steps:
 
     def started(self, rank: int) -> list[tuple[int, int]]:
         lines = read_lines(self.attempt.path / f"starts-{rank}.jsonl")
-        return [(line["round"], line["base"]) for line in lines]
+        return [(line["restart"], line["base"]) for line in lines]
 
 
 SRUN = Path(__file__).with_name("stand_in_srun.sh")
@@ -215,7 +215,7 @@ def test_agents_whose_coordinator_is_gone_end_their_ranks_and_look_after_the_job
     pids = [next(read_lines(steps.attempt.path / f"starts-{rank}.jsonl"))["pid"] for rank in (0, 1)]
     steps.starter.kill()
     steps.starter.wait(300)
-    wanted = [f"--node={node} --round=1" for node in range(3)]
+    wanted = [f"--node={node} --restart=1" for node in range(3)]
     wait_for(lambda: sorted(path.name for path in steps.orphans.iterdir()) == wanted, words=steps.log)
     assert not any(lives(pid) for pid in pids)
     assert "the coordinator is gone" in (steps.attempt.agents / "n1.log").read_text()

@@ -316,7 +316,7 @@ def successor_takes_over(stage: Stage, wanted: State) -> str:
 
 
 def three_looks(stage: Stage) -> int:
-    """What the watch does in three of its rounds."""
+    """What the watch does in three of its restarts."""
     beside = Watch(stage.run, 4)
     for _ in range(3):
         beside._next_try = 0.0

@@ -82,9 +82,9 @@ def test_an_agent_that_never_comes_ends_the_attempt_with_its_name_on_record(
     assert (nodes.coordinator.code, nodes.all[0].last) == (1, {"kind": "leave", "code": 1})
     assert nodes.said == ["n1 has not said hello for 301 s; it is given up"]
     (failed,) = restarts.read_failed_restarts(nodes.attempt)
-    assert (failed.round, failed.lost, failed.again) == (0, {"n1": ""}, False)
+    assert (failed.restart, failed.lost, failed.again) == (0, {"n1": ""}, False)
     told = "n1: has not said hello for 301 s; 2 nodes are to train, and 1 are left"
-    assert failed.told == f"before the first round: {told}"
+    assert failed.told == f"before the first start: {told}"
     assert failure_reason._why_no_restart(nodes.attempt) == told
 
 
@@ -152,7 +152,7 @@ def test_without_a_spare_node_it_ends_the_attempt_with_these_words(
 
 def beat(coordinator: Coordinator, *nodes: int) -> None:
     for node in nodes:
-        coordinator.hear(node, {"kind": "beat", "round": 1, "standing": None})
+        coordinator.hear(node, {"kind": "beat", "restart": 1, "standing": None})
 
 
 def test_a_rank_that_died_before_its_node_or_another_was_lost_stays_the_first_cause(

@@ -30,7 +30,7 @@ def nodes(count: int, *kills: str, **checkpoint: Any) -> dict[str, Any]:
 
 
 def sources(run: Run) -> list[tuple[str, int, int]]:
-    """Return for each failed round where the next one had its state from, which iteration, steps computed again."""
+    """Return for each failed restart where the next one had its state from, which iteration, steps computed again."""
     return [
         (failed.source, failed.next_iteration, failed.steps_lost)
         for failed in restarts.read_failed_restarts(run.attempt(1))

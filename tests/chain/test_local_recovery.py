@@ -49,7 +49,7 @@ def with_kills(*kills: str) -> dict[str, Any]:
 def first_causes(run: Run) -> list[tuple[int, int | None, str]]:
     found = restarts.read_failed_restarts(run.attempt(1))
     assert all(failed.again for failed in found)
-    return [(failed.round, failed.rank, failed.words) for failed in found]
+    return [(failed.restart, failed.rank, failed.words) for failed in found]
 
 
 def evaluations(run: Run) -> list[tuple[int, dict[str, float]]]:
@@ -100,9 +100,9 @@ def test_a_run_whose_ranks_are_killed_equals_the_undisturbed_one(
         assert each.parts["recovery"] / MICROSECONDS_PER_SECOND == pytest.approx(way, abs=1.0)
     capsys.readouterr()
     assert main(["goodput", str(run.path)]) == 0
-    assert "by round" in capsys.readouterr().out
+    assert "by restart" in capsys.readouterr().out
     assert main(["status", str(run.path)]) == 0
-    assert "failed rounds 5; the last: round 5: rank 0 on " in " ".join(capsys.readouterr().out.split())
+    assert "failed restarts 5; the last: restart 5: rank 0 on " in " ".join(capsys.readouterr().out.split())
 
 
 def test_ranks_go_on_from_memory_and_never_from_copies_that_were_changed(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_kills_of_random_ranks_at_random_times_change_no_bit(tmp_path: Path, mem
     settings = with_kills() | {
         "checkpoint": {"interval": 4, "memory_interval": memory},
         "training": changes["training"] | {"hooks": [slow]},
-        "chain": {"recovery": "node", "max_failed_rounds": 1000},
+        "chain": {"recovery": "node", "max_failed_restarts": 1000},
     }
     config, run = workspace.config("killed", **settings), workspace.run("killed")
     killed: list[int] = []
@@ -161,7 +161,7 @@ def test_kills_of_random_ranks_at_random_times_change_no_bit(tmp_path: Path, mem
     killer.join(300)
     assert [end.cause for end in ends(run)] == ["done"], done.stderr
     found = restarts.read_failed_restarts(run.attempt(1))
-    assert 3 <= len(found) <= len(killed)  # two may die in one round
+    assert 3 <= len(found) <= len(killed)  # two may die in one restart
     assert all(failed.again for failed in found)
     if memory:  # a rank may be killed while it copies the iteration that all have done
         assert all(failed.steps_lost <= 1 for failed in found)

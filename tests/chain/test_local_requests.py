@@ -1,4 +1,4 @@
-"""What people ask of ranks beside agents, with the real training program: answered once, whatever round there is."""
+"""What people ask of ranks beside agents, with the real training program: answered once, whatever restart there is."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Chain:
         os.kill(pid, signal.SIGKILL)
 
     def newest(self) -> int:
-        """The newest iteration on record since the newest round began."""
+        """The newest iteration on record since the newest restart began."""
         return restarts.newest_recorded_iteration(self.run.attempt(1))
 
 

@@ -46,7 +46,7 @@ def agent(stage: Stage, *, attempt: int = 4, job: str = "1") -> Reached:  # noqa
     """What an agent of another node does, to its end."""
 
     def closes() -> int:
-        return failover.close_orphaned_attempt(stage.run, attempt, node=0, number_of_round=0)
+        return failover.close_orphaned_attempt(stage.run, attempt, node=0, restart_number=0)
 
     reached = run_child(closes, stage.run_path, stage.slurm, job=job)
     assert reached.code == 1, reached.output

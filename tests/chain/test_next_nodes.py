@@ -103,9 +103,9 @@ def test_a_waiting_job_may_have_the_node_again_in_whose_place_there_is_none_now(
 
 
 def lost(stage: Stage, **nodes_lost: str) -> None:  # noqa: F811
-    """The attempt's last round has lost these nodes; Slurm has not noticed yet."""
-    failed_round = FailedRestart(
-        round=1,
+    """The attempt's last restart has lost these nodes; Slurm has not noticed yet."""
+    failed_restart = FailedRestart(
+        restart=1,
         time=time.time(),
         rank=None,
         node="n3",
@@ -119,7 +119,7 @@ def lost(stage: Stage, **nodes_lost: str) -> None:  # noqa: F811
         steps_lost=1,
         lost=nodes_lost,
     )
-    restarts.record_failed_restart(stage.run.attempt(4), failed_round)
+    restarts.record_failed_restart(stage.run.attempt(4), failed_restart)
 
 
 def test_a_lost_node_takes_no_bad_ones_place_though_slurm_takes_it_to_be_up(stage: Stage) -> None:  # noqa: F811

@@ -1,4 +1,4 @@
-"""Nodes that are sick before or between rounds: real agents and fork servers, and a stand-in for the ranks.
+"""Nodes that are sick before or between restarts: real agents and fork servers, and a stand-in for the ranks.
 
 `test_losses_are_those_of_an_undisturbed_run` has the real ones.
 """
@@ -25,12 +25,12 @@ from tests.checkpoints import assert_same_bytes
 from tests.plans import plan_with
 from tests.workspace import Workspace, steps
 
-from . import test_local_command_rounds
+from . import test_local_command_restarts
 from .conftest import MakeRun
 from .test_agents import Steps
 from .test_local_chain import ends, logs, run_chain
 from .test_local_recovery import SETTINGS, STEPS
-from .test_local_rounds import make, starts
+from .test_local_restarts import make, starts
 from .test_local_training import ROOT, submit
 
 pytestmark = pytest.mark.slow  # they wait for processes
@@ -70,7 +70,7 @@ def test_a_sick_node_is_left_out_and_the_spare_one_takes_its_place(make_run: Mak
     assert sorted(measured) == ["n1", "n2"]
 
 
-def test_a_node_that_falls_ill_is_left_out_of_the_next_round(make_run: MakeRun, tmp_path: Path) -> None:
+def test_a_node_that_falls_ill_is_left_out_of_the_next_restart(make_run: MakeRun, tmp_path: Path) -> None:
     """Its limit of open files is lowered while it trains."""
     steps = Steps(make_run, "1:0:7:told", **looked_for(tmp_path, node_health="exclude", open_files=500))
     steps.wait_for(1, 7)
@@ -81,7 +81,7 @@ def test_a_node_that_falls_ill_is_left_out_of_the_next_round(make_run: MakeRun, 
     (failed,) = restarts.read_failed_restarts(steps.attempt)
     assert (failed.culprit, failed.lost) == ("rank 0 on n0: killed by SIGKILL", {"n1": "n2"})
     (found,) = node_health.read_findings(steps.attempt)
-    assert (found.node, found.check, found.value, found.limit, found.round) == ("n1", "open_files", 200, 500, 1)
+    assert (found.node, found.check, found.value, found.limit, found.restart) == ("n1", "open_files", 200, 500, 1)
     assert found.action == "left out"
     taken = [line["ranks_memory"] for line in read_lines(steps.run.node_health) if "ranks_memory" in line]
     assert all(size > 0 for size in taken)
@@ -113,7 +113,7 @@ def test_what_is_less_is_told_and_ends_nothing_where_nobody_takes_the_place(make
     (record,) = ends(run)
     assert record.cause == "done", logs(run)
     found = node_health.read_findings(run.attempt(1))
-    assert [(each.check, each.action, each.round) for each in found] == [("tmp", "warned", 0), ("tmp", "warned", 1)]
+    assert [(each.check, each.action, each.restart) for each in found] == [("tmp", "warned", 0), ("tmp", "warned", 1)]
     assert excluded_nodes.read_node_failures(run) == []
 
 
@@ -152,11 +152,11 @@ def test_losses_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
 def test_a_program_of_ones_own_begins_on_nodes_that_were_measured_or_could_not_be(
     make_run: MakeRun, program: list[str]
 ) -> None:
-    run, plan = test_local_command_rounds.make(make_run, node_health="warn", probe_program=program)
+    run, plan = test_local_command_restarts.make(make_run, node_health="warn", probe_program=program)
     run_chain(run, plan)
     (record,) = ends(run)
     assert record.cause == "done", logs(run)
-    test_local_command_rounds.assert_undisturbed(run)
+    test_local_command_restarts.assert_undisturbed(run)
     lines = [line for line in read_lines(run.node_health) if "matmul" in line]
     words = [(each.check, each.words, each.action) for each in node_health.read_findings(run.attempt(1))]
     if program == ["/no/such"]:

@@ -94,7 +94,7 @@ def close(monkeypatch: pytest.MonkeyPatch, run: Run, cluster: Cluster, *, node: 
     monkeypatch.setattr(module, "scheduler_for_plan", lambda *_, **__: cast(Scheduler, cluster))
     monkeypatch.setattr(module.time, "sleep", cluster.sleep)
     monkeypatch.setattr(supervisor, "end_attempt", end)
-    return module.close_orphaned_attempt(run, 1, node=node, number_of_round=0)
+    return module.close_orphaned_attempt(run, 1, node=node, restart_number=0)
 
 
 ENDED = {
@@ -179,7 +179,7 @@ module.time.sleep = appear
 module.become_orphaned_program([str(program), "orphaned"], {str(ROOT)!r}, node=2, number=3, log=Path("/dev/full/x"))
 """
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "program")], check=True, cwd=ROOT, timeout=300)
-    assert (tmp_path / "said").read_text() == "orphaned --node=2 --round=3\n"
+    assert (tmp_path / "said").read_text() == "orphaned --node=2 --restart=3\n"
 
 
 @pytest.mark.parametrize("say", [log_line, partial(job_log.log_node_line, "n0")], ids=["supervisor", "coordinator"])

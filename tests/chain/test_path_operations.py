@@ -19,7 +19,7 @@ from relayrun.lab import random_kills
 from tests.waiting import wait_for
 from tests.workspace import Workspace, ends
 
-from .test_local_rounds import parent
+from .test_local_restarts import parent
 from .test_local_training import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]

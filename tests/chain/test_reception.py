@@ -142,15 +142,15 @@ def test_a_hello_that_is_none_is_refused(desk: Desk, changes: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("words", "wrong"),
     [
-        ({"kind": "dead", "round": 1, "rank": 2, "code": 1, "error": ""}, "dead without told"),
-        ({"kind": "dead", "round": 1, "rank": None, "code": 1, "error": "", "told": False}, "dead with rank None"),
-        ({"kind": "ended", "round": 1, "port": 1, "facts": {}}, "ended without memory"),
-        ({"kind": "ended", "round": 1, "port": 1, "facts": {}, "memory": [[1, 2]]}, "ended with memory [[1, 2]]"),
-        ({"kind": "ended", "round": 1, "port": 0.5, "facts": {}, "memory": []}, "ended with port 0.5"),
-        ({"kind": "beat", "round": 1, "standing": [[1]]}, "beat with standing [[1]]"),
-        ({"kind": "beat", "round": 1, "standing": 7}, "beat with standing 7"),
-        ({"kind": "stepped", "round": 1}, "stepped without time"),
-        ({"kind": "started", "round": 1, "process": 1.0, "initialised": 1.0}, "started without loaded"),
+        ({"kind": "dead", "restart": 1, "rank": 2, "code": 1, "error": ""}, "dead without told"),
+        ({"kind": "dead", "restart": 1, "rank": None, "code": 1, "error": "", "told": False}, "dead with rank None"),
+        ({"kind": "ended", "restart": 1, "port": 1, "facts": {}}, "ended without memory"),
+        ({"kind": "ended", "restart": 1, "port": 1, "facts": {}, "memory": [[1, 2]]}, "ended with memory [[1, 2]]"),
+        ({"kind": "ended", "restart": 1, "port": 0.5, "facts": {}, "memory": []}, "ended with port 0.5"),
+        ({"kind": "beat", "restart": 1, "standing": [[1]]}, "beat with standing [[1]]"),
+        ({"kind": "beat", "restart": 1, "standing": 7}, "beat with standing 7"),
+        ({"kind": "stepped", "restart": 1}, "stepped without time"),
+        ({"kind": "started", "restart": 1, "process": 1.0, "initialised": 1.0}, "started without loaded"),
         ({"kind": "health"}, "health without facts"),
         ({"kind": "clock", "sent": "x", "here": 1.0}, "clock with sent 'x'"),
     ],
@@ -181,9 +181,9 @@ def test_words_that_are_no_message_end_their_connection_alone(desk: Desk, words:
 
 def test_every_message_of_a_real_agent_is_understood() -> None:
     messages: list[dict[str, Any]] = [
-        {"kind": "ended", "round": 1, "port": 1, "facts": {}, "memory": [(1, 7, "hash", False)]},
-        {"kind": "beat", "round": 0, "standing": None},
-        {"kind": "beat", "round": 1, "standing": [(1, 9, "forward", 7, 61.0, 60.0, "")]},
+        {"kind": "ended", "restart": 1, "port": 1, "facts": {}, "memory": [(1, 7, "hash", False)]},
+        {"kind": "beat", "restart": 0, "standing": None},
+        {"kind": "beat", "restart": 1, "standing": [(1, 9, "forward", 7, 61.0, 60.0, "")]},
         {"kind": "asked", "why": "SIGTERM"},
         {"kind": "unheard of"},
     ]

@@ -14,7 +14,7 @@ from relayrun.train.hooks import Hook, HookContext, Step
 
 
 class FlipsABit(Hook):
-    """A resume, or a later round, that is not exact: afterwards one bit of one moment of Adam is another."""
+    """A resume, or a later restart, that is not exact: afterwards one bit of one moment of Adam is another."""
 
     def setup(self, context: HookContext) -> None:
         self._optimizer = context.optimizer
@@ -31,7 +31,7 @@ class FlipsABit(Hook):
 
 
 class LeavesItsJob(Hook):
-    """Rounds that are of no use: the ranks leave their job, as if it were over, and the next one goes on."""
+    """Restarts that are of no use: the ranks leave their job, as if it were over, and the next one goes on."""
 
     def setup(self, context: HookContext) -> None:
         self._leaves = context.attempt == 1 and context.config.chain.recovery == "node"

@@ -17,7 +17,7 @@ def resumed(**changes: Any) -> dict[str, Any]:
     return {"resumed_at": 8, "iterations": 16, "equal": True, "differed_before": None, "difference": None} | changes
 
 
-def failed_round(**changes: Any) -> dict[str, Any]:
+def failed_restart(**changes: Any) -> dict[str, Any]:
     return {
         "words": "killed by SIGKILL",
         "again": True,
@@ -44,7 +44,7 @@ PARTS: dict[str, dict[str, Any]] = {
             "attempts": 1,
             "kills": 2,
             "ranks": 4,
-            "rounds": [failed_round(), failed_round(steps_lost=0, seconds={"end": 0.1, "all": 5.0})],
+            "restarts": [failed_restart(), failed_restart(steps_lost=0, seconds={"end": 0.1, "all": 5.0})],
         },
         "bits": {"iterations": 24, "equal": True, "difference": None},
     },
@@ -94,7 +94,7 @@ def test_where_all_is_well_nothing_fails() -> None:
     assert row(table, "a save of 17.3 GB holds up").value == "0.5 s, 1.43 x the copy (0.35 s)"
     assert [row.verdict for row in table if row.part == "resume"] == ["met"] * 3 + [""] * 3
     assert [row.value for row in table if row.part == "recovery"] == [
-        "1 attempt of 4 ranks, 2 new rounds",
+        "1 attempt of 4 ranks, 2 new restarts",
         "memory, memory; 1, 0 steps lost",
         "bit for bit",
         "median 4.5 s, largest 5 s",
@@ -128,28 +128,28 @@ def test_a_mode_that_was_not_measured_fails_if_it_is_the_promised_one() -> None:
         assert report.check_exit_code(report.check_rows(result(resume=figures))) == code
 
 
-KILLED = failed_round(steps_lost=0)
+KILLED = failed_restart(steps_lost=0)
 
 
 @pytest.mark.parametrize(
     ("job", "missed"),
     [
-        ({"attempts": 2}, {"2 attempts of 4 ranks, 2 new rounds (killed by SIGKILL)"}),
-        ({"rounds": [KILLED]}, {"1 attempt of 4 ranks, 1 new round (killed by SIGKILL)"}),
-        ({"rounds": []}, {"1 attempt of 4 ranks, 0 new rounds", ""}),
+        ({"attempts": 2}, {"2 attempts of 4 ranks, 2 new restarts (killed by SIGKILL)"}),
+        ({"restarts": [KILLED]}, {"1 attempt of 4 ranks, 1 new restart (killed by SIGKILL)"}),
+        ({"restarts": []}, {"1 attempt of 4 ranks, 0 new restarts", ""}),
         (
-            {"rounds": [KILLED, failed_round(words="OutOfMemoryError: CUDA out of memory"), KILLED]},
-            {"1 attempt of 4 ranks, 3 new rounds (killed by SIGKILL; OutOfMemoryError: CUDA out of memory)"},
+            {"restarts": [KILLED, failed_restart(words="OutOfMemoryError: CUDA out of memory"), KILLED]},
+            {"1 attempt of 4 ranks, 3 new restarts (killed by SIGKILL; OutOfMemoryError: CUDA out of memory)"},
         ),
         (
-            {"rounds": [KILLED, failed_round(again=False, seconds={"end": 0.1})]},
-            {"1 attempt of 4 ranks, 1 new round (killed by SIGKILL)"},
+            {"restarts": [KILLED, failed_restart(again=False, seconds={"end": 0.1})]},
+            {"1 attempt of 4 ranks, 1 new restart (killed by SIGKILL)"},
         ),
-        ({"rounds": [KILLED, failed_round(source="disk")]}, {"memory, disk; 0, 1 steps lost"}),
-        ({"rounds": [KILLED, failed_round(steps_lost=2)]}, {"memory, memory; 0, 2 steps lost"}),
+        ({"restarts": [KILLED, failed_restart(source="disk")]}, {"memory, disk; 0, 1 steps lost"}),
+        ({"restarts": [KILLED, failed_restart(steps_lost=2)]}, {"memory, memory; 0, 2 steps lost"}),
     ],
 )
-def test_rounds_that_are_not_as_promised_fail_and_say_how_it_was(job: dict[str, Any], missed: set[str]) -> None:
+def test_restarts_that_are_not_as_promised_fail_and_say_how_it_was(job: dict[str, Any], missed: set[str]) -> None:
     figures = copy.deepcopy(PARTS["recovery"])
     figures["job"] |= job
     table = report.check_rows(result(recovery=figures))
@@ -157,7 +157,7 @@ def test_rounds_that_are_not_as_promised_fail_and_say_how_it_was(job: dict[str, 
     assert report.check_exit_code(table) == 1
 
 
-def test_rounds_that_differ_or_were_not_compared_fail() -> None:
+def test_restarts_that_differ_or_were_not_compared_fail() -> None:
     differs = {"iterations": 24, "equal": False, "difference": "loss of iteration 9: 5.2, not 5.1"}
     table = report.check_rows(result(recovery=PARTS["recovery"] | {"bits": differs}))
     assert [row.value for row in table if row.fails] == ["differs: loss of iteration 9: 5.2, not 5.1"]

@@ -54,7 +54,7 @@ def test_the_whole_way_on_cpus(tmp_path: Path) -> None:
             assert cut["iterations"] >= 2
     job, bits = figures["recovery"]["job"], figures["recovery"]["bits"]
     assert (job["attempts"], job["ranks"], bits["iterations"]) == (1, 2, 12)
-    first, second = job["rounds"]
+    first, second = job["restarts"]
     assert (first["next_iteration"], first["iteration"] - first["next_iteration"]) == (5, first["steps_lost"])
     assert (second["iteration"], second["next_iteration"]) == (9, 9)  # killed before the update of the next one
     assert min(first["seconds"]["all"], second["seconds"]["all"]) > 0
@@ -108,7 +108,7 @@ def test_a_resume_that_is_not_exact_is_found_and_named(tmp_path: Path) -> None:
         assert f"FAILED: resume: {row.what}: {row.value}" in done.stdout
 
 
-def test_rounds_that_are_not_exact_are_found_and_named(tmp_path: Path) -> None:
+def test_restarts_that_are_not_exact_are_found_and_named(tmp_path: Path) -> None:
     done, result = gpu_check(tmp_path, "--only", "recovery", f"--hook={PLANTED}:FlipsABit")
     assert done.returncode == 1, done.stdout + done.stderr
     (failed,) = [row for row in report.check_rows(result) if row.fails]
@@ -122,7 +122,7 @@ def test_a_job_that_its_ranks_have_left_is_found_although_every_bit_is_right(tmp
     assert done.returncode == 1, done.stdout + done.stderr
     table = [row for row in report.check_rows(result) if row.part == "recovery"]
     assert [row.what for row in table if row.fails] == ["a rank killed twice, training goes on inside its job"]
-    assert table[0].value.startswith("2 attempts of 2 ranks, 1 new round")
+    assert table[0].value.startswith("2 attempts of 2 ranks, 1 new restart")
     assert [row.value for row in table if row.target == "bit for bit"] == ["bit for bit"]
 
 

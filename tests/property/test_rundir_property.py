@@ -116,7 +116,7 @@ STEP = st.one_of(
     st.tuples(st.just("evaluate"), st.just(0)),
     st.tuples(st.just("torn"), st.just(0)),
     st.tuples(st.sampled_from(["rewind", "rewind without its line"]), st.integers(0, 5)),
-    st.tuples(st.just("next round"), st.integers(0, 5)),
+    st.tuples(st.just("next restart"), st.integers(0, 5)),
     st.tuples(st.just("next attempt"), st.integers(0, 8)),
     st.tuples(st.just("killed before it began"), st.just(0)),
     st.tuples(st.just("end"), st.just(0)),
@@ -127,8 +127,8 @@ STEP = st.one_of(
 )
 
 
-def failed_round(durable: int) -> FailedRestart:
-    values = {"round": 1, "time": 1.0, "rank": 0, "node": "n", "words": "killed", "iteration": 0, "again": True}
+def failed_restart(durable: int) -> FailedRestart:
+    values = {"restart": 1, "time": 1.0, "rank": 0, "node": "n", "words": "killed", "iteration": 0, "again": True}
     return FailedRestart.of(values | {"base_iteration": 0, "durable_iteration": durable, "next_iteration": durable})
 
 
@@ -161,10 +161,10 @@ def test_the_appended_views_hold_what_counts(steps: list[tuple[str, int]]) -> No
                     append_line(metrics, {"iteration": at, "rewind": {}}, durable=False)
                 else:
                     bare = True  # it was killed between the two
-            elif what == "next round":  # its ranks were killed wherever they were, and are started again
+            elif what == "next restart":  # its ranks were killed wherever they were, and are started again
                 at, bare = max(base, at - much), False
-                restarts.record_failed_restart(run.attempt(number), failed_round(at))
-                restarts.prepare_restart(run, run.attempt(number), ResumePoint(iteration=at, path=None), next_round=2)
+                restarts.record_failed_restart(run.attempt(number), failed_restart(at))
+                restarts.prepare_restart(run, run.attempt(number), ResumePoint(iteration=at, path=None), next_restart=2)
             elif what == "next attempt":
                 newest += 1
                 number, at, bare = newest, max(0, at - much), False

@@ -87,7 +87,7 @@ def wait_for(cluster: TestCluster, run: Run, iteration: int, *, attempt: int = 1
 def without_n1(
     cluster: TestCluster, workspace: Workspace, name: str, **settings: Any
 ) -> tuple[Run, restarts.FailedRestart]:
-    """A run that loses its second node at iteration 8 and is done all the same, and the round that failed then."""
+    """A run that loses its second node at iteration 8 and is done all the same, and the restart that failed then."""
     submit(cluster, config(workspace, name, **settings))
     run = workspace.run(name)
     wait_for(cluster, run, 8)
@@ -107,7 +107,7 @@ def test_a_spare_node_goes_on_inside_the_job(cluster: TestCluster, workspace: Wo
     wait_for(cluster, run, 8)
     gone = power_loss.lose(cluster, "n1", silent=silent)
     if silent:
-        cluster.wait_until(lambda: len(agents_of_round_2(run)) > 0, timeout=300, what="a round without n1")
+        cluster.wait_until(lambda: len(agents_of_round_2(run)) > 0, timeout=300, what="a restart without n1")
         power_loss.bring_back(gone)
     wait_for_end(cluster, run, timeout=600)
     assert [end.cause for end in ends(run)] == ["done"]
@@ -120,7 +120,7 @@ def test_a_spare_node_goes_on_inside_the_job(cluster: TestCluster, workspace: Wo
     shown = cluster.run([sys.executable, "-m", "relayrun.cli", "goodput", "--json", str(run.path)]).stdout
     spent = json.loads(shown)
     (attempt,) = (each for each in spent["attempts"] if each["attempt"] is not None)
-    first, second = (each["node_seconds"] for each in attempt["rounds"])
+    first, second = (each["node_seconds"] for each in attempt["restarts"])
     assert (first["spare"] > 0, first.get("given up", 0)) == (True, 0)
     assert (second.get("spare", 0), second["given up"] > 0) == (0, True)
     assert sum(spent["node_seconds"].values()) == pytest.approx(spent["allocated_node_seconds"], abs=1e-3)
@@ -176,7 +176,7 @@ def test_no_job_waits_for_a_spare_node_that_is_not_up(
     wait_for(cluster, run, 8)
     power_loss.lose(cluster, node)
     if node == "n1":  # Slurm has not noticed when the attempt ends
-        cluster.wait_until(lambda: len(agents_of_round_2(run)) > 0, timeout=300, what="a round without n1")
+        cluster.wait_until(lambda: len(agents_of_round_2(run)) > 0, timeout=300, what="a restart without n1")
         cluster.run(["scancel", "--signal=USR2", "--batch", job_of(run, 1)])
     job_name = Plan.load(run).job_name
     cluster.wait_until(lambda: all(job.name != job_name for job in cluster.queue()), timeout=600, interval=0.5)
@@ -226,7 +226,7 @@ def test_the_next_job_of_an_elastic_run_has_the_nodes_that_are_up(cluster: TestC
     run = workspace.run("fewer-again")
     wait_for(cluster, run, 8)
     power_loss.lose(cluster, "n1")
-    cluster.wait_until(lambda: len(agents_of_round_2(run)) > 0, timeout=300, what="a round without n1")
+    cluster.wait_until(lambda: len(agents_of_round_2(run)) > 0, timeout=300, what="a restart without n1")
     cluster.run(["scancel", "--signal=USR2", "--batch", job_of(run, 1)])
     wait_for_end(cluster, run, timeout=600)
     assert [end.cause for end in ends(run)] == ["saved", "done"]

@@ -1,11 +1,11 @@
-"""A hook that kills its own rank: at set-up, in a forward pass, before an update, or in a save, in one round.
+"""A hook that kills its own rank: at set-up, in a forward pass, before an update, or in a save, in one restart.
 
     {hook: "tests.training.killing:Kills", options: {kills: ["1:1:setup", "2:0:forward:12", "3:0:save:10"]}}
 
 Each entry is ROUND:RANK:WHERE[:ITERATION]. Some are `update`, after something was done to copies in memory: `spoil`, a
 byte of all its own was changed; `spoil-all`, and of those that the next node keeps of it; `lose`, its node's folder was
 emptied, as that of a node which takes the place of a lost one. `send` is while the copy of that iteration is on its way
-to the next node. Where there are no rounds nothing is killed.
+to the next node. Where there are no restarts nothing is killed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from relayrun.train.hooks import Gradients, Hook, HookContext, StepStart
 
 class Kills(Hook):
     def __init__(self, kills: list[str]) -> None:
-        number = os.environ.get("RELAYRUN_ROUND", "0")
+        number = os.environ.get("RELAYRUN_RESTART", "0")
         self._kills = [kill.split(":", 1)[1] for kill in kills if kill.split(":")[0] == number]
         self._iteration = 0
 

@@ -20,7 +20,7 @@ from relayrun.train.checkpoint import checksums
 from tests.history import began
 
 FAILED = FailedRestart(
-    round=1,
+    restart=1,
     time=100.0,
     rank=1,
     node="n1",
@@ -63,7 +63,7 @@ def test_a_run_without_a_step_has_no_timeline(tmp_path: Path) -> None:
 
 
 def test_the_way_back_is_lost_where_no_step_is(run: Run) -> None:
-    """No line of the metrics says that a round began: it begins behind the newest iteration."""
+    """No line of the metrics says that a restart began: it begins behind the newest iteration."""
     restarts.record_failed_restart(run.attempt(1), replace(FAILED, time=100.2))
     step(run, 5, 104.0)
     step(run, 6, 105.5)
@@ -80,7 +80,7 @@ def test_a_step_that_is_done_while_the_round_ends_does_not_count_the_way_back(ru
 
 def test_steps_that_are_done_again_count_once(run: Run) -> None:
     restarts.record_failed_restart(run.attempt(1), replace(FAILED, time=100.2, next_iteration=2))
-    append_line(run.attempt(1).metrics, {"iteration": 2, "round": 2})
+    append_line(run.attempt(1).metrics, {"iteration": 2, "restart": 2})
     for iteration in (3, 4, 5):
         step(run, iteration, 100.0 + iteration)
     line = random_kills.measure_timeline(run)
@@ -139,12 +139,12 @@ def test_each_kind_of_fault_has_its_seconds() -> None:
     found = replace(SHOWN, events=events, failed=failed).by_fault()
     assert {kind: values["noticed"]["max"] for kind, values in found.items()} == alike
     assert found["kill"]["next_step"] == {"median": 1.5, "p95": 1.5, "max": 1.5}
-    assert (found["kill"]["most_steps_lost"], found["stop"]["rounds"], found["stop"]["next_step"]) == (1, 1, {})
+    assert (found["kill"]["most_steps_lost"], found["stop"]["restarts"], found["stop"]["next_step"]) == (1, 1, {})
 
 
 def test_a_batch_host_that_is_lost_begins_the_job_again() -> None:
     host = [*SHOWN.events, KillEvent(time=30.0, kind="host", node="n0")]
-    shown = replace(SHOWN, events=host, failed=[*SHOWN.failed, replace(FAILED, round=3, rank=None, lost={"n0": ""})])
+    shown = replace(SHOWN, events=host, failed=[*SHOWN.failed, replace(FAILED, restart=3, rank=None, lost={"n0": ""})])
     assert replace(shown, restarts=1).failed_claims(spares=1) == []
     assert replace(shown, restarts=0).failed_claims(spares=1) != []
     assert replace(shown, restarts=1, failed=SHOWN.failed).failed_claims(spares=1) != []
@@ -228,7 +228,7 @@ def test_bytes_that_do_not_fit_their_hash_are_found_though_the_hashes_are_equal(
 
 
 LINE = random_kills.Timeline(began=0, ended=100, effective=95, steps=90, steps_lost=2, step=1.0)
-LOST = replace(FAILED, round=2, rank=None, lost={"n1": "n4"})
+LOST = replace(FAILED, restart=2, rank=None, lost={"n1": "n4"})
 SHOWN = KillReport(
     timeline=LINE,
     jobs=["7"],
@@ -249,7 +249,7 @@ def test_what_holds_is_no_complaint() -> None:
     figures = SHOWN.figures()
     assert (figures["counted_share"], figures["kills"], figures["nodes_lost"], figures["jobs"]) == (0.95, 1, 1, 1)
     assert figures["events"][0] == asdict(SHOWN.events[0])
-    assert figures["rounds_from"] == {"memory": 2}
+    assert figures["restarts_from"] == {"memory": 2}
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_what_holds_is_no_complaint() -> None:
         ({"jobs": ["7", "8"]}, "one job: it took 2"),
         ({"restarts": 1}, "one job: it took 1, restarted 1 times"),
         ({"failed": [FAILED]}, "1 nodes were lost, and 0 are on record"),
-        ({"failed": [FAILED, LOST, replace(FAILED, round=3)]}, "2 faults, and 3 failed rounds"),
+        ({"failed": [FAILED, LOST, replace(FAILED, restart=3)]}, "2 faults, and 3 failed restarts"),
         ({"events": [], "failed": []}, "nothing was killed"),
         ({"failed": [replace(FAILED, steps_lost=4), LOST]}, "copies every 3 steps at most: 4 were lost"),
         ({"failed": [FAILED, replace(LOST, source="neighbour", steps_lost=7)]}, "copies every 3 steps at most: 7"),

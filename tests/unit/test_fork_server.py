@@ -51,7 +51,7 @@ def test_a_rank_that_was_killed_before_it_was_to_be_ended_is_told_as_one(kind: t
     ours, theirs = socket.socketpair()
     server, agent = kind(theirs), MessageSocket(ours)
     for rank in (0, 1):
-        server._obey({"kind": "fork", "round": 1, "rank": rank})
+        server._obey({"kind": "fork", "restart": 1, "rank": rank})
     children = list(server.descriptors())
     signal.pidfd_send_signal(children[0], signal.SIGKILL)
     select.select([children[0]], [], [], 60)

@@ -339,7 +339,7 @@ def test_a_rewind_makes_steps_lost_and_the_way_back_is_recovery(tmp_path: Path) 
 
 
 def test_ranks_that_start_again_inside_a_job_go_back_likewise(tmp_path: Path) -> None:
-    lines = [step(1, 12.0, 2.0), step(2, 14.0, 2.0), {"iteration": 1, "round": 2}, step(2, 24.0, 2.0)]
+    lines = [step(1, 12.0, 2.0), step(2, 14.0, 2.0), {"iteration": 1, "restart": 2}, step(2, 24.0, 2.0)]
     outcome = AttemptOutcome(outcome="done", reason="", iteration=2, time=24.0)
     written(tmp_path, lines)
     assert iteration_resets(tmp_path / "metrics.jsonl", [5]) == [1, 5]  # a rewind is on record before its line
@@ -356,7 +356,7 @@ def failed(number: int, at: float, **changes: Any) -> FailedRestart:
         "base_iteration": 0,
     }
     values |= {"durable_iteration": 1, "next_iteration": 1, "again": True, "steps_lost": 1}
-    return FailedRestart(round=number, time=at, **(values | changes))
+    return FailedRestart(restart=number, time=at, **(values | changes))
 
 
 def by_round(found: AttributedTime) -> list[dict[str, float]]:
@@ -364,7 +364,7 @@ def by_round(found: AttributedTime) -> list[dict[str, float]]:
 
 
 def test_each_round_has_an_account_of_its_own(tmp_path: Path) -> None:
-    lines = [step(1, 12.0, 2.0), step(2, 14.0, 2.0), {"iteration": 1, "round": 2}, step(2, 24.0, 2.0)]
+    lines = [step(1, 12.0, 2.0), step(2, 14.0, 2.0), {"iteration": 1, "restart": 2}, step(2, 24.0, 2.0)]
     outcome = AttemptOutcome(outcome="done", reason="", iteration=2, time=24.0)
     done = {"outcome": outcome, "end": ended(24.0, cause="done", code=0)}
     place = stay(facts=facts(rollbacks=[1], failed_restarts=[failed(1, 15.0)], **done), end=25.0)
@@ -381,12 +381,12 @@ def test_a_round_that_fails_at_its_checkpoint_leaves_no_line_and_one_that_fails_
     lines = [step(1, 12.0, 2.0), step(2, 14.0, 2.0), step(3, 40.0, 4.0)]
     outcome = AttemptOutcome(outcome="done", reason="", iteration=3, time=40.0)
     hang = Hang(iteration=2, phase="step", seconds=5.0, silent=[1], time=20.0)
-    rounds = [
+    restarts = [
         failed(1, 20.1, next_iteration=2, steps_lost=0),
         failed(2, 30.0, next_iteration=2, steps_lost=0),
     ]
     done = {"outcome": outcome, "end": ended(40.0, cause="done", code=0)}
-    place = stay(facts=facts(failed_restarts=rounds, hangs={1: hang}, **done), end=41.0)
+    place = stay(facts=facts(failed_restarts=restarts, hangs={1: hang}, **done), end=41.0)
     found = attribute_time(place, written(tmp_path, lines))
     assert by_round(found) == [
         START | {"step": 4.0, "redone": 1.0, "hang": 5.0, "recovery": pytest.approx(0.1)},
@@ -395,12 +395,12 @@ def test_a_round_that_fails_at_its_checkpoint_leaves_no_line_and_one_that_fails_
     ]
 
 
-def test_a_start_that_failed_is_not_told_by_the_times_of_the_next_round(tmp_path: Path) -> None:
-    started = StartTimes(process=13.0, imported=15.0, initialised=18.0, loaded=20.0)  # of round 2
+def test_a_start_that_failed_is_not_told_by_the_times_of_the_next_restart(tmp_path: Path) -> None:
+    started = StartTimes(process=13.0, imported=15.0, initialised=18.0, loaded=20.0)  # of restart 2
     outcome = AttemptOutcome(outcome="done", reason="", iteration=1, time=24.0)
     done = {"outcome": outcome, "end": ended(24.0, cause="done", code=0)}
-    rounds = [failed(1, 12.0, iteration=0, next_iteration=0, steps_lost=0)]
-    place = stay(facts=facts(started=started, failed_restarts=rounds, **done), end=25.0)
+    restarts = [failed(1, 12.0, iteration=0, next_iteration=0, steps_lost=0)]
+    place = stay(facts=facts(started=started, failed_restarts=restarts, **done), end=25.0)
     found = attribute_time(place, written(tmp_path, [step(1, 24.0, 3.0)]))
     assert by_round(found) == [
         {"prolog": 1.0, "supervisor": 1.0, "failed start": 10.0},
@@ -408,9 +408,9 @@ def test_a_start_that_failed_is_not_told_by_the_times_of_the_next_round(tmp_path
     ]
 
 
-def test_rounds_of_an_attempt_that_fails_in_the_end_are_recovery(tmp_path: Path) -> None:
-    rounds = [failed(1, 15.0), failed(2, 20.0, again=False, reason="no")]
-    place = stay(facts=facts(failed_restarts=rounds, failure_time=20.0, limit=1.0, end=ended(22.0)), end=23.0)
+def test_restarts_of_an_attempt_that_fails_in_the_end_are_recovery(tmp_path: Path) -> None:
+    restarts = [failed(1, 15.0), failed(2, 20.0, again=False, reason="no")]
+    place = stay(facts=facts(failed_restarts=restarts, failure_time=20.0, limit=1.0, end=ended(22.0)), end=23.0)
     found = attribute_time(place, written(tmp_path, [step(1, 12.0, 2.0), step(2, 14.0, 2.0)]))
     assert by_round(found) == [START | {"step": 2.0, "redone": 3.0}, {"recovery": 7.0, "end": 1.0}]
 
@@ -429,11 +429,11 @@ def test_a_job_that_has_lost_a_node_had_it(run: Run, spare: int) -> None:
 
 
 def test_spare_nodes_wait_until_one_takes_the_place_of_a_lost_node(tmp_path: Path) -> None:
-    lines = [step(1, 12.0, 2.0), step(2, 14.0, 2.0), {"iteration": 1, "round": 2}, step(2, 24.0, 2.0)]
+    lines = [step(1, 12.0, 2.0), step(2, 14.0, 2.0), {"iteration": 1, "restart": 2}, step(2, 24.0, 2.0)]
     outcome = AttemptOutcome(outcome="done", reason="", iteration=2, time=24.0)
     done = {"outcome": outcome, "end": ended(24.0, cause="done", code=0)}
-    rounds = [failed(1, 15.0, lost={"n1": "n3"})]
-    place = stay(facts=facts(rollbacks=[1], failed_restarts=rounds, **done), end=25.0, nodes=4, spare_nodes=2)
+    restarts = [failed(1, 15.0, lost={"n1": "n3"})]
+    place = stay(facts=facts(rollbacks=[1], failed_restarts=restarts, **done), end=25.0, nodes=4, spare_nodes=2)
     found = attribute_time(place, written(tmp_path, lines))
     assert by_round(found) == [
         {"prolog": 4.0, "supervisor": 4.0, "launch": 4.0, "import": 8.0, "init": 6.0, "load": 4.0}
@@ -446,11 +446,11 @@ def test_spare_nodes_wait_until_one_takes_the_place_of_a_lost_node(tmp_path: Pat
 def test_nodes_that_are_lost_without_spare_ones_train_no_more(tmp_path: Path) -> None:
     """One node of four is lost and two go on: neither the lost one nor the one that is left over trains."""
     before, after = step(1, 12.0, 2.0, mfu=0.5), step(2, 24.0, 2.0, mfu=0.5)
-    lines = [before, step(2, 14.0, 2.0), {"iteration": 1, "round": 2}, after]
+    lines = [before, step(2, 14.0, 2.0), {"iteration": 1, "restart": 2}, after]
     outcome = AttemptOutcome(outcome="done", reason="", iteration=2, time=24.0)
     done = {"outcome": outcome, "end": ended(24.0, cause="done", code=0)}
-    rounds = [failed(1, 15.0, lost={"n1": ""}, nodes=2)]
-    place = stay(facts=facts(rollbacks=[1], failed_restarts=rounds, **done), end=25.0, nodes=4)
+    restarts = [failed(1, 15.0, lost={"n1": ""}, nodes=2)]
+    place = stay(facts=facts(rollbacks=[1], failed_restarts=restarts, **done), end=25.0, nodes=4)
     found = attribute_time(place, written(tmp_path, lines))
     assert by_round(found) == [
         {"prolog": 4.0, "supervisor": 4.0, "launch": 4.0, "import": 8.0, "init": 12.0, "load": 8.0}
@@ -464,11 +464,11 @@ def test_nodes_that_are_lost_without_spare_ones_train_no_more(tmp_path: Path) ->
 
 def test_nodes_that_slurm_has_taken_back_are_booked_no_more(tmp_path: Path) -> None:
     """It notices the loss of a node some seconds behind the agents, or before them."""
-    lines = [step(1, 12.0, 2.0), step(2, 14.0, 2.0), {"iteration": 1, "round": 2}, step(2, 24.0, 2.0)]
+    lines = [step(1, 12.0, 2.0), step(2, 14.0, 2.0), {"iteration": 1, "restart": 2}, step(2, 24.0, 2.0)]
     outcome = AttemptOutcome(outcome="done", reason="", iteration=2, time=24.0)
     done = {"outcome": outcome, "end": ended(24.0, cause="done", code=0)}
-    rounds = [failed(1, 15.0, lost={"n1": ""}, nodes=1)]
-    place = stay(facts=facts(rollbacks=[1], failed_restarts=rounds, **done), end=25.0, nodes=2, resized=[(20.0, 1)])
+    restarts = [failed(1, 15.0, lost={"n1": ""}, nodes=1)]
+    place = stay(facts=facts(rollbacks=[1], failed_restarts=restarts, **done), end=25.0, nodes=2, resized=[(20.0, 1)])
     told: list[tuple[str, int, int, int]] = []
     found = attribute_time(place, written(tmp_path, lines), sink=lambda *each: told.append(each))
     assert by_round(found)[1] == {"recovery": 7.0, "step": 2.0, "end": 1.0, "given up": 5.0}

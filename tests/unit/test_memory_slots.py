@@ -44,7 +44,7 @@ def test_a_slot_counts_from_its_header_on(tmp_path: Path) -> None:
     one.void()
     view[HEADER_BYTES : HEADER_BYTES + 2500] = b"c" * 2500  # and then its rank was killed
     assert iterations(folder, 3) == [47]
-    again = MemorySlot(folder, 3, 1)  # as the rank of the next round finds it
+    again = MemorySlot(folder, 3, 1)  # as the rank of the next restart finds it
     assert again.header() == {"iteration": 47, "size": 5000, "hash": "h"}
     assert bytes(again.open()[HEADER_BYTES : HEADER_BYTES + 5000]) == b"b" * 5000
     again.void()

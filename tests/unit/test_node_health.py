@@ -472,7 +472,7 @@ def test_what_is_done_is_on_record_and_said(tmp_path: Path) -> None:
     health.hear(0, {"kind": "health", "facts": {"tmp": 2 * GB, "ranks_memory": 5 * GB}}, name="n0")
     health.hear(1, {"kind": "health", "facts": {"tmp": 0, "unwritable": {"run_dir": "/r: Read-only"}}}, name="n1")
     assert health.knows(1)
-    left_out, ends = health.look({0: "n0", 1: "n1"}, NodeRanks(2), ended_round=3)
+    left_out, ends = health.look({0: "n0", 1: "n1"}, NodeRanks(2), ended_restart=3)
     assert (left_out, ends) == ({1: "cannot be written: /r: Read-only (node health)"}, True)
     first, second = node_health.read_findings(run.attempt(1))
     assert (first.check, first.action, first.reason, first.round) == (
@@ -490,7 +490,7 @@ def test_what_is_done_is_on_record_and_said(tmp_path: Path) -> None:
     assert node_health.sick_nodes(run.attempt(1)) == {"n1": "cannot be written: /r: Read-only"}
     (line,) = read_lines(run.node_health)
     assert (line["node"], line["ranks_memory"]) == ("n0", 5 * GB)
-    assert not health.look({0: "n0"}, NodeRanks(2), ended_round=3)[0], "it is forgotten"
+    assert not health.look({0: "n0"}, NodeRanks(2), ended_restart=3)[0], "it is forgotten"
 
 
 def test_nodes_that_do_not_answer_are_waited_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -512,7 +512,7 @@ def test_nodes_that_do_not_answer_are_waited_for_a_while(tmp_path: Path, monkeyp
     assert not health.probed([0, 1])
     clock[0] += health_module.PROBE_SECONDS + 1
     assert health.probed([0, 1])
-    assert health.look({0: "n0", 1: "n1"}, NodeRanks(2), ended_round=0) == ({}, False)
+    assert health.look({0: "n0", 1: "n1"}, NodeRanks(2), ended_restart=0) == ({}, False)
     (late,) = node_health.read_findings(run.attempt(1))
     assert (late.node, late.check, late.action) == ("n1", "answer", "warned")
     assert [line["matmul"] for line in read_lines(run.node_health)] == [0.01]

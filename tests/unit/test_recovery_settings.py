@@ -35,8 +35,8 @@ def test_agents_are_off(tmp_path: Path) -> None:
 
 
 def test_an_agent_is_started_with_the_python_and_the_arguments_of_the_ranks(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, chain=NODE | {"max_failed_rounds": 2}, cluster={"python": sys.executable})
-    assert plan.chain.max_failed_rounds == 2
+    plan = plan_of(tmp_path, chain=NODE | {"max_failed_restarts": 2}, cluster={"python": sys.executable})
+    assert plan.chain.max_failed_restarts == 2
     assert plan.fork_server == [sys.executable, "-m", "relayrun.train.fork_server", f"--run-dir={tmp_path}/run"]
     command = job_script.rank_program(
         plan, [*plan.program, "--attempt=1"], where=[f"--run-dir={tmp_path}/run", "--attempt=1"]
@@ -62,7 +62,7 @@ def test_slurm_starts_one_agent_a_node_with_the_processors_of_its_ranks(tmp_path
             {"cluster": {"scheduler": "slurm"}, "job": {"spare_nodes": 1, "sbatch": {"gpus": 8}}},
             "--gpus is of the whole job",
         ),
-        ({"chain": NODE | {"max_failed_rounds": 0}}, "max_failed_rounds"),
+        ({"chain": NODE | {"max_failed_restarts": 0}}, "max_failed_restarts"),
         ({"chain": {"recovery": "nodes"}}, "recovery"),
         ({"chain": {"recovery": "job"}, "checkpoint": {"memory_interval": 1}}, "set chain.recovery=node"),
         (

@@ -39,7 +39,7 @@ class Looked(Nodes):
             self.coordinator.hear(node, {"kind": "probed", "on": "cpu", "matmul": 0.01, **values})
 
     def found(self) -> list[tuple[str, str, str, int]]:
-        return [(each.node, each.check, each.action, each.round) for each in node_health.read_findings(self.attempt)]
+        return [(each.node, each.check, each.action, each.restart) for each in node_health.read_findings(self.attempt)]
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_what_all_nodes_have_leaves_nobody_out(tmp_path: Path) -> None:
     assert {(check, action) for _, check, action, _ in nodes.found()} == {("run_dir", "warned"), ("tmp", "warned")}
 
 
-def test_a_node_that_falls_ill_is_left_out_of_the_next_round(three: Looked) -> None:
+def test_a_node_that_falls_ill_is_left_out_of_the_next_restart(three: Looked) -> None:
     begin(three)
     three.dead(0, 1, code=-9)
     assert [order["kind"] for order in three.all[1].sent[-6:]] == ["clock"] * 5 + ["end"]

@@ -51,7 +51,7 @@ class Nodes:
     """A coordinator, and agents that answer as real ones do: two nodes train with two ranks each, others are spare."""
 
     def __init__(
-        self, folder: Path, *, spare: int, max_failed_rounds: int = 5, health: NodeChecks | None = None
+        self, folder: Path, *, spare: int, max_failed_restarts: int = 5, health: NodeChecks | None = None
     ) -> None:
         self.run = Run(folder / "run")
         began(self.run, 1)
@@ -68,11 +68,11 @@ class Nodes:
             names=dict(enumerate(NAMES[: 2 + spare])),
             links=cast("dict[int, MessageSocket]", self.links),
             say=self.said.append,
-            chain=ChainSection(max_failed_rounds=max_failed_rounds),
+            chain=ChainSection(max_failed_restarts=max_failed_restarts),
             health=None if health is None else JobHealth(self.run, self.attempt, health, say=self.said.append),
         )
         self.facts: dict[str, Any] = {}
-        """What nodes say of themselves at the end of a round."""
+        """What nodes say of themselves at the end of a restart."""
         self.all = {node: Link() for node in range(2 + spare)}
 
     def hello(self, *nodes: int) -> None:
@@ -85,18 +85,18 @@ class Nodes:
         self.coordinator.lose(node, why)
 
     def dead(self, node: int, rank: int, code: int = 1, error: str = "") -> None:
-        number = self.all[node].last["round"]
-        message = {"kind": "dead", "round": number, "rank": rank, "code": code, "error": error, "told": False}
+        number = self.all[node].last["restart"]
+        message = {"kind": "dead", "restart": number, "rank": rank, "code": code, "error": error, "told": False}
         self.coordinator.hear(node, message)
 
     def end(self, *nodes: int, memory: list[tuple[int, int, str, bool]] | None = None) -> None:
         """These agents answer the order to end."""
         for node in nodes:
             assert self.all[node].last["kind"] == "end", self.all[node].sent
-            number = self.all[node].last["round"]
+            number = self.all[node].last["restart"]
             message = {
                 "kind": "ended",
-                "round": number,
+                "restart": number,
                 "memory": memory or [],
                 "port": 2000 + node,
                 "facts": self.facts,
@@ -128,7 +128,7 @@ def test_a_hang_is_a_round_that_names_the_late_rank_and_its_node(one: Nodes, mon
     def stand(node: int, ranks: Sequence[int], **changes: Any) -> None:
         usual = {"entered": 9, "section": "forward", "iteration": 7, "seconds": 61.0, "limit": 60.0, "state": ""}
         standing = [RankActivity(rank=rank, **(usual | changes)) for rank in ranks]
-        one.coordinator.hear(node, json.loads(json.dumps({"kind": "beat", "round": 1, "standing": standing})))
+        one.coordinator.hear(node, json.loads(json.dumps({"kind": "beat", "restart": 1, "standing": standing})))
 
     stand(0, [0, 1])
     one.coordinator.look()
@@ -138,13 +138,13 @@ def test_a_hang_is_a_round_that_names_the_late_rank_and_its_node(one: Nodes, mon
     one.coordinator.look()
     assert one.all[0].last["kind"] == "start", "they have come further"
     stand(1, [2, 3], entered=8, section="data")
-    one.coordinator.hear(1, {"kind": "beat", "round": 0, "standing": None})  # of a round that is over
+    one.coordinator.hear(1, {"kind": "beat", "restart": 0, "standing": None})  # of a restart that is over
     one.coordinator.look()
     assert [link.last["kind"] for link in one.links.values()] == ["stacks"] * 3
     time.sleep(0.01)
     stand(1, [2], entered=9)
     standing = [RankActivity(rank, entered, "data", 7, 62.0, 60.0, "") for rank, entered in ((2, 9), (3, 8))]
-    one.coordinator.hear(1, {"kind": "beat", "round": 1, "standing": standing})
+    one.coordinator.hear(1, {"kind": "beat", "restart": 1, "standing": standing})
     one.coordinator.look()
     one.end(0, 1, 2)
     (failed,) = restarts.read_failed_restarts(one.attempt)
@@ -152,7 +152,7 @@ def test_a_hang_is_a_round_that_names_the_late_rank_and_its_node(one: Nodes, mon
     assert failed.words.startswith("hang: no progress for 61 s in data after iteration 7; ")
     assert failed.words.endswith("others wait for rank 3 in data")
     assert one.places() == [0, 1, None]
-    assert not one.attempt.hang.exists(), "it is put aside with the round"
+    assert not one.attempt.hang.exists(), "it is put aside with the restart"
 
 
 def test_the_ranks_of_a_lost_node_begin_with_the_copies_that_the_next_node_keeps(one: Nodes) -> None:
@@ -182,7 +182,8 @@ def test_a_spare_node_takes_the_place_of_one_that_is_lost(one: Nodes) -> None:
         "disk",
     )
     assert failed.told == (
-        "round 1: n1: no word from its agent for 20 s, at iteration 7; n2 takes the place of n1; again from iteration 0"
+        "restart 1: n1: no word from its agent for 20 s, at iteration 7; n2 takes the place of n1; "
+        "again from iteration 0"
     )
     assert one.said[-1] == failed.told
 
@@ -236,15 +237,15 @@ def test_without_a_spare_node_left_the_attempt_ends(one: Nodes) -> None:
     assert (failed.again, failed.reason, failed.lost) == (False, "no spare node is left", {"n1": ""})
 
 
-def test_rounds_without_a_later_state_end_the_attempt_though_spare_nodes_are_left(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, spare=3, max_failed_rounds=2)
+def test_restarts_without_a_later_state_end_the_attempt_though_spare_nodes_are_left(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, spare=3, max_failed_restarts=2)
     nodes.hello(*range(5))
     nodes.lose(1)
     nodes.end(0, 2, 3, 4)
     nodes.lose(2)
     nodes.end(0, 3, 4)
     assert nodes.coordinator.code == 1
-    assert "2 rounds in a row" in restarts.read_failed_restarts(nodes.attempt)[-1].reason
+    assert "2 restarts in a row" in restarts.read_failed_restarts(nodes.attempt)[-1].reason
 
 
 def test_a_later_checkpoint_is_where_the_spare_node_begins(one: Nodes) -> None:
@@ -287,7 +288,7 @@ def test_the_first_round_waits_for_spare_nodes_and_not_for_ever(
     assert nodes.places() == [None, 0, None, 1]
 
 
-def test_nodes_that_are_lost_before_the_first_round(tmp_path: Path) -> None:
+def test_nodes_that_are_lost_before_the_first_start(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, spare=1)
     nodes.hello(0, 2)
     nodes.lose(1, "the step of its agent ended with exit code 1")

@@ -74,7 +74,7 @@ def test_a_rank_whose_round_is_over_publishes_nothing_and_ends(run: Run, monkeyp
     monkeypatch.setenv(restarts.RESTART_VARIABLE, "2")
     monkeypatch.setattr(os, "_exit", ended)
     over = FailedRestart(
-        round=1,
+        restart=1,
         time=1e9,
         rank=None,
         node="n1",
@@ -87,7 +87,7 @@ def test_a_rank_whose_round_is_over_publishes_nothing_and_ends(run: Run, monkeyp
     )
     restarts.record_failed_restart(run.attempt(1), over)
     save(run, 1, 7)
-    restarts.record_failed_restart(run.attempt(1), replace(over, round=2))
+    restarts.record_failed_restart(run.attempt(1), replace(over, restart=2))
     with pytest.raises(Ended):
         save(run, 1, 8)
     assert resume_point(run).iteration == 7

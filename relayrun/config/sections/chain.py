@@ -53,7 +53,7 @@ class ChainSection(PlainSection):
     recovery: Literal["job", "node"] = "job"
     """Restart after the death of a rank. `job`: the next job of the chain. `node`: the ranks, inside the same job, by
     an agent on each node. A failure that agents cannot repair ends the attempt as with `job`."""
-    max_failed_rounds: Positive = 5
+    max_failed_restarts: Positive = 5
     """With `recovery: node`, consecutive restarts of the ranks without a later state to resume from, after which the
     attempt ends."""
     node_health: Literal["off", "warn", "exclude"] = "warn"

@@ -120,14 +120,14 @@ def _in_a_step_of_its_own(
     code = agent.run()
     log.finish()
     if agent.orphaned:
-        become_orphaned_program(orphaned, plan.package_root, node=node, number=agent.round, log=path)
+        become_orphaned_program(orphaned, plan.package_root, node=node, number=agent.restart, log=path)
     return code
 
 
 def become_orphaned_program(
     command: Sequence[str], package_root: str, *, node: int, number: int, log: Path
 ) -> NoReturn:
-    """Become the program that closes this attempt where the batch script is gone; `number`: the newest round's.
+    """Become the program that closes this attempt where the batch script is gone; `number`: the newest restart's.
 
     Without a log it says what it does to nobody. It is tried until the program starts: its file system may be away.
     """
@@ -139,7 +139,7 @@ def become_orphaned_program(
     own = {"PYTHONSAFEPATH": "1", "PYTHONPATH": package_root}
     while True:
         try:
-            os.execvpe(command[0], [*command, f"--node={node}", f"--round={number}"], os.environ | own)
+            os.execvpe(command[0], [*command, f"--node={node}", f"--restart={number}"], os.environ | own)
         except OSError as error:
             log_node_line(
                 _node_name(), f"{command[0]} does not start: {error.strerror}; tried again in {BECOME_SECONDS:.0f} s"

@@ -1,23 +1,23 @@
-"""The agreement of the agents on rounds.
+"""The agreement of the agents on restarts.
 
 It lives in the agent of the job's first node or, where there are spare nodes, beside the batch script
 (`agent.step_per_node`).
 
-    agent → coordinator    hello {port, probe_port} · dead {round, rank, code, error, told}
-                           · ended {round, memory, port, facts}
-                           · asked {why} · beat {round, standing} · started, stepped {round, ...} (rank 0's words)
-    coordinator → agent    start {round, place, nodes, base_iteration, base_path, memory, address, port}
-                           · end {round} · stacks: ask the ranks for their Python stacks · leave {code}
+    agent → coordinator    hello {port, probe_port} · dead {restart, rank, code, error, told}
+                           · ended {restart, memory, port, facts}
+                           · asked {why} · beat {restart, standing} · started, stepped {restart, ...} (rank 0's words)
+    coordinator → agent    start {restart, place, nodes, base_iteration, base_path, memory, address, port}
+                           · end {restart} · stacks: ask the ranks for their Python stacks · leave {code}
                            · requests {asked}, to rank 0's, each second
 
-A round: a rank dies, a node is lost, or the supervisor finds that nothing moves → every agent ends its ranks and says
+A restart: a rank dies, a node is lost, or the supervisor finds that nothing moves → every agent ends its ranks and says
 when none is left → `decisions` judges → the records are made ready → every agent starts its ranks again. Messages of a
-round that is over are not heard.
+restart that is over are not heard.
 
-Where nodes are looked at, `health` has further messages. A sick node is given up before the first round or another.
+Where nodes are looked at, `health` has further messages. A sick node is given up before the first start or another.
 
 Each agent has a *place*: the number by which its ranks are counted; a spare one has none. An agent that says nothing
-is given up with its node, and not heard again. Its place goes to a spare one in the next round.
+is given up with its node, and not heard again. Its place goes to a spare one in the next restart.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from relayrun.errors import RelayrunError, RunDirError
 EXIT_FAILED = 1
 """Exit code of the agents where no rank's own says why the attempt failed."""
 GATHER_SECONDS = 60.0
-"""How long the first round waits for the rest, when enough nodes are there. The rest are spare ones when they come."""
+"""How long the first start waits for the rest, when enough nodes are there. The rest are spare ones when they come."""
 LONGEST_GATHER_SECONDS = 300.0
 """How long it waits where they are not enough; then those that have not come are given up."""
 ENDING_SECONDS = 60.0
@@ -120,7 +120,7 @@ class Coordinator:
             self.ask(str(message.get("why")))
         elif kind in ("health", "clock", "probing", "probed"):
             self._hear_of_health(node, message)
-        elif message.get("round") != self._current.number:
+        elif message.get("restart") != self._current.number:
             return
         elif kind == "dead":
             if not (message["told"] and message["code"] == -signal.SIGKILL):  # by its agent, which was told to
@@ -150,7 +150,7 @@ class Coordinator:
             self._links[node].send("leave", code=EXIT_FAILED)
         elif self._phase == "gathering":
             self._gather()
-        elif self._phase == "ending":  # it has no ranks of this round, and was not told to end any
+        elif self._phase == "ending":  # it has no ranks of this restart, and was not told to end any
             self._current.ended.add(node)
 
     def look(self) -> None:
@@ -227,7 +227,7 @@ class Coordinator:
         self._give_up_node(node, why)
         self._links.pop(node, None)
         if self._phase in ("gathering", "measuring"):
-            self._say(f"{self._name(node)}: {why}, before the first round")
+            self._say(f"{self._name(node)}: {why}, before the first start")
             if self._places.left < self._places.wanted:
                 self._say(f"{self._places.wanted} nodes are to train, and {self._places.left} are left")
             if self._phase == "gathering":
@@ -255,7 +255,7 @@ class Coordinator:
         return self._heard.name(node)
 
     def _gather(self) -> None:
-        """Begin the first round when all nodes are there that may still come, or those that are there must do."""
+        """Begin the first start when all nodes are there that may still come, or those that are there must do."""
         there = [node for node in self._there() if self._health is None or self._health.knows(node)]
         places, waited = self._places, time.monotonic() - self._heard.greeted
         enough = waited > GATHER_SECONDS and len(there) >= places.wanted
@@ -273,14 +273,14 @@ class Coordinator:
             if not places.fitting(len(self._there())):
                 self._too_few()
             elif self._leave_out_sick() and not self._measure():
-                self._first_round()
+                self._first_start()
 
     def _there(self) -> list[int]:
         """Nodes that have said hello, and are not given up; those last that came late."""
         there = self._heard.ports.keys() & self._links.keys() - self._places.lost.keys()
         return sorted(there, key=lambda node: (node in self._places.late, node))
 
-    def _first_round(self) -> None:
+    def _first_start(self) -> None:
         there = self._there()
         self._places.nodes = there[: self._places.fitting(len(there))]
         if self._places.nodes:
@@ -289,7 +289,7 @@ class Coordinator:
             self._too_few()
 
     def _too_few(self) -> None:
-        """End the attempt, in which no round can begin."""
+        """End the attempt, in which no restart can begin."""
         with contextlib.suppress(OSError):
             record_too_few_nodes(self._attempt, self._places, there=self._there(), name=self._name, base=self._base)
         self._leave(EXIT_FAILED)
@@ -304,7 +304,7 @@ class Coordinator:
             self._look_for_probes()
 
     def _measure(self) -> bool:
-        """Have the nodes measured before the first round; False where nobody looks."""
+        """Have the nodes measured before the first start; False where nobody looks."""
         there = self._there()
         if self._health is None:
             return False
@@ -314,17 +314,17 @@ class Coordinator:
         return True
 
     def _look_for_probes(self) -> None:
-        """Begin the first round when all nodes have been measured; or end, where too few are left."""
+        """Begin the first start when all nodes have been measured; or end, where too few are left."""
         assert self._health is not None
         if self._health.probed(self._there()) and self._leave_out_sick():
-            self._first_round()
+            self._first_start()
 
     def _leave_out_sick(self) -> bool:
-        """Give up the nodes that are sick; return False where the attempt ends with that before its first round."""
+        """Give up the nodes that are sick; return False where the attempt ends with that before its first start."""
         if self._health is None:
             return True
         names = {node: self._name(node) for node in self._there()}
-        sick, ends = self._health.look(names, self._places, ended_round=self._current.number)
+        sick, ends = self._health.look(names, self._places, ended_restart=self._current.number)
         if ends and not self._current.number:
             self._leave(EXIT_FAILED)
             return False
@@ -333,7 +333,7 @@ class Coordinator:
         return True
 
     def _look_for_end(self) -> None:
-        """See whether none of the round's ranks is left. Every agent is waited for that was told to end."""
+        """See whether none of the restart's ranks is left. Every agent is waited for that was told to end."""
         waits = self._places.nodes if self._phase == "running" else self._links
         if self._current.ended.issuperset(waits):
             self._all_gone()
@@ -348,7 +348,7 @@ class Coordinator:
         self._look_for_end()
 
     def _start(self, base: ResumePoint, *, memory: int | None, source: str = "disk") -> None:
-        """Give out the next round: from copies in memory of iteration `memory`, or else from `base`."""
+        """Give out the next restart: from copies in memory of iteration `memory`, or else from `base`."""
         start = base.iteration if memory is None else memory
         self._current = self._current.following(base=start, source=source, given_out=time.time())
         self._phase, self._hangs = "running", hang_detection.HangDetector()
@@ -356,7 +356,7 @@ class Coordinator:
         for node, link in self._links.items():
             link.send(
                 "start",
-                round=self._current.number,
+                restart=self._current.number,
                 place=places.index(node) if node in places else None,
                 nodes=len(places),
                 base_iteration=base.iteration,
@@ -373,7 +373,7 @@ class Coordinator:
         self._end()
 
     def _end(self) -> None:
-        """Have all ranks of this round ended, once."""
+        """Have all ranks of this restart ended, once."""
         if self._phase != "running":
             return
         self._phase, self._current.noticed, self._current.told_to_end = "ending", time.time(), time.monotonic()
@@ -382,7 +382,7 @@ class Coordinator:
         if self._health is not None:
             self._health.ask_for_clocks(self._links, self._links)
         for link in self._links.values():
-            link.send("end", round=self._current.number)
+            link.send("end", restart=self._current.number)
 
     def _all_gone(self) -> None:
         if self._phase == "running":  # every rank left by itself, with exit code 0
@@ -393,7 +393,7 @@ class Coordinator:
             self._look_for_records()
 
     def _look_for_records(self) -> None:
-        """Conclude the round when all that it left is on record; the ranks of a foreign program write none."""
+        """Conclude the restart when all that it left is on record; the ranks of a foreign program write none."""
         if self._between is not None:
             ended = self._current.ended
             nodes = [self._name(node) for node in self._places.nodes if node in ended and node in self._links]
@@ -407,17 +407,17 @@ class Coordinator:
         self._conclude()
 
     def _give_up(self, error: OSError | RelayrunError) -> None:
-        """End the attempt, since its records cannot be made ready for another round."""
+        """End the attempt, since its records cannot be made ready for another restart."""
         number, deaths = self._current.number, self._current.deaths
-        self._say(f"round {number} failed, and no other one can begin: {error}")
+        self._say(f"restart {number} failed, and no other one can begin: {error}")
         with contextlib.suppress(OSError):
             restarts.amend_failed_restart(
-                self._attempt, number, again=False, reason=f"no other round can begin: {error}"
+                self._attempt, number, again=False, reason=f"no other restart can begin: {error}"
             )
         self._leave(deaths[0].exit_code if deaths else EXIT_FAILED)
 
     def _conclude(self) -> None:
-        """No rank lives: begin another round, or end the attempt."""
+        """No rank lives: begin another restart, or end the attempt."""
         try:
             self._leave_out_sick()
             found = conclude_restart(
@@ -444,7 +444,7 @@ class Coordinator:
             self._leave(found.exit_code or EXIT_FAILED)
 
     def _stepped(self, stepped: float) -> None:
-        """The first step of a round is done: add to the record of the one before what getting back took."""
+        """The first step of a restart is done: add to the record of the one before what getting back took."""
         number = self._current.number
         if number == 1:
             return
@@ -452,8 +452,8 @@ class Coordinator:
         try:
             restarts.amend_failed_restart(self._attempt, number - 1, **changes)
         except OSError as error:
-            self._say(f"what round {number} took is not on record: {error}")
-        self._say(f"round {number}: the first step {changes['seconds']['all']:.1f} s after the failure")
+            self._say(f"what restart {number} took is not on record: {error}")
+        self._say(f"restart {number}: the first step {changes['seconds']['all']:.1f} s after the failure")
 
     def _leave(self, code: int) -> None:
         self._phase, self.code = "leaving", code

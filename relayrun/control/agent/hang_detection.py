@@ -78,13 +78,13 @@ class ActivityPage:
 
 
 def remove_pages(folder: Path) -> None:
-    """Remove the pages of a round that is over."""
+    """Remove the pages of a restart that is over."""
     for path in folder.glob("section-*"):
         path.unlink(missing_ok=True)
 
 
 class StoppedProcesses:
-    """For how long ranks do nothing at all; asked now and then, in one round."""
+    """For how long ranks do nothing at all; asked now and then, in one restart."""
 
     def __init__(self) -> None:
         self._since: dict[int, tuple[int, float]] = {}
@@ -137,7 +137,7 @@ STACKS_SECONDS = 2.0
 
 
 class HangDetector:
-    """What agents say of where their ranks stand, in one round."""
+    """What agents say of where their ranks stand, in one restart."""
 
     def __init__(self) -> None:
         self._nodes: dict[int, Sequence[RankActivity]] = {}

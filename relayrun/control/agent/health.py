@@ -140,9 +140,9 @@ class ClockOffsets:
 FACTS_SECONDS = 10.0
 """How much longer than the site's own check the whole look may take: a disk may hang."""
 BETWEEN_SECONDS = 5.0
-"""How long GPUs may take to answer between two rounds."""
+"""How long GPUs may take to answer between two restarts."""
 FOLDERS_SECONDS = 10.0
-"""How long the file systems may take to answer between two rounds."""
+"""How long the file systems may take to answer between two restarts."""
 MARGIN_SECONDS = 2.0
 """How much longer a program is waited for than it has itself."""
 
@@ -330,11 +330,11 @@ class JobHealth:
             missing = set()
         return not missing
 
-    def look(self, names: Mapping[int, str], places: NodeRanks, *, ended_round: int) -> tuple[dict[int, str], bool]:
+    def look(self, names: Mapping[int, str], places: NodeRanks, *, ended_restart: int) -> tuple[dict[int, str], bool]:
         """Judge these nodes by what was heard since the last look, and put on record what is wrong with them.
 
         Returns the nodes that are to be left out, each with the reason, and whether the attempt ends: where a sick one
-        cannot be spared. `ended_round`: the one that is over; 0 before the first.
+        cannot be spared. `ended_restart`: the one that is over; 0 before the first.
         """
         found: list[HealthFinding] = []
         offsets = self._clocks.offsets()
@@ -349,7 +349,7 @@ class JobHealth:
                 if values:
                     self._remember(name, str(probe.get("on", "")), **values)
         now = time.time()
-        found = [replace(each, round=ended_round, time=now) for each in found]
+        found = [replace(each, restart=ended_restart, time=now) for each in found]
         found, sick = node_findings.judge_findings(found, nodes=len(names), mode=self._checks.mode)
         actions = node_findings.decide_actions(sick, left=places.left, fitting=places.fitting)
         for each in found:

@@ -125,12 +125,12 @@ class NodeRanks:
         return dict(zip(self.gone(), spare, strict=False))
 
     def following(self, taken: dict[int, int]) -> list[int]:
-        """Return the nodes of another round, by place: with those that have `taken` one, or fewer; or none."""
+        """Return the nodes of another restart, by place: with those that have `taken` one, or fewer; or none."""
         left = [taken.get(node, node) for node in self.nodes if node in taken or node not in self.lost]
         return left if len(left) == len(self.nodes) else left[: self.fitting(len(left))]
 
     def why_none(self, names: str) -> str:
-        """Why there can be no other round, in words; `names`: of the nodes whose places nobody can have."""
+        """Why there can be no other restart, in words; `names`: of the nodes whose places nobody can have."""
         if sick := [death for node in self.gone() if (death := self.lost[node]).sick]:
             return f"{sick[0].node} is sick: {sick[0].error}"
         if self._elastic:

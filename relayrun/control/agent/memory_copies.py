@@ -28,7 +28,7 @@ SHARED_MEMORY = Path("/dev/shm")
 MEMORY_FOLDER_VARIABLE = "RELAYRUN_MEMORY"
 """Environment variable of the ranks that has the folder; empty where there is none."""
 MEMORY_ITERATION_VARIABLE = "RELAYRUN_MEMORY_ITERATION"
-"""Environment variable of the ranks that has the iteration whose copies a round starts from; none: from the disk."""
+"""Environment variable of the ranks that has the iteration whose copies a restart starts from; none: from the disk."""
 HEADER_BYTES = 4096
 """Bytes before a copy; a page, so that the copy begins with one."""
 SLOTS_PER_RANK = 2

@@ -72,12 +72,12 @@ class MessageSocket:
 NUMBER = (int, float)
 MESSAGE_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "hello": {"node": int, "name": str, "port": int},
-    "dead": {"round": int, "rank": int, "code": int, "error": str, "told": bool},
-    "ended": {"round": int, "port": int, "memory": list, "facts": dict},
-    "beat": {"round": int},
+    "dead": {"restart": int, "rank": int, "code": int, "error": str, "told": bool},
+    "ended": {"restart": int, "port": int, "memory": list, "facts": dict},
+    "beat": {"restart": int},
     "asked": {},
-    "started": {"round": int, "process": NUMBER, "initialised": NUMBER, "loaded": NUMBER},
-    "stepped": {"round": int, "time": NUMBER},
+    "started": {"restart": int, "process": NUMBER, "initialised": NUMBER, "loaded": NUMBER},
+    "stepped": {"restart": int, "time": NUMBER},
     "health": {"facts": dict},
     "clock": {"sent": NUMBER, "here": NUMBER},
     "probing": {},

@@ -64,7 +64,7 @@ def rank_environment(
         **({"SLURM_NODEID": str(rank // per_node)} if "SLURM_NODEID" in os.environ else {}),
         **({} if keep else {"MASTER_ADDR": start["address"]}),
         "MASTER_PORT": str(start["port"]),
-        restarts.RESTART_VARIABLE: str(start["round"]),
+        restarts.RESTART_VARIABLE: str(start["restart"]),
         MEMORY_FOLDER_VARIABLE: str(memory or ""),
         MEMORY_ITERATION_VARIABLE: "" if start["memory"] is None else str(start["memory"]),
     }
@@ -73,11 +73,11 @@ def rank_environment(
 FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 """Signals that are for the ranks, whatever the program; its own come to these."""
 MARK_VARIABLE = "RELAYRUN_AGENT"
-"""Marks what the ranks of one agent start, so that nothing of it lives on beside the next round."""
+"""Marks what the ranks of one agent start, so that nothing of it lives on beside the next restart."""
 FORK_SERVER_ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",  # numpy's: the server must have one thread, as a fork has no other
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # libraries that ask for CUDA while they are imported must not start it
-    "TORCH_GLOO_LAZY_INIT": "1",  # a group connects the ranks that talk, not all with all: the longest part of a round
+    "TORCH_GLOO_LAZY_INIT": "1",  # a group connects only ranks that talk; connecting all is the longest part
 }
 """What a server that forks and its ranks have."""
 ERROR_WRITE_SECONDS = 10.0
@@ -97,7 +97,7 @@ class NodeAgent:
         keep_address: MASTER_ADDR is as the site says, wherever rank 0 is.
         handed_on: signals that are for the ranks. leave_signals: those of them that ask the ranks to leave.
         health: what is looked for on this node; None: nothing.
-        last_words: said in both of the job's logs when no rank of a round is left here; None: nobody reads them there.
+        last_words: said in both of the job's logs when no rank is left here; None: nobody reads them there.
         import_seconds: how long the server may take until it hears orders.
         say: writes a line into the job's log.
     """
@@ -141,12 +141,12 @@ class NodeAgent:
         self._import_seconds = import_seconds
         self._hung = ""
         """Why the server is being killed."""
-        self.round = 0
-        """The newest round that it knows of, counted from 1."""
+        self.restart = 0
+        """The newest restart that it knows of, counted from 1."""
         self._alive: set[int] = set()
         self._told_to_end = False
         self._said_ended = 0
-        """The round of which the coordinator knows that none of its ranks lives here."""
+        """The restart of which the coordinator knows that none of its ranks lives here."""
         self._watch = selectors.DefaultSelector()
         self._watch.register(upward, selectors.EVENT_READ, self._from_coordinator)
         self._code: int | None = None
@@ -189,7 +189,7 @@ class NodeAgent:
                 self._look_at_server()
                 if self._health is not None:
                     self._health.ranks_run()
-                self._upward.send("beat", round=self.round, standing=self._standing())
+                self._upward.send("beat", restart=self.restart, standing=self._standing())
             if reception is not None:
                 reception.look()
         if self._health is not None:
@@ -243,7 +243,7 @@ class NodeAgent:
             if message["kind"] == "start":
                 self._start(message)
             elif message["kind"] == "end":
-                self._told_to_end, self.round = True, message["round"]
+                self._told_to_end, self.restart = True, message["restart"]
                 if self._health is not None:
                     self._health.ranks_end()
                 if self._alive and self._server is not None:
@@ -277,7 +277,7 @@ class NodeAgent:
         self._world_size = world_size
         if before not in (0, world_size) and self._memory is not None:
             remove_copies(self._memory)  # copies of another layout
-        self.round, self._told_to_end, self._alive = message["round"], False, set(self._ranks)
+        self.restart, self._told_to_end, self._alive = message["restart"], False, set(self._ranks)
         if self._server is None:
             self._start_server()
         assert self._server is not None
@@ -294,9 +294,9 @@ class NodeAgent:
         for rank in self._ranks:
             self._server.lines.send(
                 "fork",
-                round=self.round,
+                restart=self.restart,
                 rank=rank,
-                arguments=arguments if self.round > 1 else list(self._arguments),
+                arguments=arguments if self.restart > 1 else list(self._arguments),
                 environment={
                     **rank_environment(
                         rank,
@@ -346,18 +346,18 @@ class NodeAgent:
                 self._probed = message
             elif message["kind"] == "probe ended":
                 self._send_probed()
-        if not self._alive and self.round and any(message["kind"] == "dead" for message in messages):
+        if not self._alive and self.restart and any(message["kind"] == "dead" for message in messages):
             server.ranks_ended()
             self._ended()
 
     def _server_gone(self) -> None:
-        """With it all its ranks; the next round starts another one."""
+        """With it all its ranks; the next restart starts another one."""
         assert self._server is not None
         self._watch.unregister(self._server.lines)
         self._watch.unregister(self._server.ends)
         code, self._server = self._server.gone(), None
         error, self._unable, hung, self._hung = self._unable, "", self._hung, ""
-        number = self.round
+        number = self.restart
         if not error:
             self._say_server_gone(number, code, hung or f"the server that forks ranks ended ({code})")
             return
@@ -379,7 +379,7 @@ class NodeAgent:
 
     def _say_server_gone(self, number: int, code: int, error: str) -> None:
         self._send_probed()
-        if number != self.round:  # another one was given out before the words were written down
+        if number != self.restart:  # another one was given out before the words were written down
             return
         if self._alive or not number:
             self._alive.clear()
@@ -387,14 +387,14 @@ class NodeAgent:
         self._ended()
 
     def _say_dead(self, rank: int, code: int, *, told: bool, error: str = "") -> None:
-        self._upward.send("dead", round=self.round, rank=rank, code=code, error=error, told=told)
+        self._upward.send("dead", restart=self.restart, rank=rank, code=code, error=error, told=told)
 
     def _ended(self) -> None:
-        if self._said_ended == self.round:
+        if self._said_ended == self.restart:
             return
-        self._said_ended = self.round
-        number, server = self.round, set[int]() if self._server is None else set(self._server.pids)
-        again = self._told_to_end or self._server is None  # and no other round must begin beside them
+        self._said_ended = self.restart
+        number, server = self.restart, set[int]() if self._server is None else set(self._server.pids)
+        again = self._told_to_end or self._server is None  # and no other restart must begin beside them
         patience = math.inf if again else tasks.LEFTOVER_PATIENCE_SECONDS
         self._aside.start(
             lambda: tasks.kill_leftover_processes({MARK_VARIABLE: self._mark}, but=server, patience=patience),
@@ -404,15 +404,15 @@ class NodeAgent:
         )
 
     def _none_left(self, number: int, commands: Sequence[str]) -> None:
-        """Nothing of the ranks of this round lives here."""
-        if number != self.round:
+        """Nothing of the ranks of this restart lives here."""
+        if number != self.restart:
             return
         for command in commands:
             self._say(f"a process that the ranks left behind is ended: {command}")
         if self._last_words is not None:  # behind all that the ranks said: the streams are the same
-            self._say(self._last_words(self.round))
+            self._say(self._last_words(self.restart))
             with contextlib.suppress(OSError):
-                print(f"\n[relayrun {self._hello['name']}] {self._last_words(self.round)}", flush=True)
+                print(f"\n[relayrun {self._hello['name']}] {self._last_words(self.restart)}", flush=True)
         if self._health is not None:
             self._health.look_between(self._say_ended, copies=self._memory)
         else:
@@ -420,7 +420,7 @@ class NodeAgent:
 
     def _say_ended(self, facts: NodeFacts) -> None:
         copies = [] if self._memory is None else read_copies(self._memory)
-        self._upward.send("ended", round=self.round, memory=copies, port=free_port(""), facts=facts)
+        self._upward.send("ended", restart=self.restart, memory=copies, port=free_port(""), facts=facts)
 
 
 def ranks_of_node(place: int | None, ranks_per_node: int) -> range:

@@ -3,7 +3,7 @@
     python -m relayrun.control.agent.node_facts --run-dir R --attempt N
 
 prints them as one JSON object, before the first ranks. It is a program of its own since a disk that hangs would hold up
-who asks it. Between rounds the agent asks for what takes no more than milliseconds. `agent.node_findings` judges.
+who asks it. Between restarts the agent asks for what takes no more than milliseconds. `agent.node_findings` judges.
 Standard library only.
 """
 

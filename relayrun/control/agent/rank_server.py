@@ -1,8 +1,8 @@
 """The server that starts the ranks of a node, and the agent's side of it.
 
-    agent → server    fork {round, rank, arguments, environment} · end · signal {number} · probe {...}
-    server → agent    dead {round, rank, code, told} · unable {error} · serving {pid} · probed, probe ended {...}
-    rank 0 → agent    started, stepped {round, ...}
+    agent → server    fork {restart, rank, arguments, environment} · end · signal {number} · probe {...}
+    server → agent    dead {restart, rank, code, told} · unable {error} · serving {pid} · probed, probe ended {...}
+    rank 0 → agent    started, stepped {restart, ...}
 
 `train.fork_server` forks the ranks from itself; `agent.spawn_server` starts a program for each. The agent may
 send orders while the server still imports. The ranks hold the same socket: its end says that no rank lives.
@@ -94,7 +94,7 @@ class RankServer(ABC):
         if order["kind"] == "probe":
             self.agent.send("probe ended", code=code)
         else:
-            self.agent.send("dead", round=order["round"], rank=order["rank"], code=code, told=told)
+            self.agent.send("dead", restart=order["restart"], rank=order["rank"], code=code, told=told)
 
 
 RANK_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)

@@ -36,18 +36,18 @@ RECORD_PAUSE = 0.1
 LOG_COMPLETE_SECONDS = 10.0
 """How long the words of the agents may take into the log; a lost node's never come."""
 WATCH_RECORD_SECONDS = 60.0
-"""How long the watch may take to record what a round left; it is started again where it is killed."""
+"""How long the watch may take to record what a restart left; it is started again where it is killed."""
 
 
 def ranks_gone_line(number: int) -> str:
-    """What an agent says when no rank of round `number` is left on its node."""
-    return f"round {number}: no rank is left here"
+    """What an agent says when no rank of restart `number` is left on its node."""
+    return f"restart {number}: no rank is left here"
 
 
 def foreign_restart_of(
     run: Run, plan: Plan, attempt: Attempt, begin: AttemptStart, *, say: Callable[[str], None]
 ) -> ForeignRestart | None:
-    """Return what is to be done between the rounds of this run; None where its ranks write their records themselves."""
+    """Return the work between two restarts of this run; None if its ranks write their records themselves."""
     if plan.trainer == "native":
         return None
     last = min((step for step in (plan.total_steps, plan.stop_after) if step is not None), default=None)
@@ -55,10 +55,10 @@ def foreign_restart_of(
 
 
 class ForeignRestart:
-    """The records and files of a foreign program, between its rounds.
+    """The records and files of a foreign program, between its restarts.
 
     Args:
-        trainer: makes the program start from the next round's base.
+        trainer: makes the program start from the next restart's base.
         last: the last iteration of the run; None: the program knows itself.
         say: writes a line into the job's log.
     """
@@ -69,33 +69,33 @@ class ForeignRestart:
         self._attempt, self._begin, self._trainer, self._say = attempt, begin, trainer, say
         self._last = last
         self._logs: list[tuple[LogFollower, set[str]]] = []
-        """What has been written since the round was ended, and whose last words were found in it."""
+        """What has been written since the restart was ended, and whose last words were found in it."""
         self._since = 0.0
         self._asked: RestartHandOver | None = None
 
     def ended(self) -> None:
-        """The agents are told to end a round: from here on their words are looked for."""
+        """The agents are told to end a restart: from here on their words are looked for."""
         self._logs = [(LogFollower(path, offset=file_size(path)), set()) for path, _ in job_logs(self._begin)]
         self._asked, self._since = None, time.monotonic()
 
     def recorded(self, number: int, *, exit_code: int, nodes: Collection[str]) -> bool:
-        """Return whether all that round `number` left is on record; ask again soon where not.
+        """Return whether all that restart `number` left is on record; ask again soon where not.
 
         No rank lives. `nodes`: those whose agents have said so. Raises OSError, and RunDirError where nobody records.
         """
         if self._asked is None:
             if not self._log_is_whole(number, nodes):
                 return False
-            self._asked = RestartHandOver(round=number, exit_code=exit_code)
+            self._asked = RestartHandOver(restart=number, exit_code=exit_code)
             self._asked.write(self._attempt.hand_over)
             self._since = time.monotonic()
         found = restarts.pending_hand_over(self._attempt)
-        if found is not None and found.round == number and found.recorded:
+        if found is not None and found.restart == number and found.recorded:
             self._asked = found
             return True
         if time.monotonic() - self._since > WATCH_RECORD_SECONDS:
             raise RunDirError(
-                f"the watch has not recorded for {WATCH_RECORD_SECONDS:.0f} s what round {number} left",
+                f"the watch has not recorded for {WATCH_RECORD_SECONDS:.0f} s what restart {number} left",
                 where=self._attempt.hand_over,
             )
         return False
@@ -118,14 +118,14 @@ class ForeignRestart:
         return self._last is not None and base.iteration >= self._last
 
     def prepare(self, base: ResumePoint, *, number: int) -> list[str]:
-        """Make the program start from `base` in round `number`, and from nothing else; return what was done, in words.
+        """Make the program start from `base` alone in restart `number`; return what was done, in words.
 
-        The round's start goes on record first: whoever concludes the attempt from here on must not take words of the
-        round before for its own.
+        The restart's start goes on record first: whoever concludes the attempt from here on must not take words of the
+        restart before for its own.
         """
         assert self._asked is not None
         RestartBase(
-            round=number,
+            restart=number,
             base_iteration=base.iteration,
             base_path=base.path,
             log_offset=self._asked.log_offset,
@@ -135,13 +135,13 @@ class ForeignRestart:
         return self._trainer.prepare(base, attempt=self._attempt.number)
 
     def go_on(self) -> None:
-        """Let the watch follow the next round."""
+        """Let the watch follow the next restart."""
         self._attempt.hand_over.unlink(missing_ok=True)
 
     def first_step(self, *, after: int) -> float | None:
         """When the program was seen to have done an iteration behind `after`, in seconds since 1970; None: not yet."""
         for line in self._attempt.metrics_backwards():
-            if "round" not in line and int(line.get("iteration", 0)) > after:
+            if "restart" not in line and int(line.get("iteration", 0)) > after:
                 return float(line["time"])
             break
         return None
@@ -154,7 +154,7 @@ checkpoint is in place."""
 
 @dataclass(kw_only=True)
 class CurrentRestart:
-    """A round of an attempt; number 0 before the first one. Times are seconds since 1970."""
+    """A restart of an attempt; number 0 before the first one. Times are seconds since 1970."""
 
     base: int
     """The iteration from which it started."""
@@ -163,7 +163,7 @@ class CurrentRestart:
     """Where its state is from: `disk`, `memory` or `neighbour`."""
     given_out: float = 0.0
     failed_before: float = 0.0
-    """When the first failure of the round before was noticed; `over_before`: when none of its ranks was left."""
+    """When the first failure of the restart before was noticed; `over_before`: when none of its ranks was left."""
     over_before: float = 0.0
     started: Message = field(default_factory=dict)
     """Rank 0's times of its start."""
@@ -182,7 +182,7 @@ class CurrentRestart:
     """The copies in the memory of each node."""
 
     def following(self, *, base: int, source: str, given_out: float) -> CurrentRestart:
-        """The next round."""
+        """The next restart."""
         return CurrentRestart(
             number=self.number + 1,
             base=base,
@@ -235,15 +235,15 @@ class CurrentRestart:
         chain: ChainSection,
         complete: bool,
     ) -> FailedRestart:
-        """The record of this round, which has failed, and whether another one begins.
+        """The record of this restart, which has failed, and whether another one begins.
 
         Args:
             death: who failed first.
             durable: the newest whole checkpoint's iteration.
-            start: the iteration from which another round would start, and `source` where it has that from.
+            start: the iteration from which another restart would start, and `source` where it has that from.
             lost: nodes that were given up, each with the one that takes its place.
-            why_none: why there can be no other round, in words; empty where there can be one.
-            fewer: how many nodes another round has, where it has fewer; else 0.
+            why_none: why there can be no other restart, in words; empty where there can be one.
+            fewer: how many nodes another restart has, where it has fewer; else 0.
             asked: why the ranks were asked to leave.
             complete: nothing is left to train.
         """
@@ -264,7 +264,7 @@ class CurrentRestart:
         reason = why_no_restart(facts)
         begin = attempt.read_begin()
         return FailedRestart(
-            round=self.number,
+            restart=self.number,
             time=self.noticed,
             rank=death.rank if death.rank >= 0 else death.late,
             node=death.node,
@@ -284,9 +284,9 @@ class CurrentRestart:
         )
 
     def first_step(self, attempt: Attempt, stepped: float) -> dict[str, Any]:
-        """Its first step was done at `stepped`: return what getting back took, for the record of the round before.
+        """Its first step was done at `stepped`: return what getting back took, for the record of the restart before.
 
-        That is `seconds`, and what differs where the round did not start from what it was given.
+        That is `seconds`, and what differs where the restart did not start from what it was given.
         """
         self.stepped = True
         parts = (
@@ -315,7 +315,7 @@ def _log_size(log: str | None) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class RestartConclusion:
-    """What is on record of a failed round, and what another one is given; whether there is one says the record."""
+    """What is on record of a failed restart, and what another one is given; whether there is one says the record."""
 
     failed: FailedRestart
     exit_code: int
@@ -327,7 +327,7 @@ class RestartConclusion:
     source: str
     """Where the state comes from: `disk`, `memory` or `neighbour`."""
     nodes: Sequence[int]
-    """Those of another round, by place."""
+    """Those of another restart, by place."""
     moved: Sequence[str]
     """What was moved away for it, in words."""
 
@@ -345,7 +345,7 @@ def conclude_restart(
     chain: ChainSection,
     between: ForeignRestart | None,
 ) -> RestartConclusion:
-    """Judge the round, put it on record, and make the records ready for another one. Raises OSError and RelayrunError.
+    """Judge and record the failed restart and prepare the records for the next one. Raises OSError and RelayrunError.
 
     Args:
         there: nodes with an agent that is heard. name: of a node.
@@ -379,7 +379,7 @@ def conclude_restart(
     if failed.again:
         number = current.number + 1
         moved += [] if between is None else between.prepare(base, number=number)
-        moved += restarts.prepare_restart(run, attempt, base, next_round=number, next_iteration=memory)
+        moved += restarts.prepare_restart(run, attempt, base, next_restart=number, next_iteration=memory)
         if between is not None:
             between.go_on()
     return RestartConclusion(
@@ -396,14 +396,14 @@ def conclude_restart(
 def record_too_few_nodes(
     attempt: Attempt, places: NodeRanks, *, there: Collection[int], name: Callable[[int], str], base: ResumePoint
 ) -> FailedRestart:
-    """Put on record that no round can begin, since too few nodes are left, as round 0. Raises OSError.
+    """Put on record that no restart can begin, since too few nodes are left, as restart 0. Raises OSError.
 
     Nodes that never came count as lost, unless none came at all: then none of them is to blame.
     """
     gone = sorted(places.lost)
     words = {places.lost[node].error for node in gone}
     failed = FailedRestart(
-        round=0,
+        restart=0,
         time=time.time(),
         rank=None,
         node=", ".join(name(node) for node in gone),

@@ -61,10 +61,10 @@ class SpawnServer(RankServer):
         return StartedProcess(process.pid, process.wait)
 
     def _start(self, order: Message) -> StartedProcess | None:
-        begin, round_begin = self._begins(order["arguments"])
-        command = [*self._trainer.command(round_begin)]
+        begin, restart_begin = self._begins(order["arguments"])
+        command = [*self._trainer.command(restart_begin)]
         environment = {**os.environ, **order["environment"]}
-        own, first = self._trainer.environment(round_begin), self._trainer.environment(begin)
+        own, first = self._trainer.environment(restart_begin), self._trainer.environment(begin)
         for name in (own.keys() | first.keys()) - self._plan.environment.keys():  # the site's own variables win
             if name not in own:
                 environment.pop(name, None)
@@ -80,12 +80,12 @@ class SpawnServer(RankServer):
         except OSError as error:
             print(f"relayrun: {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
             code = NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
-            self.agent.send("dead", round=order["round"], rank=order["rank"], code=code, told=False)
+            self.agent.send("dead", restart=order["restart"], rank=order["rank"], code=code, told=False)
             return None
         return StartedProcess(process.pid, process.wait)
 
     def _begins(self, arguments: list[str]) -> tuple[AttemptStart, AttemptStart]:
-        """The begin of the attempt, and the same with the base of the round that these arguments are for."""
+        """The begin of the attempt, and the same with the base of the restart that these arguments are for."""
         parser = argparse.ArgumentParser()
         parser.add_argument("--run-dir", type=Path)
         parser.add_argument("--attempt", type=int)

@@ -27,7 +27,7 @@ def main() -> int:
             command.add_argument("--exit-code", type=int, required=True)
         if name == "orphaned":
             command.add_argument("--node", type=int, required=True)
-            command.add_argument("--round", type=int, required=True)
+            command.add_argument("--restart", type=int, required=True)
     options = parser.parse_args()
     run = Run(options.run_dir)
     if options.command == "begin":
@@ -37,7 +37,7 @@ def main() -> int:
     if options.command == "guard":
         return watch.run_guard(run, options.attempt, batch_pid=options.batch_pid)
     if options.command == "orphaned":
-        return failover.close_orphaned_attempt(run, options.attempt, node=options.node, number_of_round=options.round)
+        return failover.close_orphaned_attempt(run, options.attempt, node=options.node, restart_number=options.restart)
     if options.command == "fallback":
         return failover.run_fallback_job(run)
     if options.command == "tell":

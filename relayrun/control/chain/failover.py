@@ -134,12 +134,12 @@ SPREAD_SECONDS = 60
 RETRY_SECONDS = 30.0
 
 
-def close_orphaned_attempt(run: Run, number: int, *, node: int, number_of_round: int) -> int:
+def close_orphaned_attempt(run: Run, number: int, *, node: int, restart_number: int) -> int:
     """Wait until this job is over or its batch host is lost, then see that the job ends. Returns the agent's exit code.
 
     Every error is retried: no other process is left. The agent has left the signals that ask ranks to leave ignored.
 
-    `node`: number of this node in the job. `number_of_round`: the newest restart that its agent knew, 0 before the
+    `node`: number of this node in the job. `restart_number`: the newest restart that its agent knew, 0 before the
     first.
     """
     log_line(f"attempt {number}: the coordinator is gone; Slurm is asked whether the batch host is")
@@ -162,7 +162,7 @@ def close_orphaned_attempt(run: Run, number: int, *, node: int, number_of_round:
                     f"the batch host {host} is lost, and the batch script with it; this agent closes attempt {number}"
                 )
             told = True
-            _record_lost_batch_host(attempt, host, number_of_round, run)
+            _record_lost_batch_host(attempt, host, restart_number, run)
             supervisor.end_attempt(run, number, decisions.UNKNOWN_EXIT_CODE)
             if lost_batch_host(scheduler.query(own), names):  # a person or another agent may have ended it meanwhile
                 _end_job(run, plan, attempt, own)
@@ -191,7 +191,7 @@ def _record_lost_batch_host(attempt: Attempt, host: str, number: int, run: Run) 
         return
     iteration, durable = restarts.newest_recorded_iteration(attempt), Lineage(run).durable().iteration
     failed = FailedRestart(
-        round=max(1, number, *(each.round + 1 for each in earlier)),
+        restart=max(1, number, *(each.restart + 1 for each in earlier)),
         time=time.time(),
         rank=None,
         node=host,

@@ -64,13 +64,13 @@ class Attempt:
     """One line per published checkpoint, by rank 0."""
     rollbacks = PathIn("rewinds.jsonl")
     """One line per rollback, by rank 0 before the rollback happens; see `rundir.restarts`."""
-    failed_restarts = PathIn("rounds.jsonl")
+    failed_restarts = PathIn("restarts.jsonl")
     """One line per failed restart inside the attempt's job, by the coordinator; see `rundir.restarts`."""
     node_health = PathIn("node_health.jsonl")
     """Findings about nodes, by the coordinator or ranks; see `rundir.node_health`."""
     hand_over = PathIn("hand_over.json")
     """The end of a foreign program's restart, between the coordinator and the watch; see `rundir.restarts`."""
-    restart_base = PathIn("round.json")
+    restart_base = PathIn("restart.json")
     """The base of a foreign program's newest restart, by the coordinator; see `rundir.restarts`."""
     memory_intervals = PathIn("memory_intervals.jsonl")
     """One line per choice of `checkpoint.memory_interval: auto`, with its measurements, by rank 0."""

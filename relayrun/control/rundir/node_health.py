@@ -74,7 +74,7 @@ class HealthFinding(Record):
     action: HealthAction = "warned"
     reason: str = ""
     """The reason for which a sick node was not excluded."""
-    round: int = 0
+    restart: int = 0
     """The restart after which it was found; 0: before the first one."""
     time: float = 0.0
 

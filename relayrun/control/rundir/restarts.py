@@ -1,15 +1,15 @@
 """Restarts and rollbacks: training returns to a checkpoint inside one attempt. Standard library only.
 
 A restart is one start of the ranks inside an attempt (`chain.recovery: node`). The coordinator of the agents writes a
-line of attempts/N/rounds.jsonl for each restart that failed: who failed and how, how far training was, and whether and
-from which checkpoint the ranks started again. A later line with the same number adds the measured times.
+line of attempts/N/restarts.jsonl for each restart that failed: who failed and how, how far training was, and from which
+checkpoint the ranks started again, if they did. A later line with the same number adds the measured times.
 
 A rollback is a decision of rank 0: return to a checkpoint and skip the samples that led to trouble. It is a line of
 attempts/N/rewinds.jsonl, written before the rollback happens, and it counts as long as its checkpoint is the newest.
 
 Both write a line into the attempt's metrics.jsonl, and the lines after it begin behind iteration N:
 
-    {"iteration": N, "round": 2}        a restart
+    {"iteration": N, "restart": 2}        a restart
     {"iteration": N, "rewind": {...}}   a rollback
 
 With a foreign program the watch (`trainers.observer`) writes the records and the coordinator moves the files. Two files
@@ -17,7 +17,7 @@ of the attempt keep them apart, so that each side may be killed at any point:
 
     hand_over.json    by the coordinator: restart 1 has ended and no rank lives; it removes the file when the watch may
                       follow the next restart. By the watch: everything of restart 1 is on record.
-    round.json        the base of the newest restart, and the size of the log when it started
+    restart.json        the base of the newest restart, and the size of the log when it started
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from relayrun.files import append_line, read_lines
 class RestartHandOver(Record):
     """`hand_over.json`: a restart is over, and none of its ranks lives. `recorded`: everything of it is on record."""
 
-    round: int
+    restart: int
     exit_code: int
     """Exit code of the rank that failed first, as a shell reports it."""
     recorded: bool = False
@@ -52,9 +52,9 @@ class RestartHandOver(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class RestartBase(Record):
-    """`round.json`: the base of the newest restart after the first."""
+    """`restart.json`: the base of the newest restart after the first."""
 
-    round: int
+    restart: int
     base_iteration: int
     base_path: str | None
     log_offset: int
@@ -133,14 +133,14 @@ def pending_rollbacks(run: Run, iteration: int, consumed_samples: int) -> list[R
     return pending
 
 
-RESTART_VARIABLE = "RELAYRUN_ROUND"
+RESTART_VARIABLE = "RELAYRUN_RESTART"
 """Environment variable of the ranks with the number of their restart."""
 STATE_SOURCES = {"memory": " (memory)", "neighbour": " (memory of a neighbour)"}
 """Suffix for people that names the source of a state that was not read from the disk."""
 
 RESTART_SECONDS = {
     "end": "from the first failure that was noticed until no rank was left",
-    "records": "until the next round was given out",
+    "records": "until the next restart was given out",
     "fork": "until rank 0 of it ran",
     "groups": "until ranks had met, and model and optimizer were made",
     "load": "until the checkpoint was in place",
@@ -152,9 +152,9 @@ RESTART_SECONDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class FailedRestart(Record):
-    """A failed restart in rounds.jsonl. Times are seconds since 1970."""
+    """A failed restart in restarts.jsonl. Times are seconds since 1970."""
 
-    round: int
+    restart: int
     """Counted from 1; 0 if no restart began because too few nodes came."""
     time: float
     """Time at which its agent noticed the first failure."""
@@ -197,9 +197,9 @@ class FailedRestart(Record):
     @property
     def told(self) -> str:
         """One line for people."""
-        if not self.round:
-            return f"before the first round: {self.culprit}; {self.reason}"
-        text = f"round {self.round}: {self.culprit}, at iteration {self.iteration}"
+        if not self.restart:
+            return f"before the first start: {self.culprit}; {self.reason}"
+        text = f"restart {self.restart}: {self.culprit}, at iteration {self.iteration}"
         if not self.again:
             return f"{text}; {self.reason}"
         text += "".join(f"; {spare} takes the place of {node}" for node, spare in self.lost.items() if spare)
@@ -216,14 +216,14 @@ def record_failed_restart(attempt: Attempt, failed: FailedRestart) -> None:
 
 def amend_failed_restart(attempt: Attempt, number: int, **changes: object) -> None:
     """Change fields of the record of this failed restart; `seconds` are merged."""
-    append_line(attempt.failed_restarts, {"round": number, **changes})
+    append_line(attempt.failed_restarts, {"restart": number, **changes})
 
 
 def read_failed_restarts(attempt: Attempt) -> list[FailedRestart]:
     """Return the failed restarts of an attempt, oldest first."""
     found: dict[int, dict[str, Any]] = {}
     for entry in read_lines(attempt.failed_restarts):
-        known = found.setdefault(entry["round"], {})
+        known = found.setdefault(entry["restart"], {})
         known |= entry | {"seconds": known.get("seconds", {}) | entry.get("seconds", {})}
     return [FailedRestart.of(entry) for entry in found.values() if "words" in entry]
 
@@ -248,7 +248,7 @@ def newest_recorded_iteration(attempt: Attempt) -> int:
 
 
 def prepare_restart(
-    run: Run, attempt: Attempt, base: ResumePoint, *, next_round: int, next_iteration: int | None = None
+    run: Run, attempt: Attempt, base: ResumePoint, *, next_restart: int, next_iteration: int | None = None
 ) -> list[str]:
     """Prepare the records for the next restart, while no rank lives; return one line per moved checkpoint.
 
@@ -261,24 +261,24 @@ def prepare_restart(
     moved = Lineage(run).quarantine(base, attempt=attempt.number)
     if base.iteration < begin.base_iteration:  # the attempt's base is not whole any more
         attempt.fall_back(base.iteration, base.path)
-    _move_failed_restart_files(run, attempt, next_round - 1)
+    _move_failed_restart_files(run, attempt, next_restart - 1)
     if entries := list(read_lines(attempt.rollbacks)):
         written = sum("rewind" in line for line in read_lines(attempt.metrics))
         for entry in entries[written:]:  # rank 0 was killed between the two writes
             append_line(attempt.metrics, {"iteration": entry["base_iteration"], "rewind": entry})
-    mark_restart_in_metrics(attempt, base.iteration if next_iteration is None else next_iteration, number=next_round)
+    mark_restart_in_metrics(attempt, base.iteration if next_iteration is None else next_iteration, number=next_restart)
     return moved
 
 
 def mark_restart_in_metrics(attempt: Attempt, iteration: int, *, number: int) -> None:
     """Write the restart `number` from `iteration` into the metrics; nothing if they have no later line."""
     if newest_recorded_iteration(attempt) > iteration:
-        append_line(attempt.metrics, {"iteration": iteration, "round": number})
+        append_line(attempt.metrics, {"iteration": iteration, "restart": number})
 
 
 def failed_restart_folder(top: Path, number: int) -> Path:
     """Return the folder below `top` with the files of a restart's ranks, after a later one has begun."""
-    return top / f"round-{number:04}"
+    return top / f"restart-{number:04}"
 
 
 def _move_failed_restart_files(run: Run, attempt: Attempt, number: int) -> None:
@@ -294,7 +294,7 @@ def _move_failed_restart_files(run: Run, attempt: Attempt, number: int) -> None:
             os.rename(path, folder / path.name)
 
 
-RESET_KEYS = ("rewind", "round")
+RESET_KEYS = ("rewind", "restart")
 """Keys that mark a line of the metrics by which training went back."""
 METRICS_CHUNK = 1 << 20
 """Bytes that are read at a time: a run may have a million lines."""

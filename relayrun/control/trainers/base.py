@@ -66,7 +66,7 @@ class Trainer(Protocol):
         """Make the program start from `base` and from nothing else. Returns what was done for that, in words.
 
         No rank lives, and nobody follows the program. It is called when an attempt begins, and again before each of its
-        further rounds.
+        further restarts.
         """
 
     def command(self, begin: AttemptStart) -> list[str]:

@@ -167,8 +167,8 @@ class CommandTrainer:
 
 
 def _move_client_records(folder: Path) -> None:
-    """Move what an earlier round of the attempt said by the client: the next one says it again."""
-    away = folder / f"round-{1 + len(list(folder.glob('round-*'))):04}"
+    """Move what an earlier restart of the attempt said by the client: the next one says it again."""
+    away = folder / f"restart-{1 + len(list(folder.glob('restart-*'))):04}"
     for path in sorted(folder.glob("*.jsonl")):
         away.mkdir(exist_ok=True)
         path.rename(away / path.name)

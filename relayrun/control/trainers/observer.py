@@ -32,12 +32,12 @@ from relayrun.files import append_line, file_sizes, write_atomic, write_json
 
 
 class RestartObserver:
-    """The observer of whichever round there is.
+    """The observer of whichever restart there is.
 
     Args:
-        attempt: whose rounds they are.
+        attempt: whose restarts they are.
         begin: of the attempt.
-        follow: makes the observer of a round from the begin that holds for it.
+        follow: makes the observer of a restart from the begin that holds for it.
     """
 
     def __init__(
@@ -45,30 +45,30 @@ class RestartObserver:
     ) -> None:
         self._attempt, self._begin, self._follow = attempt, begin, follow
         self._observer: AttemptObserver | None = None
-        """None: nobody has looked since the round began, or since this process did."""
+        """None: nobody has looked since the restart began, or since this process did."""
 
     def look(self) -> None:
-        """Record what is new in a round that runs, or, once, what is left of one that is over. Raises OSError."""
+        """Record what is new in a restart that runs, or, once, what is left of one that is over. Raises OSError."""
         over = restarts.pending_hand_over(self._attempt)
         if over is None:
-            if (observer := self._of_round()) is not None:
+            if (observer := self._of_restart()) is not None:
                 observer.look()
         elif not over.recorded:
             self.conclude(over.exit_code)
             output, log = [file_size(path) for path, _ in job_logs(self._begin)] or (0, 0)
             told = replace(over, recorded=True, log_offset=log, output_offset=output)
             told.write(self._attempt.hand_over)
-            self._observer = None  # the next round has another base and another log
+            self._observer = None  # the next restart has another base and another log
 
     def conclude(self, exit_code: int | None) -> None:
-        """Record what is left of the newest round, and how the program ended if it did so on purpose.
+        """Record what is left of the newest restart, and how the program ended if it did so on purpose.
 
         `exit_code`: of all ranks together; None where nobody saw it. Raises OSError.
         """
-        if (observer := self._of_round()) is not None:
+        if (observer := self._of_restart()) is not None:
             observer.conclude(exit_code)
 
-    def _of_round(self) -> AttemptObserver | None:
+    def _of_restart(self) -> AttemptObserver | None:
         if self._observer is None:
             self._observer = self._follow(restarts.attempt_start_of_restart(self._attempt, self._begin))
         return self._observer
@@ -189,7 +189,7 @@ class ProgramObserver:
             break
         start = restarts.read_restart_base(self._attempt)
         for number, commit in enumerate(self._attempt.read_commits()):
-            if start is None or number >= start.commits:  # those of earlier rounds that count are not behind the base
+            if start is None or number >= start.commits:  # those of earlier restarts that count are not behind the base
                 self._committed = max(self._committed, commit.iteration)
             self._saves.append(commit.seconds)
 

@@ -113,16 +113,16 @@ def _recovery(figures: FigureMap, result: FigureMap) -> Iterator[CheckRow]:
     job, bits = figures.get("job"), figures.get("bits")
     one, state, equal = (
         "a rank killed twice, training goes on inside its job",
-        "where a round has its state from",
+        "where a restart has its state from",
         "losses, gradient norms, states and weights after that",
     )
-    targets = {one: "1 attempt, a new round for each", state: "memory, 1 step lost at most", equal: "bit for bit"}
+    targets = {one: "1 attempt, a new restart for each", state: "memory, 1 step lost at most", equal: "bit for bit"}
     values: dict[str, tuple[str, bool]] = {}
-    failed = [] if job is None else job["rounds"]
+    failed = [] if job is None else job["restarts"]
     if job is not None:
         again = [each for each in failed if each["again"]]
         ranks = count_noun(job["ranks"], "rank")
-        value = f"{count_noun(job['attempts'], 'attempt')} of {ranks}, {count_noun(len(again), 'new round')}"
+        value = f"{count_noun(job['attempts'], 'attempt')} of {ranks}, {count_noun(len(again), 'new restart')}"
         met = job["attempts"] == 1 and len(failed) == len(again) == job["kills"]
         if not met and failed:  # further deaths
             value += f" ({'; '.join(dict.fromkeys(each['words'][:100] for each in failed))})"

@@ -103,7 +103,7 @@ def measure_recovery(setup: CheckSetup, figures: PartFigures) -> None:
     whole = runs.start_run(
         setup, "recovery-whole", runs.recorded_run_sections(setup, cuts=[], deterministic=True, ranks=ranks)
     )
-    disturbed = runs.start_run(setup, "recovery-rounds", merge_sections(sections, NODE_RECOVERY))
+    disturbed = runs.start_run(setup, "recovery-restarts", merge_sections(sections, NODE_RECOVERY))
     try:
         disturbed.process.wait()
         figures.add("job", recorded_attempts(disturbed.run) | {"ranks": ranks, "kills": len(cuts)})
@@ -130,7 +130,7 @@ def recorded_attempts(run: Run) -> dict[str, Any]:
     numbers = run.attempt_numbers()
     return {
         "attempts": len(numbers),
-        "rounds": [
+        "restarts": [
             {
                 "attempt": number,
                 "words": failed.words,
@@ -153,7 +153,7 @@ def compare_recovered_run(run: Run, expected: AttemptValues) -> dict[str, Any]:
     for number, piece in pieces.items():
         for failed in restarts.read_failed_restarts(run.attempt(number)):
             if failed.again and failed.next_iteration and failed.next_iteration not in piece.loaded:
-                raise CheckFailed(f"the round behind round {failed.round} left no digest of what it loaded")
+                raise CheckFailed(f"the restart behind restart {failed.restart} left no digest of what it loaded")
     trained = {iteration for piece in pieces.values() for iteration in piece.lines}
     if trained != expected.lines.keys() or not any(piece.weights for piece in pieces.values()):
         raise CheckFailed(f"{run.path.name} left no record of every iteration, or no digest of its weights")

@@ -103,7 +103,7 @@ class MemoryTier:
         try:
             written = self._write(position.iteration, self._checkpointer.state(position))
         except (NodeMemoryFullError, OSError) as error:
-            words = "no copies in memory: %s; rounds start from the disk"
+            words = "no copies in memory: %s; restarts start from the disk"
             log.warning("rank %s: " + words, self._ranks.rank, error)
         seconds = (time.perf_counter() - started, self._steps.added_seconds, sent, step_seconds)
         failed, *measured = self._ranks.maximum([int(written is None), *(int(1e6 * each) for each in seconds)])

@@ -44,9 +44,9 @@ def publish_checkpoint(run: Run, attempt: int, commit: CheckpointCommit, staged:
     _sync(staged)
     number = liveness.restart_number()
     if liveness.has_agent() and any(
-        failed.round >= number for failed in restarts.read_failed_restarts(run.attempt(attempt))
+        failed.restart >= number for failed in restarts.read_failed_restarts(run.attempt(attempt))
     ):
-        log.error("round %s is over, so this rank publishes nothing and ends", number)
+        log.error("restart %s is over, so this rank publishes nothing and ends", number)
         os._exit(1)
     newest = run.attempt_numbers()[-1]
     if newest != attempt:

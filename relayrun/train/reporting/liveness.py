@@ -281,7 +281,7 @@ def tell_agent(kind: str, **values: object) -> None:
     descriptor = os.environ.get(AGENT_SOCKET_VARIABLE)
     if descriptor is not None:
         with contextlib.suppress(OSError):
-            line = json.dumps({"kind": kind, "round": restart_number(), **values})
+            line = json.dumps({"kind": kind, "restart": restart_number(), **values})
             os.write(int(descriptor), line.encode() + b"\n")
 
 

@@ -133,7 +133,7 @@ class PointReader:
             self._mark, self._held = self._held.iteration, None
 
     def _take(self, line: dict[str, Any]) -> Iterator[MetricPoint]:
-        if "round" in line:  # a restart computes known iterations again, to the same bits
+        if "restart" in line:  # a restart computes known iterations again, to the same bits
             return
         iteration = line.get("iteration", 0)
         if self._held is not None and iteration > self._held.iteration:

@@ -171,8 +171,8 @@ class _Steps:
 
         A failure that lost steps is marked by a line; a failure exactly at a checkpoint is not.
         """
-        number = block.records.get(0, {}).get("round")
-        while self._failed and isinstance(number, int) and self._failed[0].round < number:
+        number = block.records.get(0, {}).get("restart")
+        while self._failed and isinstance(number, int) and self._failed[0].restart < number:
             self._end_restart()
         times = block.columns["time"]
         while self._failed and self._failed[0].iteration <= self._failed[0].next_iteration:
@@ -193,7 +193,7 @@ class _Steps:
 
     def _end_restart(self) -> None:
         failed = self._failed.pop(0)
-        if (hang := self._facts.hangs.get(failed.round)) is not None:
+        if (hang := self._facts.hangs.get(failed.restart)) is not None:
             self._ledger.book_until(self.under_way, to_microseconds(hang.time - hang.seconds))
             self._ledger.book_until("hang", to_microseconds(hang.time))
             self._rolled_back = True

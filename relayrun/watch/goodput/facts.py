@@ -250,7 +250,7 @@ def _attempt_facts(
         signs += [commit.time for commit in commits]
     failed = restarts.read_failed_restarts(attempt)
     hangs = {
-        each.round: Hang.read(restarts.failed_restart_folder(attempt.failures, each.round) / attempt.hang.name)
+        each.restart: Hang.read(restarts.failed_restart_folder(attempt.failures, each.restart) / attempt.hang.name)
         for each in failed
     }
     return AttemptFacts(

@@ -113,7 +113,7 @@ def restarts_table(account: NodeTimeAccount) -> AccountTable:
             spent = format_node_time(sum(restart.parts.values()))
             cells = (f"{each.attempt}.{number}", culprit, str(restart.redone_iterations), spent)
             rows.append((*cells, *_part_shares(restart.parts)))
-    return AccountTable("by round", ("round|n", "failed", "steps again|n", "node time|n", *_share_columns()), rows)
+    return AccountTable("by restart", ("restart|n", "failed", "steps again|n", "node time|n", *_share_columns()), rows)
 
 
 def _share_columns() -> list[str]:
@@ -231,13 +231,13 @@ def _attempt_as_json(each: AllocationAccount) -> dict[str, Any]:
         "iterations": each.work.iterations,
         "redone_iterations": each.work.redone_iterations,
         "spare_nodes": each.allocation.spare_nodes,
-        "rounds": [
+        "restarts": [
             {
-                "round": number,
+                "restart": number,
                 "node_seconds": _seconds(part.parts),
                 "iterations": part.iterations,
                 "redone_iterations": part.redone_iterations,
-                "failed": next((failed.culprit for failed in each.failed_restarts if failed.round == number), None),
+                "failed": next((failed.culprit for failed in each.failed_restarts if failed.restart == number), None),
             }
             for number, part in enumerate(each.restarts, start=1)
         ],

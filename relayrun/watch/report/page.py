@@ -116,7 +116,7 @@ def attempt_marks(page: RunReportData) -> list[ChartMark]:
             words = f"attempt {each.attempt} from iteration {trained.first}; the one before: {before.cause}"
             marks.append(ChartMark(x=trained.first, words=words, kind=kind))
         marks += [
-            ChartMark(x=failed.next_iteration, words=failed.told, kind="round")
+            ChartMark(x=failed.next_iteration, words=failed.told, kind="restart")
             for failed in failed_restarts(each)
             if failed.again
         ]

@@ -77,9 +77,9 @@ class RunStatus(RunSummary):
     """Results of evaluations, by iteration."""
     waiting_evaluations: dict[int, str]
     """Iterations whose evaluation has no result, with its job and the job's state if known."""
-    failed_rounds: int
+    failed_restarts: int
     """Failures of ranks in the newest attempt; the ranks were restarted in the job, except perhaps after the last."""
-    last_failed_round: str | None
+    last_failed_restart: str | None
     """Rank and place of the last such failure, and the restart's steps and time."""
     sick_nodes: list[str]
     """Health problems of nodes in the newest attempt and the reaction to each, newest last."""
@@ -141,7 +141,7 @@ def _read_run_status(records: RunRecords, cache: FolderCache | None) -> RunStatu
             counts[strike.node] = counts.get(strike.node, 0) + 1
     newest = None if records.number is None else run.attempt(records.number)
     failures = [line for number in run.attempt_numbers() for line in read_lines(run.attempt(number).failed_saves)]
-    failed_rounds = restarts.read_failed_restarts(newest) if newest is not None else []
+    failed_restarts = restarts.read_failed_restarts(newest) if newest is not None else []
     beats = newest.read_heartbeats() if records.running and newest is not None else []
     end_time = begin.job_end_time if begin is not None and records.running else None
     living = records.state != "stopped"
@@ -170,8 +170,8 @@ def _read_run_status(records: RunRecords, cache: FolderCache | None) -> RunStatu
             for iteration, job_id in waiting_evaluations(run)
         },
         unqueued_evaluations=evaluations.unqueued_iterations(run),
-        failed_rounds=len(failed_rounds),
-        last_failed_round=failed_rounds[-1].told if failed_rounds else None,
+        failed_restarts=len(failed_restarts),
+        last_failed_restart=failed_restarts[-1].told if failed_restarts else None,
         sick_nodes=[] if newest is None else [found.told for found in node_health.read_findings(newest)],
         straggler=Straggler.of(records.step["straggler"]).words if records.step.get("straggler") else None,
         failed_saves=len(failures),

@@ -76,7 +76,7 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
         ("quarantine", _quarantine(status)),
         ("last end", f"attempt {status.last_end_attempt}: {status.last_end}" if status.last_end else ""),
         ("evaluations", _evaluations(status)),
-        ("failed rounds", f"{status.failed_rounds}; the last: {status.last_failed_round}" * bool(status.failed_rounds)),
+        ("failed restarts", _failed_restarts(status)),
         ("node health", _node_health(status)),
         ("straggler", status.straggler or ""),
         ("failed saves", f"{status.failed_saves}; the last: {status.last_failed_save}" if status.failed_saves else ""),
@@ -110,6 +110,11 @@ def _last_job(status: RunStatus, now: float) -> str:
         return ""
     ago = f", {format_seconds(now - job.end_time)} ago" if job.end_time is not None else ""
     return f"{job.id}: {describe_job_end(job)}{ago} ({job.source})"
+
+
+def _failed_restarts(status: RunStatus) -> str:
+    failed = status.failed_restarts
+    return f"{failed}; the last: {status.last_failed_restart}" if failed else ""
 
 
 def _quarantine(status: RunStatus) -> str:

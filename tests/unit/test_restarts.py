@@ -1,4 +1,4 @@
-"""Rounds inside an attempt: what is judged, what is on record, and what the next round finds."""
+"""Restarts inside an attempt: what is judged, what is on record, and what the next restart finds."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ FACTS = RestartFacts(
     asked="",
     lost="",
     earlier=[],
-    chain=ChainSection(max_failed_rounds=3),
+    chain=ChainSection(max_failed_restarts=3),
 )
 
 
 def failed(number: int, *, base: int, durable: int, **changes: Any) -> FailedRestart:
     values: dict[str, Any] = {"rank": 3, "node": "n1", "words": "killed by SIGKILL", "iteration": 45, "again": True}
     values |= {"base_iteration": base, "durable_iteration": durable, "next_iteration": durable}
-    return FailedRestart(round=number, time=1e9 + number, **(values | changes))
+    return FailedRestart(restart=number, time=1e9 + number, **(values | changes))
 
 
 def test_a_kill_starts_the_ranks_again() -> None:
@@ -73,15 +73,15 @@ def test_a_crash_by_a_signal_is_the_same_failure_and_a_kill_never_is() -> None:
     assert why_no_restart(replace(FACTS, death=crash, earlier=before)) is not None
 
 
-def test_rounds_in_a_row_without_progress_end_the_attempt() -> None:
+def test_restarts_in_a_row_without_progress_end_the_attempt() -> None:
     stuck = replace(FACTS, base_iteration=40)
     progress, none = failed(1, base=20, durable=40), failed(2, base=40, durable=40)
     assert why_no_restart(replace(stuck, earlier=[none, progress, none])) is None
-    reason = "3 rounds in a row without a later state to start from"
+    reason = "3 restarts in a row without a later state to start from"
     assert why_no_restart(replace(stuck, earlier=[progress, none, none])) == reason
     assert why_no_restart(replace(FACTS, earlier=[none, none])) is None
-    strict = replace(stuck, chain=ChainSection(max_failed_rounds=1))
-    assert why_no_restart(strict) == "1 round in a row without a later state to start from"
+    strict = replace(stuck, chain=ChainSection(max_failed_restarts=1))
+    assert why_no_restart(strict) == "1 restart in a row without a later state to start from"
 
 
 def test_the_rank_that_was_killed_comes_before_those_that_noticed_it() -> None:
@@ -130,7 +130,7 @@ def test_the_records_of_a_failed_round_are_read_with_what_getting_back_took(tmp_
     assert restarts.read_failed_restarts(attempt) == []
     one = failed(1, base=0, durable=40, seconds={"end": 0.5}, steps_lost=5)
     restarts.record_failed_restart(attempt, one)
-    assert one.told == "round 1: rank 3 on n1: killed by SIGKILL, at iteration 45; again from iteration 40"
+    assert one.told == "restart 1: rank 3 on n1: killed by SIGKILL, at iteration 45; again from iteration 40"
     restarts.amend_failed_restart(attempt, 1, seconds={"step": 1.0, "all": 2.04})
     two = failed(2, base=40, durable=40, again=False, reason="enough", rank=None, node="", words="the agent is gone")
     restarts.record_failed_restart(attempt, two)
@@ -139,7 +139,7 @@ def test_the_records_of_a_failed_round_are_read_with_what_getting_back_took(tmp_
         {},
     ]
     assert restarts.read_failed_restarts(attempt)[0].told.endswith("again from iteration 40, 2.0 s to the next step")
-    assert restarts.read_failed_restarts(attempt)[1].told == "round 2: the agent is gone, at iteration 45; enough"
+    assert restarts.read_failed_restarts(attempt)[1].told == "restart 2: the agent is gone, at iteration 45; enough"
 
 
 def test_a_round_goes_back_to_the_newest_whole_checkpoint_and_the_view_has_each_iteration_once(tmp_path: Path) -> None:
@@ -160,14 +160,14 @@ def test_a_round_goes_back_to_the_newest_whole_checkpoint_and_the_view_has_each_
     base = restarts.restart_checkpoint(run, attempt)
     assert base == ResumePoint(iteration=10, path=str(run.checkpoint(10)))
     restarts.record_failed_restart(attempt, failed(1, base=0, durable=10))
-    (moved,) = restarts.prepare_restart(run, attempt, base, next_round=2)
+    (moved,) = restarts.prepare_restart(run, attempt, base, next_restart=2)
     assert "iter_0000020" in moved
     assert not run.checkpoint(20).exists()
     assert list(attempt.failures.glob("*.json")) == []
-    assert (attempt.failures / "round-0001/rank-0001.json").exists()
+    assert (attempt.failures / "restart-0001/rank-0001.json").exists()
     train(run, 1, 11, 15)
     restarts.record_failed_restart(attempt, failed(2, base=10, durable=10, next_iteration=13, source="memory"))
-    restarts.prepare_restart(run, attempt, base, next_round=3, next_iteration=13)
+    restarts.prepare_restart(run, attempt, base, next_restart=3, next_iteration=13)
     assert restarts.read_failed_restarts(attempt)[-1].told.endswith("again from iteration 13 (memory)")
     train(run, 1, 14, 14)
     views.update(attempt=1)
@@ -196,7 +196,7 @@ def test_a_round_whose_attempts_base_is_torn_goes_back_further_and_begin_json_sa
     began(run, 2, base=20)
     (run.checkpoint(20) / "data").unlink()
     base = restarts.restart_checkpoint(run, run.attempt(2))
-    restarts.prepare_restart(run, run.attempt(2), base, next_round=2)
+    restarts.prepare_restart(run, run.attempt(2), base, next_restart=2)
     begin = run.attempt(2).read_begin()
     assert begin is not None
     assert (begin.base_iteration, begin.base_path) == (10, str(run.checkpoint(10)))
@@ -211,12 +211,12 @@ def test_a_rewind_whose_line_its_writer_could_not_leave_keeps_its_place_before_t
     rewind = restarts.Rollback(iteration=15, reason="nan", base_iteration=10, next_sample=15, time=2e9)
     restarts.record_rollback(attempt, rewind)  # and then it was killed
     restarts.record_failed_restart(attempt, failed(1, base=0, durable=10))
-    restarts.prepare_restart(run, attempt, restarts.restart_checkpoint(run, attempt), next_round=2)
-    assert [line.keys() & {"rewind", "round"} for line in read_lines(attempt.metrics)][-1:] == [{"rewind"}]
+    restarts.prepare_restart(run, attempt, restarts.restart_checkpoint(run, attempt), next_restart=2)
+    assert [line.keys() & {"rewind", "restart"} for line in read_lines(attempt.metrics)][-1:] == [{"rewind"}]
     train(run, 1, 11, 18)
     restarts.record_failed_restart(attempt, failed(2, base=10, durable=10))
-    restarts.prepare_restart(run, attempt, restarts.restart_checkpoint(run, attempt), next_round=3)
-    assert list(read_lines(attempt.metrics))[-1] == {"iteration": 10, "round": 3}
+    restarts.prepare_restart(run, attempt, restarts.restart_checkpoint(run, attempt), next_restart=3)
+    assert list(read_lines(attempt.metrics))[-1] == {"iteration": 10, "restart": 3}
     train(run, 1, 11, 12)
     assert [line["iteration"] for line in merged_metrics(run)] == list(range(1, 13))
     before = valid_lines(run, before=(1, 1))  # the stream of trackers that ended with the rewind

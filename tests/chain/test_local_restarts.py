@@ -44,13 +44,13 @@ def make(make_run: MakeRun, *faults: str, **changes: object) -> tuple[Run, Plan]
 
 
 def starts(run: Run, rank: int) -> list[tuple[int, int]]:
-    """Round and base of each start of a rank in the first attempt."""
+    """Restart and base of each start of a rank in the first attempt."""
     lines = read_lines(run.attempt(1).path / f"starts-{rank}.jsonl")
-    return [(line["round"], line["base"]) for line in lines]
+    return [(line["restart"], line["base"]) for line in lines]
 
 
 def told(failed: FailedRestart) -> tuple[int, int | None, str, int, int, int]:
-    return failed.round, failed.rank, failed.words, failed.iteration, failed.durable_iteration, failed.steps_lost
+    return failed.restart, failed.rank, failed.words, failed.iteration, failed.durable_iteration, failed.steps_lost
 
 
 def run_with(run: Run, plan: Plan, poll: Callable[[], None]) -> None:
@@ -91,12 +91,12 @@ def test_ranks_that_die_are_started_again_inside_their_job(make_run: MakeRun) ->
         (4, None, "the server that forks ranks ended (-9)", 12, 10, 2),
     ]
     assert all(failed.again for failed in found)
-    assert found[0].seconds.keys() == {"end"}  # the round behind it was killed before its first step
+    assert found[0].seconds.keys() == {"end"}  # the restart behind it was killed before its first step
     for failed in found[1:]:
         assert failed.seconds.keys() == {"end", "records", "fork", "groups", "load", "step", "all"}
         assert 0 < failed.seconds["all"] < 300
     assert [path.name for path in run.attempt(1).failures.rglob("*.json")] == ["rank-0001.json"]
-    assert (run.attempt(1).failures / "round-0003/rank-0001.json").exists()
+    assert (run.attempt(1).failures / "restart-0003/rank-0001.json").exists()
 
 
 def test_the_same_error_at_the_same_iteration_ends_the_attempt_at_its_second_time(make_run: MakeRun) -> None:
@@ -111,16 +111,16 @@ def test_the_same_error_at_the_same_iteration_ends_the_attempt_at_its_second_tim
 
 
 @pytest.mark.long
-def test_rounds_without_a_later_state_to_start_from_end_the_attempt(make_run: MakeRun) -> None:
+def test_restarts_without_a_later_state_to_start_from_end_the_attempt(make_run: MakeRun) -> None:
     """The second one brings iteration 5."""
-    run, plan = make(make_run, "1:0:5:SIGKILL", "2:0:7:SIGKILL", "0:0:8:SIGKILL", max_failed_rounds=2)
+    run, plan = make(make_run, "1:0:5:SIGKILL", "2:0:7:SIGKILL", "0:0:8:SIGKILL", max_failed_restarts=2)
     run_chain(run, plan)
     found = restarts.read_failed_restarts(run.attempt(1))
     assert [(failed.base_iteration, failed.next_iteration) for failed in found] == [(0, 0), (0, 5), (5, 5), (5, 5)]
     (record,) = ends(run)
     assert record.cause == "failed"
     assert record.exit_code == 128 + signal.SIGKILL
-    assert "killed by SIGKILL; 2 rounds in a row without a later state to start from" in record.reason
+    assert "killed by SIGKILL; 2 restarts in a row without a later state to start from" in record.reason
 
 
 @pytest.mark.long
@@ -225,8 +225,8 @@ def test_ranks_that_hang_are_started_again_after_they_were_asked_for_their_stack
     assert failed.words.startswith("hang: no progress for ")
     assert failed.words.endswith("ranks 1 did not answer")
     assert not run.attempt(1).hang.exists()
-    assert (run.attempt(1).failures / "round-0001/hang.json").exists()
-    assert 'File "' in (run.stacks(1) / "round-0001/rank-0000.txt").read_text()
+    assert (run.attempt(1).failures / "restart-0001/hang.json").exists()
+    assert 'File "' in (run.stacks(1) / "restart-0001/rank-0000.txt").read_text()
 
 
 @pytest.mark.long
@@ -251,7 +251,7 @@ def test_a_server_that_hangs_holds_up_no_round(make_run: MakeRun) -> None:
 
 @pytest.mark.long
 def test_a_server_that_hangs_in_its_imports_ends_the_attempt_with_words(make_run: MakeRun) -> None:
-    run, plan = make(make_run, "imports:hang", start_timeout=8, max_failed_rounds=2)
+    run, plan = make(make_run, "imports:hang", start_timeout=8, max_failed_restarts=2)
     run_chain(run, plan)
     (record,) = ends(run)
     assert record.cause != "done", logs(run)
@@ -272,7 +272,7 @@ def test_ranks_that_hang_at_one_iteration_again_and_again_end_the_attempt(make_r
 
 
 def pids_of(run: Run) -> list[int]:
-    """Processes of the ranks of the first round."""
+    """Processes of the ranks of the first start."""
     return [next(read_lines(run.attempt(1).path / f"starts-{rank}.jsonl"))["pid"] for rank in (0, 1)]
 
 

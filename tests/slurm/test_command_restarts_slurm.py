@@ -13,7 +13,7 @@ from relayrun.config.compose import yaml_file
 from relayrun.control.rundir import restarts
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
-from tests.chain.test_local_command_rounds import PROGRAM, ranks_of, undisturbed
+from tests.chain.test_local_command_restarts import PROGRAM, ranks_of, undisturbed
 from tests.workspace import ends
 
 from .cluster import ROOT, TestCluster
@@ -28,7 +28,7 @@ def test_ranks_of_a_program_on_two_nodes_start_again_in_their_job(cluster: TestC
     faults = ["1:1:7:SIGKILL", "2:0:10:torn"]
     values = {
         "project": "tests",
-        "name": "rounds",
+        "name": "restarts",
         "run_dir": str(tmp_path / "run"),
         "trainer": "command",
         "command": {
@@ -42,7 +42,7 @@ def test_ranks_of_a_program_on_two_nodes_start_again_in_their_job(cluster: TestC
         "job": {"time": "15", "nodes": 2, "ntasks_per_node": 1},
         "cluster": {"name": "test", "scheduler": "slurm", "environment": {"MASTER_ADDR": "127.0.0.1"}},
     }
-    path = tmp_path / "rounds.yaml"
+    path = tmp_path / "restarts.yaml"
     path.write_text(yaml_file.dump_yaml(values), encoding="utf-8")
     cluster.run([sys.executable, "-m", "relayrun.cli", "submit", path], cwd=ROOT)
     run = Run(tmp_path / "run")

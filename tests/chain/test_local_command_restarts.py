@@ -80,8 +80,8 @@ def assert_undisturbed(run: Run, *, last: int = LAST) -> None:
 
 
 def starts(run: Run) -> list[tuple[int, int, int]]:
-    """Rank, round and first iteration of each start of a rank, in the order of rounds."""
-    found = re.findall(r"rank (\d) of 2 begins round (\d+) at (\d+), port (\d+)", logs(run))
+    """Rank, restart and first iteration of each start of a rank, in the order of restarts."""
+    found = re.findall(r"rank (\d) of 2 begins restart (\d+) at (\d+), port (\d+)", logs(run))
     assert len({port for _, _, _, port in found}) == len({number for _, number, _, _ in found})
     return sorted((int(number), int(rank), int(at)) for rank, number, at, _ in found)
 
@@ -104,10 +104,10 @@ def test_ranks_that_die_start_again_in_their_job_from_the_newest_checkpoint(make
     assert_undisturbed(run)
     assert [path.name for path in (run.checkpoints / ".quarantine").iterdir()] == ["step-10-0001"]
     assert [commit.iteration for commit in run.attempt(1).read_commits()] == [5, 10, 15, 20]
-    marks = [line for line in read_lines(run.attempt(1).metrics) if "round" in line]
-    assert marks == [{"iteration": at, "round": number} for number, at in enumerate([5, 5, 5], 2)]
+    marks = [line for line in read_lines(run.attempt(1).metrics) if "restart" in line]
+    assert marks == [{"iteration": at, "restart": number} for number, at in enumerate([5, 5, 5], 2)]
     named = {"end", "records", "step", "all"}
-    assert all({"end"} <= each.seconds.keys() <= named for each in found)  # a round may be over before anybody looks
+    assert all({"end"} <= each.seconds.keys() <= named for each in found)  # a restart may be over before anybody looks
     assert not run.attempt(1).hand_over.exists()
 
 
@@ -121,12 +121,12 @@ def test_the_same_end_at_the_same_iteration_ends_the_attempt_at_its_second_time(
 
 
 @pytest.mark.long
-def test_rounds_without_a_later_checkpoint_end_the_attempt(make_run: MakeRun) -> None:
-    run, plan = make(make_run, "0:0:3:SIGKILL", max_failed_rounds=2)
+def test_restarts_without_a_later_checkpoint_end_the_attempt(make_run: MakeRun) -> None:
+    run, plan = make(make_run, "0:0:3:SIGKILL", max_failed_restarts=2)
     run_chain(run, plan)
     (record,) = ends(run)
     assert (record.cause, record.exit_code) == ("failed", 128 + signal.SIGKILL)
-    assert "2 rounds in a row without a later state to start from" in record.reason
+    assert "2 restarts in a row without a later state to start from" in record.reason
 
 
 @pytest.mark.long
@@ -198,8 +198,8 @@ def test_what_asks_ranks_to_leave_reaches_those_of_a_later_round(make_run: MakeR
 
 @pytest.mark.long
 def test_kills_at_any_time_change_no_bit(make_run: MakeRun) -> None:
-    """Also of the watch, between the end of a round and the next one's begin."""
-    run, plan = make(make_run, last=200, max_failed_rounds=1000)
+    """Also of the watch, between the end of a restart and the next one's begin."""
+    run, plan = make(make_run, last=200, max_failed_restarts=1000)
     chain = threading.Thread(target=run_chain, args=(run, plan))
     chain.start()
     generator, killed = random.Random(7), 0
