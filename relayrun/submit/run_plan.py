@@ -165,9 +165,7 @@ def _mounts(config: CommonConfig, run: Run) -> list[str]:
     """Folders that a container must show besides relayrun's code and the run's directory."""
     found = [config.megatron_lm.dir] if isinstance(config, MegatronConfig) else []
     if config.chain.recovery == "node" and config.trainer != "native":
-        found.append(
-            str(log_folder(run))
-        )  # the coordinator sees there that a restart has written all
+        found.append(str(log_folder(run)))  # the coordinator sees there that a restart has written all
     return found
 
 

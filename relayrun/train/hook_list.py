@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from relayrun.train.model.gpt import ModelStage
     from relayrun.train.optimizer.megatron_optimizer import ScheduledOptimizer
 
-BETWEEN_STEPS = ("before_step", "after_step", "at_rewind", "after_save", "after_failed_save", "at_evaluation")
+BETWEEN_STEPS = ("before_step", "after_step", "at_rollback", "after_save", "after_failed_save", "at_evaluation")
 """Methods whose time is `Step.hooks_seconds`; the time of `before_update` is part of the step."""
 
 

@@ -168,7 +168,7 @@ class Action(IntEnum):
 
     UPDATE = 0
     SKIP = 1
-    REWIND = 2
+    ROLLBACK = 2
     STOP = 3
 
 
@@ -220,16 +220,16 @@ class Hook:
     def before_update(self, gradients: Gradients) -> UpdateVerdict | None:
         """Return a verdict on this iteration, whose gradients are reduced, not clipped; None does not object.
 
-        The most severe verdict of all hooks and ranks applies, within `training.max_skips` and `max_rewinds`. Gradients
-        are in `main_grad` of the parameters, or, with the distributed optimizer, this rank's part of them.
+        The most severe verdict of all hooks and ranks applies, within `training.max_skips` and `max_rollbacks`.
+        Gradients are in `main_grad` of the parameters, or, with the distributed optimizer, this rank's part of them.
         """
         return None
 
     def after_step(self, step: Step) -> None:
         """Called after an iteration; `step.skipped` is set if it had no update."""
 
-    def at_rewind(self, rewind: Rollback) -> None:
-        """Called after a rollback to the checkpoint of `rewind.base_iteration`; samples after it are skipped."""
+    def at_rollback(self, rollback: Rollback) -> None:
+        """Called after a rollback to the checkpoint of `rollback.base_iteration`; samples after it are skipped."""
 
     def before_publish(self, iteration: int, folder: Path) -> None:
         """Called on rank 0, in the save thread, when all bytes of a checkpoint are in `folder`; it counts after this

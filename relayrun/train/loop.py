@@ -365,9 +365,9 @@ class TrainingLoop:
             )
         if verdict.action is Action.SKIP:
             self.metrics.say(f"iteration {at}: {verdict.reason}; its update is left out")
-        if verdict.action is Action.REWIND:
+        if verdict.action is Action.ROLLBACK:
             self._roll_back(verdict.reason or "")
-        return verdict.action is not Action.REWIND
+        return verdict.action is not Action.ROLLBACK
 
     def _roll_back(self, reason: str) -> None:
         """Load the newest checkpoint; the samples up to the current position are skipped."""
@@ -381,28 +381,28 @@ class TrainingLoop:
             self.memory.discard()
             self.ranks.maximum([0])  # all ranks discard their copies before the rollback is recorded
         self.heartbeat.enter("start", base)
-        rewind = Rollback(
+        rollback = Rollback(
             iteration=at,
             reason=reason,
             base_iteration=base,
             next_sample=self.position.consumed_samples,
             time=time.time(),
         )
-        path = self.ranks.on_first_rank(partial(record_rollback, self.run_dir, self.attempt, rewind), RollbackFailed)
+        path = self.ranks.on_first_rank(partial(record_rollback, self.run_dir, self.attempt, rollback), RollbackFailed)
         self.reader.close()
         self.position, taken = self.restore.load_newest_intact(ResumePoint(iteration=base, path=path))
         if taken.iteration != base:  # the samples that led to trouble come again, and are skipped then
-            self.metrics.at_rewind(rewind)
-            rewind = replace(
-                rewind,
+            self.metrics.at_rollback(rollback)
+            rollback = replace(
+                rollback,
                 reason=f"{reason}; the checkpoint of iteration {base} is damaged",
                 base_iteration=taken.iteration,
                 next_sample=self.position.consumed_samples,
                 time=time.time(),
             )
-            self.ranks.on_first_rank(partial(restarts.record_rollback, self.attempt, rewind), RollbackFailed)
+            self.ranks.on_first_rank(partial(restarts.record_rollback, self.attempt, rollback), RollbackFailed)
             self.saver.saved_iteration = taken.iteration
-        self.hooks.at_rewind(rewind)
+        self.hooks.at_rollback(rollback)
         self.reader = self._open_reader()
 
     def _evaluate(self) -> None:
@@ -473,16 +473,16 @@ def train_attempt(
     training.hooks.close()
 
 
-def record_rollback(run: Run, attempt: Attempt, rewind: Rollback) -> str:
+def record_rollback(run: Run, attempt: Attempt, rollback: Rollback) -> str:
     """Record a rollback; return the path of its checkpoint. Raises RelayrunError if that is not the newest one."""
     newest = next(Lineage(run).backwards(), None)
-    if newest is None or newest.commit.iteration != rewind.base_iteration:
+    if newest is None or newest.commit.iteration != rollback.base_iteration:
         raise RelayrunError(
-            f"iteration {rewind.iteration}: {rewind.reason}; the checkpoint of iteration "
-            f"{rewind.base_iteration}, to go back to, is not the newest of this run",
+            f"iteration {rollback.iteration}: {rollback.reason}; the checkpoint of iteration "
+            f"{rollback.base_iteration}, to go back to, is not the newest of this run",
             where=run.checkpoints,
         )
-    restarts.record_rollback(attempt, rewind)
+    restarts.record_rollback(attempt, rollback)
     return newest.commit.path
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from relayrun.config.compose.schema import TrainingSection
 from relayrun.train.hooks import Action, Gradients, Hook, Step, UpdateVerdict
 
-_BY_NAME = {"ignore": Action.UPDATE, "skip": Action.SKIP, "rewind": Action.REWIND, "stop": Action.STOP}
+_BY_NAME = {"ignore": Action.UPDATE, "skip": Action.SKIP, "rollback": Action.ROLLBACK, "stop": Action.STOP}
 
 
 class LossGuard(Hook):
@@ -29,11 +29,11 @@ class LossGuard(Hook):
         self._losses: deque[float] = deque(maxlen=settings.spike_window)
         self._skipped = 0
         """Iterations skipped in a row so far."""
-        self.rewinds = 0
+        self.rollbacks = 0
         """Rollbacks of the whole run."""
 
         # stopping needs no agreement
-        self.may_differ = {settings.on_nan, settings.on_spike} & {"skip", "rewind"} != set()
+        self.may_differ = {settings.on_nan, settings.on_spike} & {"skip", "rollback"} != set()
 
     def before_update(self, gradients: Gradients) -> UpdateVerdict:
         return self.judge(gradients.loss, gradients.grad_norm)
@@ -69,17 +69,17 @@ class LossGuard(Hook):
             self._skipped += 1
 
     def state_dict(self) -> dict[str, Any]:
-        return {"losses": list(self._losses), "skipped": self._skipped, "rewinds": self.rewinds}
+        return {"losses": list(self._losses), "skipped": self._skipped, "rollbacks": self.rollbacks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._losses = deque(state["losses"], maxlen=self._settings.spike_window)
-        self._skipped, self.rewinds = state["skipped"], state["rewinds"]
+        self._skipped, self.rollbacks = state["skipped"], state["rollbacks"]
 
     def within_limits(self, action: Action, reason: str | None) -> UpdateVerdict:
         """Return a verdict with this action, or a stop if the limit of such actions is reached."""
         settings = self._settings
         if action is Action.SKIP and self._skipped >= settings.max_skips:
             return UpdateVerdict(Action.STOP, f"{reason}; {self._skipped} iterations before it were skipped in a row")
-        if action is Action.REWIND and self.rewinds >= settings.max_rewinds:
-            return UpdateVerdict(Action.STOP, f"{reason}; the run was rewound {self.rewinds} times before")
+        if action is Action.ROLLBACK and self.rollbacks >= settings.max_rollbacks:
+            return UpdateVerdict(Action.STOP, f"{reason}; the run was rolled back {self.rollbacks} times before")
         return UpdateVerdict(action, reason)

@@ -39,7 +39,7 @@ class ProgressFollower:
             return
         self._next = now + self._seconds
         lines = self._new_lines()
-        steps = [line for line in lines if not line.keys() & {"validation", "rewind", "restart"}]
+        steps = [line for line in lines if not line.keys() & {"validation", "rollback", "restart"}]
         if steps:
             last = steps[-1]
             speeds = [line["tokens_per_second"] for line in steps if "tokens_per_second" in line]

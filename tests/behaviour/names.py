@@ -20,7 +20,7 @@ USERS = {
     "relayrun.train.hooks:ValidationResult": "the argument of `Hook.at_evaluation`",
     "relayrun.train.hooks:Action": "an action of a verdict of `Hook.before_update`",
     "relayrun.train.hooks:UpdateVerdict": "the result of `Hook.before_update`",
-    "relayrun.train.hooks:Rollback": "the argument of `Hook.at_rewind`",
+    "relayrun.train.hooks:Rollback": "the argument of `Hook.at_rollback`",
     "relayrun.train.hooks:CheckpointCommit": "the argument of `Hook.after_save`",
     "relayrun.train.hooks:AttemptOutcome": "the argument of `Hook.at_end`",
     "relayrun.train.model.attention:CausalAttention": "attention of layers of one's own (`model.spec`)",

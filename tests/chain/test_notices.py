@@ -181,7 +181,7 @@ def test_no_durable_progress_counts_from_where_a_job_could_make_some(run: Run) -
     assert len(noted(run, now=1e9 + 57_201)) == 2
 
 
-def test_bad_losses_and_rewinds(run: Run) -> None:
+def test_bad_losses_and_rollbacks(run: Run) -> None:
     tell(run, "http://x/")
     began(run, 4, base=300)
     attempt = run.attempt(4)
@@ -193,7 +193,7 @@ def test_bad_losses_and_rewinds(run: Run) -> None:
     record_rollback(attempt, Rollback(iteration=305, reason="loss nan", base_iteration=300, next_sample=9, time=7e8))
     told = noted(run)
     assert told["anomaly-0004-304"] == "iteration 304: loss 98 is a spike"
-    assert told["anomaly-0004-rewind-700000000"] == "training went back to iteration 300 from iteration 305: loss nan"
+    assert told["anomaly-0004-rollback-700000000"] == "training went back to iteration 300 from iteration 305: loss nan"
     assert {entry.id: entry.count for entry, _ in notices.pending_notices(run)}["anomaly-0004-304"] == 1
 
 

@@ -115,7 +115,7 @@ STEP = st.one_of(
     st.tuples(st.just("train"), st.integers(1, 6)),
     st.tuples(st.just("evaluate"), st.just(0)),
     st.tuples(st.just("torn"), st.just(0)),
-    st.tuples(st.sampled_from(["rewind", "rewind without its line"]), st.integers(0, 5)),
+    st.tuples(st.sampled_from(["rollback", "rollback without its line"]), st.integers(0, 5)),
     st.tuples(st.just("next restart"), st.integers(0, 5)),
     st.tuples(st.just("next attempt"), st.integers(0, 8)),
     st.tuples(st.just("killed before it began"), st.just(0)),
@@ -152,13 +152,13 @@ def test_the_appended_views_hold_what_counts(steps: list[tuple[str, int]]) -> No
             elif what == "torn" and not bare:
                 with open(metrics, "ab") as file:
                     file.write(b'{"iteration": ')
-            elif what.startswith("rewind") and not bare and at > base:
+            elif what.startswith("rollback") and not bare and at > base:
                 at = max(base, at - much)
                 record_rollback(
                     run.attempt(number), Rollback(iteration=9, reason="", base_iteration=at, next_sample=1, time=1.0)
                 )
-                if what == "rewind":
-                    append_line(metrics, {"iteration": at, "rewind": {}}, durable=False)
+                if what == "rollback":
+                    append_line(metrics, {"iteration": at, "rollback": {}}, durable=False)
                 else:
                     bare = True  # it was killed between the two
             elif what == "next restart":  # its ranks were killed wherever they were, and are started again

@@ -96,12 +96,12 @@ def test_the_trigger_folder_is_there_and_new_for_each_attempt(run: Run) -> None:
     assert list(run.attempt(2).client.iterdir()) == []
 
 
-def test_every_attempt_is_the_same_run_of_wandb_up_to_a_rewind(run: Run) -> None:
+def test_every_attempt_is_the_same_run_of_wandb_up_to_a_rollback(run: Run) -> None:
     first = trainer(run).environment(begin_of(run))
     assert first["WANDB_RESUME"] == "allow"
     began(run, 2, base=4)
     assert trainer(run).environment(begin_of(run)) == first
-    replace(begin_of(run), attempt=3, base_iteration=2, rewound=True).write(_folder(run, 3) / "begin.json")
+    replace(begin_of(run), attempt=3, base_iteration=2, rolled_back=True).write(_folder(run, 3) / "begin.json")
     other = trainer(run).environment(begin_of(run))
     assert other["WANDB_RUN_ID"] != first["WANDB_RUN_ID"]
 

@@ -1,4 +1,4 @@
-"""Iterations that are skipped, runs that are rewound: on all ranks alike, and the same to the last bit in a replay."""
+"""Iterations that are skipped, rollbacks: on all ranks alike, and the same to the last bit in a replay."""
 
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ def test_a_skipped_update_changes_nothing_on_any_rank_and_is_skipped_again_in_a_
     assert TrainingProgress.resume(common["progress"], BatchSizes(8)).untrained == [(8 * BAD - 8, 8 * BAD)]
 
 
-def test_a_rewind_passes_over_the_same_samples_whether_the_process_goes_on_or_is_killed(
+def test_a_rollback_passes_over_the_same_samples_whether_the_process_goes_on_or_is_killed(
     harness: Callable[..., Any],
 ) -> None:
-    """NaN in iteration 7 in the first pass; after the rewind to iteration 5 sample 50 is not read any more."""
-    whole = harness(**with_policy(5, on_nan="rewind"))
+    """NaN in iteration 7 in the first pass; after the rollback to iteration 5 sample 50 is not read any more."""
+    whole = harness(**with_policy(5, on_nan="rollback"))
     reference = whole.train(inject="nan-sample=50")
     assert f"iteration {BAD}: loss nan, gradient norm nan; back to iteration 5" in reference.output()
     assert [line["next_sample"] for line in read_lines(whole.run.attempt(1).rollbacks)] == [BAD * 8]
@@ -88,10 +88,10 @@ def test_a_rewind_passes_over_the_same_samples_whether_the_process_goes_on_or_is
     progress = TrainingProgress.resume(read_json(whole.run.attempt(1).data)["progress"], BatchSizes(8))
     assert progress.passed_over == [(40, BAD * 8)]
 
-    pieces = harness(**with_policy(5, on_nan="rewind"))
+    pieces = harness(**with_policy(5, on_nan="rollback"))
     attempt = pieces.start(inject="nan-sample=50,step-delay=0.1")
     wait_for(
-        lambda: any("rewind" in line for line in read_lines(attempt.directory.metrics)),
+        lambda: any("rollback" in line for line in read_lines(attempt.directory.metrics)),
         600,
         step=0.01,
         words=attempt.output,
@@ -109,11 +109,11 @@ def test_a_rewind_passes_over_the_same_samples_whether_the_process_goes_on_or_is
     ("interval", "sample", "steps", "damaged"),
     [(5, 90, 12, [10]), pytest.param(1, 40, 8, [5, 4], marks=pytest.mark.long)],
 )
-def test_a_rewind_that_meets_a_damaged_checkpoint_takes_the_one_before_in_the_same_job(
+def test_a_rollback_that_meets_a_damaged_checkpoint_takes_the_one_before_in_the_same_job(
     harness: Callable[..., Any], interval: int, sample: int, steps: int, damaged: list[int]
 ) -> None:
-    """Nothing is lost: what the damaged one held is trained again, then the trouble comes again, and its rewind."""
-    policy = with_policy(interval, on_nan="rewind", max_rewinds=1, steps=steps)
+    """Nothing is lost: what the damaged one held is trained again, then the trouble comes again, and its rollback."""
+    policy = with_policy(interval, on_nan="rollback", max_rollbacks=1, steps=steps)
     whole, broken = harness(**policy), harness(**policy)
     whole.train(inject=f"nan-sample={sample}")
     hook = {"hook": "tests.training.user_hooks:FlipsBits", "options": {"iterations": damaged}}
@@ -133,14 +133,16 @@ def test_a_rewind_that_meets_a_damaged_checkpoint_takes_the_one_before_in_the_sa
 
 
 @pytest.mark.long
-def test_a_spike_that_comes_back_ends_in_a_stop_after_the_rewinds_that_are_allowed(harness: Callable[..., Any]) -> None:
-    made = harness(**with_policy(9, on_spike="rewind", max_rewinds=1, spike_threshold=200.0))
+def test_a_spike_that_comes_back_ends_in_a_stop_after_the_rollbacks_that_are_allowed(
+    harness: Callable[..., Any],
+) -> None:
+    made = harness(**with_policy(9, on_spike="rollback", max_rollbacks=1, spike_threshold=200.0))
     attempt = made.start(inject="spike-sample=85:1000,nan-sample=110")
     assert attempt.wait() == [3, 3], attempt.output()
     assert "is a spike" in attempt.output()
     assert "back to iteration 9" in attempt.output()
     assert attempt.outcome.outcome == "fatal"
-    made = harness(**with_policy(1000, on_nan="rewind"))
+    made = harness(**with_policy(1000, on_nan="rollback"))
     attempt = made.start(inject="nan-sample=10")
     assert attempt.wait() == [3, 3], attempt.output()
     assert "there is no checkpoint to go back to" in attempt.outcome.reason

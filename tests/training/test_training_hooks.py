@@ -121,8 +121,8 @@ def test_a_verdict_of_one_rank_counts_on_all_within_the_bounds_of_the_config(har
     assert any("Objector: I do not like it" in failure.error for failure in attempt.failures())
 
 
-def test_the_state_of_a_hook_goes_back_with_a_rewind(harness: Make) -> None:
-    made = harness(training={"steps": 12, "on_nan": "rewind", "hooks": [COUNT]}, checkpoint={"interval": 5})
+def test_the_state_of_a_hook_goes_back_with_a_rollback(harness: Make) -> None:
+    made = harness(training={"steps": 12, "on_nan": "rollback", "hooks": [COUNT]}, checkpoint={"interval": 5})
     made.train(inject="nan-sample=50")  # in iteration 7
     (line,) = read_lines(made.run.path / "counted.jsonl")
     assert line["counts"] == [12, 12]

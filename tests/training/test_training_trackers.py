@@ -84,17 +84,17 @@ def test_one_run_over_three_attempts_without_gap_or_repeat_and_no_secret(
 
 
 @pytest.mark.long
-def test_a_rewind_by_policy_is_a_fork(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rollback_by_policy_is_a_fork(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     made = harness(
         job={"ntasks_per_node": 1},
-        training={"steps": 16, "on_nan": "rewind"},
+        training={"steps": 16, "on_nan": "rollback"},
         checkpoint={"interval": 5},
         tracking={"tensorboard": True},
     )
     made.train(inject="nan-sample=50,step-delay=0.6")  # iteration 7; back to 5
     first, fork = json.loads(made.run.streams.read_text())
-    assert (fork["forked_from"], fork["fork_iteration"], fork["first_attempt"], fork["rewind"]) == (
+    assert (fork["forked_from"], fork["fork_iteration"], fork["first_attempt"], fork["rollback"]) == (
         first["id"],
         5,
         1,
@@ -108,7 +108,7 @@ def test_a_rewind_by_policy_is_a_fork(harness: Callable[..., Harness], monkeypat
     }
     old = [row["_step"] for row in rows[first["id"]]]
     assert old == list(range(1, len(old) + 1))
-    assert len(old) <= 7  # fewer where the feed started after the rewind
+    assert len(old) <= 7  # fewer where the feed started after the rollback
     merged = [(line["iteration"], line["loss"]) for line in merged_metrics.merged_metrics(made.run) if "loss" in line]
     assert [(row["_step"], row["train/loss"]) for row in rows[fork["id"]]] == merged
     assert len(merged) == 16

@@ -32,7 +32,7 @@ def judged(guard: LossGuard, loss: float, grad_norm: float = 1.0) -> Action:
     return verdict.action
 
 
-@pytest.mark.parametrize("action", ["stop", "skip", "rewind"])
+@pytest.mark.parametrize("action", ["stop", "skip", "rollback"])
 @pytest.mark.parametrize(("loss", "grad_norm"), [(NAN, 1.0), (1.0, NAN), (float("inf"), 1.0), (1.0, float("inf"))])
 def test_what_is_no_finite_number_meets_the_policy(action: str, loss: float, grad_norm: float) -> None:
     guard = LossGuard(settings(on_nan=action))
@@ -66,11 +66,11 @@ def test_too_many_skips_in_a_row_stop() -> None:
     assert [judged(guard, NAN) for _ in range(4)] == [Action.SKIP] * 3 + [Action.STOP]
 
 
-def test_too_many_rewinds_stop() -> None:
-    guard = LossGuard(settings(on_nan="rewind", max_rewinds=2))
-    guard.rewinds = 2
+def test_too_many_rollbacks_stop() -> None:
+    guard = LossGuard(settings(on_nan="rollback", max_rollbacks=2))
+    guard.rollbacks = 2
     assert judged(guard, NAN) is Action.STOP
-    assert "rewound 2 times before" in (guard.judge(NAN, 1.0).reason or "")
+    assert "rolled back 2 times before" in (guard.judge(NAN, 1.0).reason or "")
 
 
 def test_a_guard_that_was_saved_anywhere_decides_as_the_one_that_was_not() -> None:
@@ -99,11 +99,11 @@ def trained(run: Run, number: int, first: int, last: int, mark: str) -> None:
             file.write(json.dumps({"iteration": iteration, "loss": mark}) + "\n")
 
 
-def rewind(run: Run, number: int, at: int, base: int, sample: int, time: float) -> None:
+def rollback(run: Run, number: int, at: int, base: int, sample: int, time: float) -> None:
     found = Rollback(iteration=at, reason="loss nan", base_iteration=base, next_sample=sample, time=time)
     record_rollback(run.attempt(number), found)
     with run.attempt(number).metrics.open("a") as file:
-        file.write(json.dumps({"iteration": base, "rewind": found.words}) + "\n")
+        file.write(json.dumps({"iteration": base, "rollback": found.words}) + "\n")
 
 
 def commit(run: Run, number: int, iteration: int, time: float) -> None:
@@ -114,18 +114,18 @@ def commit(run: Run, number: int, iteration: int, time: float) -> None:
     )
 
 
-def test_a_rewind_counts_until_its_checkpoint_is_not_the_newest_and_is_not_written_anew(tmp_path: Any) -> None:
+def test_a_rollback_counts_until_its_checkpoint_is_not_the_newest_and_is_not_written_anew(tmp_path: Any) -> None:
     run = Run(tmp_path)
     begin(run, 1, 0)
     commit(run, 1, 10, 100.0)
-    rewind(run, 1, 17, 10, 170, 110.0)
-    rewind(run, 1, 15, 10, 220, 120.0)
+    rollback(run, 1, 17, 10, 170, 110.0)
+    rollback(run, 1, 15, 10, 220, 120.0)
     assert [found.next_sample for found in pending_rollbacks(run, 10, 100)] == [170, 220]
     assert pending_rollbacks(run, 20, 200) == []
     begin(run, 2, 10)  # killed; the next one starts from there too
     begin(run, 3, 10)
     assert len(pending_rollbacks(run, 10, 100)) == 2
-    rewind(run, 3, 15, 10, 100, 125.0)  # to a checkpoint behind a damaged one: it passes over nothing
+    rollback(run, 3, 15, 10, 100, 125.0)  # to a checkpoint behind a damaged one: it passes over nothing
     assert len(pending_rollbacks(run, 10, 100)) == 2
     commit(run, 3, 20, 130.0)
     assert pending_rollbacks(run, 20, 200) == []
@@ -134,15 +134,15 @@ def test_a_rewind_counts_until_its_checkpoint_is_not_the_newest_and_is_not_writt
     assert pending_rollbacks(run, 10, 100) == []
 
 
-def test_the_merged_view_holds_what_counts_after_rewinds(tmp_path: Any) -> None:
+def test_the_merged_view_holds_what_counts_after_rollbacks(tmp_path: Any) -> None:
     run = Run(tmp_path)
     begin(run, 1, 0)
     trained(run, 1, 1, 17, "a")
-    rewind(run, 1, 17, 10, 170, 1.0)
+    rollback(run, 1, 17, 10, 170, 1.0)
     trained(run, 1, 11, 15, "b")
-    rewind(run, 1, 15, 10, 220, 2.0)
+    rollback(run, 1, 15, 10, 220, 2.0)
     trained(run, 1, 11, 33, "c")
-    rewind(run, 1, 33, 30, 500, 3.0)
+    rollback(run, 1, 33, 30, 500, 3.0)
     trained(run, 1, 31, 36, "d")
     begin(run, 2, 30)
     trained(run, 2, 31, 32, "e")

@@ -323,9 +323,9 @@ def test_a_start_that_fails_is_a_part_of_its_own(tmp_path: Path) -> None:
     }
 
 
-def test_a_rewind_makes_steps_lost_and_the_way_back_is_recovery(tmp_path: Path) -> None:
+def test_a_rollback_makes_steps_lost_and_the_way_back_is_recovery(tmp_path: Path) -> None:
     base, back = 1, {"iteration": 3, "reason": "spike", "base_iteration": 1, "next_sample": 3, "time": 17.0}
-    lines = [step(1, 12.0, 2.0), step(2, 14.0, 2.0), step(3, 16.0, 2.0), {"iteration": base, "rewind": back}]
+    lines = [step(1, 12.0, 2.0), step(2, 14.0, 2.0), step(3, 16.0, 2.0), {"iteration": base, "rollback": back}]
     lines += [step(2, 24.0, 2.0), step(3, 26.0, 2.0)]
     outcome = AttemptOutcome(outcome="done", reason="", iteration=3, time=26.0)
     place = stay(facts=facts(rollbacks=[1], outcome=outcome, end=ended(26.0, cause="done", code=0)), end=30.0)
@@ -342,7 +342,7 @@ def test_ranks_that_start_again_inside_a_job_go_back_likewise(tmp_path: Path) ->
     lines = [step(1, 12.0, 2.0), step(2, 14.0, 2.0), {"iteration": 1, "restart": 2}, step(2, 24.0, 2.0)]
     outcome = AttemptOutcome(outcome="done", reason="", iteration=2, time=24.0)
     written(tmp_path, lines)
-    assert iteration_resets(tmp_path / "metrics.jsonl", [5]) == [1, 5]  # a rewind is on record before its line
+    assert iteration_resets(tmp_path / "metrics.jsonl", [5]) == [1, 5]  # a rollback is on record before its line
     place = stay(facts=facts(rollbacks=[1], outcome=outcome, end=ended(24.0, cause="done", code=0)), end=25.0)
     assert booked(tmp_path, lines, place) == START | {"step": 4.0, "redone": 2.0, "recovery": 8.0, "end": 1.0}
 
@@ -554,7 +554,7 @@ LINES = st.lists(
             "save_seconds": st.floats(-5, 50),
             "data_seconds": st.floats(-5, 50) | st.none(),
             "evaluation_seconds": st.floats(-5, 50),
-            "rewind": st.fixed_dictionaries({"time": TIMES, "base_iteration": st.integers(0, 5)}),
+            "rollback": st.fixed_dictionaries({"time": TIMES, "base_iteration": st.integers(0, 5)}),
         },
     ),
     max_size=12,
@@ -590,7 +590,7 @@ def test_whatever_clocks_say_the_parts_sum_to_the_stay(
         commits=[CheckpointCommit(iteration=1, path="p", consumed_samples=1, time=times[9], seconds=times[10])],
         last_sign=times[11],
         limit=limit,
-        rollbacks=[entry["iteration"] for entry in lines if "rewind" in entry],
+        rollbacks=[entry["iteration"] for entry in lines if "rollback" in entry],
         failed_restarts=[
             failed(number, at, lost={"n": ""}, nodes=left) for number, (at, _, left) in enumerate(losses, 1)
         ],

@@ -202,22 +202,22 @@ def test_a_round_whose_attempts_base_is_torn_goes_back_further_and_begin_json_sa
     assert (begin.base_iteration, begin.base_path) == (10, str(run.checkpoint(10)))
 
 
-def test_a_rewind_whose_line_its_writer_could_not_leave_keeps_its_place_before_the_round(tmp_path: Path) -> None:
+def test_a_rollback_whose_line_its_writer_could_not_leave_keeps_its_place_before_the_round(tmp_path: Path) -> None:
     run = Run(tmp_path)
     began(run, 1)
     attempt = run.attempt(1)
     train(run, 1, 1, 15)
     commit(run, 1, 10)
-    rewind = restarts.Rollback(iteration=15, reason="nan", base_iteration=10, next_sample=15, time=2e9)
-    restarts.record_rollback(attempt, rewind)  # and then it was killed
+    rollback = restarts.Rollback(iteration=15, reason="nan", base_iteration=10, next_sample=15, time=2e9)
+    restarts.record_rollback(attempt, rollback)  # and then it was killed
     restarts.record_failed_restart(attempt, failed(1, base=0, durable=10))
     restarts.prepare_restart(run, attempt, restarts.restart_checkpoint(run, attempt), next_restart=2)
-    assert [line.keys() & {"rewind", "restart"} for line in read_lines(attempt.metrics)][-1:] == [{"rewind"}]
+    assert [line.keys() & {"rollback", "restart"} for line in read_lines(attempt.metrics)][-1:] == [{"rollback"}]
     train(run, 1, 11, 18)
     restarts.record_failed_restart(attempt, failed(2, base=10, durable=10))
     restarts.prepare_restart(run, attempt, restarts.restart_checkpoint(run, attempt), next_restart=3)
     assert list(read_lines(attempt.metrics))[-1] == {"iteration": 10, "restart": 3}
     train(run, 1, 11, 12)
     assert [line["iteration"] for line in merged_metrics(run)] == list(range(1, 13))
-    before = valid_lines(run, before=(1, 1))  # the stream of trackers that ended with the rewind
+    before = valid_lines(run, before=(1, 1))  # the stream of trackers that ended with the rollback
     assert [line["iteration"] for line in before] == list(range(1, 16))

@@ -84,7 +84,7 @@ def _torn_line(run: Run) -> None:
 
 
 def _went_back(run: Run) -> None:
-    append_line(run.attempt(3).metrics, {"iteration": 50, "rewind": {"why": "loss"}})
+    append_line(run.attempt(3).metrics, {"iteration": 50, "rollback": {"why": "loss"}})
     with open(run.attempt(3).metrics, "a") as file:
         file.write(STEP.format(51))
 

@@ -403,7 +403,7 @@ def test_phases_keep_their_lanes() -> None:
 
 @pytest.mark.slow
 def test_samples_that_were_passed_over_are_read_and_left(tmp_path: Path) -> None:
-    """A rewind goes back to a checkpoint at sample 40, and passes over what led to trouble before sample 60."""
+    """A rollback goes back to a checkpoint at sample 40, and passes over what led to trouble before sample 60."""
     write(tmp_path, "parquet", [90])
 
     def made() -> MixtureSampler:

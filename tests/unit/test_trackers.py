@@ -45,8 +45,8 @@ class Memory:
         self.closed = True
 
 
-def begin(run: Run, number: int, base: int = 0, *, rewound: bool = False) -> AttemptStart:
-    return began(run, number, base=base, base_path=None, rewound=rewound, start_time=0.0)
+def begin(run: Run, number: int, base: int = 0, *, rolled_back: bool = False) -> AttemptStart:
+    return began(run, number, base=base, base_path=None, rolled_back=rolled_back, start_time=0.0)
 
 
 def step(run: Run, number: int, *iterations: int, loss: float = 1.0) -> None:
@@ -131,7 +131,7 @@ def test_lines_beyond_the_base_of_the_next_attempt_do_not_count(tmp_path: Path) 
     assert [point.values["train/loss"] for point in sink.kept] == [1.0] * 20 + [2.0] * 4
 
 
-def test_only_a_rewind_forks_and_the_fork_holds_the_whole_line(tmp_path: Path) -> None:
+def test_only_a_rollback_forks_and_the_fork_holds_the_whole_line(tmp_path: Path) -> None:
     run = Run(tmp_path)
     begin(run, 1)
     step(run, 1, *range(1, 26), loss=1.0)
@@ -139,7 +139,7 @@ def test_only_a_rewind_forks_and_the_fork_holds_the_whole_line(tmp_path: Path) -
     step(run, 2, *range(21, 31), loss=2.0)
     (one,) = update_tracker_runs(run)
     assert update_tracker_runs(run) == [one]
-    begin(run, 3, base=10, rewound=True)
+    begin(run, 3, base=10, rolled_back=True)
     step(run, 3, *range(11, 16), loss=3.0)
     streams = update_tracker_runs(run)
     assert [stream.id for stream in streams] == [entry["id"] for entry in json.loads(run.streams.read_text())]
@@ -191,15 +191,15 @@ def test_a_failure_is_one_line_and_is_tried_again_from_what_the_tracker_has(tmp_
     assert highest_tensorboard_step(run.tensorboard / stream.id) == 9
 
 
-def rewind(run: Run, number: int, base: int, *, told: bool = True) -> None:
+def rollback(run: Run, number: int, base: int, *, told: bool = True) -> None:
     """What rank 0 leaves when it goes back to the checkpoint of iteration `base`."""
     record = {"iteration": base + 5, "reason": "NaN", "base_iteration": base, "next_sample": 0, "time": 0.0}
     append_line(run.attempt(number).rollbacks, record)
     if told:
-        append_line(run.attempt(number).metrics, {"iteration": base, "rewind": record})
+        append_line(run.attempt(number).metrics, {"iteration": base, "rollback": record})
 
 
-def test_a_rewind_inside_an_attempt_forks_too(tmp_path: Path) -> None:
+def test_a_rollback_inside_an_attempt_forks_too(tmp_path: Path) -> None:
     run = Run(tmp_path)
     at = begin(run, 1)
     step(run, 1, *range(1, 16), loss=1.0)
@@ -207,7 +207,7 @@ def test_a_rewind_inside_an_attempt_forks_too(tmp_path: Path) -> None:
     old = Memory([])
     points = PointReader.of_attempt(run, at, one, mark=0)
     old.kept += points.poll()
-    rewind(run, 1, 10)
+    rollback(run, 1, 10)
     step(run, 1, *range(11, 14), loss=2.0)
     with pytest.raises(StreamRolledBack):
         old.kept += points.poll()
@@ -220,7 +220,7 @@ def test_a_rewind_inside_an_attempt_forks_too(tmp_path: Path) -> None:
     new.kept += following.poll(complete=True)
     assert losses(new.kept) == [(k, 1.0) for k in range(1, 11)] + [(k, 2.0) for k in range(11, 15)]
 
-    rewind(run, 1, 10, told=False)  # killed right after the record; the next attempt goes on from there
+    rollback(run, 1, 10, told=False)  # killed right after the record; the next attempt goes on from there
     second = begin(run, 2, base=10)
     step(run, 2, *range(11, 13), loss=3.0)
     leave(run, 2)

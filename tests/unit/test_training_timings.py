@@ -176,7 +176,7 @@ def test_a_heartbeat_beside_an_agent_comes_once_a_minute_and_where_training_begi
     clock[0] += 1.0
     pulse.enter("evaluation", 9)
     assert (read(folder).phase, read(folder).iteration) == ("evaluation", 9)
-    pulse.enter("start", 5)  # a rewind
+    pulse.enter("start", 5)  # a rollback
     assert (read(folder).phase, read(folder).iteration) == ("start", 5)
     pulse.enter("step", 5)
     assert (read(folder).phase, read(folder).iteration) == ("step", 5)

@@ -204,7 +204,7 @@ def test_what_was_put_into_quarantine_says_why_as_long_as_it_lies_there(run: Run
 def test_begin_follows_where_its_own_base_is_damaged_and_stays_where_a_later_one_is(
     run: Run, begins_with: int, then: int
 ) -> None:
-    """At a resume, also from an iteration that a person chose, and at a rewind."""
+    """At a resume, also from an iteration that a person chose, and at a rollback."""
     if begins_with:
         began(run, 2, base=begins_with)
     attempt = run.attempt(run.attempt_numbers()[-1])

@@ -28,10 +28,10 @@ ROOT = Path(__file__).resolve().parents[2]
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
 
-def attempt(run: Run, number: int, *, base: int, last: int, rewound: bool = False) -> None:
+def attempt(run: Run, number: int, *, base: int, last: int, rolled_back: bool = False) -> None:
     """An attempt that computed the iterations base + 1 to last."""
     made = run.attempt(number)
-    began(run, number, base=base, base_path=None, rewound=rewound, start_time=0.0)
+    began(run, number, base=base, base_path=None, rolled_back=rolled_back, start_time=0.0)
     for iteration in range(base + 1, last + 1):
         append_line(made.metrics, {"iteration": iteration, "loss": float(number), "time": 1e9 + iteration})
 
@@ -90,7 +90,7 @@ def run(tmp_path: Path) -> Run:
 
 
 @pytest.mark.long
-def test_a_killed_feed_a_resume_and_a_rewind(run: Run) -> None:
+def test_a_killed_feed_a_resume_and_a_rollback(run: Run) -> None:
     with WandBService() as service:
         attempt(run, 1, base=0, last=30)
         (stream,) = update_tracker_runs(run)
@@ -110,7 +110,7 @@ def test_a_killed_feed_a_resume_and_a_rewind(run: Run) -> None:
         inserted = service.buckets[stream.id]["inserted"]
         assert (inserted["project"], inserted["displayName"]) == ("tests", "tiny")
 
-        attempt(run, 3, base=10, last=15, rewound=True)
+        attempt(run, 3, base=10, last=15, rolled_back=True)
         fork = update_tracker_runs(run)[-1]
         leave(run, 3, start_feed(run, 3, service))
         assert [(row["_step"], row["train/loss"]) for row in service.history(fork.id)] == [

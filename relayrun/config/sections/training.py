@@ -245,10 +245,10 @@ class TrainingSection(Section):
     recompute_method block. None: all of them."""
     manual_gc_interval: NonNegative = 0
     """Iterations between Python's garbage collections, at the same time on all ranks; 0: Python decides."""
-    on_nan: Literal["stop", "skip", "rewind"] = "stop"
+    on_nan: Literal["stop", "skip", "rollback"] = "stop"
     """Action for a loss or gradient norm that is not a finite number. stop: end the chain. skip: leave out this update.
-    rewind: roll back to the newest checkpoint and pass over the samples from there up to these."""
-    on_spike: Literal["ignore", "stop", "skip", "rewind"] = "ignore"
+    rollback: roll back to the newest checkpoint and pass over the samples from there up to these."""
+    on_spike: Literal["ignore", "stop", "skip", "rollback"] = "ignore"
     """Action for a spike of the loss: above the median of the last losses by spike_threshold median deviations."""
     spike_window: Annotated[int, Field(ge=8)] = 128
     """Number of last losses for the median."""
@@ -257,7 +257,7 @@ class TrainingSection(Section):
     normal noise."""
     max_skips: Positive = 10
     """Maximum consecutive updates left out; one more stops the chain."""
-    max_rewinds: NonNegative = 3
+    max_rollbacks: NonNegative = 3
     """Maximum rollbacks of the whole run; one more stops the chain."""
     loss_mean: LossMean | None = None
     """Mean of a masked loss (data.eod_mask_loss). micro_batch: over the tokens that count in a micro-batch, then over

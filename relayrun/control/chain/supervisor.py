@@ -121,7 +121,7 @@ def _decide_and_open(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) ->
         campaign.start_due_members_of(run)
         return EXIT_CHAIN_ENDS
     options = jobs.successor_options(job, scheduler)
-    attempt = _open_attempt(run, plan, scheduler, job, line, base, options=options, rewound=chosen is not None)
+    attempt = _open_attempt(run, plan, scheduler, job, line, base, options=options, rolled_back=chosen is not None)
     if chain_state.is_taken_over_meanwhile(run, job_id):  # without begin.json its attempt owns nothing
         attempt.begin.unlink()
         return EXIT_CHAIN_ENDS
@@ -228,7 +228,7 @@ def _open_attempt(
     base: checkpoint_records.ResumePoint,
     *,
     options: dict[str, str],
-    rewound: bool,
+    rolled_back: bool,
 ) -> Attempt:
     run.attempts.mkdir(exist_ok=True)
     number = max(run.attempt_numbers(), default=0) + 1
@@ -251,7 +251,7 @@ def _open_attempt(
         config_revision=plan.config_revision,
         base_iteration=base.iteration,
         base_path=base.path,
-        rewound=rewound,
+        rolled_back=rolled_back,
         start_time=time.time(),
         job_end_time=job.end_time,
         job_submit_time=job.submit_time,

@@ -198,7 +198,7 @@ def _rolled_back(attempt: Attempt) -> tuple[str, str, int]:
     for _, line in islice(read_lines_backwards(attempt.rollbacks), 1):
         at, base = line["iteration"], line["base_iteration"]
         reason = f"training went back to iteration {base} from iteration {at}: {line['reason']}"
-        return f"rewind-{int(line['time'])}", reason, 1
+        return f"rollback-{int(line['time'])}", reason, 1
     return "", "", 0
 
 

@@ -62,7 +62,7 @@ class Attempt:
     """Written by rank 0 when it leaves on purpose."""
     commits = PathIn(COMMITS_NAME)
     """One line per published checkpoint, by rank 0."""
-    rollbacks = PathIn("rewinds.jsonl")
+    rollbacks = PathIn("rollbacks.jsonl")
     """One line per rollback, by rank 0 before the rollback happens; see `rundir.restarts`."""
     failed_restarts = PathIn("restarts.jsonl")
     """One line per failed restart inside the attempt's job, by the coordinator; see `rundir.restarts`."""

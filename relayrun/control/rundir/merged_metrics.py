@@ -50,7 +50,7 @@ class ViewsProgress(Record):
     """Start of that attempt: if a person removes attempts, another one gets the same number."""
     offset: int = 0
     """Bytes of its own metrics.jsonl that were read."""
-    rewinds: int = 0
+    rollbacks: int = 0
     """Number of rollbacks among them."""
     size: int = 0
     """Bytes of the view metrics.jsonl that are valid."""
@@ -126,14 +126,16 @@ class MergedViews:
                 continue
             if number > self._reached.attempt:
                 self._cut(begin.base_iteration)
-                self._reached = replace(self._reached, attempt=number, start_time=begin.start_time, offset=0, rewinds=0)
+                self._reached = replace(
+                    self._reached, attempt=number, start_time=begin.start_time, offset=0, rollbacks=0
+                )
             elif not self._reached.offset:  # before its first line the attempt may have fallen back further
                 self._cut(begin.base_iteration)
             if not self._take(attempt, begin, deadline):
                 return False
             if number != numbers[-1] or not (goes_on or attempt.read_end() is None):
                 # a rollback is recorded before its line is in the metrics
-                for entry in list(read_lines(attempt.rollbacks))[self._reached.rewinds :]:
+                for entry in list(read_lines(attempt.rollbacks))[self._reached.rollbacks :]:
                     self._cut(entry["base_iteration"])
         return True
 
@@ -176,7 +178,7 @@ class MergedViews:
             iteration = value.get("iteration", 0)
             if resets_iteration(value):  # iterations beyond that checkpoint are computed again
                 put()
-                self._reached = replace(self._reached, rewinds=reached.rewinds + ("rewind" in value))
+                self._reached = replace(self._reached, rollbacks=reached.rollbacks + ("rollback" in value))
                 self._cut(iteration)
                 reached, evaluations = self._reached, list(self._reached.evaluations)
             elif iteration > begin.base_iteration:
@@ -229,7 +231,7 @@ def read_views_progress(run: Run) -> ViewsProgress:
     if reached.attempt and (begin is None or begin.start_time != reached.start_time):
         return ViewsProgress()
     if (last[0], last[1].get("iteration", 0)) != (reached.size, reached.iteration):
-        reached = replace(reached, attempt=0, offset=0, rewinds=0, size=0, iteration=0, evaluations=[])
+        reached = replace(reached, attempt=0, offset=0, rollbacks=0, size=0, iteration=0, evaluations=[])
     return reached
 
 
@@ -283,12 +285,12 @@ def valid_lines(run: Run, *, above: int = 0, before: tuple[int, int] | None = No
             continue
         left = before[1] if before is not None and begin.attempt == before[0] else None
         attempt = run.attempt(begin.attempt)
-        ends = _iteration_resets_of(attempt, before_rewind=left)
+        ends = _iteration_resets_of(attempt, before_rollback=left)
         for line in read_lines(attempt.metrics):
             iteration = line.get("iteration", 0)
             if resets_iteration(line):  # training went back to a checkpoint
                 ends = ends[1:]
-                left = None if left is None else left - ("rewind" in line)
+                left = None if left is None else left - ("rollback" in line)
                 if left == 0:
                     break
             elif iteration > max(above, begin.base_iteration) and all(
@@ -297,12 +299,12 @@ def valid_lines(run: Run, *, above: int = 0, before: tuple[int, int] | None = No
                 yield line
 
 
-def _iteration_resets_of(attempt: Attempt, *, before_rewind: int | None) -> list[int]:
+def _iteration_resets_of(attempt: Attempt, *, before_rollback: int | None) -> list[int]:
     """`iteration_resets` of an attempt; without restarts the rollbacks on record are complete."""
-    rewinds = [entry["base_iteration"] for entry in read_lines(attempt.rollbacks)]
+    rollbacks = [entry["base_iteration"] for entry in read_lines(attempt.rollbacks)]
     if attempt.failed_restarts.exists():
-        return iteration_resets(attempt.metrics, rewinds, before_rewind=before_rewind)
-    return rewinds if before_rewind is None else rewinds[: before_rewind - 1]
+        return iteration_resets(attempt.metrics, rollbacks, before_rollback=before_rollback)
+    return rollbacks if before_rollback is None else rollbacks[: before_rollback - 1]
 
 
 def _write_at(path: Path, at: int, data: bytes) -> None:

@@ -136,7 +136,7 @@ class AttemptStart(Record):
     """Iteration of the checkpoint to start from; 0: from the beginning."""
     base_path: str | None
     """Its folder; None if base_iteration is 0."""
-    rewound: bool = False
+    rolled_back: bool = False
     """Newer checkpoints were whole and were abandoned on purpose, by a person or by policy: the new iterations may
     differ from those of earlier attempts."""
     start_time: float

@@ -5,12 +5,12 @@ line of attempts/N/restarts.jsonl for each restart that failed: who failed and h
 checkpoint the ranks started again, if they did. A later line with the same number adds the measured times.
 
 A rollback is a decision of rank 0: return to a checkpoint and skip the samples that led to trouble. It is a line of
-attempts/N/rewinds.jsonl, written before the rollback happens, and it counts as long as its checkpoint is the newest.
+attempts/N/rollbacks.jsonl, written before the rollback happens, and it counts as long as its checkpoint is the newest.
 
 Both write a line into the attempt's metrics.jsonl, and the lines after it begin behind iteration N:
 
     {"iteration": N, "restart": 2}        a restart
-    {"iteration": N, "rewind": {...}}   a rollback
+    {"iteration": N, "rollback": {...}}   a rollback
 
 With a foreign program the watch (`trainers.observer`) writes the records and the coordinator moves the files. Two files
 of the attempt keep them apart, so that each side may be killed at any point:
@@ -90,7 +90,7 @@ def attempt_start_of_restart(attempt: Attempt, begin: AttemptStart) -> AttemptSt
 
 @dataclass(frozen=True, kw_only=True)
 class Rollback(Record):
-    """A line of attempts/N/rewinds.jsonl, by rank 0."""
+    """A line of attempts/N/rollbacks.jsonl, by rank 0."""
 
     iteration: int
     """The iteration with the trouble."""
@@ -107,8 +107,8 @@ class Rollback(Record):
         return f"iteration {self.iteration}: {self.reason}"
 
 
-def record_rollback(attempt: Attempt, rewind: Rollback) -> None:
-    append_line(attempt.rollbacks, asdict(rewind))
+def record_rollback(attempt: Attempt, rollback: Rollback) -> None:
+    append_line(attempt.rollbacks, asdict(rollback))
 
 
 def pending_rollbacks(run: Run, iteration: int, consumed_samples: int) -> list[Rollback]:
@@ -126,10 +126,10 @@ def pending_rollbacks(run: Run, iteration: int, consumed_samples: int) -> list[R
     numbers = [number for number in run.attempt_numbers() if number >= since]
     found = [Rollback.of(entry) for number in numbers for entry in read_lines(run.attempt(number).rollbacks)]
     pending = []
-    for rewind in found:
-        if rewind.base_iteration == iteration and rewind.time > saved and rewind.next_sample > consumed_samples:
-            pending.append(rewind)
-            consumed_samples = rewind.next_sample
+    for rollback in found:
+        if rollback.base_iteration == iteration and rollback.time > saved and rollback.next_sample > consumed_samples:
+            pending.append(rollback)
+            consumed_samples = rollback.next_sample
     return pending
 
 
@@ -263,9 +263,9 @@ def prepare_restart(
         attempt.fall_back(base.iteration, base.path)
     _move_failed_restart_files(run, attempt, next_restart - 1)
     if entries := list(read_lines(attempt.rollbacks)):
-        written = sum("rewind" in line for line in read_lines(attempt.metrics))
+        written = sum("rollback" in line for line in read_lines(attempt.metrics))
         for entry in entries[written:]:  # rank 0 was killed between the two writes
-            append_line(attempt.metrics, {"iteration": entry["base_iteration"], "rewind": entry})
+            append_line(attempt.metrics, {"iteration": entry["base_iteration"], "rollback": entry})
     mark_restart_in_metrics(attempt, base.iteration if next_iteration is None else next_iteration, number=next_restart)
     return moved
 
@@ -294,7 +294,7 @@ def _move_failed_restart_files(run: Run, attempt: Attempt, number: int) -> None:
             os.rename(path, folder / path.name)
 
 
-RESET_KEYS = ("rewind", "restart")
+RESET_KEYS = ("rollback", "restart")
 """Keys that mark a line of the metrics by which training went back."""
 METRICS_CHUNK = 1 << 20
 """Bytes that are read at a time: a run may have a million lines."""
@@ -305,17 +305,17 @@ def resets_iteration(line: Mapping[str, Any]) -> bool:
     return any(kind in line for kind in RESET_KEYS)
 
 
-def iteration_resets(metrics: Path, rewinds: Sequence[int], *, before_rewind: int | None = None) -> list[int]:
+def iteration_resets(metrics: Path, rollbacks: Sequence[int], *, before_rollback: int | None = None) -> list[int]:
     """Return the iterations to which an attempt went back, in the order of its metrics; a missing file has no lines.
 
-    `rewinds`: the rollbacks on record, each of which is written before its line. `before_rewind`: only resets before
-    the rollback with this number, from 1 on.
+    `rollbacks`: the rollbacks on record, each written before its line. `before_rollback`: a number; resets before that
+    rollback alone, from 1 on.
     """
-    found = [(int(line["iteration"]), "rewind" in line) for line in _reset_lines(metrics)]
-    found += [(iteration, True) for iteration in rewinds[sum(rewind for _, rewind in found) :]]
-    places = [place for place, (_, rewind) in enumerate(found) if rewind]
-    if before_rewind is not None and len(places) >= before_rewind:
-        found = found[: places[before_rewind - 1]]
+    found = [(int(line["iteration"]), "rollback" in line) for line in _reset_lines(metrics)]
+    found += [(iteration, True) for iteration in rollbacks[sum(rollback for _, rollback in found) :]]
+    places = [place for place, (_, rollback) in enumerate(found) if rollback]
+    if before_rollback is not None and len(places) >= before_rollback:
+        found = found[: places[before_rollback - 1]]
     return [iteration for iteration, _ in found]
 
 

@@ -3,7 +3,7 @@
 A resume computes lost iterations again, to the same bits, so each iteration is logged once, by any attempt. After a
 rollback (a person abandoned whole checkpoints, or a policy went back and skipped data) the iterations above its base
 differ: they become a fork, a tracker run with an id of its own that holds the whole line from the first iteration on.
-`streams.json` keeps the ids; the start of a fork follows from begin.json and rewinds.jsonl of the attempts. A fork's id
+`streams.json` keeps the ids; a fork's start follows from begin.json and rollbacks.jsonl of the attempts, and its id
 follows from the first id, so that every writer records the same.
 """
 
@@ -33,7 +33,7 @@ class TrackerRun(Record):
     id: str
     """W&B's run id, and TensorBoard's folder."""
     first_attempt: int
-    rewind: int = 0
+    rollback: int = 0
     """Number, from 1 on, of the rollback of this attempt that began the tracker run; 0: the attempt's begin. It ends
     where the next one begins."""
     forked_from: str | None = None
@@ -44,7 +44,7 @@ class TrackerRun(Record):
     @property
     def start(self) -> tuple[int, int]:
         """The start of the tracker run: its attempt, and the number of the rollback in it."""
-        return self.first_attempt, self.rewind
+        return self.first_attempt, self.rollback
 
 
 def read_tracker_runs(run: Run) -> list[TrackerRun]:
@@ -72,7 +72,7 @@ def update_tracker_runs(run: Run) -> list[TrackerRun]:
                 TrackerRun(
                     id=_fork_id(found[0].id, start),
                     first_attempt=start[0],
-                    rewind=start[1],
+                    rollback=start[1],
                     forked_from=found[-1].id,
                     fork_iteration=base,
                 )
@@ -86,7 +86,7 @@ def _rollbacks(run: Run) -> Iterator[tuple[tuple[int, int], int]]:
     """Yield start and base iteration of each rollback, oldest first."""
     for number in run.attempt_numbers():
         begin = run.attempt(number).read_begin()
-        if begin is not None and begin.rewound:
+        if begin is not None and begin.rolled_back:
             yield (number, 0), begin.base_iteration
         for count, entry in enumerate(read_lines(run.attempt(number).rollbacks), start=1):
             yield (number, count), int(entry["base_iteration"])

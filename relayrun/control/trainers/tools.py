@@ -48,7 +48,7 @@ def wandb_mode(environment: Mapping[str, str]) -> WandbMode | None:
 
 
 def wandb_variables(run: Run) -> dict[str, str]:
-    """Return the environment variables that name W&B's run: the same one up to a rewind."""
+    """Return the environment variables that name W&B's run: the same one up to a rollback."""
     try:
         return {"WANDB_RUN_ID": update_tracker_runs(run)[-1].id, "WANDB_RESUME": "allow"}
     except RunDirError as error:  # no attempt fails for it: W&B begins another run

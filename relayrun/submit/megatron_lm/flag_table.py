@@ -350,7 +350,7 @@ SETTINGS_WITHOUT_FLAG: dict[str, tuple[tuple[Any, ...], str]] = {
     "training.spike_window": ((128,), "it belongs to on_spike"),
     "training.spike_threshold": ((10.0,), "it belongs to on_spike"),
     "training.max_skips": ((10,), "it belongs to on_spike"),
-    "training.max_rewinds": ((3,), "it belongs to on_spike"),
+    "training.max_rollbacks": ((3,), "it belongs to on_spike"),
     "training.elastic": ((False,), "its ranks go on with as many nodes as they began with"),
     "training.hooks": (([],), "its loop calls no hooks"),
     "training.loss": ((None,), "it has a loss of its own"),

@@ -292,9 +292,9 @@ class StateRestorer:
         )
         if before:
             position.pass_over(before[-1].next_sample)
-            self.guard.rewinds += len(before)
-            for rewind in before:
-                self.say(f"passing over the samples up to {rewind.next_sample}: {rewind.words}")
+            self.guard.rollbacks += len(before)
+            for rollback in before:
+                self.say(f"passing over the samples up to {rollback.next_sample}: {rollback.words}")
         return position
 
 

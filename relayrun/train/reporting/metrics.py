@@ -68,10 +68,10 @@ class Metrics(Hook):
                 f"grad norm {step.grad_norm:.3f} | lr {step.lr:.3e} | {step.tokens_per_second:,.0f} tokens/s"
             )
 
-    def at_rewind(self, rewind: Rollback) -> None:
+    def at_rollback(self, rollback: Rollback) -> None:
         """Write a line that voids earlier lines of later iterations."""
         if self._active:
-            self._write(self._attempt.metrics, {"iteration": rewind.base_iteration, "rewind": asdict(rewind)})
+            self._write(self._attempt.metrics, {"iteration": rollback.base_iteration, "rollback": asdict(rollback)})
 
     def at_evaluation(self, result: ValidationResult) -> None:
         if not self._active:

@@ -88,11 +88,11 @@ class PointReader:
     """
 
     def __init__(
-        self, earlier: Iterable[dict[str, Any]], file: Path | None = None, *, mark: int, rewinds: int = 0
+        self, earlier: Iterable[dict[str, Any]], file: Path | None = None, *, mark: int, rollbacks: int = 0
     ) -> None:
         self._earlier = iter(earlier)
         self._file = file
-        self._rewinds = rewinds
+        self._rollbacks = rollbacks
         """Rollbacks in the file before the lines of this tracker run."""
         self._offset = 0
         self._mark = mark
@@ -101,11 +101,11 @@ class PointReader:
     @classmethod
     def of_attempt(cls, run: Run, begin: AttemptStart, stream: TrackerRun, *, mark: int) -> PointReader:
         """Follow the newest tracker run: lines up to the attempt's base or newest rollback, then new lines."""
-        rewinds = stream.rewind if stream.first_attempt == begin.attempt else 0
-        base = stream.fork_iteration if rewinds else begin.base_iteration
-        before = merged_metrics.valid_lines(run, above=mark, before=(begin.attempt, rewinds))
+        rollbacks = stream.rollback if stream.first_attempt == begin.attempt else 0
+        base = stream.fork_iteration if rollbacks else begin.base_iteration
+        before = merged_metrics.valid_lines(run, above=mark, before=(begin.attempt, rollbacks))
         earlier = (line for line in before if line["iteration"] <= base)
-        return cls(earlier, run.attempt(begin.attempt).metrics, mark=mark, rewinds=rewinds)
+        return cls(earlier, run.attempt(begin.attempt).metrics, mark=mark, rollbacks=rollbacks)
 
     @classmethod
     def of_stream(cls, run: Run, streams: Sequence[TrackerRun], number: int, *, mark: int) -> PointReader:
@@ -120,7 +120,7 @@ class PointReader:
         """
         for lines in (self._earlier, self._new_lines()):
             for line in lines:
-                if "rewind" in line:
+                if "rollback" in line:
                     yield from self._rest()
                     raise StreamRolledBack
                 yield from self._take(line)
@@ -160,8 +160,8 @@ class PointReader:
                         continue
                     if not isinstance(value, dict):
                         continue
-                    if self._rewinds:
-                        self._rewinds -= "rewind" in value
+                    if self._rollbacks:
+                        self._rollbacks -= "rollback" in value
                     else:
                         yield value
         except FileNotFoundError:

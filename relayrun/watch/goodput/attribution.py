@@ -205,8 +205,8 @@ class _Steps:
         """Book the lines of a block, of which at most the first is a rollback; return the mask of lines that count."""
         record = block.records.get(0, {})
         if resets_iteration(record):
-            if "rewind" in record:
-                self._ledger.book_until("between", to_microseconds(record["rewind"]["time"]))
+            if "rollback" in record:
+                self._ledger.book_until("between", to_microseconds(record["rollback"]["time"]))
             self._limit = self._limits.pop() if self._limits else self._facts.limit
             self._rolled_back = True
             rest = self.take(block.part(1, block.rows)) if block.rows > 1 else np.zeros(0, dtype=np.bool_)
