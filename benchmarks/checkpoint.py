@@ -213,7 +213,7 @@ def make_run(folder: Path, *, steps: int, interval: int = INTERVAL) -> Run:
         base_path=None,
         start_time=time.time(),
         job_end_time=None,
-        lead=0.0,
+        grace_period=0.0,
     ).write(run.attempt(1).begin)
     return run
 

@@ -133,7 +133,7 @@ def make_run(folder: Path, sections: dict[str, Any], vocabulary: int, *, steps: 
         base_path=None,
         start_time=time.time(),
         job_end_time=None,
-        lead=0.0,
+        grace_period=0.0,
     ).write(run.attempt(1).begin)
     return run
 

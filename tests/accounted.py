@@ -139,7 +139,7 @@ def _begin(run: Run, number: int, *, job: str, base: int, begin: float, **times:
         job_start_time=T + times["start"],
         script_time=T + times["script"],
         previous_job_end=times.get("previous_job_end"),
-        lead=60.0,
+        grace_period=60.0,
     ).write(attempt.begin)
 
 

@@ -102,12 +102,14 @@ def make_history(folder: Path, *, lines: int, attempts: int, package_root: Path 
         total_steps=10 * lines,
         config_revision=1,
         submitted_after_attempt=0,
-        chain=ChainSection(auto_requeue=True, node_health="off", hang_timeout=600, start_timeout=600),
+        chain=ChainSection(
+            auto_requeue=True, fallback_job=False, node_health="off", hang_timeout=600, start_timeout=600
+        ),
         time_limit=3600,
-        lead=60.0,
-        lead_floor=30.0,
-        lead_ceiling=1800.0,
-        signal_lead=30,
+        grace_period=60.0,
+        min_grace_period=30.0,
+        max_grace_period=1800.0,
+        signal_seconds=30,
         nodes=1,
         ntasks_per_node=1,
         cpus_per_task=1,
@@ -130,7 +132,7 @@ def make_history(folder: Path, *, lines: int, attempts: int, package_root: Path 
         script=str(run.job_script),
         log_folder=plan.log_folder,
         time_limit=3600,
-        signal_lead=30,
+        signal_seconds=30,
         eligible_time=0.0,
         state="RUNNING",
         pid=os.getpid(),
@@ -164,7 +166,7 @@ def began(run: Run, number: int, *, base: int = 0, **changes: Any) -> AttemptSta
         "base_path": str(run.checkpoint(base)) if base else None,
         "start_time": 1e9 + number,
         "job_end_time": None,
-        "lead": 60.0,
+        "grace_period": 60.0,
     }
     record = AttemptStart(**(values | changes))
     run.attempt(number).path.mkdir(parents=True, exist_ok=True)

@@ -101,7 +101,7 @@ def _attempt(
         job_start_time=T + clock.at,
         script_time=T + clock.at + 90,
         previous_job_end=None if number == 1 else submit,
-        lead=600.0,
+        grace_period=600.0,
     ).write(attempt.begin)
     at = T + clock.at
     StartTimes(process=at + 110, imported=at + 170, initialised=at + 260, loaded=at + 330).write(attempt.started)

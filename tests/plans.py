@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from relayrun.config.sections.chain import ChainSection, NodeHealthLimits
+from relayrun.config.sections.chain import NodeHealthLimits
 from relayrun.control.rundir.node_health import NodeChecks
 from relayrun.control.rundir.plan import Plan
 
@@ -26,8 +26,3 @@ def node_checks(**values: Any) -> NodeChecks:
     """Checks of a node with these values and limits."""
     limits = {name: values.pop(name) for name in [*values] if name in _LIMITS}
     return NodeChecks(**values, limits=NodeHealthLimits(**limits))
-
-
-def attended(**values: Any) -> ChainSection:
-    """A chain without checks of its nodes."""
-    return ChainSection(**({"node_health": "off"} | values))

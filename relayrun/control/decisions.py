@@ -286,12 +286,12 @@ def end_cause(facts: EndFacts) -> str:
     return "unknown" if facts.exit_code == UNKNOWN_EXIT_CODE else "failed"
 
 
-def default_signal_seconds(lead: float) -> int:
+def default_signal_seconds(grace_period: float) -> int:
     """Seconds for `--signal`, the backstop of rank 0's own clock.
 
     Slurm may send it up to 60 s early, so it is set 60 s later than the deadline inside, where there is room.
     """
-    return max(1, round(max(lead - 60, lead / 2)))
+    return max(1, round(max(grace_period - 60, grace_period / 2)))
 
 
 def done_reason(iteration: int) -> str:

@@ -294,7 +294,7 @@ class Forecast:
     speed: TrainingSpeed | None
     time_limit: float
     """Seconds of one job."""
-    lead: float
+    grace_period: float
     """Seconds before its end at which a job leaves."""
     checkpoint: CheckpointSize
     interval_steps: int
@@ -322,7 +322,7 @@ class Forecast:
     @property
     def jobs(self) -> int | None:
         """Jobs of the chain that are left, at least."""
-        usable = self.time_limit - self.lead
+        usable = self.time_limit - self.grace_period
         return None if self.hours is None or usable <= 0 else max(1, -int(-self.hours * SECONDS_PER_HOUR // usable))
 
     @property
@@ -369,7 +369,7 @@ def forecast_run(config: RunConfig, plan: Plan, run: Run, vocabulary_size: int) 
         flops=each * left * training.seq_length,
         speed=training_speed(config, run, each),
         time_limit=plan.time_limit,
-        lead=plan.lead,
+        grace_period=plan.grace_period,
         checkpoint=checkpoint_size(config, count, run),
         interval_steps=config.checkpoint.interval,
         save_interval=save_interval(config, run),

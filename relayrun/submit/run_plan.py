@@ -97,9 +97,9 @@ def make_plan(config: CommonConfig, run: Run, root: Path, *, revision: int, base
     """
     settings = trainer_settings(config, run)
     time_limit = parse_time(config.job.time)
-    fixed = None if config.chain.lead == "auto" else float(config.chain.lead)
-    lead = first_grace_period(time_limit) if fixed is None else fixed
-    signal_lead = config.chain.signal_lead
+    fixed = None if config.chain.grace_period == "auto" else float(config.chain.grace_period)
+    grace_period = first_grace_period(time_limit) if fixed is None else fixed
+    signal_seconds = config.chain.signal_seconds
     job, cluster = config.job, config.cluster
     python_module = [cluster.python or sys.executable, "-P", "-m"]
     container = cluster.container.with_mounts([str(root), str(run.path), *_mounts(config, run)])
@@ -118,10 +118,10 @@ def make_plan(config: CommonConfig, run: Run, root: Path, *, revision: int, base
         gpu_program=[*python_module, "relayrun.train.gpu_health"] if job.gpus_per_node else [],
         probe_program=[*python_module, "relayrun.train.node_benchmark"],
         time_limit=time_limit,
-        lead=lead,
-        lead_floor=min(config.chain.lead_floor, time_limit / 2) if fixed is None else fixed,
-        lead_ceiling=time_limit / 2 if fixed is None else fixed,
-        signal_lead=decisions.default_signal_seconds(lead) if signal_lead == "auto" else signal_lead,
+        grace_period=grace_period,
+        min_grace_period=min(config.chain.min_grace_period, time_limit / 2) if fixed is None else fixed,
+        max_grace_period=time_limit / 2 if fixed is None else fixed,
+        signal_seconds=decisions.default_signal_seconds(grace_period) if signal_seconds == "auto" else signal_seconds,
         nodes=job.nodes,
         spare_nodes=job.spare_nodes,
         elastic_nodes=elastic_nodes(config) if isinstance(config, RunConfig) else [],

@@ -104,7 +104,7 @@ class RequestPoller:
         self._ranks = ranks
         self._flag = flag
         self._job_end = begin.job_end_time
-        self.grace_period = begin.lead
+        self.grace_period = begin.grace_period
         """Grace period in seconds: the attempt leaves so long before the end of the job. It may change at any time."""
         self._agent = agent
         self._looked = -math.inf

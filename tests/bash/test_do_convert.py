@@ -12,6 +12,7 @@ import pytest
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from tests.history import make_history
+from tests.plans import plan_with
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts/conversion/do-convert.sh"
@@ -53,7 +54,7 @@ def test_setup_environment_prefix_container_and_python_are_the_runs(tmp_path: Pa
         "command_prefix": ["boxed", "it's"],
         "program": [script, "-m", "relayrun.train"],
     }
-    Plan.of(vars(plan) | changes).write(run.plan)
+    plan_with(plan, **changes).write(run.plan)
     done = convert(tmp_path, run, PYTHON=sys.executable, MINE="")
     assert done.returncode == 1, done.stderr  # the program is the Python that was given: there is no such checkpoint
     assert done.stdout.startswith("in a box: it's\n")
@@ -70,7 +71,7 @@ def test_setup_environment_prefix_container_and_python_are_the_runs(tmp_path: Pa
 
 def test_a_line_of_setup_that_fails_ends_it(tmp_path: Path) -> None:
     run = make_history(tmp_path / "run", lines=6, attempts=1)
-    Plan.of(vars(Plan.load(run)) | {"setup": ["true", "ls /no/such/thing"]}).write(run.plan)
+    plan_with(Plan.load(run), setup=["true", "ls /no/such/thing"]).write(run.plan)
     done = convert(tmp_path, run, PYTHON=sys.executable)
     assert done.returncode != 0
     assert "job.setup failed (exit code 2) at: ls /no/such/thing" in done.stderr

@@ -11,7 +11,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from relayrun.control.rundir.plan import Plan
 from tests.history import make_history
+from tests.plans import plan_with
 
 from . import decisions, local_jobs, staged
 from .masks import masked_values, write_json, write_text
@@ -78,12 +80,12 @@ FALLBACK = {
 def fallback(name: str, folder: Path) -> Path:
     """Start the fallback job of a run on Slurm; `said.txt` gets what it did. Returns the run directory."""
     run = make_history(folder / "run", lines=30, attempts=1)
-    plan = json.loads(run.plan.read_text(encoding="utf-8")) | {"scheduler": "slurm", "fallback_job": True}
-    run.plan.write_text(json.dumps(plan), encoding="utf-8")
+    plan = plan_with(Plan.load(run), scheduler="slurm", fallback_job=True)
+    plan.write(run.plan)
     slurm = SlurmCommands(folder / "slurm")
     done = subprocess.run(
         [sys.executable, "-P", "-m", SUPERVISOR, "fallback", f"--run-dir={run.path}"],
-        env=slurm.environment(inside=True, name=plan["job_name"], **FALLBACK[name]),
+        env=slurm.environment(inside=True, name=plan.job_name, **FALLBACK[name]),
         cwd=folder,
         capture_output=True,
         text=True,

@@ -75,7 +75,7 @@ LONG = ("--steps=10000", "--step-seconds=0.05")
 CASES = {
     "done": Case(),
     "several_jobs": Case(
-        arguments=("--steps=40", "--step-seconds=0.35"), plan={"total_steps": 40, "time_limit": 20, "lead": 8.0}
+        arguments=("--steps=40", "--step-seconds=0.35"), plan={"total_steps": 40, "time_limit": 20, "grace_period": 8.0}
     ),
     "crash_loop": Case(arguments=("--crash-at=0",), plan={"max_failed_attempts": 2}, beside=_skip_delay),
     "fatal": Case(arguments=("--fatal-at=2",)),
@@ -121,10 +121,10 @@ def play(name: str, config: Path, folder: Path) -> Run:
 def _plan(case: Case, config: Path, run: Run, logs: Path) -> Plan:
     program = [sys.executable, str(PROGRAM), f"--run-dir={run.path}", *case.arguments]
     own = {"program": program, "log_folder": str(logs), "total_steps": 4, "max_failed_attempts": 3}
-    quick = {"lead": 1.0, "lead_floor": 1.0, "lead_ceiling": 1.0, "signal_lead": 1}
+    quick = {"grace_period": 1.0, "min_grace_period": 1.0, "max_grace_period": 1.0, "signal_seconds": 1}
     changes = case.plan
-    if "lead" in changes:
-        changes = {**changes, "lead_floor": changes["lead"], "lead_ceiling": changes["lead"]}
+    if "grace_period" in changes:
+        changes = {**changes, "min_grace_period": changes["grace_period"], "max_grace_period": changes["grace_period"]}
     made = make_plan(resolve.load_run_config(config, [f"run_dir={run.path}"]), run, ROOT, revision=1)
     return plan_with(made, **{**own, **quick, **changes})
 

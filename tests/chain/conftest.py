@@ -36,12 +36,12 @@ def make_run(tmp_path: Path) -> MakeRun:
             "total_steps": 20,
             "config_revision": 1,
             "submitted_after_attempt": 0,
-            "chain": ChainSection(auto_requeue=True, node_health="off", start_timeout=300),
+            "chain": ChainSection(auto_requeue=True, fallback_job=False, node_health="off", start_timeout=300),
             "time_limit": 600,
-            "lead": 1.0,
-            "lead_floor": 1.0,
-            "lead_ceiling": 1.0,
-            "signal_lead": 1,
+            "grace_period": 1.0,
+            "min_grace_period": 1.0,
+            "max_grace_period": 1.0,
+            "signal_seconds": 1,
             "nodes": 1,
             "ntasks_per_node": 2,
             "cpus_per_task": 1,
@@ -55,8 +55,8 @@ def make_run(tmp_path: Path) -> MakeRun:
             "package_root": str(ROOT),
             "log_folder": str(tmp_path / "logs"),
         }
-        if "lead" in changes:
-            values |= {"lead_floor": changes["lead"], "lead_ceiling": changes["lead"]}
+        if "grace_period" in changes:
+            values |= {"min_grace_period": changes["grace_period"], "max_grace_period": changes["grace_period"]}
         plan = plan_with(Plan(**values), **changes)  # type: ignore[arg-type]
         plan.write(run.plan)
         run.job_script.write_text(job_script.job_script(plan, run))

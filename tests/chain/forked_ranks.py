@@ -58,7 +58,7 @@ def rank_main(flag: SignalFlag) -> int:
         fault(number, rank, at, run, options.attempt)
         reason = flag.received.name if flag.received else "stop file" if attempt.stop.exists() else ""
         trigger = triggers.read_trigger(run, "exit")
-        if begin.job_end_time is not None and time.time() > begin.job_end_time - begin.lead:
+        if begin.job_end_time is not None and time.time() > begin.job_end_time - begin.grace_period:
             reason = reason or "time limit near"
         done = at >= STEPS
         if rank and attempt.outcome.exists():  # rank 0 looks, the others follow

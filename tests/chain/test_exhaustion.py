@@ -28,6 +28,7 @@ from relayrun.control.rundir.records import AttemptEnd, AttemptOutcome, Checkpoi
 from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.train.checkpoint import publish
 from tests.history import make_history, trained
+from tests.plans import plan_with
 
 from .exhaustion import FAULTS, KILL, Fault, Reached, run_child
 from .fake_slurm import FakeSlurm
@@ -107,7 +108,7 @@ def stage(tmp_path: Path) -> Stage:
     """Three attempts of ten iterations; job 1 runs and belongs to the chain."""
     run = make_history(tmp_path / "work" / "run", lines=30, attempts=3)
     shutil.rmtree(run.path / "local")
-    plan = replace(Plan.load(run), scheduler="slurm", fallback_job=True)
+    plan = plan_with(Plan.load(run), scheduler="slurm", fallback_job=True)
     plan.write(run.plan)
     run.fallback_script.write_text("#!/bin/bash\n")
     (tmp_path / "queue").mkdir()

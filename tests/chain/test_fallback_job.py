@@ -15,6 +15,7 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import stop_reason
 from relayrun.control.scheduler.base import MAX_FAILED_BEGINS
 from relayrun.control.scheduler.slurm_commands import parse_job
+from tests.plans import plan_with
 from tests.waiting import wait_for
 
 from .exhaustion import KILL, Reached, run_child
@@ -259,7 +260,7 @@ def test_a_limit_of_submitted_jobs(stage: Stage, limit: int) -> None:  # noqa: F
 
 
 def test_a_chain_of_the_version_before_has_none(stage: Stage) -> None:  # noqa: F811
-    replace(Plan.load(stage.run), fallback_job=False).write(stage.run.plan)
+    plan_with(Plan.load(stage.run), fallback_job=False).write(stage.run.plan)
     calls = fresh_begin(stage).calls
     assert not [call for call in calls if "scontrol update" in call and "fallback" in call]
     assert list(stage.slurm.fallback_jobs().values()) == ["1"]  # untouched

@@ -147,7 +147,7 @@ def test_the_lead_is_that_of_the_newest_steps_saves_and_evaluations_that_count(r
     begin = run.attempt(6).read_begin()
     assert begin is not None
     assert begin.evaluation_seconds == 7.0
-    assert begin.lead == pytest.approx(2 * 5.0863418579 + 7.0 + 1.5 * 14.0 + 10)
+    assert begin.grace_period == pytest.approx(2 * 5.0863418579 + 7.0 + 1.5 * 14.0 + 10)
 
 
 def test_an_older_format_is_migrated_when_its_chain_goes_on(run: Run) -> None:

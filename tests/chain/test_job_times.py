@@ -22,7 +22,7 @@ def queue(make_run: MakeRun) -> tuple[Run, LocalQueue]:
     run, plan = make_run()
     queue = LocalQueue(run.path / "local")
     job = LocalJob(
-        id="", name=plan.job_name, script="s", log_folder="l", time_limit=9, signal_lead=1, eligible_time=1.0
+        id="", name=plan.job_name, script="s", log_folder="l", time_limit=9, signal_seconds=1, eligible_time=1.0
     )
     before = time.time()
     queue.add(replace(job, state="COMPLETED", start_time=2.0, end_time=5.0))

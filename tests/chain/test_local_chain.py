@@ -19,13 +19,14 @@ from relayrun.control.rundir.records import AttemptEnd, AttemptStart, ChainEnd
 from relayrun.control.rundir.run import Run, read_stop, stop_reason
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.files import read_lines
+from tests.plans import plan_with
 from tests.waiting import wait_for
 
 from .conftest import MakeRun
 
 pytestmark = pytest.mark.slow  # they wait for real clocks
 
-CUT = {"time_limit": 20, "lead": 8.0, "signal_lead": 1}
+CUT = {"time_limit": 20, "grace_period": 8.0, "signal_seconds": 1}
 """12 s in which a job starts and makes steps, but not all of those that a test asks for; then 7 s in which it sees by
 itself that its time is near, however busy the machine is, before Slurm's signal says so."""
 
@@ -80,7 +81,9 @@ def test_a_chain_ends_where_stop_after_says_and_goes_on_when_it_is_raised(make_r
 
 
 def test_the_signal_asks_to_leave_where_the_deadline_inside_does_not(make_run: MakeRun) -> None:
-    run, plan = make_run("--steps=30", "--step-seconds=0.4", total_steps=30, time_limit=20, lead=0.0, signal_lead=9)
+    run, plan = make_run(
+        "--steps=30", "--step-seconds=0.4", total_steps=30, time_limit=20, grace_period=0.0, signal_seconds=9
+    )
     events = run_chain(run, plan)
     assert any("SIGUSR2" in event for event in events)
     assert ends(run)[0].reason in ("SIGUSR2", "stop file")
@@ -89,7 +92,7 @@ def test_the_signal_asks_to_leave_where_the_deadline_inside_does_not(make_run: M
 
 def test_no_successor_without_auto_requeue(make_run: MakeRun) -> None:
     slow = ("--steps=100", "--step-seconds=0.4")  # they do not fit into the time limit, however long the start takes
-    run, plan = make_run(*slow, total_steps=100, time_limit=20, lead=8.0, auto_requeue=False)
+    run, plan = make_run(*slow, total_steps=100, time_limit=20, grace_period=8.0, auto_requeue=False)
     run_chain(run, plan)
     assert [record.cause for record in ends(run)] == ["saved"]
     assert not run.stop.exists()
@@ -245,12 +248,16 @@ def test_an_attempt_that_stands_still_is_ended_after_its_ranks_were_asked_for_th
 @pytest.mark.long
 def test_the_lead_is_measured_by_what_the_attempts_before_took(make_run: MakeRun) -> None:
     run, plan = make_run(
-        "--steps=40", "--step-seconds=0.35", "--save-seconds=2", total_steps=40, time_limit=120, lead=108.0
+        "--steps=40", "--step-seconds=0.35", "--save-seconds=2", total_steps=40, time_limit=120, grace_period=108.0
     )
-    plan = Plan.of(vars(plan) | {"lead_floor": 1.0, "lead_ceiling": 108.0})
+    plan = plan_with(plan, min_grace_period=1.0, max_grace_period=108.0)
     plan.write(run.plan)
     run_chain(run, plan)
-    leads = [begin.lead for number in run.attempt_numbers() if (begin := AttemptStart.read(run.attempt(number).begin))]
+    leads = [
+        begin.grace_period
+        for number in run.attempt_numbers()
+        if (begin := AttemptStart.read(run.attempt(number).begin))
+    ]
     assert leads[0] == 108.0
     assert 10 + 1.5 * 2 < leads[1] < 10 + 1.5 * 2 + 5
 

@@ -21,6 +21,7 @@ from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.files import read_lines
 from tests.chain.test_local_chain import ends, logs, run_chain
 from tests.command_examples import left_over
+from tests.plans import plan_with
 
 from .conftest import MakeRun
 
@@ -51,9 +52,7 @@ def make(
     }
     run, plan = make_run(**(values | changes))
     where = f"--run-dir={run.path}"
-    plan = Plan.of(
-        vars(plan) | {"fork_server": [sys.executable, "-P", "-m", "relayrun.control.agent.spawn_server", where]}
-    )
+    plan = plan_with(plan, fork_server=[sys.executable, "-P", "-m", "relayrun.control.agent.spawn_server", where])
     plan.write(run.plan)
     return run, plan
 
@@ -156,7 +155,7 @@ def test_a_hang_becomes_a_round_and_no_child_lives_on(make_run: MakeRun) -> None
 def test_a_program_that_is_not_there_is_a_fatal_end(make_run: MakeRun) -> None:
     run, plan = make(make_run)
     settings = plan.trainer_settings | {"run": ["no-such-program", "{checkpoints}"]}
-    Plan.of(vars(plan) | {"trainer_settings": settings}).write(run.plan)
+    plan_with(plan, trainer_settings=settings).write(run.plan)
     run_chain(run, plan)
     (record,) = ends(run)
     assert (record.cause, record.exit_code) == ("fatal", 127), logs(run)
@@ -176,7 +175,7 @@ def test_a_tracker_goes_back_with_its_round(make_run: MakeRun) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["limit", "exit"])
 def test_what_asks_ranks_to_leave_reaches_those_of_a_later_round(make_run: MakeRun, how: str) -> None:
-    changes = {"time_limit": 60, "lead": 30.0} if how == "limit" else {}
+    changes = {"time_limit": 60, "grace_period": 30.0} if how == "limit" else {}
     run, plan = make(make_run, "1:1:7:SIGKILL", last=100_000, **changes)
     scheduler = LocalScheduler(run)
     scheduler.submit(plan, run.job_script, options={})

@@ -31,7 +31,7 @@ from .conftest import MakeRun
 pytestmark = pytest.mark.slow
 
 BOTH = pytest.mark.parametrize("dialect", list(MegatronDialect), ids=lambda dialect: dialect.value)
-CUT = {"time_limit": 240, "lead": 60.0, "signal_lead": 1}
+CUT = {"time_limit": 240, "grace_period": 60.0, "signal_seconds": 1}
 """180 s for the start and twelve quick iterations, however busy the machine is, and no more than 28 slow ones; then
 60 s for the save."""
 

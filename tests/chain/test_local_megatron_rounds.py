@@ -11,12 +11,12 @@ import pytest
 
 from relayrun.control.rundir import restarts
 from relayrun.control.rundir.checkpoint_records import resume_point
-from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers.megatron_lm_program import MegatronDialect
 from tests.chain.test_local_chain import ends, logs, run_chain
 from tests.checkouts import as_one_attempt, checkout_of, plan
 from tests.checkpoints import raw, whole_tensors
+from tests.plans import plan_with
 from tests.waiting import wait_for
 from tests.workspace import steps
 
@@ -55,7 +55,7 @@ def test_ranks_of_swiss_ai_that_are_killed_start_again_in_their_job(make_run: Ma
     values = plan(checkout, tmp_path, steps=20, interval=5, slow="6:3")
     run, made = make_run(**values, recovery="node", auto_requeue=False)
     server = [sys.executable, "-P", "-m", "relayrun.control.agent.spawn_server", f"--run-dir={run.path}"]
-    made = Plan.of(vars(made) | {"fork_server": server})
+    made = plan_with(made, fork_server=server)
     made.write(run.plan)
     with running(run, made):
         wait_for(lambda: resume_point(run).iteration >= 10 and reached(run, 11), 600)

@@ -19,6 +19,7 @@ from relayrun.control.rundir.restarts import FailedRestart
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.files import read_lines
+from tests.plans import plan_with
 from tests.waiting import wait_for
 
 from .conftest import MakeRun
@@ -38,7 +39,7 @@ def make(make_run: MakeRun, *faults: str, **changes: object) -> tuple[Run, Plan]
         "time_limit": 300,
     }
     run, plan = make_run(**(values | changes))
-    plan = Plan.of(vars(plan) | {"program": [sys.executable, "-m", "relayrun.train", f"--run-dir={run.path}"]})
+    plan = plan_with(plan, program=[sys.executable, "-m", "relayrun.train", f"--run-dir={run.path}"])
     plan.write(run.plan)
     return run, plan
 
@@ -169,7 +170,11 @@ def test_ranks_that_are_asked_to_leave_are_not_started_again(make_run: MakeRun) 
 def test_what_asks_ranks_to_leave_reaches_them(make_run: MakeRun, how: str) -> None:
     changes: dict[str, object] = {}
     if how in ("limit", "signal"):  # they wait at iteration 7 until they are asked
-        changes |= {"time_limit": 25, "lead": 5.0 if how == "limit" else 0.0, "signal_lead": 1 if how == "limit" else 8}
+        changes |= {
+            "time_limit": 25,
+            "grace_period": 5.0 if how == "limit" else 0.0,
+            "signal_seconds": 1 if how == "limit" else 8,
+        }
     run, plan = make(make_run, *([] if how == "limit" else ["0:0:7:told"]), **changes)
     scheduler = LocalScheduler(run)
     job = scheduler.submit(plan, run.job_script, options={})

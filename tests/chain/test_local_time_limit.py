@@ -41,7 +41,7 @@ def test_a_chain_whose_start_eats_the_time_limit_says_so(make_run: MakeRun) -> N
         "--start-seconds=22",
         total_steps=1000,
         time_limit=40,
-        lead=4.0,
+        grace_period=4.0,
         auto_requeue=False,
     )
     run_chain(run, plan)

@@ -45,7 +45,7 @@ def test_a_run_cut_by_sigusr2_at_its_limit_equals_the_uninterrupted_run(tmp_path
         "it's in pieces",
         training=training | {"hooks": [slow]},
         job={"time": "00:01:20"},
-        chain={"lead": 1, "signal_lead": 20, "max_failed_attempts": 9},
+        chain={"grace_period": 1, "signal_seconds": 20, "max_failed_attempts": 9},
         checkpoint={"interval": 41},
     )
     cut = submit(pieces)
@@ -73,16 +73,16 @@ def test_a_slow_save_moves_the_deadline_of_its_own_attempt(tmp_path: Path) -> No
         training={"steps": 30, "hooks": [slow]},
         checkpoint={"interval": 10},
         job={"time": "6"},
-        chain={"lead_floor": 5},
+        chain={"min_grace_period": 5},
     )
     done = submit(config)
     assert done.returncode == 0, done.stderr
     run = workspace.run("run")
     begin = AttemptStart.read(run.attempt(1).begin)
     assert begin is not None
-    assert begin.lead == 90  # nothing was measured: a quarter of the limit
+    assert begin.grace_period == 90  # nothing was measured: a quarter of the limit
     log = Path(begin.log or "").with_suffix(".out").read_text()
-    leads = [(int(old), int(new)) for old, new in re.findall(r"lead (\d+) s -> (\d+) s", log)]
+    leads = [(int(old), int(new)) for old, new in re.findall(r"grace period (\d+) s -> (\d+) s", log)]
     assert leads[0][0] == 90, log
     assert leads[0][1] < 20, log
     assert any(new - old >= 15 for old, new in leads), log

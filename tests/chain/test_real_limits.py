@@ -1,4 +1,4 @@
-"""The time that a job really has: its lead fits into it, and the end of its reservation ends the chain by its name."""
+"""The time that a job really has: its grace period fits into it; the end of its reservation ends the chain."""
 
 from __future__ import annotations
 
@@ -24,50 +24,64 @@ def ended(stage: Stage) -> None:  # noqa: F811
 
 
 @pytest.mark.parametrize(
-    ("lead", "floor", "ceiling", "within"),
+    ("grace_period", "floor", "ceiling", "within"),
     [
         (600.0, 300.0, 1800.0, (240.0, 240.0, 240.0)),
-        (600.0, 600.0, 600.0, (240.0, 240.0, 240.0)),  # chain.lead
+        (600.0, 600.0, 600.0, (240.0, 240.0, 240.0)),  # chain.grace_period
         (60.0, 60.0, 60.0, (60.0, 60.0, 60.0)),
     ],
 )
 def test_the_lead_is_that_of_the_time_that_slurm_gave_the_job(
     stage: Stage,  # noqa: F811
-    lead: float,
+    grace_period: float,
     floor: float,
     ceiling: float,
     within: tuple[float, float, float],
 ) -> None:
     plan = Plan.load(stage.run)
-    replace(plan, time_limit=3600, lead=lead, lead_floor=floor, lead_ceiling=ceiling, signal_lead=540).write(
-        stage.run.plan
-    )
+    replace(
+        plan,
+        time_limit=3600,
+        grace_period=grace_period,
+        min_grace_period=floor,
+        max_grace_period=ceiling,
+        signal_seconds=540,
+    ).write(stage.run.plan)
     stage.slurm.set("1", seconds=480)
     assert fresh_begin(stage).code == 0
     started = stage.run.attempt(4).read_begin()
     assert started is not None
-    assert (started.lead, started.lead_floor, started.lead_ceiling) == within
+    assert (started.grace_period, started.min_grace_period, started.max_grace_period) == within
     assert started.job_end_time is not None
     job_env = (stage.run.attempt(4).path / "job.env").read_text()
-    assert f"leave_from={started.job_end_time - started.lead:.0f}\n" in job_env  # Slurm's warning comes with the start
+    assert (
+        f"leave_from={started.job_end_time - started.grace_period:.0f}\n" in job_env
+    )  # Slurm's warning comes with the start
 
 
 def test_the_lead_of_a_first_attempt_is_a_quarter_of_the_time_that_it_has(stage: Stage) -> None:  # noqa: F811
-    plan = replace(Plan.load(stage.run), time_limit=3600, lead=600.0, lead_floor=30.0, lead_ceiling=1800.0)
+    plan = replace(
+        Plan.load(stage.run), time_limit=3600, grace_period=600.0, min_grace_period=30.0, max_grace_period=1800.0
+    )
     job = Job(id="1", name="j", state="RUNNING", start_time=1000.0, end_time=1480.0)
     found = supervisor._plan_for_time_limit(plan, job)
-    assert (found.lead, found.lead_floor, found.lead_ceiling) == (120.0, 30.0, 240.0)
+    assert (found.grace_period, found.min_grace_period, found.max_grace_period) == (120.0, 30.0, 240.0)
 
 
 def test_with_the_time_that_was_asked_for_the_lead_is_the_plans_and_a_warning_is_heeded(stage: Stage) -> None:  # noqa: F811
     plan = Plan.load(stage.run)
-    replace(plan, time_limit=3600, lead=2400.0, lead_floor=2400.0, lead_ceiling=2400.0, signal_lead=2700).write(
-        stage.run.plan
-    )
+    replace(
+        plan,
+        time_limit=3600,
+        grace_period=2400.0,
+        min_grace_period=2400.0,
+        max_grace_period=2400.0,
+        signal_seconds=2700,
+    ).write(stage.run.plan)
     assert fresh_begin(stage).code == 0
     started = stage.run.attempt(4).read_begin()
     assert started is not None
-    assert (started.lead, started.lead_floor, started.lead_ceiling) == (2400.0,) * 3
+    assert (started.grace_period, started.min_grace_period, started.max_grace_period) == (2400.0,) * 3
     assert "leave_from" not in (stage.run.attempt(4).path / "job.env").read_text()
 
 

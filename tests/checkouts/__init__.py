@@ -131,7 +131,7 @@ def plan(
         **(settings or {}),
     }
     variables = ENVIRONMENT | ({"MEGATRON_ON_CPU_SLOW": slow} if slow else {}) | (environment or {})
-    values = {"total_steps": steps, "environment": variables, "time_limit": 1200, "lead": 60.0}
+    values = {"total_steps": steps, "environment": variables, "time_limit": 1200, "grace_period": 60.0}
     return values | {"trainer": "megatron-lm", "trainer_settings": trainer_settings} | changes
 
 

@@ -426,7 +426,7 @@ CASES = [
     Case("slurm-missing", settings(cluster={"scheduler": "slurm", "host_python": sys.executable})),
     Case("account-with-a-line-break", settings(job={"account": "a\nb"}), line=True),
     Case("group-unknown", settings(chain={"triggers_group": "no-such-group"})),
-    Case("lead-too-long", settings(chain={"lead": 600})),
+    Case("grace-period-too-long", settings(chain={"grace_period": 600})),
     # permissions
     Case("run-closed", closed_run),
     Case("output-closed", closed_output),

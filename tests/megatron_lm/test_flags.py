@@ -291,7 +291,7 @@ def begin(iteration: int = 0, path: str | None = None) -> AttemptStart:
         base_path=path,
         start_time=0.0,
         job_end_time=None,
-        lead=1.0,
+        grace_period=1.0,
     )
 
 

@@ -103,7 +103,7 @@ def our_words(
         base_path=None,
         start_time=0.0,
         job_end_time=None,
-        lead=1.0,
+        grace_period=1.0,
     )
     words = [*found.cluster.command_prefix, *trainer.command(begin)]
     return words, trainer.environment(begin), run

@@ -101,7 +101,7 @@ def test_a_sweep_of_twelve_runs(cluster: TestCluster, tmp_path: Path) -> None:
         cluster=SITE,
         chain=PATIENCE,
         command={"run": words(tmp_path, 8, seconds=0.5), "steps": 8},
-        sweep={"product": {"chain.lead": [20, 30, 40], "job.cpus_per_task": [1, 2, 3, 4]}, "at_once": 3},
+        sweep={"product": {"chain.grace_period": [20, 30, 40], "job.cpus_per_task": [1, 2, 3, 4]}, "at_once": 3},
     )
     folder = tmp_path / "tiny"
     submit_and_kill(cluster, "sweep", config, tmp_path / "tiny-04")

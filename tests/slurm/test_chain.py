@@ -201,12 +201,12 @@ def test_a_job_with_less_time_than_its_lead_trains_and_the_next_one_has_the_plan
 ) -> None:
     """As with `sbatch --time` on the command line, `--time-min`, or `scontrol update TimeLimit` of a waiting job."""
     run, plan = make_run(
-        "--steps=10000", total_steps=10000, lead=600.0, signal_lead=540, **SLURM | {"time_limit": 3600}
+        "--steps=10000", total_steps=10000, grace_period=600.0, signal_seconds=540, **SLURM | {"time_limit": 3600}
     )
     start(cluster, run, "--time=1")  # Slurm's warning comes within half a minute
     wait_for_iteration(cluster, run, attempt=2)
     begun = [AttemptStart.read(run.attempt(number).begin) for number in (1, 2)]
-    assert [begin.lead for begin in begun if begin is not None] == [30.0, 600.0]
+    assert [begin.grace_period for begin in begun if begin is not None] == [30.0, 600.0]
     assert cluster.job(begun[1].job_id)["TimeLimit"] == "01:00:00"  # type: ignore[union-attr]
     (record,) = ends(run)
     assert record.reason.startswith("time limit near"), logs(run)

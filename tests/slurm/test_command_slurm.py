@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.long, pytest.mark
 
 SLURM = {"name": "test", "scheduler": "slurm", "environment": {"MASTER_ADDR": "127.0.0.1"}}
 JOB = {"time": "4", "nodes": 1}
-CHAIN = {"lead": 120, "signal_lead": 1, "max_failed_attempts": 5}
+CHAIN = {"grace_period": 120, "signal_seconds": 1, "max_failed_attempts": 5}
 """A job has two of its four minutes, in which a slow machine too makes some steps, and a fast one not too many."""
 LAST = 280
 

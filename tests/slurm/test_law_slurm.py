@@ -195,7 +195,7 @@ def test_a_run_directory_that_hangs_until_the_time_limit_does_not_end_the_chain(
 ) -> None:
     """The signal before the limit is heard, or where it is lost the one at the limit."""
     cluster = make_cluster(kill_wait=30)
-    lead = {"signal_lead": 20} if heard == "USR2" else {}
+    lead = {"signal_seconds": 20} if heard == "USR2" else {}
     run, plan = make_run("--steps=10", folder="disk/run", total_steps=10, **ONE_NODE | {"time_limit": 60} | lead)
     quick(run)
     text = run.job_script.read_text()

@@ -81,7 +81,7 @@ def test_three_attempts_cut_by_a_real_time_limit(
     wait_for_end(cluster, whole, whole_plan, timeout=1200)
     assert [end.cause for end in ends(whole)] == ["done"], logs(whole)
     # 180 of the 240 s are for the start and twelve quick iterations, and no more than 28 slow ones
-    cut = {"time_limit": 240, "lead": 60.0, "signal_lead": 1}
+    cut = {"time_limit": 240, "grace_period": 60.0, "signal_seconds": 1}
     run, made = make_run(
         **plan(checkout, tmp_path, steps=100, interval=7, slow="12:6", environment=ADDRESS, **ON_SLURM, **cut)
     )

@@ -53,7 +53,7 @@ def test_what_ends_a_job_ends_it_as_without_agents(cluster: TestCluster, tmp_pat
     slow = {"hook": "relayrun.lab.faults.injection:FaultInjection", "options": {"faults": "slow-after=3:2"}}
     changes: dict[str, dict[str, object]] = {"training": {"hooks": [slow], "steps": 1000}}
     if how == "limit":
-        changes |= {"job": {"time": "2"}, "chain": {"lead": 80, "signal_lead": 1}}
+        changes |= {"job": {"time": "2"}, "chain": {"grace_period": 80, "signal_seconds": 1}}
     run = workspace.run("run")
     submit(cluster, killed_config(workspace, "run", **changes))
     cluster.wait_until(lambda: any(read_lines(run.attempt(1).metrics)), timeout=360, interval=0.2)

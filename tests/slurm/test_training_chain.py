@@ -83,7 +83,7 @@ def test_jobs_cut_by_their_time_limit_equal_the_uninterrupted_run(cluster: TestC
             training=training | {"hooks": [slow]},
             job=TWO_NODES | {"time": "2"},
             cluster=SLURM,
-            chain={"lead": 80, "signal_lead": 1},
+            chain={"grace_period": 80, "signal_seconds": 1},
             checkpoint={"interval": 211},
         ),
     )

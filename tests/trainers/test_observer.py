@@ -286,14 +286,16 @@ def test_a_program_that_cannot_save_says_so_in_the_answer(scene: Scene) -> None:
 
 @pytest.mark.parametrize(("left", "asked"), [(100.0, 0), (5.0, 1)])
 def test_it_is_asked_to_leave_before_the_time_limit(scene: Scene, left: float, asked: int) -> None:
-    observer = scene.observe(job_end_time=time.time() + left, lead=30.0)
+    observer = scene.observe(job_end_time=time.time() + left, grace_period=30.0)
     observer.look()
     assert scene.left == asked
 
 
 def test_the_lead_follows_what_steps_and_saves_take(scene: Scene) -> None:
     """Two steps of 40 s, 1.5 saves and a margin of 10 s are more than the 30 s with which it began."""
-    observer = scene.observe(job_end_time=time.time() + 80, lead=30.0, lead_floor=1.0, lead_ceiling=1000.0)
+    observer = scene.observe(
+        job_end_time=time.time() + 80, grace_period=30.0, min_grace_period=1.0, max_grace_period=1000.0
+    )
     observer.look()
     assert scene.left == 0
     scene.script.said.append(ObservedStep(iteration=1, seconds=40.0))

@@ -177,7 +177,7 @@ class Harness:
             "base_path": base.path,
             "start_time": time.time(),
             "job_end_time": None,
-            "lead": 0.0,
+            "grace_period": 0.0,
         }
         AttemptStart(**(values | changes)).write(attempt.begin)
         return attempt

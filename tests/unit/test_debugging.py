@@ -31,7 +31,7 @@ BEGIN = AttemptStart(
     base_path=None,
     start_time=0.0,
     job_end_time=None,
-    lead=1.0,
+    grace_period=1.0,
 )
 SECRETS = {"WANDB_API_KEY": "0123456789abcdef", "HF_TOKEN": "hf_secret_of_mine", "SLURM_JWT": "eyJhbGciOiJIUzI1NiJ9"}
 

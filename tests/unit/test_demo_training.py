@@ -41,26 +41,26 @@ class Machine:
     def submit(self, _program: str, *arguments: object, chain: bool) -> None:
         assert chain
         (stop,) = (int(str(text).partition("stop_after=")[2]) for text in arguments if "stop_after" in str(text))
-        self.job(time=3600.0, lead=600.0, last=stop)
+        self.job(time=3600.0, grace_period=600.0, last=stop)
 
     def resume(self, command: str, folder: Path, *arguments: str, chain: bool) -> None:
         assert (command, folder, chain) == ("resume", self.run.path, True)
         changes = dict(text.removeprefix("--set=").split("=") for text in arguments)
         assert changes.pop("training.stop_after") == "null"
-        limit, lead = float(parse_time(changes.pop("job.time"))), float(changes.pop("chain.lead"))
+        limit, lead = float(parse_time(changes.pop("job.time"))), float(changes.pop("chain.grace_period"))
         assert not changes
         assert 0 < lead < limit
         self.limits.append(limit)
-        while self.iteration < STEPS and self.job(time=limit, lead=lead, last=STEPS):
+        while self.iteration < STEPS and self.job(time=limit, grace_period=lead, last=STEPS):
             pass
 
-    def job(self, *, time: float, lead: float, last: int) -> bool:
+    def job(self, *, time: float, grace_period: float, last: int) -> bool:
         """One attempt; whether it has trained."""
         self.attempt += 1
         slow = self.busy[min(self.attempt, len(self.busy)) - 1]
         began(self.run, self.attempt, base=self.iteration, start_time=0.0, job_end_time=time)
         attempt, base = self.run.attempt(self.attempt), self.iteration
-        most = int((time - lead - self.start * slow) / (self.step * slow))
+        most = int((time - grace_period - self.start * slow) / (self.step * slow))
         self.iteration = min(last, max(base, base + most))
         if time > self.start * slow:
             StartTimes(process=1, imported=2, initialised=3, loaded=self.start * slow).write(attempt.started)

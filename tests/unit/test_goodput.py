@@ -218,7 +218,7 @@ def facts(folder: Path = Path("/nowhere/0001"), **changes: Any) -> AttemptFacts:
         start_time=2.0,
         job_end_time=None,
         script_time=1.0,
-        lead=60.0,
+        grace_period=60.0,
     )
     values: dict[str, Any] = {
         "attempt": Attempt(str(folder)),

@@ -118,9 +118,9 @@ def test_the_limit_of_open_files_is_that_of_the_process(tmp_path: Path) -> None:
 
 
 def plan_of(run: Run, **health: Any) -> Plan:
-    values: dict[str, Any] = dict.fromkeys(("lead", "lead_floor", "lead_ceiling"), 1.0)
+    values: dict[str, Any] = dict.fromkeys(("grace_period", "min_grace_period", "max_grace_period"), 1.0)
     values |= {name: [] for name in ("srun_options", "command_prefix", "program", "modules")}
-    values |= dict.fromkeys(("config_revision", "time_limit", "signal_lead", "nodes", "ntasks_per_node"), 1)
+    values |= dict.fromkeys(("config_revision", "time_limit", "signal_seconds", "nodes", "ntasks_per_node"), 1)
     plan = Plan(
         run="a/b",
         job_name="a",

@@ -19,7 +19,7 @@ from relayrun.config.sections.plain import read_section
 ROOT = Path(__file__).resolve().parents[2]
 GOOD: list[dict[str, Any]] = [
     {},
-    {"lead": "auto", "signal_lead": 7, "triggers_group": "users"},
+    {"grace_period": "auto", "signal_seconds": 7, "triggers_group": "users"},
     {"node_health_limits": {"memory_gb": "auto", "slower": 2}, "node_health_command": ["/opt/check", "--quick"]},
     {"node_health_limits": {"memory_gb": 0, "clock_seconds": 0.25, "command_seconds": 40}},
 ]
@@ -30,8 +30,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_failed_attempts": 3.0}, "chain.max_failed_attempts"),
     ({"auto_requeue": 1}, "chain.auto_requeue"),
     ({"mode": "often"}, "chain.mode"),
-    ({"lead": "later"}, "chain.lead"),
-    ({"lead": 0}, "chain.lead"),
+    ({"grace_period": "later"}, "chain.grace_period"),
+    ({"grace_period": 0}, "chain.grace_period"),
     ({"triggers_group": 100}, "chain.triggers_group"),
     ({"node_health_command": "check"}, "chain.node_health_command"),
     ({"node_health_command": ["a", 1]}, "chain.node_health_command[1]"),

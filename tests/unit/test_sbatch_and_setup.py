@@ -69,7 +69,7 @@ def test_any_option_stands_in_the_job_script_quoted() -> None:
         ("{job-name: x}", "job-name is relayrun's own: it follows from project and name"),
         ("{dependency: singleton}", "dependency is relayrun's own"),
         ("{output: /tmp/x}", "output is relayrun's own: the job's script opens its logs"),
-        ("{signal: USR1@60}", "signal is relayrun's own: set chain.signal_lead"),
+        ("{signal: USR1@60}", "signal is relayrun's own: set chain.signal_seconds"),
         ("{requeue: true}", "requeue is relayrun's own: set chain.auto_requeue"),
         ("{open-mode: append}", "open-mode is relayrun's own"),
         ("{export: NONE}", "export is relayrun's own: set cluster.environment"),

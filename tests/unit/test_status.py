@@ -15,7 +15,6 @@ from relayrun import cli, files
 from relayrun.control.chain import excluded_nodes
 from relayrun.control.rundir import evaluations, find_runs, triggers
 from relayrun.control.rundir.evaluations import EvaluationResult, SubmittedEvaluation
-from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptEnd, CheckpointCommit, Heartbeat
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import Job
@@ -30,6 +29,7 @@ from relayrun.watch.text import json_text, print_table
 from tests.accounted import make_accounted
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.history import began, make_history
+from tests.plans import plan_with
 
 NOW = 10_000.0
 RUNNING = QueueStatus(jobs=[Job(id="8", name="j", state="RUNNING"), Job(id="9", name="j", state="PENDING")])
@@ -238,7 +238,7 @@ DAMAGE = {
         "attempts/0002/begin.json",
         '{"attempt": 2, "job_id": "8", "job_name": "j", "nodes": "n", '
         '"config_revision": 1, "base_iteration": "ten", "base_path": null, "start_time": 1, '
-        '"job_end_time": null, "lead": 1}',
+        '"job_end_time": null, "grace_period": 1}',
         "its records cannot be read",
     ),
     "commit without fields": ("attempts/0001/commits.jsonl", "{}\n", "its records cannot be read"),
@@ -271,7 +271,7 @@ def test_all_runs_are_a_line_each_the_newest_first(
     monkeypatch.setattr(find_runs, "runs_folder", lambda: tmp_path)
     for name, start in (("older", NOW - 500), ("newer", NOW - 5)):
         made, plan = make_run(folder=f"tests/{name}")
-        Plan.of(vars(plan) | {"run": f"tests/{name}"}).write(made.plan)
+        plan_with(plan, run=f"tests/{name}").write(made.plan)
         begin(made, 1, start=start)
     (tmp_path / "tests" / "half-made").mkdir()
     found = RunsWatcher().statuses(find_runs.all_run_folders(), now=NOW)

@@ -14,12 +14,12 @@ from types import SimpleNamespace
 import pytest
 
 from relayrun.cli.watch import status
-from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.watch.status import queue, tables
 from relayrun.watch.status.run_status import RunStatus
 from relayrun.watch.status.runs import RunsWatcher
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
+from tests.plans import plan_with
 from tests.waiting import read_line
 
 NOW = 10_000.0
@@ -31,7 +31,7 @@ def runs(make_run: MakeRun) -> list[Run]:  # noqa: F811
     made = []
     for name in ("a", "b", "c"):
         run, plan = make_run(folder=name, scheduler="slurm")
-        Plan.of(vars(plan) | {"run": f"tests/{name}", "job_name": f"job-{name}"}).write(run.plan)
+        plan_with(plan, run=f"tests/{name}", job_name=f"job-{name}").write(run.plan)
         made.append(run)
     return made
 

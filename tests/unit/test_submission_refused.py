@@ -171,13 +171,13 @@ def test_a_job_that_begins_during_a_take_over_leaves_the_run_alone(
         job = submission.submit_run(resolve.load_run_config(shared.config("run", cluster={"python": None}))).job_id
     run = shared.run("run")
     monkeypatch.setattr(chain_state, "TAKE_OVER_SECONDS", 0.1)  # nobody puts the plan back
-    measured = supervisor.measured_lead
+    measured = supervisor.measured_grace_period
 
     def taken_over_meanwhile(*arguments: Any) -> tuple[float, float | None]:
         replace(Plan.load(run), owner=MEMBER.uid).write(run.plan)
         return measured(*arguments)
 
-    monkeypatch.setattr(supervisor, "measured_lead", taken_over_meanwhile)
+    monkeypatch.setattr(supervisor, "measured_grace_period", taken_over_meanwhile)
     monkeypatch.setenv(JOB_ID_VARIABLE, job)
     with acting_as(OWNER):
         assert supervisor.begin_attempt(Run(run.path)) == supervisor.EXIT_CHAIN_ENDS

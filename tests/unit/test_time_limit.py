@@ -21,7 +21,7 @@ from tests.workspace import Workspace
 def attempt(run: Run, number: int, *, start: float | None, limit: float = 300.0, save: float = 0.0) -> None:
     """An attempt whose start took so many seconds, and its save."""
     folder = run.attempt(number)
-    began(run, number, start_time=1000.0, job_end_time=1000.0 + limit, lead=30.0)
+    began(run, number, start_time=1000.0, job_end_time=1000.0 + limit, grace_period=30.0)
     if start is not None:
         StartTimes(process=1001.0, imported=1002.0, initialised=1003.0, loaded=1000.0 + start).write(folder.started)
     if save:
@@ -79,7 +79,7 @@ def submit(workspace: Workspace, **sections: Any) -> None:
     submission.submit_run(resolve.load_run_config(workspace.config("run", **sections)), resume=True)
 
 
-@pytest.mark.parametrize("setting", ["lead", "signal_lead"])
+@pytest.mark.parametrize("setting", ["grace_period", "signal_seconds"])
 def test_a_lead_that_is_not_below_the_limit_is_refused(workspace: Workspace, setting: str) -> None:
     with pytest.raises(ConfigError, match=rf"chain.{setting} 300 .*job.time .300 s."):
         submit(workspace, chain={setting: 300})

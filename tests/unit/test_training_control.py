@@ -56,7 +56,7 @@ def control(
         "base_path": None,
         "start_time": 0.0,
         "job_end_time": None,
-        "lead": 0.0,
+        "grace_period": 0.0,
     }
     begin = AttemptStart(**(values | changes))
     return RequestPoller(run, begin, ranks or OneRank(), flag or SignalFlag(), agent=agent)
@@ -66,16 +66,16 @@ def test_without_a_reason_training_goes_on(run: Run) -> None:
     assert control(run).poll() == AgreedRequests()
 
 
-def test_the_deadline_is_the_end_of_the_job_less_the_lead(run: Run) -> None:
+def test_the_deadline_is_the_end_of_the_job_less_the_grace_period(run: Run) -> None:
     now = time.time()
-    assert control(run, job_end_time=now + 100, lead=50.0).poll() == AgreedRequests()
-    assert control(run, job_end_time=now + 100, lead=100.0).poll() == AgreedRequests(
+    assert control(run, job_end_time=now + 100, grace_period=50.0).poll() == AgreedRequests()
+    assert control(run, job_end_time=now + 100, grace_period=100.0).poll() == AgreedRequests(
         leave="saved", reason="time limit near"
     )
 
 
-def test_the_deadline_moves_with_the_lead(run: Run) -> None:
-    watching = control(run, job_end_time=time.time() + 100, lead=50.0)
+def test_the_deadline_moves_with_the_grace_period(run: Run) -> None:
+    watching = control(run, job_end_time=time.time() + 100, grace_period=50.0)
     assert watching.poll() == AgreedRequests()
     watching.grace_period = 101.0
     assert watching.poll() == AgreedRequests(leave="saved", reason="time limit near")
@@ -180,7 +180,7 @@ def test_beside_an_agent_files_are_left_alone_while_it_says_that_nothing_is_aske
 
 def test_beside_an_agent_the_deadline_and_signals_need_no_files(run: Run, tmp_path: Path) -> None:
     flag = SignalFlag()
-    watching = control(run, flag=flag, agent=tmp_path, job_end_time=time.time() + 100, lead=50.0)
+    watching = control(run, flag=flag, agent=tmp_path, job_end_time=time.time() + 100, grace_period=50.0)
     requests.tell_ranks(tmp_path, asked=False)
     assert watching.poll() == AgreedRequests()
     watching.grace_period = 101.0

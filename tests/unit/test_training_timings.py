@@ -1,4 +1,4 @@
-"""What a rank measures of itself: its lead, its heartbeat, its stacks, its last words."""
+"""What a rank measures of itself: its grace period, its heartbeat, its stacks, its last words."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def begin(**changes: Any) -> AttemptStart:
         "base_path": None,
         "start_time": 0.0,
         "job_end_time": 1000.0,
-        "lead": 60.0,
+        "grace_period": 60.0,
     }
     return AttemptStart(**(values | changes))
 
@@ -53,7 +53,7 @@ def test_the_lead_is_what_the_attempt_began_with_until_a_step_and_a_save_are_mea
 
 
 def test_a_slow_save_moves_the_lead_by_more_than_its_delay_and_within_the_bounds() -> None:
-    timings = after_saves(Timings(begin(lead_floor=5.0, lead_ceiling=100.0)), [2.0] * 10)
+    timings = after_saves(Timings(begin(min_grace_period=5.0, max_grace_period=100.0)), [2.0] * 10)
     timings.step(0.5, 8)
     before = timings.grace_period()
     timings.save(22.0)
@@ -62,7 +62,7 @@ def test_a_slow_save_moves_the_lead_by_more_than_its_delay_and_within_the_bounds
     assert timings.grace_period() == 100
 
 
-def test_what_is_left_of_a_save_under_way_is_part_of_the_lead() -> None:
+def test_what_is_left_of_a_save_under_way_is_part_of_the_grace_period() -> None:
     timings = after_saves(Timings(begin()), [20.0])
     timings.step(1.0, 8)
     alone = timings.grace_period()
@@ -72,7 +72,7 @@ def test_what_is_left_of_a_save_under_way_is_part_of_the_lead() -> None:
 
 
 def test_a_lead_with_one_bound_for_both_is_fixed() -> None:
-    timings = Timings(begin(lead=12.0, lead_floor=12.0, lead_ceiling=12.0))
+    timings = Timings(begin(grace_period=12.0, min_grace_period=12.0, max_grace_period=12.0))
     timings.step(100.0, 8)
     timings.save(100.0)
     assert timings.grace_period() == 12
@@ -93,7 +93,7 @@ def test_an_evaluation_that_may_be_under_way_is_counted_in() -> None:
 
 
 def test_an_evaluation_that_was_never_measured_is_counted_with_half_a_step_for_each_batch() -> None:
-    timings = Timings(begin(lead_ceiling=300.0))
+    timings = Timings(begin(max_grace_period=300.0))
     timings.expect_evaluation(samples=800)
     assert timings.grace_period() == 60, "nothing is known before the first step"
     timings.step(2.0, 16)
@@ -104,7 +104,7 @@ def test_an_evaluation_that_was_never_measured_is_counted_with_half_a_step_for_e
     assert timings.grace_period() == 300, "within the bounds"
     timings.evaluation(20.0)
     assert (timings.estimates_evaluation, timings.grace_period()) == (False, 2 * 30 + 20 + 1.5 * 4 + 10)
-    fixed = Timings(begin(lead=12.0, lead_floor=12.0, lead_ceiling=12.0))
+    fixed = Timings(begin(grace_period=12.0, min_grace_period=12.0, max_grace_period=12.0))
     fixed.expect_evaluation(samples=800)
     fixed.step(2.0, 16)
     assert fixed.grace_period() == 12

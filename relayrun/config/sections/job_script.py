@@ -135,7 +135,7 @@ SETTINGS_INSTEAD = {
     "exclude": "set job.exclude",
     "mem": "set job.mem",
     "exclusive": "set job.exclusive",
-    "signal": "set chain.signal_lead",
+    "signal": "set chain.signal_seconds",
     "requeue": "set chain.auto_requeue",
     "no-kill": "set job.spare_nodes: without them nobody would notice the loss of a node",
     "no-requeue": "set chain.auto_requeue",

@@ -35,7 +35,7 @@ def job_script(plan: Plan, run: Run) -> str:
         "output": "/dev/null",
         # a second line of defence: rank 0 leaves by its own clock first. To the batch script alone (B:),
         # which asks the ranks to save; Slurm may send it up to 60 s early.
-        "signal": f"B:USR2@{plan.signal_lead}",
+        "signal": f"B:USR2@{plan.signal_seconds}",
         # Slurm requeues it after the loss of its node; `begin` forbids that once a successor is queued
         "requeue" if plan.chain.auto_requeue else "no-requeue": None,
         **({"no-kill": None} if plan.outlives_nodes else {}),  # the loss of a node does not end the job

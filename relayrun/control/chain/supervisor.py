@@ -186,7 +186,7 @@ def _update_views(run: Run) -> None:
         log_line(f"the merged views are left for later: {error}")
 
 
-def measured_lead(run: Run, plan: Plan, line: Lineage) -> tuple[float, float | None]:
+def measured_grace_period(run: Run, plan: Plan, line: Lineage) -> tuple[float, float | None]:
     """Return the measured grace period of the next attempt and the duration of an evaluation, in seconds."""
     # an evaluated iteration has two lines
     newest = islice(merged_metrics.newest_valid_lines(run), 2 * time_limit.GRACE_STEPS)
@@ -194,12 +194,12 @@ def measured_lead(run: Run, plan: Plan, line: Lineage) -> tuple[float, float | N
     measured = time_limit.measured_grace_period(
         [entry["step_seconds"] for entry in newest if "step_seconds" in entry][::-1],
         line.newest_saves(time_limit.GRACE_SAVES),
-        floor=plan.lead_floor,
-        ceiling=plan.lead_ceiling,
+        floor=plan.min_grace_period,
+        ceiling=plan.max_grace_period,
         evaluation_seconds=evaluations,
     )
     evaluation = time_limit.percentile(evaluations, 0.95) if evaluations else None
-    return plan.lead if measured is None else measured, evaluation
+    return plan.grace_period if measured is None else measured, evaluation
 
 
 def _time_limit(plan: Plan, job: Job) -> float:
@@ -214,9 +214,14 @@ def _plan_for_time_limit(plan: Plan, job: Job) -> Plan:
     limit = _time_limit(plan, job)
     if limit >= plan.time_limit:
         return plan
-    ceiling = min(plan.lead_ceiling, limit / 2)
-    first = ceiling if plan.lead_floor == plan.lead_ceiling else time_limit.first_grace_period(limit)
-    return replace(plan, lead=min(plan.lead, first), lead_floor=min(plan.lead_floor, ceiling), lead_ceiling=ceiling)
+    ceiling = min(plan.max_grace_period, limit / 2)
+    first = ceiling if plan.min_grace_period == plan.max_grace_period else time_limit.first_grace_period(limit)
+    return replace(
+        plan,
+        grace_period=min(plan.grace_period, first),
+        min_grace_period=min(plan.min_grace_period, ceiling),
+        max_grace_period=ceiling,
+    )
 
 
 def _open_attempt(
@@ -238,7 +243,7 @@ def _open_attempt(
     attempt.path.mkdir()
     fsync_directory(run.attempts)
     plan = _plan_for_time_limit(plan, job)
-    leave_before, evaluation = measured_lead(run, plan, line)
+    leave_before, evaluation = measured_grace_period(run, plan, line)
     for text in line.quarantine(base, attempt=number):
         log_line(text)
     stderr = failure_reason.stderr_file()
@@ -259,10 +264,10 @@ def _open_attempt(
         job_start_time=job.start_time,
         script_time=chain_state.job_script_time(),
         previous_job_end=None if previous is None else chain_state.previous_job_end(previous, scheduler, own=job.id),
-        lead=leave_before,
+        grace_period=leave_before,
         evaluation_seconds=evaluation,
-        lead_floor=plan.lead_floor,
-        lead_ceiling=plan.lead_ceiling,
+        min_grace_period=plan.min_grace_period,
+        max_grace_period=plan.max_grace_period,
         log=stderr,
         log_offset=failure_reason.log_size(stderr),
         output_offset=failure_reason.log_size(stdout_beside(stderr)),
@@ -322,7 +327,8 @@ def _reservation_over(run: Run, plan: Plan, started: AttemptStart, scheduler: Sc
         return ""
     end = scheduler.reservation_end(name, for_good=True)
     if end == math.inf or (
-        "reservation" in job.options and (end is None or time.time() < end - started.lead - USEFUL_RESERVATION_SECONDS)
+        "reservation" in job.options
+        and (end is None or time.time() < end - started.grace_period - USEFUL_RESERVATION_SECONDS)
     ):
         return ""
     for job in map(scheduler.query, [job.id for job in jobs.pending_jobs(plan, scheduler, own=own)]):
@@ -454,8 +460,8 @@ def _environment(
         signal_command=launch.signal_command,
         leave_signal="" if leave is None else leave.name.removeprefix("SIG"),
         # Slurm's warning is the plan's: in a job with less time it comes with the start
-        leave_from=math.floor((begin.job_end_time or 0) - begin.lead)
-        if _time_limit(plan, job) < plan.time_limit and begin.lead < plan.signal_lead
+        leave_from=math.floor((begin.job_end_time or 0) - begin.grace_period)
+        if _time_limit(plan, job) < plan.time_limit and begin.grace_period < plan.signal_seconds
         else 0,
     )
 

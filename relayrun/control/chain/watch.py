@@ -276,7 +276,7 @@ class Watch:
         end, known = self.scheduler.reservation_end(self.begin.options["reservation"]), self.begin.job_end_time
         if end is None or (known is not None and end > known - 1):  # the ranks know this end
             return
-        if time.time() + RESERVATION_SECONDS >= end - self.begin.lead:
+        if time.time() + RESERVATION_SECONDS >= end - self.begin.grace_period:
             log_line(
                 f"reservation {self.begin.options['reservation']} ends in {end - time.time():.0f} s: the ranks leave"
             )

@@ -53,12 +53,12 @@ class Plan(Record):
     """Measures a node without a fork server; see `relayrun.train.node_benchmark`."""
     time_limit: int
     """Seconds."""
-    lead: float
+    grace_period: float
     """Seconds before the end of the job at which rank 0 of a first attempt saves and leaves."""
-    lead_floor: float
-    lead_ceiling: float
+    min_grace_period: float
+    max_grace_period: float
     """Bounds of the measured grace period; equal if it is fixed."""
-    signal_lead: int
+    signal_seconds: int
     """Seconds before the end of the job at which the scheduler sends SIGUSR2 to the batch script."""
 
     nodes: int

@@ -152,12 +152,12 @@ class AttemptStart(Record):
     """Time at which the first lines of the job's script ran."""
     previous_job_end: float | None = None
     """End of the job of the previous attempt, if that was another job."""
-    lead: float
+    grace_period: float
     """Seconds before job_end_time at which rank 0 saves and leaves."""
     evaluation_seconds: float | None = None
     """95th percentile of the duration of the newest evaluations; None: there was none."""
-    lead_floor: float = 0.0
-    lead_ceiling: float = float("inf")
+    min_grace_period: float = 0.0
+    max_grace_period: float = float("inf")
     """Bounds of the grace period that rank 0 measures while it runs."""
     log: str | None = None
     """The batch script's standard error, if it is a file: lines of Slurm and of the task starter."""

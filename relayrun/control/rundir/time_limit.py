@@ -65,17 +65,17 @@ def current_grace_period(
     The value from its begin holds until steps and saves are measured, and for good if the bounds are equal. `estimate`:
     of an evaluation if none is measured.
     """
-    if begin.lead_floor == begin.lead_ceiling:
-        return begin.lead
+    if begin.min_grace_period == begin.max_grace_period:
+        return begin.grace_period
     measured = measured_grace_period(
         list(step_seconds),
         list(save_seconds),
-        floor=begin.lead_floor,
-        ceiling=begin.lead_ceiling,
+        floor=begin.min_grace_period,
+        ceiling=begin.max_grace_period,
         under_way=under_way,
         evaluation_seconds=list(evaluation_seconds) or [estimate],
     )
-    return min(begin.lead + estimate, begin.lead_ceiling) if measured is None else measured
+    return min(begin.grace_period + estimate, begin.max_grace_period) if measured is None else measured
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -118,11 +118,12 @@ def why_time_was_short(attempt: Attempt, *, now: float, asked: float = 0.0) -> s
         over = now >= begin.job_end_time
         return f"the time limit of {limit:.0f} s was over before the start was; {advice}" if over else ""
     start = started.loaded - begin.start_time
-    left = limit - start - begin.lead
+    left = limit - start - begin.grace_period
     if left >= MIN_TRAINING_SHARE * limit:
         return ""
     rest = f"{left:.0f} s are" if left >= 1 else "nothing is"
     return (
-        f"of the time limit of {limit:.0f} s the start took {start:.0f} s, and leaving is given {begin.lead:.0f} s: "
+        f"of the time limit of {limit:.0f} s the start took {start:.0f} s, and leaving is "
+        f"given {begin.grace_period:.0f} s: "
         f"{rest} left to train in; {advice}"
     )

@@ -2,7 +2,7 @@
 
 The queue is a folder of the run directory; a job is one JSON file, and `submit` only writes it. `run_queue`, held by
 the terminal that submitted, starts one job at a time (a singleton, like on Slurm) and treats it as Slurm does: SIGUSR2
-to the batch script `signal_lead` seconds before the limit, SIGTERM to all processes at the limit, SIGKILL after
+to the batch script `signal_seconds` seconds before the limit, SIGTERM to all processes at the limit, SIGKILL after
 KILL_WAIT. If that terminal dies, the job gets SIGTERM, saves and ends. `AuxiliaryJobs` runs jobs outside the chain
 beside it, one at a time.
 """
@@ -112,7 +112,7 @@ class LocalScheduler(Scheduler):
             script=str(script),
             log_folder=plan.log_folder,
             time_limit=plan.time_limit,
-            signal_lead=plan.signal_lead,
+            signal_seconds=plan.signal_seconds,
             eligible_time=time.time() + delay,
         )
         return self._queue.add(job)
@@ -125,7 +125,7 @@ class LocalScheduler(Scheduler):
             arguments=list(arguments),
             log_folder=plan.log_folder,
             time_limit=limit,
-            signal_lead=0,
+            signal_seconds=0,
             eligible_time=time.time(),
             auxiliary=True,
         )
@@ -278,7 +278,7 @@ class LocalScheduler(Scheduler):
         poll: Callable[[], None],
     ) -> str:
         """Send the signals when they are due, until the batch script ends; return the job's state."""
-        signal_at: float | None = started + job.time_limit - job.signal_lead
+        signal_at: float | None = started + job.time_limit - job.signal_seconds
         term_at: float | None = started + job.time_limit
         kill_at: float | None = None
         state = "COMPLETED"
@@ -287,7 +287,7 @@ class LocalScheduler(Scheduler):
             recorded = recorded or self._recorded(job)
             now = time.time()
             if signal_at is not None and now >= signal_at:
-                on_event(f"job {job.id}: SIGUSR2, {job.signal_lead} s before the time limit")
+                on_event(f"job {job.id}: SIGUSR2, {job.signal_seconds} s before the time limit")
                 process.send_signal(signal.SIGUSR2)
                 signal_at = None
             if term_at is not None and (now >= term_at or self._cancel_requested(job.id)):

@@ -29,7 +29,7 @@ class LocalJob(Record):
     script: str
     log_folder: str
     time_limit: int
-    signal_lead: int
+    signal_seconds: int
     eligible_time: float
     """The job does not start before this time (`--begin`)."""
     submit_time: float | None = None

@@ -351,13 +351,13 @@ class ProgramObserver:
         exit_trigger = triggers.read_trigger(self._run, "exit")
         if exit_trigger is not None:
             why = f"exit trigger by {exit_trigger.user}"
-        elif begin.job_end_time is not None and time.time() >= begin.job_end_time - self._lead():
+        elif begin.job_end_time is not None and time.time() >= begin.job_end_time - self._grace_period():
             why = "time limit near"
         else:
             return
         self._leave()
         write_atomic(self._attempt.stop, f"{why}\n")
 
-    def _lead(self) -> float:
+    def _grace_period(self) -> float:
         under_way = None if self._save_begun is None else time.monotonic() - self._save_begun[1]
         return current_grace_period(self._begin, self._steps, self._saves, under_way=under_way)

@@ -222,14 +222,14 @@ def train_to_end(run: Run, config: RunConfig, submit: Sequence[object], *, slurm
     run_chain(run, partial(run_program, "launchers/submit.py", *submit, third, chain=True), slurm=slurm)
     fruitless = 0
     while (done := resume_point(run).iteration) < config.training.steps:
-        work, lead = work_and_grace_time(run, left=config.training.steps - done)
+        work, grace = work_and_grace_time(run, left=config.training.steps - done)
         unit = 60 if slurm else 1  # Slurm counts minutes
-        limit = math.ceil((work * 2**fruitless + lead) / unit) * unit
-        lead = limit - math.ceil(work * 2**fruitless)
+        limit = math.ceil((work * 2**fruitless + grace) / unit) * unit
+        grace = limit - math.ceil(work * 2**fruitless)
         console.print(
-            f"jobs of {limit} s, which leave {lead} s before that: about half of the iterations that are left"
+            f"jobs of {limit} s, which leave {grace} s before that: about half of the iterations that are left"
         )
-        changes = ("training.stop_after=null", f"job.time={format_time(limit)}", f"chain.lead={lead}")
+        changes = ("training.stop_after=null", f"job.time={format_time(limit)}", f"chain.grace_period={grace}")
         words = ("resume", run.path, *(f"--set={change}" for change in changes))
         run_chain(run, partial(run_relayrun, *words, chain=True), slurm=slurm)
         fruitless = fruitless + 1 if resume_point(run).iteration == done else 0
@@ -264,8 +264,8 @@ def work_and_grace_time(run: Run, *, left: int) -> tuple[float, float]:
     steps = [line for line in read_lines(run.attempt(newest.number).metrics) if "step_seconds" in line]
     step: float = statistics.mean(line["step_seconds"] for line in steps)
     besides: float = max((newest.seconds or 0.0) - step * len(steps), *start_seconds(run))
-    lead = measured_grace_period([step], Lineage(run).newest_saves(GRACE_SAVES), floor=0.0, ceiling=math.inf)
-    return besides + step * JOB_SHARE * left, besides if lead is None else lead
+    grace = measured_grace_period([step], Lineage(run).newest_saves(GRACE_SAVES), floor=0.0, ceiling=math.inf)
+    return besides + step * JOB_SHARE * left, besides if grace is None else grace
 
 
 def attempts_chart(summary: AttemptsReport) -> str:

@@ -182,7 +182,7 @@ def check_existing_run(
 def check_time_limit(config: CommonConfig, plan: Plan, run: Run) -> None:
     """Raise a ConfigError where leaving, or what start and save took in earlier attempts, needs the whole job.time."""
     limit = f"job.time ({plan.time_limit} s)"
-    for name, seconds in (("lead", plan.lead), ("signal_lead", float(plan.signal_lead))):
+    for name, seconds in (("grace_period", plan.grace_period), ("signal_seconds", float(plan.signal_seconds))):
         if getattr(config.chain, name) != "auto" and seconds >= plan.time_limit:
             raise ConfigError(
                 f"chain.{name} {seconds:.0f} leaves nothing of {limit}",
@@ -192,7 +192,7 @@ def check_time_limit(config: CommonConfig, plan: Plan, run: Run) -> None:
     if not starts:
         return
     start, save = min(starts), min(saves, default=0.0)
-    leaving = max(save, plan.lead_floor)
+    leaving = max(save, plan.min_grace_period)
     if start + leaving >= plan.time_limit:
         raise ConfigError(
             f"in earlier attempts the start took {start:.0f} s at best and a save {save:.0f} s (leaving is given "

@@ -212,7 +212,7 @@ def rank_command(report: CheckReport) -> list[str]:
         base_path=report.plan.load_path,
         start_time=0.0,
         job_end_time=None,
-        lead=report.plan.lead,
+        grace_period=report.plan.grace_period,
     )
     return [*report.plan.command_prefix, *trainer.command(begin)]
 

@@ -81,7 +81,7 @@ class Saver:
         self._under_way: BackgroundSave | None = None
         self._asked: Sequence[Trigger] = ()
         """Triggers that the save in progress answers."""
-        self._lead = control.grace_period
+        self._grace_period = control.grace_period
         """Last reported grace period, without a save in progress."""
         self.saved_iteration = saved_iteration
         """Iteration of the newest durable checkpoint."""
@@ -195,14 +195,14 @@ class Saver:
 
     def update_grace_period(self) -> None:
         """Update the grace period from the measurements."""
-        before, self._control.grace_period = self._lead, self._timings.grace_period()
+        before, self._control.grace_period = self._grace_period, self._timings.grace_period()
         if abs(self._control.grace_period - before) > 1:
             self._say(
-                f"lead {before:.0f} s -> {self._control.grace_period:.0f} s before the end of the job "
+                f"grace period {before:.0f} s -> {self._control.grace_period:.0f} s before the end of the job "
                 f"(95 % of steps within {self._timings.step_p95 or 0:.2f} s, of saves within "
                 f"{self._timings.save_p95 or 0:.1f} s)"
             )
-        self._lead = self._control.grace_period
+        self._grace_period = self._control.grace_period
 
 
 class QuarantineFailed(RelayrunError):

@@ -160,7 +160,7 @@ def _read_run_status(records: RunRecords, cache: FolderCache | None) -> RunStatu
         last_job=queue.last_job,
         go_on=None if records.state != "broken" or stuck else shlex.join(["relayrun", "resume", str(run.path)]),
         phase=min(beats, key=lambda beat: beat.time).phase if beats else None,
-        leave_time=end_time - begin.lead if begin is not None and end_time is not None else None,
+        leave_time=end_time - begin.grace_period if begin is not None and end_time is not None else None,
         job_end_time=end_time,
         left_behind=checkpoint_records.newer_broken_checkpoints(run, lineage, durable) if durable else [],
         in_quarantine=checkpoint_records.quarantined_checkpoints(run),
