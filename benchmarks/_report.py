@@ -296,6 +296,16 @@ SECTIONS: dict[str, list[Row]] = {
         Row("jobs there", "one_spare.jobs", ".0f", optional=True),
         Row("load of the machine meanwhile, beside other work: seconds are upper bounds", "load_average", ".0f"),
     ],
+    "kills_cost": [
+        Row("turns of three runs that take turns in both orders", "turns", ".0f"),
+        Row("seconds without agents and copies", "bare.seconds", ".0f"),
+        Row("seconds with agents and copies", "undisturbed.seconds", ".0f"),
+        Row("the second over the first", "undisturbed.over_bare", ".3f"),
+        Row("median seconds of a step without them", "bare.step_seconds", ".4f"),
+        Row("median seconds of a step with them", "undisturbed.step_seconds", ".4f"),
+        Row("effective training time with a kill every minute", "spares.effective_training_time", ".3f"),
+        Row("load of the machine meanwhile, of which the ranks are the most", "load_average", ".0f"),
+    ],
     "kills_often": [
         Row("ranks", "ranks", ".0f"),
         Row("seconds between two kills of a random rank", "kill_every_seconds", ".0f"),
@@ -384,7 +394,10 @@ SECTIONS: dict[str, list[Row]] = {
 }
 
 
-COMMANDS = {"kills_often": "kills.py --ranks-per-node 1 --kill-every 12"}
+COMMANDS = {
+    "kills_often": "kills.py --ranks-per-node 1 --kill-every 12",
+    "kills_cost": "kills.py --turns 3 --minutes 3 --spares 0",
+}
 """What gave a result that is not named after its script."""
 
 

@@ -47,8 +47,8 @@ give_up() { # stopped or failed, reason, comment
 
 # Somebody is told of STOP, where the package and a Python are there; else the next `relayrun` command tells it.
 tell_people() {
-  PYTHONSAFEPATH=1 PYTHONPATH="${RELAYRUN_ROOT:-}" "${RELAYRUN_HOST_PYTHON:-python3}" -m relayrun.control.chain tell \
-    --run-dir "${RELAYRUN_RUN_DIR}" >/dev/null 2>&1
+  PYTHONSAFEPATH=1 PYTHONPATH="${RELAYRUN_ROOT:-}" "${RELAYRUN_HOST_PYTHON:-python3}" \
+    "${RELAYRUN_ROOT:-}/launchers/lib/run_module.py" relayrun.control.chain tell --run-dir "${RELAYRUN_RUN_DIR}" >/dev/null 2>&1
 }
 
 # What Slurm says of a question; it is asked until it answers or the job is at its limit.

@@ -19,8 +19,8 @@ ended() {
 
 look() {
   trap '' TERM USR2 # not cut short between two orders
-  PYTHONSAFEPATH=1 PYTHONPATH="${RELAYRUN_ROOT}" exec "${RELAYRUN_HOST_PYTHON}" -m relayrun.control.chain fallback \
-    --run-dir "${RELAYRUN_RUN_DIR}"
+  PYTHONSAFEPATH=1 PYTHONPATH="${RELAYRUN_ROOT}" exec "${RELAYRUN_HOST_PYTHON}" \
+    "${RELAYRUN_ROOT}/launchers/lib/run_module.py" relayrun.control.chain fallback --run-dir "${RELAYRUN_RUN_DIR}"
 }
 
 trap ended USR2 TERM

@@ -41,8 +41,8 @@ supervisor() {
   trap - EXIT
   trap '' USR2
   [[ "${verb}" == watch ]] || trap '' TERM
-  PYTHONSAFEPATH=1 PYTHONPATH="${RELAYRUN_ROOT}" exec "${RELAYRUN_HOST_PYTHON}" -m relayrun.control.chain "${verb}" \
-    --run-dir "${RELAYRUN_RUN_DIR}" "$@"
+  PYTHONSAFEPATH=1 PYTHONPATH="${RELAYRUN_ROOT}" exec "${RELAYRUN_HOST_PYTHON}" \
+    "${RELAYRUN_ROOT}/launchers/lib/run_module.py" relayrun.control.chain "${verb}" --run-dir "${RELAYRUN_RUN_DIR}" "$@"
 }
 
 end_watch() { # process id; it writes down what it has seen, but a file system that hangs must not hold the job

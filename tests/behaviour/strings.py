@@ -176,14 +176,9 @@ def of_the_host(root: Path) -> set[str]:
     """Return the modules that jobs start with the host's Python, which has no packages."""
     found: set[str] = set()
     for path in root.glob("launchers/**/*.sh"):
-        found |= set(re.findall(r"RELAYRUN_HOST_PYTHON[^\n]*?-m (relayrun[\w.]*)", path.read_text(encoding="utf-8")))
+        found |= set(re.findall(r"run_module\.py\" (relayrun[\w.]*)", path.read_text(encoding="utf-8")))
     for path in root.glob("relayrun/**/*.py"):
-        text = path.read_text(encoding="utf-8")
-        if "host_python" not in text:
-            continue
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, (ast.List, ast.Tuple)):
-                found |= set(re.findall(r"host_python,.*?'-m', '(relayrun[\w.]*)'", ast.unparse(node)))
+        found |= set(re.findall(r"host_command\(\"(relayrun[\w.]*)\"\)", path.read_text(encoding="utf-8")))
     return found
 
 

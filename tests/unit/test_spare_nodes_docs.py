@@ -73,17 +73,16 @@ def test_the_job_asks_for_all_nodes_and_outlives_the_loss_of_one(
     program = job_script.rank_program(plan, [*plan.program, "--attempt=1"], where=where)
     setup = run.attempt(1).setup
     words = job_script.task_command(plan, launch.command, program, setup=setup, nodes=launch.nodes)
-    assert words[:8] == [
-        "python3",
-        "-P",
-        "-m",
+    host = ["python3", f"{plan.package_root}/launchers/lib/run_module.py"]
+    assert words[:7] == [
+        *host,
         "relayrun.control.agent.step_per_node",
         *where,
         "--nodes=n0,n1,n2",
         "--",
     ]
-    assert words[-8:] == ["--", "python3", "-P", "-m", "relayrun.control.chain", "orphaned", *where]
-    assert words.index("srun") == 8
+    assert words[-7:] == ["--", *host, "relayrun.control.chain", "orphaned", *where]
+    assert words.index("srun") == 7
     without = make_plan(
         resolve.load_run_config(Workspace.make(tmp_path / "without").config("run", cluster=SLURM)),
         run,

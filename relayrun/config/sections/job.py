@@ -226,7 +226,7 @@ class ClusterSection(Section):
     transformer_engine: bool = False
     """TransformerEngine is installed for the ranks (in the container)."""
     host_python: SingleLine = "python3"
-    """Python of the batch script, 3.11 or newer; needs the standard library alone."""
+    """Python of the batch script, 3.10 or newer; needs the standard library alone."""
     read_only_paths: list[str] = []
     """Folders that relayrun never writes to."""
     purge_days: dict[SingleLine, Annotated[float, Field(gt=0)]] = {}

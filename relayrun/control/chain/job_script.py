@@ -252,7 +252,7 @@ def rank_program(plan: Plan, command: Sequence[str], *, where: Sequence[str]) ->
     agent = [plan.fork_server[0], *safe, "-m", "relayrun.control.agent", *where]
     if not plan.outlives_nodes:
         return agent
-    return [*agent, "--", plan.host_python, "-P", "-m", "relayrun.control.chain", "orphaned", *where]
+    return [*agent, "--", *plan.host_command("relayrun.control.chain"), "orphaned", *where]
 
 
 def task_command(
@@ -266,7 +266,7 @@ def task_command(
     before = ["bash", str(setup)] if plan.setup else []
     if nodes:
         where = [word for word in program[: program.index("--")] if word.startswith(("--run-dir=", "--attempt="))]
-        step_per_node = [plan.host_python, "-P", "-m", "relayrun.control.agent.step_per_node"]
+        step_per_node = plan.host_command("relayrun.control.agent.step_per_node")
         before += [*step_per_node, *where, f"--nodes={','.join(nodes)}", "--"]
     return [*before, *starter, "bash", str(rank), *plan.command_prefix, *program]
 

@@ -260,9 +260,9 @@ class Watch:
         if self.plan.chain.mode == "singleton" and not self.attempt.retry_successor.exists():
             return
         root = Path(self.plan.package_root)
-        start = ["env", f"PYTHONPATH={root}", "bash", str(root / "launchers/lib/rank.sh"), self.plan.host_python]
+        start = ["env", f"PYTHONPATH={root}", "bash", str(root / "launchers/lib/rank.sh")]
         where = [f"--run-dir={self.run.path}", f"--attempt={self.attempt.number}", f"--batch-pid={batch_pid}"]
-        command = [*start, "-m", "relayrun.control.chain", "guard", *where]
+        command = [*start, *self.plan.host_command("relayrun.control.chain"), "guard", *where]
         self.scheduler.guard(self.scheduler.current_job_id(), command, log=self.attempt.guard_log)
         self._guarded = True
 

@@ -147,6 +147,10 @@ class Plan(Record):
         """The iteration at which the chain ends; None: the program itself ends when it is done."""
         return self.total_steps if self.stop_after is None else self.stop_after
 
+    def host_command(self, module: str) -> list[str]:
+        """Return the command that runs a module of relayrun on the host's Python."""
+        return [self.host_python, f"{self.package_root}/launchers/lib/run_module.py", module]
+
     @property
     def ntasks(self) -> int:
         return self.nodes * self.ntasks_per_node

@@ -172,7 +172,7 @@ class LocalScheduler(Scheduler):
         tasks = plan.nodes if plan.chain.recovery == "node" else plan.ntasks
         options = [f"--ntasks={tasks}", f"--pid-file={self._starter_pid}", "--"]
         # it picks a free port
-        return RankLaunch(command=[plan.host_python, "-m", "relayrun.control.scheduler.tasks", *options])
+        return RankLaunch(command=[*plan.host_command("relayrun.control.scheduler.tasks"), *options])
 
     @property
     def _starter_pid(self) -> Path:

@@ -177,7 +177,9 @@ def _check_signals(config: CommandConfig, findings: Findings) -> None:
 
 
 OLDEST_PYTHON = (3, 11)
-"""Python of the batch script and of the ranks, at least."""
+"""Of the ranks."""
+OLDEST_HOST_PYTHON = (3, 10)
+"""Of the batch script: `control` uses keyword-only dataclasses throughout."""
 NATIVE_PACKAGES = ("torch", "megatron.core", "pydantic", "yaml", "numpy")
 """What the ranks import."""
 STREAM_PACKAGES = ("pyarrow", "tokenizers")
@@ -382,13 +384,14 @@ def _check_host_python(config: CommonConfig, findings: Findings) -> None:
     if answer is None or isinstance(answer, str):
         why = answer or f"no answer within {ANSWER_SECONDS:.0f} s"
         findings.warn("node.host_python", f"{python} does not start here: {why}", setting=setting)
-    elif tuple(answer["version"]) < OLDEST_PYTHON:
+    elif tuple(answer["version"]) < OLDEST_HOST_PYTHON:
         version = ".".join(map(str, answer["version"]))
         findings.refuse(
             "node.host_python",
-            f"{python} is Python {version} here, and the batch script needs {OLDEST_PYTHON[0]}.{OLDEST_PYTHON[1]}",
+            f"{python} is Python {version} here, and the batch script needs {'.'.join(map(str, OLDEST_HOST_PYTHON))}",
             setting=setting,
-            remedy="set cluster.host_python to a newer one; it needs no packages",
+            remedy=f"set cluster.host_python to a newer one, which needs no packages: of a module of the site, or "
+            f"{sys.executable} if the nodes see it too",
         )
     else:
         findings.ok("node.host_python", f"{python} is Python {'.'.join(map(str, answer['version']))} here")
