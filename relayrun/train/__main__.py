@@ -171,7 +171,7 @@ def check_node_at_start(run: Run, attempt: Attempt, node: str) -> None:
     if not run.plan.exists():  # started by hand: no plan says what to check
         return
     checks = NodeChecks.of_plan(Plan.load(run))
-    if checks.mode == "off":
+    if checks is None:
         return
     facts = node_facts.gather_facts(checks, attempt.path)
     sick = ""

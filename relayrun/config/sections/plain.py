@@ -84,7 +84,7 @@ SingleLine = Annotated[str, Checked(one_line)]
 class PlainSection:
     """A part of the config that is a frozen dataclass with keyword-only fields, all with defaults."""
 
-    __pydantic_config__: typing.ClassVar = {"extra": "forbid", "strict": True}
+    __pydantic_config__: typing.ClassVar[dict[str, Any]] = {"extra": "forbid", "strict": True}
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Callable[[Any], Any]) -> Any:

@@ -172,7 +172,7 @@ def _make_agent(
         keep_address="MASTER_ADDR" in plan.environment,
         handed_on={*FORWARDED_SIGNALS, *trainer.asked_by},
         leave_signals=leave,
-        health=None if plan.chain.node_health == "off" else NodeChecks.of_plan(plan),
+        health=NodeChecks.of_plan(plan),
         last_words=None if forked else ranks_gone_line,
         import_seconds=plan.chain.start_timeout / 2,  # before the supervisor takes it for a hang of no known rank
         say=words,

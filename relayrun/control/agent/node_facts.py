@@ -244,7 +244,7 @@ def main() -> int:
     parser.add_argument("--attempt", type=int, required=True)
     options = parser.parse_args()
     run = Run(options.run_dir.absolute())
-    checks = NodeChecks.of_plan(Plan.load(run))
+    checks = NodeChecks.of_plan(Plan.load(run)) or NodeChecks()
     print(json.dumps(gather_facts(checks, run.attempt(options.attempt).path)))
     return 0
 

@@ -46,8 +46,10 @@ class NodeChecks:
     probe_program: list[str] = field(default_factory=list)
 
     @classmethod
-    def of_plan(cls, plan: Plan) -> Self:
-        """Return the checks of a run's nodes."""
+    def of_plan(cls, plan: Plan) -> Self | None:
+        """Return the checks of a run's nodes; None if `chain.node_health` is off."""
+        if plan.chain.node_health == "off":
+            return None
         return cls(
             mode=plan.chain.node_health,
             limits=plan.chain.node_health_limits,
