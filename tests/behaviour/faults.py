@@ -31,8 +31,8 @@ FAULTS = (
         name="one more failed attempt is allowed",
         room="chain",
         function="decide_at_end",
-        old="if failed >= facts.max_failed_attempts:",
-        new="if failed > facts.max_failed_attempts:",
+        old="if failed >= facts.chain.max_failed_attempts:",
+        new="if failed > facts.chain.max_failed_attempts:",
         tests=("test_every_history_ends_in_progress_or_stop_within_k_attempts",),
     ),
     Fault(
@@ -124,7 +124,7 @@ FAULTS = (
         tests=("test_a_torn_checkpoint_is_quarantined_and_the_one_before_counts",),
     ),
     Fault(
-        name="a rewind does not cut the line",
+        name="a rollback does not cut the line",
         room="resume",
         function="_lineage_backwards",
         old="limit = min(limit, commit.iteration - 1)",
@@ -140,7 +140,7 @@ FAULTS = (
         tests=("test_an_older_iteration_set_by_hand_is_obeyed_and_newer_ones_are_kept_aside",),
     ),
     Fault(
-        name="the lead has room for half a save",
+        name="the grace period has room for half a save",
         room="resume",
         function="measured_grace_period",
         old="+ 1.5 * save +",
@@ -207,8 +207,8 @@ FAULTS = (
         name="one more failed restart is allowed",
         room="agent",
         function="why_no_restart",
-        old="if failed >= facts.max_failed_rounds:",
-        new="if failed > facts.max_failed_rounds:",
+        old="if failed >= facts.chain.max_failed_restarts:",
+        new="if failed > facts.chain.max_failed_restarts:",
         tests=("test_restarts_in_a_row_without_progress_end_the_attempt",),
     ),
     Fault(
@@ -228,7 +228,7 @@ FAULTS = (
         tests=("test_the_same_error_at_the_same_iteration_ends_the_attempt_and_another_one_does_not",),
     ),
     Fault(
-        name="a rewind delays the next copy in memory",
+        name="a rollback delays the next copy in memory",
         room="checkpoint",
         function="CopyInterval.due",
         old="self._last = min(self._last, iteration)",

@@ -32,7 +32,7 @@ TEXTS = (
 PYTHON = ("relayrun/**/*.py", "launchers/*.py", "scripts/**/*.py", "examples/**/*.py", "benchmarks/*.py")
 
 NAMED = re.compile(rf"{DOTTED.pattern}(?::[A-Za-z_]\w*)?")
-STARTED = re.compile(r"""-m[\s"',]+(relayrun(?:\.\w+)*)""")
+STARTED = re.compile(r"""(?:-m|run_module\.py)[\s"',]+(relayrun(?:\.\w+)*)""")
 IN_BASH = re.compile(r"^\s*(?:from|import) (relayrun[\w.]*)", re.M)
 FILES = (".toml", ".def", ".sif", ".sqsh", ".pth")
 

@@ -202,7 +202,7 @@ def test_a_string_that_leads_nowhere_is_found_wherever_it_stands(tmp_path: Path)
         "relayrun/part.py": (
             'PARTS = ["relayrun.control.chain:begin", "relayrun.control.chain:lost"]\nOTHER = b"relayrun.torn"\n'
         ),
-        "launchers/lib/job.sh": '"${RELAYRUN_HOST_PYTHON}" -m relayrun.away\nimport relayrun.missing\n',
+        "launchers/lib/job.sh": '"${RELAYRUN_HOST_PYTHON}" "${ROOT}/run_module.py" relayrun.away\nimport relayrun.missing\n',
         "container/relayrun.def": "Bootstrap: relayrun.sif\n",
     }
     root = write_tree(tmp_path, files)
@@ -222,7 +222,7 @@ def test_a_program_that_does_not_start_or_needs_packages_is_found(tmp_path: Path
         "relayrun/bad.py": PROGRAM.format(imports="import no_such_package", status=0),
         "relayrun/heavy.py": PROGRAM.format(imports="import pytest", status=0),
         "relayrun/no_program.py": "",
-        "launchers/job.sh": '"${RELAYRUN_HOST_PYTHON}" -m relayrun.heavy\n',
+        "launchers/job.sh": '"${RELAYRUN_HOST_PYTHON}" "${ROOT}/run_module.py" relayrun.heavy\n',
     }
     root = write_tree(tmp_path, files)
     assert sorted(strings.guarded(root)) == ["relayrun.bad", "relayrun.good", "relayrun.heavy"]
