@@ -202,7 +202,7 @@ def test_a_string_that_leads_nowhere_is_found_wherever_it_stands(tmp_path: Path)
         "relayrun/part.py": (
             'PARTS = ["relayrun.control.chain:begin", "relayrun.control.chain:lost"]\nOTHER = b"relayrun.torn"\n'
         ),
-        "launchers/lib/job.sh": '"${RELAYRUN_HOST_PYTHON}" "${ROOT}/run_module.py" relayrun.away\nimport relayrun.missing\n',
+        "launchers/lib/job.sh": '"${PYTHON}" "${ROOT}/run_module.py" relayrun.away\nimport relayrun.missing\n',
         "container/relayrun.def": "Bootstrap: relayrun.sif\n",
     }
     root = write_tree(tmp_path, files)
