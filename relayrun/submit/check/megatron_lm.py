@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from relayrun import places
+from relayrun.config.compose.megatron_flags import FLAG_OF_SETTING
 from relayrun.config.compose.schema import DataSection, MegatronConfig, RunConfig, TrainingSection
 from relayrun.config.sections.job_script import SETTINGS_INSTEAD
 from relayrun.control.chain import job_script
@@ -30,7 +31,6 @@ from relayrun.submit.megatron_lm.bash_arrays import assigned_values
 from relayrun.submit.megatron_lm.bash_parser import line_number
 from relayrun.submit.megatron_lm.checkout import ask_parser
 from relayrun.submit.megatron_lm.command_line import CommandLine, command_line, launcher_variables, rank_python
-from relayrun.submit.megatron_lm.flag_table import FLAG_TABLE
 from relayrun.submit.megatron_lm.flags import Flag
 
 LAUNCHER_FINDING = "megatron_lm.launcher"
@@ -99,14 +99,13 @@ def _check_constants(config: MegatronConfig, plan: Plan, run: Run, file: Path, f
         PROFILER_VARIABLE: "debug.profile=nsys",
         "CMD_PREFIX": "cluster.command_prefix",
     }
-    flags = {row.setting: row.flag for row in reversed(FLAG_TABLE)}
     runs: dict[str, str] = {name: variables.get(name, "") for name in settings} | {
         PROFILER_VARIABLE: str(config.debug.profile == "nsys").lower(),
         "CMD_PREFIX": shlex.join(config.cluster.command_prefix),
         "CLUSTER": config.cluster.name,
     }
     for name, setting in settings.items():
-        if (found := merged.find(flags.get(setting, ""))) is not None:
+        if (found := merged.find(FLAG_OF_SETTING.get(setting, ""))) is not None:
             runs[name] = " ".join(found.values) or "true"
     if config.data is not None and config.data.mixture:
         settings.pop("MIXTURE")  # a file, whose data sets are in the config by now
@@ -321,12 +320,6 @@ def _check_program(config: MegatronConfig, findings: Findings) -> None:
         )
 
 
-_NUMBERS = {
-    "steps": "train-iters",
-    "micro_batch_size": "micro-batch-size",
-    "global_batch_size": "global-batch-size",
-    "seq_length": "seq-length",
-}
 _END_OF_DOCUMENT_FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 
 
@@ -344,10 +337,8 @@ def as_native_config(config: MegatronConfig, findings: Findings) -> RunConfig | 
         findings.ok("data.shards", "made-up tokens: nothing is read", setting="data.mock_data")
         return None
     shards, model = merged.find("data-path") or merged.find("train-data-path"), merged.find("tokenizer-model")
-    kind, files = (
-        merged.find("tokenizer-type"),
-        merged.find("data-args-path") or merged.find("per-split-data-args-path"),
-    )
+    kind = merged.find("tokenizer-type")
+    files = merged.find("data-args-path") or merged.find("per-split-data-args-path")
     other = files or (None if kind is None or kind.values == ("HuggingFaceTokenizer",) else kind)
     sets = {name: merged.find(f"{name}-data-path") for name in ("valid", "test")}
     held_out = {name: _prefixes_of_flag(given) for name, given in sets.items() if given is not None}
@@ -370,7 +361,8 @@ def as_native_config(config: MegatronConfig, findings: Findings) -> RunConfig | 
         data = data.model_copy(update={"split": sum(rest) / (first + sum(rest)) if first else data.split})
     said = {name: merged.find(name.replace("_", "-")) is not None for name in _END_OF_DOCUMENT_FLAGS}
     data = data.model_copy(update={"tokenizer": model.values[0], **said})
-    found = {name: merged.find(flag) for name, flag in _NUMBERS.items()}
+    names = ("steps", "micro_batch_size", "global_batch_size", "seq_length")
+    found = {name: merged.find(FLAG_OF_SETTING[f"training.{name}"]) for name in names}
     numbers = {name: int(flag.values[0]) for name, flag in found.items() if flag and "".join(flag.values).isdecimal()}
     training = TrainingSection.model_construct(**{"seq_length": 1} | dict(config.training or {}) | numbers)
     return RunConfig.model_construct(trainer=config.trainer, data=data, training=training)

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from relayrun.config.compose import megatron_flags
+from relayrun.config.compose.megatron_flags import RowContext
 from relayrun.config.compose.schema import CommonConfig, DataSection, DataSource, MegatronConfig
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers.megatron_lm import MegatronSettings, is_too_long_for_command
 from relayrun.errors import ConfigError
 from relayrun.submit.launcher_environment import setting_variables
-from relayrun.submit.megatron_lm import bash_arrays, flag_table, flags
+from relayrun.submit.megatron_lm import bash_arrays, flags
 from relayrun.submit.megatron_lm.checkout import Checkout
 from relayrun.submit.megatron_lm.flags import Flag, FlagRemoval, MergedFlags
 from relayrun.tokens.shards.manifest import check_held_out
@@ -140,13 +142,20 @@ def rank_python(config: MegatronConfig) -> str:
 
 def _flags_from_settings(config: MegatronConfig, run: Run, checkout: Checkout) -> list[Flag]:
     """Everything that is not of `args_file` or `args`."""
-    found = flag_table.flags_from_settings(config, checkout)
+    megatron_flags.refuse_settings_without_flag(config)
+    given, found = RowContext(config, checkout.says), []
+    for row in megatron_flags.FLAG_TABLE:
+        if (settings := getattr(config, row.section)) is None:
+            continue
+        values = row.how(getattr(settings, row.name) if row.name else None, given)
+        if values is not None:
+            found.append(Flag(name=row.flag, values=values, source=row.setting))
     if config.data is not None:
         found += data_path_flags(config.data)
         if config.data.data_cache_dir is None and not config.data.mock_data:
             # Megatron's own is beside the data, which may be read-only
             found.append(Flag(name="data-cache-path", values=(str(run.data_cache),), source="run_dir"))
-    found += [Flag(name=name, values=tuple(values), source="the chain") for name, *values in flag_table.FIXED_FLAGS]
+    found += [Flag(name=name, values=tuple(values), source="the chain") for name, *values in megatron_flags.FIXED_FLAGS]
     if "exit-signal" in checkout.flags:  # rank.sh has it ignored in a rank's children, which SIGTERM would end
         found.append(Flag(name="exit-signal", values=("SIGUSR2",), source="the chain"))
     if config.tracking.tensorboard:
