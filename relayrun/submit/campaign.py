@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from relayrun.config.compose import resolve, yaml_file
-from relayrun.config.compose.campaign import CampaignDescription, CampaignRunDescription
+from relayrun.config.compose.campaign import CampaignDescription
 from relayrun.config.compose.schema import CommonConfig, RunConfig
 from relayrun.control.chain.campaign import member_readiness
 from relayrun.control.rundir import campaign
@@ -49,13 +49,13 @@ class MemberStatus:
     """When it begins, in words; empty where at once."""
     state: str
     """Either `done` or the state of its chain, see `summary.ChainState`."""
-    iteration: int
-    total_steps: int | None
-    loss: float | None
+    iteration: int = 0
+    total_steps: int | None = None
+    loss: float | None = None
     """Loss of the last step in nats per token; None before the first step."""
-    node_hours: float | None
+    node_hours: float | None = None
     """Node hours of all its jobs; None where they are not known."""
-    attempts: int
+    attempts: int = 0
     words: str
     """What it waits for, or why it ended."""
 
@@ -78,8 +78,7 @@ def _member_status(
         "begins": start_condition(member),
     }
     if isinstance(status, DamagedRun):
-        nothing: dict[str, Any] = {"iteration": 0, "total_steps": None, "loss": None, "node_hours": None, "attempts": 0}
-        return MemberStatus(run=member.run.path.name, state="damaged", words=status.error, **nothing, **common)
+        return MemberStatus(run=member.run.path.name, state="damaged", words=status.error, **common)
     state, words = str(status.state), status.stop or status.broken or status.last_end or ""
     if status.stop_state == "done" and state == "stopped":
         state = "done"
@@ -125,7 +124,7 @@ def _node_hours(member: CampaignMember) -> float | None:
 
 def campaign_table(entries: Sequence[MemberStatus]) -> Table:
     """Return a table with a line a run, the settings that differ in a column each."""
-    differing = differing_settings(entries)
+    differing = _differing_settings(entries)
     ordered = any(entry.begins for entry in entries)
     made = Table(box=None, padding=(0, 2, 0, 0))
     made.add_column("run")
@@ -154,7 +153,7 @@ def campaign_table(entries: Sequence[MemberStatus]) -> Table:
     return made
 
 
-def differing_settings(entries: Sequence[MemberStatus]) -> list[str]:
+def _differing_settings(entries: Sequence[MemberStatus]) -> list[str]:
     """Names of the settings that are not the same in all runs."""
     names = dict.fromkeys(name for entry in entries for name in entry.settings)
     return [
@@ -180,66 +179,49 @@ def submit_campaign(described: CampaignDescription) -> bool:
     try:
         with ExitStack() as stack:
             for run in described.runs:
-                _refuse_foreign_run(Run(Path(run.config.run_dir or "")), folder)
-                membership = CampaignMembership(folder=str(folder), member=run.member)
-                stack.enter_context(
-                    submission.prepared_run(
-                        run.config,
-                        SubmitIntent(),
-                        run.given,
-                        membership=membership,
-                        awaited=run.source is not None,
-                    )
+                _refuse_foreign_run(run.run, folder)
+                membership = CampaignMembership(folder=str(folder), member=run.name)
+                prepared = submission.prepared_run(
+                    run.config, SubmitIntent(), run.given, membership=membership, awaited=run.source is not None
                 )
+                stack.enter_context(prepared)
             whole.save(folder)
     except BaseException:
         if made:
-            _remove_folder(folder)
+            for path in (folder / "campaign.json", folder / "lock"):
+                path.unlink(missing_ok=True)
+            with suppress(OSError):  # somebody has put something there meanwhile
+                folder.rmdir()
         raise
     return True
 
 
 def make_campaign(described: CampaignDescription) -> Campaign:
-    """What is written of a described campaign."""
+    """Return the record of a described campaign."""
+    names = [field.name for field in fields(CampaignMember)]
     return Campaign(
         kind=described.kind,
         name=described.name,
         owner=os.geteuid(),
         scheduler=described.runs[0].config.cluster.scheduler,
         at_once=described.at_once,
-        members=[
-            CampaignMember(
-                name=run.member,
-                run_dir=run.config.run_dir or "",
-                settings=run.settings,
-                source=run.source,
-                iteration=run.iteration,
-                after=run.after,
-                evaluated=run.evaluated,
-                counts_from_zero=run.counts_from_zero,
-            )
-            for run in described.runs
-        ],
+        members=[CampaignMember(**{name: getattr(run, name) for name in names}) for run in described.runs],
     )
 
 
 def check_stages(described: CampaignDescription) -> None:
-    """Look at what a stage is handed by the one before it. Raises ConfigError."""
-    by_name = {run.member: run for run in described.runs}
+    """Raise ConfigError unless each stage has the model of the stage whose checkpoint it starts from."""
+    configs = {run.name: run.config for run in described.runs}
     for run in described.runs:
-        if run.source is not None:
-            _check_model(by_name[run.source], run)
-
-
-def _check_model(before: CampaignRunDescription, run: CampaignRunDescription) -> None:
-    """Raise ConfigError unless the weights of the stage before are those of this one's model."""
-    if isinstance(before.config, RunConfig) and isinstance(run.config, RunConfig):
+        before = configs.get(run.source or "")
+        if not isinstance(before, RunConfig) or not isinstance(run.config, RunConfig):
+            continue
         try:
-            refuse_other_model(before.config.model, run.config, Path(before.config.run_dir or ""))
+            refuse_other_model(before.model, run.config, Path(before.run_dir or ""))
         except ConfigError as error:
-            where = run.given.place(("checkpoint", "load")) or run.member
+            where = run.given.place(("checkpoint", "load")) or run.name
             hint = "let both stages have one model"
-            raise ConfigError(f"stage {run.member}: {error.message}", where=where, hint=hint) from None
+            raise ConfigError(f"stage {run.name}: {error.message}", where=where, hint=hint) from None
 
 
 def _refuse_foreign_run(run: Run, folder: Path) -> None:
@@ -260,15 +242,10 @@ def _refuse_changed_campaign(described: CampaignDescription, whole: Campaign) ->
         hint = f"give this config another name; `relayrun {whole.kind} status {described.name}` shows what is there"
         raise ConfigError(f"another {word} of this name is there", where=folder, hint=hint)
     for run in described.runs:
-        own = Run(Path(run.config.run_dir or ""))
-        revision = min(own.revisions(), default=None)
-        try:
-            same = revision is not None and _comparable_settings(
-                resolve.read_resolved_config(own.config_revision(revision))
-            ) == (_comparable_settings(run.config))
-        except RelayrunError:
-            same = False
-        if not same:
+        own, before = run.run, None
+        with suppress(RelayrunError):  # no revision, or an unreadable one
+            before = resolve.read_resolved_config(own.config_revision(min(own.revisions(), default=0)))
+        if before is None or _comparable_settings(before) != _comparable_settings(run.config):
             hint = f"give this config another name, or go on with `relayrun {whole.kind} resume {described.name}`"
             raise ConfigError(f"this {word} was submitted with other settings", where=own.path, hint=hint)
 
@@ -281,13 +258,3 @@ def _comparable_settings(config: CommonConfig) -> dict[str, Any]:
     if isinstance(values.get("data"), dict):
         values["data"].pop("mixture", None)
     return values
-
-
-def _remove_folder(folder: Path) -> None:
-    """Remove what this submit made of a campaign that it could not make."""
-    for path in (folder / "campaign.json", folder / "lock"):
-        path.unlink(missing_ok=True)
-    try:
-        folder.rmdir()
-    except OSError:  # somebody has put something there meanwhile
-        return

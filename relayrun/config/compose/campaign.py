@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -29,6 +29,7 @@ from relayrun.config.compose.schema import CommandConfig, CommonConfig, Megatron
 from relayrun.config.compose.yaml_file import LocatedSettings, Location
 from relayrun.config.sections.base import NAME_PATTERN
 from relayrun.config.sections.conditions import SweepFilter
+from relayrun.control.rundir.campaign import CampaignMember
 from relayrun.errors import ConfigError, combined_error, did_you_mean
 
 MAX_RUNS = 500
@@ -39,23 +40,11 @@ STAGE_KEYS = ("from", "after", "evaluated", "decay", "config")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CampaignRunDescription:
-    """A run of a campaign."""
+class CampaignRunDescription(CampaignMember):
+    """A run of a campaign, with its config."""
 
-    member: str
-    """`01`, or the stage's name."""
     config: CommonConfig
     given: LocatedSettings
-    settings: dict[str, Any] = field(default_factory=dict)
-    """The run's own settings, by name."""
-    source: str | None = None
-    """The member that provides the first checkpoint."""
-    iteration: int | None = None
-    """Iteration of that checkpoint; None: the last one, when `source` is done."""
-    after: str | None = None
-    """A member that must be done first, without a checkpoint."""
-    evaluated: bool = False
-    counts_from_zero: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +162,10 @@ class _CampaignReader:
                 words = f"{error.message} (run {member}: {settings_in_words(settings)})"
                 errors.append(ConfigError(words, where=error.where, hint=error.hint))
                 continue
-            runs.append(CampaignRunDescription(member=member, config=config, given=given, settings=settings))
+            folder = config.run_dir or ""
+            runs.append(
+                CampaignRunDescription(name=member, run_dir=folder, config=config, given=given, settings=settings)
+            )
         if errors:
             raise combined_error(errors, "runs of this sweep are refused")
         return at_once, runs
@@ -298,17 +290,18 @@ class _CampaignReader:
             from_zero = _counts_from_zero(source.config, config)
             last = last_iteration(config)
             if begins is not None and last is not None and not from_zero and begins >= last:
-                words = f"{source.member} stands at iteration {begins} there, and {name} ends at {last}"
+                words = f"{source.name} stands at iteration {begins} there, and {name} ends at {last}"
                 self._refuse(at, words, "raise training.steps of this stage, or set checkpoint.finetune")
             self._check_data(source, config, (*at, "from"))
         return CampaignRunDescription(
-            member=name,
+            name=name,
+            run_dir=config.run_dir or "",
             config=config,
             given=given,
             settings=own,
-            source=None if source is None else source.member,
+            source=None if source is None else source.name,
             iteration=iteration,
-            after=None if after is None else after.member,
+            after=None if after is None else after.name,
             evaluated=evaluated,
             counts_from_zero=from_zero,
         )
@@ -334,10 +327,10 @@ class _CampaignReader:
         if iteration is None:
             return last
         if last is not None and iteration > last:
-            self._refuse(at, f"{source.member} ends at iteration {last}", "name one that it reaches")
+            self._refuse(at, f"{source.name} ends at iteration {last}", "name one that it reaches")
         interval = config.checkpoint.interval if isinstance(config, RunConfig) else None
         if interval and iteration % interval and iteration != last:
-            words = f"{source.member} saves every {interval} iterations, and not at {iteration}"
+            words = f"{source.name} saves every {interval} iterations, and not at {iteration}"
             self._refuse(
                 at, words, f"name a multiple of its checkpoint.interval, such as {_multiple(iteration, interval)}"
             )
@@ -361,9 +354,9 @@ class _CampaignReader:
     def _check_evaluated(self, source: CampaignRunDescription, iteration: int | None, at: Location) -> None:
         evaluation = source.config.evaluation
         if evaluation is None:
-            self._refuse(at, f"{source.member} has no section `evaluation`", "give it one, or leave this out")
+            self._refuse(at, f"{source.name} has no section `evaluation`", "give it one, or leave this out")
         if iteration is not None and iteration % evaluation.interval and iteration != last_iteration(source.config):
-            words = f"{source.member} evaluates every {evaluation.interval} iterations, and not {iteration}"
+            words = f"{source.name} evaluates every {evaluation.interval} iterations, and not {iteration}"
             self._refuse(at, words, "name a multiple of its evaluation.interval")
 
     def _check_trainers(self, source: CampaignRunDescription, config: CommonConfig, at: Location) -> None:
@@ -379,7 +372,7 @@ class _CampaignReader:
         anew = config.checkpoint.finetune or config.checkpoint.no_load_data
         lengths = before.training.seq_length, config.training.seq_length
         if lengths[0] != lengths[1] and not anew:
-            words = f"training.seq_length is {lengths[0]} in {source.member} and {lengths[1]} here"
+            words = f"training.seq_length is {lengths[0]} in {source.name} and {lengths[1]} here"
             self._refuse(at, words, "add checkpoint.no_load_data: true, and the data begin anew")
 
 
