@@ -16,7 +16,7 @@ from pathlib import Path
 
 from relayrun.config.compose.schema import MOCK_ORDER, DataSource, RunConfig
 from relayrun.control.rundir.run import Run
-from relayrun.errors import ConfigError, FatalTrainingError
+from relayrun.errors import ConfigError, FatalTrainingError, RelayrunError
 from relayrun.files import RealPathCache, read_json
 from relayrun.submit.check.findings import Findings, count_noun
 from relayrun.submit.check.settings import find_placeholders
@@ -203,10 +203,10 @@ def check_data(config: RunConfig, run: Run, findings: Findings) -> Manifest | No
     """Look at the data of a run; return their manifest, without editions, or None where they could not be read."""
     if any(name.startswith("data.") for name, _ in find_placeholders(config)):
         return None  # it is found already, and there is nothing to read
-    manifest = None
-    with findings.catching("data.shards"):
+    try:
         manifest = build_manifest(config, run)
-    if manifest is None:
+    except (RelayrunError, OSError) as error:
+        findings.add_error("data.shards", error)
         return None
     if config.data.mock_data:
         findings.ok("data.shards", "made-up tokens: nothing is read", setting="data.mock_data")

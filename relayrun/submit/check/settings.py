@@ -44,63 +44,40 @@ PLACEHOLDER = re.compile(r"/set/|CHANGE[_-]?ME\b|<[a-z][a-z _-]*>$", re.IGNORECA
 """What stands in a config for a value that somebody must still set; matched at the beginning of a text."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SettingRange:
-    """What a setting is expected to be. Bounds belong to it; None: there is none."""
+    """The expected range of a setting. Bounds belong to the range; None: no bound."""
 
     setting: str
-    usual: tuple[float | None, float | None]
-    """Outside of it a warning."""
-    possible: tuple[float | None, float | None]
-    """Outside of it an error."""
     why: str
+    usual: tuple[float | None, float | None]
+    """A value outside is a warning."""
+    possible: tuple[float | None, float | None] = (None, None)
+    """A value outside is an error."""
 
 
+_STEP = "Adam moves every weight by about this much in each step, and weights begin near 0.02"
+_EPS = "it keeps a division by 0 away, and above the gradients' size it ends the adaptation"
 SETTING_RANGES = (
+    SettingRange("optimizer.lr", _STEP, usual=(1e-7, 0.02), possible=(None, 1.0)),
     SettingRange(
-        setting="optimizer.lr",
-        usual=(1e-7, 0.02),
-        possible=(None, 1.0),
-        why="Adam moves every weight by about this much in each step, and weights begin near 0.02",
+        "optimizer.weight_decay", "0.1 is usual; every step takes lr x weight_decay off a weight", usual=(None, 1.0)
     ),
+    SettingRange("optimizer.adam_beta1", "0.9 is usual", usual=(0.5, 0.99)),
+    SettingRange("optimizer.adam_beta2", "0.95 and 0.999 are usual", usual=(0.8, 0.9999)),
+    SettingRange("optimizer.adam_eps", _EPS, usual=(1e-20, 1e-5), possible=(None, 1.0)),
+    SettingRange("optimizer.clip_grad", "1.0 is usual, 0 is never", usual=(None, 100.0)),
+    SettingRange("model.init_method_std", "0.02 is usual", usual=(1e-4, 0.2), possible=(0.0, 10.0)),
     SettingRange(
-        setting="optimizer.weight_decay",
-        usual=(None, 1.0),
-        possible=(None, None),
-        why="0.1 is usual; every step takes lr x weight_decay off a weight",
-    ),
-    SettingRange(setting="optimizer.adam_beta1", usual=(0.5, 0.99), possible=(None, None), why="0.9 is usual"),
-    SettingRange(
-        setting="optimizer.adam_beta2", usual=(0.8, 0.9999), possible=(None, None), why="0.95 and 0.999 are usual"
-    ),
-    SettingRange(
-        setting="optimizer.adam_eps",
-        usual=(1e-20, 1e-5),
-        possible=(None, 1.0),
-        why="it keeps a division by 0 away, and above the gradients' size it ends the adaptation",
-    ),
-    SettingRange(
-        setting="optimizer.clip_grad", usual=(None, 100.0), possible=(None, None), why="1.0 is usual, 0 is never"
-    ),
-    SettingRange(setting="model.init_method_std", usual=(1e-4, 0.2), possible=(0.0, 10.0), why="0.02 is usual"),
-    SettingRange(
-        setting="model.norm_epsilon",
+        "model.norm_epsilon",
+        "it keeps a division by 0 away: 1e-5 is usual",
         usual=(1e-12, 1e-3),
-        possible=(0.0, 1.0),
-        why="it keeps a division by 0 away: 1e-5 is usual",
+        possible=(0.0, 1.0)
     ),
-    SettingRange(
-        setting="model.hidden_dropout", usual=(None, 0.5), possible=(None, None), why="above it little gets through"
-    ),
-    SettingRange(
-        setting="model.attention_dropout", usual=(None, 0.5), possible=(None, None), why="above it little gets through"
-    ),
-    SettingRange(
-        setting="model.rotary_base", usual=(1000, 1e9), possible=(None, None), why="10,000 and 500,000 are usual"
-    ),
-    SettingRange(
-        setting="training.spike_threshold", usual=(3.0, None), possible=(None, None), why="noise alone reaches it"
-    ),
+    SettingRange("model.hidden_dropout", "above it little gets through", usual=(None, 0.5)),
+    SettingRange("model.attention_dropout", "above it little gets through", usual=(None, 0.5)),
+    SettingRange("model.rotary_base", "10,000 and 500,000 are usual", usual=(1000, 1e9)),
+    SettingRange("training.spike_threshold", "noise alone reaches it", usual=(3.0, None)),
 )
 
 LONG_WARMUP = 0.5
@@ -113,15 +90,13 @@ def check_settings(config: CommonConfig, findings: Findings) -> None:
     if isinstance(config, RunConfig):
         _check_native(config, findings)
     elif isinstance(config, MegatronConfig):
-        for each in SETTING_RANGES:
-            _range(config, each, findings)
+        _check_ranges(config, findings)
         _ranks(config, findings)
 
 
 def _check_native(config: RunConfig, findings: Findings) -> None:
     before = len(findings.all)
-    for each in SETTING_RANGES:
-        _range(config, each, findings)
+    _check_ranges(config, findings)
     _decay(config, findings)
     _warmup(config, findings)
     _ranks(config, findings)
@@ -133,9 +108,8 @@ def _check_native(config: RunConfig, findings: Findings) -> None:
     if config.training.deterministic:
         cluster = config.cluster
         with findings.catching("settings.deterministic"):
-            determinism.check_deterministic_environment(
-                cluster.environment, where=f"cluster.environment of {cluster.name!r}"
-            )
+            where = f"cluster.environment of {cluster.name!r}"
+            determinism.check_deterministic_environment(cluster.environment, where=where)
     _layout(config, findings)
 
 
@@ -176,26 +150,17 @@ def _texts(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
         yield name, value
 
 
-def _range(config: RunConfig | MegatronConfig, each: SettingRange, findings: Findings) -> None:
-    name, _, field = each.setting.partition(".")
-    section = getattr(config, name)
-    if section is None:
-        return
-    value = getattr(section, field)
-    if not _is_within(value, each.possible) or (each.possible[0] is not None and value == each.possible[0]):
-        findings.refuse(
-            "settings.sense",
-            f"{value:g} cannot be meant: {each.why}",
-            setting=each.setting,
-            remedy=f"usual is {_range_words(each.usual)}",
-        )
-    elif not _is_within(value, each.usual) and not (value == 0 and each.usual[0] is None):
-        findings.warn(
-            "settings.sense",
-            f"{value:g} is unusual: {each.why}",
-            setting=each.setting,
-            remedy=f"usual is {_range_words(each.usual)}",
-        )
+def _check_ranges(config: RunConfig | MegatronConfig, findings: Findings) -> None:
+    for each in SETTING_RANGES:
+        section, _, name = each.setting.partition(".")
+        if getattr(config, section) is None:
+            continue
+        value, usual = getattr(getattr(config, section), name), f"usual is {_range_words(each.usual)}"
+        if not _is_within(value, each.possible) or (each.possible[0] is not None and value == each.possible[0]):
+            words = f"{value:g} cannot be meant: {each.why}"
+            findings.refuse("settings.sense", words, setting=each.setting, remedy=usual)
+        elif not _is_within(value, each.usual) and not (value == 0 and each.usual[0] is None):
+            findings.warn("settings.sense", f"{value:g} is unusual: {each.why}", setting=each.setting, remedy=usual)
 
 
 def _is_within(value: float, bounds: tuple[float | None, float | None]) -> bool:
