@@ -6,17 +6,16 @@ Each `write_...` function writes the policy into the run directory, or removes i
 from __future__ import annotations
 
 import secrets
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-from relayrun.config.compose.schema import CommonConfig, MegatronConfig, RunConfig
+from relayrun.config.compose.schema import CommonConfig
 from relayrun.config.sections.checkpoint import MirrorSection
 from relayrun.config.sections.job_script import sbatch_script_options
 from relayrun.control.chain import job_script
 from relayrun.control.notify import notices
-from relayrun.control.notify.notices import NoticePolicy, NoticeTarget
+from relayrun.control.notify.notices import NoticePolicy
 from relayrun.control.rundir import mirror
 from relayrun.control.rundir.evaluations import EvaluationPolicy
 from relayrun.control.rundir.mirror import MirrorOwner, MirrorPolicy
@@ -64,7 +63,7 @@ def evaluation_script(config: CommonConfig, plan: Plan, run: Run) -> str:
     if gpus and not slurm_commands.asks_for_gpus(further):
         options["gpus-per-node"] = str(gpus)
     options |= {name: value for name, value in further.items() if value != ""}
-    program = [config.cluster.python or sys.executable, "-m", "relayrun.train.export.evaluate", f"--run-dir={run.path}"]
+    program = [config.cluster.rank_python, "-m", "relayrun.train.export.evaluate", f"--run-dir={run.path}"]
     starter = scheduler_for_plan(plan, run).single_task_command(plan, cpus_per_task=cpus)
     environment = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": cpus, **plan.environment}
     environment.pop("PYTHONPATH", None)  # joined with the package's by `job_script`
@@ -76,8 +75,7 @@ def evaluation_script(config: CommonConfig, plan: Plan, run: Run) -> str:
 
 def mirror_settings(config: CommonConfig) -> MirrorSection | None:
     """Return what the config says of a second place; None where it has none."""
-    checkpoint = config.checkpoint if isinstance(config, RunConfig | MegatronConfig) else None
-    return None if checkpoint is None else checkpoint.mirror
+    return None if config.checkpoint_section is None else config.checkpoint_section.mirror
 
 
 def mirror_location(config: CommonConfig, settings: MirrorSection) -> str:
@@ -95,11 +93,9 @@ def refuse_mirror_of_other_run(config: CommonConfig, run: Run, *, take_over: boo
 
     `take_over`: those of a run whose directory is lost become this run's; see `write_mirror_policy`.
     """
-    owner = _other_mirrored_run(config, run)
-    if owner is None:
+    settings, owner = mirror_settings(config), _other_mirrored_run(config, run)
+    if settings is None or owner is None:
         return
-    settings = mirror_settings(config)
-    assert settings is not None
     place = mirror_location(config, settings)
     where = f"checkpoint.mirror.path: {place}"
     if _is_copied(owner, run):
@@ -111,8 +107,8 @@ def refuse_mirror_of_other_run(config: CommonConfig, run: Run, *, take_over: boo
             where=where,
             hint="submit with --take-over to go on with them, or set checkpoint.mirror.path to another place",
         )
-    checkpoint = config.checkpoint if isinstance(config, RunConfig | MegatronConfig) else None
-    begins_anew = checkpoint is not None and checkpoint.load is None and run.newest_begun() is None
+    saves = config.checkpoint_section
+    begins_anew = saves is not None and saves.load is None and run.newest_begun() is None
     if begins_anew and destination_at(place, CopyRateLimit(None)).copies():
         raise ConfigError(
             f"the run would begin anew, and its checkpoints take the place of the copies of {owner.run}",
@@ -155,7 +151,7 @@ def write_mirror_policy(config: CommonConfig, run: Run, *, take_over: bool = Fal
         keep_last=settings.keep_last,
         keep_every=settings.keep_every,
         megabytes_per_second=settings.megabytes_per_second,
-        program=[config.cluster.python or sys.executable, "-m", "relayrun.train.mirror"],
+        program=[config.cluster.rank_python, "-m", "relayrun.train.mirror"],
     ).write(mirror.mirror_policy_path(run))
 
 
@@ -197,21 +193,16 @@ def make_notice_policy(config: CommonConfig) -> NoticePolicy:
     """The policy of a config, as of now. It holds the names of variables, never their values."""
     settings = config.notify
     targets = [
-        NoticeTarget(
-            name=name,
-            url=target.url,
-            command=list(target.command),
-            events=list(settings.events if target.events is None else target.events),
-        )
+        {"name": name, **target.model_dump(), "events": settings.events if target.events is None else target.events}
         for name, target in settings.targets.items()
     ]
     return NoticePolicy(
         run=f"{config.project}/{config.name}",
         cluster=config.cluster.name,
         since=time.time(),
-        targets=[vars(target) for target in targets],
+        targets=targets,
         failed_attempts=settings.failed_attempts,
         no_progress=settings.no_progress,
         disk_checkpoints=settings.disk_checkpoints,
-        program=[config.cluster.python or sys.executable, "-m", "relayrun.watch.send_notices"],
+        program=[config.cluster.rank_python, "-m", "relayrun.watch.send_notices"],
     )

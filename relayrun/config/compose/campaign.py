@@ -395,8 +395,7 @@ def _counts_from_zero(source: CommonConfig, config: CommonConfig) -> bool:
     """True if a run's iterations restart at 0, as for a program on another trainer's checkpoint."""
     if isinstance(config, CommandConfig):
         return not isinstance(source, CommandConfig)
-    checkpoint = config.checkpoint if isinstance(config, RunConfig | MegatronConfig) else None
-    return checkpoint is not None and checkpoint.finetune
+    return config.checkpoint_section is not None and config.checkpoint_section.finetune
 
 
 def _multiple(iteration: int, interval: int) -> int:

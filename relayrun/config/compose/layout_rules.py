@@ -8,36 +8,45 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, Self
+from typing import Literal
 
 from pydantic import ValidationError
 
-from relayrun.config.compose.trainers import check_multiple
-from relayrun.config.sections.chain import ChainSection
-from relayrun.config.sections.job import JobSection
+from relayrun.config.compose.trainers import CommonConfig, check_multiple
+from relayrun.config.sections.checkpoint import CheckpointSection
+from relayrun.config.sections.data import DataSection
 from relayrun.config.sections.model import ModelSection
+from relayrun.config.sections.optimizer import OptimizerSection
 from relayrun.config.sections.parallel import ParallelSection
 from relayrun.config.sections.training import TrainingSection
 
 
-class LayoutConfig(Protocol):
-    """The parts of a run's config in use here; `schema`, which has them, imports this module."""
+class LayoutConfig(CommonConfig):
+    """The sections of a native run, and the sizes of its groups of ranks."""
 
-    chain: ChainSection
-    job: JobSection
+    trainer: Literal["native"] = "native"
     model: ModelSection
-    parallel: ParallelSection
+    data: DataSection
     training: TrainingSection
+    optimizer: OptimizerSection
+    checkpoint: CheckpointSection
+    parallel: ParallelSection = ParallelSection()
 
     @property
-    def model_parallel_size(self) -> int: ...
+    def virtual_stages(self) -> int:
+        """Parts of the model on a pipeline stage."""
+        layers = self.parallel.num_layers_per_virtual_pipeline_stage
+        return self.model.num_layers // self.parallel.pipeline_model_parallel_size // layers if layers else 1
+
     @property
-    def data_parallel_size(self) -> int: ...
+    def data_parallel_size(self) -> int:
+        return self.world_size // self.model_parallel_size
+
     @property
-    def virtual_stages(self) -> int: ...
-    def model_dump(self) -> dict[str, Any]: ...
-    @classmethod
-    def model_validate(cls, obj: Any) -> Self: ...
+    def model_parallel_size(self) -> int:
+        """Ranks that share a replica of the model and a sequence: tensor x pipeline x context parallel."""
+        own = self.parallel
+        return own.tensor_model_parallel_size * own.pipeline_model_parallel_size * own.context_parallel_size
 
 
 def elastic_nodes(config: LayoutConfig) -> list[int]:

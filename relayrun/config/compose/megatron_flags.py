@@ -13,7 +13,8 @@ from decimal import Decimal
 from operator import attrgetter
 from typing import Any
 
-from relayrun.config.compose.schema import CommonConfig, MegatronConfig, OptimizerSection, Section
+from relayrun.config.compose.schema import CommonConfig, MegatronConfig, OptimizerSection
+from relayrun.config.sections.base import Section
 from relayrun.config.sections.training import BatchSizes
 from relayrun.errors import ConfigError, combined_error
 

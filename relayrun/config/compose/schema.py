@@ -2,90 +2,46 @@
 
 Settings are declared in `relayrun.config.sections`, those of all trainers in `trainers`. A field name is Megatron's or
 Slurm's, if they have one. Unknown names are errors; `relayrun.config.compose.resolve` reports them with file, line and
-the nearest valid name.
+the nearest valid name. Other modules import the sections from here, too: these are the names imported `as` themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import model_validator
 
 from relayrun.config.compose import layout_rules
-from relayrun.config.compose.trainers import CommandConfig, CommonConfig, MegatronConfig, check_multiple
-from relayrun.config.sections.base import Section
-from relayrun.config.sections.chain import ChainSection
-from relayrun.config.sections.checkpoint import CheckpointSection
-from relayrun.config.sections.data import MOCK_ORDER, DataSection, DataSource
-from relayrun.config.sections.job import (
-    ClusterSection,
-    DebugSection,
-    EvaluationJob,
-    EvaluationSection,
-    JobSection,
-    TrackingSection,
-)
-from relayrun.config.sections.model import NEEDS_TRANSFORMER_ENGINE, ModelSection
-from relayrun.config.sections.notify import NotifySection
-from relayrun.config.sections.optimizer import OptimizerSection
-from relayrun.config.sections.parallel import ParallelSection
-from relayrun.config.sections.training import TrainingSection
-
-__all__ = [
-    "CONFIG_CLASSES",
-    "MOCK_ORDER",
-    "ChainSection",
-    "CheckpointSection",
-    "ClusterSection",
-    "CommandConfig",
-    "CommonConfig",
-    "DataSection",
-    "DataSource",
-    "DebugSection",
-    "EvaluationJob",
-    "EvaluationSection",
-    "JobSection",
-    "MegatronConfig",
-    "ModelSection",
-    "NotifySection",
-    "OptimizerSection",
-    "ParallelSection",
-    "RunConfig",
-    "Section",
-    "TrackingSection",
-    "TrainingSection",
-]
+from relayrun.config.compose.trainers import CommandConfig as CommandConfig
+from relayrun.config.compose.trainers import CommonConfig as CommonConfig
+from relayrun.config.compose.trainers import MegatronConfig as MegatronConfig
+from relayrun.config.compose.trainers import check_multiple
+from relayrun.config.sections.checkpoint import CheckpointSection as CheckpointSection
+from relayrun.config.sections.data import MOCK_ORDER as MOCK_ORDER
+from relayrun.config.sections.data import DataSection as DataSection
+from relayrun.config.sections.data import DataSource as DataSource
+from relayrun.config.sections.job import ClusterSection as ClusterSection
+from relayrun.config.sections.job import DebugSection as DebugSection
+from relayrun.config.sections.job import EvaluationSection as EvaluationSection
+from relayrun.config.sections.job import JobSection as JobSection
+from relayrun.config.sections.model import NEEDS_TRANSFORMER_ENGINE
+from relayrun.config.sections.model import ModelSection as ModelSection
+from relayrun.config.sections.optimizer import OptimizerSection as OptimizerSection
+from relayrun.config.sections.parallel import ParallelSection as ParallelSection
+from relayrun.config.sections.training import TrainingSection as TrainingSection
 
 
-class RunConfig(CommonConfig):
+class RunConfig(layout_rules.LayoutConfig):
     """All settings of a run of the native trainer.
 
     Raises pydantic's ValidationError for an invalid setting and for settings that contradict each other.
     """
 
-    trainer: Literal["native"] = "native"
-    model: ModelSection
-    data: DataSection
-    training: TrainingSection
-    optimizer: OptimizerSection
-    checkpoint: CheckpointSection
-    parallel: ParallelSection = ParallelSection()
-
-    @property
-    def virtual_stages(self) -> int:
-        """Parts of the model on a pipeline stage."""
-        layers = self.parallel.num_layers_per_virtual_pipeline_stage
-        return self.model.num_layers // self.parallel.pipeline_model_parallel_size // layers if layers else 1
-
     @property
     def outlives_nodes(self) -> str | None:
         """The setting with which a job survives the loss of a node; None: it does not."""
         return super().outlives_nodes or ("training.elastic" if self.training.elastic else None)
-
-    @property
-    def data_parallel_size(self) -> int:
-        return self.world_size // self.model_parallel_size
 
     @property
     def optimizer_parts(self) -> int:
@@ -108,14 +64,6 @@ class RunConfig(CommonConfig):
         parallel = self.parallel
         ranks = parallel.tensor_model_parallel_size * self.data_parallel_size * parallel.context_parallel_size
         return ranks // (parallel.expert_model_parallel_size * parallel.expert_tensor_size)
-
-    @property
-    def model_parallel_size(self) -> int:
-        """Ranks that share a replica of the model and a sequence: tensor x pipeline x context parallel."""
-        parallel = self.parallel
-        return (
-            parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
-        )
 
     @model_validator(mode="after")
     def _copied_to_memory(self) -> Self:
@@ -277,12 +225,8 @@ class RunConfig(CommonConfig):
         return self.model.transformer.window_size is not None and self.parallel.context_parallel_size > 1
 
     @model_validator(mode="after")
-    def _experts(self) -> Self:
+    def _experts_and_fp8(self) -> Self:
         layout_rules.check_expert_layout(self)
-        return self
-
-    @model_validator(mode="after")
-    def _transformer_engine(self) -> Self:
         given = self.model.transformer.model_dump()
         needs = sorted(NEEDS_TRANSFORMER_ENGINE & set(given))
         if needs and self.training.transformer_impl != "transformer_engine":

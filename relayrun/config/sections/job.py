@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -254,3 +255,8 @@ class ClusterSection(Section):
         if self.container.runtime != "none" and self.python is None:
             raise ValueError("a container has a Python of its own; set cluster.python to its path in the container")
         return self
+
+    @property
+    def rank_python(self) -> str:
+        """Python of the ranks: `python`, or the interpreter that submits."""
+        return self.python or sys.executable

@@ -30,7 +30,7 @@ from relayrun.submit.megatron_lm import flags
 from relayrun.submit.megatron_lm.bash_arrays import assigned_values
 from relayrun.submit.megatron_lm.bash_parser import line_number
 from relayrun.submit.megatron_lm.checkout import ask_parser
-from relayrun.submit.megatron_lm.command_line import CommandLine, command_line, launcher_variables, rank_python
+from relayrun.submit.megatron_lm.command_line import CommandLine, command_line, launcher_variables
 from relayrun.submit.megatron_lm.flags import Flag
 
 LAUNCHER_FINDING = "megatron_lm.launcher"
@@ -271,7 +271,7 @@ def _check_flags(config: MegatronConfig, line: CommandLine, findings: Findings, 
         findings.ok("megatron_lm.args", note)
     program = config.megatron_lm.program
     said = ask_parser(
-        line.checkout, line.merged.flags, python=rank_python(config), in_container=contained, program=program
+        line.checkout, line.merged.flags, python=config.cluster.rank_python, in_container=contained, program=program
     )
     for refusal in said.refusals:
         tell = findings.refuse if said.certain else findings.warn

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import pwd
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,7 +118,7 @@ def command_line(config: MegatronConfig, run: Run) -> CommandLine:
         )
     _refuse_blanks(merged)
     settings = MegatronSettings(
-        run=[rank_python(config), str(checkout.folder / own.program), *merged.words],
+        run=[config.cluster.rank_python, str(checkout.folder / own.program), *merged.words],
         dialect=checkout.dialect.value,
         total_steps=int(steps.values[0]),
         dir=str(checkout.folder),
@@ -133,11 +132,6 @@ def command_line(config: MegatronConfig, run: Run) -> CommandLine:
         wandb_name=config.name,
     )
     return CommandLine(settings=settings, checkout=checkout, merged=merged, notes=[*notes, *merged.notes])
-
-
-def rank_python(config: MegatronConfig) -> str:
-    """The Python of the ranks."""
-    return config.cluster.python or sys.executable
 
 
 def _flags_from_settings(config: MegatronConfig, run: Run, checkout: Checkout) -> list[Flag]:
