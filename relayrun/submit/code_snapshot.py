@@ -22,7 +22,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from relayrun import __version__
@@ -49,7 +49,10 @@ def snapshot_of_checkout(run: Run, root: Path) -> Path:
 
     Where git does not say which files are code, all are taken that are no secrets and not large.
     """
-    names = _names(root, run.path) if (root / ".git").exists() else _all_names(root, run.path)
+    if (root / ".git").exists():
+        names = _names(root, run.path)
+    else:
+        names = _new_code(root, run.path, (str(path.relative_to(root)) for path in _code(root)))
     folder = run.code / "megatron-lm"
     folder.mkdir(parents=True, exist_ok=True)
     return _take_snapshot(folder, root, {name: root / name for name in sorted(names)})
@@ -119,33 +122,21 @@ def _names(root: Path, without: Path) -> Iterator[str]:
     """Files of the code, relative to `root`; nothing below the folder `without`, and no secrets."""
     tracked = _git(root, "ls-files", "-z")
     if tracked is None:
-        for part in SNAPSHOT_PARTS:
-            for path in _code(root / part):
-                name = str(path.relative_to(root))
-                if not _is_secret(root, name):
-                    yield name
+        names = (str(path.relative_to(root)) for part in SNAPSHOT_PARTS for path in _code(root / part))
+        yield from (name for name in names if not _is_secret(root, name))
         return
     others = _git(root, "ls-files", "-z", "--others", "--exclude-standard") or ""
     for name in filter(None, tracked.split("\0")):
         if os.path.lexists(root / name) and not (root / name).is_dir():  # not deleted, no submodule
             yield name
-    for name in filter(None, others.split("\0")):
+    yield from _new_code(root, without, filter(None, others.split("\0")))
+
+
+def _new_code(root: Path, without: Path, names: Iterable[str]) -> Iterator[str]:
+    """Files that git does not know, of these: nothing below the folder `without`, no large file, and no secret."""
+    for name in names:
         path = root / name
-        if not path.is_file() or path.is_relative_to(without):
-            continue
-        if _is_secret(root, name):
-            continue
-        if path.stat().st_size > MAX_FILE_BYTES:
-            log.warning("not in the snapshot, too large for code: %s", path)
-        else:
-            yield name
-
-
-def _all_names(root: Path, without: Path) -> Iterator[str]:
-    """Every file below `root`, relative to it; nothing below the folder `without`, what is large, or a secret."""
-    for path in _code(root):
-        name = str(path.relative_to(root))
-        if path.is_relative_to(without) or _is_secret(root, name):
+        if not path.is_file() or path.is_relative_to(without) or _is_secret(root, name):
             continue
         if path.stat().st_size > MAX_FILE_BYTES:
             log.warning("not in the snapshot, too large for code: %s", path)

@@ -7,8 +7,9 @@ that nobody edited leaves every variable empty, so the YAML holds.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from relayrun.config.compose.schema import CONFIG_CLASSES, trainers_with
+from relayrun.config.compose.schema import CONFIG_CLASSES, CommonConfig, trainers_with
 from relayrun.errors import ConfigError
 
 SETTING_VARIABLES = {
@@ -135,3 +136,15 @@ def _yaml(setting: str, value: str) -> str:
 def quote_yaml(text: str) -> str:
     """Return a text as a quoted YAML value, whatever is in it."""
     return "'" + text.replace("'", "''") + "'"
+
+
+def variable_text(config: CommonConfig, setting: str) -> str:
+    """Return a setting as a launcher's variable holds it; empty if it has no value."""
+    value: Any = config
+    for part in setting.split("."):
+        value = getattr(value, part, None)
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return str(value) if isinstance(value, str | int | float) else ""

@@ -42,6 +42,23 @@ SECTIONS = {
     "data": DataSection,
     "tracking": TrackingSection,
 }
+SETTINGS_IN_OTHER_FLAGS = {
+    "optimizer.lr_warmup_tokens": "becomes `--lr-warmup-iters`",
+    "optimizer.lr_decay_tokens": "becomes `--lr-decay-iters`",
+    "checkpoint.keep_last": "the chain deletes older checkpoints",
+    "checkpoint.keep_every": "the chain deletes older checkpoints",
+    "checkpoint.mirror": "the chain copies checkpoints",
+    "checkpoint.load": "the first attempt begins with it: `--load` and `--ckpt-step`",
+    "checkpoint.finetune": "`--finetune` for the attempts that begin with checkpoint.load",
+    "checkpoint.no_load_optim": "`--no-load-optim` for the attempts that begin with checkpoint.load",
+    "tracking.tensorboard": "becomes `--tensorboard-dir DIR`, in the run directory",
+    "data.datasets": "becomes `--data-path PREFIX ...`, with `--data-args-path` above 100 kB",
+    "data.mixture": "becomes `--data-path WEIGHT PREFIX ...`, with `--data-args-path` above 100 kB",
+    "data.validation": "becomes `--train-data-path` and `--valid-data-path`",
+    "data.allow_other_tokenizer": "the check of the shards' tokenizer",
+    "data.max_epochs": "the check of how often the data are read",
+}
+"""Settings without a row in `FLAG_TABLE` that hold all the same."""
 TRAINING = {"steps": 100, "micro_batch_size": 1, "global_batch_size": 4, "seq_length": 64}
 OPTIMIZER = {"lr": 1e-3, "lr_warmup_steps": 5}
 MODEL = {
@@ -56,13 +73,13 @@ MODEL = {
 def test_every_setting_has_a_flag_or_a_reason() -> None:
     known = (
         {row.setting for row in megatron_flags.FLAG_TABLE}
-        | set(megatron_flags.SETTINGS_IN_OTHER_FLAGS)
+        | set(SETTINGS_IN_OTHER_FLAGS)
         | set(megatron_flags.SETTINGS_WITHOUT_FLAG)
     )
     fields = {f"{section}.{name}" for section, kind in SECTIONS.items() for name in kind.model_fields}
     assert fields <= known
     assert known <= fields | set(SECTIONS)
-    assert not set(megatron_flags.SETTINGS_IN_OTHER_FLAGS) & set(megatron_flags.SETTINGS_WITHOUT_FLAG)
+    assert not set(SETTINGS_IN_OTHER_FLAGS) & set(megatron_flags.SETTINGS_WITHOUT_FLAG)
 
 
 def loaded(
@@ -409,7 +426,7 @@ def table_lines() -> list[str]:
     flags: dict[str, list[str]] = {}
     for row in megatron_flags.FLAG_TABLE:
         flags.setdefault(row.setting, []).append(row.words)
-    others = [f"| `{setting}` | {words} |" for setting, words in megatron_flags.SETTINGS_IN_OTHER_FLAGS.items()]
+    others = [f"| `{setting}` | {words} |" for setting, words in SETTINGS_IN_OTHER_FLAGS.items()]
     return [
         *(f"| `{setting}` | {'; '.join(f'`{words}`' for words in each)} |" for setting, each in flags.items()),
         *others,

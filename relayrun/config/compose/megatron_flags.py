@@ -1,7 +1,7 @@
 """Settings and arguments of Megatron-LM: one table in both directions, and the settings without a flag, with the reason.
 
-Every setting of the sections model, training, optimizer, checkpoint, parallel, data and tracking stands here once,
-which a test holds. A setting becomes a flag also if it has Megatron's own default: defaults differ between checkouts.
+Every setting of the sections model, training, optimizer, checkpoint, parallel, data and tracking stands here once, or
+in docs/megatron-flags.md alone, which a test holds. A setting becomes a flag also if it has Megatron's own default: defaults differ between checkouts.
 Exports to checkpoints of Megatron-LM and imports from them copy the rows that have `saved`.
 """
 
@@ -311,24 +311,6 @@ FIXED_FLAGS: tuple[tuple[str, ...], ...] = (
     ("exit-signal-handler",),
 )
 """What the chain needs of every run: it counts the lines of iterations, and asks for a save by a signal."""
-
-SETTINGS_IN_OTHER_FLAGS = {
-    "optimizer.lr_warmup_tokens": "becomes `--lr-warmup-iters`",
-    "optimizer.lr_decay_tokens": "becomes `--lr-decay-iters`",
-    "checkpoint.keep_last": "the chain deletes older checkpoints",
-    "checkpoint.keep_every": "the chain deletes older checkpoints",
-    "checkpoint.mirror": "the chain copies checkpoints",
-    "checkpoint.load": "the first attempt begins with it: `--load` and `--ckpt-step`",
-    "checkpoint.finetune": "`--finetune` for the attempts that begin with checkpoint.load",
-    "checkpoint.no_load_optim": "`--no-load-optim` for the attempts that begin with checkpoint.load",
-    "tracking.tensorboard": "becomes `--tensorboard-dir DIR`, in the run directory",
-    "data.datasets": "becomes `--data-path PREFIX ...`, with `--data-args-path` above 100 kB",
-    "data.mixture": "becomes `--data-path WEIGHT PREFIX ...`, with `--data-args-path` above 100 kB",
-    "data.validation": "becomes `--train-data-path` and `--valid-data-path`",
-    "data.allow_other_tokenizer": "the check of the shards' tokenizer",
-    "data.max_epochs": "the check of how often the data are read",
-}
-"""Settings that hold, but not by a flag of their own in `FLAG_TABLE`."""
 
 SETTINGS_WITHOUT_FLAG = {
     "model.transformer": "its fields have flags of their own, under megatron_lm.args, as in {qk-layernorm: true}",

@@ -32,40 +32,11 @@ _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 _PYTHON = re.compile(r"python[\d.]*")
 
 
-def python_and_script(config: CommandConfig) -> tuple[str, str] | None:
-    """Return the Python and the script that a command begins with, both as they are found here; else None."""
-    words = command_words(config, config.command.run)
-    found = shutil.which(words[0])
-    script = words[1] if len(words) > 1 else ""
-    if found is None or not _PYTHON.fullmatch(Path(found).name) or not script.endswith(".py"):
-        return None
-    return (found, script) if Path(script).is_file() else None
-
-
-def script_imports(script: str) -> tuple[str, ...]:
-    """Return the packages that a script imports whatever happens: none of a `try`, an `if` or a function."""
-    try:
-        tree = ast.parse(Path(script).read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return ()  # the program itself says it better
-    names = [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
-    names += [node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom) and not node.level]
-    return tuple(dict.fromkeys(name.partition(".")[0] for name in names if name))
-
-
-def check_command(config: CommandConfig, findings: Findings, *, contained: bool) -> None:
-    """Look at the program, its placeholders, and how it is followed and asked. `contained`: it runs in a container."""
-    _check_program(config, findings, contained=contained)
-    _check_placeholders(config, findings)
-    _check_progress(config, findings)
-    _check_signals(config, findings)
-
-
-def _check_program(config: CommandConfig, findings: Findings, *, contained: bool) -> None:
+def _check_program(config: CommandConfig, findings: Findings) -> None:
     name, setting = "command.program", "command.run"
     words = command_words(config, config.command.run)
     program = words[0]
-    if contained:
+    if runs_in_container(config):
         findings.ok(name, f"{program} runs in a container: what it holds is not known from here")
         return
     if shutil.which(program) is None:
@@ -203,7 +174,10 @@ json.dump({"version": list(sys.version_info[:2]), "missing": [n for n in sys.arg
 def check_programs(config: CommonConfig, findings: Findings) -> None:
     """Look at the ranks' Python or program, the batch script's, the modules, and at packages that settings need."""
     if isinstance(config, CommandConfig):
-        check_command(config, findings, contained=runs_in_container(config))
+        _check_program(config, findings)
+        _check_placeholders(config, findings)
+        _check_progress(config, findings)
+        _check_signals(config, findings)
         _check_script(config, findings)
     elif isinstance(config, MegatronConfig):
         megatron_lm.check_megatron_lm(config, findings, contained=runs_in_container(config))
@@ -221,14 +195,10 @@ def check_programs(config: CommonConfig, findings: Findings) -> None:
 
 
 def _check_packages(config: RunConfig, findings: Findings) -> None:
-    own = (
-        config.cluster.python is None
-        and "PYTHONPATH" not in config.cluster.environment
-        and not runs_in_container(config)
-    )
-    if (
-        own and (found := megatron_versions.version_problem()) is not None
-    ):  # another Python says it when its ranks start
+    cluster = config.cluster
+    own = cluster.python is None and "PYTHONPATH" not in cluster.environment and not runs_in_container(config)
+    # another Python says it when its ranks start
+    if own and (found := megatron_versions.version_problem()) is not None:
         findings.refuse("node.megatron_core", found[0], setting="cluster.python", remedy=found[1])
     if wanted := _of_transformer_engine(config):
         with findings.catching("node.transformer_engine", ok="TransformerEngine is there, or declared"):
@@ -291,12 +261,13 @@ def _check_rank_python(config: CommonConfig, names: Sequence[str], findings: Fin
 
 
 def _check_script(config: CommandConfig, findings: Findings) -> None:
-    """Whether the Python of a command starts, and has what its script imports before anything else."""
-    found = python_and_script(config)
-    if found is None or runs_in_container(config):
+    """Check that the Python of a command starts, and has all that its script imports unconditionally."""
+    words = command_words(config, config.command.run)
+    python, script, setting = shutil.which(words[0]), words[1] if len(words) > 1 else "", "command.run"
+    is_python = python is not None and _PYTHON.fullmatch(Path(python).name) and script.endswith(".py")
+    if python is None or not is_python or not Path(script).is_file() or runs_in_container(config):
         return
-    python, script = found
-    setting, names = "command.run", script_imports(script)
+    names = _script_imports(script)
     answer = _ask_python(python, names, os.pathsep.join([str(Path(script).parent), _search_path(config)]))
     changed = config.cluster.modules or config.job.setup
     how = findings.warn if changed else findings.refuse
@@ -315,6 +286,17 @@ def _check_script(config: CommandConfig, findings: Findings) -> None:
         )
     else:
         findings.ok("command.packages", f"{python} has what {script} imports")
+
+
+def _script_imports(script: str) -> tuple[str, ...]:
+    """The packages that a script imports whatever happens: none of a `try`, an `if` or a function."""
+    try:
+        body = ast.parse(Path(script).read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return ()  # the program itself says it better
+    names = [alias.name for node in body if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in body if isinstance(node, ast.ImportFrom) and not node.level]
+    return tuple(dict.fromkeys(name.partition(".")[0] for name in names if name))
 
 
 def _imported_names(config: RunConfig) -> list[str]:

@@ -123,23 +123,15 @@ def _limit(partition: dict[str, str], plan: Plan, findings: Findings) -> None:
             setting="job.time",
             remedy="lower job.time: a chain goes on in the next job",
         )
-    nodes = plan.nodes_of_job
-    if (most := partition.get("MaxNodes", "UNLIMITED")).isdecimal() and nodes > int(most):
-        findings.refuse(
-            "slurm.nodes",
-            f"{nodes} nodes are more than partition {name} allows, {most}",
-            setting="job.nodes",
-        )
-    if (least := partition.get("MinNodes", "0")).isdecimal() and nodes < int(least):
-        findings.refuse(
-            "slurm.nodes",
-            f"{nodes} nodes are fewer than partition {name} asks for, {least}",
-            setting="job.nodes",
-        )
-    if (there := partition.get("TotalNodes", "")).isdecimal() and nodes > int(there):
-        findings.refuse(
-            "slurm.nodes", f"{nodes} nodes are more than partition {name} has, {there}", setting="job.nodes"
-        )
+    nodes, most = plan.nodes_of_job, partition.get("MaxNodes", "UNLIMITED")
+    least, there = partition.get("MinNodes", "0"), partition.get("TotalNodes", "")
+    wrong = {
+        f"more than partition {name} allows, {most}": most.isdecimal() and nodes > int(most),
+        f"fewer than partition {name} asks for, {least}": least.isdecimal() and nodes < int(least),
+        f"more than partition {name} has, {there}": there.isdecimal() and nodes > int(there),
+    }
+    for words in (words for words, found in wrong.items() if found):
+        findings.refuse("slurm.nodes", f"{nodes} nodes are {words}", setting="job.nodes")
     if (state := partition.get("State", "UP")) != "UP":
         findings.warn("slurm.partition", f"partition {name} is {state}: jobs wait", setting="job.partition")
     if len(findings.all) == before:

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import os
 import pwd
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from relayrun.config.compose import megatron_flags
 from relayrun.config.compose.megatron_flags import RowContext
-from relayrun.config.compose.schema import CommonConfig, DataSection, DataSource, MegatronConfig
+from relayrun.config.compose.schema import DataSection, DataSource, MegatronConfig
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers.megatron_lm import MegatronSettings, is_too_long_for_command
 from relayrun.errors import ConfigError
-from relayrun.submit.launcher_environment import setting_variables
+from relayrun.submit.launcher_environment import setting_variables, variable_text
 from relayrun.submit.megatron_lm import bash_arrays, flags
 from relayrun.submit.megatron_lm.checkout import Checkout
 from relayrun.submit.megatron_lm.flags import Flag, FlagRemoval, MergedFlags
@@ -135,35 +134,37 @@ def command_line(config: MegatronConfig, run: Run) -> CommandLine:
 
 
 def _flags_from_settings(config: MegatronConfig, run: Run, checkout: Checkout) -> list[Flag]:
-    """Everything that is not of `args_file` or `args`."""
+    """All flags but those of `args_file` and `args`."""
     megatron_flags.refuse_settings_without_flag(config)
-    given, found = RowContext(config, checkout.says), []
+    given, found = RowContext(config, checkout.says), list[Flag]()
+
+    def add(name: str, values: Iterable[object] = (), *, source: str) -> None:
+        found.append(Flag(name=name, values=tuple(map(str, values)), source=source))
+
     for row in megatron_flags.FLAG_TABLE:
-        if (settings := getattr(config, row.section)) is None:
-            continue
-        values = row.how(getattr(settings, row.name) if row.name else None, given)
+        settings = getattr(config, row.section)
+        values = None if settings is None else row.how(getattr(settings, row.name) if row.name else None, given)
         if values is not None:
-            found.append(Flag(name=row.flag, values=values, source=row.setting))
+            add(row.flag, values, source=row.setting)
     if config.data is not None:
         found += data_path_flags(config.data)
         if config.data.data_cache_dir is None and not config.data.mock_data:
             # Megatron's own is beside the data, which may be read-only
-            found.append(Flag(name="data-cache-path", values=(str(run.data_cache),), source="run_dir"))
-    found += [Flag(name=name, values=tuple(values), source="the chain") for name, *values in megatron_flags.FIXED_FLAGS]
+            add("data-cache-path", [run.data_cache], source="run_dir")
+    for name, *fixed in megatron_flags.FIXED_FLAGS:
+        add(name, fixed, source="the chain")
     if "exit-signal" in checkout.flags:  # rank.sh has it ignored in a rank's children, which SIGTERM would end
-        found.append(Flag(name="exit-signal", values=("SIGUSR2",), source="the chain"))
+        add("exit-signal", ["SIGUSR2"], source="the chain")
     if config.tracking.tensorboard:
-        found.append(Flag(name="tensorboard-dir", values=(str(run.tensorboard),), source="tracking.tensorboard"))
+        add("tensorboard-dir", [run.tensorboard], source="tracking.tensorboard")
     debug = config.debug
     if debug.profile is not None:
-        steps = ("profile-step-start", debug.profile_step_start), ("profile-step-end", debug.profile_step_end)
-        found.append(Flag(name="profile", source="debug.profile"))
-        for name, step in steps:
-            found.append(Flag(name=name, values=(str(step),), source=f"debug.{name.replace('-', '_')}"))
-        ranks = tuple(map(str, debug.profile_ranks))
-        found.append(Flag(name="profile-ranks", values=ranks, source="debug.profile_ranks"))
-        if debug.profile == "torch":
-            found.append(Flag(name="use-pytorch-profiler", source="debug.profile"))
+        add("profile", source="debug.profile")
+        add("profile-step-start", [debug.profile_step_start], source="debug.profile_step_start")
+        add("profile-step-end", [debug.profile_step_end], source="debug.profile_step_end")
+        add("profile-ranks", debug.profile_ranks, source="debug.profile_ranks")
+    if debug.profile == "torch":
+        add("use-pytorch-profiler", source="debug.profile")
     return found
 
 
@@ -217,41 +218,25 @@ def _refuse_blanks(merged: MergedFlags) -> None:
 
 def launcher_variables(config: MegatronConfig, run: Run) -> dict[str, str]:
     """The variables of a launcher that the arrays of `args_file` may name, with the values that they have here."""
-    job = config.job
+    job, ranks, owner = config.job, config.world_size, pwd.getpwuid(os.geteuid())
     named = setting_variables(config.trainer).items()
-    found = {variable: text for variable, setting in named if (text := _variable_text(config, setting))}
-    folders = {
+    found = {variable: text for variable, setting in named if (text := variable_text(config, setting))}
+    facts: dict[str, object] = {
         "PROJECT_DIR": run.path.parent,
         "EXP_DIR": run.path,
         "CKPT_DIR": run.checkpoints,
         "TRIGGER_DIR": run.triggers,
         "LOGGING_DIR": run.path,
         "TENSORBOARD_DIR": run.tensorboard,
-    }
-    found |= {name: str(folder) for name, folder in folders.items()}
-    ranks = str(config.world_size)
-    found |= {
-        "SLURM_NNODES": str(job.nodes),
-        "SLURM_JOB_NUM_NODES": str(job.nodes),
+        "SLURM_NNODES": job.nodes,
+        "SLURM_JOB_NUM_NODES": job.nodes,
         "SLURM_NTASKS": ranks,
         "SLURM_NPROCS": ranks,
         "WORLD_SIZE": ranks,
-        "SLURM_NTASKS_PER_NODE": str(job.ntasks_per_node),
-        "SLURM_CPUS_PER_TASK": str(job.cpus_per_task),
+        "SLURM_NTASKS_PER_NODE": job.ntasks_per_node,
+        "SLURM_CPUS_PER_TASK": job.cpus_per_task,
+        **({"SLURM_GPUS_PER_NODE": job.gpus_per_node} if job.gpus_per_node else {}),
+        "USER": owner.pw_name,
+        "HOME": owner.pw_dir,
     }
-    if job.gpus_per_node:
-        found["SLURM_GPUS_PER_NODE"] = str(job.gpus_per_node)
-    owner = pwd.getpwuid(os.geteuid())
-    return found | {"USER": owner.pw_name, "HOME": owner.pw_dir}
-
-
-def _variable_text(config: CommonConfig, setting: str) -> str:
-    """A setting as a launcher's variable holds it; empty where it has no value."""
-    value: Any = config
-    for part in setting.split("."):
-        value = getattr(value, part, None)
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return ",".join(map(str, value))
-    return "" if value is None or isinstance(value, dict) or not isinstance(value, str | int | float) else str(value)
+    return found | {name: str(fact) for name, fact in facts.items()}
