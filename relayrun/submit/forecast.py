@@ -160,20 +160,13 @@ class TrainingSpeed:
 
 def training_speed(config: RunConfig, run: Run, flops_per_token: float) -> TrainingSpeed | None:
     """Return how fast the run trains; None where nothing is measured, and no setting says."""
-    own = _newest_config(run)
-    if own is not None and speed_shape(own) == speed_shape(config) and (found := measured_speed(run)) is not None:
+    if (found := _speed_of_shape(run, config)) is not None:
         return TrainingSpeed(tokens_per_second=found, source="median of this run's last steps")
     others = {other: _trained_last(other) for other in find_runs.all_run_folders() if other.path != run.path}
     for other in heapq.nlargest(OTHER_RUNS, (each for each, time in others.items() if time), key=others.__getitem__):
-        theirs = _newest_config(other)
-        if (
-            theirs is not None
-            and speed_shape(theirs) == speed_shape(config)
-            and (found := measured_speed(other)) is not None
-        ):
-            return TrainingSpeed(
-                tokens_per_second=found, source=f"median of {other.path.parent.name}/{other.path.name}"
-            )
+        if (found := _speed_of_shape(other, config)) is not None:
+            source = f"median of {other.path.parent.name}/{other.path.name}"
+            return TrainingSpeed(tokens_per_second=found, source=source)
     assumed, gpus = config.cluster.tflops_per_gpu, config.job.nodes * config.job.gpus_per_node
     if assumed is not None and gpus:
         return TrainingSpeed(
@@ -226,13 +219,15 @@ def _trained_last(run: Run) -> float:
         return 0.0
 
 
-def _newest_config(run: Run) -> RunConfig | None:
+def _speed_of_shape(run: Run, config: RunConfig) -> float | None:
+    """The measured speed of a run whose newest config has the shape of `config`; None for another shape."""
     try:
         revisions = run.revisions()
         newest = resolve.read_resolved_config(run.config_revision(revisions[-1])) if revisions else None
-        return newest if isinstance(newest, RunConfig) else None
     except (RelayrunError, OSError):
         return None
+    same = isinstance(newest, RunConfig) and speed_shape(newest) == speed_shape(config)
+    return measured_speed(run) if same else None
 
 
 COPY_BUFFER_BYTES = 1 << 26

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -12,7 +12,6 @@ from pydantic import ValidationError
 from relayrun import places
 from relayrun.config.compose import yaml_file
 from relayrun.config.compose.schema import CommonConfig, MegatronConfig, ModelSection, RunConfig
-from relayrun.config.sections.model import TransformerSection
 from relayrun.control.rundir.checkpoint_records import BEGINNING, ResumePoint, is_checkpoint_of, resume_point
 from relayrun.control.rundir.find_runs import find_run, split_iteration
 from relayrun.control.rundir.plan import Plan
@@ -232,16 +231,8 @@ def refuse_other_model(
     differences: Sequence[str] = (),
 ) -> None:
     """Raise ConfigError, naming all differences, unless weights of the one model are some of the other."""
-    differences = [
-        *(
-            f"{name} is {getattr(other, name)} there and {value} here"
-            for name, value in config.model.model_dump().items()
-            if name not in free and getattr(other, name) != value
-        ),
-        *_transformer_differences(other.transformer, config.model.transformer),
-        *differences,
-    ]
-    if differences:
+    names = [name for name in ModelSection.model_fields if name not in free]
+    if differences := [*_differences(other, config.model, names), *differences]:
         raise ConfigError(
             f"{folder} is of another model: {'; '.join(differences)}",
             where="checkpoint.load",
@@ -254,13 +245,7 @@ def _refuse_other_weights(run: Run, iteration: int, config: RunConfig) -> None:
     trained = committed_config(run, iteration) if run.revisions() else None
     if not isinstance(trained, RunConfig):
         return
-    before, model = trained.model, config.model
-    differences = [
-        f"{name} is {getattr(before, name)} there and {getattr(model, name)} here"
-        for name in SHAPE_FIELDS
-        if getattr(before, name) != getattr(model, name)
-    ]
-    if differences := [*differences, *_transformer_differences(before.transformer, model.transformer)]:
+    if differences := _differences(trained.model, config.model, SHAPE_FIELDS):
         raise ConfigError(
             f"this run's checkpoint of iteration {iteration} is of another model: {'; '.join(differences)}",
             where="model",
@@ -268,8 +253,10 @@ def _refuse_other_weights(run: Run, iteration: int, config: RunConfig) -> None:
         )
 
 
-def _transformer_differences(there: TransformerSection, here: TransformerSection) -> Iterator[str]:
-    """The fields of `model.transformer` that differ and that weights or what is computed with them depend on."""
-    for name in sorted({*there.of_the_weights, *here.of_the_weights}):
-        if getattr(there, name) != getattr(here, name):
-            yield f"transformer.{name} is {getattr(there, name)} there and {getattr(here, name)} here"
+def _differences(there: ModelSection, here: ModelSection, names: Iterable[str]) -> list[str]:
+    """The settings of these names that differ, and the fields of `model.transformer` that affect weights or their use."""
+    layers, own_layers = there.transformer, here.transformer
+    pairs = {name: (getattr(there, name), getattr(here, name)) for name in names}
+    for name in sorted({*layers.of_the_weights, *own_layers.of_the_weights}):
+        pairs[f"transformer.{name}"] = getattr(layers, name), getattr(own_layers, name)
+    return [f"{name} is {a} there and {b} here" for name, (a, b) in pairs.items() if a != b]

@@ -81,14 +81,7 @@ def queue_first_job(run: Run, plan: Plan) -> str:
     return jobs.queue_first_job(run, plan, _scheduler(plan, run))
 
 
-def adopt_job(
-    config: CommonConfig,
-    *,
-    host_python: str | None = None,
-    resume: bool = False,
-    accept_data_change: bool = False,
-    take_over: bool = False,
-) -> Run:
+def adopt_job(config: CommonConfig, intent: SubmitIntent, *, host_python: str | None = None) -> Run:
     """Make the job that this process runs in the first of a chain: what a Bash launcher's job does.
 
     The options that the job was submitted with win over the config's, and so does `host_python`. Raises RelayrunError.
@@ -109,7 +102,6 @@ def adopt_job(
     nodes = config.job.model_copy(update={"nodes": job.num_nodes})
     cluster = config.cluster.model_copy(update={"host_python": host_python or config.cluster.host_python})
     config = type(config).model_validate(config.model_copy(update={"job": nodes, "cluster": cluster}).model_dump())
-    intent = SubmitIntent(resume=resume, accept_data_change=accept_data_change, take_over=take_over)
     with prepared_run(config, intent, adopted=job.options) as (run, plan):
         scheduler.adopt(job, plan)  # under the lock: a second first job sees this one
         fallback.queue_fallback_job(run, plan, job.id, options=job.options)
@@ -178,9 +170,8 @@ def prepared_run(
                 barrier,
             )
         _acknowledge_stale(run)
-        existing_run.claim_run(
-            run, plan, take_over=intent.take_over, now=time.time()
-        )  # a queued job may have begun meanwhile
+        # a queued job may have begun meanwhile
+        existing_run.claim_run(run, plan, take_over=intent.take_over, now=time.time())
         write_atomic(run.job_script, job_script.job_script(plan, run), mode=0o777)
         if plan.fallback_job:
             write_atomic(run.fallback_script, job_script.fallback_script(plan, run), mode=0o777)
@@ -261,9 +252,8 @@ def _acknowledge_stale(run: Run) -> None:
     """A trigger that is older than an explicit submit was not meant for it."""
     for name in triggers.TRIGGER_NAMES:
         if (old := triggers.read_trigger(run, name)) is not None:
-            triggers.acknowledge_trigger(
-                run, old, iteration=resume_point(run).iteration, result="stale: touched before this submit"
-            )
+            stale, iteration = "stale: touched before this submit", resume_point(run).iteration
+            triggers.acknowledge_trigger(run, old, iteration=iteration, result=stale)
 
 
 def _with_checkout_snapshot(run: Run, config: CommonConfig) -> CommonConfig:
@@ -321,9 +311,8 @@ def _freeze_data(run: Run, config: RunConfig, found: Manifest, *, accept: bool) 
     before = resolve.read_resolved_config(run.config_revision(run.revisions()[-1]))
     if not isinstance(before, RunConfig):  # it was another trainer's, before the first checkpoint
         return evolved.config
-    if resume_point(run).path is not None and integer_mixture_weights(evolved.config) != integer_mixture_weights(
-        before
-    ):
+    changed = integer_mixture_weights(evolved.config) != integer_mixture_weights(before)
+    if changed and resume_point(run).path is not None:
         consumed = lineage_commits(run)[-1].consumed_samples
         log.info("the mixture changes: its phase begins where the next attempt resumes, now sample %s", consumed)
     return evolved.config

@@ -20,6 +20,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -82,7 +83,8 @@ class _CampaignReader:
                 self._refuse((other,), "this is no sweep", f"use `relayrun {other} submit`")
         section = self._whole.values.get(self._kind)
         if not isinstance(section, dict) or not section:
-            self._refuse((self._kind,), "this section is missing, or is empty", f"see docs/{self._page}")
+            page = "sweeps.md" if self._kind == "sweep" else "stages.md"
+            self._refuse((self._kind,), "this section is missing, or is empty", f"see docs/{page}")
         project, own = self._text("project"), self._text("name")
         given = self._whole.values.get("run_dir")
         self._folder = Path(resolve.run_directory(given if isinstance(given, str) else None, project, own, self._root))
@@ -93,10 +95,6 @@ class _CampaignReader:
         return CampaignDescription(
             kind=self._kind, name=f"{project}/{own}", folder=self._folder, at_once=at_once, runs=runs
         )
-
-    @property
-    def _page(self) -> str:
-        return "sweeps.md" if self._kind == "sweep" else "stages.md"
 
     def _text(self, name: str) -> str:
         value = self._whole.values.get(name)
@@ -141,11 +139,8 @@ class _CampaignReader:
     def _sweep(self, section: dict[str, Any]) -> tuple[int | None, list[CampaignRunDescription]]:
         for name in section:
             if name not in SWEEP_KEYS:
-                self._refuse(
-                    ("sweep", name),
-                    "unknown",
-                    did_you_mean(name, SWEEP_KEYS) or f"a sweep has: {', '.join(SWEEP_KEYS)}",
-                )
+                hint = did_you_mean(name, SWEEP_KEYS) or f"a sweep has: {', '.join(SWEEP_KEYS)}"
+                self._refuse(("sweep", name), "unknown", hint)
         at_once = section.get("at_once")
         if at_once is not None and (isinstance(at_once, bool) or not isinstance(at_once, int) or at_once < 1):
             self._refuse(("sweep", "at_once"), f"{at_once!r} is no number of chains", "write a whole number from 1 on")
@@ -195,9 +190,8 @@ class _CampaignReader:
                 if name in product:
                     self._refuse(at, "`product` has this setting too", "give it in one of them")
             if line in lines[:number]:
-                self._refuse(
-                    ("sweep", "list", str(number)), f"{settings_in_words(line)} is there twice", "leave one out"
-                )
+                words = f"{settings_in_words(line)} is there twice"
+                self._refuse(("sweep", "list", str(number)), words, "leave one out")
         if count > 100 * MAX_RUNS:
             self._refuse(("sweep",), f"these are {count:,} combinations", "shorten an axis")
         for line_number, line in enumerate(lines):
@@ -220,10 +214,7 @@ class _CampaignReader:
         for text in texts:
             try:
                 condition = SweepFilter(text)
-                kept = []
-                for settings, at in found:
-                    if condition.holds(lambda name, own=settings: self._setting(name, own)):  # type: ignore[misc]
-                        kept.append((settings, at))
+                kept = [each for each in found if condition.holds(partial(self._setting, own=each[0]))]
             except ValueError as error:
                 self._refuse(("sweep", "filters"), str(error), _FILTER)
             found = kept
@@ -286,7 +277,9 @@ class _CampaignReader:
             self._check_evaluated(source, iteration, (*at, "evaluated"))
         from_zero = False
         if source is not None:
-            self._check_trainers(source, config, (*at, "from"))
+            if config.trainer not in ("command", source.config.trainer):
+                words = f"trainer {config.trainer} does not go on from a checkpoint of trainer {source.config.trainer}"
+                self._refuse((*at, "from"), words, "let both have one trainer")
             from_zero = _counts_from_zero(source.config, config)
             last = last_iteration(config)
             if begins is not None and last is not None and not from_zero and begins >= last:
@@ -331,9 +324,8 @@ class _CampaignReader:
         interval = config.checkpoint.interval if isinstance(config, RunConfig) else None
         if interval and iteration % interval and iteration != last:
             words = f"{source.name} saves every {interval} iterations, and not at {iteration}"
-            self._refuse(
-                at, words, f"name a multiple of its checkpoint.interval, such as {_multiple(iteration, interval)}"
-            )
+            near = max(interval, iteration // interval * interval)
+            self._refuse(at, words, f"name a multiple of its checkpoint.interval, such as {near}")
         return iteration
 
     def _decay(self, length: Any, begins: int | None, at: Location) -> dict[str, Any]:
@@ -358,11 +350,6 @@ class _CampaignReader:
         if iteration is not None and iteration % evaluation.interval and iteration != last_iteration(source.config):
             words = f"{source.name} evaluates every {evaluation.interval} iterations, and not {iteration}"
             self._refuse(at, words, "name a multiple of its evaluation.interval")
-
-    def _check_trainers(self, source: CampaignRunDescription, config: CommonConfig, at: Location) -> None:
-        if config.trainer not in ("command", source.config.trainer):
-            words = f"trainer {config.trainer} does not go on from a checkpoint of trainer {source.config.trainer}"
-            self._refuse(at, words, "let both have one trainer")
 
     def _check_data(self, source: CampaignRunDescription, config: CommonConfig, at: Location) -> None:
         """Refuse another sample length, since the stage before counted samples of its own length."""
@@ -396,10 +383,6 @@ def _counts_from_zero(source: CommonConfig, config: CommonConfig) -> bool:
     if isinstance(config, CommandConfig):
         return not isinstance(source, CommandConfig)
     return config.checkpoint_section is not None and config.checkpoint_section.finetune
-
-
-def _multiple(iteration: int, interval: int) -> int:
-    return max(interval, iteration // interval * interval)
 
 
 _PRODUCT = "write, for example: product: {optimizer.lr: [1e-3, 2e-3]}"

@@ -1,8 +1,9 @@
 """Settings and arguments of Megatron-LM: one table in both directions, and the settings without a flag, with the reason.
 
 Every setting of the sections model, training, optimizer, checkpoint, parallel, data and tracking stands here once, or
-in docs/megatron-flags.md alone, which a test holds. A setting becomes a flag also if it has Megatron's own default: defaults differ between checkouts.
-Exports to checkpoints of Megatron-LM and imports from them copy the rows that have `saved`.
+in docs/megatron-flags.md alone, which a test holds. A setting becomes a flag also if it has Megatron's own default:
+defaults differ between checkouts. Exports to checkpoints of Megatron-LM and imports from them copy the rows that have
+`saved`.
 """
 
 from __future__ import annotations

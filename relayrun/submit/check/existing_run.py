@@ -61,9 +61,12 @@ def claim_run(run: Run, plan: Plan, *, take_over: bool, now: float) -> None:
     """
     refuse_other_owner(run, take_over=take_over, now=now)
     former = Plan.load(run) if run.plan.exists() else None
-    record_owner(run, plan, now=now)
+    before = None if former is None else former.owner
+    if before != plan.owner:
+        name = user_name(os.geteuid())
+        append_line(run.owners, {"owner": plan.owner, "name": name, "former": before, "time": now})
     plan.write(run.plan)
-    if former is not None and former.owner not in (None, plan.owner):
+    if former is not None and before not in (None, plan.owner):
         _refuse_live_attempt(run, former, now=now)
 
 
@@ -127,13 +130,6 @@ def _subfolders(folder: Path) -> list[Path]:
         return sorted(Path(entry.path) for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
     except (FileNotFoundError, PermissionError):  # a closed one is named for itself
         return []
-
-
-def record_owner(run: Run, plan: Plan, *, now: float) -> None:
-    """Put a new owner on record, in owners.jsonl."""
-    former = Plan.load(run).owner if run.plan.exists() else None
-    if former != plan.owner:
-        append_line(run.owners, {"owner": plan.owner, "name": user_name(os.geteuid()), "former": former, "time": now})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -139,32 +139,20 @@ def _plan_rows(report: CheckReport) -> Iterator[tuple[str, str]]:
     yield "layout", ", ".join(f"{name} {size}" for name, size in future.layout.items())
     yield "parameters", f"{future.parameters:,} with a vocabulary of {future.vocabulary_size:,}"
     memory = future.memory
-    parts = (
-        f"state {format_bytes(memory.state)}, activations {format_bytes(memory.activations)}, loss "
-        f"{format_bytes(memory.loss)}"
-    )
+    parts = f"state {format_bytes(memory.state)}, activations {format_bytes(memory.activations)}, "
+    parts += f"loss {format_bytes(memory.loss)}"
     there = "of an unknown size" if future.gpu_memory is None else f"of {format_bytes(future.gpu_memory)}"
-    where = f"a GPU {there}" if future.gpus else "a rank"
-    yield (
-        f"memory of {'a GPU' if future.gpus else 'a rank'}",
-        f"{format_bytes(memory.total)} of {where}: {parts}".replace(
-            f"of {where}", there if future.gpus else "by formula"
-        ),
-    )
+    owner, whole = ("a GPU", there) if future.gpus else ("a rank", "by formula")
+    yield f"memory of {owner}", f"{format_bytes(memory.total)} {whole}: {parts}"
     if future.host_copies:
         yield "memory of a node", f"{format_bytes(future.host_copies)} for the copies of saves, by formula"
-    yield (
-        "tokens",
-        f"{future.tokens:,} in {future.steps:,} steps"
-        + (f"; {future.tokens_left:,} are left behind step {future.steps_done:,}" if future.steps_done else ""),
-    )
+    left = f"; {future.tokens_left:,} are left behind step {future.steps_done:,}" if future.steps_done else ""
+    yield "tokens", f"{future.tokens:,} in {future.steps:,} steps{left}"
     for each in report.usage:
         if each.epochs is not None:
             end = "" if each.used_up_at is None else f", used up at step {each.used_up_at:,}"
-            yield (
-                f"  {each.name}",
-                f"{each.share:.1%} of the samples, {each.epochs:,.2f} epochs of {each.tokens:,} tokens{end}",
-            )
+            words = f"{each.share:.1%} of the samples, {each.epochs:,.2f} epochs of {each.tokens:,} tokens{end}"
+            yield f"  {each.name}", words
     yield "FLOPs", f"{future.flops:.3g} (6 a parameter and token, and attention; recomputation not counted)"
     yield "time", _time_words(future)
     yield "node hours", _node_hour_words(future)
