@@ -44,9 +44,9 @@ class MemberStatus:
     """Name of the run, as project/name."""
     path: str
     settings: dict[str, Any]
-    """What it has of its own."""
+    """The member's own settings."""
     begins: str
-    """When it begins, in words; empty where at once."""
+    """Condition of the start, in words; empty: at once."""
     state: str
     """Either `done` or the state of its chain, see `summary.ChainState`."""
     iteration: int = 0
@@ -54,14 +54,14 @@ class MemberStatus:
     loss: float | None = None
     """Loss of the last step in nats per token; None before the first step."""
     node_hours: float | None = None
-    """Node hours of all its jobs; None where they are not known."""
+    """Node hours of all its jobs; None if they are not known."""
     attempts: int = 0
     words: str
-    """What it waits for, or why it ended."""
+    """Reason of the wait, or of the end."""
 
 
 def read_campaign_status(folder: Path, *, now: float) -> list[MemberStatus]:
-    """Look at every run of a campaign. Raises RunDirError where there is none."""
+    """Look at every run of a campaign. Raises RunDirError if there is none."""
     whole = Campaign.load(folder)
     runs = [member.run for member in whole.members]
     found = {status.path: status for status in RunsWatcher().statuses(runs, now=now)}
@@ -106,7 +106,7 @@ def _wait_reason(folder: Path, whole: Campaign, member: CampaignMember) -> str:
 
 
 def start_condition(member: CampaignMember) -> str:
-    """When a member begins, in words; empty where at once."""
+    """Return the condition of a member's start, in words; empty: at once."""
     if member.after is not None:
         return f"after {member.after}"
     if member.source is None:
@@ -118,7 +118,7 @@ def start_condition(member: CampaignMember) -> str:
 def _node_hours(member: CampaignMember) -> float | None:
     try:
         return account_for_run(member.run).node_hours
-    except (RelayrunError, OSError, ValueError):  # what it cost is worth no error where it stands
+    except (RelayrunError, OSError, ValueError):  # a cost is worth no error
         return None
 
 
@@ -225,7 +225,7 @@ def check_stages(described: CampaignDescription) -> None:
 
 
 def _refuse_foreign_run(run: Run, folder: Path) -> None:
-    """Raise RunDirError where a run lies in the place of a member, and is none of this campaign's."""
+    """Raise RunDirError if a run lies in the place of a member, and is none of this campaign's."""
     membership = campaign.read_membership(run)
     strange = run.plan.exists() and (membership is None or membership.folder != str(folder))
     if strange or run.newest_begun() is not None:

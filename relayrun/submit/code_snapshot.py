@@ -7,7 +7,7 @@ code/0001/          the files, below the same names
 code/0001.sha256    of all of them: a later submit of the same code takes the same snapshot
 code/0001.commit    the commit of the checkout
 code/0001.diff      what was changed since, for its owner alone
-code/megatron-lm/   the same of the checkout of Megatron-LM that the ranks run, where they do
+code/megatron-lm/   the same of the checkout of Megatron-LM that the ranks run, if any
 
 Files that look like secrets by their name are left out, unless git knows them; files that hold a token are for their
 owner alone; tokens in the difference are masked. Each is said. Nothing becomes wider than the umask.
@@ -36,7 +36,7 @@ MAX_FILE_BYTES = 1 << 20
 """Bytes of a file that git does not know, above which it is taken for data and left out."""
 
 SNAPSHOT_PARTS = ("relayrun", "launchers", "scripts", "configs")
-"""Folders and files that are copied where the code is no git checkout."""
+"""Folders and files that are copied if the code is no git checkout."""
 
 
 def snapshot_code(run: Run, root: Path) -> Path:
@@ -59,7 +59,7 @@ def snapshot_of_checkout(run: Run, root: Path) -> Path:
 
 
 def _take_snapshot(folder: Path, root: Path, files: Mapping[str, Path]) -> Path:
-    """Copy the files to the next number in `folder`; return the newest one where that holds the same."""
+    """Copy the files to the next number in `folder`; return the newest snapshot if it holds the same."""
     folder.mkdir(exist_ok=True)
     remove_leftovers(folder)
     digest = _digest(files)
@@ -160,7 +160,7 @@ def _digest(files: Mapping[str, Path]) -> str:
 
 
 def _git(root: Path, *arguments: str) -> str | None:
-    """What git prints; None where there is no git or `root` is not the top of a checkout."""
+    """The output of git; None without git, or if `root` is not the top of a checkout."""
     if not (root / ".git").exists():
         return None
     try:

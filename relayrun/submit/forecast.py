@@ -38,16 +38,16 @@ SECONDS_PER_HOUR = 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSize:
-    """What checkpoints take on disk."""
+    """The size of checkpoints on disk."""
 
     bytes: int
-    """One checkpoint."""
+    """Bytes of a checkpoint."""
     source: str
-    """Whether it was measured or computed."""
+    """Origin of the size: measured or computed."""
     kept: int
-    """How many the run keeps at its end."""
+    """Checkpoints that the run keeps at its end."""
     most: int
-    """How many lie there at a time at most: those that are kept, and the one that is being written."""
+    """Maximum checkpoints at a time: the kept checkpoints, and the checkpoint that is being written."""
 
     @property
     def kept_bytes(self) -> int:
@@ -60,7 +60,7 @@ class CheckpointSize:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveInterval:
-    """How often to save, by Daly's formula, and what it was computed from; seconds."""
+    """The best time between saves by Daly's formula, and its inputs, in seconds."""
 
     save: float
     save_source: str
@@ -78,7 +78,7 @@ def daly_interval(save: float, mtbf: float) -> float:
 
     Young (1974, Communications of the ACM 17(9)): sqrt(2 save mtbf). Daly (2006, Future Generation Computer Systems
     22(3), equation 37) takes it further for saves that are not short: sqrt(2 save mtbf) (1 + sqrt(r) / 3 + r / 9) -
-    save with r = save / (2 mtbf), where r < 1, and mtbf where it is not.
+    save with r = save / (2 mtbf), if r < 1, and mtbf otherwise.
     """
     if save >= 2 * mtbf:
         return mtbf
@@ -120,7 +120,7 @@ def checkpoint_size(config: RunConfig, parameters: int, run: Run) -> CheckpointS
 
 
 def save_interval(config: RunConfig, run: Run) -> SaveInterval | None:
-    """Return what the formula needs; None where a save was never measured, or nothing is known of failures."""
+    """Return what the formula needs; None if a save was never measured, or nothing is known of failures."""
     saves = Lineage(run).newest_saves(GRACE_SAVES)
     if not saves:
         return None
@@ -159,7 +159,7 @@ class TrainingSpeed:
 
 
 def training_speed(config: RunConfig, run: Run, flops_per_token: float) -> TrainingSpeed | None:
-    """Return how fast the run trains; None where nothing is measured, and no setting says."""
+    """Return how fast the run trains; None if nothing is measured, and no setting says."""
     if (found := _speed_of_shape(run, config)) is not None:
         return TrainingSpeed(tokens_per_second=found, source="median of this run's last steps")
     others = {other: _trained_last(other) for other in find_runs.all_run_folders() if other.path != run.path}
@@ -176,7 +176,7 @@ def training_speed(config: RunConfig, run: Run, flops_per_token: float) -> Train
 
 
 def speed_shape(config: RunConfig) -> dict[str, Any]:
-    """What two runs have in common that train as fast as each other: model, layout, batch, kernels and site."""
+    """Return the settings that determine the speed of a run: model, layout, batch, kernels and site."""
     training = config.training
     names = (
         "seq_length",
@@ -200,7 +200,7 @@ def speed_shape(config: RunConfig) -> dict[str, Any]:
 
 
 def measured_speed(run: Run) -> float | None:
-    """Median tokens a second of a run's newest steps; None where it has too few."""
+    """Median tokens a second of a run's newest steps; None if it has too few."""
     steps: Iterable[dict[str, Any]] = (
         line for _, line in read_lines_backwards(run.metrics_view) if "tokens_per_second" in line
     )
@@ -212,7 +212,7 @@ def measured_speed(run: Run) -> float | None:
 
 
 def _trained_last(run: Run) -> float:
-    """When a run's metrics were written last; 0 where there are none, or others may not look."""
+    """Time of the last write of a run's metrics; 0 without metrics, or without the permission to look."""
     try:
         return run.metrics_view.stat().st_mtime
     except OSError:
@@ -268,12 +268,12 @@ class Forecast:
     ranks: int
     gpus: int
     layout: dict[str, int]
-    """Sizes of the tensor-, pipeline-, context- and data-parallel groups; that of experts where they are split."""
+    """Sizes of the tensor-, pipeline-, context- and data-parallel groups; the size of experts if they are split."""
     parameters: int
     """Exact, with the padded vocabulary."""
     vocabulary_size: int
     memory: GpuMemoryEstimate
-    """What the fullest GPU needs, by formula; a rank where there are no GPUs."""
+    """Memory of the fullest GPU by formula; without GPUs, of a rank."""
     gpu_memory: float | None
     """Bytes of a GPU, as the cluster's file says."""
     host_copies: int
@@ -309,7 +309,7 @@ class Forecast:
 
     @property
     def cost(self) -> float | None:
-        """What the node hours that are left cost, in `currency`."""
+        """Cost of the remaining node hours, in `currency`."""
         if self.node_hours is None or self.cost_per_node_hour is None:
             return None
         return self.node_hours * self.cost_per_node_hour
@@ -322,7 +322,7 @@ class Forecast:
 
     @property
     def best_interval_steps(self) -> int | None:
-        """Iterations between two saves by the formula; None where it lacks something."""
+        """Iterations between two saves by the formula; None if it lacks something."""
         if self.save_interval is None or self.speed is None:
             return None
         tokens = self.tokens / self.steps

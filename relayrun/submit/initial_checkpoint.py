@@ -1,4 +1,4 @@
-"""What a new run begins with: `checkpoint.load`, found and judged before anything is submitted."""
+"""The first checkpoint of a new run: `checkpoint.load`, found and judged before anything is submitted."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ SHAPE_FIELDS = (
 )
 """Settings that the shapes of weights depend on. A run may change others on its way, such as rotary_base."""
 FREE_FIELDS_OF_PADDING = FREE_FIELDS | {"make_vocab_size_divisible_by"}
-"""The same, where the padded vocabulary itself is compared: Megatron-LM's padding depends on its layout."""
+"""`FREE_FIELDS` if the padded vocabulary itself is compared: Megatron-LM's padding depends on its layout."""
 
 
 def find_initial_checkpoint(
     config: CommonConfig, run: Run, manifest: Manifest | None, tell: Callable[[str], None] = lambda words: None
 ) -> ResumePoint:
-    """The checkpoint and the iteration to begin with; BEGINNING where the config names none.
+    """The checkpoint and the iteration to begin with; BEGINNING if the config names none.
 
-    `manifest`: None where the data could not be looked at. `tell` is called with what of the checkpoint is left behind.
+    `manifest`: None if the data could not be read. `tell` is called with the parts that are left behind.
     Raises ConfigError or InputError if it is not there, is torn, or is of another model.
     """
     if isinstance(config, RunConfig):
@@ -80,7 +80,7 @@ def _find_native(config: RunConfig, run: Run, manifest: Manifest | None, tell: C
 
 
 def _parse_load(load: str, run: Run) -> tuple[str, Path, int | None]:
-    """What `checkpoint.load` names: a run or a folder (relative ones begin at the project), and an iteration."""
+    """The run or folder in `checkpoint.load` (relative paths begin at the project), and the iteration."""
     name, iteration = split_iteration(load)
     folder = Path(os.path.expanduser(name))
     return name, folder if folder.is_absolute() else places.project_folder(run.path) / folder, iteration
@@ -157,7 +157,7 @@ def _find_in_folder(folder: Path, config: RunConfig, wanted: int | None) -> Resu
 
 
 def _read_model(path: Path) -> tuple[ModelSection, int | None]:
-    """The model of an import, and its iteration where it holds more than weights."""
+    """The model of an import, and its iteration if it holds more than weights."""
     try:
         values = yaml_file.read_yaml(path).values
         iteration = values.get("iteration")

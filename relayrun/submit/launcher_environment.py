@@ -49,7 +49,7 @@ JOB_VARIABLES = {
     "SLURM_NTASKS_PER_NODE": "job.ntasks_per_node",
     "SLURM_CPUS_PER_TASK": "job.cpus_per_task",
 }
-"""What Slurm tells a job of the options that it was submitted with, and the settings that say the same."""
+"""Variables in which Slurm tells a job its options, and the settings with the same meaning."""
 
 _TEXTS = frozenset(
     {
@@ -79,7 +79,7 @@ def setting_variables(trainer: str) -> dict[str, str]:
 def environment_overrides(environment: Mapping[str, str], *, trainer: str = "native") -> list[str]:
     """The `name=value` overrides of a settings block.
 
-    Raises ConfigError for a setting that a run of this trainer has not, and where a switch is neither true nor false.
+    Raises ConfigError for a setting that a run of this trainer has not, and if a switch is neither true nor false.
     """
     names = setting_variables(trainer)
     given = {setting: value for setting in names if (value := environment.get(setting, "")) != ""}

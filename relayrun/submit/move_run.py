@@ -41,13 +41,13 @@ class DirectoryEntry:
     """`file`, `folder`, `link`, or `other`: a socket or pipe, which is nobody's without its process."""
     size: int = 0
     changed: int = 0
-    """When a file was last written, in nanoseconds since 1970."""
+    """Time of a file's last write, in nanoseconds since 1970."""
     mode: int = 0
     target: str = ""
-    """What a link leads to."""
+    """Target of a link."""
 
     def is_same(self, line: dict[str, Any]) -> bool:
-        """Whether this file is still the one that a line of `proven.jsonl` tells of."""
+        """Return True if a line of `proven.jsonl` describes this file as it is now."""
         return (self.kind, self.size, self.changed) == ("file", line["size"], line["changed"])
 
 
@@ -59,7 +59,7 @@ def run_bytes(run: Run) -> int:
 def list_entries(top: Path, *, on_error: Callable[[OSError], None] | None = None) -> dict[str, DirectoryEntry]:
     """Return all that lies in a folder, by its path below it, folders before what is in them; links are not followed.
 
-    `on_error`: what is done where something cannot be looked at; None: OSError is raised.
+    `on_error`: called with the error of an entry that cannot be looked at; None: OSError is raised.
     """
     found: dict[str, DirectoryEntry] = {}
 
@@ -102,7 +102,7 @@ def move_run_directory(run: Run, target: Path, *, say: Callable[[str], object] =
         target: its new place, which is not there yet. What another call has copied there is gone on with.
         say: is told in words what was done, as it is: that the copy is whole before anything is removed.
 
-    Raises InputError where the target cannot be one, RunDirError where the run changes meanwhile, or for whatever else
+    Raises InputError for an impossible target, RunDirError if the run changes meanwhile, or if anything else
     keeps it from being moved. The original is there as before then, or the error says that the copy is whole.
     """
     source = Path(os.path.realpath(run.path))
@@ -189,7 +189,7 @@ def _remove(paths: list[Path], target: Path) -> None:
 
 
 def _refuse_links(source: Path, found: dict[str, DirectoryEntry], target: Path) -> None:
-    """Raise RunDirError where a relative link would lead elsewhere from the target."""
+    """Raise RunDirError if a relative link would lead elsewhere from the target."""
     if target.parent == source.parent:
         return
     for name, entry in found.items():
@@ -204,7 +204,7 @@ def _refuse_links(source: Path, found: dict[str, DirectoryEntry], target: Path) 
 
 
 def _report_absolute_links(found: dict[str, DirectoryEntry], source: Path, say: Callable[[str], object]) -> None:
-    """Say which links are absolute ones, and lead where they led."""
+    """Report absolute links, which lead to their former targets."""
     for name, entry in found.items():
         if os.path.isabs(entry.target):
             if source in (Path(entry.target), *Path(entry.target).parents):
@@ -254,7 +254,7 @@ def _copy(source: Path, target: Path, staging: Path, found: dict[str, DirectoryE
 
 
 def _copy_file(source: Path, target: Path, entry: DirectoryEntry) -> str:
-    """Copy one file and read it back; return its hash. Raises RunDirError where it is not the same."""
+    """Copy one file and read it back; return its hash. Raises RunDirError if it is not the same."""
     target.unlink(missing_ok=True)
     fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(source, "rb", buffering=0) as read, os.fdopen(fd, "wb") as file:
@@ -262,7 +262,7 @@ def _copy_file(source: Path, target: Path, entry: DirectoryEntry) -> str:
         while piece := read.read(CHUNK_BYTES):
             written.write(piece)
         os.fsync(written.fileno())
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # it is to be read from where it lies
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # the check reads from the disk
     digest = written.hexdigest()
     if written.bytes != entry.size:
         raise RunDirError(f"it changes while it is moved: {source}", where=source, hint="who writes there?")
@@ -304,12 +304,12 @@ def _staging(target: Path) -> Path:
 
 
 def renamed_source(source: Path) -> Path:
-    """Return where an original lies while it is removed."""
+    """Return the path of an original while it is removed."""
     return source.parent / f".relayrun-moved-{source.name}"
 
 
 def _open_staging(staging: Path, source: Path) -> None:
-    """Make the folder of the copy, or go on with it. Raises InputError where another run's copy is there."""
+    """Make the folder of the copy, or go on with it. Raises InputError if another run's copy is there."""
     staging.mkdir(exist_ok=True)
     if (staging / "moving.json").exists():
         if not _is_staging_of(staging, source):
@@ -327,7 +327,7 @@ def _is_staging_of(staging: Path, source: Path) -> bool:
 
 
 def _is_published(staging: Path, source: Path) -> bool:
-    """Whether a call was killed behind giving the copy its name."""
+    """Return True if a call was killed after it gave the copy its name."""
     return _is_staging_of(staging, source) and not (staging / "run").exists() and (staging / "proven.jsonl").exists()
 
 
@@ -337,7 +337,7 @@ def _proven(staging: Path) -> dict[str, dict[str, Any]]:
 
 @contextlib.contextmanager
 def _no_submit(source: Path) -> Iterator[None]:
-    """Keep others from submitting the run meanwhile. Raises RunDirError where somebody does."""
+    """Keep others from submitting the run meanwhile. Raises RunDirError if somebody does."""
     with open(source / ".submit.lock", "a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

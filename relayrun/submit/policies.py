@@ -32,7 +32,7 @@ from relayrun.train.mirror.sync import destination_at
 
 
 def write_evaluation_policy(config: CommonConfig, plan: Plan, run: Run) -> None:
-    """Write the policy and the job of evaluations; none where the config has none any more."""
+    """Write the policy and the job of evaluations; none if the config has none any more."""
     if config.evaluation is None:
         run.evaluation_policy.unlink(missing_ok=True)
         return
@@ -74,7 +74,7 @@ def evaluation_script(config: CommonConfig, plan: Plan, run: Run) -> str:
 
 
 def mirror_settings(config: CommonConfig) -> MirrorSection | None:
-    """Return what the config says of a second place; None where it has none."""
+    """Return what the config says of a second place; None if it has none."""
     return None if config.checkpoint_section is None else config.checkpoint_section.mirror
 
 
@@ -84,12 +84,12 @@ def mirror_location(config: CommonConfig, settings: MirrorSection) -> str:
 
 
 def mirror_folder(settings: MirrorSection) -> Path | None:
-    """Return the folder below which copies lie; None where that is a URL."""
+    """Return the folder below which copies lie; None if that is a URL."""
     return None if "://" in settings.path else Path(settings.path)
 
 
 def refuse_mirror_of_other_run(config: CommonConfig, run: Run, *, take_over: bool) -> None:
-    """Raise ConfigError where another run's copies lie in the second place: nothing would be copied.
+    """Raise ConfigError if another run's copies lie in the second place: nothing would be copied.
 
     `take_over`: those of a run whose directory is lost become this run's; see `write_mirror_policy`.
     """
@@ -119,7 +119,7 @@ def refuse_mirror_of_other_run(config: CommonConfig, run: Run, *, take_over: boo
 
 
 def _other_mirrored_run(config: CommonConfig, run: Run) -> MirrorOwner | None:
-    """The run whose copies lie in the second place, where it is another one. Raises RelayrunError, OSError."""
+    """The other run whose copies lie in the second place, if any. Raises RelayrunError, OSError."""
     settings = mirror_settings(config)
     owner = None if settings is None else destination_at(mirror_location(config, settings), CopyRateLimit(None)).owner()
     path = mirror.mirror_folder(run) / "id"
@@ -129,12 +129,12 @@ def _other_mirrored_run(config: CommonConfig, run: Run) -> MirrorOwner | None:
 
 
 def _is_copied(owner: MirrorOwner, run: Run) -> bool:
-    """Whether the run is a copy of another directory that is still there and copies under the same id."""
+    """Return True if the run is a copy of another directory that still exists and copies under the same id."""
     return owner.run != str(run.path) and sync.is_still_mirrored(Run(Path(owner.run)), owner.id)
 
 
 def write_mirror_policy(config: CommonConfig, run: Run, *, take_over: bool = False) -> None:
-    """Write the policy; none where the config has no second place. The copies that there are stay.
+    """Write the policy; none if the config has no second place. The copies that there are stay.
 
     `take_over`: the run is known by the id of the lost run whose copies lie there, so that they count as its own.
     """
@@ -164,7 +164,7 @@ def _mirror_id(run: Run) -> str:
 
 
 def refuse_mirror_location(settings: MirrorSection, run: Run) -> None:
-    """Raise ConfigError where copies cannot lie in this place."""
+    """Raise ConfigError if copies cannot lie in this place."""
     path = mirror_folder(settings)
     if path is None:
         object_store.check_object_store(settings.path, "checkpoint.mirror.path")
@@ -182,7 +182,7 @@ def refuse_mirror_location(settings: MirrorSection, run: Run) -> None:
 
 
 def write_notice_policy(config: CommonConfig, run: Run) -> None:
-    """Write the policy; none where the config names nobody."""
+    """Write the policy; none if the config names nobody."""
     if config.notify.targets:
         notices.write_notice_policy(run, make_notice_policy(config))
     else:

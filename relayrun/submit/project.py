@@ -73,7 +73,7 @@ def site_names() -> list[str]:
 def make_project(folder: Path, *, cluster: str) -> dict[str, bool]:
     """Write a project into `folder`, which need not be empty; return each file, and whether it was written.
 
-    A file that is there stays as it is. Raises ConfigError for a cluster that is not known, and InputError where
+    A file that is there stays as it is. Raises ConfigError for a cluster that is not known, and InputError if
     `folder` is no folder.
     """
     if cluster not in site_names():

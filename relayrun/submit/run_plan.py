@@ -32,7 +32,7 @@ def trainer_settings(config: CommonConfig, run: Run) -> dict[str, Any]:
     """Return the settings of the config's trainer, as its class in `relayrun.control.trainers` reads them; {} for
     native.
 
-    Raises ConfigError, and InputError where data that a command names are not there.
+    Raises ConfigError, and InputError if data that a command names are not there.
     """
     if isinstance(config, CommandConfig):
         command = config.command
@@ -45,7 +45,7 @@ def trainer_settings(config: CommonConfig, run: Run) -> dict[str, Any]:
 
 
 def total_steps(config: CommonConfig, settings: dict[str, Any]) -> int | None:
-    """Return the run's last iteration; None where only its program knows it. `settings`: those of its trainer."""
+    """Return the run's last iteration; None if only its program knows it. `settings`: those of its trainer."""
     if isinstance(config, RunConfig):
         return config.training.steps
     if isinstance(config, CommandConfig):
@@ -54,7 +54,7 @@ def total_steps(config: CommonConfig, settings: dict[str, Any]) -> int | None:
 
 
 def stop_after(config: CommonConfig) -> int | None:
-    """Return the iteration before the last one at which the run is to stop; None where it is to go on."""
+    """Return the iteration before the last one at which the run is to stop; None if it is to go on."""
     training = config.training if isinstance(config, RunConfig | MegatronConfig) else None
     return None if training is None else training.stop_after
 
@@ -67,7 +67,7 @@ def command_words(config: CommandConfig, words: Sequence[str]) -> list[str]:
 def make_plan(config: CommonConfig, run: Run, root: Path, *, revision: int, base: ResumePoint = BEGINNING) -> Plan:
     """Return what the supervisor needs of a config.
 
-    The jobs run the code in `root`; a run without checkpoints begins with `base`. Raises ConfigError where the
+    The jobs run the code in `root`; a run without checkpoints begins with `base`. Raises ConfigError if the
     settings of a foreign trainer cannot be made.
     """
     settings = trainer_settings(config, run)
@@ -141,7 +141,7 @@ def _mounts(config: CommonConfig, run: Run) -> list[str]:
 
 
 def sbatch_options(job: JobSection) -> dict[str, str | None]:
-    """Where a job runs and what else it asks for, by sbatch's long names; None: an option without a value."""
+    """Return the options of a job by sbatch's long names; None: an option without a value."""
     further = sbatch_script_options(job.sbatch)
     found: dict[str, str | None] = {**job.placement}
     if job.gpus_per_node and not slurm_commands.asks_for_gpus(further):

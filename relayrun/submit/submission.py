@@ -68,8 +68,8 @@ def submit_run(
 ) -> SubmittedRun:
     """Check, prepare the run directory, queue one job. Raises RelayrunError; then nothing was queued.
 
-    `resume`: also where the chain has ended. `take_over`: also where the run is another user's, whose jobs have ended.
-    `given`: where the settings were written, for errors.
+    `resume`: allow a chain that has ended. `take_over`: allow the run of another user, whose jobs have ended.
+    `given`: the locations of the settings, for errors.
     """
     intent = SubmitIntent(resume=resume, accept_data_change=accept_data_change, take_over=take_over)
     with prepared_run(config, intent, given) as (run, plan):
@@ -183,7 +183,7 @@ def prepared_run(
 
 
 def _initial_checkpoint(config: CommonConfig, run: Run, manifest: Manifest | None, *, new: bool) -> ResumePoint:
-    """What a run without checkpoints of its own begins with. Raises RelayrunError where that is not there.
+    """The first checkpoint of a run without checkpoints of its own. Raises RelayrunError if it is missing.
 
     `new`: its campaign is being made.
     """
@@ -249,7 +249,7 @@ def _undone_on_error(run: Run, made: Sequence[Path]) -> Iterator[None]:
 
 
 def _acknowledge_stale(run: Run) -> None:
-    """A trigger that is older than an explicit submit was not meant for it."""
+    """Acknowledge triggers that are older than this submit, which they were not meant for."""
     for name in triggers.TRIGGER_NAMES:
         if (old := triggers.read_trigger(run, name)) is not None:
             stale, iteration = "stale: touched before this submit", resume_point(run).iteration
@@ -257,7 +257,7 @@ def _acknowledge_stale(run: Run) -> None:
 
 
 def _with_checkout_snapshot(run: Run, config: CommonConfig) -> CommonConfig:
-    """The config with a copy of its checkout of Megatron-LM, where `debug.backup_codebase` asks for one."""
+    """The config with a copy of its checkout of Megatron-LM if `debug.backup_codebase` asks for a copy."""
     if not isinstance(config, MegatronConfig) or not config.debug.backup_codebase:
         return config
     copy = code_snapshot.snapshot_of_checkout(run, Path(config.megatron_lm.dir))
@@ -265,7 +265,7 @@ def _with_checkout_snapshot(run: Run, config: CommonConfig) -> CommonConfig:
 
 
 def _takes_snapshot(config: CommonConfig) -> bool:
-    """Whether the jobs run a copy of the code: if they are to, and wherever the code is an installed package, which an
+    """Return True if the jobs run a copy of the code: on request, and for an installed package, which an
     upgrade would change under queued jobs."""
     return config.debug.backup_codebase or not places.is_checkout()
 
@@ -344,7 +344,7 @@ def _add_revision(run: Run, config: CommonConfig) -> int:
 
 @contextmanager
 def _submit_lock(run: Run) -> Iterator[list[Path]]:
-    """One submit at a time; gives the folders that this one made, the innermost first."""
+    """Hold the lock of the run's submits; yield the folders that this submit made, the innermost first."""
     made = [folder for folder in (run.path, *run.path.parents) if not folder.exists()]
     for folder in reversed(made):
         try:

@@ -31,7 +31,7 @@ class RowContext:
 
     config: MegatronConfig
     says: Callable[[str], bool]
-    """Whether a text stands in the arguments of the checkout."""
+    """True if a text stands in the arguments of the checkout."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class FlagRow:
     flag: str
     how: Callable[[Any, RowContext], FlagValues]
     words: str
-    """How the flag is written, for people."""
+    """Form of the flag in docs/megatron-flags.md."""
     saved: Any = NOT_SAVED
     """Megatron's default for a checkpoint without this argument, or REQUIRED; NOT_SAVED: no export or import copies the
     setting."""
@@ -99,7 +99,7 @@ def _if(setting: str, is_value: object, flag: str) -> FlagRow:
 
 
 def _always(section: str, flag: str, *values: str) -> FlagRow:
-    """The same words for every run with the section."""
+    """A flag of every run with the section."""
     return _row(section, lambda _value, _given: values, "".join(f" {value}" for value in values), flag)
 
 
@@ -116,7 +116,7 @@ def _rampup(value: Any, _given: RowContext) -> FlagValues:
 
 
 def _evaluates(given: RowContext) -> bool:
-    """Whether there are validation data; if the config has no section `data`, whether it asks for evaluations."""
+    """Return True with validation data; without a section `data`, if the config asks for evaluations."""
     data, training = given.config.data, given.config.training
     if data is None:
         return training is not None and training.eval_interval > 0
@@ -311,7 +311,7 @@ FIXED_FLAGS: tuple[tuple[str, ...], ...] = (
     ("log-throughput",),
     ("exit-signal-handler",),
 )
-"""What the chain needs of every run: it counts the lines of iterations, and asks for a save by a signal."""
+"""Flags of every run: the chain counts the lines of iterations, and asks for a save by a signal."""
 
 SETTINGS_WITHOUT_FLAG = {
     "model.transformer": "its fields have flags of their own, under megatron_lm.args, as in {qk-layernorm: true}",

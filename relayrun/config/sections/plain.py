@@ -2,7 +2,7 @@
 
 A job's supervisor and agents run on the host's Python, which has the standard library alone. So a section that they
 read is a dataclass below `PlainSection`, with its limits in the metadata of `Annotated`: `Limits` and `Checked` give
-pydantic its schema, and `read_section` checks the same types and limits where there is no pydantic.
+pydantic its schema, and `read_section` checks the same types and limits without pydantic.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from relayrun.tokens.shards.manifest import Manifest
 
 
 def refuse_other_owner(run: Run, *, take_over: bool, now: float) -> None:
-    """Raise RunDirError where another user owns the run, unless this one takes it over and nothing of it runs."""
+    """Raise RunDirError if another user owns the run, unless this one takes it over and nothing of it runs."""
     if not run.plan.exists():
         return
     plan = Plan.load(run)
@@ -71,7 +71,7 @@ def claim_run(run: Run, plan: Plan, *, take_over: bool, now: float) -> None:
 
 
 def _refuse_live_attempt(run: Run, plan: Plan, *, now: float) -> None:
-    """Raise RunDirError where an attempt of the plan's owner may live."""
+    """Raise RunDirError if an attempt of the plan's owner may live."""
     sign = chain_state.newest_life_sign(run, plan, now=now)
     if sign is not None:
         name = user_name(plan.owner) if plan.owner is not None else "an unknown user"
@@ -84,7 +84,7 @@ def _refuse_live_attempt(run: Run, plan: Plan, *, now: float) -> None:
 
 
 def refuse_unwritable_run(run: Run) -> None:
-    """Raise RunDirError where this user may not write what a chain writes: its jobs would die of it one by one."""
+    """Raise RunDirError if this user may not write what a chain writes: its jobs would die of it one by one."""
     if not run.path.exists():
         refuse_unwritable_place(run.path)
     closed = next(_unwritable_paths(run), None)
@@ -101,7 +101,7 @@ def refuse_unwritable_run(run: Run) -> None:
 
 
 def _unwritable_paths(run: Run) -> Iterator[Path]:
-    """What is there and closed to this user: folders that a chain makes or moves files in, files it appends to."""
+    """Paths closed to this user: folders in which a chain makes or moves files, and files to which it appends."""
     checkpoints = _subfolders(run.checkpoints)
     newest = [run.attempt(number).path for number in run.attempt_numbers()[-1:]]
     local = run.path / "local"
@@ -134,10 +134,10 @@ def _subfolders(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True, kw_only=True)
 class SubmitIntent:
-    """What a submit is told beside its config."""
+    """The options of a submit besides its config."""
 
     resume: bool = False
-    """Go on where the chain has ended, too."""
+    """Continue even if the chain has ended."""
     accept_data_change: bool = False
     take_over: bool = False
     """Go on with a run of another user's, whose jobs have ended, and with copies of a run whose directory is lost."""
@@ -176,7 +176,7 @@ def check_existing_run(
 
 
 def check_time_limit(config: CommonConfig, plan: Plan, run: Run) -> None:
-    """Raise a ConfigError where leaving, or what start and save took in earlier attempts, needs the whole job.time."""
+    """Raise a ConfigError if leaving, or what start and save took in earlier attempts, needs the whole job.time."""
     limit = f"job.time ({plan.time_limit} s)"
     for name, seconds in (("grace_period", plan.grace_period), ("signal_seconds", float(plan.signal_seconds))):
         if getattr(config.chain, name) != "auto" and seconds >= plan.time_limit:
@@ -198,7 +198,7 @@ def check_time_limit(config: CommonConfig, plan: Plan, run: Run) -> None:
 
 
 def refuse_while_live(run: Run, plan: Plan, scheduler: Scheduler, *, without: Collection[str] = ()) -> None:
-    """Raise RunDirError where jobs of the run are queued or run, whoever's; those of `without` do not count."""
+    """Raise RunDirError if jobs of the run are queued or run, whoever's; those of `without` do not count."""
     live = [job for job in scheduler.jobs(plan, anyone=True) if job.id not in without]
     if live:
         jobs = ", ".join(f"{job.id} ({job.state.lower()})" for job in live)
@@ -212,7 +212,7 @@ def refuse_while_live(run: Run, plan: Plan, scheduler: Scheduler, *, without: Co
 
 
 def refuse_after_end(run: Run, *, resume: bool) -> None:
-    """Raise RunDirError where the chain has ended and nobody asked to go on."""
+    """Raise RunDirError if the chain has ended and nobody asked to go on."""
     reason = stop_reason(run)
     if reason is not None and not resume:
         raise RunDirError(
@@ -223,7 +223,7 @@ def refuse_after_end(run: Run, *, resume: bool) -> None:
 
 
 def refuse_other_trainer(config: CommonConfig, run: Run) -> None:
-    """Raise ConfigError where the run has checkpoints of another trainer, which this one cannot go on from."""
+    """Raise ConfigError if the run has checkpoints of another trainer, which this one cannot go on from."""
     revisions = run.revisions()
     if not revisions:
         return
@@ -237,7 +237,7 @@ def refuse_other_trainer(config: CommonConfig, run: Run) -> None:
 
 
 def check_stop_after(config: CommonConfig, run: Run) -> None:
-    """Raise a ConfigError where the run has made the iteration durable at which it is to stop."""
+    """Raise a ConfigError if the run has made the iteration durable at which it is to stop."""
     stop, reached = stop_after(config), resume_point(run).iteration
     if stop is not None and reached >= stop:
         raise ConfigError(
@@ -248,7 +248,7 @@ def check_stop_after(config: CommonConfig, run: Run) -> None:
 
 
 def evolved_data(config: RunConfig, run: Run, found: Manifest, *, accept: bool) -> AcceptedData | None:
-    """The run's data with what the config changes of them; None where the run has no data yet. Raises InputError."""
+    """The run's data with what the config changes of them; None if the run has no data yet. Raises InputError."""
     revisions = run.revisions()
     if not run.manifest.exists() or not revisions:
         return None

@@ -1,4 +1,4 @@
-"""One thing that a check looked at, and the list of them all."""
+"""A finding of a check, and the list of all findings."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _SETTING = re.compile(rf"(?:{'|'.join(_SECTIONS)})(?:\.[\w-]+)*")
 
 @dataclass(frozen=True, kw_only=True)
 class CheckFinding:
-    """What was looked at, what is there, and what to do."""
+    """A subject that a check looked at, the fact that it found, and the remedy."""
 
     name: str
-    """What was looked at, as `subject.detail`: the same in every version, for programs."""
+    """Name of the subject, as `subject.detail`: the same in every version, for programs."""
     level: FindingLevel
     """`error` is what a submit refuses."""
     words: str
     where: str | None = None
     """File and line, folder or shard."""
     setting: str | None = None
-    """Name of the setting that it is about."""
+    """Name of the setting."""
     value: Any = None
-    """The setting's value, or what was measured."""
+    """The setting's value, or a measurement."""
     remedy: str | None = None
     error: RelayrunError | None = field(default=None, compare=False, repr=False)
-    """What a submit raises where this is the only error."""
+    """Exception of a submit if this is the only error."""
 
     @property
     def line(self) -> str:
@@ -61,7 +61,7 @@ class Findings:
     """All findings of one look, in the order in which they were made."""
 
     def __init__(self, config: CommonConfig, given: LocatedSettings | None = None) -> None:
-        """`given`: what was written, and in which file and line, where that is known."""
+        """`given`: the written settings with their files and lines, if known."""
         self._values = config.model_dump(mode="json")
         self._given = given
         self.all: list[CheckFinding] = []
@@ -134,7 +134,7 @@ class Findings:
         self.all.append(found)
 
     def _value(self, setting: str) -> Any:
-        """What the config holds under a dotted name; None where that is a section, or nothing."""
+        """The config's value under a dotted name; None for a section, and for an unknown name."""
         value: Any = self._values
         for part in setting.split("."):
             if not isinstance(value, dict) or part not in value:
@@ -144,5 +144,5 @@ class Findings:
 
 
 def count_noun(number: int, noun: str) -> str:
-    """Return a number with its noun, in the plural where there is not one."""
+    """Return a number with its noun, in the plural if there is not one."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

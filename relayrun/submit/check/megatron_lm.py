@@ -51,7 +51,7 @@ _OTHER_ASSIGNMENTS = r"""
     | (?<![\w$])({names})(?:\[[^]]*\]\+?=|\+?=\()
     | (?:\(\(|\blet\b)[^;\n]*?(?<![\w$])({names})\s*(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)
 """
-"""How Bash sets a variable without NAME=word."""
+"""Forms of Bash that set a variable without NAME=word."""
 
 _OPTION_LETTERS = """
     A account C constraint D chdir G gpus H hold J job-name L licenses M clusters N nodes O overcommit S core-spec
@@ -73,7 +73,7 @@ def check_launcher_file(
     """Refuse every constant and every option of sbatch of the file that is not what runs.
 
     `script`: as for `report`; with the path of a launcher its own header holds. `adopted`: options of the job that this
-    runs in, where it is to become the first of the chain.
+    runs in, if it is to become the first of the chain.
     """
     if config.megatron_lm.args_file is None:
         return
@@ -261,7 +261,6 @@ def check_megatron_lm(config: MegatronConfig, findings: Findings, *, contained: 
 
 
 def _check_flags(config: MegatronConfig, line: CommandLine, findings: Findings, *, contained: bool) -> None:
-    """What holds, and what the checkout says of it."""
     name = "megatron_lm.flags"
     for flag in line.merged.flags:
         for value in flag.values if flag.name in _FLAGS_THAT_WRITE else ():
@@ -288,7 +287,7 @@ def _check_flags(config: MegatronConfig, line: CommandLine, findings: Findings, 
 
 
 def _check_chain_flags(config: MegatronConfig, line: CommandLine, findings: Findings) -> None:
-    """What the chain could not do with these flags."""
+    """Warn of flags with which the chain cannot do all of its work."""
     if line.merged.find("profile") is not None and line.checkout.dialect is MegatronDialect.SWISS_AI:
         findings.warn(
             "megatron_lm.profile",

@@ -90,7 +90,7 @@ def _check_placeholders(config: CommandConfig, findings: Findings) -> None:
 
 
 def _check_progress(config: CommandConfig, findings: Findings) -> None:
-    """How its iterations and checkpoints are told."""
+    """Say how the chain learns of iterations and checkpoints."""
     command, rule = config.command, config.command.checkpoint
     if command.progress is None and command.progress_file is not None:
         findings.ok(
@@ -137,7 +137,7 @@ def _check_progress(config: CommandConfig, findings: Findings) -> None:
 
 
 def _check_signals(config: CommandConfig, findings: Findings) -> None:
-    """How it is asked to save and to leave, and when it is done."""
+    """Say how the program is asked to save and to leave, and at which point it is done."""
     command = config.command
     client = "relayrun.client"
     leave = " and ".join(filter(None, (command.leave_signal, command.leave_file, client)))
@@ -150,15 +150,15 @@ def _check_signals(config: CommandConfig, findings: Findings) -> None:
 OLDEST_PYTHON = (3, 11)
 """Python of the batch script and of the ranks, at least."""
 NATIVE_PACKAGES = ("torch", "megatron.core", "pydantic", "yaml", "numpy")
-"""What the ranks import."""
+"""Packages that the ranks import."""
 STREAM_PACKAGES = ("pyarrow", "tokenizers")
-"""What they import besides for data sets of text."""
+"""Further packages for data sets of text."""
 MEGATRON_LM_PACKAGES = ("torch", "numpy")
-"""What any checkout of Megatron-LM imports, at least."""
+"""Packages that any checkout of Megatron-LM imports."""
 CONTAINER_OPTIONS = ("--container-image", "--environment", "--container-name")
 """Options of srun with which the ranks see another file system than this program does."""
 ANSWER_SECONDS = 60.0
-"""How long a Python may take to start: on a loaded file system, and where it is far away."""
+"""Time limit for the start of a Python, which may lie on a loaded or remote file system."""
 
 _PACKAGES_PROGRAM = """
 import importlib.util, json, sys
@@ -209,7 +209,7 @@ def _check_packages(config: RunConfig, findings: Findings) -> None:
 
 
 def runs_in_container(config: CommonConfig) -> bool:
-    """Whether the ranks see other files than this program does."""
+    """Return True if the ranks see other files than this program."""
     return any(option.startswith(CONTAINER_OPTIONS) for option in config.cluster.srun_options)
 
 
@@ -300,7 +300,7 @@ def _script_imports(script: str) -> tuple[str, ...]:
 
 
 def _imported_names(config: RunConfig) -> list[str]:
-    """What the ranks import: packages, and modules of a user's own."""
+    """Packages that the ranks import, and modules of a user's own."""
     own = [entry.hook for entry in config.training.hooks]
     own += filter(None, [config.optimizer.class_path, config.model.spec, config.training.loss])
     own += [order for source in config.data.sources.values() if ":" in (order := source.order or config.data.order)]
@@ -323,7 +323,7 @@ def _is_here(name: str) -> bool:
 
 @functools.lru_cache(maxsize=16)
 def _ask_python(python: str, names: tuple[str, ...], search_path: str) -> dict[str, Any] | str | None:
-    """The version of a Python and what it lacks; in words why it does not say; None where it takes too long."""
+    """The version of a Python and what it lacks; in words why it does not say; None if it takes too long."""
     done = _run_python([python, "-c", _PACKAGES_PROGRAM, *names], {"PYTHONPATH": search_path})
     if done is None or isinstance(done, str):
         return done
@@ -335,7 +335,7 @@ def _ask_python(python: str, names: tuple[str, ...], search_path: str) -> dict[s
 
 
 def _run_python(command: Sequence[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str] | str | None:
-    """Run a program that answers at once; in words why it does not start; None where it takes too long."""
+    """Run a program that answers at once; in words why it does not start; None if it takes too long."""
     try:
         return subprocess.run(
             command,

@@ -1,4 +1,4 @@
-"""Everything that is known of a run before it is queued: the findings of all subjects, and the forecast."""
+"""The report of a check: the findings of all subjects, and the forecast."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ USABLE_GPU_MEMORY = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """What a check found."""
+    """The result of a check."""
 
     config: CommonConfig
     run: Run
     plan: Plan
     findings: Findings
     manifest: Manifest | None
-    """The run's data, without editions; None where they could not be read, and for a trainer command."""
+    """The run's data, without editions; None if they could not be read, and for a trainer command."""
     usage: list[DatasetUsage] = field(default_factory=list)
     forecast: Forecast | None = None
-    """None where the size of the vocabulary is not known, and for a foreign trainer."""
+    """None if the size of the vocabulary is not known, and for a foreign trainer."""
 
 
 def check_run(
@@ -52,7 +52,7 @@ def check_run(
 ) -> CheckReport:
     """Look at everything; nothing is written or queued.
 
-    `given`: where the settings were written. `intent`: with it the run's own state and jobs are looked at. `script`:
+    `given`: the locations of the settings. `intent`: with it the run's own state and jobs are looked at. `script`:
     what Slurm is asked about, see `slurm.check_slurm`; None: it is not asked. `adopted`: options of this very job,
     which becomes the first of the chain.
     """
@@ -100,7 +100,7 @@ def check_config(config: CommonConfig, given: LocatedSettings | None = None) -> 
 
 
 def _with_editions(config: RunConfig, run: Run, manifest: Manifest) -> RunConfig:
-    """The config with the names under which a run that has begun counts its data sets, where it would take them."""
+    """The config with the names under which a run that has begun counts its data sets, if it accepts them."""
     with contextlib.suppress(RelayrunError):
         evolved = existing_run.evolved_data(config, run, manifest, accept=True)
         return config if evolved is None else evolved.config
@@ -128,7 +128,7 @@ def _check_gpu_memory(future: Forecast, findings: Findings) -> None:
 
 
 def _check_host_memory(job: JobSection, future: Forecast, findings: Findings) -> None:
-    """Whether copies of saves fit into what a job asks for; what else a rank needs is not counted."""
+    """Compare the copies of saves with the memory of a job; further memory of a rank is not counted."""
     there, needed = job.mem_bytes, future.host_copies
     if not there or not needed:
         return

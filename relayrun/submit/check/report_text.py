@@ -166,7 +166,6 @@ def _plan_rows(report: CheckReport) -> Iterator[tuple[str, str]]:
 
 
 def _foreign_plan_rows(report: CheckReport) -> Iterator[tuple[str, str]]:
-    """What is known of a run whose program is not relayrun's own."""
     yield "trainer", report.config.trainer
     yield "a rank executes", shlex.join(rank_command(report))
     steps = report.plan.total_steps
@@ -176,7 +175,7 @@ def _foreign_plan_rows(report: CheckReport) -> Iterator[tuple[str, str]]:
 
 
 def command_as_comment(report: CheckReport) -> list[str]:
-    """What the ranks execute, and what was given for that and does not hold, as lines of a comment: a flag a line."""
+    """Return the command of a rank and the notes on its flags as lines of a comment, a flag a line."""
     lines = ["what a rank executes:"]
     for word in rank_command(report):
         if word.startswith("--") or len(lines) == 1:
@@ -188,7 +187,7 @@ def command_as_comment(report: CheckReport) -> list[str]:
 
 
 def rank_command(report: CheckReport) -> list[str]:
-    """What a rank of the run's next attempt executes, as far as it is known before: the words of a command line."""
+    """Return the command of a rank of the run's next attempt, as far as it is known before."""
     trainer = trainer_of(report.plan, report.run)
     begin = AttemptStart(
         attempt=max(report.run.attempt_numbers(), default=0) + 1,

@@ -41,7 +41,7 @@ def check_notify_variables(
 
 
 PLACEHOLDER = re.compile(r"/set/|CHANGE[_-]?ME\b|<[a-z][a-z _-]*>$", re.IGNORECASE)
-"""What stands in a config for a value that somebody must still set; matched at the beginning of a text."""
+"""Placeholders of values that somebody must still set; matched at the beginning of a text."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Check where the jobs of a run write: permissions, free space, quotas, and files that the site would remove."""
+"""Check the paths that the jobs of a run write: permissions, space, quotas, and files that the site would remove."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def check_written_paths(config: CommonConfig, run: Run, log_folder: Path, findin
 def written_paths(config: CommonConfig, run: Run, log_folder: Path) -> Iterator[tuple[str | None, Path]]:
     """Every path that a job of the run writes, and the setting that names it.
 
-    What lies in the run directory is named where it is a link to another place.
+    Paths in the run directory are named if they are links to other places.
     """
     yield "run_dir", run.path
     inside = (
@@ -112,7 +112,7 @@ def written_paths(config: CommonConfig, run: Run, log_folder: Path) -> Iterator[
 
 
 def check_log_folder(folder: Path) -> None:
-    """Raise InputError where this user cannot make the folder of the jobs' logs, or write in it.
+    """Raise InputError if this user cannot make the folder of the jobs' logs, or write in it.
 
     Jobs would die without a word. Nothing is made here.
     """
@@ -134,7 +134,7 @@ def existing_parent(path: Path) -> Path:
 
 
 def check_space(forecast: Forecast, run: Run, findings: Findings, *, quota_command: Sequence[str] = ()) -> None:
-    """Compare what checkpoints take with what is free where the run directory lies.
+    """Compare the size of checkpoints with the free space of the run directory.
 
     `quota_command`: the site's own that says the quota.
     """

@@ -133,7 +133,7 @@ def _read(path: Path) -> str:
 
 
 def _refuse_no_bash(path: Path, text: str) -> None:
-    """Raise ConfigError where Bash itself finds an error in the script; it reads it, and runs nothing (-n)."""
+    """Raise ConfigError if Bash itself finds an error in the script; it reads it, and runs nothing (-n)."""
     command = [_bash(path), "--noprofile", "--norc", "-n"]
     done = subprocess.run(command, input=text.encode(), env={}, capture_output=True, timeout=BASH_SECONDS, check=False)
     if done.returncode:
@@ -151,7 +151,7 @@ def _bash(path: Path) -> str:
 
 
 class _ArrayBody:
-    """What stands between the parentheses of one array."""
+    """The text between the parentheses of an array."""
 
     def __init__(
         self, text: str, array: BashArray, variables: Mapping[str, str], hints: Mapping[str, str], names: set[str]
@@ -283,7 +283,7 @@ class _ArrayBody:
 def _expanded(
     path: Path, found: list[BashArray], names: list[str], variables: Mapping[str, str]
 ) -> dict[str, list[str]]:
-    """The words of each array, by Bash. Raises ConfigError where that fails."""
+    """The words of each array, by Bash. Raises ConfigError if that fails."""
     lines = ["set -f -u", f"enable -n {_BUILTINS}"]  # -f: no patterns, since nobody knows in which folder
     lines += [f"{array.name}{array.operator}({array.body}\n)" for array in found]
     lines += [f'printf \'%s\\0\' "${{#{name}[@]}}" "${{{name}[@]}}"' for name in names]

@@ -1,4 +1,4 @@
-"""Bash as text: where words, quotes, comments and compound commands begin and end. Nothing runs here.
+"""Bash as text: bounds of words, quotes, comments and compound commands. Nothing runs here.
 
 Only as much of the language is read as is needed to say which `NAME_ARGS=( ... )` are assignments of a script's own,
 and which stand in a comment, a text, a here-document or a branch. What cannot be read is an error, never a guess.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 BLANK = " \t"
 METACHARACTERS = frozenset(" \t\n;&|<>()")
-"""Characters that end a word where they are not quoted."""
+"""Characters that end a word unless they are quoted."""
 
 ARRAY_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*_ARGS)(\+?=)")
 _OPENING = {"if": "fi", "for": "done", "while": "done", "until": "done", "select": "done", "case": "esac", "{": "}"}
@@ -28,7 +28,7 @@ class UnreadableBash(Exception):
 
     def __init__(self, at: int, words: str) -> None:
         self.at = at
-        """Where, as an index into the text."""
+        """Index into the text."""
         self.words = words
         super().__init__(words)
 
@@ -40,7 +40,7 @@ class BashArray:
     name: str
     operator: str
     body: str
-    """What stands between the parentheses, comments included."""
+    """Text between the parentheses, comments included."""
     at: int
     """Index of the first character of the body."""
 
@@ -51,11 +51,11 @@ class BashAssignment:
 
     name: str
     word: str
-    """What stands behind the sign, as it is written."""
+    """Text behind the sign, as it is written."""
     at: int
     """Index of the first character of the name."""
     inside: bool
-    """It stands in a branch, a loop or a function: whether it counts is known by running the script."""
+    """The assignment stands in a branch, a loop or a function: only a run of the script shows if it counts."""
     appends: bool
 
 
@@ -67,7 +67,7 @@ def find_assignments(text: str) -> tuple[list[BashAssignment], set[str]]:
 
 
 def find_arrays(text: str) -> list[BashArray]:
-    """The arrays NAME_ARGS of a script, in its order. Raises Unreadable where one of them cannot be taken.
+    """The arrays NAME_ARGS of a script, in its order. Raises Unreadable if one of them cannot be taken.
 
     One cannot that stands in a branch, a loop or a function, or behind `declare` and such: whether it counts would be
     known by running the script.
@@ -92,11 +92,11 @@ class _Script:
         self.declares = ""
         """`export` or such, if that is the command that the next word belongs to."""
         self.command = True
-        """Whether the next word is a command's first."""
+        """The next word is a command's first."""
         self.pattern = False
-        """Whether the next word is a pattern of `case`."""
+        """The next word is a pattern of `case`."""
         self.case = False
-        """Whether `in` belongs to a `case` that has begun."""
+        """A following `in` belongs to a `case`."""
         self.heredocs: list[tuple[str, bool]] = []
         """Delimiters of here-documents that begin on the next line, and whether tabs before them are taken away."""
 
@@ -260,7 +260,7 @@ class _Script:
 
 
 def end_of_line(text: str, at: int) -> int:
-    """Where the line that `at` lies in ends."""
+    """Return the index of the end of the line around `at`."""
     end = text.find("\n", at)
     return len(text) if end < 0 else end
 

@@ -30,7 +30,7 @@ from relayrun.submit.megatron_lm.programs import parse_flags
 ARGUMENTS_FILE = Path("megatron", "training", "arguments.py")
 
 _DECLARED = ("megatron/post_training/arguments.py", "megatron/inference/arguments.py")
-"""Other files with arguments of training programs, where a checkout has them."""
+"""Other files with arguments of training programs, if a checkout has them."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Checkout:
 
     @classmethod
     def open(cls, folder: str | Path) -> Checkout:
-        """Raises ConfigError where there is none."""
+        """Raises ConfigError if there is none."""
         path = Path(folder)
         if not (path / ARGUMENTS_FILE).is_file():
             raise ConfigError(
@@ -68,7 +68,7 @@ class Checkout:
         return frozenset(name for file in files for name in self._declared(file))
 
     def says(self, text: str) -> bool:
-        """Whether a text stands in the checkout's arguments or in the configs that they are made from."""
+        """Return True if a text stands in the checkout's arguments or in the configs that they are made from."""
         files = [self.folder / ARGUMENTS_FILE, *(self.folder / "megatron" / "training").glob("*_config.py")]
         return any(text in _read_text(path) for path in files)
 
@@ -158,14 +158,14 @@ def _flags_among(nodes: list[ast.expr]) -> list[str]:
 
 
 def _read_text(path: Path) -> str:
-    """A file's text; empty where it cannot be read."""
+    """A file's text; empty if it cannot be read."""
     with contextlib.suppress(OSError):
         return path.read_text(encoding="utf-8", errors="replace")
     return ""
 
 
 def _parse_file(path: Path) -> ast.Module:
-    """A file's syntax; empty where it cannot be read, or is not Python of this version."""
+    """A file's syntax; empty if it cannot be read, or is not Python of this version."""
     with contextlib.suppress(SyntaxError, ValueError):
         return ast.parse(_read_text(path))
     return ast.Module(body=[], type_ignores=[])
@@ -176,7 +176,7 @@ PARSER_SECONDS = 180.0
 
 
 class _ParserUnavailable(Exception):
-    """Why the checkout's parser cannot be asked."""
+    """The checkout's parser cannot be asked; the text says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,21 +184,21 @@ class FlagRefusal:
     """A flag that a checkout does not take."""
 
     words: str
-    """What is wrong, with the checkout's version."""
+    """The fault, with the checkout's version."""
     source: str
-    """What asked for the flag."""
+    """Origin of the flag, as in `Flag`."""
     hint: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParserAnswer:
-    """What is known of the flags of a run."""
+    """The refused flags of a run, and who refuses them."""
 
     refusals: list[FlagRefusal]
     certain: bool
-    """Whether the checkout's own parser says so; else its text does, which may miss a flag."""
+    """True: the checkout's own parser refuses them. False: its text lacks them, which may miss a flag."""
     unavailable: str | None = None
-    """Why the parser could not be asked; None where it was."""
+    """The reason if the parser could not be asked."""
 
 
 def ask_parser(

@@ -84,13 +84,13 @@ _FOLDER_VARIABLES = {"save": "CKPT_DIR", "load": "CKPT_DIR", "trigger-path": "TR
 
 @dataclass(frozen=True, kw_only=True)
 class CommandLine:
-    """What the ranks execute, and what is to be said of it."""
+    """The command of the ranks, and notes on it."""
 
     settings: MegatronSettings
     checkout: Checkout
     merged: MergedFlags
     notes: list[str]
-    """What was given and does not hold, one sentence each."""
+    """Flags that were given and do not hold, a sentence each."""
 
 
 def command_line(config: MegatronConfig, run: Run) -> CommandLine:
@@ -169,7 +169,7 @@ def _flags_from_settings(config: MegatronConfig, run: Run, checkout: Checkout) -
 
 
 def _load_flags(config: MegatronConfig) -> list[str]:
-    """What belongs to `checkpoint.load` alone: given for ever, each attempt would begin anew."""
+    """Flags of attempts that begin with `checkpoint.load`: with them every attempt would begin anew."""
     checkpoint = config.checkpoint
     if checkpoint is None:
         return []
@@ -178,9 +178,9 @@ def _load_flags(config: MegatronConfig) -> list[str]:
 
 
 def _without_folders(flags: Sequence[Flag], variables: Mapping[str, str], notes: list[str]) -> list[Flag]:
-    """The flags of a launcher without those that an attempt decides, where they say what holds anyway.
+    """The flags of a launcher without flags that an attempt decides, if these say what holds anyway.
 
-    Raises ConfigError where they say something else.
+    Raises ConfigError if they say something else.
     """
     kept = []
     for entry in flags:
@@ -203,7 +203,7 @@ def _refuse_chain_flag(entry: Flag | FlagRemoval) -> None:
 
 
 def _refuse_blanks(merged: MergedFlags) -> None:
-    """Megatron-LM splits a file of prefixes at blanks."""
+    """Raise ConfigError for prefixes with blanks in a file of prefixes, which Megatron-LM splits at blanks."""
     for entry in merged.flags:
         if entry.name.endswith("data-path") and is_too_long_for_command(entry.values):
             for value in entry.values:
