@@ -7,6 +7,8 @@ that nobody edited leaves every variable empty, so the YAML holds.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
+from operator import or_
 from typing import Any
 
 from relayrun.config.compose.schema import CONFIG_CLASSES, CommonConfig, trainers_with
@@ -93,11 +95,7 @@ def environment_overrides(environment: Mapping[str, str], *, trainer: str = "nat
 
 
 def _refuse_others(environment: Mapping[str, str], names: Mapping[str, str], trainer: str) -> None:
-    every = {
-        **SETTING_VARIABLES,
-        **{setting: name for own in TRAINER_VARIABLES.values() for setting, name in own.items()},
-    }
-    for setting, name in every.items():
+    for setting, name in reduce(or_, TRAINER_VARIABLES.values(), SETTING_VARIABLES).items():
         if setting not in names and (value := environment.get(setting, "")) != "":
             others = " or ".join(trainers_with(name.partition(".")[0]))
             raise ConfigError(

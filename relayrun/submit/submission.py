@@ -202,28 +202,16 @@ def _initial_checkpoint(config: CommonConfig, run: Run, manifest: Manifest | Non
 def _undone_on_error(run: Run, made: Sequence[Path]) -> Iterator[None]:
     """Put the run directory back as it was if the block fails: a refused submit leaves no plan, revision or run.
 
-    What a directory held that was there before stays, STOP too; one that this submit made is removed. `made`: the
-    run directory and its parents, as far as this submit made them. Called under the lock.
+    An existing directory keeps its content, STOP too; a new directory is removed. `made`: the run directory and its
+    parents, as far as this submit made them. Called under the lock.
     """
     scripts = (run.job_script, run.fallback_script, run.evaluation_script)
-    policies = (
-        run.evaluation_policy,
-        notices.notice_policy_path(run),
-        mirror.mirror_policy_path(run),
-        mirror.mirror_folder(run) / "id",
-    )
+    mirrored, told = mirror.mirror_folder(run), notices.notices_folder(run)
+    policies = run.evaluation_policy, notices.notice_policy_path(run), mirror.mirror_policy_path(run), mirrored / "id"
     paths = (run.plan, *scripts, run.manifest, *policies, run.stop, run.owners, campaign.membership_path(run))
     before = {path: path.read_bytes() if path.exists() else None for path in paths}
-    revisions = set(run.revisions())
-    folders = [
-        run.config,
-        run.code,
-        run.evaluations,
-        run.triggers,
-        notices.notices_folder(run),
-        mirror.mirror_folder(run),
-    ]
-    kept = {folder for folder in folders if folder.exists()} | set(run.code.glob("*"))
+    folders = (run.config, run.code, run.evaluations, run.triggers, told, mirrored)
+    kept = {*run.config.glob("*"), *run.code.glob("*"), *(folder for folder in folders if folder.exists())}
     try:
         yield
     except BaseException:
@@ -238,12 +226,10 @@ def _undone_on_error(run: Run, made: Sequence[Path]) -> Iterator[None]:
                 path.unlink(missing_ok=True)
             elif not path.exists() or path.read_bytes() != content:
                 write_atomic(path, content, mode=0o777 if path.suffix == ".sbatch" else 0o666)
-        for number in set(run.revisions()) - revisions:
-            run.config_revision(number).unlink()
-        for path in [*run.code.glob("*"), *folders]:
-            if path not in kept and path.is_dir():
+        for path in {*run.config.glob("*"), *run.code.glob("*"), *folders} - kept:
+            if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
-            elif path not in kept:
+            else:
                 path.unlink(missing_ok=True)
         raise
 

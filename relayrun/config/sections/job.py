@@ -61,17 +61,13 @@ class DebugSection(Section):
     """Seconds between lines of memory_logging-<node>.txt; 0: none."""
 
     @model_validator(mode="after")
-    def _own_options_of_nsys(self) -> Self:
+    def _profiler(self) -> Self:
         for option in self.nsys_options:
             if (name := option.partition("=")[0]) in RESERVED_NSYS_OPTIONS:
                 raise ValueError(
                     f"nsys_options: {name} is relayrun's own; profile_step_start, profile_step_end and "
                     "profile_ranks say what is recorded"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _steps(self) -> Self:
         if self.profile_step_end < self.profile_step_start:
             raise ValueError(
                 f"profile_step_end {self.profile_step_end} is before profile_step_start {self.profile_step_start}"

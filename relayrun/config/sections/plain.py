@@ -168,9 +168,6 @@ def _one_of(choices: tuple[Any, ...], value: Any, where: str) -> Any:
 
 
 def _of_type(kind: Any, value: Any, where: str) -> Any:
-    if kind is type(None):
-        kind = None
-    wanted = (float, int) if kind is float else (type(None),) if kind is None else (kind,)
-    if type(value) not in wanted:  # true is no number
-        raise ValueError(f"{where}: {value!r} is no {'null' if kind is None else kind.__name__}")
+    if type(value) not in ((float, int) if kind is float else (kind,)):  # true is no number
+        raise ValueError(f"{where}: {value!r} is no {'null' if kind is type(None) else kind.__name__}")
     return value

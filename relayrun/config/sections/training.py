@@ -32,7 +32,7 @@ class BatchSizeStage:
         return f"global batch size {self.size} from sample {self.first:,} on"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SameSizeIterations:
     """Consecutive iterations of one size."""
 
@@ -78,16 +78,11 @@ class BatchSizes:
         found = []
         for stage, after in pairwise(self.stages):
             if consumed_samples < after.first:
-                found.append(
-                    SameSizeIterations(iteration=iteration, consumed_samples=consumed_samples, size=stage.size)
-                )
+                found.append(SameSizeIterations(iteration, consumed_samples, stage.size))
                 steps = -((consumed_samples - after.first) // stage.size)
                 iteration += steps
                 consumed_samples += steps * stage.size
-        found.append(
-            SameSizeIterations(iteration=iteration, consumed_samples=consumed_samples, size=self.global_batch_size)
-        )
-        return found
+        return [*found, SameSizeIterations(iteration, consumed_samples, self.global_batch_size)]
 
     def reaches(self, samples: int) -> int:
         """Return the iterations in which a run with these sizes from its beginning consumes this many samples."""
@@ -299,30 +294,18 @@ class TrainingSection(Section):
             )
 
     @model_validator(mode="after")
-    def _stop(self) -> Self:
+    def _rules(self) -> Self:
         if self.stop_after is not None and self.stop_after > self.steps:
             raise ValueError(f"stop_after {self.stop_after} lies behind the last of steps {self.steps}")
-        return self
-
-    @model_validator(mode="after")
-    def _recompute(self) -> Self:
         if self.recompute_num_layers is not None and self.recompute_granularity != "full":
             raise ValueError("recompute_num_layers needs recompute_granularity full")
         if self.recompute_modules is not None and self.recompute_granularity != "selective":
             raise ValueError("recompute_modules needs recompute_granularity selective")
         if self.recompute_modules == []:
             raise ValueError("recompute_modules names nothing; leave out recompute_granularity")
-        return self
-
-    @model_validator(mode="after")
-    def _hooks(self) -> Self:
         paths = [entry.hook for entry in self.hooks]
         if twice := sorted({path for path in paths if paths.count(path) > 1}):
             raise ValueError(f"hooks names {', '.join(twice)} twice; a checkpoint keeps one state for each")
-        return self
-
-    @model_validator(mode="after")
-    def _ramp(self) -> Self:
         try:
             _ = self.batch_sizes
         except ValueError as error:

@@ -80,9 +80,83 @@ def line_number(text: str, at: int) -> int:
     return text.count("\n", 0, at) + 1
 
 
-class _Script:
+class BashText:
+    """Text of Bash. Each method returns the index behind the word, quote or expansion that begins at an index."""
+
     def __init__(self, text: str) -> None:
         self.text = text
+
+    def word(self, at: int) -> int:
+        """Behind a word, with all that is quoted in it."""
+        while at < len(self.text) and self.text[at] not in METACHARACTERS:
+            at = self.token(at)
+        return at
+
+    def token(self, at: int, *, in_quotes: bool = False) -> int:
+        """Behind one character, or behind the quote, expansion or substitution that begins with it."""
+        char, following = self.text[at], self.text[at + 1 : at + 2]
+        if char == "\\":
+            return at + 2
+        if char == "'" and not in_quotes:
+            return self._behind("'", at + 1, at)
+        if char == '"' and not in_quotes:
+            return self._quoted(at)
+        if char == "`":
+            return self._behind("`", at + 1, at, escaped=True)
+        if char == "$" and following == "(":
+            return self.parentheses(at + 1)
+        if char == "$" and following == "{":
+            return self._braces(at + 1, in_quotes=in_quotes)
+        if char == "$" and following == "'" and not in_quotes:
+            return self._behind("'", at + 2, at, escaped=True)
+        if char == "$" and following == '"' and not in_quotes:
+            return self._quoted(at + 1)
+        return at + 1
+
+    def parentheses(self, at: int) -> int:
+        """Behind the parenthesis that closes this one. Comments, quotes and nested parentheses are passed over."""
+        start, depth, word = at, 0, False
+        while at < len(self.text):
+            char = self.text[at]
+            if char in "()":
+                depth, at, word = depth + (1 if char == "(" else -1), at + 1, False
+                if depth == 0:
+                    return at
+            elif char == "#" and not word:
+                at = end_of_line(self.text, at)
+            else:
+                word = char not in METACHARACTERS
+                at = self.token(at)
+        raise UnreadableBash(start, "a ( is not closed")
+
+    def _quoted(self, at: int) -> int:
+        start, at = at, at + 1
+        while at < len(self.text):
+            if self.text[at] == '"':
+                return at + 1
+            at = self.token(at, in_quotes=True)
+        raise UnreadableBash(start, 'a " is not closed')
+
+    def _braces(self, at: int, *, in_quotes: bool) -> int:
+        start, at = at, at + 1
+        while at < len(self.text):
+            if self.text[at] == "}":
+                return at + 1
+            at = self._quoted(at) if self.text[at] == '"' else self.token(at, in_quotes=in_quotes)
+        raise UnreadableBash(start, "a ${ is not closed")
+
+    def _behind(self, quote: str, at: int, start: int, *, escaped: bool = False) -> int:
+        """Behind the next quote of this kind."""
+        while at < len(self.text):
+            if self.text[at] == quote:
+                return at + 1
+            at += 2 if escaped and self.text[at] == "\\" else 1
+        raise UnreadableBash(start, f"a {quote} is not closed")
+
+
+class _Script(BashText):
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
         self.at = 0
         self.open: list[str] = []
         """The words or parentheses that close what is open, the innermost last."""
@@ -123,13 +197,13 @@ class _Script:
         elif self.pattern and not text.startswith("esac", at):
             self._pattern()
         elif text.startswith("((", at):
-            self._outside(skip_parentheses(text, at))
+            self._outside(self.parentheses(at))
             self.command = False
         elif text.startswith(("<<<", "<(", ">("), at):
             if char == text[at + 1]:
                 self.at += 3
             else:
-                self._outside(skip_parentheses(text, at + 1))
+                self._outside(self.parentheses(at + 1))
         elif text.startswith("<<", at):
             self._heredoc()
         elif char in ";&|":
@@ -154,7 +228,7 @@ class _Script:
 
     def _word(self) -> None:
         start = self.at
-        self.at = skip_word(self.text, start)
+        self.at = self.word(start)
         word = self.text[start : self.at]
         self._refuse_inside(start, self.at)
         if self.command:
@@ -170,7 +244,7 @@ class _Script:
             self.command = word not in ("for", "select", "case")
             self.case = word == "case"
         elif self.command and word == "function":
-            self.at = skip_word(self.text, skip_blanks(self.text, self.at))
+            self.at = self.word(skip_blanks(self.text, self.at))
         elif self.command and word in ("fi", "done", "esac", "}"):
             self._close(word)
             self.command = self.pattern = False
@@ -191,13 +265,13 @@ class _Script:
         if found is not None and (self.command or self.declares) and not self.text.startswith("(", self.at):
             self.assigned.append(BashAssignment(found[1], word[found.end() :], start, inside, found[2] == "+="))
         for default in _DEFAULT.finditer(word):
-            text = word[default.start() : skip_token(word, default.start())].replace("=", "-", 1)
+            text = word[default.start() : BashText(word).token(default.start())].replace("=", "-", 1)
             self.assigned.append(BashAssignment(default[1], text, start + default.start(), inside, appends=False))
 
     def _array(self, word: str, start: int) -> None:
         match = ARRAY_ASSIGNMENT.fullmatch(word)
         body = self.at + 1
-        end = skip_parentheses(self.text, self.at)
+        end = self.parentheses(self.at)
         if match is not None:
             if self.open or not self.command:
                 where = f"inside of what {self.open[-1]!r} ends" if self.open else "behind another word"
@@ -233,14 +307,14 @@ class _Script:
             self.at += 1
         while self.at < len(self.text) and self.text[self.at] != ")":
             char = self.text[self.at]
-            self.at = self.at + 1 if char in METACHARACTERS else skip_word(self.text, self.at)
+            self.at = self.at + 1 if char in METACHARACTERS else self.word(self.at)
         self.at += 1
         self.pattern, self.command = False, True
 
     def _heredoc(self) -> None:
         strip = self.text.startswith("<<-", self.at)
         start = skip_blanks(self.text, self.at + (3 if strip else 2))
-        self.at = skip_word(self.text, start)
+        self.at = self.word(start)
         if self.at == start:
             raise UnreadableBash(start, "a here-document without a word that ends it")
         self.heredocs.append((re.sub(r"[\\'\"]", "", self.text[start : self.at]), strip))
@@ -270,81 +344,3 @@ def skip_blanks(text: str, at: int) -> int:
     while at < len(text) and (text[at] in BLANK or text.startswith("\\\n", at)):
         at += 1 if text[at] in BLANK else 2
     return at
-
-
-def skip_word(text: str, at: int) -> int:
-    """Behind the word that begins here, with all that is quoted in it."""
-    while at < len(text) and text[at] not in METACHARACTERS:
-        at = skip_token(text, at)
-    return at
-
-
-def skip_token(text: str, at: int, *, in_quotes: bool = False) -> int:
-    """Behind one character, or behind the quote, expansion or substitution that begins with it."""
-    char = text[at]
-    if char == "\\":
-        return at + 2
-    if char == "'" and not in_quotes:
-        return _behind(text, "'", at + 1, at)
-    if char == '"' and not in_quotes:
-        return skip_quoted(text, at)
-    if char == "`":
-        return _behind(text, "`", at + 1, at, escaped=True)
-    if char == "$" and at + 1 < len(text):
-        following = text[at + 1]
-        if following == "(":
-            return skip_parentheses(text, at + 1)
-        if following == "{":
-            return _skip_braces(text, at + 1, in_quotes=in_quotes)
-        if following == "'" and not in_quotes:
-            return _behind(text, "'", at + 2, at, escaped=True)
-        if following == '"' and not in_quotes:
-            return skip_quoted(text, at + 1)
-    return at + 1
-
-
-def skip_quoted(text: str, at: int) -> int:
-    """Behind the double quote that closes the one here."""
-    start, at = at, at + 1
-    while at < len(text):
-        if text[at] == '"':
-            return at + 1
-        at = skip_token(text, at, in_quotes=True)
-    raise UnreadableBash(start, 'a " is not closed')
-
-
-def skip_parentheses(text: str, at: int) -> int:
-    """Behind the parenthesis that closes the one here. Comments, quotes and nested parentheses are passed over."""
-    start, depth, word = at, 0, False
-    while at < len(text):
-        char = text[at]
-        if char == "(":
-            depth, at, word = depth + 1, at + 1, False
-        elif char == ")":
-            depth, at, word = depth - 1, at + 1, False
-            if depth == 0:
-                return at
-        elif char == "#" and not word:
-            at = end_of_line(text, at)
-        else:
-            word = char not in METACHARACTERS
-            at = skip_token(text, at)
-    raise UnreadableBash(start, "a ( is not closed")
-
-
-def _skip_braces(text: str, at: int, *, in_quotes: bool) -> int:
-    start, at = at, at + 1
-    while at < len(text):
-        if text[at] == "}":
-            return at + 1
-        at = skip_quoted(text, at) if text[at] == '"' else skip_token(text, at, in_quotes=in_quotes)
-    raise UnreadableBash(start, "a ${ is not closed")
-
-
-def _behind(text: str, quote: str, at: int, start: int, *, escaped: bool = False) -> int:
-    """Behind the next quote of this kind."""
-    while at < len(text):
-        if text[at] == quote:
-            return at + 1
-        at += 2 if escaped and text[at] == "\\" else 1
-    raise UnreadableBash(start, f"a {quote} is not closed")
