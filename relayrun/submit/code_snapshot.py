@@ -15,6 +15,7 @@ owner alone; tokens in the difference are masked. Each is said. Nothing becomes 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -64,8 +65,9 @@ def _take_snapshot(folder: Path, root: Path, files: Mapping[str, Path]) -> Path:
     remove_leftovers(folder)
     digest = _digest(files)
     known = sorted(path for path in folder.iterdir() if path.name.isdecimal())
-    if known and _read(known[-1].with_suffix(".sha256")) == digest:
-        return known[-1]
+    with contextlib.suppress(FileNotFoundError):
+        if known and known[-1].with_suffix(".sha256").read_text(encoding="utf-8") == digest:
+            return known[-1]
     target = folder / f"{int(known[-1].name) + 1 if known else 1:04}"
     copied = Path(tempfile.mkdtemp(dir=folder, prefix=temporary_prefix()))
     try:
@@ -168,7 +170,3 @@ def _git(root: Path, *arguments: str) -> str | None:
     except FileNotFoundError:
         return None
     return done.stdout.decode(errors="surrogateescape") if done.returncode == 0 else None
-
-
-def _read(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.is_file() else ""

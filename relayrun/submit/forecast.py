@@ -264,8 +264,9 @@ def host_copy_bytes(config: RunConfig, parameters: int, vocabulary_size: int) ->
 class Forecast:
     """The plan of a run, as numbers. What is not known is None, never an assumption without a name."""
 
+    config: RunConfig
+    plan: Plan
     nodes: int
-    ranks: int
     gpus: int
     layout: dict[str, int]
     """Sizes of the tensor-, pipeline-, context- and data-parallel groups; the size of experts if they are split."""
@@ -287,16 +288,8 @@ class Forecast:
     flops: float
     """Model FLOPs of the tokens that are left."""
     speed: TrainingSpeed | None
-    time_limit: float
-    """Seconds of one job."""
-    grace_period: float
-    """Seconds before its end at which a job leaves."""
     checkpoint: CheckpointSize
-    interval_steps: int
-    """Iterations between two saves, as set."""
     save_interval: SaveInterval | None
-    cost_per_node_hour: float | None
-    currency: str
 
     @property
     def hours(self) -> float | None:
@@ -309,15 +302,14 @@ class Forecast:
 
     @property
     def cost(self) -> float | None:
-        """Cost of the remaining node hours, in `currency`."""
-        if self.node_hours is None or self.cost_per_node_hour is None:
-            return None
-        return self.node_hours * self.cost_per_node_hour
+        """Cost of the remaining node hours, in `cluster.currency`."""
+        price = self.config.cluster.cost_per_node_hour
+        return None if self.node_hours is None or price is None else self.node_hours * price
 
     @property
     def jobs(self) -> int | None:
         """Jobs of the chain that are left, at least."""
-        usable = self.time_limit - self.grace_period
+        usable = self.plan.time_limit - self.plan.grace_period
         return None if self.hours is None or usable <= 0 else max(1, -int(-self.hours * SECONDS_PER_HOUR // usable))
 
     @property
@@ -341,8 +333,9 @@ def forecast_run(config: RunConfig, plan: Plan, run: Run, vocabulary_size: int) 
     each = flops_per_token(config.model, size, training.seq_length)
     memory = config.cluster.gpu_memory_gb
     return Forecast(
+        config=config,
+        plan=plan,
         nodes=job.nodes + job.spare_nodes,
-        ranks=config.world_size,
         gpus=job.nodes * job.gpus_per_node,
         layout={
             "tensor": parallel.tensor_model_parallel_size,
@@ -363,13 +356,8 @@ def forecast_run(config: RunConfig, plan: Plan, run: Run, vocabulary_size: int) 
         tokens_left=left * training.seq_length,
         flops=each * left * training.seq_length,
         speed=training_speed(config, run, each),
-        time_limit=plan.time_limit,
-        grace_period=plan.grace_period,
         checkpoint=checkpoint_size(config, count, run),
-        interval_steps=config.checkpoint.interval,
         save_interval=save_interval(config, run),
-        cost_per_node_hour=config.cluster.cost_per_node_hour,
-        currency=config.cluster.currency,
     )
 
 

@@ -73,12 +73,7 @@ def submit_run(
     """
     intent = SubmitIntent(resume=resume, accept_data_change=accept_data_change, take_over=take_over)
     with prepared_run(config, intent, given) as (run, plan):
-        return SubmittedRun(run=run, plan=plan, job_id=queue_first_job(run, plan))
-
-
-def queue_first_job(run: Run, plan: Plan) -> str:
-    """Queue the first job of a prepared run, and a fallback job behind it; return its id. Raises SchedulerError."""
-    return jobs.queue_first_job(run, plan, _scheduler(plan, run))
+        return SubmittedRun(run=run, plan=plan, job_id=jobs.queue_first_job(run, plan, _scheduler(plan, run)))
 
 
 def adopt_job(config: CommonConfig, intent: SubmitIntent, *, host_python: str | None = None) -> Run:

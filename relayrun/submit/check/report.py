@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from relayrun.config.compose.schema import CommonConfig, JobSection, MegatronConfig, RunConfig
+from relayrun.config.compose.schema import CommonConfig, MegatronConfig, RunConfig
 from relayrun.config.compose.yaml_file import LocatedSettings
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
@@ -74,7 +74,7 @@ def check_run(
             future = forecast_run(config, plan, run, manifest.vocabulary_size)
     if future is not None:
         _check_gpu_memory(future, findings)
-        _check_host_memory(config.job, future, findings)
+        _check_host_memory(future, findings)
         with findings.catching("storage.space"):
             storage.check_space(future, run, findings, quota_command=config.cluster.quota_command)
     storage.check_purges(config.cluster.purge_days, run, manifest, findings)
@@ -127,9 +127,9 @@ def _check_gpu_memory(future: Forecast, findings: Findings) -> None:
         findings.ok("memory.gpu", f"{words}, of {format_bytes(there)}", value=round(needed))
 
 
-def _check_host_memory(job: JobSection, future: Forecast, findings: Findings) -> None:
+def _check_host_memory(future: Forecast, findings: Findings) -> None:
     """Compare the copies of saves with the memory of a job; further memory of a rank is not counted."""
-    there, needed = job.mem_bytes, future.host_copies
+    there, needed = future.config.job.mem_bytes, future.host_copies
     if not there or not needed:
         return
     words = (

@@ -84,7 +84,7 @@ def _plan_json(future: Forecast) -> dict[str, Any]:
     checkpoint, interval, pace = future.checkpoint, future.save_interval, future.speed
     return {
         "nodes": future.nodes,
-        "ranks": future.ranks,
+        "ranks": future.config.world_size,
         "gpus": future.gpus,
         "layout": future.layout,
         "parameters": future.parameters,
@@ -103,13 +103,13 @@ def _plan_json(future: Forecast) -> dict[str, Any]:
         "jobs": future.jobs,
         "node_hours": future.node_hours,
         "cost": future.cost,
-        "currency": future.currency,
+        "currency": future.config.cluster.currency,
         "checkpoint_bytes": checkpoint.bytes,
         "checkpoint_source": checkpoint.source,
         "checkpoints_kept": checkpoint.kept,
         "checkpoints_kept_bytes": checkpoint.kept_bytes,
         "checkpoints_most_bytes": checkpoint.most_bytes,
-        "save_interval_steps": future.interval_steps,
+        "save_interval_steps": future.config.checkpoint.interval,
         "best_save_interval_seconds": None if interval is None else interval.seconds,
         "best_save_interval_steps": future.best_interval_steps,
         "save_seconds": None if interval is None else interval.save,
@@ -215,14 +215,14 @@ def _time_words(future: Forecast) -> str:
 def _node_hour_words(future: Forecast) -> str:
     if future.node_hours is None:
         return "not known"
-    cost = ""
+    cost, site = "", future.config.cluster
     if future.cost is not None:
-        cost = f", {future.cost:,.2f} {future.currency}".rstrip() + f" at {future.cost_per_node_hour:g} an hour"
+        cost = f", {future.cost:,.2f} {site.currency}".rstrip() + f" at {site.cost_per_node_hour:g} an hour"
     return f"{future.node_hours:,.2f}{cost}"
 
 
 def _save_interval_words(future: Forecast) -> str:
-    words = f"{future.interval_steps:,} steps"
+    words = f"{future.config.checkpoint.interval:,} steps"
     best = future.save_interval
     if best is None:
         return f"{words}; by Young and Daly: not known before a save and failures (or cluster.node_mtbf_hours) are"

@@ -255,7 +255,7 @@ def _run_parser(checkout: Checkout, flags: Iterable[Flag], python: str) -> dict[
     with contextlib.suppress(ValueError):
         found = json.loads(answer) if mark else {}
     if not found or "unavailable" in found:
-        said = found.get("unavailable") or _last_line(done.stderr)
+        said = found.get("unavailable") or (done.stderr.strip().splitlines() or [""])[-1].strip()
         raise _ParserUnavailable(said or f"exit code {done.returncode}")
     return found
 
@@ -288,8 +288,3 @@ def _refused_flags(
             )
         )
     return found
-
-
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else ""

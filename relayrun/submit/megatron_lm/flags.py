@@ -3,7 +3,7 @@
     settings  <  arrays of args_file  <  args
 
 A later one takes the place of an earlier one of the same name, and of those that Megatron-LM takes for the same
-thing (`ALTERNATIVE_FLAGS`): nobody has to take back `--data-path` in order to give `--mock-data`.
+thing (`_ALTERNATIVES`): nobody has to take back `--data-path` in order to give `--mock-data`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from relayrun.errors import ConfigError
 
-ALTERNATIVE_FLAGS = (
+_ALTERNATIVES = (
     frozenset(
         {
             "data-path",
@@ -99,7 +99,8 @@ def merge_flags(layers: Iterable[Sequence[Flag | FlagRemoval]]) -> MergedFlags:
                 if before is not None:
                     notes.append(f"{entry.source} leaves out {before.text} of {before.source}")
                 continue
-            others = [holding.pop(name, None) for name in sorted(_alternatives(entry.name) - own)]
+            same = next((names for names in _ALTERNATIVES if entry.name in names), frozenset())
+            others = [holding.pop(name, None) for name in sorted(same - own)]
             notes += [
                 f"{entry.text} of {entry.source} takes the place of {other.text} of {other.source}"
                 for other in others
@@ -165,8 +166,3 @@ def flags_from_args(args: dict[str, object], known: frozenset[str], *, source: s
             values = value if isinstance(value, list) else [value]
             found.append(Flag(name=name, values=tuple(str(each) for each in values), source=source))
     return found
-
-
-def _alternatives(name: str) -> frozenset[str]:
-    """The flags that mean what this one means, without itself."""
-    return next((each - {name} for each in ALTERNATIVE_FLAGS if name in each), frozenset())
