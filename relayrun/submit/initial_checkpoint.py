@@ -254,7 +254,7 @@ def _refuse_other_weights(run: Run, iteration: int, config: RunConfig) -> None:
 
 
 def _differences(there: ModelSection, here: ModelSection, names: Iterable[str]) -> list[str]:
-    """The settings of these names that differ, and the fields of `model.transformer` that affect weights or their use."""
+    """Settings of these names that differ, and fields of `model.transformer` that affect weights or their use."""
     layers, own_layers = there.transformer, here.transformer
     pairs = {name: (getattr(there, name), getattr(here, name)) for name in names}
     for name in sorted({*layers.of_the_weights, *own_layers.of_the_weights}):

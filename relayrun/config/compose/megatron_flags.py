@@ -1,4 +1,4 @@
-"""Settings and arguments of Megatron-LM: one table in both directions, and the settings without a flag, with the reason.
+"""Settings and arguments of Megatron-LM in one table, for both directions, and the settings without a flag.
 
 Every setting of the sections model, training, optimizer, checkpoint, parallel, data and tracking stands here once, or
 in docs/megatron-flags.md alone, which a test holds. A setting becomes a flag also if it has Megatron's own default:
@@ -365,7 +365,10 @@ def _settings_without_flag(config: MegatronConfig) -> Iterator[ConfigError]:
         settings = getattr(config, section)
         if settings is None:
             continue
-        value, default = getattr(settings, name), type(settings).model_fields[name].get_default(call_default_factory=True)
+        value, default = (
+            getattr(settings, name),
+            type(settings).model_fields[name].get_default(call_default_factory=True),
+        )
         if value != default and (setting, value) != ("data.order", "megatron"):
             shown = value.model_dump() if isinstance(value, Section) else value
             yield ConfigError(

@@ -69,10 +69,7 @@ SETTING_RANGES = (
     SettingRange("optimizer.clip_grad", "1.0 is usual, 0 is never", usual=(None, 100.0)),
     SettingRange("model.init_method_std", "0.02 is usual", usual=(1e-4, 0.2), possible=(0.0, 10.0)),
     SettingRange(
-        "model.norm_epsilon",
-        "it keeps a division by 0 away: 1e-5 is usual",
-        usual=(1e-12, 1e-3),
-        possible=(0.0, 1.0)
+        "model.norm_epsilon", "it keeps a division by 0 away: 1e-5 is usual", usual=(1e-12, 1e-3), possible=(0.0, 1.0)
     ),
     SettingRange("model.hidden_dropout", "above it little gets through", usual=(None, 0.5)),
     SettingRange("model.attention_dropout", "above it little gets through", usual=(None, 0.5)),

@@ -136,13 +136,13 @@ def _flags_of_field(name: str, value: ast.expr | None) -> Iterator[str]:
     """The flags of one field: those that its metadata name, or its own name with dashes."""
     plain = name.replace("_", "-")
     named = [
-            text
-            for node in ([] if value is None else ast.walk(value))
-            if isinstance(node, ast.Dict)
-            for key, item in zip(node.keys, node.values, strict=True)
-            if isinstance(key, ast.Constant) and key.value == "arg_names" and isinstance(item, ast.List)
-            for text in _flags_among(item.elts)
-        ]
+        text
+        for node in ([] if value is None else ast.walk(value))
+        if isinstance(node, ast.Dict)
+        for key, item in zip(node.keys, node.values, strict=True)
+        if isinstance(key, ast.Constant) and key.value == "arg_names" and isinstance(item, ast.List)
+        for text in _flags_among(item.elts)
+    ]
     if named:
         yield from named
     elif isinstance(value, ast.Constant) and value.value is True:
