@@ -124,7 +124,10 @@ def _node_hours(member: CampaignMember) -> float | None:
 
 def campaign_table(entries: Sequence[MemberStatus]) -> Table:
     """Return a table with a line a run, the settings that differ in a column each."""
-    differing = _differing_settings(entries)
+    names = dict.fromkeys(name for entry in entries for name in entry.settings)
+    differing = [
+        name for name in names if any(entry.settings.get(name) != entries[0].settings.get(name) for entry in entries)
+    ]
     ordered = any(entry.begins for entry in entries)
     made = Table(box=None, padding=(0, 2, 0, 0))
     made.add_column("run")
@@ -151,14 +154,6 @@ def campaign_table(entries: Sequence[MemberStatus]) -> Table:
             escape("" if entry.state == "done" else entry.words),
         )
     return made
-
-
-def _differing_settings(entries: Sequence[MemberStatus]) -> list[str]:
-    """Names of the settings that are not the same in all runs."""
-    names = dict.fromkeys(name for entry in entries for name in entry.settings)
-    return [
-        name for name in names if any(entry.settings.get(name) != entries[0].settings.get(name) for entry in entries)
-    ]
 
 
 def submit_campaign(described: CampaignDescription) -> bool:

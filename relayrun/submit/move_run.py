@@ -134,7 +134,9 @@ def finish_move(source: Path, target: Path) -> list[str]:
 
 def _move(source: Path, target: Path, say: Callable[[str], object]) -> None:
     staging = _staging(target)
-    published = _is_published(staging, source) and (target / "plan.json").is_file()
+    # a call was killed after it gave the copy its name
+    published = (target / "plan.json").is_file() and (staging / "proven.jsonl").exists()
+    published = published and _is_staging_of(staging, source) and not (staging / "run").exists()
     if target == source or source in target.parents:
         raise InputError("a run cannot be moved into itself", where=target)
     if os.path.lexists(target) and not published:
@@ -324,11 +326,6 @@ def _is_staging_of(staging: Path, source: Path) -> bool:
         return bool(read_json(staging / "moving.json")["source"] == str(source))
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return False
-
-
-def _is_published(staging: Path, source: Path) -> bool:
-    """Return True if a call was killed after it gave the copy its name."""
-    return _is_staging_of(staging, source) and not (staging / "run").exists() and (staging / "proven.jsonl").exists()
 
 
 def _proven(staging: Path) -> dict[str, dict[str, Any]]:

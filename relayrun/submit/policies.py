@@ -143,24 +143,19 @@ def write_mirror_policy(config: CommonConfig, run: Run, *, take_over: bool = Fal
         mirror.mirror_policy_path(run).unlink(missing_ok=True)
         return
     mirror.mirror_folder(run).mkdir(exist_ok=True)
+    path = mirror.mirror_folder(run) / "id"
     if take_over and (owner := _other_mirrored_run(config, run)) is not None:
-        write_atomic(mirror.mirror_folder(run) / "id", owner.id)
+        write_atomic(path, owner.id)
+    elif not path.exists():
+        write_atomic(path, secrets.token_hex(8))
     MirrorPolicy(
         folder=mirror_location(config, settings),
-        id=_mirror_id(run),
+        id=path.read_text(encoding="ascii"),
         keep_last=settings.keep_last,
         keep_every=settings.keep_every,
         megabytes_per_second=settings.megabytes_per_second,
         program=[config.cluster.rank_python, "-m", "relayrun.train.mirror"],
     ).write(mirror.mirror_policy_path(run))
-
-
-def _mirror_id(run: Run) -> str:
-    """The name under which the copies of this run are known; it stays."""
-    path = mirror.mirror_folder(run) / "id"
-    if not path.exists():
-        write_atomic(path, secrets.token_hex(8))
-    return path.read_text(encoding="ascii")
 
 
 def refuse_mirror_location(settings: MirrorSection, run: Run) -> None:

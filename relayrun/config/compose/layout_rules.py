@@ -59,17 +59,13 @@ def elastic_nodes(config: LayoutConfig) -> list[int]:
     for nodes in range(config.job.nodes - 1, 0, -1) if training.elastic else ():
         replicas, rest = divmod(nodes * config.job.ntasks_per_node, config.model_parallel_size)
         if not rest and not training.global_batch_size % (replicas * training.micro_batch_size):
+            values = config.model_dump()
+            values["job"] |= {"nodes": nodes}
+            values["training"] |= {"elastic": False}  # or each number would try all smaller ones
             with contextlib.suppress(ValidationError):
-                _on_nodes(config, nodes)
+                type(config).model_validate(values)
                 found.append(nodes)
     return found
-
-
-def _on_nodes(config: LayoutConfig, nodes: int) -> None:
-    values = config.model_dump()
-    values["job"] |= {"nodes": nodes}
-    values["training"] |= {"elastic": False}  # or each number would try all smaller ones
-    type(config).model_validate(values)
 
 
 def check_elastic(config: LayoutConfig) -> None:

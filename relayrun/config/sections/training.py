@@ -65,13 +65,10 @@ class BatchSizes:
         """Return the samples of the iteration that begins with `consumed_samples` consumed."""
         return self.stages[bisect_right(self._firsts, consumed_samples) - 1].size
 
-    def stages_from(self, consumed_samples: int) -> tuple[BatchSizeStage, ...]:
-        """Return the stages of iterations at or after this sample."""
-        return self.stages[bisect_right(self._firsts, consumed_samples) - 1 :]
-
     def indivisible(self, by: int, consumed_samples: int = 0) -> BatchSizeStage | None:
         """Return the first stage at or after the sample whose size is not divisible by `by`."""
-        return next((stage for stage in self.stages_from(consumed_samples) if stage.size % by), None)
+        stages = self.stages[bisect_right(self._firsts, consumed_samples) - 1 :]
+        return next((stage for stage in stages if stage.size % by), None)
 
     def runs(self, iteration: int, consumed_samples: int) -> list[SameSizeIterations]:
         """Yield the iterations from this one on, by size; the last run has no end. Short stages may be missing."""

@@ -16,7 +16,7 @@ from rich.table import Table
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.trainers.registry import trainer_of
-from relayrun.submit.check.findings import CheckFinding, Findings, count_noun
+from relayrun.submit.check.findings import CheckFinding, count_noun
 from relayrun.submit.check.report import CheckReport
 from relayrun.submit.forecast import SECONDS_PER_HOUR, Forecast, format_bytes
 
@@ -27,14 +27,10 @@ def print_report(report: CheckReport, changes: Sequence[str]) -> None:
     """Print findings and plan. `changes`: what differs from the run's last revision, a line each."""
     _print_table(findings_table(report.findings.all))
     _print_table(plan_table(report, changes))
-    print(findings_summary(report.findings))
-
-
-def findings_summary(findings: Findings) -> str:
-    """Return how many errors and warnings there are, in a line."""
+    findings = report.findings
     errors, warnings = count_noun(len(findings.errors), "error"), count_noun(len(findings.warnings), "warning")
     verdict = "submit would refuse this" if findings.errors else "submit would take this"
-    return f"{errors}, {warnings}: {verdict}"
+    print(f"{errors}, {warnings}: {verdict}")
 
 
 def findings_table(findings: Sequence[CheckFinding]) -> Table:

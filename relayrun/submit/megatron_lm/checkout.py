@@ -65,7 +65,7 @@ class Checkout:
         """The flags that the text of the checkout names, without dashes."""
         files = [self.folder / ARGUMENTS_FILE, *(self.folder / name for name in _DECLARED)]
         files += self.folder.glob("pretrain_*.py")
-        return frozenset(name for file in files for name in self._declared(file))
+        return frozenset(name for file in files for name in self.declared(file))
 
     def says(self, text: str) -> bool:
         """Return True if a text stands in the checkout's arguments or in the configs that they are made from."""
@@ -90,11 +90,7 @@ class Checkout:
             return f"commit {done.stdout.strip()}"
         return None
 
-    def declared_in(self, file: Path) -> frozenset[str]:
-        """The flags that one file of the checkout names."""
-        return frozenset(self._declared(file))
-
-    def _declared(self, file: Path) -> Iterator[str]:
+    def declared(self, file: Path) -> Iterator[str]:
         """The flags that a file's calls of `add_argument` and `ArgumentGroupFactory` name."""
         tree = _parse_file(file)
         for node in ast.walk(tree):
@@ -209,7 +205,7 @@ def ask_parser(
         if in_container:
             raise _ParserUnavailable("the ranks' Python lies in a container")
         answer = _run_parser(checkout, flags, python)
-        own = checkout.declared_in(checkout.folder / program)
+        own = frozenset(checkout.declared(checkout.folder / program))
         return ParserAnswer(refusals=_refused_flags(checkout, flags, answer, own), certain=True)
     except _ParserUnavailable as error:
         why = str(error)
