@@ -94,13 +94,12 @@ def list_entries(top: Path, *, on_error: Callable[[OSError], None] | None = None
     return found
 
 
-def move_run_directory(run: Run, target: Path, *, say: Callable[[str], object] = print) -> None:
-    """Move the directory of a run that has no job.
+def move_run_directory(run: Run, target: Path) -> None:
+    """Move the directory of a run that has no job. Prints each step; before any removal, that the copy is whole.
 
     Args:
-        run: whoever calls has made sure that its chain does not live.
-        target: its new place, which is not there yet. What another call has copied there is gone on with.
-        say: is told in words what was done, as it is: that the copy is whole before anything is removed.
+        run: a run whose chain has ended; the caller has checked it.
+        target: the new place, which does not exist yet. The call continues the copy of an earlier call.
 
     Raises InputError for an impossible target, RunDirError if the run changes meanwhile, or if anything else
     keeps it from being moved. The original is there as before then, or the error says that the copy is whole.
@@ -108,7 +107,7 @@ def move_run_directory(run: Run, target: Path, *, say: Callable[[str], object] =
     source = Path(os.path.realpath(run.path))
     target = Path(os.path.realpath(target.parent)) / target.name
     try:
-        _move(source, target, say)
+        _move(source, target)
     except OSError as error:
         raise RunDirError(
             f"it is not moved: {error.filename or target}: {error.strerror or error}",
@@ -132,7 +131,7 @@ def finish_move(source: Path, target: Path) -> list[str]:
     return [f"removed what was left of {source}; the run is in {target}"]
 
 
-def _move(source: Path, target: Path, say: Callable[[str], object]) -> None:
+def _move(source: Path, target: Path) -> None:
     staging = _staging(target)
     # a call was killed after it gave the copy its name
     published = (target / "plan.json").is_file() and (staging / "proven.jsonl").exists()
@@ -151,8 +150,8 @@ def _move(source: Path, target: Path, say: Callable[[str], object]) -> None:
                     os.rename(source, target)
                     fsync_directory(target.parent)
                     fsync_directory(source.parent)
-                    say(f"renamed to {target}: it is the same file system")
-                    _report_absolute_links(found, source, say)
+                    print(f"renamed to {target}: it is the same file system")
+                    _report_absolute_links(found, source)
                     return
                 except OSError as error:
                     if error.errno != errno.EXDEV:
@@ -165,15 +164,15 @@ def _move(source: Path, target: Path, say: Callable[[str], object]) -> None:
             raise RunDirError(error.message, where=source, hint=hint) from None
         found = list_entries(target)
         files = [entry.size for entry in found.values() if entry.kind == "file"]
-        say(f"{len(files):,} files, {sum(files):,} bytes are in {target}, each read back: the copy is whole")
+        print(f"{len(files):,} files, {sum(files):,} bytes are in {target}, each read back: the copy is whole")
         aside = renamed_source(source)
         if aside.exists():  # of an earlier run of this name, which was proven, too
             shutil.rmtree(aside)
         os.rename(source, aside)
         fsync_directory(source.parent)
     _remove([aside, staging], target)
-    say(f"{source} is removed")
-    _report_absolute_links(found, source, say)
+    print(f"{source} is removed")
+    _report_absolute_links(found, source)
 
 
 def _remove(paths: list[Path], target: Path) -> None:
@@ -205,14 +204,14 @@ def _refuse_links(source: Path, found: dict[str, DirectoryEntry], target: Path) 
             )
 
 
-def _report_absolute_links(found: dict[str, DirectoryEntry], source: Path, say: Callable[[str], object]) -> None:
+def _report_absolute_links(found: dict[str, DirectoryEntry], source: Path) -> None:
     """Report absolute links, which lead to their former targets."""
     for name, entry in found.items():
         if os.path.isabs(entry.target):
             if source in (Path(entry.target), *Path(entry.target).parents):
-                say(f"{name} is a link into {source}, where nothing is any more: {entry.target}")
+                print(f"{name} is a link into {source}, where nothing is any more: {entry.target}")
             else:
-                say(f"{name} is a link, as it was: what it leads to is not copied")
+                print(f"{name} is a link, as it was: what it leads to is not copied")
 
 
 def _copy(source: Path, target: Path, staging: Path, found: dict[str, DirectoryEntry]) -> None:

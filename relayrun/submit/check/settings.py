@@ -19,12 +19,9 @@ from relayrun.control.trainers.tools import wandb_mode
 from relayrun.submit.check.findings import Findings
 
 
-def check_notify_variables(
-    config: CommonConfig, findings: Findings, environment: Mapping[str, str] = os.environ
-) -> None:
+def check_notify_variables(config: CommonConfig, findings: Findings) -> None:
     """Warn of a `${VARIABLE}` that this environment, which the jobs inherit, and `cluster.environment` do not set."""
-    name = "notify.variables"
-    environment = {**environment, **config.cluster.environment}
+    name, environment = "notify.variables", {**os.environ, **config.cluster.environment}
     complete = True
     for target, settings in config.notify.targets.items():
         variables = dict.fromkeys(VARIABLE_PATTERN.findall(settings.url or ""))
