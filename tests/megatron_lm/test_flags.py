@@ -421,6 +421,25 @@ def test_the_last_of_a_name_holds_within_one_source() -> None:
         flags.flags_from_words([("--a", "f:1"), ("-x", "f:1")], where="f")
 
 
+def test_arguments_of_a_checkpoint_become_the_settings_that_they_came_from(tmp_path: Path) -> None:
+    model = MODEL | {"norm_epsilon": 1e-6, "attention_dropout": 0.2, "untie_embeddings_and_output_weights": False}
+    optimizer = OPTIMIZER | {"adam_beta2": 0.9, "clip_grad": 0.5}
+    data = {"tokenizer": "t", "mock_data": True, "eod_mask_loss": True}
+    sections = {"checkpoint": {"interval": 5}, "parallel": {}, "data": data}
+    config = loaded(tmp_path, model=model, training=TRAINING | {"seed": 7}, optimizer=optimizer, **sections)
+    arguments = megatron_flags.saved_arguments(config)
+    assert (arguments["train_iters"], arguments["save_interval"], arguments["norm_epsilon"]) == (100, 5, 1e-6)
+    for section in ("model", "training", "optimizer", "data"):
+        found = megatron_flags.saved_settings(section, arguments)
+        assert found == {name: getattr(getattr(config, section), name) for name in found}
+        assert len(found) == {"model": 12, "training": 6, "optimizer": 8, "data": 3}[section]
+    required = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4}
+    by_default = {"rotary_base": 10_000, "norm_epsilon": 1e-5, "hidden_dropout": 0.1, "init_method_std": 0.02}
+    assert megatron_flags.saved_settings("model", required).items() >= (required | by_default).items()
+    with pytest.raises(KeyError, match="lr"):
+        megatron_flags.saved_settings("optimizer", {})
+
+
 def table_lines() -> list[str]:
     """The lines of the table of docs/megatron-flags.md."""
     flags: dict[str, list[str]] = {}

@@ -170,11 +170,8 @@ def _check_router(model: ModelSection, experts: int) -> None:
 
 def _check_expert_parallelism(config: LayoutConfig, experts: int) -> None:
     parallel, settings = config.parallel, config.model.transformer
-    size, tensor, own = (
-        parallel.expert_model_parallel_size,
-        parallel.tensor_model_parallel_size,
-        parallel.expert_tensor_size,
-    )
+    size, own = parallel.expert_model_parallel_size, parallel.expert_tensor_size
+    tensor = parallel.tensor_model_parallel_size
     check_multiple("model.transformer.num_moe_experts", experts, "parallel.expert_model_parallel_size", size)
     _check_expert_ranks(config)
     if tensor > 1 and not parallel.sequence_parallel:
@@ -217,11 +214,8 @@ def _check_expert_widths(config: LayoutConfig) -> None:
 def _check_expert_ranks(config: LayoutConfig) -> None:
     """Check that the ranks of a pipeline stage can be divided among the parts of its experts."""
     parallel = config.parallel
-    size, tensor, own = (
-        parallel.expert_model_parallel_size,
-        parallel.tensor_model_parallel_size,
-        parallel.expert_tensor_size,
-    )
+    size, own = parallel.expert_model_parallel_size, parallel.expert_tensor_size
+    tensor = parallel.tensor_model_parallel_size
     replicas = config.data_parallel_size * parallel.context_parallel_size
     if own == tensor and replicas % size:
         raise ValueError(
