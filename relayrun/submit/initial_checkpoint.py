@@ -132,11 +132,8 @@ def _find_megatron_lm(config: MegatronConfig, run: Run) -> ResumePoint:
 def _find_in_folder(folder: Path, config: RunConfig, wanted: int | None) -> ResumePoint:
     """A checkpoint by itself: of a run, or of an import, which lays the model's settings beside it."""
     if wanted is not None:
-        raise ConfigError(
-            f"{folder} is one checkpoint, of which no iteration can be chosen",
-            where="checkpoint.load",
-            hint="leave :ITERATION out, or name the run",
-        )
+        words = f"{folder} is one checkpoint, of which no iteration can be chosen"
+        raise ConfigError(words, where="checkpoint.load", hint="leave :ITERATION out, or name the run")
     beside = folder / "model.yaml"
     if beside.is_file():
         model, iteration = _read_model(beside)
@@ -148,11 +145,8 @@ def _find_in_folder(folder: Path, config: RunConfig, wanted: int | None) -> Resu
         return ResumePoint(iteration=iteration or 0, path=str(folder))
     match = _FOLDER.fullmatch(folder.name)
     if match is None:
-        raise ConfigError(
-            f"{folder} does not say its iteration",
-            where="checkpoint.load",
-            hint="a checkpoint's folder is called iter_0000100",
-        )
+        words = f"{folder} does not say its iteration"
+        raise ConfigError(words, where="checkpoint.load", hint="a checkpoint's folder is called iter_0000100")
     return ResumePoint(iteration=int(match[1]), path=str(folder))
 
 
@@ -199,11 +193,8 @@ def _find_megatron_for_native(
     with_optimizer = not (settings.finetune or settings.no_load_optim)
     fault = found.optimizer_fault()
     if with_optimizer and fault is not None:
-        raise ConfigError(
-            f"{found.folder}: {fault}",
-            where="checkpoint.load",
-            hint="set checkpoint.no_load_optim=true to begin with its weights alone",
-        )
+        hint = "set checkpoint.no_load_optim=true to begin with its weights alone"
+        raise ConfigError(f"{found.folder}: {fault}", where="checkpoint.load", hint=hint)
     here = {
         "parallel.use_distributed_optimizer": config.parallel.use_distributed_optimizer,
         "training.precision": config.training.resolved_precision,
@@ -233,11 +224,8 @@ def refuse_other_model(
     """Raise ConfigError, naming all differences, unless weights of the one model are some of the other."""
     names = [name for name in ModelSection.model_fields if name not in free]
     if differences := [*_differences(other, config.model, names), *differences]:
-        raise ConfigError(
-            f"{folder} is of another model: {'; '.join(differences)}",
-            where="checkpoint.load",
-            hint="take the model section of the run that made it",
-        )
+        words = f"{folder} is of another model: {'; '.join(differences)}"
+        raise ConfigError(words, where="checkpoint.load", hint="take the model section of the run that made it")
 
 
 def _refuse_other_weights(run: Run, iteration: int, config: RunConfig) -> None:

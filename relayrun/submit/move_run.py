@@ -182,11 +182,8 @@ def _remove(paths: list[Path], target: Path) -> None:
             shutil.rmtree(path)
         except OSError as error:
             why = error.strerror or error
-            raise RunDirError(
-                f"the run is whole in {target}; what is left of the original cannot be removed: {why}",
-                where=error.filename or path,
-                hint="the same command goes on with that",
-            ) from None
+            words = f"the run is whole in {target}; what is left of the original cannot be removed: {why}"
+            raise RunDirError(words, where=error.filename or path, hint="the same command goes on with that") from None
 
 
 def _refuse_links(source: Path, found: dict[str, DirectoryEntry], target: Path) -> None:
@@ -197,11 +194,8 @@ def _refuse_links(source: Path, found: dict[str, DirectoryEntry], target: Path) 
         if entry.kind != "link" or os.path.isabs(entry.target):
             continue
         if Path(os.path.normpath(os.path.join(os.path.dirname(name), entry.target))).parts[:1] == ("..",):
-            raise RunDirError(
-                f"a relative link leads out of the run directory: {name} -> {entry.target}",
-                where=source,
-                hint="make it an absolute one: ln -sfn",
-            )
+            words = f"a relative link leads out of the run directory: {name} -> {entry.target}"
+            raise RunDirError(words, where=source, hint="make it an absolute one: ln -sfn")
 
 
 def _report_absolute_links(found: dict[str, DirectoryEntry], source: Path) -> None:
@@ -280,11 +274,8 @@ def _unchanged(source: Path, proven: dict[str, dict[str, Any]]) -> None:
     """Raise RunDirError unless every file of the original was proven as it is now."""
     for name, entry in list_entries(source).items():
         if entry.kind == "file" and not (name in proven and entry.is_same(proven[name])):
-            raise RunDirError(
-                f"it changed since it was copied: {name}",
-                where=source,
-                hint="find out who writes there; then call the same command again: nothing is removed",
-            )
+            hint = "find out who writes there; then call the same command again: nothing is removed"
+            raise RunDirError(f"it changed since it was copied: {name}", where=source, hint=hint)
 
 
 def _remove_others(copy: Path, found: dict[str, DirectoryEntry]) -> None:

@@ -152,11 +152,8 @@ def _iterations(tokens: int | None, steps: int | None, given: RowContext) -> Fla
     if tokens is not None:
         training = given.config.training
         if training is None:
-            raise ConfigError(
-                "tokens become iterations by the batch size and the sequence length of the section training",
-                where="optimizer",
-                hint="give the section training, or iterations",
-            )
+            words = "tokens become iterations by the batch size and the sequence length of the section training"
+            raise ConfigError(words, where="optimizer", hint="give the section training, or iterations")
         sizes = BatchSizes(training.global_batch_size, training.rampup_batch_size)
         steps = sizes.reaches(-(-tokens // training.seq_length))
     return None if steps is None else (str(steps),)

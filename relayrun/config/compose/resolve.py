@@ -53,11 +53,8 @@ def load_run_config(path: Path, overrides: Sequence[str] = ()) -> CommonConfig:
 def require_native(config: CommonConfig) -> RunConfig:
     """Return the config of a run of the native trainer. Raises ConfigError for another trainer."""
     if not isinstance(config, RunConfig):
-        raise ConfigError(
-            f"{config.project}/{config.name} is a run of trainer {config.trainer}, and this is for the native one",
-            where="trainer",
-            hint="use what that program itself has for it",
-        )
+        words = f"{config.project}/{config.name} is a run of trainer {config.trainer}, and this is for the native one"
+        raise ConfigError(words, where="trainer", hint="use what that program itself has for it")
     return config
 
 

@@ -61,11 +61,8 @@ def read_site(name: str, *, folders: Sequence[Path], where: str | None) -> Locat
     file = next((path for path in places_of_it if path.is_file()), None)
     if file is None:
         known = site_names(folders)
-        raise ConfigError(
-            f"unknown cluster {name!r}; there are: {', '.join(known)}",
-            where=where,
-            hint=did_you_mean(name, known) or f"name one of them, or write {places_of_it[0]}",
-        )
+        hint = did_you_mean(name, known) or f"name one of them, or write {places_of_it[0]}"
+        raise ConfigError(f"unknown cluster {name!r}; there are: {', '.join(known)}", where=where, hint=hint)
     return yaml_file.read_yaml(file)
 
 
@@ -118,11 +115,8 @@ def insert_environment(settings: LocatedSettings, environment: Mapping[str, str]
         if place.startswith("--set"):
             continue
         if own.get(option) is not None and str(own[option]) != value:
-            raise ConfigError(
-                f"{variable}={value}, and job.{option} is {own[option]}",
-                where=place,
-                hint=f"unset {variable}, or say which one counts: --set job.{option}=...",
-            )
+            hint = f"unset {variable}, or say which one counts: --set job.{option}=..."
+            raise ConfigError(f"{variable}={value}, and job.{option} is {own[option]}", where=place, hint=hint)
         own[option], settings.places["job", option] = value, variable
 
 

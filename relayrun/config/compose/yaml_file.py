@@ -148,11 +148,8 @@ class _NodeReader:
                 raise ConfigError("a name must be plain text", where=place, hint="quote it, or write NAME: VALUE")
             name = str(key_node.value)
             if name in result:
-                raise ConfigError(
-                    f"{'.'.join((*at, name))} is given twice",
-                    where=place,
-                    hint=f"keep one; {self._places[(*at, name)]} has the first",
-                )
+                words = f"{'.'.join((*at, name))} is given twice"
+                raise ConfigError(words, where=place, hint=f"keep one; {self._places[(*at, name)]} has the first")
             self._places[(*at, name)] = place
             result[name] = self._value(value_node, (*at, name))
         return result

@@ -284,11 +284,8 @@ class TrainingSection(Section):
     def require_precision(self) -> None:
         """Raise ConfigError for a run on GPUs without `precision`."""
         if self.precision is None:
-            raise ConfigError(
-                "this run has GPUs, and its precision is not set",
-                where="training.precision",
-                hint="set bf16; or fp32, if that is meant: it is many times slower on a GPU",
-            )
+            hint = "set bf16; or fp32, if that is meant: it is many times slower on a GPU"
+            raise ConfigError("this run has GPUs, and its precision is not set", where="training.precision", hint=hint)
 
     @model_validator(mode="after")
     def _rules(self) -> Self:

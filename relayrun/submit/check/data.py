@@ -233,21 +233,11 @@ def check_usage(config: RunConfig, run: Run, manifest: Manifest, findings: Findi
         if each.used_up_at is not None:
             words += f"; used up at step {each.used_up_at:,}"
         if epochs > most:
-            findings.refuse(
-                "data.epochs",
-                words,
-                setting="training.steps",
-                value=round(epochs, 2),
-                remedy=f"give more data or fewer steps; if it is meant, data.max_epochs={-int(-epochs // 1)}",
-            )
+            remedy = f"give more data or fewer steps; if it is meant, data.max_epochs={-int(-epochs // 1)}"
+            findings.refuse("data.epochs", words, setting="training.steps", value=round(epochs, 2), remedy=remedy)
         elif epochs > FEW_EPOCHS:
-            findings.warn(
-                "data.epochs",
-                words,
-                setting="training.steps",
-                value=round(epochs, 2),
-                remedy=f"tokens that are read more than {FEW_EPOCHS:g} times teach less and less; give more data",
-            )
+            remedy = f"tokens that are read more than {FEW_EPOCHS:g} times teach less and less; give more data"
+            findings.warn("data.epochs", words, setting="training.steps", value=round(epochs, 2), remedy=remedy)
         else:
             findings.ok("data.epochs", words, setting="training.steps", value=round(epochs, 2))
     return found
@@ -344,13 +334,9 @@ def _check_ids(config: RunConfig, manifest: Manifest, findings: Findings) -> Non
                 continue
             known += 1
             if largest >= size:
-                findings.refuse(
-                    "data.ids",
-                    f"{what}: this shard holds the id {largest:,}, which is beyond the vocabulary of {size:,}",
-                    where=shard.prefix,
-                    setting="data.tokenizer",
-                    remedy="set data.tokenizer to the one that made it",
-                )
+                words = f"{what}: this shard holds the id {largest:,}, which is beyond the vocabulary of {size:,}"
+                remedy = "set data.tokenizer to the one that made it"
+                findings.refuse("data.ids", words, where=shard.prefix, setting="data.tokenizer", remedy=remedy)
     if unknown:
         findings.ok(
             "data.ids",

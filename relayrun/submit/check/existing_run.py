@@ -44,11 +44,8 @@ def refuse_other_owner(run: Run, *, take_over: bool, now: float) -> None:
         return
     name = user_name(plan.owner)
     if not take_over:
-        raise RunDirError(
-            f"this run is {name}'s, who submitted it last",
-            where=run.path,
-            hint=f"let {name} submit, or take it over with --take-over when {name}'s jobs have ended",
-        )
+        hint = f"let {name} submit, or take it over with --take-over when {name}'s jobs have ended"
+        raise RunDirError(f"this run is {name}'s, who submitted it last", where=run.path, hint=hint)
     _refuse_live_attempt(run, plan, now=now)
 
 
@@ -215,11 +212,8 @@ def refuse_after_end(run: Run, *, resume: bool) -> None:
     """Raise RunDirError if the chain has ended and nobody asked to go on."""
     reason = stop_reason(run)
     if reason is not None and not resume:
-        raise RunDirError(
-            f"the chain of this run has ended: {reason}",
-            where=run.stop,
-            hint="submit with --resume to go on all the same",
-        )
+        words = f"the chain of this run has ended: {reason}"
+        raise RunDirError(words, where=run.stop, hint="submit with --resume to go on all the same")
 
 
 def refuse_other_trainer(config: CommonConfig, run: Run) -> None:
@@ -229,11 +223,8 @@ def refuse_other_trainer(config: CommonConfig, run: Run) -> None:
         return
     before = resolve.read_resolved_config(run.config_revision(revisions[-1])).trainer
     if before != config.trainer and resume_point(run).path is not None:
-        raise ConfigError(
-            f"this run has checkpoints of trainer {before}, and trainer {config.trainer} reads others",
-            where="trainer",
-            hint="give the run another name",
-        )
+        words = f"this run has checkpoints of trainer {before}, and trainer {config.trainer} reads others"
+        raise ConfigError(words, where="trainer", hint="give the run another name")
 
 
 def check_stop_after(config: CommonConfig, run: Run) -> None:

@@ -190,12 +190,9 @@ def _check_header(
             has = "no such option" if name not in given else given[name] or "it without a value"
             container = "set cluster.container={runtime: edf, image: ...}"
             how = container if name == "environment" else SETTINGS_INSTEAD.get(name, f"set job.sbatch={{{name}: ...}}")
-            findings.refuse(
-                LAUNCHER_FINDING,
-                f"{said} is not what runs: the run has {has}",
-                where=f"{file}:{line}",
-                remedy=f"{how}, or let this line say what runs",
-            )
+            words = f"{said} is not what runs: the run has {has}"
+            where = f"{file}:{line}"
+            findings.refuse(LAUNCHER_FINDING, words, where=where, remedy=f"{how}, or let this line say what runs")
 
 
 def _is_same_option(name: str, yours: str | None, runs: str | None) -> bool:
@@ -311,12 +308,9 @@ def _check_program(config: MegatronConfig, findings: Findings) -> None:
     folder, program = Path(config.megatron_lm.dir), config.megatron_lm.program
     if not (folder / program).is_file():
         programs = ", ".join(sorted(path.name for path in folder.glob("pretrain_*.py")))
-        findings.refuse(
-            "megatron_lm.program",
-            f"{folder} has no {program}",
-            setting="megatron_lm.program",
-            remedy=f"it has {programs}" if programs else None,
-        )
+        words = f"{folder} has no {program}"
+        remedy = f"it has {programs}" if programs else None
+        findings.refuse("megatron_lm.program", words, setting="megatron_lm.program", remedy=remedy)
 
 
 _END_OF_DOCUMENT_FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")

@@ -50,13 +50,8 @@ def _check_program(config: CommandConfig, findings: Findings) -> None:
         return
     script = words[1] if len(words) > 1 else ""
     if _PYTHON.fullmatch(Path(program).name) and script.endswith(".py") and not Path(script).is_file():
-        findings.refuse(
-            name,
-            f"there is no file {script}",
-            setting=setting,
-            value=script,
-            remedy="give its path, from the folder that holds `launchers/` or from /",
-        )
+        remedy = "give its path, from the folder that holds `launchers/` or from /"
+        findings.refuse(name, f"there is no file {script}", setting=setting, value=script, remedy=remedy)
         return
     findings.ok(name, f"{program} is there; what it does is not known before it runs", setting=setting)
 
@@ -366,12 +361,9 @@ def _check_host_python(config: CommonConfig, findings: Findings) -> None:
         findings.warn("node.host_python", f"{python} does not start here: {why}", setting=setting)
     elif tuple(answer["version"]) < OLDEST_PYTHON:
         version = ".".join(map(str, answer["version"]))
-        findings.refuse(
-            "node.host_python",
-            f"{python} is Python {version} here, and the batch script needs {OLDEST_PYTHON[0]}.{OLDEST_PYTHON[1]}",
-            setting=setting,
-            remedy="set cluster.host_python to a newer one; it needs no packages",
-        )
+        words = f"{python} is Python {version} here, and the batch script needs {OLDEST_PYTHON[0]}.{OLDEST_PYTHON[1]}"
+        remedy = "set cluster.host_python to a newer one; it needs no packages"
+        findings.refuse("node.host_python", words, setting=setting, remedy=remedy)
     else:
         findings.ok("node.host_python", f"{python} is Python {'.'.join(map(str, answer['version']))} here")
 
@@ -403,21 +395,15 @@ def _check_evaluation(config: CommonConfig) -> None:
         )
     # another Python's packages are not known here
     if settings.tasks and config.cluster.python is None and importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError(
-            "lm-evaluation-harness is not installed",
-            where="evaluation.tasks",
-            hint="pip install 'relayrun[evaluate]', or name no tasks",
-        )
+        hint = "pip install 'relayrun[evaluate]', or name no tasks"
+        raise ConfigError("lm-evaluation-harness is not installed", where="evaluation.tasks", hint=hint)
     for name, words in (("convert", settings.convert), ("command", settings.command)):
         program = words[0] if words else "{python}"
         # what a container holds, or modules and job.setup add, is not known here
         known = not (runs_in_container(config) or config.cluster.modules or config.job.setup) and program != "{python}"
         if known and shutil.which(program) is None:
-            raise ConfigError(
-                f"there is no program {program} here",
-                where=f"evaluation.{name}",
-                hint="give the program by its path; every word of the command is one of the list",
-            )
+            hint = "give the program by its path; every word of the command is one of the list"
+            raise ConfigError(f"there is no program {program} here", where=f"evaluation.{name}", hint=hint)
     if settings.include_path is not None and not Path(settings.include_path).is_dir():
         raise ConfigError("there is no such folder", where=f"evaluation.include_path: {settings.include_path}")
 
@@ -441,11 +427,8 @@ def _check_transformer_engine(config: RunConfig, wanted: list[tuple[str, str]]) 
     cluster = config.cluster
     names, others = ", ".join(name for name, _ in wanted), ", ".join(other for _, other in wanted)
     if config.job.gpus_per_node == 0:
-        raise ConfigError(
-            f"{names} needs TransformerEngine, whose kernels run on GPUs alone, and this job has none",
-            where="job.gpus_per_node",
-            hint=f"set {others}",
-        )
+        words = f"{names} needs TransformerEngine, whose kernels run on GPUs alone, and this job has none"
+        raise ConfigError(words, where="job.gpus_per_node", hint=f"set {others}")
     here = cluster.python is None and importlib.util.find_spec("transformer_engine") is not None
     if not (cluster.transformer_engine or here):
         raise ConfigError(

@@ -137,12 +137,7 @@ def _check_host_memory(future: Forecast, findings: Findings) -> None:
         f"{format_bytes(there)} in job.mem"
     )
     if needed > USABLE_GPU_MEMORY * there:
-        findings.warn(
-            "memory.host",
-            words,
-            setting="job.mem",
-            value=needed,
-            remedy="ask for more memory, take more nodes, or set checkpoint.async_save=false",
-        )
+        remedy = "ask for more memory, take more nodes, or set checkpoint.async_save=false"
+        findings.warn("memory.host", words, setting="job.mem", value=needed, remedy=remedy)
     else:
         findings.ok("memory.host", words, value=needed)

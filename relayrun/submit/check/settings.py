@@ -27,12 +27,9 @@ def check_notify_variables(config: CommonConfig, findings: Findings) -> None:
         variables = dict.fromkeys(VARIABLE_PATTERN.findall(settings.url or ""))
         if missing := [variable for variable in variables if not environment.get(variable)]:
             complete = False
-            findings.warn(
-                name,
-                f"{' and '.join(missing)} not set in this environment: nothing could be sent to {target!r}",
-                setting=f"notify.targets.{target}",
-                remedy=f"export {missing[0]} where you submit",
-            )
+            words = f"{' and '.join(missing)} not set in this environment: nothing could be sent to {target!r}"
+            remedy = f"export {missing[0]} where you submit"
+            findings.warn(name, words, setting=f"notify.targets.{target}", remedy=remedy)
     if config.notify.targets and complete:
         findings.ok(name, "every variable of the targets of messages is set")
 
@@ -121,13 +118,9 @@ def find_placeholders(config: CommonConfig) -> list[tuple[str, str]]:
 def _placeholders(config: CommonConfig, findings: Findings) -> None:
     found = find_placeholders(config)
     for name, value in found:
-        findings.refuse(
-            "settings.placeholder",
-            f"{value} stands where a value of yours must stand",
-            setting=name,
-            value=value,
-            remedy=f"set it in the run config, or with --set {name}=...",
-        )
+        words = f"{value} stands where a value of yours must stand"
+        remedy = f"set it in the run config, or with --set {name}=..."
+        findings.refuse("settings.placeholder", words, setting=name, value=value, remedy=remedy)
     if not found:
         findings.ok("settings.placeholder", "no setting is still a placeholder")
 
@@ -173,12 +166,8 @@ def _decay(config: RunConfig, findings: Findings) -> None:
     """Decoupled decay multiplies a weight by 1 - lr x weight_decay in each step."""
     off = config.optimizer.lr * config.optimizer.weight_decay
     if off >= 1:
-        findings.refuse(
-            "settings.sense",
-            f"lr x weight_decay is {off:g}: a step would take all of a weight, or turn its sign",
-            setting="optimizer.weight_decay",
-            remedy="0.1 is usual",
-        )
+        words = f"lr x weight_decay is {off:g}: a step would take all of a weight, or turn its sign"
+        findings.refuse("settings.sense", words, setting="optimizer.weight_decay", remedy="0.1 is usual")
 
 
 def _warmup(config: RunConfig, findings: Findings) -> None:
@@ -187,24 +176,16 @@ def _warmup(config: RunConfig, findings: Findings) -> None:
     name = "lr_warmup_steps" if config.optimizer.lr_warmup_tokens is None else "lr_warmup_tokens"
     if warmup > LONG_WARMUP * steps:
         what = "is longer than" if warmup >= steps else f"takes {warmup / steps:.0%} of"
-        findings.warn(
-            "settings.warmup",
-            f"the warm-up of {warmup:,} steps {what} the training of {steps:,}",
-            setting=f"optimizer.{name}",
-            remedy="a few per cent are usual",
-        )
+        words = f"the warm-up of {warmup:,} steps {what} the training of {steps:,}"
+        findings.warn("settings.warmup", words, setting=f"optimizer.{name}", remedy="a few per cent are usual")
 
 
 def _ranks(config: RunConfig | MegatronConfig, findings: Findings) -> None:
     job = config.job
     if job.gpus_per_node and job.ntasks_per_node != job.gpus_per_node:
         what = "share a GPU" if job.ntasks_per_node > job.gpus_per_node else "leave GPUs idle"
-        findings.warn(
-            "settings.ranks",
-            f"{job.ntasks_per_node} ranks on {job.gpus_per_node} GPUs of a node {what}",
-            setting="job.ntasks_per_node",
-            remedy="one rank a GPU is usual",
-        )
+        words = f"{job.ntasks_per_node} ranks on {job.gpus_per_node} GPUs of a node {what}"
+        findings.warn("settings.ranks", words, setting="job.ntasks_per_node", remedy="one rank a GPU is usual")
 
 
 def _layout(config: RunConfig, findings: Findings) -> None:
@@ -231,13 +212,9 @@ def check_wandb(config: CommonConfig, findings: Findings, environment: Mapping[s
     """Look at W&B's variables, of this environment and of `cluster.environment`."""
     name = "tracking.wandb"
     if "WANDB_API_KEY" in config.cluster.environment:
-        findings.refuse(
-            name,
-            "a key stands in the config, which is copied into the run directory",
-            setting="cluster.environment.WANDB_API_KEY",
-            value="(not shown)",
-            remedy="take it out, and export WANDB_API_KEY in the environment that submits",
-        )
+        words = "a key stands in the config, which is copied into the run directory"
+        remedy = "take it out, and export WANDB_API_KEY in the environment that submits"
+        findings.refuse(name, words, setting="cluster.environment.WANDB_API_KEY", value="(not shown)", remedy=remedy)
     if not isinstance(config, RunConfig | MegatronConfig):
         findings.ok(name, f"W&B is the program's own affair: nothing is sent for a run of trainer {config.trainer}")
         return
@@ -249,10 +226,7 @@ def check_wandb(config: CommonConfig, findings: Findings, environment: Mapping[s
         findings.ok(name, "W&B is off: neither WANDB_API_KEY nor WANDB_MODE=offline is in the environment")
     elif WANDB_KEY.fullmatch(key) is None:
         blanks = ", with blanks or line breaks around it" if key != key.strip() else ""
-        findings.warn(
-            name,
-            f"WANDB_API_KEY has {len(key)} characters{blanks} and not the form of a key: W&B will refuse it",
-            remedy="export the key that the W&B site shows, 40 characters or wandb_v1_...",
-        )
+        words = f"WANDB_API_KEY has {len(key)} characters{blanks} and not the form of a key: W&B will refuse it"
+        findings.warn(name, words, remedy="export the key that the W&B site shows, 40 characters or wandb_v1_...")
     else:
         findings.ok(name, "W&B is on; WANDB_API_KEY has the form of a key")

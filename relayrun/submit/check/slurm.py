@@ -56,11 +56,8 @@ def check_slurm(plan: Plan, script: str | Path, findings: Findings, *, evaluatio
     try:
         partitions = slurm.partitions()
     except SchedulerError as error:
-        findings.warn(
-            "slurm.test",
-            f"whether Slurm takes the job is not known: {' '.join(error.message.split())}",
-            remedy=error.hint,
-        )
+        words = f"whether Slurm takes the job is not known: {' '.join(error.message.split())}"
+        findings.warn("slurm.test", words, remedy=error.hint)
         return
     # relayrun's own sbatch is started without them: they are in its script
     options = {} if isinstance(script, str) else sbatch_options_from_environment(os.environ)
@@ -104,11 +101,8 @@ def _limits(partitions: list[dict[str, str]], plan: Plan, asked: str | None, fin
         chosen = [found for found in partitions if found["PartitionName"] in names]
         if unknown := set(names) - {found["PartitionName"] for found in partitions}:
             known = ", ".join(found["PartitionName"] for found in partitions)
-            findings.refuse(
-                "slurm.partition",
-                f"there is no partition {', '.join(sorted(unknown))}; there are: {known}",
-                setting="job.partition",
-            )
+            words = f"there is no partition {', '.join(sorted(unknown))}; there are: {known}"
+            findings.refuse("slurm.partition", words, setting="job.partition")
     for found in chosen:
         _limit(found, plan, findings)
 

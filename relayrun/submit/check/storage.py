@@ -152,21 +152,11 @@ def check_space(forecast: Forecast, run: Run, findings: Findings, *, quota_comma
         f"{format_bytes(kept)}"
     )
     if free + already < one:
-        findings.refuse(
-            name,
-            f"{words}: not one fits",
-            where=place,
-            value=free,
-            remedy="free some space, or set run_dir to another file system",
-        )
+        remedy = "free some space, or set run_dir to another file system"
+        findings.refuse(name, f"{words}: not one fits", where=place, value=free, remedy=remedy)
     elif free + already < kept:
-        findings.warn(
-            name,
-            words,
-            where=place,
-            value=free,
-            remedy="free some space, set run_dir to another file system, or lower checkpoint.keep_last",
-        )
+        remedy = "free some space, set run_dir to another file system, or lower checkpoint.keep_last"
+        findings.warn(name, words, where=place, value=free, remedy=remedy)
     else:
         findings.ok(name, words, value=free)
     if status.f_files and not status.f_favail:
@@ -193,12 +183,8 @@ def check_purges(purge_days: Mapping[str, float], run: Run, manifest: Manifest |
         told = [each for each in found if each is not None]
         for each in told:
             if each.is_soon(now):
-                findings.warn(
-                    "storage.purge",
-                    each.words(now),
-                    value=each.time,
-                    remedy="read it, or copy it to another file system (checkpoint.mirror, `relayrun runs archive`)",
-                )
+                remedy = "read it, or copy it to another file system (checkpoint.mirror, `relayrun runs archive`)"
+                findings.warn("storage.purge", each.words(now), value=each.time, remedy=remedy)
             else:
                 findings.ok("storage.purge", each.words(now), value=each.time)
         if not told:

@@ -279,10 +279,7 @@ def _expanded(
         ) from None
     if done.returncode or done.stderr:
         said = re.sub(r"^bash: (line \d+: )?", "", done.stderr.decode(errors="replace").strip()).splitlines()
-        raise ConfigError(
-            f"bash cannot expand the arrays: {said[0] if said else f'exit code {done.returncode}'}",
-            where=path,
-            hint="`bash -n FILE` says where a script is no Bash",
-        )
+        words = f"bash cannot expand the arrays: {said[0] if said else f'exit code {done.returncode}'}"
+        raise ConfigError(words, where=path, hint="`bash -n FILE` says where a script is no Bash")
     rest = iter(done.stdout.decode(errors="replace").split("\0"))
     return {name: [next(rest) for _ in range(int(next(rest)))] for name in names}
