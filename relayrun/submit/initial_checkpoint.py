@@ -71,11 +71,9 @@ def _find_native(config: RunConfig, run: Run, manifest: Manifest | None, tell: C
     iteration = 0 if settings.finetune else found.iteration
     if iteration >= config.training.end_iteration:
         name = "steps" if config.training.stop_after is None else "stop_after"
-        raise ConfigError(
-            f"{found.path} stands at iteration {iteration}, and training.{name} is {config.training.end_iteration}",
-            where="checkpoint.load",
-            hint=f"raise training.{name}, or set checkpoint.finetune=true to count from 0",
-        )
+        words = f"{found.path} stands at iteration {iteration}, and training.{name} is {config.training.end_iteration}"
+        hint = f"raise training.{name}, or set checkpoint.finetune=true to count from 0"
+        raise ConfigError(words, where="checkpoint.load", hint=hint)
     return ResumePoint(iteration=iteration, path=found.path)
 
 
@@ -105,19 +103,15 @@ def _find_megatron_lm(config: MegatronConfig, run: Run) -> ResumePoint:
     newest = megatron_lm_program.tracked_iteration(folder) if wanted is None else wanted
     other = Run(folder.parent)
     if other.plan.is_file() and (trainer := Plan.load(other).trainer) != "megatron-lm":  # they only look like its own
-        raise ConfigError(
-            f"{other.path} is a run of trainer {trainer}, whose checkpoints Megatron-LM cannot load",
-            where="checkpoint.load",
-            hint="export it to a checkpoint of Megatron-LM first (docs/export.md)",
-        )
+        words = f"{other.path} is a run of trainer {trainer}, whose checkpoints Megatron-LM cannot load"
+        hint = "export it to a checkpoint of Megatron-LM first (docs/export.md)"
+        raise ConfigError(words, where="checkpoint.load", hint=hint)
     if config.training is not None and newest is not None and not settings.finetune:
         steps = config.training.steps
         if newest >= steps:
-            raise ConfigError(
-                f"{folder} stands at iteration {newest}, and training.steps is {steps}",
-                where="checkpoint.load",
-                hint="raise training.steps, or set checkpoint.finetune=true to count from 0",
-            )
+            words = f"{folder} stands at iteration {newest}, and training.steps is {steps}"
+            hint = "raise training.steps, or set checkpoint.finetune=true to count from 0"
+            raise ConfigError(words, where="checkpoint.load", hint=hint)
     if newest is None or newest not in found:
         raise InputError(
             "there is no checkpoint of Megatron-LM here"
@@ -234,11 +228,9 @@ def _refuse_other_weights(run: Run, iteration: int, config: RunConfig) -> None:
     if not isinstance(trained, RunConfig):
         return
     if differences := _differences(trained.model, config.model, SHAPE_FIELDS):
-        raise ConfigError(
-            f"this run's checkpoint of iteration {iteration} is of another model: {'; '.join(differences)}",
-            where="model",
-            hint="put the model section back as it was, or give the run another name",
-        )
+        words = f"this run's checkpoint of iteration {iteration} is of another model: {'; '.join(differences)}"
+        hint = "put the model section back as it was, or give the run another name"
+        raise ConfigError(words, where="model", hint=hint)
 
 
 def _differences(there: ModelSection, here: ModelSection, names: Iterable[str]) -> list[str]:

@@ -98,11 +98,9 @@ def _refuse_others(environment: Mapping[str, str], names: Mapping[str, str], tra
     for setting, name in reduce(or_, TRAINER_VARIABLES.values(), SETTING_VARIABLES).items():
         if setting not in names and (value := environment.get(setting, "")) != "":
             others = " or ".join(trainers_with(name.partition(".")[0]))
-            raise ConfigError(
-                f"{setting}={value}: only a run of trainer {others} has {name}; this one's trainer is {trainer}",
-                where="settings block",
-                hint=f"leave it empty, or let CONFIG name a run of trainer {others}",
-            )
+            words = f"{setting}={value}: only a run of trainer {others} has {name}; this one's trainer is {trainer}"
+            hint = f"leave it empty, or let CONFIG name a run of trainer {others}"
+            raise ConfigError(words, where="settings block", hint=hint)
 
 
 def job_overrides(environment: Mapping[str, str]) -> list[str]:

@@ -109,11 +109,9 @@ def move_run_directory(run: Run, target: Path) -> None:
     try:
         _move(source, target)
     except OSError as error:
-        raise RunDirError(
-            f"it is not moved: {error.filename or target}: {error.strerror or error}",
-            where=source,
-            hint="the original is whole; the same command goes on where it was",
-        ) from None
+        words = f"it is not moved: {error.filename or target}: {error.strerror or error}"
+        hint = "the original is whole; the same command goes on where it was"
+        raise RunDirError(words, where=source, hint=hint) from None
 
 
 def finish_move(source: Path, target: Path) -> list[str]:

@@ -108,11 +108,9 @@ def _rampup(value: Any, _given: RowContext) -> FlagValues:
         return None
     if len(value) == 3 and all(isinstance(each, int) for each in value):
         return tuple(map(str, value))
-    raise ConfigError(
-        "Megatron-LM knows a ramp of the form [start, increment, samples] only",
-        where="training.rampup_batch_size",
-        hint="write it in that form, or train with trainer: native",
-    )
+    words = "Megatron-LM knows a ramp of the form [start, increment, samples] only"
+    hint = "write it in that form, or train with trainer: native"
+    raise ConfigError(words, where="training.rampup_batch_size", hint=hint)
 
 
 def _evaluates(given: RowContext) -> bool:

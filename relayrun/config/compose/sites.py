@@ -91,11 +91,9 @@ def refuse_other_cluster(settings: LocatedSettings, environment: Mapping[str, st
         return
     for name in OTHER_CLUSTER_VARIABLES:
         if environment.get(name):
-            raise ConfigError(
-                f"{name}={environment[name]} is not heeded: jobs are queued by this machine's own Slurm",
-                where="environment",
-                hint=f"unset {name}; for another cluster, submit from its login node",
-            )
+            words = f"{name}={environment[name]} is not heeded: jobs are queued by this machine's own Slurm"
+            hint = f"unset {name}; for another cluster, submit from its login node"
+            raise ConfigError(words, where="environment", hint=hint)
     for name, setting in IGNORED_VARIABLES.items():
         if environment.get(name):
             log.warning("%s=%s is not heeded: set %s", name, environment[name], setting)

@@ -177,10 +177,8 @@ def check_time_limit(config: CommonConfig, plan: Plan, run: Run) -> None:
     limit = f"job.time ({plan.time_limit} s)"
     for name, seconds in (("grace_period", plan.grace_period), ("signal_seconds", float(plan.signal_seconds))):
         if getattr(config.chain, name) != "auto" and seconds >= plan.time_limit:
-            raise ConfigError(
-                f"chain.{name} {seconds:.0f} leaves nothing of {limit}",
-                hint=f"raise job.time, or leave chain.{name} to be measured (auto)",
-            )
+            words = f"chain.{name} {seconds:.0f} leaves nothing of {limit}"
+            raise ConfigError(words, hint=f"raise job.time, or leave chain.{name} to be measured (auto)")
     starts, saves = start_seconds(run), Lineage(run).newest_saves(GRACE_SAVES)
     if not starts:
         return
@@ -231,11 +229,9 @@ def check_stop_after(config: CommonConfig, run: Run) -> None:
     """Raise a ConfigError if the run has made the iteration durable at which it is to stop."""
     stop, reached = stop_after(config), resume_point(run).iteration
     if stop is not None and reached >= stop:
-        raise ConfigError(
-            f"the run stands at iteration {reached} already, and would stop after iteration {stop}",
-            where="training.stop_after",
-            hint="raise it, or set training.stop_after=null to go on to the last step",
-        )
+        words = f"the run stands at iteration {reached} already, and would stop after iteration {stop}"
+        hint = "raise it, or set training.stop_after=null to go on to the last step"
+        raise ConfigError(words, where="training.stop_after", hint=hint)
 
 
 def evolved_data(config: RunConfig, run: Run, found: Manifest, *, accept: bool) -> AcceptedData | None:

@@ -447,8 +447,6 @@ def _check_apex(config: RunConfig) -> None:
     elif config.cluster.python is None and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
         why = "this Python has no Apex with fused_weight_gradient_mlp_cuda"
     if why is not None:
-        raise ConfigError(
-            f"training.gradient_accumulation_fusion=true cannot be had: {why}",
-            where="training.gradient_accumulation_fusion",
-            hint="leave it out: then it is used where it can be",
-        )
+        words = f"training.gradient_accumulation_fusion=true cannot be had: {why}"
+        hint = "leave it out: then it is used where it can be"
+        raise ConfigError(words, where="training.gradient_accumulation_fusion", hint=hint)

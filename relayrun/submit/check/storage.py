@@ -121,11 +121,9 @@ def check_log_folder(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=there):  # asks the file system: root and NFS judge otherwise than the mode
             pass
     except OSError as error:
-        raise InputError(
-            f"the folder of the jobs' logs cannot be written: {error.strerror}, so every job would end at once",
-            where=folder,
-            hint="let its owner open it (chmod g+w), or use a checkout of your own",
-        ) from None
+        words = f"the folder of the jobs' logs cannot be written: {error.strerror}, so every job would end at once"
+        hint = "let its owner open it (chmod g+w), or use a checkout of your own"
+        raise InputError(words, where=folder, hint=hint) from None
 
 
 def existing_parent(path: Path) -> Path:

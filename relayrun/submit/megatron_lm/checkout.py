@@ -44,11 +44,9 @@ class Checkout:
         """Raises ConfigError if there is none."""
         path = Path(folder)
         if not (path / ARGUMENTS_FILE).is_file():
-            raise ConfigError(
-                f"{path} is no checkout of Megatron-LM: it has no {ARGUMENTS_FILE}",
-                where="megatron_lm.dir",
-                hint="set it, or MEGATRON_LM_DIR in the launcher, to a checkout of Megatron-LM",
-            )
+            words = f"{path} is no checkout of Megatron-LM: it has no {ARGUMENTS_FILE}"
+            hint = "set it, or MEGATRON_LM_DIR in the launcher, to a checkout of Megatron-LM"
+            raise ConfigError(words, where="megatron_lm.dir", hint=hint)
         return cls(path)
 
     @cached_property

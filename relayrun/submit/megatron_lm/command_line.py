@@ -110,11 +110,9 @@ def command_line(config: MegatronConfig, run: Run) -> CommandLine:
     merged = flags.merge_flags([_flags_from_settings(config, run, checkout), from_file, from_args])
     steps = merged.find("train-iters")
     if steps is None or len(steps.values) != 1 or not steps.values[0].isdecimal():
-        raise ConfigError(
-            "the chain must know the last iteration, and no flag says it: --train-iters",
-            where="training.steps",
-            hint="set training.steps (TRAINING_STEPS), or train-iters in megatron_lm.args",
-        )
+        words = "the chain must know the last iteration, and no flag says it: --train-iters"
+        hint = "set training.steps (TRAINING_STEPS), or train-iters in megatron_lm.args"
+        raise ConfigError(words, where="training.steps", hint=hint)
     _refuse_blanks(merged)
     settings = MegatronSettings(
         run=[config.cluster.rank_python, str(checkout.folder / own.program), *merged.words],
