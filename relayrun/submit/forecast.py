@@ -178,18 +178,8 @@ def training_speed(config: RunConfig, run: Run, flops_per_token: float) -> Train
 def speed_shape(config: RunConfig) -> dict[str, Any]:
     """Return the settings that determine the speed of a run: model, layout, batch, kernels and site."""
     training = config.training
-    names = (
-        "seq_length",
-        "micro_batch_size",
-        "global_batch_size",
-        "threads",
-        "precision",
-        "deterministic",
-        "transformer_impl",
-        "recompute_granularity",
-        "recompute_modules",
-        "recompute_num_layers",
-    )
+    names = ["seq_length", "micro_batch_size", "global_batch_size", "threads", "precision", "deterministic"]
+    names += ["transformer_impl", "recompute_granularity", "recompute_modules", "recompute_num_layers"]
     return {
         "cluster": config.cluster.name,
         "job": [config.job.nodes, config.job.ntasks_per_node, config.job.cpus_per_task, config.job.gpus_per_node],

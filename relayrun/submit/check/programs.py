@@ -62,13 +62,9 @@ def _check_placeholders(config: CommandConfig, findings: Findings) -> None:
     for setting, words in (("command.run", command.run), ("command.resume", command.resume)):
         for found in (match[1] for word in words for match in _PLACEHOLDER.finditer(word)):
             if setting == "command.run" and found == "checkpoint":
-                findings.refuse(
-                    "command.placeholders",
-                    "{checkpoint} is empty where the run begins",
-                    setting=setting,
-                    value=words,
-                    remedy="put the words that need it into command.resume",
-                )
+                remedy = "put the words that need it into command.resume"
+                empty = "{checkpoint} is empty where the run begins"
+                findings.refuse("command.placeholders", empty, setting=setting, remedy=remedy)
             elif found not in known:
                 near = difflib.get_close_matches(found, known, n=1, cutoff=0.7)
                 how = findings.refuse if near else findings.warn
@@ -77,7 +73,6 @@ def _check_placeholders(config: CommandConfig, findings: Findings) -> None:
                     f"{{{found}}} is none of {', '.join(f'{{{each}}}' for each in known)}: "
                     "it is handed to the program as it stands",
                     setting=setting,
-                    value=words,
                     remedy=f"did you mean {{{near[0]}}}?" if near else "leave it if the program itself reads it",
                 )
     if len(findings.all) == before:

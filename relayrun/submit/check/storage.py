@@ -64,17 +64,12 @@ def check_written_paths(config: CommonConfig, run: Run, log_folder: Path, findin
         words = f"copies of checkpoints: {policies.mirror_location(config, second)}"
         with findings.catching("place.mirror", ok=words):
             policies.refuse_mirror_location(second, run)
-        folder = policies.mirror_folder(second)
-        if (
-            folder is not None
-            and folder.is_dir()
-            and os.stat(folder).st_dev == os.stat(existing_parent(run.path)).st_dev
-        ):
+        folder, own = policies.mirror_folder(second), existing_parent(run.path)
+        if folder is not None and folder.is_dir() and folder.stat().st_dev == own.stat().st_dev:
             findings.warn(
                 "place.mirror_apart",
                 "copies of checkpoints lie on the file system of the run, and are lost with it",
                 setting="checkpoint.mirror.path",
-                value=second.path,
                 remedy="set checkpoint.mirror.path to a folder of another file system",
             )
     with findings.catching("place.logs", ok=f"the folder of the jobs' logs, {log_folder}, can be written"):
@@ -87,17 +82,8 @@ def written_paths(config: CommonConfig, run: Run, log_folder: Path) -> Iterator[
     Paths in the run directory are named if they are links to other places.
     """
     yield "run_dir", run.path
-    inside = (
-        run.attempts,
-        run.checkpoints,
-        run.code,
-        run.config,
-        run.debug,
-        run.evaluations,
-        run.tensorboard,
-        run.triggers,
-        run.path / "wandb",
-    )
+    inside = [run.attempts, run.checkpoints, run.code, run.config, run.debug, run.evaluations]
+    inside += [run.tensorboard, run.triggers, run.path / "wandb"]
     yield from ((None, path) for path in inside if path.is_symlink())
     second = mirror_settings(config)
     if second is not None and (place := policies.mirror_folder(second)) is not None:
