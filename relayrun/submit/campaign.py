@@ -71,12 +71,8 @@ def read_campaign_status(folder: Path, *, now: float) -> list[MemberStatus]:
 def _member_status(
     folder: Path, whole: Campaign, member: CampaignMember, status: RunStatus | DamagedRun
 ) -> MemberStatus:
-    common: dict[str, Any] = {
-        "member": member.name,
-        "path": member.run_dir,
-        "settings": member.settings,
-        "begins": start_condition(member),
-    }
+    common: dict[str, Any] = {"member": member.name, "path": member.run_dir, "settings": member.settings}
+    common["begins"] = start_condition(member)
     if isinstance(status, DamagedRun):
         return MemberStatus(run=member.run.path.name, state="damaged", words=status.error, **common)
     state, words = str(status.state), status.stop or status.broken or status.last_end or ""

@@ -75,7 +75,9 @@ def _take_snapshot(folder: Path, root: Path, files: Mapping[str, Path]) -> Path:
             (copied / name).parent.mkdir(parents=True, exist_ok=True)
             _copy(source, copied / name)
         copied.chmod(copied.stat().st_mode & stat.S_ISGID | 0o777 & ~umask())  # a private one cannot be shared
-        write_atomic(target.with_suffix(".commit"), _git(root, "rev-parse", "HEAD") or _version(root))
+        installed = (root / "relayrun" / "share").is_dir()
+        unknown = f"relayrun {__version__}, an installed package\n" if installed else "unknown: no git checkout\n"
+        write_atomic(target.with_suffix(".commit"), _git(root, "rev-parse", "HEAD") or unknown)
         text, tokens = mask_tokens(_git(root, "diff", "HEAD") or "")
         if tokens:
             log.warning("masked in the difference to the commit: %s", ", ".join(sorted(set(tokens))))
@@ -112,12 +114,6 @@ def _files(root: Path, without: Path) -> dict[str, Path]:
 
 def _code(folder: Path) -> Iterator[Path]:
     return (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-
-
-def _version(root: Path) -> str:
-    if (root / "relayrun" / "share").is_dir():
-        return f"relayrun {__version__}, an installed package\n"
-    return "unknown: no git checkout\n"
 
 
 def _names(root: Path, without: Path) -> Iterator[str]:

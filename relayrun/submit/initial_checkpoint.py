@@ -177,13 +177,8 @@ def _find_megatron_for_native(
         vocabulary = pad_to_multiple(manifest.vocabulary_size, config.model.make_vocab_size_divisible_by)
         if there != vocabulary:
             differences.append(f"the padded vocabulary is {there} there and {vocabulary} here")
-    refuse_other_model(
-        megatron_settings.model_section(found),
-        config,
-        found.folder,
-        free=FREE_FIELDS_OF_PADDING,
-        differences=differences,
-    )
+    model = megatron_settings.model_section(found)
+    refuse_other_model(model, config, found.folder, free=FREE_FIELDS_OF_PADDING, differences=differences)
     with_optimizer = not (settings.finetune or settings.no_load_optim)
     fault = found.optimizer_fault()
     if with_optimizer and fault is not None:

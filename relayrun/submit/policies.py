@@ -37,12 +37,9 @@ def write_evaluation_policy(config: CommonConfig, plan: Plan, run: Run) -> None:
         run.evaluation_policy.unlink(missing_ok=True)
         return
     run.evaluations.mkdir(exist_ok=True)
-    settings = config.evaluation
+    own, steps = config.evaluation, plan.total_steps or 0
     policy = EvaluationPolicy(
-        interval=settings.interval,
-        total_steps=plan.total_steps or 0,
-        hold=settings.hold,
-        time_limit=parse_time(settings.job.time),
+        interval=own.interval, total_steps=steps, hold=own.hold, time_limit=parse_time(own.job.time)
     )
     write_atomic(run.evaluation_script, evaluation_script(config, plan, run), mode=0o777)
     policy.write(run.evaluation_policy)
@@ -151,10 +148,8 @@ def write_mirror_policy(config: CommonConfig, run: Run, *, take_over: bool = Fal
     MirrorPolicy(
         folder=mirror_location(config, settings),
         id=path.read_text(encoding="ascii"),
-        keep_last=settings.keep_last,
-        keep_every=settings.keep_every,
-        megabytes_per_second=settings.megabytes_per_second,
         program=[config.cluster.rank_python, "-m", "relayrun.train.mirror"],
+        **settings.model_dump(exclude={"path"}),
     ).write(mirror.mirror_policy_path(run))
 
 
@@ -196,8 +191,6 @@ def make_notice_policy(config: CommonConfig) -> NoticePolicy:
         cluster=config.cluster.name,
         since=time.time(),
         targets=targets,
-        failed_attempts=settings.failed_attempts,
-        no_progress=settings.no_progress,
-        disk_checkpoints=settings.disk_checkpoints,
         program=[config.cluster.rank_python, "-m", "relayrun.watch.send_notices"],
+        **settings.model_dump(exclude={"targets", "events"}),
     )

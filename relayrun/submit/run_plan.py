@@ -29,8 +29,7 @@ from relayrun.submit.megatron_lm.command_line import command_line
 
 
 def trainer_settings(config: CommonConfig, run: Run) -> dict[str, Any]:
-    """Return the settings of the config's trainer, as its class in `relayrun.control.trainers` reads them; {} for
-    native.
+    """Return the settings for the trainer's class in `relayrun.control.trainers`; {} for trainer native.
 
     Raises ConfigError, and InputError if data that a command names are not there.
     """

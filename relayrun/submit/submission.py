@@ -244,8 +244,7 @@ def _with_checkout_snapshot(run: Run, config: CommonConfig) -> CommonConfig:
 
 
 def _takes_snapshot(config: CommonConfig) -> bool:
-    """Return True if the jobs run a copy of the code: on request, and for an installed package, which an
-    upgrade would change under queued jobs."""
+    """Return True if the jobs run a copy of the code: on request, or if an upgrade could change it under them."""
     return config.debug.backup_codebase or not places.is_checkout()
 
 

@@ -159,13 +159,8 @@ def _check_router(model: ModelSection, experts: int) -> None:
                 f"model.transformer.moe_router_group_topk {settings.moe_router_group_topk} is chosen from "
                 f"moe_router_num_groups {groups}: groups of equal size, at least so many, among {experts} experts"
             )
-        check_multiple(
-            "model.transformer.moe_router_topk",
-            chosen,
-            "moe_router_group_topk",
-            settings.moe_router_group_topk,
-            ": each chosen group gives as many experts",
-        )
+        name, why = "model.transformer.moe_router_topk", ": each chosen group gives as many experts"
+        check_multiple(name, chosen, "moe_router_group_topk", settings.moe_router_group_topk, why)
 
 
 def _check_expert_parallelism(config: LayoutConfig, experts: int) -> None:

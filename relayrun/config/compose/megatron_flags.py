@@ -193,12 +193,7 @@ FLAG_TABLE: tuple[FlagRow, ...] = (
     _always("model", "position-embedding-type", "rope"),
     _value("model.rotary_base", saved=10_000),
     _unless("model.rotary_percent", 1, " VALUE, where it is below 1"),
-    _row(
-        "model.rope_scaling_factor",
-        lambda value, _: None if value is None else (),
-        ", where there is a factor",
-        flag="use-rope-scaling",
-    ),
+    _row("model.rope_scaling_factor", _alone, ", where there is a factor", flag="use-rope-scaling"),
     _value("model.rope_scaling_factor"),
     _value("model.make_vocab_size_divisible_by", saved=None),
     _always("model", "normalization", "RMSNorm"),
@@ -300,12 +295,7 @@ def saved_settings(section: str, arguments: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-FIXED_FLAGS: tuple[tuple[str, ...], ...] = (
-    ("log-interval", "1"),
-    ("log-progress",),
-    ("log-throughput",),
-    ("exit-signal-handler",),
-)
+FIXED_FLAGS = (("log-interval", "1"), ("log-progress",), ("log-throughput",), ("exit-signal-handler",))
 """Flags of every run: the chain counts the lines of iterations, and asks for a save by a signal."""
 
 SETTINGS_WITHOUT_FLAG = {

@@ -59,6 +59,7 @@ def _check_program(config: CommandConfig, findings: Findings) -> None:
 def _check_placeholders(config: CommandConfig, findings: Findings) -> None:
     command, before = config.command, len(findings.all)
     known = [*PLACEHOLDERS, "python"]
+    every = ", ".join(f"{{{name}}}" for name in known)
     for setting, words in (("command.run", command.run), ("command.resume", command.resume)):
         for found in (match[1] for word in words for match in _PLACEHOLDER.finditer(word)):
             if setting == "command.run" and found == "checkpoint":
@@ -68,15 +69,11 @@ def _check_placeholders(config: CommandConfig, findings: Findings) -> None:
             elif found not in known:
                 near = difflib.get_close_matches(found, known, n=1, cutoff=0.7)
                 how = findings.refuse if near else findings.warn
-                how(
-                    "command.placeholders",
-                    f"{{{found}}} is none of {', '.join(f'{{{each}}}' for each in known)}: "
-                    "it is handed to the program as it stands",
-                    setting=setting,
-                    remedy=f"did you mean {{{near[0]}}}?" if near else "leave it if the program itself reads it",
-                )
+                text = f"{{{found}}} is none of {every}: it is handed to the program as it stands"
+                remedy = f"did you mean {{{near[0]}}}?" if near else "leave it if the program itself reads it"
+                how("command.placeholders", text, setting=setting, remedy=remedy)
     if len(findings.all) == before:
-        findings.ok("command.placeholders", f"every placeholder is one of {', '.join(f'{{{n}}}' for n in known)}")
+        findings.ok("command.placeholders", f"every placeholder is one of {every}")
 
 
 def _check_progress(config: CommandConfig, findings: Findings) -> None:
@@ -111,19 +108,13 @@ def _check_progress(config: CommandConfig, findings: Findings) -> None:
         words = f"{rule.pattern} counts as soon as it has this name; that it is renamed when whole is taken on trust"
     findings.ok("command.checkpoint", words)
     if rule.pattern is not None and not any("{checkpoints}" in word or "{run_dir}" in word for word in command.run):
-        findings.warn(
-            "command.checkpoint",
-            "nothing tells the program where its checkpoints are to lie",
-            setting="command.run",
-            remedy="hand {checkpoints} to it: what lies elsewhere does not count",
-        )
+        text = "nothing tells the program where its checkpoints are to lie"
+        remedy = "hand {checkpoints} to it: what lies elsewhere does not count"
+        findings.warn("command.checkpoint", text, setting="command.run", remedy=remedy)
     if not command.resume and not any("{iteration}" in word or "{checkpoints}" in word for word in command.run):
-        findings.warn(
-            "command.resume",
-            "nothing in the command tells the program which checkpoint to go on from",
-            setting="command.resume",
-            remedy="give the arguments for it, with {checkpoint}; or it asks relayrun.client.checkpoint()",
-        )
+        text = "nothing in the command tells the program which checkpoint to go on from"
+        remedy = "give the arguments for it, with {checkpoint}; or it asks relayrun.client.checkpoint()"
+        findings.warn("command.resume", text, setting="command.resume", remedy=remedy)
 
 
 def _check_signals(config: CommandConfig, findings: Findings) -> None:
@@ -237,15 +228,10 @@ def _check_rank_python(config: CommonConfig, names: Sequence[str], findings: Fin
         )
     elif missing:
         how = findings.warn if cluster.modules else findings.refuse
-        how(
-            "node.packages",
-            f"{python} has no {', '.join(missing)}, which the ranks import",
-            setting=setting,
-            value=python,
-            remedy="install it there (pip install 'relayrun[train]'), set cluster.python to the Python that has it, or "
-            "PYTHONPATH in "
-            "cluster.environment" + ("; the modules may bring it" if cluster.modules else ""),
-        )
+        words = f"{python} has no {', '.join(missing)}, which the ranks import"
+        remedy = "install it there (pip install 'relayrun[train]'), set cluster.python to the Python that has it, or "
+        remedy += "PYTHONPATH in cluster.environment" + ("; the modules may bring it" if cluster.modules else "")
+        how("node.packages", words, setting=setting, value=python, remedy=remedy)
     else:
         findings.ok("node.python", f"{python} is Python {version[0]}.{version[1]} and has what the ranks import")
 
@@ -266,14 +252,10 @@ def _check_script(config: CommandConfig, findings: Findings) -> None:
     elif isinstance(answer, str):
         how("command.python", f"{python} does not start: {answer}", setting=setting, value=python)
     elif answer["missing"]:
-        how(
-            "command.packages",
-            f"{python} has no {', '.join(answer['missing'])}, which {script} imports",
-            setting=setting,
-            value=python,
-            remedy="install it there, or name the Python that has it in command.run; {python} is cluster.python"
-            + ("; the modules or lines of job.setup may bring it" if changed else ""),
-        )
+        text = f"{python} has no {', '.join(answer['missing'])}, which {script} imports"
+        remedy = "install it there, or name the Python that has it in command.run; {python} is cluster.python"
+        remedy += "; the modules or lines of job.setup may bring it" if changed else ""
+        how("command.packages", text, setting=setting, value=python, remedy=remedy)
     else:
         findings.ok("command.packages", f"{python} has what {script} imports")
 

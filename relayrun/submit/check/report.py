@@ -115,14 +115,10 @@ def _check_gpu_memory(future: Forecast, findings: Findings) -> None:
     if there is None:
         findings.ok("memory.gpu", f"{words}; cluster.gpu_memory_gb does not say what it has", value=round(needed))
     elif needed > USABLE_GPU_MEMORY * there:
-        findings.warn(
-            "memory.gpu",
-            f"{words}; {USABLE_GPU_MEMORY:.0%} of its {format_bytes(there)} are "
-            f"{format_bytes(USABLE_GPU_MEMORY * there)}",
-            setting="training.micro_batch_size",
-            value=round(needed),
-            remedy="lower training.micro_batch_size, set training.recompute_granularity, or split the model further",
-        )
+        usable = format_bytes(USABLE_GPU_MEMORY * there)
+        words += f"; {USABLE_GPU_MEMORY:.0%} of its {format_bytes(there)} are {usable}"
+        remedy = "lower training.micro_batch_size, set training.recompute_granularity, or split the model further"
+        findings.warn("memory.gpu", words, setting="training.micro_batch_size", value=round(needed), remedy=remedy)
     else:
         findings.ok("memory.gpu", f"{words}, of {format_bytes(there)}", value=round(needed))
 

@@ -111,12 +111,11 @@ def _limit(partition: dict[str, str], plan: Plan, findings: Findings) -> None:
     name, before = partition["PartitionName"], len(findings.all)
     limit = partition.get("MaxTime", "UNLIMITED")
     if limit not in ("UNLIMITED", "INFINITE") and plan.time_limit > parse_time(limit):
-        findings.refuse(
-            "slurm.time",
+        longer, remedy = (
             f"{format_time(plan.time_limit)} is more than partition {name} allows, {limit}",
-            setting="job.time",
-            remedy="lower job.time: a chain goes on in the next job",
+            "lower job.time: a chain goes on in the next job",
         )
+        findings.refuse("slurm.time", longer, setting="job.time", remedy=remedy)
     nodes, most = plan.nodes_of_job, partition.get("MaxNodes", "UNLIMITED")
     least, there = partition.get("MinNodes", "0"), partition.get("TotalNodes", "")
     wrong = {

@@ -66,12 +66,9 @@ def check_written_paths(config: CommonConfig, run: Run, log_folder: Path, findin
             policies.refuse_mirror_location(second, run)
         folder, own = policies.mirror_folder(second), existing_parent(run.path)
         if folder is not None and folder.is_dir() and folder.stat().st_dev == own.stat().st_dev:
-            findings.warn(
-                "place.mirror_apart",
-                "copies of checkpoints lie on the file system of the run, and are lost with it",
-                setting="checkpoint.mirror.path",
-                remedy="set checkpoint.mirror.path to a folder of another file system",
-            )
+            words = "copies of checkpoints lie on the file system of the run, and are lost with it"
+            remedy = "set checkpoint.mirror.path to a folder of another file system"
+            findings.warn("place.mirror_apart", words, setting="checkpoint.mirror.path", remedy=remedy)
     with findings.catching("place.logs", ok=f"the folder of the jobs' logs, {log_folder}, can be written"):
         check_log_folder(log_folder)
 

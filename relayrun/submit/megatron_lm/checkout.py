@@ -260,25 +260,16 @@ def _refused_flags(
     source = {f"--{flag.name}": flag.source for flag in flags}
     known = [f"--{name}" for name in answer["flags"]] + [f"--{name}" for name in own]
     found = []
-    for word in answer["unknown"]:
-        name = word.partition("=")[0]
-        if name in known:
-            continue
-        near = did_you_mean(name, known, most=1)
-        found.append(
-            FlagRefusal(
-                words=f"this checkout ({checkout.version}) has no flag {name}{'; ' + near if near else ''}",
-                source=source.get(name, "the command"),
-                hint="correct it, or leave it out",
-            )
-        )
+
+    def refuse(words: str, name: str, hint: str) -> None:
+        words, origin = f"this checkout ({checkout.version}) {words}", source.get(name, "the command")
+        found.append(FlagRefusal(words=words, source=origin, hint=hint))
+
+    for name in (word.partition("=")[0] for word in answer["unknown"]):
+        if name not in known:
+            near = did_you_mean(name, known, most=1)
+            refuse(f"has no flag {name}{'; ' + near if near else ''}", name, "correct it, or leave it out")
     for message in answer["errors"]:
         name = next((name for name in source if name in message.replace("/", " ").replace(":", " ").split()), "")
-        found.append(
-            FlagRefusal(
-                words=f"this checkout ({checkout.version}) says: {message}",
-                source=source.get(name, "the command"),
-                hint="correct the value",
-            )
-        )
+        refuse(f"says: {message}", name, "correct the value")
     return found

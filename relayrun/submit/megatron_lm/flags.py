@@ -14,18 +14,9 @@ from dataclasses import dataclass
 
 from relayrun.errors import ConfigError
 
+_PREFIX_FLAGS = frozenset(f"{part}data-path" for part in ("", "train-", "valid-", "test-"))
 _ALTERNATIVES = (
-    frozenset(
-        {
-            "data-path",
-            "train-data-path",
-            "valid-data-path",
-            "test-data-path",
-            "data-args-path",
-            "per-split-data-args-path",
-            "mock-data",
-        }
-    ),
+    _PREFIX_FLAGS | {"data-args-path", "per-split-data-args-path", "mock-data"},
     frozenset({"bf16", "fp16"}),
     frozenset({"train-iters", "train-samples"}),
     frozenset({"lr-warmup-iters", "lr-warmup-samples", "lr-warmup-fraction"}),
