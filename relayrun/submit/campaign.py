@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from relayrun.config.compose import resolve, yaml_file
-from relayrun.config.compose.campaign import CampaignDescription, CampaignRunDescription
+from relayrun.config.compose.campaign import CampaignDescription
 from relayrun.config.compose.schema import CommonConfig, RunConfig
 from relayrun.control.chain.campaign import member_readiness
 from relayrun.control.rundir import campaign
@@ -44,24 +44,24 @@ class MemberStatus:
     """Name of the run, as project/name."""
     path: str
     settings: dict[str, Any]
-    """What it has of its own."""
+    """The member's own settings."""
     begins: str
-    """When it begins, in words; empty where at once."""
+    """Condition of the start, in words; empty: at once."""
     state: str
     """Either `done` or the state of its chain, see `summary.ChainState`."""
-    iteration: int
-    total_steps: int | None
-    loss: float | None
+    iteration: int = 0
+    total_steps: int | None = None
+    loss: float | None = None
     """Loss of the last step in nats per token; None before the first step."""
-    node_hours: float | None
-    """Node hours of all its jobs; None where they are not known."""
-    attempts: int
+    node_hours: float | None = None
+    """Node hours of all its jobs; None if they are not known."""
+    attempts: int = 0
     words: str
-    """What it waits for, or why it ended."""
+    """Reason of the wait, or of the end."""
 
 
 def read_campaign_status(folder: Path, *, now: float) -> list[MemberStatus]:
-    """Look at every run of a campaign. Raises RunDirError where there is none."""
+    """Look at every run of a campaign. Raises RunDirError if there is none."""
     whole = Campaign.load(folder)
     runs = [member.run for member in whole.members]
     found = {status.path: status for status in RunsWatcher().statuses(runs, now=now)}
@@ -71,15 +71,10 @@ def read_campaign_status(folder: Path, *, now: float) -> list[MemberStatus]:
 def _member_status(
     folder: Path, whole: Campaign, member: CampaignMember, status: RunStatus | DamagedRun
 ) -> MemberStatus:
-    common: dict[str, Any] = {
-        "member": member.name,
-        "path": member.run_dir,
-        "settings": member.settings,
-        "begins": start_condition(member),
-    }
+    common: dict[str, Any] = {"member": member.name, "path": member.run_dir, "settings": member.settings}
+    common["begins"] = start_condition(member)
     if isinstance(status, DamagedRun):
-        nothing: dict[str, Any] = {"iteration": 0, "total_steps": None, "loss": None, "node_hours": None, "attempts": 0}
-        return MemberStatus(run=member.run.path.name, state="damaged", words=status.error, **nothing, **common)
+        return MemberStatus(run=member.run.path.name, state="damaged", words=status.error, **common)
     state, words = str(status.state), status.stop or status.broken or status.last_end or ""
     if status.stop_state == "done" and state == "stopped":
         state = "done"
@@ -107,7 +102,7 @@ def _wait_reason(folder: Path, whole: Campaign, member: CampaignMember) -> str:
 
 
 def start_condition(member: CampaignMember) -> str:
-    """When a member begins, in words; empty where at once."""
+    """Return the condition of a member's start, in words; empty: at once."""
     if member.after is not None:
         return f"after {member.after}"
     if member.source is None:
@@ -119,13 +114,16 @@ def start_condition(member: CampaignMember) -> str:
 def _node_hours(member: CampaignMember) -> float | None:
     try:
         return account_for_run(member.run).node_hours
-    except (RelayrunError, OSError, ValueError):  # what it cost is worth no error where it stands
+    except (RelayrunError, OSError, ValueError):  # a cost is worth no error
         return None
 
 
 def campaign_table(entries: Sequence[MemberStatus]) -> Table:
     """Return a table with a line a run, the settings that differ in a column each."""
-    differing = differing_settings(entries)
+    names = dict.fromkeys(name for entry in entries for name in entry.settings)
+    differing = [
+        name for name in names if any(entry.settings.get(name) != entries[0].settings.get(name) for entry in entries)
+    ]
     ordered = any(entry.begins for entry in entries)
     made = Table(box=None, padding=(0, 2, 0, 0))
     made.add_column("run")
@@ -154,14 +152,6 @@ def campaign_table(entries: Sequence[MemberStatus]) -> Table:
     return made
 
 
-def differing_settings(entries: Sequence[MemberStatus]) -> list[str]:
-    """Names of the settings that are not the same in all runs."""
-    names = dict.fromkeys(name for entry in entries for name in entry.settings)
-    return [
-        name for name in names if any(entry.settings.get(name) != entries[0].settings.get(name) for entry in entries)
-    ]
-
-
 def submit_campaign(described: CampaignDescription) -> bool:
     """Make the run directories and the campaign; return whether it is new. Nothing is queued by it.
 
@@ -180,70 +170,53 @@ def submit_campaign(described: CampaignDescription) -> bool:
     try:
         with ExitStack() as stack:
             for run in described.runs:
-                _refuse_foreign_run(Run(Path(run.config.run_dir or "")), folder)
-                membership = CampaignMembership(folder=str(folder), member=run.member)
-                stack.enter_context(
-                    submission.prepared_run(
-                        run.config,
-                        SubmitIntent(),
-                        run.given,
-                        membership=membership,
-                        awaited=run.source is not None,
-                    )
+                _refuse_foreign_run(run.run, folder)
+                membership = CampaignMembership(folder=str(folder), member=run.name)
+                prepared = submission.prepared_run(
+                    run.config, SubmitIntent(), run.given, membership=membership, awaited=run.source is not None
                 )
+                stack.enter_context(prepared)
             whole.save(folder)
     except BaseException:
         if made:
-            _remove_folder(folder)
+            for path in (folder / "campaign.json", folder / "lock"):
+                path.unlink(missing_ok=True)
+            with suppress(OSError):  # somebody has put something there meanwhile
+                folder.rmdir()
         raise
     return True
 
 
 def make_campaign(described: CampaignDescription) -> Campaign:
-    """What is written of a described campaign."""
+    """Return the record of a described campaign."""
+    names = [field.name for field in fields(CampaignMember)]
     return Campaign(
         kind=described.kind,
         name=described.name,
         owner=os.geteuid(),
         scheduler=described.runs[0].config.cluster.scheduler,
         at_once=described.at_once,
-        members=[
-            CampaignMember(
-                name=run.member,
-                run_dir=run.config.run_dir or "",
-                settings=run.settings,
-                source=run.source,
-                iteration=run.iteration,
-                after=run.after,
-                evaluated=run.evaluated,
-                counts_from_zero=run.counts_from_zero,
-            )
-            for run in described.runs
-        ],
+        members=[CampaignMember(**{name: getattr(run, name) for name in names}) for run in described.runs],
     )
 
 
 def check_stages(described: CampaignDescription) -> None:
-    """Look at what a stage is handed by the one before it. Raises ConfigError."""
-    by_name = {run.member: run for run in described.runs}
+    """Raise ConfigError unless each stage has the model of the stage whose checkpoint it starts from."""
+    configs = {run.name: run.config for run in described.runs}
     for run in described.runs:
-        if run.source is not None:
-            _check_model(by_name[run.source], run)
-
-
-def _check_model(before: CampaignRunDescription, run: CampaignRunDescription) -> None:
-    """Raise ConfigError unless the weights of the stage before are those of this one's model."""
-    if isinstance(before.config, RunConfig) and isinstance(run.config, RunConfig):
+        before = configs.get(run.source or "")
+        if not isinstance(before, RunConfig) or not isinstance(run.config, RunConfig):
+            continue
         try:
-            refuse_other_model(before.config.model, run.config, Path(before.config.run_dir or ""))
+            refuse_other_model(before.model, run.config, Path(before.run_dir or ""))
         except ConfigError as error:
-            where = run.given.place(("checkpoint", "load")) or run.member
+            where = run.given.place(("checkpoint", "load")) or run.name
             hint = "let both stages have one model"
-            raise ConfigError(f"stage {run.member}: {error.message}", where=where, hint=hint) from None
+            raise ConfigError(f"stage {run.name}: {error.message}", where=where, hint=hint) from None
 
 
 def _refuse_foreign_run(run: Run, folder: Path) -> None:
-    """Raise RunDirError where a run lies in the place of a member, and is none of this campaign's."""
+    """Raise RunDirError if a run lies in the place of a member, and is none of this campaign's."""
     membership = campaign.read_membership(run)
     strange = run.plan.exists() and (membership is None or membership.folder != str(folder))
     if strange or run.newest_begun() is not None:
@@ -260,15 +233,10 @@ def _refuse_changed_campaign(described: CampaignDescription, whole: Campaign) ->
         hint = f"give this config another name; `relayrun {whole.kind} status {described.name}` shows what is there"
         raise ConfigError(f"another {word} of this name is there", where=folder, hint=hint)
     for run in described.runs:
-        own = Run(Path(run.config.run_dir or ""))
-        revision = min(own.revisions(), default=None)
-        try:
-            same = revision is not None and _comparable_settings(
-                resolve.read_resolved_config(own.config_revision(revision))
-            ) == (_comparable_settings(run.config))
-        except RelayrunError:
-            same = False
-        if not same:
+        own, before = run.run, None
+        with suppress(RelayrunError):  # no revision, or an unreadable one
+            before = resolve.read_resolved_config(own.config_revision(min(own.revisions(), default=0)))
+        if before is None or _comparable_settings(before) != _comparable_settings(run.config):
             hint = f"give this config another name, or go on with `relayrun {whole.kind} resume {described.name}`"
             raise ConfigError(f"this {word} was submitted with other settings", where=own.path, hint=hint)
 
@@ -281,13 +249,3 @@ def _comparable_settings(config: CommonConfig) -> dict[str, Any]:
     if isinstance(values.get("data"), dict):
         values["data"].pop("mixture", None)
     return values
-
-
-def _remove_folder(folder: Path) -> None:
-    """Remove what this submit made of a campaign that it could not make."""
-    for path in (folder / "campaign.json", folder / "lock"):
-        path.unlink(missing_ok=True)
-    try:
-        folder.rmdir()
-    except OSError:  # somebody has put something there meanwhile
-        return

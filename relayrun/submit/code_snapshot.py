@@ -7,7 +7,7 @@ code/0001/          the files, below the same names
 code/0001.sha256    of all of them: a later submit of the same code takes the same snapshot
 code/0001.commit    the commit of the checkout
 code/0001.diff      what was changed since, for its owner alone
-code/megatron-lm/   the same of the checkout of Megatron-LM that the ranks run, where they do
+code/megatron-lm/   the same of the checkout of Megatron-LM that the ranks run, if any
 
 Files that look like secrets by their name are left out, unless git knows them; files that hold a token are for their
 owner alone; tokens in the difference are masked. Each is said. Nothing becomes wider than the umask.
@@ -15,6 +15,7 @@ owner alone; tokens in the difference are masked. Each is said. Nothing becomes 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -22,7 +23,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from relayrun import __version__
@@ -36,7 +37,7 @@ MAX_FILE_BYTES = 1 << 20
 """Bytes of a file that git does not know, above which it is taken for data and left out."""
 
 SNAPSHOT_PARTS = ("relayrun", "launchers", "scripts", "configs")
-"""Folders and files that are copied where the code is no git checkout."""
+"""Folders and files that are copied if the code is no git checkout."""
 
 
 def snapshot_code(run: Run, root: Path) -> Path:
@@ -49,20 +50,24 @@ def snapshot_of_checkout(run: Run, root: Path) -> Path:
 
     Where git does not say which files are code, all are taken that are no secrets and not large.
     """
-    names = _names(root, run.path) if (root / ".git").exists() else _all_names(root, run.path)
+    if (root / ".git").exists():
+        names = _names(root, run.path)
+    else:
+        names = _new_code(root, run.path, (str(path.relative_to(root)) for path in _code(root)))
     folder = run.code / "megatron-lm"
     folder.mkdir(parents=True, exist_ok=True)
     return _take_snapshot(folder, root, {name: root / name for name in sorted(names)})
 
 
 def _take_snapshot(folder: Path, root: Path, files: Mapping[str, Path]) -> Path:
-    """Copy the files to the next number in `folder`; return the newest one where that holds the same."""
+    """Copy the files to the next number in `folder`; return the newest snapshot if it holds the same."""
     folder.mkdir(exist_ok=True)
     remove_leftovers(folder)
     digest = _digest(files)
     known = sorted(path for path in folder.iterdir() if path.name.isdecimal())
-    if known and _read(known[-1].with_suffix(".sha256")) == digest:
-        return known[-1]
+    with contextlib.suppress(FileNotFoundError):
+        if known and known[-1].with_suffix(".sha256").read_text(encoding="utf-8") == digest:
+            return known[-1]
     target = folder / f"{int(known[-1].name) + 1 if known else 1:04}"
     copied = Path(tempfile.mkdtemp(dir=folder, prefix=temporary_prefix()))
     try:
@@ -70,7 +75,9 @@ def _take_snapshot(folder: Path, root: Path, files: Mapping[str, Path]) -> Path:
             (copied / name).parent.mkdir(parents=True, exist_ok=True)
             _copy(source, copied / name)
         copied.chmod(copied.stat().st_mode & stat.S_ISGID | 0o777 & ~umask())  # a private one cannot be shared
-        write_atomic(target.with_suffix(".commit"), _git(root, "rev-parse", "HEAD") or _version(root))
+        installed = (root / "relayrun" / "share").is_dir()
+        unknown = f"relayrun {__version__}, an installed package\n" if installed else "unknown: no git checkout\n"
+        write_atomic(target.with_suffix(".commit"), _git(root, "rev-parse", "HEAD") or unknown)
         text, tokens = mask_tokens(_git(root, "diff", "HEAD") or "")
         if tokens:
             log.warning("masked in the difference to the commit: %s", ", ".join(sorted(set(tokens))))
@@ -109,43 +116,25 @@ def _code(folder: Path) -> Iterator[Path]:
     return (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
 
 
-def _version(root: Path) -> str:
-    if (root / "relayrun" / "share").is_dir():
-        return f"relayrun {__version__}, an installed package\n"
-    return "unknown: no git checkout\n"
-
-
 def _names(root: Path, without: Path) -> Iterator[str]:
     """Files of the code, relative to `root`; nothing below the folder `without`, and no secrets."""
     tracked = _git(root, "ls-files", "-z")
     if tracked is None:
-        for part in SNAPSHOT_PARTS:
-            for path in _code(root / part):
-                name = str(path.relative_to(root))
-                if not _is_secret(root, name):
-                    yield name
+        names = (str(path.relative_to(root)) for part in SNAPSHOT_PARTS for path in _code(root / part))
+        yield from (name for name in names if not _is_secret(root, name))
         return
     others = _git(root, "ls-files", "-z", "--others", "--exclude-standard") or ""
     for name in filter(None, tracked.split("\0")):
         if os.path.lexists(root / name) and not (root / name).is_dir():  # not deleted, no submodule
             yield name
-    for name in filter(None, others.split("\0")):
+    yield from _new_code(root, without, filter(None, others.split("\0")))
+
+
+def _new_code(root: Path, without: Path, names: Iterable[str]) -> Iterator[str]:
+    """Files that git does not know, of these: nothing below the folder `without`, no large file, and no secret."""
+    for name in names:
         path = root / name
-        if not path.is_file() or path.is_relative_to(without):
-            continue
-        if _is_secret(root, name):
-            continue
-        if path.stat().st_size > MAX_FILE_BYTES:
-            log.warning("not in the snapshot, too large for code: %s", path)
-        else:
-            yield name
-
-
-def _all_names(root: Path, without: Path) -> Iterator[str]:
-    """Every file below `root`, relative to it; nothing below the folder `without`, what is large, or a secret."""
-    for path in _code(root):
-        name = str(path.relative_to(root))
-        if path.is_relative_to(without) or _is_secret(root, name):
+        if not path.is_file() or path.is_relative_to(without) or _is_secret(root, name):
             continue
         if path.stat().st_size > MAX_FILE_BYTES:
             log.warning("not in the snapshot, too large for code: %s", path)
@@ -169,7 +158,7 @@ def _digest(files: Mapping[str, Path]) -> str:
 
 
 def _git(root: Path, *arguments: str) -> str | None:
-    """What git prints; None where there is no git or `root` is not the top of a checkout."""
+    """The output of git; None without git, or if `root` is not the top of a checkout."""
     if not (root / ".git").exists():
         return None
     try:
@@ -177,7 +166,3 @@ def _git(root: Path, *arguments: str) -> str | None:
     except FileNotFoundError:
         return None
     return done.stdout.decode(errors="surrogateescape") if done.returncode == 0 else None
-
-
-def _read(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.is_file() else ""

@@ -38,16 +38,16 @@ SECONDS_PER_HOUR = 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSize:
-    """What checkpoints take on disk."""
+    """The size of checkpoints on disk."""
 
     bytes: int
-    """One checkpoint."""
+    """Bytes of a checkpoint."""
     source: str
-    """Whether it was measured or computed."""
+    """Origin of the size: measured or computed."""
     kept: int
-    """How many the run keeps at its end."""
+    """Checkpoints that the run keeps at its end."""
     most: int
-    """How many lie there at a time at most: those that are kept, and the one that is being written."""
+    """Maximum checkpoints at a time: the kept checkpoints, and the checkpoint that is being written."""
 
     @property
     def kept_bytes(self) -> int:
@@ -60,7 +60,7 @@ class CheckpointSize:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveInterval:
-    """How often to save, by Daly's formula, and what it was computed from; seconds."""
+    """The best time between saves by Daly's formula, and its inputs, in seconds."""
 
     save: float
     save_source: str
@@ -78,7 +78,7 @@ def daly_interval(save: float, mtbf: float) -> float:
 
     Young (1974, Communications of the ACM 17(9)): sqrt(2 save mtbf). Daly (2006, Future Generation Computer Systems
     22(3), equation 37) takes it further for saves that are not short: sqrt(2 save mtbf) (1 + sqrt(r) / 3 + r / 9) -
-    save with r = save / (2 mtbf), where r < 1, and mtbf where it is not.
+    save with r = save / (2 mtbf), if r < 1, and mtbf otherwise.
     """
     if save >= 2 * mtbf:
         return mtbf
@@ -120,7 +120,7 @@ def checkpoint_size(config: RunConfig, parameters: int, run: Run) -> CheckpointS
 
 
 def save_interval(config: RunConfig, run: Run) -> SaveInterval | None:
-    """Return what the formula needs; None where a save was never measured, or nothing is known of failures."""
+    """Return what the formula needs; None if a save was never measured, or nothing is known of failures."""
     saves = Lineage(run).newest_saves(GRACE_SAVES)
     if not saves:
         return None
@@ -159,21 +159,14 @@ class TrainingSpeed:
 
 
 def training_speed(config: RunConfig, run: Run, flops_per_token: float) -> TrainingSpeed | None:
-    """Return how fast the run trains; None where nothing is measured, and no setting says."""
-    own = _newest_config(run)
-    if own is not None and speed_shape(own) == speed_shape(config) and (found := measured_speed(run)) is not None:
+    """Return how fast the run trains; None if nothing is measured, and no setting says."""
+    if (found := _speed_of_shape(run, config)) is not None:
         return TrainingSpeed(tokens_per_second=found, source="median of this run's last steps")
     others = {other: _trained_last(other) for other in find_runs.all_run_folders() if other.path != run.path}
     for other in heapq.nlargest(OTHER_RUNS, (each for each, time in others.items() if time), key=others.__getitem__):
-        theirs = _newest_config(other)
-        if (
-            theirs is not None
-            and speed_shape(theirs) == speed_shape(config)
-            and (found := measured_speed(other)) is not None
-        ):
-            return TrainingSpeed(
-                tokens_per_second=found, source=f"median of {other.path.parent.name}/{other.path.name}"
-            )
+        if (found := _speed_of_shape(other, config)) is not None:
+            source = f"median of {other.path.parent.name}/{other.path.name}"
+            return TrainingSpeed(tokens_per_second=found, source=source)
     assumed, gpus = config.cluster.tflops_per_gpu, config.job.nodes * config.job.gpus_per_node
     if assumed is not None and gpus:
         return TrainingSpeed(
@@ -183,20 +176,10 @@ def training_speed(config: RunConfig, run: Run, flops_per_token: float) -> Train
 
 
 def speed_shape(config: RunConfig) -> dict[str, Any]:
-    """What two runs have in common that train as fast as each other: model, layout, batch, kernels and site."""
+    """Return the settings that determine the speed of a run: model, layout, batch, kernels and site."""
     training = config.training
-    names = (
-        "seq_length",
-        "micro_batch_size",
-        "global_batch_size",
-        "threads",
-        "precision",
-        "deterministic",
-        "transformer_impl",
-        "recompute_granularity",
-        "recompute_modules",
-        "recompute_num_layers",
-    )
+    names = ["seq_length", "micro_batch_size", "global_batch_size", "threads", "precision", "deterministic"]
+    names += ["transformer_impl", "recompute_granularity", "recompute_modules", "recompute_num_layers"]
     return {
         "cluster": config.cluster.name,
         "job": [config.job.nodes, config.job.ntasks_per_node, config.job.cpus_per_task, config.job.gpus_per_node],
@@ -207,7 +190,7 @@ def speed_shape(config: RunConfig) -> dict[str, Any]:
 
 
 def measured_speed(run: Run) -> float | None:
-    """Median tokens a second of a run's newest steps; None where it has too few."""
+    """Median tokens a second of a run's newest steps; None if it has too few."""
     steps: Iterable[dict[str, Any]] = (
         line for _, line in read_lines_backwards(run.metrics_view) if "tokens_per_second" in line
     )
@@ -219,20 +202,22 @@ def measured_speed(run: Run) -> float | None:
 
 
 def _trained_last(run: Run) -> float:
-    """When a run's metrics were written last; 0 where there are none, or others may not look."""
+    """Time of the last write of a run's metrics; 0 without metrics, or without the permission to look."""
     try:
         return run.metrics_view.stat().st_mtime
     except OSError:
         return 0.0
 
 
-def _newest_config(run: Run) -> RunConfig | None:
+def _speed_of_shape(run: Run, config: RunConfig) -> float | None:
+    """The measured speed of a run whose newest config has the shape of `config`; None for another shape."""
     try:
         revisions = run.revisions()
         newest = resolve.read_resolved_config(run.config_revision(revisions[-1])) if revisions else None
-        return newest if isinstance(newest, RunConfig) else None
     except (RelayrunError, OSError):
         return None
+    same = isinstance(newest, RunConfig) and speed_shape(newest) == speed_shape(config)
+    return measured_speed(run) if same else None
 
 
 COPY_BUFFER_BYTES = 1 << 26
@@ -269,16 +254,17 @@ def host_copy_bytes(config: RunConfig, parameters: int, vocabulary_size: int) ->
 class Forecast:
     """The plan of a run, as numbers. What is not known is None, never an assumption without a name."""
 
+    config: RunConfig
+    plan: Plan
     nodes: int
-    ranks: int
     gpus: int
     layout: dict[str, int]
-    """Sizes of the tensor-, pipeline-, context- and data-parallel groups; that of experts where they are split."""
+    """Sizes of the tensor-, pipeline-, context- and data-parallel groups; the size of experts if they are split."""
     parameters: int
     """Exact, with the padded vocabulary."""
     vocabulary_size: int
     memory: GpuMemoryEstimate
-    """What the fullest GPU needs, by formula; a rank where there are no GPUs."""
+    """Memory of the fullest GPU by formula; without GPUs, of a rank."""
     gpu_memory: float | None
     """Bytes of a GPU, as the cluster's file says."""
     host_copies: int
@@ -292,16 +278,8 @@ class Forecast:
     flops: float
     """Model FLOPs of the tokens that are left."""
     speed: TrainingSpeed | None
-    time_limit: float
-    """Seconds of one job."""
-    grace_period: float
-    """Seconds before its end at which a job leaves."""
     checkpoint: CheckpointSize
-    interval_steps: int
-    """Iterations between two saves, as set."""
     save_interval: SaveInterval | None
-    cost_per_node_hour: float | None
-    currency: str
 
     @property
     def hours(self) -> float | None:
@@ -314,20 +292,19 @@ class Forecast:
 
     @property
     def cost(self) -> float | None:
-        """What the node hours that are left cost, in `currency`."""
-        if self.node_hours is None or self.cost_per_node_hour is None:
-            return None
-        return self.node_hours * self.cost_per_node_hour
+        """Cost of the remaining node hours, in `cluster.currency`."""
+        price = self.config.cluster.cost_per_node_hour
+        return None if self.node_hours is None or price is None else self.node_hours * price
 
     @property
     def jobs(self) -> int | None:
         """Jobs of the chain that are left, at least."""
-        usable = self.time_limit - self.grace_period
+        usable = self.plan.time_limit - self.plan.grace_period
         return None if self.hours is None or usable <= 0 else max(1, -int(-self.hours * SECONDS_PER_HOUR // usable))
 
     @property
     def best_interval_steps(self) -> int | None:
-        """Iterations between two saves by the formula; None where it lacks something."""
+        """Iterations between two saves by the formula; None if it lacks something."""
         if self.save_interval is None or self.speed is None:
             return None
         tokens = self.tokens / self.steps
@@ -346,8 +323,9 @@ def forecast_run(config: RunConfig, plan: Plan, run: Run, vocabulary_size: int) 
     each = flops_per_token(config.model, size, training.seq_length)
     memory = config.cluster.gpu_memory_gb
     return Forecast(
+        config=config,
+        plan=plan,
         nodes=job.nodes + job.spare_nodes,
-        ranks=config.world_size,
         gpus=job.nodes * job.gpus_per_node,
         layout={
             "tensor": parallel.tensor_model_parallel_size,
@@ -368,13 +346,8 @@ def forecast_run(config: RunConfig, plan: Plan, run: Run, vocabulary_size: int) 
         tokens_left=left * training.seq_length,
         flops=each * left * training.seq_length,
         speed=training_speed(config, run, each),
-        time_limit=plan.time_limit,
-        grace_period=plan.grace_period,
         checkpoint=checkpoint_size(config, count, run),
-        interval_steps=config.checkpoint.interval,
         save_interval=save_interval(config, run),
-        cost_per_node_hour=config.cluster.cost_per_node_hour,
-        currency=config.cluster.currency,
     )
 
 

@@ -1,10 +1,10 @@
-"""What a new run begins with: `checkpoint.load`, found and judged before anything is submitted."""
+"""The first checkpoint of a new run: `checkpoint.load`, found and judged before anything is submitted."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -12,7 +12,6 @@ from pydantic import ValidationError
 from relayrun import places
 from relayrun.config.compose import yaml_file
 from relayrun.config.compose.schema import CommonConfig, MegatronConfig, ModelSection, RunConfig
-from relayrun.config.sections.model import TransformerSection
 from relayrun.control.rundir.checkpoint_records import BEGINNING, ResumePoint, is_checkpoint_of, resume_point
 from relayrun.control.rundir.find_runs import find_run, split_iteration
 from relayrun.control.rundir.plan import Plan
@@ -39,15 +38,15 @@ SHAPE_FIELDS = (
 )
 """Settings that the shapes of weights depend on. A run may change others on its way, such as rotary_base."""
 FREE_FIELDS_OF_PADDING = FREE_FIELDS | {"make_vocab_size_divisible_by"}
-"""The same, where the padded vocabulary itself is compared: Megatron-LM's padding depends on its layout."""
+"""`FREE_FIELDS` if the padded vocabulary itself is compared: Megatron-LM's padding depends on its layout."""
 
 
 def find_initial_checkpoint(
     config: CommonConfig, run: Run, manifest: Manifest | None, tell: Callable[[str], None] = lambda words: None
 ) -> ResumePoint:
-    """The checkpoint and the iteration to begin with; BEGINNING where the config names none.
+    """The checkpoint and the iteration to begin with; BEGINNING if the config names none.
 
-    `manifest`: None where the data could not be looked at. `tell` is called with what of the checkpoint is left behind.
+    `manifest`: None if the data could not be read. `tell` is called with the parts that are left behind.
     Raises ConfigError or InputError if it is not there, is torn, or is of another model.
     """
     if isinstance(config, RunConfig):
@@ -72,16 +71,14 @@ def _find_native(config: RunConfig, run: Run, manifest: Manifest | None, tell: C
     iteration = 0 if settings.finetune else found.iteration
     if iteration >= config.training.end_iteration:
         name = "steps" if config.training.stop_after is None else "stop_after"
-        raise ConfigError(
-            f"{found.path} stands at iteration {iteration}, and training.{name} is {config.training.end_iteration}",
-            where="checkpoint.load",
-            hint=f"raise training.{name}, or set checkpoint.finetune=true to count from 0",
-        )
+        words = f"{found.path} stands at iteration {iteration}, and training.{name} is {config.training.end_iteration}"
+        hint = f"raise training.{name}, or set checkpoint.finetune=true to count from 0"
+        raise ConfigError(words, where="checkpoint.load", hint=hint)
     return ResumePoint(iteration=iteration, path=found.path)
 
 
 def _parse_load(load: str, run: Run) -> tuple[str, Path, int | None]:
-    """What `checkpoint.load` names: a run or a folder (relative ones begin at the project), and an iteration."""
+    """The run or folder in `checkpoint.load` (relative paths begin at the project), and the iteration."""
     name, iteration = split_iteration(load)
     folder = Path(os.path.expanduser(name))
     return name, folder if folder.is_absolute() else places.project_folder(run.path) / folder, iteration
@@ -106,19 +103,15 @@ def _find_megatron_lm(config: MegatronConfig, run: Run) -> ResumePoint:
     newest = megatron_lm_program.tracked_iteration(folder) if wanted is None else wanted
     other = Run(folder.parent)
     if other.plan.is_file() and (trainer := Plan.load(other).trainer) != "megatron-lm":  # they only look like its own
-        raise ConfigError(
-            f"{other.path} is a run of trainer {trainer}, whose checkpoints Megatron-LM cannot load",
-            where="checkpoint.load",
-            hint="export it to a checkpoint of Megatron-LM first (docs/export.md)",
-        )
+        words = f"{other.path} is a run of trainer {trainer}, whose checkpoints Megatron-LM cannot load"
+        hint = "export it to a checkpoint of Megatron-LM first (docs/export.md)"
+        raise ConfigError(words, where="checkpoint.load", hint=hint)
     if config.training is not None and newest is not None and not settings.finetune:
         steps = config.training.steps
         if newest >= steps:
-            raise ConfigError(
-                f"{folder} stands at iteration {newest}, and training.steps is {steps}",
-                where="checkpoint.load",
-                hint="raise training.steps, or set checkpoint.finetune=true to count from 0",
-            )
+            words = f"{folder} stands at iteration {newest}, and training.steps is {steps}"
+            hint = "raise training.steps, or set checkpoint.finetune=true to count from 0"
+            raise ConfigError(words, where="checkpoint.load", hint=hint)
     if newest is None or newest not in found:
         raise InputError(
             "there is no checkpoint of Megatron-LM here"
@@ -133,11 +126,8 @@ def _find_megatron_lm(config: MegatronConfig, run: Run) -> ResumePoint:
 def _find_in_folder(folder: Path, config: RunConfig, wanted: int | None) -> ResumePoint:
     """A checkpoint by itself: of a run, or of an import, which lays the model's settings beside it."""
     if wanted is not None:
-        raise ConfigError(
-            f"{folder} is one checkpoint, of which no iteration can be chosen",
-            where="checkpoint.load",
-            hint="leave :ITERATION out, or name the run",
-        )
+        words = f"{folder} is one checkpoint, of which no iteration can be chosen"
+        raise ConfigError(words, where="checkpoint.load", hint="leave :ITERATION out, or name the run")
     beside = folder / "model.yaml"
     if beside.is_file():
         model, iteration = _read_model(beside)
@@ -149,16 +139,13 @@ def _find_in_folder(folder: Path, config: RunConfig, wanted: int | None) -> Resu
         return ResumePoint(iteration=iteration or 0, path=str(folder))
     match = _FOLDER.fullmatch(folder.name)
     if match is None:
-        raise ConfigError(
-            f"{folder} does not say its iteration",
-            where="checkpoint.load",
-            hint="a checkpoint's folder is called iter_0000100",
-        )
+        words = f"{folder} does not say its iteration"
+        raise ConfigError(words, where="checkpoint.load", hint="a checkpoint's folder is called iter_0000100")
     return ResumePoint(iteration=int(match[1]), path=str(folder))
 
 
 def _read_model(path: Path) -> tuple[ModelSection, int | None]:
-    """The model of an import, and its iteration where it holds more than weights."""
+    """The model of an import, and its iteration if it holds more than weights."""
     try:
         values = yaml_file.read_yaml(path).values
         iteration = values.get("iteration")
@@ -190,21 +177,13 @@ def _find_megatron_for_native(
         vocabulary = pad_to_multiple(manifest.vocabulary_size, config.model.make_vocab_size_divisible_by)
         if there != vocabulary:
             differences.append(f"the padded vocabulary is {there} there and {vocabulary} here")
-    refuse_other_model(
-        megatron_settings.model_section(found),
-        config,
-        found.folder,
-        free=FREE_FIELDS_OF_PADDING,
-        differences=differences,
-    )
+    model = megatron_settings.model_section(found)
+    refuse_other_model(model, config, found.folder, free=FREE_FIELDS_OF_PADDING, differences=differences)
     with_optimizer = not (settings.finetune or settings.no_load_optim)
     fault = found.optimizer_fault()
     if with_optimizer and fault is not None:
-        raise ConfigError(
-            f"{found.folder}: {fault}",
-            where="checkpoint.load",
-            hint="set checkpoint.no_load_optim=true to begin with its weights alone",
-        )
+        hint = "set checkpoint.no_load_optim=true to begin with its weights alone"
+        raise ConfigError(f"{found.folder}: {fault}", where="checkpoint.load", hint=hint)
     here = {
         "parallel.use_distributed_optimizer": config.parallel.use_distributed_optimizer,
         "training.precision": config.training.resolved_precision,
@@ -232,21 +211,10 @@ def refuse_other_model(
     differences: Sequence[str] = (),
 ) -> None:
     """Raise ConfigError, naming all differences, unless weights of the one model are some of the other."""
-    differences = [
-        *(
-            f"{name} is {getattr(other, name)} there and {value} here"
-            for name, value in config.model.model_dump().items()
-            if name not in free and getattr(other, name) != value
-        ),
-        *_transformer_differences(other.transformer, config.model.transformer),
-        *differences,
-    ]
-    if differences:
-        raise ConfigError(
-            f"{folder} is of another model: {'; '.join(differences)}",
-            where="checkpoint.load",
-            hint="take the model section of the run that made it",
-        )
+    names = [name for name in ModelSection.model_fields if name not in free]
+    if differences := [*_differences(other, config.model, names), *differences]:
+        words = f"{folder} is of another model: {'; '.join(differences)}"
+        raise ConfigError(words, where="checkpoint.load", hint="take the model section of the run that made it")
 
 
 def _refuse_other_weights(run: Run, iteration: int, config: RunConfig) -> None:
@@ -254,22 +222,16 @@ def _refuse_other_weights(run: Run, iteration: int, config: RunConfig) -> None:
     trained = committed_config(run, iteration) if run.revisions() else None
     if not isinstance(trained, RunConfig):
         return
-    before, model = trained.model, config.model
-    differences = [
-        f"{name} is {getattr(before, name)} there and {getattr(model, name)} here"
-        for name in SHAPE_FIELDS
-        if getattr(before, name) != getattr(model, name)
-    ]
-    if differences := [*differences, *_transformer_differences(before.transformer, model.transformer)]:
-        raise ConfigError(
-            f"this run's checkpoint of iteration {iteration} is of another model: {'; '.join(differences)}",
-            where="model",
-            hint="put the model section back as it was, or give the run another name",
-        )
+    if differences := _differences(trained.model, config.model, SHAPE_FIELDS):
+        words = f"this run's checkpoint of iteration {iteration} is of another model: {'; '.join(differences)}"
+        hint = "put the model section back as it was, or give the run another name"
+        raise ConfigError(words, where="model", hint=hint)
 
 
-def _transformer_differences(there: TransformerSection, here: TransformerSection) -> Iterator[str]:
-    """The fields of `model.transformer` that differ and that weights or what is computed with them depend on."""
-    for name in sorted({*there.of_the_weights, *here.of_the_weights}):
-        if getattr(there, name) != getattr(here, name):
-            yield f"transformer.{name} is {getattr(there, name)} there and {getattr(here, name)} here"
+def _differences(there: ModelSection, here: ModelSection, names: Iterable[str]) -> list[str]:
+    """Settings of these names that differ, and fields of `model.transformer` that affect weights or their use."""
+    layers, own_layers = there.transformer, here.transformer
+    pairs = {name: (getattr(there, name), getattr(here, name)) for name in names}
+    for name in sorted({*layers.of_the_weights, *own_layers.of_the_weights}):
+        pairs[f"transformer.{name}"] = getattr(layers, name), getattr(own_layers, name)
+    return [f"{name} is {a} there and {b} here" for name, (a, b) in pairs.items() if a != b]

@@ -7,8 +7,11 @@ that nobody edited leaves every variable empty, so the YAML holds.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
+from operator import or_
+from typing import Any
 
-from relayrun.config.compose.schema import CONFIG_CLASSES, trainers_with
+from relayrun.config.compose.schema import CONFIG_CLASSES, CommonConfig, trainers_with
 from relayrun.errors import ConfigError
 
 SETTING_VARIABLES = {
@@ -48,7 +51,7 @@ JOB_VARIABLES = {
     "SLURM_NTASKS_PER_NODE": "job.ntasks_per_node",
     "SLURM_CPUS_PER_TASK": "job.cpus_per_task",
 }
-"""What Slurm tells a job of the options that it was submitted with, and the settings that say the same."""
+"""Variables in which Slurm tells a job its options, and the settings with the same meaning."""
 
 _TEXTS = frozenset(
     {
@@ -78,7 +81,7 @@ def setting_variables(trainer: str) -> dict[str, str]:
 def environment_overrides(environment: Mapping[str, str], *, trainer: str = "native") -> list[str]:
     """The `name=value` overrides of a settings block.
 
-    Raises ConfigError for a setting that a run of this trainer has not, and where a switch is neither true nor false.
+    Raises ConfigError for a setting that a run of this trainer has not, and if a switch is neither true nor false.
     """
     names = setting_variables(trainer)
     given = {setting: value for setting in names if (value := environment.get(setting, "")) != ""}
@@ -92,18 +95,12 @@ def environment_overrides(environment: Mapping[str, str], *, trainer: str = "nat
 
 
 def _refuse_others(environment: Mapping[str, str], names: Mapping[str, str], trainer: str) -> None:
-    every = {
-        **SETTING_VARIABLES,
-        **{setting: name for own in TRAINER_VARIABLES.values() for setting, name in own.items()},
-    }
-    for setting, name in every.items():
+    for setting, name in reduce(or_, TRAINER_VARIABLES.values(), SETTING_VARIABLES).items():
         if setting not in names and (value := environment.get(setting, "")) != "":
             others = " or ".join(trainers_with(name.partition(".")[0]))
-            raise ConfigError(
-                f"{setting}={value}: only a run of trainer {others} has {name}; this one's trainer is {trainer}",
-                where="settings block",
-                hint=f"leave it empty, or let CONFIG name a run of trainer {others}",
-            )
+            words = f"{setting}={value}: only a run of trainer {others} has {name}; this one's trainer is {trainer}"
+            hint = f"leave it empty, or let CONFIG name a run of trainer {others}"
+            raise ConfigError(words, where="settings block", hint=hint)
 
 
 def job_overrides(environment: Mapping[str, str]) -> list[str]:
@@ -135,3 +132,15 @@ def _yaml(setting: str, value: str) -> str:
 def quote_yaml(text: str) -> str:
     """Return a text as a quoted YAML value, whatever is in it."""
     return "'" + text.replace("'", "''") + "'"
+
+
+def variable_text(config: CommonConfig, setting: str) -> str:
+    """Return a setting as a launcher's variable holds it; empty if it has no value."""
+    value: Any = config
+    for part in setting.split("."):
+        value = getattr(value, part, None)
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return str(value) if isinstance(value, str | int | float) else ""

@@ -41,13 +41,13 @@ class DirectoryEntry:
     """`file`, `folder`, `link`, or `other`: a socket or pipe, which is nobody's without its process."""
     size: int = 0
     changed: int = 0
-    """When a file was last written, in nanoseconds since 1970."""
+    """Time of a file's last write, in nanoseconds since 1970."""
     mode: int = 0
     target: str = ""
-    """What a link leads to."""
+    """Target of a link."""
 
     def is_same(self, line: dict[str, Any]) -> bool:
-        """Whether this file is still the one that a line of `proven.jsonl` tells of."""
+        """Return True if a line of `proven.jsonl` describes this file as it is now."""
         return (self.kind, self.size, self.changed) == ("file", line["size"], line["changed"])
 
 
@@ -59,7 +59,7 @@ def run_bytes(run: Run) -> int:
 def list_entries(top: Path, *, on_error: Callable[[OSError], None] | None = None) -> dict[str, DirectoryEntry]:
     """Return all that lies in a folder, by its path below it, folders before what is in them; links are not followed.
 
-    `on_error`: what is done where something cannot be looked at; None: OSError is raised.
+    `on_error`: called with the error of an entry that cannot be looked at; None: OSError is raised.
     """
     found: dict[str, DirectoryEntry] = {}
 
@@ -94,27 +94,24 @@ def list_entries(top: Path, *, on_error: Callable[[OSError], None] | None = None
     return found
 
 
-def move_run_directory(run: Run, target: Path, *, say: Callable[[str], object] = print) -> None:
-    """Move the directory of a run that has no job.
+def move_run_directory(run: Run, target: Path) -> None:
+    """Move the directory of a run that has no job. Prints each step; before any removal, that the copy is whole.
 
     Args:
-        run: whoever calls has made sure that its chain does not live.
-        target: its new place, which is not there yet. What another call has copied there is gone on with.
-        say: is told in words what was done, as it is: that the copy is whole before anything is removed.
+        run: a run whose chain has ended; the caller has checked it.
+        target: the new place, which does not exist yet. The call continues the copy of an earlier call.
 
-    Raises InputError where the target cannot be one, RunDirError where the run changes meanwhile, or for whatever else
+    Raises InputError for an impossible target, RunDirError if the run changes meanwhile, or if anything else
     keeps it from being moved. The original is there as before then, or the error says that the copy is whole.
     """
     source = Path(os.path.realpath(run.path))
     target = Path(os.path.realpath(target.parent)) / target.name
     try:
-        _move(source, target, say)
+        _move(source, target)
     except OSError as error:
-        raise RunDirError(
-            f"it is not moved: {error.filename or target}: {error.strerror or error}",
-            where=source,
-            hint="the original is whole; the same command goes on where it was",
-        ) from None
+        words = f"it is not moved: {error.filename or target}: {error.strerror or error}"
+        hint = "the original is whole; the same command goes on where it was"
+        raise RunDirError(words, where=source, hint=hint) from None
 
 
 def finish_move(source: Path, target: Path) -> list[str]:
@@ -132,9 +129,11 @@ def finish_move(source: Path, target: Path) -> list[str]:
     return [f"removed what was left of {source}; the run is in {target}"]
 
 
-def _move(source: Path, target: Path, say: Callable[[str], object]) -> None:
+def _move(source: Path, target: Path) -> None:
     staging = _staging(target)
-    published = _is_published(staging, source) and (target / "plan.json").is_file()
+    # a call was killed after it gave the copy its name
+    published = (target / "plan.json").is_file() and (staging / "proven.jsonl").exists()
+    published = published and _is_staging_of(staging, source) and not (staging / "run").exists()
     if target == source or source in target.parents:
         raise InputError("a run cannot be moved into itself", where=target)
     if os.path.lexists(target) and not published:
@@ -149,8 +148,8 @@ def _move(source: Path, target: Path, say: Callable[[str], object]) -> None:
                     os.rename(source, target)
                     fsync_directory(target.parent)
                     fsync_directory(source.parent)
-                    say(f"renamed to {target}: it is the same file system")
-                    _report_absolute_links(found, source, say)
+                    print(f"renamed to {target}: it is the same file system")
+                    _report_absolute_links(found, source)
                     return
                 except OSError as error:
                     if error.errno != errno.EXDEV:
@@ -163,15 +162,15 @@ def _move(source: Path, target: Path, say: Callable[[str], object]) -> None:
             raise RunDirError(error.message, where=source, hint=hint) from None
         found = list_entries(target)
         files = [entry.size for entry in found.values() if entry.kind == "file"]
-        say(f"{len(files):,} files, {sum(files):,} bytes are in {target}, each read back: the copy is whole")
+        print(f"{len(files):,} files, {sum(files):,} bytes are in {target}, each read back: the copy is whole")
         aside = renamed_source(source)
         if aside.exists():  # of an earlier run of this name, which was proven, too
             shutil.rmtree(aside)
         os.rename(source, aside)
         fsync_directory(source.parent)
     _remove([aside, staging], target)
-    say(f"{source} is removed")
-    _report_absolute_links(found, source, say)
+    print(f"{source} is removed")
+    _report_absolute_links(found, source)
 
 
 def _remove(paths: list[Path], target: Path) -> None:
@@ -181,36 +180,30 @@ def _remove(paths: list[Path], target: Path) -> None:
             shutil.rmtree(path)
         except OSError as error:
             why = error.strerror or error
-            raise RunDirError(
-                f"the run is whole in {target}; what is left of the original cannot be removed: {why}",
-                where=error.filename or path,
-                hint="the same command goes on with that",
-            ) from None
+            words = f"the run is whole in {target}; what is left of the original cannot be removed: {why}"
+            raise RunDirError(words, where=error.filename or path, hint="the same command goes on with that") from None
 
 
 def _refuse_links(source: Path, found: dict[str, DirectoryEntry], target: Path) -> None:
-    """Raise RunDirError where a relative link would lead elsewhere from the target."""
+    """Raise RunDirError if a relative link would lead elsewhere from the target."""
     if target.parent == source.parent:
         return
     for name, entry in found.items():
         if entry.kind != "link" or os.path.isabs(entry.target):
             continue
         if Path(os.path.normpath(os.path.join(os.path.dirname(name), entry.target))).parts[:1] == ("..",):
-            raise RunDirError(
-                f"a relative link leads out of the run directory: {name} -> {entry.target}",
-                where=source,
-                hint="make it an absolute one: ln -sfn",
-            )
+            words = f"a relative link leads out of the run directory: {name} -> {entry.target}"
+            raise RunDirError(words, where=source, hint="make it an absolute one: ln -sfn")
 
 
-def _report_absolute_links(found: dict[str, DirectoryEntry], source: Path, say: Callable[[str], object]) -> None:
-    """Say which links are absolute ones, and lead where they led."""
+def _report_absolute_links(found: dict[str, DirectoryEntry], source: Path) -> None:
+    """Report absolute links, which lead to their former targets."""
     for name, entry in found.items():
         if os.path.isabs(entry.target):
             if source in (Path(entry.target), *Path(entry.target).parents):
-                say(f"{name} is a link into {source}, where nothing is any more: {entry.target}")
+                print(f"{name} is a link into {source}, where nothing is any more: {entry.target}")
             else:
-                say(f"{name} is a link, as it was: what it leads to is not copied")
+                print(f"{name} is a link, as it was: what it leads to is not copied")
 
 
 def _copy(source: Path, target: Path, staging: Path, found: dict[str, DirectoryEntry]) -> None:
@@ -254,7 +247,7 @@ def _copy(source: Path, target: Path, staging: Path, found: dict[str, DirectoryE
 
 
 def _copy_file(source: Path, target: Path, entry: DirectoryEntry) -> str:
-    """Copy one file and read it back; return its hash. Raises RunDirError where it is not the same."""
+    """Copy one file and read it back; return its hash. Raises RunDirError if it is not the same."""
     target.unlink(missing_ok=True)
     fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(source, "rb", buffering=0) as read, os.fdopen(fd, "wb") as file:
@@ -262,7 +255,7 @@ def _copy_file(source: Path, target: Path, entry: DirectoryEntry) -> str:
         while piece := read.read(CHUNK_BYTES):
             written.write(piece)
         os.fsync(written.fileno())
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # it is to be read from where it lies
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # the check reads from the disk
     digest = written.hexdigest()
     if written.bytes != entry.size:
         raise RunDirError(f"it changes while it is moved: {source}", where=source, hint="who writes there?")
@@ -279,11 +272,8 @@ def _unchanged(source: Path, proven: dict[str, dict[str, Any]]) -> None:
     """Raise RunDirError unless every file of the original was proven as it is now."""
     for name, entry in list_entries(source).items():
         if entry.kind == "file" and not (name in proven and entry.is_same(proven[name])):
-            raise RunDirError(
-                f"it changed since it was copied: {name}",
-                where=source,
-                hint="find out who writes there; then call the same command again: nothing is removed",
-            )
+            hint = "find out who writes there; then call the same command again: nothing is removed"
+            raise RunDirError(f"it changed since it was copied: {name}", where=source, hint=hint)
 
 
 def _remove_others(copy: Path, found: dict[str, DirectoryEntry]) -> None:
@@ -304,12 +294,12 @@ def _staging(target: Path) -> Path:
 
 
 def renamed_source(source: Path) -> Path:
-    """Return where an original lies while it is removed."""
+    """Return the path of an original while it is removed."""
     return source.parent / f".relayrun-moved-{source.name}"
 
 
 def _open_staging(staging: Path, source: Path) -> None:
-    """Make the folder of the copy, or go on with it. Raises InputError where another run's copy is there."""
+    """Make the folder of the copy, or go on with it. Raises InputError if another run's copy is there."""
     staging.mkdir(exist_ok=True)
     if (staging / "moving.json").exists():
         if not _is_staging_of(staging, source):
@@ -326,18 +316,13 @@ def _is_staging_of(staging: Path, source: Path) -> bool:
         return False
 
 
-def _is_published(staging: Path, source: Path) -> bool:
-    """Whether a call was killed behind giving the copy its name."""
-    return _is_staging_of(staging, source) and not (staging / "run").exists() and (staging / "proven.jsonl").exists()
-
-
 def _proven(staging: Path) -> dict[str, dict[str, Any]]:
     return {line["name"]: line for line in read_lines(staging / "proven.jsonl")}
 
 
 @contextlib.contextmanager
 def _no_submit(source: Path) -> Iterator[None]:
-    """Keep others from submitting the run meanwhile. Raises RunDirError where somebody does."""
+    """Keep others from submitting the run meanwhile. Raises RunDirError if somebody does."""
     with open(source / ".submit.lock", "a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -6,17 +6,16 @@ Each `write_...` function writes the policy into the run directory, or removes i
 from __future__ import annotations
 
 import secrets
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-from relayrun.config.compose.schema import CommonConfig, MegatronConfig, RunConfig
+from relayrun.config.compose.schema import CommonConfig
 from relayrun.config.sections.checkpoint import MirrorSection
 from relayrun.config.sections.job_script import sbatch_script_options
 from relayrun.control.chain import job_script
 from relayrun.control.notify import notices
-from relayrun.control.notify.notices import NoticePolicy, NoticeTarget
+from relayrun.control.notify.notices import NoticePolicy
 from relayrun.control.rundir import mirror
 from relayrun.control.rundir.evaluations import EvaluationPolicy
 from relayrun.control.rundir.mirror import MirrorOwner, MirrorPolicy
@@ -33,17 +32,14 @@ from relayrun.train.mirror.sync import destination_at
 
 
 def write_evaluation_policy(config: CommonConfig, plan: Plan, run: Run) -> None:
-    """Write the policy and the job of evaluations; none where the config has none any more."""
+    """Write the policy and the job of evaluations; none if the config has none any more."""
     if config.evaluation is None:
         run.evaluation_policy.unlink(missing_ok=True)
         return
     run.evaluations.mkdir(exist_ok=True)
-    settings = config.evaluation
+    own, steps = config.evaluation, plan.total_steps or 0
     policy = EvaluationPolicy(
-        interval=settings.interval,
-        total_steps=plan.total_steps or 0,
-        hold=settings.hold,
-        time_limit=parse_time(settings.job.time),
+        interval=own.interval, total_steps=steps, hold=own.hold, time_limit=parse_time(own.job.time)
     )
     write_atomic(run.evaluation_script, evaluation_script(config, plan, run), mode=0o777)
     policy.write(run.evaluation_policy)
@@ -64,7 +60,7 @@ def evaluation_script(config: CommonConfig, plan: Plan, run: Run) -> str:
     if gpus and not slurm_commands.asks_for_gpus(further):
         options["gpus-per-node"] = str(gpus)
     options |= {name: value for name, value in further.items() if value != ""}
-    program = [config.cluster.python or sys.executable, "-m", "relayrun.train.export.evaluate", f"--run-dir={run.path}"]
+    program = [config.cluster.rank_python, "-m", "relayrun.train.export.evaluate", f"--run-dir={run.path}"]
     starter = scheduler_for_plan(plan, run).single_task_command(plan, cpus_per_task=cpus)
     environment = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": cpus, **plan.environment}
     environment.pop("PYTHONPATH", None)  # joined with the package's by `job_script`
@@ -75,9 +71,8 @@ def evaluation_script(config: CommonConfig, plan: Plan, run: Run) -> str:
 
 
 def mirror_settings(config: CommonConfig) -> MirrorSection | None:
-    """Return what the config says of a second place; None where it has none."""
-    checkpoint = config.checkpoint if isinstance(config, RunConfig | MegatronConfig) else None
-    return None if checkpoint is None else checkpoint.mirror
+    """Return what the config says of a second place; None if it has none."""
+    return None if config.checkpoint_section is None else config.checkpoint_section.mirror
 
 
 def mirror_location(config: CommonConfig, settings: MirrorSection) -> str:
@@ -86,20 +81,18 @@ def mirror_location(config: CommonConfig, settings: MirrorSection) -> str:
 
 
 def mirror_folder(settings: MirrorSection) -> Path | None:
-    """Return the folder below which copies lie; None where that is a URL."""
+    """Return the folder below which copies lie; None if that is a URL."""
     return None if "://" in settings.path else Path(settings.path)
 
 
 def refuse_mirror_of_other_run(config: CommonConfig, run: Run, *, take_over: bool) -> None:
-    """Raise ConfigError where another run's copies lie in the second place: nothing would be copied.
+    """Raise ConfigError if another run's copies lie in the second place: nothing would be copied.
 
     `take_over`: those of a run whose directory is lost become this run's; see `write_mirror_policy`.
     """
-    owner = _other_mirrored_run(config, run)
-    if owner is None:
+    settings, owner = mirror_settings(config), _other_mirrored_run(config, run)
+    if settings is None or owner is None:
         return
-    settings = mirror_settings(config)
-    assert settings is not None
     place = mirror_location(config, settings)
     where = f"checkpoint.mirror.path: {place}"
     if _is_copied(owner, run):
@@ -111,8 +104,8 @@ def refuse_mirror_of_other_run(config: CommonConfig, run: Run, *, take_over: boo
             where=where,
             hint="submit with --take-over to go on with them, or set checkpoint.mirror.path to another place",
         )
-    checkpoint = config.checkpoint if isinstance(config, RunConfig | MegatronConfig) else None
-    begins_anew = checkpoint is not None and checkpoint.load is None and run.newest_begun() is None
+    saves = config.checkpoint_section
+    begins_anew = saves is not None and saves.load is None and run.newest_begun() is None
     if begins_anew and destination_at(place, CopyRateLimit(None)).copies():
         raise ConfigError(
             f"the run would begin anew, and its checkpoints take the place of the copies of {owner.run}",
@@ -123,7 +116,7 @@ def refuse_mirror_of_other_run(config: CommonConfig, run: Run, *, take_over: boo
 
 
 def _other_mirrored_run(config: CommonConfig, run: Run) -> MirrorOwner | None:
-    """The run whose copies lie in the second place, where it is another one. Raises RelayrunError, OSError."""
+    """The other run whose copies lie in the second place, if any. Raises RelayrunError, OSError."""
     settings = mirror_settings(config)
     owner = None if settings is None else destination_at(mirror_location(config, settings), CopyRateLimit(None)).owner()
     path = mirror.mirror_folder(run) / "id"
@@ -133,12 +126,12 @@ def _other_mirrored_run(config: CommonConfig, run: Run) -> MirrorOwner | None:
 
 
 def _is_copied(owner: MirrorOwner, run: Run) -> bool:
-    """Whether the run is a copy of another directory that is still there and copies under the same id."""
+    """Return True if the run is a copy of another directory that still exists and copies under the same id."""
     return owner.run != str(run.path) and sync.is_still_mirrored(Run(Path(owner.run)), owner.id)
 
 
 def write_mirror_policy(config: CommonConfig, run: Run, *, take_over: bool = False) -> None:
-    """Write the policy; none where the config has no second place. The copies that there are stay.
+    """Write the policy; none if the config has no second place. The copies that there are stay.
 
     `take_over`: the run is known by the id of the lost run whose copies lie there, so that they count as its own.
     """
@@ -147,28 +140,21 @@ def write_mirror_policy(config: CommonConfig, run: Run, *, take_over: bool = Fal
         mirror.mirror_policy_path(run).unlink(missing_ok=True)
         return
     mirror.mirror_folder(run).mkdir(exist_ok=True)
+    path = mirror.mirror_folder(run) / "id"
     if take_over and (owner := _other_mirrored_run(config, run)) is not None:
-        write_atomic(mirror.mirror_folder(run) / "id", owner.id)
+        write_atomic(path, owner.id)
+    elif not path.exists():
+        write_atomic(path, secrets.token_hex(8))
     MirrorPolicy(
         folder=mirror_location(config, settings),
-        id=_mirror_id(run),
-        keep_last=settings.keep_last,
-        keep_every=settings.keep_every,
-        megabytes_per_second=settings.megabytes_per_second,
-        program=[config.cluster.python or sys.executable, "-m", "relayrun.train.mirror"],
+        id=path.read_text(encoding="ascii"),
+        program=[config.cluster.rank_python, "-m", "relayrun.train.mirror"],
+        **settings.model_dump(exclude={"path"}),
     ).write(mirror.mirror_policy_path(run))
 
 
-def _mirror_id(run: Run) -> str:
-    """The name under which the copies of this run are known; it stays."""
-    path = mirror.mirror_folder(run) / "id"
-    if not path.exists():
-        write_atomic(path, secrets.token_hex(8))
-    return path.read_text(encoding="ascii")
-
-
 def refuse_mirror_location(settings: MirrorSection, run: Run) -> None:
-    """Raise ConfigError where copies cannot lie in this place."""
+    """Raise ConfigError if copies cannot lie in this place."""
     path = mirror_folder(settings)
     if path is None:
         object_store.check_object_store(settings.path, "checkpoint.mirror.path")
@@ -186,7 +172,7 @@ def refuse_mirror_location(settings: MirrorSection, run: Run) -> None:
 
 
 def write_notice_policy(config: CommonConfig, run: Run) -> None:
-    """Write the policy; none where the config names nobody."""
+    """Write the policy; none if the config names nobody."""
     if config.notify.targets:
         notices.write_notice_policy(run, make_notice_policy(config))
     else:
@@ -197,21 +183,14 @@ def make_notice_policy(config: CommonConfig) -> NoticePolicy:
     """The policy of a config, as of now. It holds the names of variables, never their values."""
     settings = config.notify
     targets = [
-        NoticeTarget(
-            name=name,
-            url=target.url,
-            command=list(target.command),
-            events=list(settings.events if target.events is None else target.events),
-        )
+        {"name": name, **target.model_dump(), "events": settings.events if target.events is None else target.events}
         for name, target in settings.targets.items()
     ]
     return NoticePolicy(
         run=f"{config.project}/{config.name}",
         cluster=config.cluster.name,
         since=time.time(),
-        targets=[vars(target) for target in targets],
-        failed_attempts=settings.failed_attempts,
-        no_progress=settings.no_progress,
-        disk_checkpoints=settings.disk_checkpoints,
-        program=[config.cluster.python or sys.executable, "-m", "relayrun.watch.send_notices"],
+        targets=targets,
+        program=[config.cluster.rank_python, "-m", "relayrun.watch.send_notices"],
+        **settings.model_dump(exclude={"targets", "events"}),
     )

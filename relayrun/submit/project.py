@@ -21,7 +21,7 @@ from relayrun.config.sections.base import NAME_PATTERN
 from relayrun.errors import ConfigError, InputError
 from relayrun.files import write_atomic
 from relayrun.submit import submission
-from relayrun.submit.launcher_environment import SETTING_VARIABLES
+from relayrun.submit.launcher_environment import SETTING_VARIABLES, variable_text
 
 RUN_CONFIG = "configs/runs/my-run.yaml"
 """The run of a new project."""
@@ -73,7 +73,7 @@ def site_names() -> list[str]:
 def make_project(folder: Path, *, cluster: str) -> dict[str, bool]:
     """Write a project into `folder`, which need not be empty; return each file, and whether it was written.
 
-    A file that is there stays as it is. Raises ConfigError for a cluster that is not known, and InputError where
+    A file that is there stays as it is. Raises ConfigError for a cluster that is not known, and InputError if
     `folder` is no folder.
     """
     if cluster not in site_names():
@@ -102,15 +102,8 @@ def launcher_text(config: RunConfig, path: str) -> str:
 
 def _shown(config: RunConfig, name: str) -> str:
     """A setting as the comments of a launcher show it; paths as the config has them, from the project's folder."""
-    value: object = config
-    for part in name.split("."):
-        value = getattr(value, part)
-    root = f"{places.project_folder(Path(config.run_dir or ''))}/"
-    if isinstance(value, list):
-        return ",".join(str(each).removeprefix(root) for each in value) or "none"
-    if value is None or value == {}:
-        return "none"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    root, text = f"{places.project_folder(Path(config.run_dir or ''))}/", variable_text(config, name)
+    return (text.replace(root, "") if name == "data.datasets" else text) or "none"
 
 
 def _files(name: str, cluster: str) -> dict[str, str]:

@@ -29,20 +29,22 @@ from relayrun.submit.megatron_lm.command_line import command_line
 
 
 def trainer_settings(config: CommonConfig, run: Run) -> dict[str, Any]:
-    """Return the settings of the config's trainer, as its class in `relayrun.control.trainers` reads them; {} for
-    native.
+    """Return the settings for the trainer's class in `relayrun.control.trainers`; {} for trainer native.
 
-    Raises ConfigError, and InputError where data that a command names are not there.
+    Raises ConfigError, and InputError if data that a command names are not there.
     """
     if isinstance(config, CommandConfig):
-        return asdict(command_settings(config))
+        command = config.command
+        fields = command.model_dump(exclude={"checkpoint", "steps"}) | command.checkpoint.model_dump()
+        words = {name: command_words(config, fields[name]) for name in ("run", "resume")}
+        return asdict(CommandSettings(**fields | words))
     if isinstance(config, MegatronConfig):
         return asdict(command_line(config, run).settings)
     return {}
 
 
 def total_steps(config: CommonConfig, settings: dict[str, Any]) -> int | None:
-    """Return the run's last iteration; None where only its program knows it. `settings`: those of its trainer."""
+    """Return the run's last iteration; None if only its program knows it. `settings`: those of its trainer."""
     if isinstance(config, RunConfig):
         return config.training.steps
     if isinstance(config, CommandConfig):
@@ -51,48 +53,20 @@ def total_steps(config: CommonConfig, settings: dict[str, Any]) -> int | None:
 
 
 def stop_after(config: CommonConfig) -> int | None:
-    """Return the iteration before the last one at which the run is to stop; None where it is to go on."""
+    """Return the iteration before the last one at which the run is to stop; None if it is to go on."""
     training = config.training if isinstance(config, RunConfig | MegatronConfig) else None
     return None if training is None else training.stop_after
 
 
-def save_interval(config: CommonConfig) -> int | None:
-    """Return the iterations between two saves; None where only the run's program, or a flag of its own, says it."""
-    checkpoint = config.checkpoint if isinstance(config, RunConfig | MegatronConfig) else None
-    return None if checkpoint is None else checkpoint.interval
-
-
-def checkpoints_kept(config: CommonConfig) -> int | None:
-    """Return how many of the newest checkpoints a rule keeps; None where only the run's program knows it."""
-    checkpoint = config.checkpoint if isinstance(config, RunConfig | MegatronConfig) else None
-    return None if checkpoint is None else checkpoint.keep_last
-
-
-def command_settings(config: CommandConfig) -> CommandSettings:
-    """Return what the chain needs to know of a program of the user's own."""
-    command = config.command
-    return CommandSettings(
-        run=command_words(config, command.run),
-        resume=command_words(config, command.resume),
-        progress=command.progress,
-        progress_file=command.progress_file,
-        save_signal=command.save_signal,
-        save_file=command.save_file,
-        leave_signal=command.leave_signal,
-        leave_file=command.leave_file,
-        **command.checkpoint.model_dump(),
-    )
-
-
 def command_words(config: CommandConfig, words: Sequence[str]) -> list[str]:
     """Return words of a command with `{python}` filled in; what an attempt decides is filled in by the trainer."""
-    return [word.replace("{python}", config.cluster.python or sys.executable) for word in words]
+    return [word.replace("{python}", config.cluster.rank_python) for word in words]
 
 
 def make_plan(config: CommonConfig, run: Run, root: Path, *, revision: int, base: ResumePoint = BEGINNING) -> Plan:
     """Return what the supervisor needs of a config.
 
-    The jobs run the code in `root`; a run without checkpoints begins with `base`. Raises ConfigError where the
+    The jobs run the code in `root`; a run without checkpoints begins with `base`. Raises ConfigError if the
     settings of a foreign trainer cannot be made.
     """
     settings = trainer_settings(config, run)
@@ -100,8 +74,8 @@ def make_plan(config: CommonConfig, run: Run, root: Path, *, revision: int, base
     fixed = None if config.chain.grace_period == "auto" else float(config.chain.grace_period)
     grace_period = first_grace_period(time_limit) if fixed is None else fixed
     signal_seconds = config.chain.signal_seconds
-    job, cluster = config.job, config.cluster
-    python_module = [cluster.python or sys.executable, "-P", "-m"]
+    job, cluster, saves = config.job, config.cluster, config.checkpoint_section
+    python, safe_python = [cluster.rank_python, "-m"], [cluster.rank_python, "-P", "-m"]
     container = cluster.container.with_mounts([str(root), str(run.path), *_mounts(config, run)])
     return Plan(
         run=f"{config.project}/{config.name}",
@@ -115,8 +89,8 @@ def make_plan(config: CommonConfig, run: Run, root: Path, *, revision: int, base
         chain=config.chain,
         fork_server=_fork_server(config, run) if config.chain.recovery == "node" else [],
         gpus_per_node=job.gpus_per_node,
-        gpu_program=[*python_module, "relayrun.train.gpu_health"] if job.gpus_per_node else [],
-        probe_program=[*python_module, "relayrun.train.node_benchmark"],
+        gpu_program=[*safe_python, "relayrun.train.gpu_health"] if job.gpus_per_node else [],
+        probe_program=[*safe_python, "relayrun.train.node_benchmark"],
         time_limit=time_limit,
         grace_period=grace_period,
         min_grace_period=min(config.chain.min_grace_period, time_limit / 2) if fixed is None else fixed,
@@ -130,7 +104,7 @@ def make_plan(config: CommonConfig, run: Run, root: Path, *, revision: int, base
         sbatch_options=sbatch_options(job),
         srun_options=[*cluster.srun_options, *container.srun_options],
         command_prefix=[*container.command, *cluster.command_prefix],
-        program=_native_program(config, run) if isinstance(config, RunConfig) else [],
+        program=[*python, "relayrun.train", f"--run-dir={run.path}"] if isinstance(config, RunConfig) else [],
         environment=(determinism.deterministic_variables(config) if isinstance(config, RunConfig) else {})
         | cluster.environment,
         modules=cluster.modules,
@@ -144,18 +118,14 @@ def make_plan(config: CommonConfig, run: Run, root: Path, *, revision: int, base
         load_iteration=base.iteration,
         purge_days=cluster.purge_days,
         quota_command=cluster.quota_command,
-        checkpoints_kept=checkpoints_kept(config),
-        save_interval=save_interval(config),
+        checkpoints_kept=None if saves is None else saves.keep_last,
+        save_interval=None if saves is None else saves.interval,
     )
-
-
-def _native_program(config: RunConfig, run: Run) -> list[str]:
-    return [config.cluster.python or sys.executable, "-m", "relayrun.train", f"--run-dir={run.path}"]
 
 
 def _fork_server(config: CommonConfig, run: Run) -> list[str]:
     """The server of an agent: it forks the ranks of our own program, and starts those of another one."""
-    python = config.cluster.python or sys.executable
+    python = config.cluster.rank_python
     if isinstance(config, RunConfig):
         return [python, "-m", "relayrun.train.fork_server", f"--run-dir={run.path}"]
     return [python, "-P", "-m", "relayrun.control.agent.spawn_server", f"--run-dir={run.path}"]
@@ -170,7 +140,7 @@ def _mounts(config: CommonConfig, run: Run) -> list[str]:
 
 
 def sbatch_options(job: JobSection) -> dict[str, str | None]:
-    """Where a job runs and what else it asks for, by sbatch's long names; None: an option without a value."""
+    """Return the options of a job by sbatch's long names; None: an option without a value."""
     further = sbatch_script_options(job.sbatch)
     found: dict[str, str | None] = {**job.placement}
     if job.gpus_per_node and not slurm_commands.asks_for_gpus(further):
@@ -180,7 +150,6 @@ def sbatch_options(job: JobSection) -> dict[str, str | None]:
     return found | further
 
 
-def log_folder(run: Run | None = None) -> Path:
-    """Where the jobs of every run of a project write their logs: of the project that the run directory lies in, or
-    else of the working directory's."""
-    return places.project_folder(run.path if run is not None else None) / "logs" / "slurm" / "training"
+def log_folder(run: Run) -> Path:
+    """Return the folder for the logs of all jobs of the project that the run directory lies in."""
+    return places.project_folder(run.path) / "logs" / "slurm" / "training"

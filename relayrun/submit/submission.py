@@ -68,27 +68,15 @@ def submit_run(
 ) -> SubmittedRun:
     """Check, prepare the run directory, queue one job. Raises RelayrunError; then nothing was queued.
 
-    `resume`: also where the chain has ended. `take_over`: also where the run is another user's, whose jobs have ended.
-    `given`: where the settings were written, for errors.
+    `resume`: allow a chain that has ended. `take_over`: allow the run of another user, whose jobs have ended.
+    `given`: the locations of the settings, for errors.
     """
     intent = SubmitIntent(resume=resume, accept_data_change=accept_data_change, take_over=take_over)
     with prepared_run(config, intent, given) as (run, plan):
-        return SubmittedRun(run=run, plan=plan, job_id=queue_first_job(run, plan))
+        return SubmittedRun(run=run, plan=plan, job_id=jobs.queue_first_job(run, plan, _scheduler(plan, run)))
 
 
-def queue_first_job(run: Run, plan: Plan) -> str:
-    """Queue the first job of a prepared run, and a fallback job behind it; return its id. Raises SchedulerError."""
-    return jobs.queue_first_job(run, plan, _scheduler(plan, run))
-
-
-def adopt_job(
-    config: CommonConfig,
-    *,
-    host_python: str | None = None,
-    resume: bool = False,
-    accept_data_change: bool = False,
-    take_over: bool = False,
-) -> Run:
+def adopt_job(config: CommonConfig, intent: SubmitIntent, *, host_python: str | None = None) -> Run:
     """Make the job that this process runs in the first of a chain: what a Bash launcher's job does.
 
     The options that the job was submitted with win over the config's, and so does `host_python`. Raises RelayrunError.
@@ -101,15 +89,12 @@ def adopt_job(
     if os.environ.get("SLURM_RESTART_COUNT", "0") != "0" and run.plan.exists() and Plan.load(run).job_name == job.name:
         return run  # Slurm starts a requeued job with the launcher again; it was adopted the first time
     if (setting := config.outlives_nodes) is not None:
-        raise ConfigError(
-            f"{setting}: the job of a launcher has not asked Slurm to outlive the loss of a node (--no-kill)",
-            where="settings block",
-            hint=f"start the run with `relayrun submit`, or leave {setting} out",
-        )
+        words = f"{setting}: the job of a launcher has not asked Slurm to outlive the loss of a node (--no-kill)"
+        hint = f"start the run with `relayrun submit`, or leave {setting} out"
+        raise ConfigError(words, where="settings block", hint=hint)
     nodes = config.job.model_copy(update={"nodes": job.num_nodes})
     cluster = config.cluster.model_copy(update={"host_python": host_python or config.cluster.host_python})
     config = type(config).model_validate(config.model_copy(update={"job": nodes, "cluster": cluster}).model_dump())
-    intent = SubmitIntent(resume=resume, accept_data_change=accept_data_change, take_over=take_over)
     with prepared_run(config, intent, adopted=job.options) as (run, plan):
         scheduler.adopt(job, plan)  # under the lock: a second first job sees this one
         fallback.queue_fallback_job(run, plan, job.id, options=job.options)
@@ -178,9 +163,8 @@ def prepared_run(
                 barrier,
             )
         _acknowledge_stale(run)
-        existing_run.claim_run(
-            run, plan, take_over=intent.take_over, now=time.time()
-        )  # a queued job may have begun meanwhile
+        # a queued job may have begun meanwhile
+        existing_run.claim_run(run, plan, take_over=intent.take_over, now=time.time())
         write_atomic(run.job_script, job_script.job_script(plan, run), mode=0o777)
         if plan.fallback_job:
             write_atomic(run.fallback_script, job_script.fallback_script(plan, run), mode=0o777)
@@ -192,7 +176,7 @@ def prepared_run(
 
 
 def _initial_checkpoint(config: CommonConfig, run: Run, manifest: Manifest | None, *, new: bool) -> ResumePoint:
-    """What a run without checkpoints of its own begins with. Raises RelayrunError where that is not there.
+    """The first checkpoint of a run without checkpoints of its own. Raises RelayrunError if it is missing.
 
     `new`: its campaign is being made.
     """
@@ -211,28 +195,16 @@ def _initial_checkpoint(config: CommonConfig, run: Run, manifest: Manifest | Non
 def _undone_on_error(run: Run, made: Sequence[Path]) -> Iterator[None]:
     """Put the run directory back as it was if the block fails: a refused submit leaves no plan, revision or run.
 
-    What a directory held that was there before stays, STOP too; one that this submit made is removed. `made`: the
-    run directory and its parents, as far as this submit made them. Called under the lock.
+    An existing directory keeps its content, STOP too; a new directory is removed. `made`: the run directory and its
+    parents, as far as this submit made them. Called under the lock.
     """
     scripts = (run.job_script, run.fallback_script, run.evaluation_script)
-    policies = (
-        run.evaluation_policy,
-        notices.notice_policy_path(run),
-        mirror.mirror_policy_path(run),
-        mirror.mirror_folder(run) / "id",
-    )
+    mirrored, told = mirror.mirror_folder(run), notices.notices_folder(run)
+    policies = run.evaluation_policy, notices.notice_policy_path(run), mirror.mirror_policy_path(run), mirrored / "id"
     paths = (run.plan, *scripts, run.manifest, *policies, run.stop, run.owners, campaign.membership_path(run))
     before = {path: path.read_bytes() if path.exists() else None for path in paths}
-    revisions = set(run.revisions())
-    folders = [
-        run.config,
-        run.code,
-        run.evaluations,
-        run.triggers,
-        notices.notices_folder(run),
-        mirror.mirror_folder(run),
-    ]
-    kept = {folder for folder in folders if folder.exists()} | set(run.code.glob("*"))
+    folders = (run.config, run.code, run.evaluations, run.triggers, told, mirrored)
+    kept = {*run.config.glob("*"), *run.code.glob("*"), *(folder for folder in folders if folder.exists())}
     try:
         yield
     except BaseException:
@@ -247,27 +219,24 @@ def _undone_on_error(run: Run, made: Sequence[Path]) -> Iterator[None]:
                 path.unlink(missing_ok=True)
             elif not path.exists() or path.read_bytes() != content:
                 write_atomic(path, content, mode=0o777 if path.suffix == ".sbatch" else 0o666)
-        for number in set(run.revisions()) - revisions:
-            run.config_revision(number).unlink()
-        for path in [*run.code.glob("*"), *folders]:
-            if path not in kept and path.is_dir():
+        for path in {*run.config.glob("*"), *run.code.glob("*"), *folders} - kept:
+            if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
-            elif path not in kept:
+            else:
                 path.unlink(missing_ok=True)
         raise
 
 
 def _acknowledge_stale(run: Run) -> None:
-    """A trigger that is older than an explicit submit was not meant for it."""
+    """Acknowledge triggers that are older than this submit, which they were not meant for."""
     for name in triggers.TRIGGER_NAMES:
         if (old := triggers.read_trigger(run, name)) is not None:
-            triggers.acknowledge_trigger(
-                run, old, iteration=resume_point(run).iteration, result="stale: touched before this submit"
-            )
+            stale, iteration = "stale: touched before this submit", resume_point(run).iteration
+            triggers.acknowledge_trigger(run, old, iteration=iteration, result=stale)
 
 
 def _with_checkout_snapshot(run: Run, config: CommonConfig) -> CommonConfig:
-    """The config with a copy of its checkout of Megatron-LM, where `debug.backup_codebase` asks for one."""
+    """The config with a copy of its checkout of Megatron-LM if `debug.backup_codebase` asks for a copy."""
     if not isinstance(config, MegatronConfig) or not config.debug.backup_codebase:
         return config
     copy = code_snapshot.snapshot_of_checkout(run, Path(config.megatron_lm.dir))
@@ -275,8 +244,7 @@ def _with_checkout_snapshot(run: Run, config: CommonConfig) -> CommonConfig:
 
 
 def _takes_snapshot(config: CommonConfig) -> bool:
-    """Whether the jobs run a copy of the code: if they are to, and wherever the code is an installed package, which an
-    upgrade would change under queued jobs."""
+    """Return True if the jobs run a copy of the code: on request, or if an upgrade could change it under them."""
     return config.debug.backup_codebase or not places.is_checkout()
 
 
@@ -321,9 +289,8 @@ def _freeze_data(run: Run, config: RunConfig, found: Manifest, *, accept: bool) 
     before = resolve.read_resolved_config(run.config_revision(run.revisions()[-1]))
     if not isinstance(before, RunConfig):  # it was another trainer's, before the first checkpoint
         return evolved.config
-    if resume_point(run).path is not None and integer_mixture_weights(evolved.config) != integer_mixture_weights(
-        before
-    ):
+    changed = integer_mixture_weights(evolved.config) != integer_mixture_weights(before)
+    if changed and resume_point(run).path is not None:
         consumed = lineage_commits(run)[-1].consumed_samples
         log.info("the mixture changes: its phase begins where the next attempt resumes, now sample %s", consumed)
     return evolved.config
@@ -355,7 +322,7 @@ def _add_revision(run: Run, config: CommonConfig) -> int:
 
 @contextmanager
 def _submit_lock(run: Run) -> Iterator[list[Path]]:
-    """One submit at a time; gives the folders that this one made, the innermost first."""
+    """Hold the lock of the run's submits; yield the folders that this submit made, the innermost first."""
     made = [folder for folder in (run.path, *run.path.parents) if not folder.exists()]
     for folder in reversed(made):
         try:

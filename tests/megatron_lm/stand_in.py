@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from relayrun.submit.megatron_lm.flag_table import FIXED_FLAGS, FLAG_TABLE
+from relayrun.config.compose.megatron_flags import FIXED_FLAGS, FLAG_TABLE
 
 OTHERS = (
     "use-precision-aware-optimizer main-grads-dtype cross-entropy-loss-fusion no-check-for-nan-in-loss-and-grad "

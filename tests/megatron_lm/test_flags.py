@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relayrun.config.compose import resolve, yaml_file
+from relayrun.config.compose import megatron_flags, resolve, yaml_file
 from relayrun.config.compose.schema import MegatronConfig
 from relayrun.config.sections.checkpoint import CheckpointSection
 from relayrun.config.sections.data import DataSection
@@ -27,7 +27,7 @@ from relayrun.control.trainers.megatron_lm import COMMAND_LINE_BYTES, MegatronTr
 from relayrun.control.trainers.megatron_lm_program import MegatronDialect, MegatronProgram
 from relayrun.errors import ConfigError, InputError, RelayrunError
 from relayrun.submit import submission
-from relayrun.submit.megatron_lm import flag_table, flags
+from relayrun.submit.megatron_lm import flags
 from relayrun.submit.megatron_lm.command_line import CommandLine, command_line
 from relayrun.submit.megatron_lm.flags import Flag
 from relayrun.tokens.shards.shard import ShardWriter
@@ -42,6 +42,23 @@ SECTIONS = {
     "data": DataSection,
     "tracking": TrackingSection,
 }
+SETTINGS_IN_OTHER_FLAGS = {
+    "optimizer.lr_warmup_tokens": "becomes `--lr-warmup-iters`",
+    "optimizer.lr_decay_tokens": "becomes `--lr-decay-iters`",
+    "checkpoint.keep_last": "the chain deletes older checkpoints",
+    "checkpoint.keep_every": "the chain deletes older checkpoints",
+    "checkpoint.mirror": "the chain copies checkpoints",
+    "checkpoint.load": "the first attempt begins with it: `--load` and `--ckpt-step`",
+    "checkpoint.finetune": "`--finetune` for the attempts that begin with checkpoint.load",
+    "checkpoint.no_load_optim": "`--no-load-optim` for the attempts that begin with checkpoint.load",
+    "tracking.tensorboard": "becomes `--tensorboard-dir DIR`, in the run directory",
+    "data.datasets": "becomes `--data-path PREFIX ...`, with `--data-args-path` above 100 kB",
+    "data.mixture": "becomes `--data-path WEIGHT PREFIX ...`, with `--data-args-path` above 100 kB",
+    "data.validation": "becomes `--train-data-path` and `--valid-data-path`",
+    "data.allow_other_tokenizer": "the check of the shards' tokenizer",
+    "data.max_epochs": "the check of how often the data are read",
+}
+"""Settings without a row in `FLAG_TABLE` that hold all the same."""
 TRAINING = {"steps": 100, "micro_batch_size": 1, "global_batch_size": 4, "seq_length": 64}
 OPTIMIZER = {"lr": 1e-3, "lr_warmup_steps": 5}
 MODEL = {
@@ -55,17 +72,14 @@ MODEL = {
 
 def test_every_setting_has_a_flag_or_a_reason() -> None:
     known = (
-        {row.setting for row in flag_table.FLAG_TABLE}
-        | set(flag_table.SETTINGS_IN_OTHER_FLAGS)
-        | set(flag_table.SETTINGS_WITHOUT_FLAG)
+        {row.setting for row in megatron_flags.FLAG_TABLE}
+        | set(SETTINGS_IN_OTHER_FLAGS)
+        | set(megatron_flags.SETTINGS_WITHOUT_FLAG)
     )
     fields = {f"{section}.{name}" for section, kind in SECTIONS.items() for name in kind.model_fields}
     assert fields <= known
     assert known <= fields | set(SECTIONS)
-    assert not set(flag_table.SETTINGS_IN_OTHER_FLAGS) & set(flag_table.SETTINGS_WITHOUT_FLAG)
-    for setting, (possible, _) in flag_table.SETTINGS_WITHOUT_FLAG.items():
-        section, _, name = setting.partition(".")
-        assert SECTIONS[section].model_fields[name].get_default(call_default_factory=True) in possible
+    assert not set(SETTINGS_IN_OTHER_FLAGS) & set(megatron_flags.SETTINGS_WITHOUT_FLAG)
 
 
 def loaded(
@@ -407,12 +421,31 @@ def test_the_last_of_a_name_holds_within_one_source() -> None:
         flags.flags_from_words([("--a", "f:1"), ("-x", "f:1")], where="f")
 
 
+def test_arguments_of_a_checkpoint_become_the_settings_that_they_came_from(tmp_path: Path) -> None:
+    model = MODEL | {"norm_epsilon": 1e-6, "attention_dropout": 0.2, "untie_embeddings_and_output_weights": False}
+    optimizer = OPTIMIZER | {"adam_beta2": 0.9, "clip_grad": 0.5}
+    data = {"tokenizer": "t", "mock_data": True, "eod_mask_loss": True}
+    sections = {"checkpoint": {"interval": 5}, "parallel": {}, "data": data}
+    config = loaded(tmp_path, model=model, training=TRAINING | {"seed": 7}, optimizer=optimizer, **sections)
+    arguments = megatron_flags.saved_arguments(config)
+    assert (arguments["train_iters"], arguments["save_interval"], arguments["norm_epsilon"]) == (100, 5, 1e-6)
+    for section in ("model", "training", "optimizer", "data"):
+        found = megatron_flags.saved_settings(section, arguments)
+        assert found == {name: getattr(getattr(config, section), name) for name in found}
+        assert len(found) == {"model": 12, "training": 6, "optimizer": 8, "data": 3}[section]
+    required = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4}
+    by_default = {"rotary_base": 10_000, "norm_epsilon": 1e-5, "hidden_dropout": 0.1, "init_method_std": 0.02}
+    assert megatron_flags.saved_settings("model", required).items() >= (required | by_default).items()
+    with pytest.raises(KeyError, match="lr"):
+        megatron_flags.saved_settings("optimizer", {})
+
+
 def table_lines() -> list[str]:
     """The lines of the table of docs/megatron-flags.md."""
     flags: dict[str, list[str]] = {}
-    for row in flag_table.FLAG_TABLE:
+    for row in megatron_flags.FLAG_TABLE:
         flags.setdefault(row.setting, []).append(row.words)
-    others = [f"| `{setting}` | {words} |" for setting, words in flag_table.SETTINGS_IN_OTHER_FLAGS.items()]
+    others = [f"| `{setting}` | {words} |" for setting, words in SETTINGS_IN_OTHER_FLAGS.items()]
     return [
         *(f"| `{setting}` | {'; '.join(f'`{words}`' for words in each)} |" for setting, each in flags.items()),
         *others,

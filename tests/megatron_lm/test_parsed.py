@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from relayrun.config.compose.megatron_flags import FIXED_FLAGS, FLAG_TABLE
 from relayrun.submit.megatron_lm.checkout import Checkout, ParserAnswer, ask_parser
-from relayrun.submit.megatron_lm.flag_table import FIXED_FLAGS, FLAG_TABLE
 from relayrun.submit.megatron_lm.flags import Flag
 from relayrun.submit.megatron_lm.programs import parse_flags
 from tests.megatron_lm.stand_in import stand_in

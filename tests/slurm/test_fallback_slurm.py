@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from relayrun.control.chain import jobs
 from relayrun.control.rundir import triggers
 from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run, stop_reason
-from relayrun.submit import submission
+from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.watch.status import queue
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 
@@ -31,7 +32,7 @@ def start(cluster: TestCluster, run: Run, plan: Plan, monkeypatch: pytest.Monkey
     """Queue the first job as a submit does; return its id."""
     for name, value in cluster.env.items():
         monkeypatch.setenv(name, value)
-    return submission.queue_first_job(run, plan)
+    return jobs.queue_first_job(run, plan, scheduler_for_plan(plan, run))
 
 
 def fallback_jobs(cluster: TestCluster, plan: Plan) -> list[QueuedJob]:

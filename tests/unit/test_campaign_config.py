@@ -56,7 +56,7 @@ def test_a_product_with_a_list_and_filters(workspace: Workspace) -> None:
         filters=["optimizer.lr * training.global_batch_size <= 0.02", "training.seed != 2 or optimizer.lr > 1e-3"],
         at_once=3,
     )
-    assert [(run.member, run.settings) for run in described.runs] == [
+    assert [(run.name, run.settings) for run in described.runs] == [
         ("01", {"optimizer.lr": 1e-3, "training.global_batch_size": 8, "training.seed": 1}),
         ("02", {"optimizer.lr": 1e-3, "training.global_batch_size": 16, "training.seed": 1}),
         ("03", {"optimizer.lr": 2e-3, "training.global_batch_size": 8, "training.seed": 1}),
@@ -150,7 +150,7 @@ def test_a_branch_with_decay_is_one_line(workspace: Workspace) -> None:
             "long": {"from": "decay-end", "training.steps": 40},
         },
     )
-    runs = {run.member: run for run in described.runs}
+    runs = {run.name: run for run in described.runs}
     branch = native(runs["decay-10"])
     assert (branch.optimizer.lr_decay_style, branch.optimizer.lr_wsd_decay_steps, branch.training.steps) == (
         "WSD",

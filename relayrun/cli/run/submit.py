@@ -145,7 +145,7 @@ def run_launch(options: argparse.Namespace) -> int:
     job = launcher_environment.job_overrides(os.environ)
     log.info("as this job was submitted, whatever the config says: %s", ", ".join(job))
     config = resolve.load_run_config(file, [*settings, *job])
-    print(submission.adopt_job(config, host_python=os.environ.get("HOST_PYTHON") or None, **vars(intent)).path)
+    print(submission.adopt_job(config, intent, host_python=os.environ.get("HOST_PYTHON") or None).path)
     return 0
 
 

@@ -19,7 +19,8 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -29,6 +30,7 @@ from relayrun.config.compose.schema import CommandConfig, CommonConfig, Megatron
 from relayrun.config.compose.yaml_file import LocatedSettings, Location
 from relayrun.config.sections.base import NAME_PATTERN
 from relayrun.config.sections.conditions import SweepFilter
+from relayrun.control.rundir.campaign import CampaignMember
 from relayrun.errors import ConfigError, combined_error, did_you_mean
 
 MAX_RUNS = 500
@@ -39,23 +41,11 @@ STAGE_KEYS = ("from", "after", "evaluated", "decay", "config")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CampaignRunDescription:
-    """A run of a campaign."""
+class CampaignRunDescription(CampaignMember):
+    """A run of a campaign, with its config."""
 
-    member: str
-    """`01`, or the stage's name."""
     config: CommonConfig
     given: LocatedSettings
-    settings: dict[str, Any] = field(default_factory=dict)
-    """The run's own settings, by name."""
-    source: str | None = None
-    """The member that provides the first checkpoint."""
-    iteration: int | None = None
-    """Iteration of that checkpoint; None: the last one, when `source` is done."""
-    after: str | None = None
-    """A member that must be done first, without a checkpoint."""
-    evaluated: bool = False
-    counts_from_zero: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +83,8 @@ class _CampaignReader:
                 self._refuse((other,), "this is no sweep", f"use `relayrun {other} submit`")
         section = self._whole.values.get(self._kind)
         if not isinstance(section, dict) or not section:
-            self._refuse((self._kind,), "this section is missing, or is empty", f"see docs/{self._page}")
+            page = "sweeps.md" if self._kind == "sweep" else "stages.md"
+            self._refuse((self._kind,), "this section is missing, or is empty", f"see docs/{page}")
         project, own = self._text("project"), self._text("name")
         given = self._whole.values.get("run_dir")
         self._folder = Path(resolve.run_directory(given if isinstance(given, str) else None, project, own, self._root))
@@ -104,10 +95,6 @@ class _CampaignReader:
         return CampaignDescription(
             kind=self._kind, name=f"{project}/{own}", folder=self._folder, at_once=at_once, runs=runs
         )
-
-    @property
-    def _page(self) -> str:
-        return "sweeps.md" if self._kind == "sweep" else "stages.md"
 
     def _text(self, name: str) -> str:
         value = self._whole.values.get(name)
@@ -152,11 +139,8 @@ class _CampaignReader:
     def _sweep(self, section: dict[str, Any]) -> tuple[int | None, list[CampaignRunDescription]]:
         for name in section:
             if name not in SWEEP_KEYS:
-                self._refuse(
-                    ("sweep", name),
-                    "unknown",
-                    did_you_mean(name, SWEEP_KEYS) or f"a sweep has: {', '.join(SWEEP_KEYS)}",
-                )
+                hint = did_you_mean(name, SWEEP_KEYS) or f"a sweep has: {', '.join(SWEEP_KEYS)}"
+                self._refuse(("sweep", name), "unknown", hint)
         at_once = section.get("at_once")
         if at_once is not None and (isinstance(at_once, bool) or not isinstance(at_once, int) or at_once < 1):
             self._refuse(("sweep", "at_once"), f"{at_once!r} is no number of chains", "write a whole number from 1 on")
@@ -173,7 +157,10 @@ class _CampaignReader:
                 words = f"{error.message} (run {member}: {settings_in_words(settings)})"
                 errors.append(ConfigError(words, where=error.where, hint=error.hint))
                 continue
-            runs.append(CampaignRunDescription(member=member, config=config, given=given, settings=settings))
+            folder = config.run_dir or ""
+            runs.append(
+                CampaignRunDescription(name=member, run_dir=folder, config=config, given=given, settings=settings)
+            )
         if errors:
             raise combined_error(errors, "runs of this sweep are refused")
         return at_once, runs
@@ -203,9 +190,8 @@ class _CampaignReader:
                 if name in product:
                     self._refuse(at, "`product` has this setting too", "give it in one of them")
             if line in lines[:number]:
-                self._refuse(
-                    ("sweep", "list", str(number)), f"{settings_in_words(line)} is there twice", "leave one out"
-                )
+                words = f"{settings_in_words(line)} is there twice"
+                self._refuse(("sweep", "list", str(number)), words, "leave one out")
         if count > 100 * MAX_RUNS:
             self._refuse(("sweep",), f"these are {count:,} combinations", "shorten an axis")
         for line_number, line in enumerate(lines):
@@ -228,10 +214,7 @@ class _CampaignReader:
         for text in texts:
             try:
                 condition = SweepFilter(text)
-                kept = []
-                for settings, at in found:
-                    if condition.holds(lambda name, own=settings: self._setting(name, own)):  # type: ignore[misc]
-                        kept.append((settings, at))
+                kept = [each for each in found if condition.holds(partial(self._setting, own=each[0]))]
             except ValueError as error:
                 self._refuse(("sweep", "filters"), str(error), _FILTER)
             found = kept
@@ -294,21 +277,24 @@ class _CampaignReader:
             self._check_evaluated(source, iteration, (*at, "evaluated"))
         from_zero = False
         if source is not None:
-            self._check_trainers(source, config, (*at, "from"))
+            if config.trainer not in ("command", source.config.trainer):
+                words = f"trainer {config.trainer} does not go on from a checkpoint of trainer {source.config.trainer}"
+                self._refuse((*at, "from"), words, "let both have one trainer")
             from_zero = _counts_from_zero(source.config, config)
             last = last_iteration(config)
             if begins is not None and last is not None and not from_zero and begins >= last:
-                words = f"{source.member} stands at iteration {begins} there, and {name} ends at {last}"
+                words = f"{source.name} stands at iteration {begins} there, and {name} ends at {last}"
                 self._refuse(at, words, "raise training.steps of this stage, or set checkpoint.finetune")
             self._check_data(source, config, (*at, "from"))
         return CampaignRunDescription(
-            member=name,
+            name=name,
+            run_dir=config.run_dir or "",
             config=config,
             given=given,
             settings=own,
-            source=None if source is None else source.member,
+            source=None if source is None else source.name,
             iteration=iteration,
-            after=None if after is None else after.member,
+            after=None if after is None else after.name,
             evaluated=evaluated,
             counts_from_zero=from_zero,
         )
@@ -334,13 +320,12 @@ class _CampaignReader:
         if iteration is None:
             return last
         if last is not None and iteration > last:
-            self._refuse(at, f"{source.member} ends at iteration {last}", "name one that it reaches")
+            self._refuse(at, f"{source.name} ends at iteration {last}", "name one that it reaches")
         interval = config.checkpoint.interval if isinstance(config, RunConfig) else None
         if interval and iteration % interval and iteration != last:
-            words = f"{source.member} saves every {interval} iterations, and not at {iteration}"
-            self._refuse(
-                at, words, f"name a multiple of its checkpoint.interval, such as {_multiple(iteration, interval)}"
-            )
+            words = f"{source.name} saves every {interval} iterations, and not at {iteration}"
+            near = max(interval, iteration // interval * interval)
+            self._refuse(at, words, f"name a multiple of its checkpoint.interval, such as {near}")
         return iteration
 
     def _decay(self, length: Any, begins: int | None, at: Location) -> dict[str, Any]:
@@ -361,15 +346,10 @@ class _CampaignReader:
     def _check_evaluated(self, source: CampaignRunDescription, iteration: int | None, at: Location) -> None:
         evaluation = source.config.evaluation
         if evaluation is None:
-            self._refuse(at, f"{source.member} has no section `evaluation`", "give it one, or leave this out")
+            self._refuse(at, f"{source.name} has no section `evaluation`", "give it one, or leave this out")
         if iteration is not None and iteration % evaluation.interval and iteration != last_iteration(source.config):
-            words = f"{source.member} evaluates every {evaluation.interval} iterations, and not {iteration}"
+            words = f"{source.name} evaluates every {evaluation.interval} iterations, and not {iteration}"
             self._refuse(at, words, "name a multiple of its evaluation.interval")
-
-    def _check_trainers(self, source: CampaignRunDescription, config: CommonConfig, at: Location) -> None:
-        if config.trainer not in ("command", source.config.trainer):
-            words = f"trainer {config.trainer} does not go on from a checkpoint of trainer {source.config.trainer}"
-            self._refuse(at, words, "let both have one trainer")
 
     def _check_data(self, source: CampaignRunDescription, config: CommonConfig, at: Location) -> None:
         """Refuse another sample length, since the stage before counted samples of its own length."""
@@ -379,7 +359,7 @@ class _CampaignReader:
         anew = config.checkpoint.finetune or config.checkpoint.no_load_data
         lengths = before.training.seq_length, config.training.seq_length
         if lengths[0] != lengths[1] and not anew:
-            words = f"training.seq_length is {lengths[0]} in {source.member} and {lengths[1]} here"
+            words = f"training.seq_length is {lengths[0]} in {source.name} and {lengths[1]} here"
             self._refuse(at, words, "add checkpoint.no_load_data: true, and the data begin anew")
 
 
@@ -402,12 +382,7 @@ def _counts_from_zero(source: CommonConfig, config: CommonConfig) -> bool:
     """True if a run's iterations restart at 0, as for a program on another trainer's checkpoint."""
     if isinstance(config, CommandConfig):
         return not isinstance(source, CommandConfig)
-    checkpoint = config.checkpoint if isinstance(config, RunConfig | MegatronConfig) else None
-    return checkpoint is not None and checkpoint.finetune
-
-
-def _multiple(iteration: int, interval: int) -> int:
-    return max(interval, iteration // interval * interval)
+    return config.checkpoint_section is not None and config.checkpoint_section.finetune
 
 
 _PRODUCT = "write, for example: product: {optimizer.lr: [1e-3, 2e-3]}"

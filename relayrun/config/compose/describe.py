@@ -150,18 +150,14 @@ def _section_in(annotation: Any) -> tuple[AnySection | None, str]:
     return None, ""
 
 
-def _sections(section: AnySection) -> Iterator[AnySection]:
-    yield section
-    for info in section_fields(section).values():
-        for inner in _inside(info.annotation):
-            yield from _sections(inner)
-
-
-def _inside(annotation: Any) -> Iterator[AnySection]:
+def _sections(annotation: Any) -> Iterator[AnySection]:
+    """Yield the sections in an annotation, and those in their settings."""
     if is_section(annotation):
         yield annotation
+        for info in section_fields(annotation).values():
+            yield from _sections(info.annotation)
     for argument in typing.get_args(annotation):
-        yield from _inside(argument)
+        yield from _sections(argument)
 
 
 def _type(described: dict[str, Any], definitions: dict[str, Any]) -> str:
@@ -197,20 +193,11 @@ def _yaml(value: Any) -> str:
 @functools.cache
 def _docstrings(section: AnySection) -> dict[str, str]:
     """Return the text below each field of a section and its base classes."""
-    found: dict[str, str] = {}
-    for part in reversed(section.__mro__):
-        if part.__module__.startswith("relayrun.config."):
-            found |= _of_class(part)
-    return found
-
-
-def _of_class(section: type) -> dict[str, str]:
-    source = inspect.getsourcefile(section)
-    assert source is not None
-    body = _classes(source)[section.__name__].body
+    own = (part for part in reversed(section.__mro__) if part.__module__.startswith("relayrun.config."))
     return {
         field.target.id: " ".join(below.value.value.split())
-        for field, below in itertools.pairwise(body)
+        for part in own
+        for field, below in itertools.pairwise(_classes(inspect.getsourcefile(part) or "")[part.__name__].body)
         if isinstance(field, ast.AnnAssign)
         and isinstance(field.target, ast.Name)
         and isinstance(below, ast.Expr)

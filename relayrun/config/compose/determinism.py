@@ -37,8 +37,6 @@ def check_deterministic_environment(environment: Mapping[str, str], *, where: st
     for name, values in DETERMINISTIC_VALUES.items():
         value = environment.get(name)
         if value is not None and value.lower() not in [accepted.lower() for accepted in values]:
-            raise ConfigError(
-                f"{name}={value} makes results differ from run to run, and training.deterministic is on",
-                where=where,
-                hint=f"leave it out, set it to {' or '.join(values)}, or set training.deterministic=false",
-            )
+            words = f"{name}={value} makes results differ from run to run, and training.deterministic is on"
+            hint = f"leave it out, set it to {' or '.join(values)}, or set training.deterministic=false"
+            raise ConfigError(words, where=where, hint=hint)

@@ -8,36 +8,45 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, Self
+from typing import Literal
 
 from pydantic import ValidationError
 
-from relayrun.config.compose.trainers import check_multiple
-from relayrun.config.sections.chain import ChainSection
-from relayrun.config.sections.job import JobSection
+from relayrun.config.compose.trainers import CommonConfig, check_multiple
+from relayrun.config.sections.checkpoint import CheckpointSection
+from relayrun.config.sections.data import DataSection
 from relayrun.config.sections.model import ModelSection
+from relayrun.config.sections.optimizer import OptimizerSection
 from relayrun.config.sections.parallel import ParallelSection
 from relayrun.config.sections.training import TrainingSection
 
 
-class LayoutConfig(Protocol):
-    """The parts of a run's config in use here; `schema`, which has them, imports this module."""
+class LayoutConfig(CommonConfig):
+    """The sections of a native run, and the sizes of its groups of ranks."""
 
-    chain: ChainSection
-    job: JobSection
+    trainer: Literal["native"] = "native"
     model: ModelSection
-    parallel: ParallelSection
+    data: DataSection
     training: TrainingSection
+    optimizer: OptimizerSection
+    checkpoint: CheckpointSection
+    parallel: ParallelSection = ParallelSection()
 
     @property
-    def model_parallel_size(self) -> int: ...
+    def virtual_stages(self) -> int:
+        """Parts of the model on a pipeline stage."""
+        layers = self.parallel.num_layers_per_virtual_pipeline_stage
+        return self.model.num_layers // self.parallel.pipeline_model_parallel_size // layers if layers else 1
+
     @property
-    def data_parallel_size(self) -> int: ...
+    def data_parallel_size(self) -> int:
+        return self.world_size // self.model_parallel_size
+
     @property
-    def virtual_stages(self) -> int: ...
-    def model_dump(self) -> dict[str, Any]: ...
-    @classmethod
-    def model_validate(cls, obj: Any) -> Self: ...
+    def model_parallel_size(self) -> int:
+        """Ranks that share a replica of the model and a sequence: tensor x pipeline x context parallel."""
+        own = self.parallel
+        return own.tensor_model_parallel_size * own.pipeline_model_parallel_size * own.context_parallel_size
 
 
 def elastic_nodes(config: LayoutConfig) -> list[int]:
@@ -50,17 +59,13 @@ def elastic_nodes(config: LayoutConfig) -> list[int]:
     for nodes in range(config.job.nodes - 1, 0, -1) if training.elastic else ():
         replicas, rest = divmod(nodes * config.job.ntasks_per_node, config.model_parallel_size)
         if not rest and not training.global_batch_size % (replicas * training.micro_batch_size):
+            values = config.model_dump()
+            values["job"] |= {"nodes": nodes}
+            values["training"] |= {"elastic": False}  # or each number would try all smaller ones
             with contextlib.suppress(ValidationError):
-                _on_nodes(config, nodes)
+                type(config).model_validate(values)
                 found.append(nodes)
     return found
-
-
-def _on_nodes(config: LayoutConfig, nodes: int) -> None:
-    values = config.model_dump()
-    values["job"] |= {"nodes": nodes}
-    values["training"] |= {"elastic": False}  # or each number would try all smaller ones
-    type(config).model_validate(values)
 
 
 def check_elastic(config: LayoutConfig) -> None:
@@ -154,22 +159,14 @@ def _check_router(model: ModelSection, experts: int) -> None:
                 f"model.transformer.moe_router_group_topk {settings.moe_router_group_topk} is chosen from "
                 f"moe_router_num_groups {groups}: groups of equal size, at least so many, among {experts} experts"
             )
-        check_multiple(
-            "model.transformer.moe_router_topk",
-            chosen,
-            "moe_router_group_topk",
-            settings.moe_router_group_topk,
-            ": each chosen group gives as many experts",
-        )
+        name, why = "model.transformer.moe_router_topk", ": each chosen group gives as many experts"
+        check_multiple(name, chosen, "moe_router_group_topk", settings.moe_router_group_topk, why)
 
 
 def _check_expert_parallelism(config: LayoutConfig, experts: int) -> None:
     parallel, settings = config.parallel, config.model.transformer
-    size, tensor, own = (
-        parallel.expert_model_parallel_size,
-        parallel.tensor_model_parallel_size,
-        parallel.expert_tensor_size,
-    )
+    size, own = parallel.expert_model_parallel_size, parallel.expert_tensor_size
+    tensor = parallel.tensor_model_parallel_size
     check_multiple("model.transformer.num_moe_experts", experts, "parallel.expert_model_parallel_size", size)
     _check_expert_ranks(config)
     if tensor > 1 and not parallel.sequence_parallel:
@@ -212,11 +209,8 @@ def _check_expert_widths(config: LayoutConfig) -> None:
 def _check_expert_ranks(config: LayoutConfig) -> None:
     """Check that the ranks of a pipeline stage can be divided among the parts of its experts."""
     parallel = config.parallel
-    size, tensor, own = (
-        parallel.expert_model_parallel_size,
-        parallel.tensor_model_parallel_size,
-        parallel.expert_tensor_size,
-    )
+    size, own = parallel.expert_model_parallel_size, parallel.expert_tensor_size
+    tensor = parallel.tensor_model_parallel_size
     replicas = config.data_parallel_size * parallel.context_parallel_size
     if own == tensor and replicas % size:
         raise ValueError(

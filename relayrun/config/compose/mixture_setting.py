@@ -56,10 +56,7 @@ def parse_mixture_line(text: str, place: str) -> dict[str, Any]:
     mixture: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(";"))):
         path, comma, weight = part.rpartition(",")
-        try:
-            number = float(weight)
-        except ValueError:
-            number = 0.0
+        number = _weight(weight) or 0.0
         if not comma or not path or not number > 0:
             raise ConfigError(f"{part!r} is no PATH,WEIGHT with a positive weight", where=place, hint=_HINT)
         name = _name(path)

@@ -53,11 +53,8 @@ def load_run_config(path: Path, overrides: Sequence[str] = ()) -> CommonConfig:
 def require_native(config: CommonConfig) -> RunConfig:
     """Return the config of a run of the native trainer. Raises ConfigError for another trainer."""
     if not isinstance(config, RunConfig):
-        raise ConfigError(
-            f"{config.project}/{config.name} is a run of trainer {config.trainer}, and this is for the native one",
-            where="trainer",
-            hint="use what that program itself has for it",
-        )
+        words = f"{config.project}/{config.name} is a run of trainer {config.trainer}, and this is for the native one"
+        raise ConfigError(words, where="trainer", hint="use what that program itself has for it")
     return config
 
 
@@ -93,11 +90,9 @@ def validate_settings(settings: LocatedSettings) -> CommonConfig:
     """
     for several in CAMPAIGN_SECTIONS:
         if several in settings.values:
-            raise ConfigError(
-                "this config is of several runs",
-                where=": ".join(filter(None, (settings.place((several,)), several))),
-                hint=f"`relayrun {several} submit` begins them",
-            )
+            words = "this config is of several runs"
+            where = ": ".join(filter(None, (settings.place((several,)), several)))
+            raise ConfigError(words, where=where, hint=f"`relayrun {several} submit` begins them")
     kind = _config_class(settings)
     try:
         config = kind.model_validate(settings.values)
@@ -120,11 +115,9 @@ def _config_class(settings: LocatedSettings) -> type[CommonConfig]:
     kind = CONFIG_CLASSES.get(trainer) if isinstance(trainer, str) else None
     if kind is None:
         place = settings.place(("trainer",))
-        raise ConfigError(
-            f"there is no trainer {trainer!r}; there are: {', '.join(CONFIG_CLASSES)}",
-            where=": ".join(filter(None, (place, "trainer"))),
-            hint=did_you_mean(str(trainer), CONFIG_CLASSES) or "name one of them",
-        )
+        words = f"there is no trainer {trainer!r}; there are: {', '.join(CONFIG_CLASSES)}"
+        where = ": ".join(filter(None, (place, "trainer")))
+        raise ConfigError(words, where=where, hint=did_you_mean(str(trainer), CONFIG_CLASSES) or "name one of them")
     return kind
 
 

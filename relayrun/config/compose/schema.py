@@ -2,90 +2,46 @@
 
 Settings are declared in `relayrun.config.sections`, those of all trainers in `trainers`. A field name is Megatron's or
 Slurm's, if they have one. Unknown names are errors; `relayrun.config.compose.resolve` reports them with file, line and
-the nearest valid name.
+the nearest valid name. Other modules import the sections from here, too: these are the names imported `as` themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import model_validator
 
 from relayrun.config.compose import layout_rules
-from relayrun.config.compose.trainers import CommandConfig, CommonConfig, MegatronConfig, check_multiple
-from relayrun.config.sections.base import Section
-from relayrun.config.sections.chain import ChainSection
-from relayrun.config.sections.checkpoint import CheckpointSection
-from relayrun.config.sections.data import MOCK_ORDER, DataSection, DataSource
-from relayrun.config.sections.job import (
-    ClusterSection,
-    DebugSection,
-    EvaluationJob,
-    EvaluationSection,
-    JobSection,
-    TrackingSection,
-)
-from relayrun.config.sections.model import NEEDS_TRANSFORMER_ENGINE, ModelSection
-from relayrun.config.sections.notify import NotifySection
-from relayrun.config.sections.optimizer import OptimizerSection
-from relayrun.config.sections.parallel import ParallelSection
-from relayrun.config.sections.training import TrainingSection
-
-__all__ = [
-    "CONFIG_CLASSES",
-    "MOCK_ORDER",
-    "ChainSection",
-    "CheckpointSection",
-    "ClusterSection",
-    "CommandConfig",
-    "CommonConfig",
-    "DataSection",
-    "DataSource",
-    "DebugSection",
-    "EvaluationJob",
-    "EvaluationSection",
-    "JobSection",
-    "MegatronConfig",
-    "ModelSection",
-    "NotifySection",
-    "OptimizerSection",
-    "ParallelSection",
-    "RunConfig",
-    "Section",
-    "TrackingSection",
-    "TrainingSection",
-]
+from relayrun.config.compose.trainers import CommandConfig as CommandConfig
+from relayrun.config.compose.trainers import CommonConfig as CommonConfig
+from relayrun.config.compose.trainers import MegatronConfig as MegatronConfig
+from relayrun.config.compose.trainers import check_multiple
+from relayrun.config.sections.checkpoint import CheckpointSection as CheckpointSection
+from relayrun.config.sections.data import MOCK_ORDER as MOCK_ORDER
+from relayrun.config.sections.data import DataSection as DataSection
+from relayrun.config.sections.data import DataSource as DataSource
+from relayrun.config.sections.job import ClusterSection as ClusterSection
+from relayrun.config.sections.job import DebugSection as DebugSection
+from relayrun.config.sections.job import EvaluationSection as EvaluationSection
+from relayrun.config.sections.job import JobSection as JobSection
+from relayrun.config.sections.model import NEEDS_TRANSFORMER_ENGINE
+from relayrun.config.sections.model import ModelSection as ModelSection
+from relayrun.config.sections.optimizer import OptimizerSection as OptimizerSection
+from relayrun.config.sections.parallel import ParallelSection as ParallelSection
+from relayrun.config.sections.training import TrainingSection as TrainingSection
 
 
-class RunConfig(CommonConfig):
+class RunConfig(layout_rules.LayoutConfig):
     """All settings of a run of the native trainer.
 
     Raises pydantic's ValidationError for an invalid setting and for settings that contradict each other.
     """
 
-    trainer: Literal["native"] = "native"
-    model: ModelSection
-    data: DataSection
-    training: TrainingSection
-    optimizer: OptimizerSection
-    checkpoint: CheckpointSection
-    parallel: ParallelSection = ParallelSection()
-
-    @property
-    def virtual_stages(self) -> int:
-        """Parts of the model on a pipeline stage."""
-        layers = self.parallel.num_layers_per_virtual_pipeline_stage
-        return self.model.num_layers // self.parallel.pipeline_model_parallel_size // layers if layers else 1
-
     @property
     def outlives_nodes(self) -> str | None:
         """The setting with which a job survives the loss of a node; None: it does not."""
         return super().outlives_nodes or ("training.elastic" if self.training.elastic else None)
-
-    @property
-    def data_parallel_size(self) -> int:
-        return self.world_size // self.model_parallel_size
 
     @property
     def optimizer_parts(self) -> int:
@@ -109,16 +65,25 @@ class RunConfig(CommonConfig):
         ranks = parallel.tensor_model_parallel_size * self.data_parallel_size * parallel.context_parallel_size
         return ranks // (parallel.expert_model_parallel_size * parallel.expert_tensor_size)
 
-    @property
-    def model_parallel_size(self) -> int:
-        """Ranks that share a replica of the model and a sequence: tensor x pipeline x context parallel."""
-        parallel = self.parallel
-        return (
-            parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
-        )
-
     @model_validator(mode="after")
-    def _copied_to_memory(self) -> Self:
+    def _check_rules(self) -> Self:
+        """Check the rules between sections. The first broken rule is the error."""
+        self._check_memory_copies()
+        self._check_profile()
+        self._check_layout()
+        self._check_fusion()
+        self._check_precision()
+        layout_rules.check_expert_layout(self)
+        self._check_transformer_engine()
+        layout_rules.check_fp8_layout(self)
+        self._check_whole_parameters()
+        self._check_document_windows()
+        self._check_lanes()
+        self._check_schedule()
+        layout_rules.check_elastic(self)
+        return self
+
+    def _check_memory_copies(self) -> None:
         if self.checkpoint.memory_interval and self.chain.recovery != "node":
             raise ValueError(
                 "checkpoint.memory_interval: copies in memory are for ranks that are started again inside the job; "
@@ -129,19 +94,15 @@ class RunConfig(CommonConfig):
                 f"checkpoint.memory_interval: the state of the optimizer {self.optimizer.kind} is not copied to memory "
                 "yet; leave it out: ranks that are started again go on from the disk"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _profiled(self) -> Self:
+    def _check_profile(self) -> None:
         beyond = [rank for rank in self.debug.profile_ranks if rank >= self.world_size]
         if self.debug.profile is not None and beyond:
             raise ValueError(
                 f"debug.profile_ranks: there is no rank {beyond[0]}; the ranks are 0 to {self.world_size - 1}"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _layout(self) -> Self:
+    def _check_layout(self) -> None:
         tensor, pipeline = self.parallel.tensor_model_parallel_size, self.parallel.pipeline_model_parallel_size
         context = self.parallel.context_parallel_size
         if self.world_size % self.model_parallel_size:
@@ -165,7 +126,6 @@ class RunConfig(CommonConfig):
                     f"the {stage} layers of a pipeline stage cannot be split into several parts of "
                     f"parallel.num_layers_per_virtual_pipeline_stage {layers}"
                 )
-        return self
 
     def _check_batches(self) -> None:
         parallel, micro = self.parallel, self.training.micro_batch_size
@@ -192,8 +152,7 @@ class RunConfig(CommonConfig):
                     "parallel.defer_embedding_wgrad_compute needs two"
                 )
 
-    @model_validator(mode="after")
-    def _fused(self) -> Self:
+    def _check_fusion(self) -> None:
         """Check fused kernels and the groups of the distributed optimizer."""
         if self.training.apply_rope_fusion and self.data.reset_position_ids:
             raise ValueError(
@@ -218,10 +177,8 @@ class RunConfig(CommonConfig):
                 "parallel.defer_embedding_wgrad_compute adds gradients of weights to their sum where they are "
                 "computed; leave out training.gradient_accumulation_fusion"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _precision(self) -> Self:
+    def _check_precision(self) -> None:
         """Check settings that need bf16 weights or the distributed optimizer."""
         if self.training.resolved_precision != "bf16":
             for name, asked in (
@@ -238,7 +195,6 @@ class RunConfig(CommonConfig):
                 "training.deterministic: Megatron-LM refuses cross_entropy_loss_fusion with it, whose compiled kernels "
                 "may add in another order; set training.cross_entropy_loss_fusion=false"
             )
-        return self
 
     def _check_attention(self) -> None:
         """Check the limits of both implementations of attention. Raises ValueError."""
@@ -276,25 +232,15 @@ class RunConfig(CommonConfig):
         """True if sequences with a sliding window are split over ranks, which TransformerEngine does not support."""
         return self.model.transformer.window_size is not None and self.parallel.context_parallel_size > 1
 
-    @model_validator(mode="after")
-    def _experts(self) -> Self:
-        layout_rules.check_expert_layout(self)
-        return self
-
-    @model_validator(mode="after")
-    def _transformer_engine(self) -> Self:
-        given = self.model.transformer.model_dump()
-        needs = sorted(NEEDS_TRANSFORMER_ENGINE & set(given))
+    def _check_transformer_engine(self) -> None:
+        needs = sorted(NEEDS_TRANSFORMER_ENGINE & set(self.model.transformer.model_dump()))
         if needs and self.training.transformer_impl != "transformer_engine":
             raise ValueError(
                 f"model.transformer.{needs[0]} needs layers of TransformerEngine; set "
                 "training.transformer_impl=transformer_engine, or leave it out"
             )
-        layout_rules.check_fp8_layout(self)
-        return self
 
-    @model_validator(mode="after")
-    def _whole_parameters(self) -> Self:
+    def _check_whole_parameters(self) -> None:
         optimizer = self.optimizer
         if self.parallel.use_distributed_optimizer and optimizer.kind != "adam":
             what = "optimizer.class" if optimizer.class_path else f"optimizer.name {optimizer.name}"
@@ -302,10 +248,8 @@ class RunConfig(CommonConfig):
                 f"{what} needs whole parameters, of which parallel.use_distributed_optimizer gives each rank a piece; "
                 "set parallel.use_distributed_optimizer=false and overlap_param_gather=false"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _document_windows(self) -> Self:
+    def _check_document_windows(self) -> None:
         length = self.training.seq_length
         cuts = dict(self.data.cut_by_document)
         if self.data.validation_cut is not None:
@@ -317,10 +261,8 @@ class RunConfig(CommonConfig):
                     f"data set {name!r}: document_window.window {cut.window} does not fit a row of "
                     f"training.seq_length {length}; set a shorter window, or document_window.packing=split"
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _lanes(self) -> Self:
+    def _check_lanes(self) -> None:
         if self.data.streams:
             check_multiple(
                 "data.lanes",
@@ -330,7 +272,6 @@ class RunConfig(CommonConfig):
                 ": each replica reads as many lanes of a stream; a run that begins may set another data.lanes, one "
                 "that has begun needs another number of ranks",
             )
-        return self
 
     def lr_steps(self, reaches: Callable[[int], int]) -> tuple[int, int]:
         """Return the iterations of the warm-up, and of the decay of the learning rate.
@@ -345,8 +286,7 @@ class RunConfig(CommonConfig):
             decay = reaches(-(-optimizer.lr_decay_tokens // length))
         return warmup, decay
 
-    @model_validator(mode="after")
-    def _schedule(self) -> Self:
+    def _check_schedule(self) -> None:
         optimizer = self.optimizer
         warmup, decay = self.lr_steps(self.training.batch_sizes.reaches)
         if optimizer.lr_warmup_tokens is not None and optimizer.lr_warmup_steps:
@@ -373,12 +313,6 @@ class RunConfig(CommonConfig):
             )
         if optimizer.min_lr > optimizer.lr:
             raise ValueError(f"optimizer.min_lr {optimizer.min_lr} is above optimizer.lr {optimizer.lr}")
-        return self
-
-    @model_validator(mode="after")
-    def _elastic(self) -> Self:
-        layout_rules.check_elastic(self)
-        return self
 
 
 CONFIG_CLASSES: dict[str, type[CommonConfig]] = {

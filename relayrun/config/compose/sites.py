@@ -61,11 +61,8 @@ def read_site(name: str, *, folders: Sequence[Path], where: str | None) -> Locat
     file = next((path for path in places_of_it if path.is_file()), None)
     if file is None:
         known = site_names(folders)
-        raise ConfigError(
-            f"unknown cluster {name!r}; there are: {', '.join(known)}",
-            where=where,
-            hint=did_you_mean(name, known) or f"name one of them, or write {places_of_it[0]}",
-        )
+        hint = did_you_mean(name, known) or f"name one of them, or write {places_of_it[0]}"
+        raise ConfigError(f"unknown cluster {name!r}; there are: {', '.join(known)}", where=where, hint=hint)
     return yaml_file.read_yaml(file)
 
 
@@ -94,11 +91,9 @@ def refuse_other_cluster(settings: LocatedSettings, environment: Mapping[str, st
         return
     for name in OTHER_CLUSTER_VARIABLES:
         if environment.get(name):
-            raise ConfigError(
-                f"{name}={environment[name]} is not heeded: jobs are queued by this machine's own Slurm",
-                where="environment",
-                hint=f"unset {name}; for another cluster, submit from its login node",
-            )
+            words = f"{name}={environment[name]} is not heeded: jobs are queued by this machine's own Slurm"
+            hint = f"unset {name}; for another cluster, submit from its login node"
+            raise ConfigError(words, where="environment", hint=hint)
     for name, setting in IGNORED_VARIABLES.items():
         if environment.get(name):
             log.warning("%s=%s is not heeded: set %s", name, environment[name], setting)
@@ -118,11 +113,8 @@ def insert_environment(settings: LocatedSettings, environment: Mapping[str, str]
         if place.startswith("--set"):
             continue
         if own.get(option) is not None and str(own[option]) != value:
-            raise ConfigError(
-                f"{variable}={value}, and job.{option} is {own[option]}",
-                where=place,
-                hint=f"unset {variable}, or say which one counts: --set job.{option}=...",
-            )
+            hint = f"unset {variable}, or say which one counts: --set job.{option}=..."
+            raise ConfigError(f"{variable}={value}, and job.{option} is {own[option]}", where=place, hint=hint)
         own[option], settings.places["job", option] = value, variable
 
 

@@ -98,8 +98,9 @@ class CommonConfig(Section):
         own = self.evaluation
         if own is None:
             return self
-        if isinstance(checkpoint := getattr(self, "checkpoint", None), CheckpointSection):
-            check_multiple("evaluation.interval", own.interval, "checkpoint.interval", checkpoint.interval)
+        if self.checkpoint_section is not None:
+            interval = self.checkpoint_section.interval
+            check_multiple("evaluation.interval", own.interval, "checkpoint.interval", interval)
         if self.trainer == "native" and own.convert:
             raise ValueError(
                 "evaluation.convert: relayrun exports its own checkpoints; leave it out, see model.mapping"
@@ -115,6 +116,12 @@ class CommonConfig(Section):
     def outlives_nodes(self) -> str | None:
         """The setting with which a job survives the loss of a node; None: it does not."""
         return "job.spare_nodes" if self.job.spare_nodes else None
+
+    @property
+    def checkpoint_section(self) -> CheckpointSection | None:
+        """The section `checkpoint`; None if the run has none."""
+        found: CheckpointSection | None = getattr(self, "checkpoint", None)
+        return found
 
     @property
     def world_size(self) -> int:

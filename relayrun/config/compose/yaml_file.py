@@ -148,11 +148,8 @@ class _NodeReader:
                 raise ConfigError("a name must be plain text", where=place, hint="quote it, or write NAME: VALUE")
             name = str(key_node.value)
             if name in result:
-                raise ConfigError(
-                    f"{'.'.join((*at, name))} is given twice",
-                    where=place,
-                    hint=f"keep one; {self._places[(*at, name)]} has the first",
-                )
+                words = f"{'.'.join((*at, name))} is given twice"
+                raise ConfigError(words, where=place, hint=f"keep one; {self._places[(*at, name)]} has the first")
             self._places[(*at, name)] = place
             result[name] = self._value(value_node, (*at, name))
         return result
@@ -164,8 +161,10 @@ class _NodeReader:
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, at)
         if id(node) in self._around:
+            # the node of an alias has the line of its anchor
+            place = LocatedSettings(places=self._places).place(at) or self._source
             hint = "write the value out"
-            raise ConfigError(f"{'.'.join(at)}: this alias names what it lies in", where=self._place_of(at), hint=hint)
+            raise ConfigError(f"{'.'.join(at)}: this alias names what it lies in", where=place, hint=hint)
         self._around.add(id(node))
         if isinstance(node, yaml.MappingNode):
             result: Any = self.mapping(node, at)
@@ -173,10 +172,6 @@ class _NodeReader:
             result = [self._value(item, (*at, str(index))) for index, item in enumerate(node.value)]
         self._around.remove(id(node))
         return result
-
-    def _place_of(self, at: Location) -> str:
-        """Return the line of the nearest name: the node of an alias has the line of its anchor."""
-        return LocatedSettings(places=self._places).place(at) or self._source
 
     def _scalar(self, node: yaml.ScalarNode, at: Location) -> Any:
         value, what = None, ""

@@ -10,10 +10,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 from pydantic.fields import FieldInfo
 
-from relayrun.config.sections.plain import (
-    PlainSection,
-    SingleLine,
-)
+from relayrun.config.sections.plain import PlainSection, SingleLine
 from relayrun.errors import why_url_is_refused
 from relayrun.slurmtime import parse_time
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -60,17 +61,13 @@ class DebugSection(Section):
     """Seconds between lines of memory_logging-<node>.txt; 0: none."""
 
     @model_validator(mode="after")
-    def _own_options_of_nsys(self) -> Self:
+    def _profiler(self) -> Self:
         for option in self.nsys_options:
             if (name := option.partition("=")[0]) in RESERVED_NSYS_OPTIONS:
                 raise ValueError(
                     f"nsys_options: {name} is relayrun's own; profile_step_start, profile_step_end and "
                     "profile_ranks say what is recorded"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _steps(self) -> Self:
         if self.profile_step_end < self.profile_step_start:
             raise ValueError(
                 f"profile_step_end {self.profile_step_end} is before profile_step_start {self.profile_step_start}"
@@ -254,3 +251,8 @@ class ClusterSection(Section):
         if self.container.runtime != "none" and self.python is None:
             raise ValueError("a container has a Python of its own; set cluster.python to its path in the container")
         return self
+
+    @property
+    def rank_python(self) -> str:
+        """Python of the ranks: `python`, or the interpreter that submits."""
+        return self.python or sys.executable

@@ -64,8 +64,9 @@ class ContainerSection(Section):
         if self.runtime != "pyxis":
             return []
         found = [f"--container-image={self.image}"]
-        if self.mounts:
-            found.append(f"--container-mounts={','.join(_mount_sides(mount) for mount in self.mounts)}")
+        if self.mounts:  # pyxis takes SOURCE:DESTINATION[:FLAGS] alone
+            mounts = [mount if ":" in mount else f"{mount}:{mount}" for mount in self.mounts]
+            found.append(f"--container-mounts={','.join(mounts)}")
         if self.workdir is not None:
             found.append(f"--container-workdir={self.workdir}")
         found.append("--container-mount-home" if self.mount_home else "--no-container-mount-home")
@@ -93,8 +94,11 @@ class ContainerSection(Section):
             return self
         mounts = list(self.mounts)
         for path in sorted(set(paths)):
-            if not any(_mount_shows(mount, path) for mount in mounts):
-                mounts.append(_checked_mount(path))
+            if any(_mount_shows(mount, path) for mount in mounts):
+                continue
+            if "," in path or ":" in path:
+                raise ConfigError("a path with a comma or a colon cannot be mounted in a container", where=path)
+            mounts.append(path)
         return self.model_copy(update={"mounts": mounts})
 
 
@@ -103,17 +107,6 @@ def _mount_shows(mount: str, path: str) -> bool:
     source, _, rest = mount.partition(":")
     same = source.rstrip("/") == (rest.partition(":")[0] or source).rstrip("/")
     return same and PurePath(path).is_relative_to(source)
-
-
-def _checked_mount(path: str) -> str:
-    if "," in path or ":" in path:
-        raise ConfigError("a path with a comma or a colon cannot be mounted in a container", where=path)
-    return path
-
-
-def _mount_sides(mount: str) -> str:
-    """Split a mount as pyxis does: SOURCE:DESTINATION[:FLAGS]."""
-    return mount if ":" in mount else f"{mount}:{mount}"
 
 
 SbatchValue = bool | int | str

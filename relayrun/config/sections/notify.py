@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -11,7 +11,7 @@ from relayrun.config.sections.base import NAME_PATTERN, Section
 from relayrun.config.sections.plain import NonNegative, Positive, SingleLine
 
 Event = Literal["stopped", "failed", "hang", "stalled", "anomaly", "disk", "node", "done", "evaluation"]
-EVENTS: tuple[Event, ...] = ("stopped", "failed", "hang", "stalled", "anomaly", "disk", "node", "done", "evaluation")
+EVENTS: tuple[Event, ...] = get_args(Event)
 
 SECRET_HINT = (
     "secrets come from the environment alone: export it as a variable where you submit, and write ${VARIABLE} for it"

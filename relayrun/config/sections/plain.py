@@ -2,13 +2,14 @@
 
 A job's supervisor and agents run on the host's Python, which has the standard library alone. So a section that they
 read is a dataclass below `PlainSection`, with its limits in the metadata of `Annotated`: `Limits` and `Checked` give
-pydantic its schema, and `read_section` checks the same types and limits where there is no pydantic.
+pydantic its schema, and `read_section` checks the same types and limits without pydantic.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import types
 import typing
 import unicodedata
@@ -28,21 +29,19 @@ class Limits:
     lt: float | None = None
     le: float | None = None
 
+    @property
+    def bounds(self) -> dict[str, float]:
+        """The given bounds by the name of their function in `operator`."""
+        return {name: bound for name, bound in vars(self).items() if bound is not None}
+
     def check(self, value: Any) -> None:
         """Raise ValueError if a number is out of bounds."""
-        within = (
-            (self.gt is None or value > self.gt)
-            and (self.ge is None or value >= self.ge)
-            and (self.lt is None or value < self.lt)
-            and (self.le is None or value <= self.le)
-        )
-        if not within:
-            bounds = {name: bound for name, bound in dataclasses.asdict(self).items() if bound is not None}
-            raise ValueError(f"{value!r} is outside its limits {bounds}")
+        if not all(getattr(operator, name)(value, bound) for name, bound in self.bounds.items()):
+            raise ValueError(f"{value!r} is outside its limits {self.bounds}")
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
         """Add the bounds to pydantic's schema of the number."""
-        return {**handler(source), **{name: value for name, value in vars(self).items() if value is not None}}
+        return {**handler(source), **self.bounds}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,9 +167,6 @@ def _one_of(choices: tuple[Any, ...], value: Any, where: str) -> Any:
 
 
 def _of_type(kind: Any, value: Any, where: str) -> Any:
-    if kind is type(None):
-        kind = None
-    wanted = (float, int) if kind is float else (type(None),) if kind is None else (kind,)
-    if type(value) not in wanted:  # true is no number
-        raise ValueError(f"{where}: {value!r} is no {'null' if kind is None else kind.__name__}")
+    if type(value) not in ((float, int) if kind is float else (kind,)):  # true is no number
+        raise ValueError(f"{where}: {value!r} is no {'null' if kind is type(None) else kind.__name__}")
     return value

@@ -32,7 +32,7 @@ class BatchSizeStage:
         return f"global batch size {self.size} from sample {self.first:,} on"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SameSizeIterations:
     """Consecutive iterations of one size."""
 
@@ -65,29 +65,21 @@ class BatchSizes:
         """Return the samples of the iteration that begins with `consumed_samples` consumed."""
         return self.stages[bisect_right(self._firsts, consumed_samples) - 1].size
 
-    def stages_from(self, consumed_samples: int) -> tuple[BatchSizeStage, ...]:
-        """Return the stages of iterations at or after this sample."""
-        return self.stages[bisect_right(self._firsts, consumed_samples) - 1 :]
-
     def indivisible(self, by: int, consumed_samples: int = 0) -> BatchSizeStage | None:
         """Return the first stage at or after the sample whose size is not divisible by `by`."""
-        return next((stage for stage in self.stages_from(consumed_samples) if stage.size % by), None)
+        stages = self.stages[bisect_right(self._firsts, consumed_samples) - 1 :]
+        return next((stage for stage in stages if stage.size % by), None)
 
     def runs(self, iteration: int, consumed_samples: int) -> list[SameSizeIterations]:
         """Yield the iterations from this one on, by size; the last run has no end. Short stages may be missing."""
         found = []
         for stage, after in pairwise(self.stages):
             if consumed_samples < after.first:
-                found.append(
-                    SameSizeIterations(iteration=iteration, consumed_samples=consumed_samples, size=stage.size)
-                )
+                found.append(SameSizeIterations(iteration, consumed_samples, stage.size))
                 steps = -((consumed_samples - after.first) // stage.size)
                 iteration += steps
                 consumed_samples += steps * stage.size
-        found.append(
-            SameSizeIterations(iteration=iteration, consumed_samples=consumed_samples, size=self.global_batch_size)
-        )
-        return found
+        return [*found, SameSizeIterations(iteration, consumed_samples, self.global_batch_size)]
 
     def reaches(self, samples: int) -> int:
         """Return the iterations in which a run with these sizes from its beginning consumes this many samples."""
@@ -292,37 +284,22 @@ class TrainingSection(Section):
     def require_precision(self) -> None:
         """Raise ConfigError for a run on GPUs without `precision`."""
         if self.precision is None:
-            raise ConfigError(
-                "this run has GPUs, and its precision is not set",
-                where="training.precision",
-                hint="set bf16; or fp32, if that is meant: it is many times slower on a GPU",
-            )
+            hint = "set bf16; or fp32, if that is meant: it is many times slower on a GPU"
+            raise ConfigError("this run has GPUs, and its precision is not set", where="training.precision", hint=hint)
 
     @model_validator(mode="after")
-    def _stop(self) -> Self:
+    def _rules(self) -> Self:
         if self.stop_after is not None and self.stop_after > self.steps:
             raise ValueError(f"stop_after {self.stop_after} lies behind the last of steps {self.steps}")
-        return self
-
-    @model_validator(mode="after")
-    def _recompute(self) -> Self:
         if self.recompute_num_layers is not None and self.recompute_granularity != "full":
             raise ValueError("recompute_num_layers needs recompute_granularity full")
         if self.recompute_modules is not None and self.recompute_granularity != "selective":
             raise ValueError("recompute_modules needs recompute_granularity selective")
         if self.recompute_modules == []:
             raise ValueError("recompute_modules names nothing; leave out recompute_granularity")
-        return self
-
-    @model_validator(mode="after")
-    def _hooks(self) -> Self:
         paths = [entry.hook for entry in self.hooks]
         if twice := sorted({path for path in paths if paths.count(path) > 1}):
             raise ValueError(f"hooks names {', '.join(twice)} twice; a checkpoint keeps one state for each")
-        return self
-
-    @model_validator(mode="after")
-    def _ramp(self) -> Self:
         try:
             _ = self.batch_sizes
         except ValueError as error:

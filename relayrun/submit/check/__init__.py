@@ -1,4 +1,4 @@
-"""What can be known of a run before anything is queued. Each module checks one subject; all findings come at once.
+"""Checks of a run before anything is queued. Each module checks one subject; all findings come at once.
 
     report           runs all checks; report_text: the result as text and JSON
     settings, slurm, programs, megatron_lm, data, storage, existing_run    the subjects

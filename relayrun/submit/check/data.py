@@ -16,7 +16,7 @@ from pathlib import Path
 
 from relayrun.config.compose.schema import MOCK_ORDER, DataSource, RunConfig
 from relayrun.control.rundir.run import Run
-from relayrun.errors import ConfigError, FatalTrainingError
+from relayrun.errors import ConfigError, FatalTrainingError, RelayrunError
 from relayrun.files import RealPathCache, read_json
 from relayrun.submit.check.findings import Findings, count_noun
 from relayrun.submit.check.settings import find_placeholders
@@ -90,7 +90,7 @@ def _stream_files(name: str, source: DataSource, lanes: int, frozen: Manifest | 
 
 
 def _shard_prefixes(source: DataSource) -> list[str] | DatasetManifest | None:
-    """The shards of a data set; None where it has none by design."""
+    """The shards of a data set; None if it has none by design."""
     if not source.paths:
         return None
     if any(is_url(path) for path in source.paths):
@@ -107,7 +107,7 @@ def _editions(name: str, source: DataSource, frozen: Manifest) -> Iterator[Datas
 
 
 WINDOW_ORDERS = ("window", "megatron")
-"""Those that cut a stream of tokens into windows; what a user's own makes of few tokens only it knows."""
+"""Orders that cut a stream of tokens into windows. A user's own order alone knows its windows."""
 
 MAX_PACKED_DOCUMENTS = 1_000_000
 """Documents of a data set of `order: document-window` whose rows a check counts, which takes some seconds."""
@@ -115,7 +115,7 @@ MAX_PACKED_DOCUMENTS = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetUsage:
-    """One data set of the mixture, and what the whole run reads of it."""
+    """A data set of the mixture, and the part that the whole run reads."""
 
     name: str
     shards: int
@@ -123,13 +123,13 @@ class DatasetUsage:
     tokens: int
     """Tokens of its shards."""
     windows: int | None
-    """Samples of one epoch; None where only a user's own order knows, of a stream, or counting takes too long."""
+    """Samples of one epoch; None if only a user's own order knows, of a stream, or counting takes too long."""
     share: float
     """Its part of the samples."""
     samples: int
-    """How many the run reads of it until its last step."""
+    """Samples that the run reads until its last step."""
     used_up_at: int | None
-    """The step that reads the last window of its first epoch; None where the run does not come so far."""
+    """The step that reads the last window of its first epoch; None if the run does not come so far."""
 
     @property
     def epochs(self) -> float | None:
@@ -137,7 +137,7 @@ class DatasetUsage:
 
 
 def data_usage(config: RunConfig, manifest: Manifest, run: Run) -> list[DatasetUsage]:
-    """What a run reads, its past included where it has one. `manifest` names data sets as the config does."""
+    """Return the usage of each data set by a run and its past. `manifest` names data sets as the config does."""
     data, training = config.data, config.training
     weights = integer_weights({source.identity(name): source.weight for name, source in data.sources.items()})
     schedule, position = _past_schedule(run, config, weights, data.lanes if data.streams else None)
@@ -177,7 +177,7 @@ def data_usage(config: RunConfig, manifest: Manifest, run: Run) -> list[DatasetU
 def _past_schedule(
     run: Run, config: RunConfig, weights: Mapping[str, int], lanes: int | None
 ) -> tuple[Schedule, TrainingProgress]:
-    """The schedule that a run has had, with the config's mixture from where it stands, and how far it is.
+    """The schedule that a run has had, with the config's mixture from its position on, and this position.
 
     A run that has not trained begins at sample 0; so does, for this forecast, one whose record cannot be read.
     """
@@ -194,19 +194,19 @@ def _past_schedule(
 
 
 FEW_EPOCHS = 4.0
-"""How often tokens may be read before it is a warning: up to here they are worth nearly what new ones are
+"""Epochs above which a check warns: up to here repeated tokens are worth nearly as much as new ones
 (arXiv 2305.16264)."""
 VERIFY_COMMAND = "relayrun mixture verify"
 
 
 def check_data(config: RunConfig, run: Run, findings: Findings) -> Manifest | None:
-    """Look at the data of a run; return their manifest, without editions, or None where they could not be read."""
+    """Look at the data of a run; return their manifest, without editions, or None if they could not be read."""
     if any(name.startswith("data.") for name, _ in find_placeholders(config)):
         return None  # it is found already, and there is nothing to read
-    manifest = None
-    with findings.catching("data.shards"):
+    try:
         manifest = build_manifest(config, run)
-    if manifest is None:
+    except (RelayrunError, OSError) as error:
+        findings.add_error("data.shards", error)
         return None
     if config.data.mock_data:
         findings.ok("data.shards", "made-up tokens: nothing is read", setting="data.mock_data")
@@ -233,21 +233,11 @@ def check_usage(config: RunConfig, run: Run, manifest: Manifest, findings: Findi
         if each.used_up_at is not None:
             words += f"; used up at step {each.used_up_at:,}"
         if epochs > most:
-            findings.refuse(
-                "data.epochs",
-                words,
-                setting="training.steps",
-                value=round(epochs, 2),
-                remedy=f"give more data or fewer steps; if it is meant, data.max_epochs={-int(-epochs // 1)}",
-            )
+            remedy = f"give more data or fewer steps; if it is meant, data.max_epochs={-int(-epochs // 1)}"
+            findings.refuse("data.epochs", words, setting="training.steps", value=round(epochs, 2), remedy=remedy)
         elif epochs > FEW_EPOCHS:
-            findings.warn(
-                "data.epochs",
-                words,
-                setting="training.steps",
-                value=round(epochs, 2),
-                remedy=f"tokens that are read more than {FEW_EPOCHS:g} times teach less and less; give more data",
-            )
+            remedy = f"tokens that are read more than {FEW_EPOCHS:g} times teach less and less; give more data"
+            findings.warn("data.epochs", words, setting="training.steps", value=round(epochs, 2), remedy=remedy)
         else:
             findings.ok("data.epochs", words, setting="training.steps", value=round(epochs, 2))
     return found
@@ -344,13 +334,9 @@ def _check_ids(config: RunConfig, manifest: Manifest, findings: Findings) -> Non
                 continue
             known += 1
             if largest >= size:
-                findings.refuse(
-                    "data.ids",
-                    f"{what}: this shard holds the id {largest:,}, which is beyond the vocabulary of {size:,}",
-                    where=shard.prefix,
-                    setting="data.tokenizer",
-                    remedy="set data.tokenizer to the one that made it",
-                )
+                words = f"{what}: this shard holds the id {largest:,}, which is beyond the vocabulary of {size:,}"
+                remedy = "set data.tokenizer to the one that made it"
+                findings.refuse("data.ids", words, where=shard.prefix, setting="data.tokenizer", remedy=remedy)
     if unknown:
         findings.ok(
             "data.ids",

@@ -36,7 +36,7 @@ from relayrun.tokens.shards.manifest import Manifest
 
 
 def refuse_other_owner(run: Run, *, take_over: bool, now: float) -> None:
-    """Raise RunDirError where another user owns the run, unless this one takes it over and nothing of it runs."""
+    """Raise RunDirError if another user owns the run, unless this one takes it over and nothing of it runs."""
     if not run.plan.exists():
         return
     plan = Plan.load(run)
@@ -44,11 +44,8 @@ def refuse_other_owner(run: Run, *, take_over: bool, now: float) -> None:
         return
     name = user_name(plan.owner)
     if not take_over:
-        raise RunDirError(
-            f"this run is {name}'s, who submitted it last",
-            where=run.path,
-            hint=f"let {name} submit, or take it over with --take-over when {name}'s jobs have ended",
-        )
+        hint = f"let {name} submit, or take it over with --take-over when {name}'s jobs have ended"
+        raise RunDirError(f"this run is {name}'s, who submitted it last", where=run.path, hint=hint)
     _refuse_live_attempt(run, plan, now=now)
 
 
@@ -61,14 +58,17 @@ def claim_run(run: Run, plan: Plan, *, take_over: bool, now: float) -> None:
     """
     refuse_other_owner(run, take_over=take_over, now=now)
     former = Plan.load(run) if run.plan.exists() else None
-    record_owner(run, plan, now=now)
+    before = None if former is None else former.owner
+    if before != plan.owner:
+        name = user_name(os.geteuid())
+        append_line(run.owners, {"owner": plan.owner, "name": name, "former": before, "time": now})
     plan.write(run.plan)
-    if former is not None and former.owner not in (None, plan.owner):
+    if former is not None and before not in (None, plan.owner):
         _refuse_live_attempt(run, former, now=now)
 
 
 def _refuse_live_attempt(run: Run, plan: Plan, *, now: float) -> None:
-    """Raise RunDirError where an attempt of the plan's owner may live."""
+    """Raise RunDirError if an attempt of the plan's owner may live."""
     sign = chain_state.newest_life_sign(run, plan, now=now)
     if sign is not None:
         name = user_name(plan.owner) if plan.owner is not None else "an unknown user"
@@ -81,7 +81,7 @@ def _refuse_live_attempt(run: Run, plan: Plan, *, now: float) -> None:
 
 
 def refuse_unwritable_run(run: Run) -> None:
-    """Raise RunDirError where this user may not write what a chain writes: its jobs would die of it one by one."""
+    """Raise RunDirError if this user may not write what a chain writes: its jobs would die of it one by one."""
     if not run.path.exists():
         refuse_unwritable_place(run.path)
     closed = next(_unwritable_paths(run), None)
@@ -98,7 +98,7 @@ def refuse_unwritable_run(run: Run) -> None:
 
 
 def _unwritable_paths(run: Run) -> Iterator[Path]:
-    """What is there and closed to this user: folders that a chain makes or moves files in, files it appends to."""
+    """Paths closed to this user: folders in which a chain makes or moves files, and files to which it appends."""
     checkpoints = _subfolders(run.checkpoints)
     newest = [run.attempt(number).path for number in run.attempt_numbers()[-1:]]
     local = run.path / "local"
@@ -106,16 +106,8 @@ def _unwritable_paths(run: Run) -> Iterator[Path]:
     folders += [path for folder in checkpoints if folder.name.startswith(".") for path in _subfolders(folder)]
     folders += [run.evaluations, *_subfolders(run.evaluations), run.triggers, run.code, run.debug, run.tensorboard]
     folders += [run.path / "wandb", local]
-    files = [
-        run.metrics_view,
-        run.attempts_view,
-        run.progress,
-        run.node_failures,
-        run.node_health,
-        run.owners,
-        run.path / ".submit.lock",
-    ]
-    files += [local / "queue.lock", local / "runner.lock"]
+    files = [run.metrics_view, run.attempts_view, run.progress, run.node_failures, run.node_health, run.owners]
+    files += [run.path / ".submit.lock", local / "queue.lock", local / "runner.lock"]
     for path in [*folders, *files]:
         mode = os.W_OK | os.X_OK if path in folders else os.W_OK
         if path.exists() and not os.access(path, mode, effective_ids=True):
@@ -129,19 +121,12 @@ def _subfolders(folder: Path) -> list[Path]:
         return []
 
 
-def record_owner(run: Run, plan: Plan, *, now: float) -> None:
-    """Put a new owner on record, in owners.jsonl."""
-    former = Plan.load(run).owner if run.plan.exists() else None
-    if former != plan.owner:
-        append_line(run.owners, {"owner": plan.owner, "name": user_name(os.geteuid()), "former": former, "time": now})
-
-
 @dataclass(frozen=True, kw_only=True)
 class SubmitIntent:
-    """What a submit is told beside its config."""
+    """The options of a submit besides its config."""
 
     resume: bool = False
-    """Go on where the chain has ended, too."""
+    """Continue even if the chain has ended."""
     accept_data_change: bool = False
     take_over: bool = False
     """Go on with a run of another user's, whose jobs have ended, and with copies of a run whose directory is lost."""
@@ -180,14 +165,12 @@ def check_existing_run(
 
 
 def check_time_limit(config: CommonConfig, plan: Plan, run: Run) -> None:
-    """Raise a ConfigError where leaving, or what start and save took in earlier attempts, needs the whole job.time."""
+    """Raise a ConfigError if leaving, or what start and save took in earlier attempts, needs the whole job.time."""
     limit = f"job.time ({plan.time_limit} s)"
     for name, seconds in (("grace_period", plan.grace_period), ("signal_seconds", float(plan.signal_seconds))):
         if getattr(config.chain, name) != "auto" and seconds >= plan.time_limit:
-            raise ConfigError(
-                f"chain.{name} {seconds:.0f} leaves nothing of {limit}",
-                hint=f"raise job.time, or leave chain.{name} to be measured (auto)",
-            )
+            words = f"chain.{name} {seconds:.0f} leaves nothing of {limit}"
+            raise ConfigError(words, hint=f"raise job.time, or leave chain.{name} to be measured (auto)")
     starts, saves = start_seconds(run), Lineage(run).newest_saves(GRACE_SAVES)
     if not starts:
         return
@@ -202,7 +185,7 @@ def check_time_limit(config: CommonConfig, plan: Plan, run: Run) -> None:
 
 
 def refuse_while_live(run: Run, plan: Plan, scheduler: Scheduler, *, without: Collection[str] = ()) -> None:
-    """Raise RunDirError where jobs of the run are queued or run, whoever's; those of `without` do not count."""
+    """Raise RunDirError if jobs of the run are queued or run, whoever's; those of `without` do not count."""
     live = [job for job in scheduler.jobs(plan, anyone=True) if job.id not in without]
     if live:
         jobs = ", ".join(f"{job.id} ({job.state.lower()})" for job in live)
@@ -216,43 +199,35 @@ def refuse_while_live(run: Run, plan: Plan, scheduler: Scheduler, *, without: Co
 
 
 def refuse_after_end(run: Run, *, resume: bool) -> None:
-    """Raise RunDirError where the chain has ended and nobody asked to go on."""
+    """Raise RunDirError if the chain has ended and nobody asked to go on."""
     reason = stop_reason(run)
     if reason is not None and not resume:
-        raise RunDirError(
-            f"the chain of this run has ended: {reason}",
-            where=run.stop,
-            hint="submit with --resume to go on all the same",
-        )
+        words = f"the chain of this run has ended: {reason}"
+        raise RunDirError(words, where=run.stop, hint="submit with --resume to go on all the same")
 
 
 def refuse_other_trainer(config: CommonConfig, run: Run) -> None:
-    """Raise ConfigError where the run has checkpoints of another trainer, which this one cannot go on from."""
+    """Raise ConfigError if the run has checkpoints of another trainer, which this one cannot go on from."""
     revisions = run.revisions()
     if not revisions:
         return
     before = resolve.read_resolved_config(run.config_revision(revisions[-1])).trainer
     if before != config.trainer and resume_point(run).path is not None:
-        raise ConfigError(
-            f"this run has checkpoints of trainer {before}, and trainer {config.trainer} reads others",
-            where="trainer",
-            hint="give the run another name",
-        )
+        words = f"this run has checkpoints of trainer {before}, and trainer {config.trainer} reads others"
+        raise ConfigError(words, where="trainer", hint="give the run another name")
 
 
 def check_stop_after(config: CommonConfig, run: Run) -> None:
-    """Raise a ConfigError where the run has made the iteration durable at which it is to stop."""
+    """Raise a ConfigError if the run has made the iteration durable at which it is to stop."""
     stop, reached = stop_after(config), resume_point(run).iteration
     if stop is not None and reached >= stop:
-        raise ConfigError(
-            f"the run stands at iteration {reached} already, and would stop after iteration {stop}",
-            where="training.stop_after",
-            hint="raise it, or set training.stop_after=null to go on to the last step",
-        )
+        words = f"the run stands at iteration {reached} already, and would stop after iteration {stop}"
+        hint = "raise it, or set training.stop_after=null to go on to the last step"
+        raise ConfigError(words, where="training.stop_after", hint=hint)
 
 
 def evolved_data(config: RunConfig, run: Run, found: Manifest, *, accept: bool) -> AcceptedData | None:
-    """The run's data with what the config changes of them; None where the run has no data yet. Raises InputError."""
+    """The run's data with what the config changes of them; None if the run has no data yet. Raises InputError."""
     revisions = run.revisions()
     if not run.manifest.exists() or not revisions:
         return None

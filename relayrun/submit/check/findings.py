@@ -1,10 +1,12 @@
-"""One thing that a check looked at, and the list of them all."""
+"""A finding of a check, and the list of all findings."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 from relayrun.config.compose.schema import CONFIG_CLASSES, CommonConfig
 from relayrun.config.compose.yaml_file import LocatedSettings
@@ -18,22 +20,22 @@ _SETTING = re.compile(rf"(?:{'|'.join(_SECTIONS)})(?:\.[\w-]+)*")
 
 @dataclass(frozen=True, kw_only=True)
 class CheckFinding:
-    """What was looked at, what is there, and what to do."""
+    """A subject that a check looked at, the fact that it found, and the remedy."""
 
     name: str
-    """What was looked at, as `subject.detail`: the same in every version, for programs."""
+    """Name of the subject, as `subject.detail`: the same in every version, for programs."""
     level: FindingLevel
     """`error` is what a submit refuses."""
     words: str
     where: str | None = None
     """File and line, folder or shard."""
     setting: str | None = None
-    """Name of the setting that it is about."""
+    """Name of the setting."""
     value: Any = None
-    """The setting's value, or what was measured."""
+    """The setting's value, or a measurement."""
     remedy: str | None = None
     error: RelayrunError | None = field(default=None, compare=False, repr=False)
-    """What a submit raises where this is the only error."""
+    """Exception of a submit if this is the only error."""
 
     @property
     def line(self) -> str:
@@ -46,47 +48,45 @@ class CheckFinding:
         return {name: getattr(self, name) for name in names}
 
 
+class FindingDetails(TypedDict, total=False):
+    """Further fields of a `CheckFinding`, with the file, folder or shard that it names."""
+
+    where: object
+    setting: str | None
+    value: Any
+    remedy: str | None
+
+
 class Findings:
     """All findings of one look, in the order in which they were made."""
 
     def __init__(self, config: CommonConfig, given: LocatedSettings | None = None) -> None:
-        """`given`: what was written, and in which file and line, where that is known."""
+        """`given`: the written settings with their files and lines, if known."""
         self._values = config.model_dump(mode="json")
         self._given = given
         self.all: list[CheckFinding] = []
 
-    def ok(self, name: str, words: str, *, setting: str | None = None, value: Any = None) -> None:
-        self._add("ok", name, words, where=None, setting=setting, value=value, remedy=None)
+    def ok(self, name: str, words: str, **details: Unpack[FindingDetails]) -> None:
+        self._add("ok", name, words, **details)
 
-    def warn(
-        self,
-        name: str,
-        words: str,
-        *,
-        where: object = None,
-        setting: str | None = None,
-        value: Any = None,
-        remedy: str | None = None,
-    ) -> None:
-        """Add what a submit takes, and says."""
-        self._add("warning", name, words, where=where, setting=setting, value=value, remedy=remedy)
+    def warn(self, name: str, words: str, **details: Unpack[FindingDetails]) -> None:
+        """Add a fact that a submit accepts, with a warning."""
+        self._add("warning", name, words, **details)
 
-    def refuse(
-        self,
-        name: str,
-        words: str,
-        *,
-        where: object = None,
-        setting: str | None = None,
-        value: Any = None,
-        remedy: str | None = None,
-    ) -> None:
-        """Add what a submit refuses."""
-        self._add("error", name, words, where=where, setting=setting, value=value, remedy=remedy)
+    def refuse(self, name: str, words: str, **details: Unpack[FindingDetails]) -> None:
+        """Add a fact that a submit refuses."""
+        self._add("error", name, words, **details)
 
-    def catching(self, name: str, ok: str | None = None) -> CatchErrors:
-        """Make an error of a `with` block a finding; without one, `ok` is found where it is given."""
-        return CatchErrors(self, name, ok)
+    @contextmanager
+    def catching(self, name: str, ok: str | None = None) -> Iterator[None]:
+        """Make an error of a `with` block a finding; without an error, add `ok` if it is given."""
+        try:
+            yield
+        except (RelayrunError, OSError) as error:
+            self.add_error(name, error)
+        else:
+            if ok is not None:
+                self.ok(name, ok)
 
     def add_error(self, name: str, error: RelayrunError | OSError) -> None:
         """Add an error that was raised: its place is a setting's name, or a file."""
@@ -116,35 +116,25 @@ class Findings:
         level: FindingLevel,
         name: str,
         words: str,
-        *,
-        where: object = None,
-        setting: str | None = None,
-        value: Any = None,
-        remedy: str | None = None,
         error: RelayrunError | None = None,
+        **details: Unpack[FindingDetails],
     ) -> None:
-        if setting is not None and value is None:
-            value = self._value(setting)
+        where, setting, remedy = details.get("where"), details.get("setting"), details.get("remedy")
+        value = details.get("value")
         place = None if where is None else str(where)
-        if place is None and setting is not None and self._given is not None:
-            place = self._given.place(tuple(setting.split(".")))
+        if setting is not None:
+            value = self._value(setting) if value is None else value
+            if place is None and self._given is not None:
+                place = self._given.place(tuple(setting.split(".")))
         if level == "error" and error is None:
             error = ConfigError(words, where=": ".join(filter(None, (place, setting))) or None, hint=remedy)
-        self.all.append(
-            CheckFinding(
-                name=name,
-                level=level,
-                words=words,
-                where=place,
-                setting=setting,
-                value=value,
-                remedy=remedy,
-                error=error,
-            )
+        found = CheckFinding(
+            name=name, level=level, words=words, where=place, setting=setting, value=value, remedy=remedy, error=error
         )
+        self.all.append(found)
 
     def _value(self, setting: str) -> Any:
-        """What the config holds under a dotted name; None where that is a section, or nothing."""
+        """The config's value under a dotted name; None for a section, and for an unknown name."""
         value: Any = self._values
         for part in setting.split("."):
             if not isinstance(value, dict) or part not in value:
@@ -153,24 +143,6 @@ class Findings:
         return None if isinstance(value, dict) else value
 
 
-class CatchErrors:
-    """See `Findings.catching`."""
-
-    def __init__(self, findings: Findings, name: str, ok: str | None) -> None:
-        self._findings, self._name, self._ok = findings, name, ok
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        if isinstance(error, RelayrunError | OSError):
-            self._findings.add_error(self._name, error)
-            return True
-        if error is None and self._ok is not None:
-            self._findings.ok(self._name, self._ok)
-        return False
-
-
 def count_noun(number: int, noun: str) -> str:
-    """Return a number with its noun, in the plural where there is not one."""
+    """Return a number with its noun, in the plural if there is not one."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

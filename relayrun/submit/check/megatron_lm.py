@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from relayrun import places
+from relayrun.config.compose.megatron_flags import FLAG_OF_SETTING
 from relayrun.config.compose.schema import DataSection, MegatronConfig, RunConfig, TrainingSection
 from relayrun.config.sections.job_script import SETTINGS_INSTEAD
 from relayrun.control.chain import job_script
@@ -29,8 +30,7 @@ from relayrun.submit.megatron_lm import flags
 from relayrun.submit.megatron_lm.bash_arrays import assigned_values
 from relayrun.submit.megatron_lm.bash_parser import line_number
 from relayrun.submit.megatron_lm.checkout import ask_parser
-from relayrun.submit.megatron_lm.command_line import CommandLine, command_line, launcher_variables, rank_python
-from relayrun.submit.megatron_lm.flag_table import FLAG_TABLE
+from relayrun.submit.megatron_lm.command_line import CommandLine, command_line, launcher_variables
 from relayrun.submit.megatron_lm.flags import Flag
 
 LAUNCHER_FINDING = "megatron_lm.launcher"
@@ -51,7 +51,7 @@ _OTHER_ASSIGNMENTS = r"""
     | (?<![\w$])({names})(?:\[[^]]*\]\+?=|\+?=\()
     | (?:\(\(|\blet\b)[^;\n]*?(?<![\w$])({names})\s*(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)
 """
-"""How Bash sets a variable without NAME=word."""
+"""Forms of Bash that set a variable without NAME=word."""
 
 _OPTION_LETTERS = """
     A account C constraint D chdir G gpus H hold J job-name L licenses M clusters N nodes O overcommit S core-spec
@@ -73,7 +73,7 @@ def check_launcher_file(
     """Refuse every constant and every option of sbatch of the file that is not what runs.
 
     `script`: as for `report`; with the path of a launcher its own header holds. `adopted`: options of the job that this
-    runs in, where it is to become the first of the chain.
+    runs in, if it is to become the first of the chain.
     """
     if config.megatron_lm.args_file is None:
         return
@@ -99,14 +99,13 @@ def _check_constants(config: MegatronConfig, plan: Plan, run: Run, file: Path, f
         PROFILER_VARIABLE: "debug.profile=nsys",
         "CMD_PREFIX": "cluster.command_prefix",
     }
-    flags = {row.setting: row.flag for row in reversed(FLAG_TABLE)}
     runs: dict[str, str] = {name: variables.get(name, "") for name in settings} | {
         PROFILER_VARIABLE: str(config.debug.profile == "nsys").lower(),
         "CMD_PREFIX": shlex.join(config.cluster.command_prefix),
         "CLUSTER": config.cluster.name,
     }
     for name, setting in settings.items():
-        if (found := merged.find(flags.get(setting, ""))) is not None:
+        if (found := merged.find(FLAG_OF_SETTING.get(setting, ""))) is not None:
             runs[name] = " ".join(found.values) or "true"
     if config.data is not None and config.data.mixture:
         settings.pop("MIXTURE")  # a file, whose data sets are in the config by now
@@ -191,12 +190,9 @@ def _check_header(
             has = "no such option" if name not in given else given[name] or "it without a value"
             container = "set cluster.container={runtime: edf, image: ...}"
             how = container if name == "environment" else SETTINGS_INSTEAD.get(name, f"set job.sbatch={{{name}: ...}}")
-            findings.refuse(
-                LAUNCHER_FINDING,
-                f"{said} is not what runs: the run has {has}",
-                where=f"{file}:{line}",
-                remedy=f"{how}, or let this line say what runs",
-            )
+            words = f"{said} is not what runs: the run has {has}"
+            where = f"{file}:{line}"
+            findings.refuse(LAUNCHER_FINDING, words, where=where, remedy=f"{how}, or let this line say what runs")
 
 
 def _is_same_option(name: str, yours: str | None, runs: str | None) -> bool:
@@ -262,7 +258,6 @@ def check_megatron_lm(config: MegatronConfig, findings: Findings, *, contained: 
 
 
 def _check_flags(config: MegatronConfig, line: CommandLine, findings: Findings, *, contained: bool) -> None:
-    """What holds, and what the checkout says of it."""
     name = "megatron_lm.flags"
     for flag in line.merged.flags:
         for value in flag.values if flag.name in _FLAGS_THAT_WRITE else ():
@@ -272,7 +267,7 @@ def _check_flags(config: MegatronConfig, line: CommandLine, findings: Findings, 
         findings.ok("megatron_lm.args", note)
     program = config.megatron_lm.program
     said = ask_parser(
-        line.checkout, line.merged.flags, python=rank_python(config), in_container=contained, program=program
+        line.checkout, line.merged.flags, python=config.cluster.rank_python, in_container=contained, program=program
     )
     for refusal in said.refusals:
         tell = findings.refuse if said.certain else findings.warn
@@ -289,7 +284,7 @@ def _check_flags(config: MegatronConfig, line: CommandLine, findings: Findings, 
 
 
 def _check_chain_flags(config: MegatronConfig, line: CommandLine, findings: Findings) -> None:
-    """What the chain could not do with these flags."""
+    """Warn of flags with which the chain cannot do all of its work."""
     if line.merged.find("profile") is not None and line.checkout.dialect is MegatronDialect.SWISS_AI:
         findings.warn(
             "megatron_lm.profile",
@@ -313,20 +308,11 @@ def _check_program(config: MegatronConfig, findings: Findings) -> None:
     folder, program = Path(config.megatron_lm.dir), config.megatron_lm.program
     if not (folder / program).is_file():
         programs = ", ".join(sorted(path.name for path in folder.glob("pretrain_*.py")))
-        findings.refuse(
-            "megatron_lm.program",
-            f"{folder} has no {program}",
-            setting="megatron_lm.program",
-            remedy=f"it has {programs}" if programs else None,
-        )
+        words = f"{folder} has no {program}"
+        remedy = f"it has {programs}" if programs else None
+        findings.refuse("megatron_lm.program", words, setting="megatron_lm.program", remedy=remedy)
 
 
-_NUMBERS = {
-    "steps": "train-iters",
-    "micro_batch_size": "micro-batch-size",
-    "global_batch_size": "global-batch-size",
-    "seq_length": "seq-length",
-}
 _END_OF_DOCUMENT_FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 
 
@@ -344,10 +330,8 @@ def as_native_config(config: MegatronConfig, findings: Findings) -> RunConfig | 
         findings.ok("data.shards", "made-up tokens: nothing is read", setting="data.mock_data")
         return None
     shards, model = merged.find("data-path") or merged.find("train-data-path"), merged.find("tokenizer-model")
-    kind, files = (
-        merged.find("tokenizer-type"),
-        merged.find("data-args-path") or merged.find("per-split-data-args-path"),
-    )
+    kind = merged.find("tokenizer-type")
+    files = merged.find("data-args-path") or merged.find("per-split-data-args-path")
     other = files or (None if kind is None or kind.values == ("HuggingFaceTokenizer",) else kind)
     sets = {name: merged.find(f"{name}-data-path") for name in ("valid", "test")}
     held_out = {name: _prefixes_of_flag(given) for name, given in sets.items() if given is not None}
@@ -370,7 +354,8 @@ def as_native_config(config: MegatronConfig, findings: Findings) -> RunConfig | 
         data = data.model_copy(update={"split": sum(rest) / (first + sum(rest)) if first else data.split})
     said = {name: merged.find(name.replace("_", "-")) is not None for name in _END_OF_DOCUMENT_FLAGS}
     data = data.model_copy(update={"tokenizer": model.values[0], **said})
-    found = {name: merged.find(flag) for name, flag in _NUMBERS.items()}
+    names = ("steps", "micro_batch_size", "global_batch_size", "seq_length")
+    found = {name: merged.find(FLAG_OF_SETTING[f"training.{name}"]) for name in names}
     numbers = {name: int(flag.values[0]) for name, flag in found.items() if flag and "".join(flag.values).isdecimal()}
     training = TrainingSection.model_construct(**{"seq_length": 1} | dict(config.training or {}) | numbers)
     return RunConfig.model_construct(trainer=config.trainer, data=data, training=training)

@@ -32,40 +32,11 @@ _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 _PYTHON = re.compile(r"python[\d.]*")
 
 
-def python_and_script(config: CommandConfig) -> tuple[str, str] | None:
-    """Return the Python and the script that a command begins with, both as they are found here; else None."""
-    words = command_words(config, config.command.run)
-    found = shutil.which(words[0])
-    script = words[1] if len(words) > 1 else ""
-    if found is None or not _PYTHON.fullmatch(Path(found).name) or not script.endswith(".py"):
-        return None
-    return (found, script) if Path(script).is_file() else None
-
-
-def script_imports(script: str) -> tuple[str, ...]:
-    """Return the packages that a script imports whatever happens: none of a `try`, an `if` or a function."""
-    try:
-        tree = ast.parse(Path(script).read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return ()  # the program itself says it better
-    names = [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
-    names += [node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom) and not node.level]
-    return tuple(dict.fromkeys(name.partition(".")[0] for name in names if name))
-
-
-def check_command(config: CommandConfig, findings: Findings, *, contained: bool) -> None:
-    """Look at the program, its placeholders, and how it is followed and asked. `contained`: it runs in a container."""
-    _check_program(config, findings, contained=contained)
-    _check_placeholders(config, findings)
-    _check_progress(config, findings)
-    _check_signals(config, findings)
-
-
-def _check_program(config: CommandConfig, findings: Findings, *, contained: bool) -> None:
+def _check_program(config: CommandConfig, findings: Findings) -> None:
     name, setting = "command.program", "command.run"
     words = command_words(config, config.command.run)
     program = words[0]
-    if contained:
+    if runs_in_container(config):
         findings.ok(name, f"{program} runs in a container: what it holds is not known from here")
         return
     if shutil.which(program) is None:
@@ -79,13 +50,8 @@ def _check_program(config: CommandConfig, findings: Findings, *, contained: bool
         return
     script = words[1] if len(words) > 1 else ""
     if _PYTHON.fullmatch(Path(program).name) and script.endswith(".py") and not Path(script).is_file():
-        findings.refuse(
-            name,
-            f"there is no file {script}",
-            setting=setting,
-            value=script,
-            remedy="give its path, from the folder that holds `launchers/` or from /",
-        )
+        remedy = "give its path, from the folder that holds `launchers/` or from /"
+        findings.refuse(name, f"there is no file {script}", setting=setting, value=script, remedy=remedy)
         return
     findings.ok(name, f"{program} is there; what it does is not known before it runs", setting=setting)
 
@@ -93,33 +59,25 @@ def _check_program(config: CommandConfig, findings: Findings, *, contained: bool
 def _check_placeholders(config: CommandConfig, findings: Findings) -> None:
     command, before = config.command, len(findings.all)
     known = [*PLACEHOLDERS, "python"]
+    every = ", ".join(f"{{{name}}}" for name in known)
     for setting, words in (("command.run", command.run), ("command.resume", command.resume)):
         for found in (match[1] for word in words for match in _PLACEHOLDER.finditer(word)):
             if setting == "command.run" and found == "checkpoint":
-                findings.refuse(
-                    "command.placeholders",
-                    "{checkpoint} is empty where the run begins",
-                    setting=setting,
-                    value=words,
-                    remedy="put the words that need it into command.resume",
-                )
+                remedy = "put the words that need it into command.resume"
+                empty = "{checkpoint} is empty where the run begins"
+                findings.refuse("command.placeholders", empty, setting=setting, remedy=remedy)
             elif found not in known:
                 near = difflib.get_close_matches(found, known, n=1, cutoff=0.7)
                 how = findings.refuse if near else findings.warn
-                how(
-                    "command.placeholders",
-                    f"{{{found}}} is none of {', '.join(f'{{{each}}}' for each in known)}: "
-                    "it is handed to the program as it stands",
-                    setting=setting,
-                    value=words,
-                    remedy=f"did you mean {{{near[0]}}}?" if near else "leave it if the program itself reads it",
-                )
+                text = f"{{{found}}} is none of {every}: it is handed to the program as it stands"
+                remedy = f"did you mean {{{near[0]}}}?" if near else "leave it if the program itself reads it"
+                how("command.placeholders", text, setting=setting, remedy=remedy)
     if len(findings.all) == before:
-        findings.ok("command.placeholders", f"every placeholder is one of {', '.join(f'{{{n}}}' for n in known)}")
+        findings.ok("command.placeholders", f"every placeholder is one of {every}")
 
 
 def _check_progress(config: CommandConfig, findings: Findings) -> None:
-    """How its iterations and checkpoints are told."""
+    """Say how the chain learns of iterations and checkpoints."""
     command, rule = config.command, config.command.checkpoint
     if command.progress is None and command.progress_file is not None:
         findings.ok(
@@ -150,23 +108,17 @@ def _check_progress(config: CommandConfig, findings: Findings) -> None:
         words = f"{rule.pattern} counts as soon as it has this name; that it is renamed when whole is taken on trust"
     findings.ok("command.checkpoint", words)
     if rule.pattern is not None and not any("{checkpoints}" in word or "{run_dir}" in word for word in command.run):
-        findings.warn(
-            "command.checkpoint",
-            "nothing tells the program where its checkpoints are to lie",
-            setting="command.run",
-            remedy="hand {checkpoints} to it: what lies elsewhere does not count",
-        )
+        text = "nothing tells the program where its checkpoints are to lie"
+        remedy = "hand {checkpoints} to it: what lies elsewhere does not count"
+        findings.warn("command.checkpoint", text, setting="command.run", remedy=remedy)
     if not command.resume and not any("{iteration}" in word or "{checkpoints}" in word for word in command.run):
-        findings.warn(
-            "command.resume",
-            "nothing in the command tells the program which checkpoint to go on from",
-            setting="command.resume",
-            remedy="give the arguments for it, with {checkpoint}; or it asks relayrun.client.checkpoint()",
-        )
+        text = "nothing in the command tells the program which checkpoint to go on from"
+        remedy = "give the arguments for it, with {checkpoint}; or it asks relayrun.client.checkpoint()"
+        findings.warn("command.resume", text, setting="command.resume", remedy=remedy)
 
 
 def _check_signals(config: CommandConfig, findings: Findings) -> None:
-    """How it is asked to save and to leave, and when it is done."""
+    """Say how the program is asked to save and to leave, and at which point it is done."""
     command = config.command
     client = "relayrun.client"
     leave = " and ".join(filter(None, (command.leave_signal, command.leave_file, client)))
@@ -181,15 +133,15 @@ OLDEST_PYTHON = (3, 11)
 OLDEST_HOST_PYTHON = (3, 10)
 """Of the batch script: `control` uses keyword-only dataclasses throughout."""
 NATIVE_PACKAGES = ("torch", "megatron.core", "pydantic", "yaml", "numpy")
-"""What the ranks import."""
+"""Packages that the ranks import."""
 STREAM_PACKAGES = ("pyarrow", "tokenizers")
-"""What they import besides for data sets of text."""
+"""Further packages for data sets of text."""
 MEGATRON_LM_PACKAGES = ("torch", "numpy")
-"""What any checkout of Megatron-LM imports, at least."""
+"""Packages that any checkout of Megatron-LM imports."""
 CONTAINER_OPTIONS = ("--container-image", "--environment", "--container-name")
 """Options of srun with which the ranks see another file system than this program does."""
 ANSWER_SECONDS = 60.0
-"""How long a Python may take to start: on a loaded file system, and where it is far away."""
+"""Time limit for the start of a Python, which may lie on a loaded or remote file system."""
 
 _PACKAGES_PROGRAM = """
 import importlib.util, json, sys
@@ -205,7 +157,10 @@ json.dump({"version": list(sys.version_info[:2]), "missing": [n for n in sys.arg
 def check_programs(config: CommonConfig, findings: Findings) -> None:
     """Look at the ranks' Python or program, the batch script's, the modules, and at packages that settings need."""
     if isinstance(config, CommandConfig):
-        check_command(config, findings, contained=runs_in_container(config))
+        _check_program(config, findings)
+        _check_placeholders(config, findings)
+        _check_progress(config, findings)
+        _check_signals(config, findings)
         _check_script(config, findings)
     elif isinstance(config, MegatronConfig):
         megatron_lm.check_megatron_lm(config, findings, contained=runs_in_container(config))
@@ -223,14 +178,10 @@ def check_programs(config: CommonConfig, findings: Findings) -> None:
 
 
 def _check_packages(config: RunConfig, findings: Findings) -> None:
-    own = (
-        config.cluster.python is None
-        and "PYTHONPATH" not in config.cluster.environment
-        and not runs_in_container(config)
-    )
-    if (
-        own and (found := megatron_versions.version_problem()) is not None
-    ):  # another Python says it when its ranks start
+    cluster = config.cluster
+    own = cluster.python is None and "PYTHONPATH" not in cluster.environment and not runs_in_container(config)
+    # another Python says it when its ranks start
+    if own and (found := megatron_versions.version_problem()) is not None:
         findings.refuse("node.megatron_core", found[0], setting="cluster.python", remedy=found[1])
     if wanted := _of_transformer_engine(config):
         with findings.catching("node.transformer_engine", ok="TransformerEngine is there, or declared"):
@@ -241,7 +192,7 @@ def _check_packages(config: RunConfig, findings: Findings) -> None:
 
 
 def runs_in_container(config: CommonConfig) -> bool:
-    """Whether the ranks see other files than this program does."""
+    """Return True if the ranks see other files than this program."""
     return any(option.startswith(CONTAINER_OPTIONS) for option in config.cluster.srun_options)
 
 
@@ -279,26 +230,22 @@ def _check_rank_python(config: CommonConfig, names: Sequence[str], findings: Fin
         )
     elif missing:
         how = findings.warn if cluster.modules else findings.refuse
-        how(
-            "node.packages",
-            f"{python} has no {', '.join(missing)}, which the ranks import",
-            setting=setting,
-            value=python,
-            remedy="install it there (pip install 'relayrun[train]'), set cluster.python to the Python that has it, or "
-            "PYTHONPATH in "
-            "cluster.environment" + ("; the modules may bring it" if cluster.modules else ""),
-        )
+        words = f"{python} has no {', '.join(missing)}, which the ranks import"
+        remedy = "install it there (pip install 'relayrun[train]'), set cluster.python to the Python that has it, or "
+        remedy += "PYTHONPATH in cluster.environment" + ("; the modules may bring it" if cluster.modules else "")
+        how("node.packages", words, setting=setting, value=python, remedy=remedy)
     else:
         findings.ok("node.python", f"{python} is Python {version[0]}.{version[1]} and has what the ranks import")
 
 
 def _check_script(config: CommandConfig, findings: Findings) -> None:
-    """Whether the Python of a command starts, and has what its script imports before anything else."""
-    found = python_and_script(config)
-    if found is None or runs_in_container(config):
+    """Check that the Python of a command starts, and has all that its script imports unconditionally."""
+    words = command_words(config, config.command.run)
+    python, script, setting = shutil.which(words[0]), words[1] if len(words) > 1 else "", "command.run"
+    is_python = python is not None and _PYTHON.fullmatch(Path(python).name) and script.endswith(".py")
+    if python is None or not is_python or not Path(script).is_file() or runs_in_container(config):
         return
-    python, script = found
-    setting, names = "command.run", script_imports(script)
+    names = _script_imports(script)
     answer = _ask_python(python, names, os.pathsep.join([str(Path(script).parent), _search_path(config)]))
     changed = config.cluster.modules or config.job.setup
     how = findings.warn if changed else findings.refuse
@@ -307,20 +254,27 @@ def _check_script(config: CommandConfig, findings: Findings) -> None:
     elif isinstance(answer, str):
         how("command.python", f"{python} does not start: {answer}", setting=setting, value=python)
     elif answer["missing"]:
-        how(
-            "command.packages",
-            f"{python} has no {', '.join(answer['missing'])}, which {script} imports",
-            setting=setting,
-            value=python,
-            remedy="install it there, or name the Python that has it in command.run; {python} is cluster.python"
-            + ("; the modules or lines of job.setup may bring it" if changed else ""),
-        )
+        text = f"{python} has no {', '.join(answer['missing'])}, which {script} imports"
+        remedy = "install it there, or name the Python that has it in command.run; {python} is cluster.python"
+        remedy += "; the modules or lines of job.setup may bring it" if changed else ""
+        how("command.packages", text, setting=setting, value=python, remedy=remedy)
     else:
         findings.ok("command.packages", f"{python} has what {script} imports")
 
 
+def _script_imports(script: str) -> tuple[str, ...]:
+    """The packages that a script imports whatever happens: none of a `try`, an `if` or a function."""
+    try:
+        body = ast.parse(Path(script).read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return ()  # the program itself says it better
+    names = [alias.name for node in body if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in body if isinstance(node, ast.ImportFrom) and not node.level]
+    return tuple(dict.fromkeys(name.partition(".")[0] for name in names if name))
+
+
 def _imported_names(config: RunConfig) -> list[str]:
-    """What the ranks import: packages, and modules of a user's own."""
+    """Packages that the ranks import, and modules of a user's own."""
     own = [entry.hook for entry in config.training.hooks]
     own += filter(None, [config.optimizer.class_path, config.model.spec, config.training.loss])
     own += [order for source in config.data.sources.values() if ":" in (order := source.order or config.data.order)]
@@ -343,7 +297,7 @@ def _is_here(name: str) -> bool:
 
 @functools.lru_cache(maxsize=16)
 def _ask_python(python: str, names: tuple[str, ...], search_path: str) -> dict[str, Any] | str | None:
-    """The version of a Python and what it lacks; in words why it does not say; None where it takes too long."""
+    """The version of a Python and what it lacks; in words why it does not say; None if it takes too long."""
     done = _run_python([python, "-c", _PACKAGES_PROGRAM, *names], {"PYTHONPATH": search_path})
     if done is None or isinstance(done, str):
         return done
@@ -355,7 +309,7 @@ def _ask_python(python: str, names: tuple[str, ...], search_path: str) -> dict[s
 
 
 def _run_python(command: Sequence[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str] | str | None:
-    """Run a program that answers at once; in words why it does not start; None where it takes too long."""
+    """Run a program that answers at once; in words why it does not start; None if it takes too long."""
     try:
         return subprocess.run(
             command,
@@ -386,13 +340,10 @@ def _check_host_python(config: CommonConfig, findings: Findings) -> None:
         findings.warn("node.host_python", f"{python} does not start here: {why}", setting=setting)
     elif tuple(answer["version"]) < OLDEST_HOST_PYTHON:
         version = ".".join(map(str, answer["version"]))
-        findings.refuse(
-            "node.host_python",
-            f"{python} is Python {version} here, and the batch script needs {'.'.join(map(str, OLDEST_HOST_PYTHON))}",
-            setting=setting,
-            remedy=f"set cluster.host_python to a newer one, which needs no packages: of a module of the site, or "
-            f"{sys.executable} if the nodes see it too",
-        )
+        words = f"{python} is Python {version} here; the batch script needs {'.'.join(map(str, OLDEST_HOST_PYTHON))}"
+        remedy = "set cluster.host_python to a newer one, which needs no packages: of a module of the site, or "
+        remedy += f"{sys.executable} if the nodes see it too"
+        findings.refuse("node.host_python", words, setting=setting, remedy=remedy)
     else:
         findings.ok("node.host_python", f"{python} is Python {'.'.join(map(str, answer['version']))} here")
 
@@ -424,21 +375,15 @@ def _check_evaluation(config: CommonConfig) -> None:
         )
     # another Python's packages are not known here
     if settings.tasks and config.cluster.python is None and importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError(
-            "lm-evaluation-harness is not installed",
-            where="evaluation.tasks",
-            hint="pip install 'relayrun[evaluate]', or name no tasks",
-        )
+        hint = "pip install 'relayrun[evaluate]', or name no tasks"
+        raise ConfigError("lm-evaluation-harness is not installed", where="evaluation.tasks", hint=hint)
     for name, words in (("convert", settings.convert), ("command", settings.command)):
         program = words[0] if words else "{python}"
         # what a container holds, or modules and job.setup add, is not known here
         known = not (runs_in_container(config) or config.cluster.modules or config.job.setup) and program != "{python}"
         if known and shutil.which(program) is None:
-            raise ConfigError(
-                f"there is no program {program} here",
-                where=f"evaluation.{name}",
-                hint="give the program by its path; every word of the command is one of the list",
-            )
+            hint = "give the program by its path; every word of the command is one of the list"
+            raise ConfigError(f"there is no program {program} here", where=f"evaluation.{name}", hint=hint)
     if settings.include_path is not None and not Path(settings.include_path).is_dir():
         raise ConfigError("there is no such folder", where=f"evaluation.include_path: {settings.include_path}")
 
@@ -462,11 +407,8 @@ def _check_transformer_engine(config: RunConfig, wanted: list[tuple[str, str]]) 
     cluster = config.cluster
     names, others = ", ".join(name for name, _ in wanted), ", ".join(other for _, other in wanted)
     if config.job.gpus_per_node == 0:
-        raise ConfigError(
-            f"{names} needs TransformerEngine, whose kernels run on GPUs alone, and this job has none",
-            where="job.gpus_per_node",
-            hint=f"set {others}",
-        )
+        words = f"{names} needs TransformerEngine, whose kernels run on GPUs alone, and this job has none"
+        raise ConfigError(words, where="job.gpus_per_node", hint=f"set {others}")
     here = cluster.python is None and importlib.util.find_spec("transformer_engine") is not None
     if not (cluster.transformer_engine or here):
         raise ConfigError(
@@ -485,8 +427,6 @@ def _check_apex(config: RunConfig) -> None:
     elif config.cluster.python is None and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
         why = "this Python has no Apex with fused_weight_gradient_mlp_cuda"
     if why is not None:
-        raise ConfigError(
-            f"training.gradient_accumulation_fusion=true cannot be had: {why}",
-            where="training.gradient_accumulation_fusion",
-            hint="leave it out: then it is used where it can be",
-        )
+        words = f"training.gradient_accumulation_fusion=true cannot be had: {why}"
+        hint = "leave it out: then it is used where it can be"
+        raise ConfigError(words, where="training.gradient_accumulation_fusion", hint=hint)

@@ -1,4 +1,4 @@
-"""Everything that is known of a run before it is queued: the findings of all subjects, and the forecast."""
+"""The report of a check: the findings of all subjects, and the forecast."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from relayrun.config.compose.schema import CommonConfig, JobSection, MegatronConfig, RunConfig
+from relayrun.config.compose.schema import CommonConfig, MegatronConfig, RunConfig
 from relayrun.config.compose.yaml_file import LocatedSettings
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
@@ -26,17 +26,17 @@ USABLE_GPU_MEMORY = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """What a check found."""
+    """The result of a check."""
 
     config: CommonConfig
     run: Run
     plan: Plan
     findings: Findings
     manifest: Manifest | None
-    """The run's data, without editions; None where they could not be read, and for a trainer command."""
+    """The run's data, without editions; None if they could not be read, and for a trainer command."""
     usage: list[DatasetUsage] = field(default_factory=list)
     forecast: Forecast | None = None
-    """None where the size of the vocabulary is not known, and for a foreign trainer."""
+    """None if the size of the vocabulary is not known, and for a foreign trainer."""
 
 
 def check_run(
@@ -52,7 +52,7 @@ def check_run(
 ) -> CheckReport:
     """Look at everything; nothing is written or queued.
 
-    `given`: where the settings were written. `intent`: with it the run's own state and jobs are looked at. `script`:
+    `given`: the locations of the settings. `intent`: with it the run's own state and jobs are looked at. `script`:
     what Slurm is asked about, see `slurm.check_slurm`; None: it is not asked. `adopted`: options of this very job,
     which becomes the first of the chain.
     """
@@ -74,7 +74,7 @@ def check_run(
             future = forecast_run(config, plan, run, manifest.vocabulary_size)
     if future is not None:
         _check_gpu_memory(future, findings)
-        _check_host_memory(config.job, future, findings)
+        _check_host_memory(future, findings)
         with findings.catching("storage.space"):
             storage.check_space(future, run, findings, quota_command=config.cluster.quota_command)
     storage.check_purges(config.cluster.purge_days, run, manifest, findings)
@@ -100,7 +100,7 @@ def check_config(config: CommonConfig, given: LocatedSettings | None = None) -> 
 
 
 def _with_editions(config: RunConfig, run: Run, manifest: Manifest) -> RunConfig:
-    """The config with the names under which a run that has begun counts its data sets, where it would take them."""
+    """The config with the names under which a run that has begun counts its data sets, if it accepts them."""
     with contextlib.suppress(RelayrunError):
         evolved = existing_run.evolved_data(config, run, manifest, accept=True)
         return config if evolved is None else evolved.config
@@ -115,21 +115,17 @@ def _check_gpu_memory(future: Forecast, findings: Findings) -> None:
     if there is None:
         findings.ok("memory.gpu", f"{words}; cluster.gpu_memory_gb does not say what it has", value=round(needed))
     elif needed > USABLE_GPU_MEMORY * there:
-        findings.warn(
-            "memory.gpu",
-            f"{words}; {USABLE_GPU_MEMORY:.0%} of its {format_bytes(there)} are "
-            f"{format_bytes(USABLE_GPU_MEMORY * there)}",
-            setting="training.micro_batch_size",
-            value=round(needed),
-            remedy="lower training.micro_batch_size, set training.recompute_granularity, or split the model further",
-        )
+        usable = format_bytes(USABLE_GPU_MEMORY * there)
+        words += f"; {USABLE_GPU_MEMORY:.0%} of its {format_bytes(there)} are {usable}"
+        remedy = "lower training.micro_batch_size, set training.recompute_granularity, or split the model further"
+        findings.warn("memory.gpu", words, setting="training.micro_batch_size", value=round(needed), remedy=remedy)
     else:
         findings.ok("memory.gpu", f"{words}, of {format_bytes(there)}", value=round(needed))
 
 
-def _check_host_memory(job: JobSection, future: Forecast, findings: Findings) -> None:
-    """Whether copies of saves fit into what a job asks for; what else a rank needs is not counted."""
-    there, needed = job.mem_bytes, future.host_copies
+def _check_host_memory(future: Forecast, findings: Findings) -> None:
+    """Compare the copies of saves with the memory of a job; further memory of a rank is not counted."""
+    there, needed = future.config.job.mem_bytes, future.host_copies
     if not there or not needed:
         return
     words = (
@@ -137,12 +133,7 @@ def _check_host_memory(job: JobSection, future: Forecast, findings: Findings) ->
         f"{format_bytes(there)} in job.mem"
     )
     if needed > USABLE_GPU_MEMORY * there:
-        findings.warn(
-            "memory.host",
-            words,
-            setting="job.mem",
-            value=needed,
-            remedy="ask for more memory, take more nodes, or set checkpoint.async_save=false",
-        )
+        remedy = "ask for more memory, take more nodes, or set checkpoint.async_save=false"
+        findings.warn("memory.host", words, setting="job.mem", value=needed, remedy=remedy)
     else:
         findings.ok("memory.host", words, value=needed)

@@ -16,7 +16,7 @@ from rich.table import Table
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.trainers.registry import trainer_of
-from relayrun.submit.check.findings import CheckFinding, Findings, count_noun
+from relayrun.submit.check.findings import CheckFinding, count_noun
 from relayrun.submit.check.report import CheckReport
 from relayrun.submit.forecast import SECONDS_PER_HOUR, Forecast, format_bytes
 
@@ -27,14 +27,10 @@ def print_report(report: CheckReport, changes: Sequence[str]) -> None:
     """Print findings and plan. `changes`: what differs from the run's last revision, a line each."""
     _print_table(findings_table(report.findings.all))
     _print_table(plan_table(report, changes))
-    print(findings_summary(report.findings))
-
-
-def findings_summary(findings: Findings) -> str:
-    """Return how many errors and warnings there are, in a line."""
+    findings = report.findings
     errors, warnings = count_noun(len(findings.errors), "error"), count_noun(len(findings.warnings), "warning")
     verdict = "submit would refuse this" if findings.errors else "submit would take this"
-    return f"{errors}, {warnings}: {verdict}"
+    print(f"{errors}, {warnings}: {verdict}")
 
 
 def findings_table(findings: Sequence[CheckFinding]) -> Table:
@@ -84,7 +80,7 @@ def _plan_json(future: Forecast) -> dict[str, Any]:
     checkpoint, interval, pace = future.checkpoint, future.save_interval, future.speed
     return {
         "nodes": future.nodes,
-        "ranks": future.ranks,
+        "ranks": future.config.world_size,
         "gpus": future.gpus,
         "layout": future.layout,
         "parameters": future.parameters,
@@ -103,13 +99,13 @@ def _plan_json(future: Forecast) -> dict[str, Any]:
         "jobs": future.jobs,
         "node_hours": future.node_hours,
         "cost": future.cost,
-        "currency": future.currency,
+        "currency": future.config.cluster.currency,
         "checkpoint_bytes": checkpoint.bytes,
         "checkpoint_source": checkpoint.source,
         "checkpoints_kept": checkpoint.kept,
         "checkpoints_kept_bytes": checkpoint.kept_bytes,
         "checkpoints_most_bytes": checkpoint.most_bytes,
-        "save_interval_steps": future.interval_steps,
+        "save_interval_steps": future.config.checkpoint.interval,
         "best_save_interval_seconds": None if interval is None else interval.seconds,
         "best_save_interval_steps": future.best_interval_steps,
         "save_seconds": None if interval is None else interval.save,
@@ -139,32 +135,20 @@ def _plan_rows(report: CheckReport) -> Iterator[tuple[str, str]]:
     yield "layout", ", ".join(f"{name} {size}" for name, size in future.layout.items())
     yield "parameters", f"{future.parameters:,} with a vocabulary of {future.vocabulary_size:,}"
     memory = future.memory
-    parts = (
-        f"state {format_bytes(memory.state)}, activations {format_bytes(memory.activations)}, loss "
-        f"{format_bytes(memory.loss)}"
-    )
+    parts = f"state {format_bytes(memory.state)}, activations {format_bytes(memory.activations)}, "
+    parts += f"loss {format_bytes(memory.loss)}"
     there = "of an unknown size" if future.gpu_memory is None else f"of {format_bytes(future.gpu_memory)}"
-    where = f"a GPU {there}" if future.gpus else "a rank"
-    yield (
-        f"memory of {'a GPU' if future.gpus else 'a rank'}",
-        f"{format_bytes(memory.total)} of {where}: {parts}".replace(
-            f"of {where}", there if future.gpus else "by formula"
-        ),
-    )
+    owner, whole = ("a GPU", there) if future.gpus else ("a rank", "by formula")
+    yield f"memory of {owner}", f"{format_bytes(memory.total)} {whole}: {parts}"
     if future.host_copies:
         yield "memory of a node", f"{format_bytes(future.host_copies)} for the copies of saves, by formula"
-    yield (
-        "tokens",
-        f"{future.tokens:,} in {future.steps:,} steps"
-        + (f"; {future.tokens_left:,} are left behind step {future.steps_done:,}" if future.steps_done else ""),
-    )
+    left = f"; {future.tokens_left:,} are left behind step {future.steps_done:,}" if future.steps_done else ""
+    yield "tokens", f"{future.tokens:,} in {future.steps:,} steps{left}"
     for each in report.usage:
         if each.epochs is not None:
             end = "" if each.used_up_at is None else f", used up at step {each.used_up_at:,}"
-            yield (
-                f"  {each.name}",
-                f"{each.share:.1%} of the samples, {each.epochs:,.2f} epochs of {each.tokens:,} tokens{end}",
-            )
+            words = f"{each.share:.1%} of the samples, {each.epochs:,.2f} epochs of {each.tokens:,} tokens{end}"
+            yield f"  {each.name}", words
     yield "FLOPs", f"{future.flops:.3g} (6 a parameter and token, and attention; recomputation not counted)"
     yield "time", _time_words(future)
     yield "node hours", _node_hour_words(future)
@@ -178,7 +162,6 @@ def _plan_rows(report: CheckReport) -> Iterator[tuple[str, str]]:
 
 
 def _foreign_plan_rows(report: CheckReport) -> Iterator[tuple[str, str]]:
-    """What is known of a run whose program is not relayrun's own."""
     yield "trainer", report.config.trainer
     yield "a rank executes", shlex.join(rank_command(report))
     steps = report.plan.total_steps
@@ -188,7 +171,7 @@ def _foreign_plan_rows(report: CheckReport) -> Iterator[tuple[str, str]]:
 
 
 def command_as_comment(report: CheckReport) -> list[str]:
-    """What the ranks execute, and what was given for that and does not hold, as lines of a comment: a flag a line."""
+    """Return the command of a rank and the notes on its flags as lines of a comment, a flag a line."""
     lines = ["what a rank executes:"]
     for word in rank_command(report):
         if word.startswith("--") or len(lines) == 1:
@@ -200,7 +183,7 @@ def command_as_comment(report: CheckReport) -> list[str]:
 
 
 def rank_command(report: CheckReport) -> list[str]:
-    """What a rank of the run's next attempt executes, as far as it is known before: the words of a command line."""
+    """Return the command of a rank of the run's next attempt, as far as it is known before."""
     trainer = trainer_of(report.plan, report.run)
     begin = AttemptStart(
         attempt=max(report.run.attempt_numbers(), default=0) + 1,
@@ -228,14 +211,14 @@ def _time_words(future: Forecast) -> str:
 def _node_hour_words(future: Forecast) -> str:
     if future.node_hours is None:
         return "not known"
-    cost = ""
+    cost, site = "", future.config.cluster
     if future.cost is not None:
-        cost = f", {future.cost:,.2f} {future.currency}".rstrip() + f" at {future.cost_per_node_hour:g} an hour"
+        cost = f", {future.cost:,.2f} {site.currency}".rstrip() + f" at {site.cost_per_node_hour:g} an hour"
     return f"{future.node_hours:,.2f}{cost}"
 
 
 def _save_interval_words(future: Forecast) -> str:
-    words = f"{future.interval_steps:,} steps"
+    words = f"{future.config.checkpoint.interval:,} steps"
     best = future.save_interval
     if best is None:
         return f"{words}; by Young and Daly: not known before a save and failures (or cluster.node_mtbf_hours) are"

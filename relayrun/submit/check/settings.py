@@ -19,88 +19,56 @@ from relayrun.control.trainers.tools import wandb_mode
 from relayrun.submit.check.findings import Findings
 
 
-def check_notify_variables(
-    config: CommonConfig, findings: Findings, environment: Mapping[str, str] = os.environ
-) -> None:
+def check_notify_variables(config: CommonConfig, findings: Findings) -> None:
     """Warn of a `${VARIABLE}` that this environment, which the jobs inherit, and `cluster.environment` do not set."""
-    name = "notify.variables"
-    environment = {**environment, **config.cluster.environment}
+    name, environment = "notify.variables", {**os.environ, **config.cluster.environment}
     complete = True
     for target, settings in config.notify.targets.items():
         variables = dict.fromkeys(VARIABLE_PATTERN.findall(settings.url or ""))
         if missing := [variable for variable in variables if not environment.get(variable)]:
             complete = False
-            findings.warn(
-                name,
-                f"{' and '.join(missing)} not set in this environment: nothing could be sent to {target!r}",
-                setting=f"notify.targets.{target}",
-                remedy=f"export {missing[0]} where you submit",
-            )
+            words = f"{' and '.join(missing)} not set in this environment: nothing could be sent to {target!r}"
+            remedy = f"export {missing[0]} where you submit"
+            findings.warn(name, words, setting=f"notify.targets.{target}", remedy=remedy)
     if config.notify.targets and complete:
         findings.ok(name, "every variable of the targets of messages is set")
 
 
 PLACEHOLDER = re.compile(r"/set/|CHANGE[_-]?ME\b|<[a-z][a-z _-]*>$", re.IGNORECASE)
-"""What stands in a config for a value that somebody must still set; matched at the beginning of a text."""
+"""Placeholders of values that somebody must still set; matched at the beginning of a text."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SettingRange:
-    """What a setting is expected to be. Bounds belong to it; None: there is none."""
+    """The expected range of a setting. Bounds belong to the range; None: no bound."""
 
     setting: str
-    usual: tuple[float | None, float | None]
-    """Outside of it a warning."""
-    possible: tuple[float | None, float | None]
-    """Outside of it an error."""
     why: str
+    usual: tuple[float | None, float | None]
+    """A value outside is a warning."""
+    possible: tuple[float | None, float | None] = (None, None)
+    """A value outside is an error."""
 
 
+_STEP = "Adam moves every weight by about this much in each step, and weights begin near 0.02"
+_EPS = "it keeps a division by 0 away, and above the gradients' size it ends the adaptation"
 SETTING_RANGES = (
+    SettingRange("optimizer.lr", _STEP, usual=(1e-7, 0.02), possible=(None, 1.0)),
     SettingRange(
-        setting="optimizer.lr",
-        usual=(1e-7, 0.02),
-        possible=(None, 1.0),
-        why="Adam moves every weight by about this much in each step, and weights begin near 0.02",
+        "optimizer.weight_decay", "0.1 is usual; every step takes lr x weight_decay off a weight", usual=(None, 1.0)
     ),
+    SettingRange("optimizer.adam_beta1", "0.9 is usual", usual=(0.5, 0.99)),
+    SettingRange("optimizer.adam_beta2", "0.95 and 0.999 are usual", usual=(0.8, 0.9999)),
+    SettingRange("optimizer.adam_eps", _EPS, usual=(1e-20, 1e-5), possible=(None, 1.0)),
+    SettingRange("optimizer.clip_grad", "1.0 is usual, 0 is never", usual=(None, 100.0)),
+    SettingRange("model.init_method_std", "0.02 is usual", usual=(1e-4, 0.2), possible=(0.0, 10.0)),
     SettingRange(
-        setting="optimizer.weight_decay",
-        usual=(None, 1.0),
-        possible=(None, None),
-        why="0.1 is usual; every step takes lr x weight_decay off a weight",
+        "model.norm_epsilon", "it keeps a division by 0 away: 1e-5 is usual", usual=(1e-12, 1e-3), possible=(0.0, 1.0)
     ),
-    SettingRange(setting="optimizer.adam_beta1", usual=(0.5, 0.99), possible=(None, None), why="0.9 is usual"),
-    SettingRange(
-        setting="optimizer.adam_beta2", usual=(0.8, 0.9999), possible=(None, None), why="0.95 and 0.999 are usual"
-    ),
-    SettingRange(
-        setting="optimizer.adam_eps",
-        usual=(1e-20, 1e-5),
-        possible=(None, 1.0),
-        why="it keeps a division by 0 away, and above the gradients' size it ends the adaptation",
-    ),
-    SettingRange(
-        setting="optimizer.clip_grad", usual=(None, 100.0), possible=(None, None), why="1.0 is usual, 0 is never"
-    ),
-    SettingRange(setting="model.init_method_std", usual=(1e-4, 0.2), possible=(0.0, 10.0), why="0.02 is usual"),
-    SettingRange(
-        setting="model.norm_epsilon",
-        usual=(1e-12, 1e-3),
-        possible=(0.0, 1.0),
-        why="it keeps a division by 0 away: 1e-5 is usual",
-    ),
-    SettingRange(
-        setting="model.hidden_dropout", usual=(None, 0.5), possible=(None, None), why="above it little gets through"
-    ),
-    SettingRange(
-        setting="model.attention_dropout", usual=(None, 0.5), possible=(None, None), why="above it little gets through"
-    ),
-    SettingRange(
-        setting="model.rotary_base", usual=(1000, 1e9), possible=(None, None), why="10,000 and 500,000 are usual"
-    ),
-    SettingRange(
-        setting="training.spike_threshold", usual=(3.0, None), possible=(None, None), why="noise alone reaches it"
-    ),
+    SettingRange("model.hidden_dropout", "above it little gets through", usual=(None, 0.5)),
+    SettingRange("model.attention_dropout", "above it little gets through", usual=(None, 0.5)),
+    SettingRange("model.rotary_base", "10,000 and 500,000 are usual", usual=(1000, 1e9)),
+    SettingRange("training.spike_threshold", "noise alone reaches it", usual=(3.0, None)),
 )
 
 LONG_WARMUP = 0.5
@@ -113,15 +81,13 @@ def check_settings(config: CommonConfig, findings: Findings) -> None:
     if isinstance(config, RunConfig):
         _check_native(config, findings)
     elif isinstance(config, MegatronConfig):
-        for each in SETTING_RANGES:
-            _range(config, each, findings)
+        _check_ranges(config, findings)
         _ranks(config, findings)
 
 
 def _check_native(config: RunConfig, findings: Findings) -> None:
     before = len(findings.all)
-    for each in SETTING_RANGES:
-        _range(config, each, findings)
+    _check_ranges(config, findings)
     _decay(config, findings)
     _warmup(config, findings)
     _ranks(config, findings)
@@ -133,9 +99,8 @@ def _check_native(config: RunConfig, findings: Findings) -> None:
     if config.training.deterministic:
         cluster = config.cluster
         with findings.catching("settings.deterministic"):
-            determinism.check_deterministic_environment(
-                cluster.environment, where=f"cluster.environment of {cluster.name!r}"
-            )
+            where = f"cluster.environment of {cluster.name!r}"
+            determinism.check_deterministic_environment(cluster.environment, where=where)
     _layout(config, findings)
 
 
@@ -153,13 +118,9 @@ def find_placeholders(config: CommonConfig) -> list[tuple[str, str]]:
 def _placeholders(config: CommonConfig, findings: Findings) -> None:
     found = find_placeholders(config)
     for name, value in found:
-        findings.refuse(
-            "settings.placeholder",
-            f"{value} stands where a value of yours must stand",
-            setting=name,
-            value=value,
-            remedy=f"set it in the run config, or with --set {name}=...",
-        )
+        words = f"{value} stands where a value of yours must stand"
+        remedy = f"set it in the run config, or with --set {name}=..."
+        findings.refuse("settings.placeholder", words, setting=name, value=value, remedy=remedy)
     if not found:
         findings.ok("settings.placeholder", "no setting is still a placeholder")
 
@@ -176,26 +137,17 @@ def _texts(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
         yield name, value
 
 
-def _range(config: RunConfig | MegatronConfig, each: SettingRange, findings: Findings) -> None:
-    name, _, field = each.setting.partition(".")
-    section = getattr(config, name)
-    if section is None:
-        return
-    value = getattr(section, field)
-    if not _is_within(value, each.possible) or (each.possible[0] is not None and value == each.possible[0]):
-        findings.refuse(
-            "settings.sense",
-            f"{value:g} cannot be meant: {each.why}",
-            setting=each.setting,
-            remedy=f"usual is {_range_words(each.usual)}",
-        )
-    elif not _is_within(value, each.usual) and not (value == 0 and each.usual[0] is None):
-        findings.warn(
-            "settings.sense",
-            f"{value:g} is unusual: {each.why}",
-            setting=each.setting,
-            remedy=f"usual is {_range_words(each.usual)}",
-        )
+def _check_ranges(config: RunConfig | MegatronConfig, findings: Findings) -> None:
+    for each in SETTING_RANGES:
+        section, _, name = each.setting.partition(".")
+        if getattr(config, section) is None:
+            continue
+        value, usual = getattr(getattr(config, section), name), f"usual is {_range_words(each.usual)}"
+        if not _is_within(value, each.possible) or (each.possible[0] is not None and value == each.possible[0]):
+            words = f"{value:g} cannot be meant: {each.why}"
+            findings.refuse("settings.sense", words, setting=each.setting, remedy=usual)
+        elif not _is_within(value, each.usual) and not (value == 0 and each.usual[0] is None):
+            findings.warn("settings.sense", f"{value:g} is unusual: {each.why}", setting=each.setting, remedy=usual)
 
 
 def _is_within(value: float, bounds: tuple[float | None, float | None]) -> bool:
@@ -214,12 +166,8 @@ def _decay(config: RunConfig, findings: Findings) -> None:
     """Decoupled decay multiplies a weight by 1 - lr x weight_decay in each step."""
     off = config.optimizer.lr * config.optimizer.weight_decay
     if off >= 1:
-        findings.refuse(
-            "settings.sense",
-            f"lr x weight_decay is {off:g}: a step would take all of a weight, or turn its sign",
-            setting="optimizer.weight_decay",
-            remedy="0.1 is usual",
-        )
+        words = f"lr x weight_decay is {off:g}: a step would take all of a weight, or turn its sign"
+        findings.refuse("settings.sense", words, setting="optimizer.weight_decay", remedy="0.1 is usual")
 
 
 def _warmup(config: RunConfig, findings: Findings) -> None:
@@ -228,24 +176,16 @@ def _warmup(config: RunConfig, findings: Findings) -> None:
     name = "lr_warmup_steps" if config.optimizer.lr_warmup_tokens is None else "lr_warmup_tokens"
     if warmup > LONG_WARMUP * steps:
         what = "is longer than" if warmup >= steps else f"takes {warmup / steps:.0%} of"
-        findings.warn(
-            "settings.warmup",
-            f"the warm-up of {warmup:,} steps {what} the training of {steps:,}",
-            setting=f"optimizer.{name}",
-            remedy="a few per cent are usual",
-        )
+        words = f"the warm-up of {warmup:,} steps {what} the training of {steps:,}"
+        findings.warn("settings.warmup", words, setting=f"optimizer.{name}", remedy="a few per cent are usual")
 
 
 def _ranks(config: RunConfig | MegatronConfig, findings: Findings) -> None:
     job = config.job
     if job.gpus_per_node and job.ntasks_per_node != job.gpus_per_node:
         what = "share a GPU" if job.ntasks_per_node > job.gpus_per_node else "leave GPUs idle"
-        findings.warn(
-            "settings.ranks",
-            f"{job.ntasks_per_node} ranks on {job.gpus_per_node} GPUs of a node {what}",
-            setting="job.ntasks_per_node",
-            remedy="one rank a GPU is usual",
-        )
+        words = f"{job.ntasks_per_node} ranks on {job.gpus_per_node} GPUs of a node {what}"
+        findings.warn("settings.ranks", words, setting="job.ntasks_per_node", remedy="one rank a GPU is usual")
 
 
 def _layout(config: RunConfig, findings: Findings) -> None:
@@ -272,13 +212,9 @@ def check_wandb(config: CommonConfig, findings: Findings, environment: Mapping[s
     """Look at W&B's variables, of this environment and of `cluster.environment`."""
     name = "tracking.wandb"
     if "WANDB_API_KEY" in config.cluster.environment:
-        findings.refuse(
-            name,
-            "a key stands in the config, which is copied into the run directory",
-            setting="cluster.environment.WANDB_API_KEY",
-            value="(not shown)",
-            remedy="take it out, and export WANDB_API_KEY in the environment that submits",
-        )
+        words = "a key stands in the config, which is copied into the run directory"
+        remedy = "take it out, and export WANDB_API_KEY in the environment that submits"
+        findings.refuse(name, words, setting="cluster.environment.WANDB_API_KEY", value="(not shown)", remedy=remedy)
     if not isinstance(config, RunConfig | MegatronConfig):
         findings.ok(name, f"W&B is the program's own affair: nothing is sent for a run of trainer {config.trainer}")
         return
@@ -290,10 +226,7 @@ def check_wandb(config: CommonConfig, findings: Findings, environment: Mapping[s
         findings.ok(name, "W&B is off: neither WANDB_API_KEY nor WANDB_MODE=offline is in the environment")
     elif WANDB_KEY.fullmatch(key) is None:
         blanks = ", with blanks or line breaks around it" if key != key.strip() else ""
-        findings.warn(
-            name,
-            f"WANDB_API_KEY has {len(key)} characters{blanks} and not the form of a key: W&B will refuse it",
-            remedy="export the key that the W&B site shows, 40 characters or wandb_v1_...",
-        )
+        words = f"WANDB_API_KEY has {len(key)} characters{blanks} and not the form of a key: W&B will refuse it"
+        findings.warn(name, words, remedy="export the key that the W&B site shows, 40 characters or wandb_v1_...")
     else:
         findings.ok(name, "W&B is on; WANDB_API_KEY has the form of a key")

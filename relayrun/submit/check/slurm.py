@@ -56,11 +56,8 @@ def check_slurm(plan: Plan, script: str | Path, findings: Findings, *, evaluatio
     try:
         partitions = slurm.partitions()
     except SchedulerError as error:
-        findings.warn(
-            "slurm.test",
-            f"whether Slurm takes the job is not known: {' '.join(error.message.split())}",
-            remedy=error.hint,
-        )
+        words = f"whether Slurm takes the job is not known: {' '.join(error.message.split())}"
+        findings.warn("slurm.test", words, remedy=error.hint)
         return
     # relayrun's own sbatch is started without them: they are in its script
     options = {} if isinstance(script, str) else sbatch_options_from_environment(os.environ)
@@ -104,11 +101,8 @@ def _limits(partitions: list[dict[str, str]], plan: Plan, asked: str | None, fin
         chosen = [found for found in partitions if found["PartitionName"] in names]
         if unknown := set(names) - {found["PartitionName"] for found in partitions}:
             known = ", ".join(found["PartitionName"] for found in partitions)
-            findings.refuse(
-                "slurm.partition",
-                f"there is no partition {', '.join(sorted(unknown))}; there are: {known}",
-                setting="job.partition",
-            )
+            words = f"there is no partition {', '.join(sorted(unknown))}; there are: {known}"
+            findings.refuse("slurm.partition", words, setting="job.partition")
     for found in chosen:
         _limit(found, plan, findings)
 
@@ -117,29 +111,20 @@ def _limit(partition: dict[str, str], plan: Plan, findings: Findings) -> None:
     name, before = partition["PartitionName"], len(findings.all)
     limit = partition.get("MaxTime", "UNLIMITED")
     if limit not in ("UNLIMITED", "INFINITE") and plan.time_limit > parse_time(limit):
-        findings.refuse(
-            "slurm.time",
+        longer, remedy = (
             f"{format_time(plan.time_limit)} is more than partition {name} allows, {limit}",
-            setting="job.time",
-            remedy="lower job.time: a chain goes on in the next job",
+            "lower job.time: a chain goes on in the next job",
         )
-    nodes = plan.nodes_of_job
-    if (most := partition.get("MaxNodes", "UNLIMITED")).isdecimal() and nodes > int(most):
-        findings.refuse(
-            "slurm.nodes",
-            f"{nodes} nodes are more than partition {name} allows, {most}",
-            setting="job.nodes",
-        )
-    if (least := partition.get("MinNodes", "0")).isdecimal() and nodes < int(least):
-        findings.refuse(
-            "slurm.nodes",
-            f"{nodes} nodes are fewer than partition {name} asks for, {least}",
-            setting="job.nodes",
-        )
-    if (there := partition.get("TotalNodes", "")).isdecimal() and nodes > int(there):
-        findings.refuse(
-            "slurm.nodes", f"{nodes} nodes are more than partition {name} has, {there}", setting="job.nodes"
-        )
+        findings.refuse("slurm.time", longer, setting="job.time", remedy=remedy)
+    nodes, most = plan.nodes_of_job, partition.get("MaxNodes", "UNLIMITED")
+    least, there = partition.get("MinNodes", "0"), partition.get("TotalNodes", "")
+    wrong = {
+        f"more than partition {name} allows, {most}": most.isdecimal() and nodes > int(most),
+        f"fewer than partition {name} asks for, {least}": least.isdecimal() and nodes < int(least),
+        f"more than partition {name} has, {there}": there.isdecimal() and nodes > int(there),
+    }
+    for words in (words for words, found in wrong.items() if found):
+        findings.refuse("slurm.nodes", f"{nodes} nodes are {words}", setting="job.nodes")
     if (state := partition.get("State", "UP")) != "UP":
         findings.warn("slurm.partition", f"partition {name} is {state}: jobs wait", setting="job.partition")
     if len(findings.all) == before:

@@ -1,4 +1,4 @@
-"""Check where the jobs of a run write: permissions, free space, quotas, and files that the site would remove."""
+"""Check the paths that the jobs of a run write: permissions, space, quotas, and files that the site would remove."""
 
 from __future__ import annotations
 
@@ -64,19 +64,11 @@ def check_written_paths(config: CommonConfig, run: Run, log_folder: Path, findin
         words = f"copies of checkpoints: {policies.mirror_location(config, second)}"
         with findings.catching("place.mirror", ok=words):
             policies.refuse_mirror_location(second, run)
-        folder = policies.mirror_folder(second)
-        if (
-            folder is not None
-            and folder.is_dir()
-            and os.stat(folder).st_dev == os.stat(existing_parent(run.path)).st_dev
-        ):
-            findings.warn(
-                "place.mirror_apart",
-                "copies of checkpoints lie on the file system of the run, and are lost with it",
-                setting="checkpoint.mirror.path",
-                value=second.path,
-                remedy="set checkpoint.mirror.path to a folder of another file system",
-            )
+        folder, own = policies.mirror_folder(second), existing_parent(run.path)
+        if folder is not None and folder.is_dir() and folder.stat().st_dev == own.stat().st_dev:
+            words = "copies of checkpoints lie on the file system of the run, and are lost with it"
+            remedy = "set checkpoint.mirror.path to a folder of another file system"
+            findings.warn("place.mirror_apart", words, setting="checkpoint.mirror.path", remedy=remedy)
     with findings.catching("place.logs", ok=f"the folder of the jobs' logs, {log_folder}, can be written"):
         check_log_folder(log_folder)
 
@@ -84,20 +76,11 @@ def check_written_paths(config: CommonConfig, run: Run, log_folder: Path, findin
 def written_paths(config: CommonConfig, run: Run, log_folder: Path) -> Iterator[tuple[str | None, Path]]:
     """Every path that a job of the run writes, and the setting that names it.
 
-    What lies in the run directory is named where it is a link to another place.
+    Paths in the run directory are named if they are links to other places.
     """
     yield "run_dir", run.path
-    inside = (
-        run.attempts,
-        run.checkpoints,
-        run.code,
-        run.config,
-        run.debug,
-        run.evaluations,
-        run.tensorboard,
-        run.triggers,
-        run.path / "wandb",
-    )
+    inside = [run.attempts, run.checkpoints, run.code, run.config, run.debug, run.evaluations]
+    inside += [run.tensorboard, run.triggers, run.path / "wandb"]
     yield from ((None, path) for path in inside if path.is_symlink())
     second = mirror_settings(config)
     if second is not None and (place := policies.mirror_folder(second)) is not None:
@@ -112,7 +95,7 @@ def written_paths(config: CommonConfig, run: Run, log_folder: Path) -> Iterator[
 
 
 def check_log_folder(folder: Path) -> None:
-    """Raise InputError where this user cannot make the folder of the jobs' logs, or write in it.
+    """Raise InputError if this user cannot make the folder of the jobs' logs, or write in it.
 
     Jobs would die without a word. Nothing is made here.
     """
@@ -121,11 +104,9 @@ def check_log_folder(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=there):  # asks the file system: root and NFS judge otherwise than the mode
             pass
     except OSError as error:
-        raise InputError(
-            f"the folder of the jobs' logs cannot be written: {error.strerror}, so every job would end at once",
-            where=folder,
-            hint="let its owner open it (chmod g+w), or use a checkout of your own",
-        ) from None
+        words = f"the folder of the jobs' logs cannot be written: {error.strerror}, so every job would end at once"
+        hint = "let its owner open it (chmod g+w), or use a checkout of your own"
+        raise InputError(words, where=folder, hint=hint) from None
 
 
 def existing_parent(path: Path) -> Path:
@@ -134,7 +115,7 @@ def existing_parent(path: Path) -> Path:
 
 
 def check_space(forecast: Forecast, run: Run, findings: Findings, *, quota_command: Sequence[str] = ()) -> None:
-    """Compare what checkpoints take with what is free where the run directory lies.
+    """Compare the size of checkpoints with the free space of the run directory.
 
     `quota_command`: the site's own that says the quota.
     """
@@ -152,21 +133,11 @@ def check_space(forecast: Forecast, run: Run, findings: Findings, *, quota_comma
         f"{format_bytes(kept)}"
     )
     if free + already < one:
-        findings.refuse(
-            name,
-            f"{words}: not one fits",
-            where=place,
-            value=free,
-            remedy="free some space, or set run_dir to another file system",
-        )
+        remedy = "free some space, or set run_dir to another file system"
+        findings.refuse(name, f"{words}: not one fits", where=place, value=free, remedy=remedy)
     elif free + already < kept:
-        findings.warn(
-            name,
-            words,
-            where=place,
-            value=free,
-            remedy="free some space, set run_dir to another file system, or lower checkpoint.keep_last",
-        )
+        remedy = "free some space, set run_dir to another file system, or lower checkpoint.keep_last"
+        findings.warn(name, words, where=place, value=free, remedy=remedy)
     else:
         findings.ok(name, words, value=free)
     if status.f_files and not status.f_favail:
@@ -193,12 +164,8 @@ def check_purges(purge_days: Mapping[str, float], run: Run, manifest: Manifest |
         told = [each for each in found if each is not None]
         for each in told:
             if each.is_soon(now):
-                findings.warn(
-                    "storage.purge",
-                    each.words(now),
-                    value=each.time,
-                    remedy="read it, or copy it to another file system (checkpoint.mirror, `relayrun runs archive`)",
-                )
+                remedy = "read it, or copy it to another file system (checkpoint.mirror, `relayrun runs archive`)"
+                findings.warn("storage.purge", each.words(now), value=each.time, remedy=remedy)
             else:
                 findings.ok("storage.purge", each.words(now), value=each.time)
         if not told:

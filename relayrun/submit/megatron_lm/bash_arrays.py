@@ -18,6 +18,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NoReturn
 
 from relayrun.errors import ConfigError, did_you_mean
 from relayrun.submit.megatron_lm import flags
@@ -25,12 +26,12 @@ from relayrun.submit.megatron_lm.bash_parser import (
     METACHARACTERS,
     BashArray,
     BashAssignment,
+    BashText,
     UnreadableBash,
     end_of_line,
     find_arrays,
     find_assignments,
     line_number,
-    skip_parentheses,
 )
 from relayrun.submit.megatron_lm.flags import Flag
 
@@ -133,7 +134,7 @@ def _read(path: Path) -> str:
 
 
 def _refuse_no_bash(path: Path, text: str) -> None:
-    """Raise ConfigError where Bash itself finds an error in the script; it reads it, and runs nothing (-n)."""
+    """Raise ConfigError if Bash itself finds an error in the script; it reads it, and runs nothing (-n)."""
     command = [_bash(path), "--noprofile", "--norc", "-n"]
     done = subprocess.run(command, input=text.encode(), env={}, capture_output=True, timeout=BASH_SECONDS, check=False)
     if done.returncode:
@@ -150,140 +151,112 @@ def _bash(path: Path) -> str:
     return bash
 
 
-class _ArrayBody:
-    """What stands between the parentheses of one array."""
+class _ArrayBody(BashText):
+    """The text between the parentheses of an array."""
 
     def __init__(
         self, text: str, array: BashArray, variables: Mapping[str, str], hints: Mapping[str, str], names: set[str]
     ) -> None:
-        self._text = text
-        self._at = array.at
-        self._end = array.at + len(array.body)
+        super().__init__(text)
+        self._array = array
         self._variables = variables
         self._hints = hints
         self._names = names
 
     def check(self) -> None:
-        """Raises Unreadable for all but words, quotes and variables that are known."""
-        word = False  # whether a word has begun
-        while self._at < self._end:
-            char = self._text[self._at]
+        """Raise UnreadableBash for all but words, quotes and known variables."""
+        at, end = self._array.at, self._array.at + len(self._array.body)
+        in_word = False
+        while at < end:
+            char = self.text[at]
             if char in " \t\n":
-                self._at, word = self._at + 1, False
-            elif char == "#" and not word:
-                self._at = end_of_line(self._text, self._at)
-            elif self._text.startswith(("<(", ">("), self._at):
-                self._refuse("a process substitution")
-            elif char in METACHARACTERS:
-                self._refuse(f"an unquoted {char!r}")
-            elif char == "[" and not word:
-                self._refuse("an unquoted '[', which may begin an index that Bash evaluates,")
+                at, in_word = at + 1, False
+            elif char == "#" and not in_word:
+                at = end_of_line(self.text, at)
+            elif char in METACHARACTERS and not self.text.startswith(("<(", ">("), at):
+                self._refuse(at, f"an unquoted {char!r}")
+            elif char == "[" and not in_word:
+                self._refuse(at, "an unquoted '[', which may begin an index that Bash evaluates,")
             else:
-                word = True
-                self._one()
-        if self._at != self._end:
-            raise UnreadableBash(self._at, "a quote or an expansion goes on behind the end of the array")
+                at, in_word = self.token(at), True
+        if at != end:
+            raise UnreadableBash(at, "a quote or an expansion goes on behind the end of the array")
 
-    def _one(self, *, quoted: bool = False) -> None:
-        """Pass over one character, or the quote or expansion that begins with it."""
-        text, at = self._text, self._at
-        char = text[at]
-        if char == "\\":
-            self._at += 2
-        elif char == "`":
-            self._refuse("a command substitution")
-        elif text.startswith(("<(", ">("), at) and not quoted:
-            self._refuse("a process substitution")
-        elif char == "'" and not quoted:
-            self._at = text.index("'", at + 1) + 1
-        elif char == '"' and not quoted:
-            self._at += 1
-            while text[self._at] != '"':
-                self._one(quoted=True)
-            self._at += 1
-        elif char == "$":
-            self._dollar(quoted=quoted)
-        else:
-            self._at += 1
+    def token(self, at: int, *, in_quotes: bool = False) -> int:
+        """As in `BashText`. Raises UnreadableBash for everything that could run or change something."""
+        if self.text[at] == "`":
+            self._refuse(at, "a command substitution")
+        if not in_quotes and self.text.startswith(("<(", ">("), at):
+            self._refuse(at, "a process substitution")
+        return self._dollar(at, quoted=in_quotes) if self.text[at] == "$" else super().token(at, in_quotes=in_quotes)
 
-    def _dollar(self, *, quoted: bool) -> None:
-        text, at = self._text, self._at
+    def _dollar(self, at: int, *, quoted: bool) -> int:
+        text = self.text
         if text.startswith("$((", at):
-            self._arithmetic()
-        elif text.startswith("$(", at):
-            self._refuse("a command substitution")
-        elif text.startswith("$[", at):
-            self._refuse("arithmetic in brackets")
-        elif (braced := _BRACED.match(text, at)) is not None:
-            self._braced(braced, quoted=quoted)
-        elif text.startswith("${", at):
-            self._refuse("an expansion that is none of ${NAME}, ${NAME[@]}, ${NAME:-default} and ${NAME:+other}")
-        elif (plain := _NAME.match(text, at)) is not None:
-            self._known(plain[1])
-            self._at = plain.end()
-        elif text.startswith("$'", at) and not quoted:
-            self._at += 2
-            while text[self._at] != "'":
-                self._at += 2 if text[self._at] == "\\" else 1
-            self._at += 1
-        elif text.startswith('$"', at) and not quoted:
-            self._refuse("a text to be translated")
-        elif re.match(r"\$[\d@*#?$!_-]", text[at : at + 2]):
-            self._refuse(f"{text[at : at + 2]}, which only a running script has,")
-        else:
-            self._at += 1
+            return self._arithmetic(at)
+        if text.startswith("$(", at):
+            self._refuse(at, "a command substitution")
+        if text.startswith("$[", at):
+            self._refuse(at, "arithmetic in brackets")
+        if (braced := _BRACED.match(text, at)) is not None:
+            return self._braced(at, braced, quoted=quoted)
+        if text.startswith("${", at):
+            self._refuse(at, "an expansion that is none of ${NAME}, ${NAME[@]}, ${NAME:-default} and ${NAME:+other}")
+        if (plain := _NAME.match(text, at)) is not None:
+            self._require_known(at, plain[1])
+            return plain.end()
+        if text.startswith('$"', at) and not quoted:
+            self._refuse(at, "a text to be translated")
+        if re.match(r"\$[\d@*#?$!_-]", text[at : at + 2]):
+            self._refuse(at, f"{text[at : at + 2]}, which only a running script has,")
+        return super().token(at, in_quotes=quoted)
 
-    def _braced(self, match: re.Match[str], *, quoted: bool) -> None:
-        name, end = match[1], match[2]
-        if end == "}":
-            self._known(name)
-            self._at = match.end()
-            return
-        self._at = match.end()  # what stands behind :- is looked at whether it is needed or not
-        while self._text[self._at] != "}":
-            if quoted and self._text[self._at] in "'\"":  # versions of Bash differ in what that means
-                self._refuse("a quote inside of a quoted ${...}")
-            self._one(quoted=quoted)
-        self._at += 1
+    def _braced(self, at: int, match: re.Match[str], *, quoted: bool) -> int:
+        if match[2] == "}":
+            self._require_known(at, match[1])
+            return match.end()
+        at = match.end()  # the words behind :- are looked at whether they are needed or not
+        while self.text[at] != "}":
+            if quoted and self.text[at] in "'\"":  # versions of Bash differ in what that means
+                self._refuse(at, "a quote inside of a quoted ${...}")
+            at = self.token(at, in_quotes=quoted)
+        return at + 1
 
-    def _arithmetic(self) -> None:
+    def _arithmetic(self, at: int) -> int:
         """Numbers and variables that are numbers: a name's value would be evaluated, whatever it holds."""
-        end = skip_parentheses(self._text, self._at + 1)
-        inner = self._text[self._at + 3 : end - 2]
-        names = re.findall(r"[A-Za-z_]\w*", inner)
-        if not self._text[:end].endswith("))") or not _NUMBERS.fullmatch(inner) or re.search(r"\+\+|--", inner):
-            self._refuse("arithmetic other than + - * / % of numbers and variables")
-        for name in names:
-            self._known(name)
+        end = BashText(self.text).parentheses(at + 1)
+        inner = self.text[at + 3 : end - 2]
+        if not self.text[:end].endswith("))") or not _NUMBERS.fullmatch(inner) or re.search(r"\+\+|--", inner):
+            self._refuse(at, "arithmetic other than + - * / % of numbers and variables")
+        for name in re.findall(r"[A-Za-z_]\w*", inner):
+            self._require_known(at, name)
             if name in self._names or not re.fullmatch(r"\d+", self._variables.get(name, "")):
-                self._refuse(f"arithmetic with {name}, which is no number,")
-        self._at = end
+                self._refuse(at, f"arithmetic with {name}, which is no number,")
+        return end
 
-    def _known(self, name: str) -> None:
+    def _require_known(self, at: int, name: str) -> None:
         if name in self._variables or name in self._names:
             return
         if name in PER_JOB_VARIABLES:
-            raise UnreadableBash(
-                self._at, f"${name} has a value in a job alone; the chain gives what depends on it itself"
-            )
+            raise UnreadableBash(at, f"${name} has a value in a job alone; the chain gives what depends on it itself")
         if name in self._hints:
-            raise UnreadableBash(self._at, f"${name} has no value: set {self._hints[name]}, or write the value itself")
+            raise UnreadableBash(at, f"${name} has no value: set {self._hints[name]}, or write the value itself")
         near = did_you_mean(name, self._variables) if self._variables else ""
         raise UnreadableBash(
-            self._at,
+            at,
             f"${name} is no variable of the settings block{'; ' + near if near else ''}; no other line of this file "
             "runs, so write the value itself",
         )
 
-    def _refuse(self, what: str) -> None:
-        line = self._text[self._text.rfind("\n", 0, self._at) + 1 : end_of_line(self._text, self._at)].strip()
-        raise UnreadableBash(self._at, f"{what} must not stand in an array of flags: {line}")
+    def _refuse(self, at: int, what: str) -> NoReturn:
+        line = self.text[self.text.rfind("\n", 0, at) + 1 : end_of_line(self.text, at)].strip()
+        raise UnreadableBash(at, f"{what} must not stand in an array of flags: {line}")
 
 
 def _expanded(
     path: Path, found: list[BashArray], names: list[str], variables: Mapping[str, str]
 ) -> dict[str, list[str]]:
-    """The words of each array, by Bash. Raises ConfigError where that fails."""
+    """The words of each array, by Bash. Raises ConfigError if that fails."""
     lines = ["set -f -u", f"enable -n {_BUILTINS}"]  # -f: no patterns, since nobody knows in which folder
     lines += [f"{array.name}{array.operator}({array.body}\n)" for array in found]
     lines += [f'printf \'%s\\0\' "${{#{name}[@]}}" "${{{name}[@]}}"' for name in names]
@@ -306,10 +279,7 @@ def _expanded(
         ) from None
     if done.returncode or done.stderr:
         said = re.sub(r"^bash: (line \d+: )?", "", done.stderr.decode(errors="replace").strip()).splitlines()
-        raise ConfigError(
-            f"bash cannot expand the arrays: {said[0] if said else f'exit code {done.returncode}'}",
-            where=path,
-            hint="`bash -n FILE` says where a script is no Bash",
-        )
+        words = f"bash cannot expand the arrays: {said[0] if said else f'exit code {done.returncode}'}"
+        raise ConfigError(words, where=path, hint="`bash -n FILE` says where a script is no Bash")
     rest = iter(done.stdout.decode(errors="replace").split("\0"))
     return {name: [next(rest) for _ in range(int(next(rest)))] for name in names}

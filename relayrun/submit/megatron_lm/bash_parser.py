@@ -1,4 +1,4 @@
-"""Bash as text: where words, quotes, comments and compound commands begin and end. Nothing runs here.
+"""Bash as text: bounds of words, quotes, comments and compound commands. Nothing runs here.
 
 Only as much of the language is read as is needed to say which `NAME_ARGS=( ... )` are assignments of a script's own,
 and which stand in a comment, a text, a here-document or a branch. What cannot be read is an error, never a guess.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 BLANK = " \t"
 METACHARACTERS = frozenset(" \t\n;&|<>()")
-"""Characters that end a word where they are not quoted."""
+"""Characters that end a word unless they are quoted."""
 
 ARRAY_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*_ARGS)(\+?=)")
 _OPENING = {"if": "fi", "for": "done", "while": "done", "until": "done", "select": "done", "case": "esac", "{": "}"}
@@ -28,7 +28,7 @@ class UnreadableBash(Exception):
 
     def __init__(self, at: int, words: str) -> None:
         self.at = at
-        """Where, as an index into the text."""
+        """Index into the text."""
         self.words = words
         super().__init__(words)
 
@@ -40,7 +40,7 @@ class BashArray:
     name: str
     operator: str
     body: str
-    """What stands between the parentheses, comments included."""
+    """Text between the parentheses, comments included."""
     at: int
     """Index of the first character of the body."""
 
@@ -51,11 +51,11 @@ class BashAssignment:
 
     name: str
     word: str
-    """What stands behind the sign, as it is written."""
+    """Text behind the sign, as it is written."""
     at: int
     """Index of the first character of the name."""
     inside: bool
-    """It stands in a branch, a loop or a function: whether it counts is known by running the script."""
+    """The assignment stands in a branch, a loop or a function: only a run of the script shows if it counts."""
     appends: bool
 
 
@@ -67,7 +67,7 @@ def find_assignments(text: str) -> tuple[list[BashAssignment], set[str]]:
 
 
 def find_arrays(text: str) -> list[BashArray]:
-    """The arrays NAME_ARGS of a script, in its order. Raises Unreadable where one of them cannot be taken.
+    """The arrays NAME_ARGS of a script, in its order. Raises Unreadable if one of them cannot be taken.
 
     One cannot that stands in a branch, a loop or a function, or behind `declare` and such: whether it counts would be
     known by running the script.
@@ -80,9 +80,83 @@ def line_number(text: str, at: int) -> int:
     return text.count("\n", 0, at) + 1
 
 
-class _Script:
+class BashText:
+    """Text of Bash. Each method returns the index behind the word, quote or expansion that begins at an index."""
+
     def __init__(self, text: str) -> None:
         self.text = text
+
+    def word(self, at: int) -> int:
+        """Behind a word, with all that is quoted in it."""
+        while at < len(self.text) and self.text[at] not in METACHARACTERS:
+            at = self.token(at)
+        return at
+
+    def token(self, at: int, *, in_quotes: bool = False) -> int:
+        """Behind one character, or behind the quote, expansion or substitution that begins with it."""
+        char, following = self.text[at], self.text[at + 1 : at + 2]
+        if char == "\\":
+            return at + 2
+        if char == "'" and not in_quotes:
+            return self._behind("'", at + 1, at)
+        if char == '"' and not in_quotes:
+            return self._quoted(at)
+        if char == "`":
+            return self._behind("`", at + 1, at, escaped=True)
+        if char == "$" and following == "(":
+            return self.parentheses(at + 1)
+        if char == "$" and following == "{":
+            return self._braces(at + 1, in_quotes=in_quotes)
+        if char == "$" and following == "'" and not in_quotes:
+            return self._behind("'", at + 2, at, escaped=True)
+        if char == "$" and following == '"' and not in_quotes:
+            return self._quoted(at + 1)
+        return at + 1
+
+    def parentheses(self, at: int) -> int:
+        """Behind the parenthesis that closes this one. Comments, quotes and nested parentheses are passed over."""
+        start, depth, word = at, 0, False
+        while at < len(self.text):
+            char = self.text[at]
+            if char in "()":
+                depth, at, word = depth + (1 if char == "(" else -1), at + 1, False
+                if depth == 0:
+                    return at
+            elif char == "#" and not word:
+                at = end_of_line(self.text, at)
+            else:
+                word = char not in METACHARACTERS
+                at = self.token(at)
+        raise UnreadableBash(start, "a ( is not closed")
+
+    def _quoted(self, at: int) -> int:
+        start, at = at, at + 1
+        while at < len(self.text):
+            if self.text[at] == '"':
+                return at + 1
+            at = self.token(at, in_quotes=True)
+        raise UnreadableBash(start, 'a " is not closed')
+
+    def _braces(self, at: int, *, in_quotes: bool) -> int:
+        start, at = at, at + 1
+        while at < len(self.text):
+            if self.text[at] == "}":
+                return at + 1
+            at = self._quoted(at) if self.text[at] == '"' else self.token(at, in_quotes=in_quotes)
+        raise UnreadableBash(start, "a ${ is not closed")
+
+    def _behind(self, quote: str, at: int, start: int, *, escaped: bool = False) -> int:
+        """Behind the next quote of this kind."""
+        while at < len(self.text):
+            if self.text[at] == quote:
+                return at + 1
+            at += 2 if escaped and self.text[at] == "\\" else 1
+        raise UnreadableBash(start, f"a {quote} is not closed")
+
+
+class _Script(BashText):
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
         self.at = 0
         self.open: list[str] = []
         """The words or parentheses that close what is open, the innermost last."""
@@ -92,11 +166,11 @@ class _Script:
         self.declares = ""
         """`export` or such, if that is the command that the next word belongs to."""
         self.command = True
-        """Whether the next word is a command's first."""
+        """The next word is a command's first."""
         self.pattern = False
-        """Whether the next word is a pattern of `case`."""
+        """The next word is a pattern of `case`."""
         self.case = False
-        """Whether `in` belongs to a `case` that has begun."""
+        """A following `in` belongs to a `case`."""
         self.heredocs: list[tuple[str, bool]] = []
         """Delimiters of here-documents that begin on the next line, and whether tabs before them are taken away."""
 
@@ -123,13 +197,13 @@ class _Script:
         elif self.pattern and not text.startswith("esac", at):
             self._pattern()
         elif text.startswith("((", at):
-            self._outside(skip_parentheses(text, at))
+            self._outside(self.parentheses(at))
             self.command = False
         elif text.startswith(("<<<", "<(", ">("), at):
             if char == text[at + 1]:
                 self.at += 3
             else:
-                self._outside(skip_parentheses(text, at + 1))
+                self._outside(self.parentheses(at + 1))
         elif text.startswith("<<", at):
             self._heredoc()
         elif char in ";&|":
@@ -154,7 +228,7 @@ class _Script:
 
     def _word(self) -> None:
         start = self.at
-        self.at = skip_word(self.text, start)
+        self.at = self.word(start)
         word = self.text[start : self.at]
         self._refuse_inside(start, self.at)
         if self.command:
@@ -170,7 +244,7 @@ class _Script:
             self.command = word not in ("for", "select", "case")
             self.case = word == "case"
         elif self.command and word == "function":
-            self.at = skip_word(self.text, skip_blanks(self.text, self.at))
+            self.at = self.word(skip_blanks(self.text, self.at))
         elif self.command and word in ("fi", "done", "esac", "}"):
             self._close(word)
             self.command = self.pattern = False
@@ -191,13 +265,13 @@ class _Script:
         if found is not None and (self.command or self.declares) and not self.text.startswith("(", self.at):
             self.assigned.append(BashAssignment(found[1], word[found.end() :], start, inside, found[2] == "+="))
         for default in _DEFAULT.finditer(word):
-            text = word[default.start() : skip_token(word, default.start())].replace("=", "-", 1)
+            text = word[default.start() : BashText(word).token(default.start())].replace("=", "-", 1)
             self.assigned.append(BashAssignment(default[1], text, start + default.start(), inside, appends=False))
 
     def _array(self, word: str, start: int) -> None:
         match = ARRAY_ASSIGNMENT.fullmatch(word)
         body = self.at + 1
-        end = skip_parentheses(self.text, self.at)
+        end = self.parentheses(self.at)
         if match is not None:
             if self.open or not self.command:
                 where = f"inside of what {self.open[-1]!r} ends" if self.open else "behind another word"
@@ -233,14 +307,14 @@ class _Script:
             self.at += 1
         while self.at < len(self.text) and self.text[self.at] != ")":
             char = self.text[self.at]
-            self.at = self.at + 1 if char in METACHARACTERS else skip_word(self.text, self.at)
+            self.at = self.at + 1 if char in METACHARACTERS else self.word(self.at)
         self.at += 1
         self.pattern, self.command = False, True
 
     def _heredoc(self) -> None:
         strip = self.text.startswith("<<-", self.at)
         start = skip_blanks(self.text, self.at + (3 if strip else 2))
-        self.at = skip_word(self.text, start)
+        self.at = self.word(start)
         if self.at == start:
             raise UnreadableBash(start, "a here-document without a word that ends it")
         self.heredocs.append((re.sub(r"[\\'\"]", "", self.text[start : self.at]), strip))
@@ -260,7 +334,7 @@ class _Script:
 
 
 def end_of_line(text: str, at: int) -> int:
-    """Where the line that `at` lies in ends."""
+    """Return the index of the end of the line around `at`."""
     end = text.find("\n", at)
     return len(text) if end < 0 else end
 
@@ -270,81 +344,3 @@ def skip_blanks(text: str, at: int) -> int:
     while at < len(text) and (text[at] in BLANK or text.startswith("\\\n", at)):
         at += 1 if text[at] in BLANK else 2
     return at
-
-
-def skip_word(text: str, at: int) -> int:
-    """Behind the word that begins here, with all that is quoted in it."""
-    while at < len(text) and text[at] not in METACHARACTERS:
-        at = skip_token(text, at)
-    return at
-
-
-def skip_token(text: str, at: int, *, in_quotes: bool = False) -> int:
-    """Behind one character, or behind the quote, expansion or substitution that begins with it."""
-    char = text[at]
-    if char == "\\":
-        return at + 2
-    if char == "'" and not in_quotes:
-        return _behind(text, "'", at + 1, at)
-    if char == '"' and not in_quotes:
-        return skip_quoted(text, at)
-    if char == "`":
-        return _behind(text, "`", at + 1, at, escaped=True)
-    if char == "$" and at + 1 < len(text):
-        following = text[at + 1]
-        if following == "(":
-            return skip_parentheses(text, at + 1)
-        if following == "{":
-            return _skip_braces(text, at + 1, in_quotes=in_quotes)
-        if following == "'" and not in_quotes:
-            return _behind(text, "'", at + 2, at, escaped=True)
-        if following == '"' and not in_quotes:
-            return skip_quoted(text, at + 1)
-    return at + 1
-
-
-def skip_quoted(text: str, at: int) -> int:
-    """Behind the double quote that closes the one here."""
-    start, at = at, at + 1
-    while at < len(text):
-        if text[at] == '"':
-            return at + 1
-        at = skip_token(text, at, in_quotes=True)
-    raise UnreadableBash(start, 'a " is not closed')
-
-
-def skip_parentheses(text: str, at: int) -> int:
-    """Behind the parenthesis that closes the one here. Comments, quotes and nested parentheses are passed over."""
-    start, depth, word = at, 0, False
-    while at < len(text):
-        char = text[at]
-        if char == "(":
-            depth, at, word = depth + 1, at + 1, False
-        elif char == ")":
-            depth, at, word = depth - 1, at + 1, False
-            if depth == 0:
-                return at
-        elif char == "#" and not word:
-            at = end_of_line(text, at)
-        else:
-            word = char not in METACHARACTERS
-            at = skip_token(text, at)
-    raise UnreadableBash(start, "a ( is not closed")
-
-
-def _skip_braces(text: str, at: int, *, in_quotes: bool) -> int:
-    start, at = at, at + 1
-    while at < len(text):
-        if text[at] == "}":
-            return at + 1
-        at = skip_quoted(text, at) if text[at] == '"' else skip_token(text, at, in_quotes=in_quotes)
-    raise UnreadableBash(start, "a ${ is not closed")
-
-
-def _behind(text: str, quote: str, at: int, start: int, *, escaped: bool = False) -> int:
-    """Behind the next quote of this kind."""
-    while at < len(text):
-        if text[at] == quote:
-            return at + 1
-        at += 2 if escaped and text[at] == "\\" else 1
-    raise UnreadableBash(start, f"a {quote} is not closed")

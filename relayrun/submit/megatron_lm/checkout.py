@@ -30,7 +30,7 @@ from relayrun.submit.megatron_lm.programs import parse_flags
 ARGUMENTS_FILE = Path("megatron", "training", "arguments.py")
 
 _DECLARED = ("megatron/post_training/arguments.py", "megatron/inference/arguments.py")
-"""Other files with arguments of training programs, where a checkout has them."""
+"""Other files with arguments of training programs, if a checkout has them."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,12 @@ class Checkout:
 
     @classmethod
     def open(cls, folder: str | Path) -> Checkout:
-        """Raises ConfigError where there is none."""
+        """Raises ConfigError if there is none."""
         path = Path(folder)
         if not (path / ARGUMENTS_FILE).is_file():
-            raise ConfigError(
-                f"{path} is no checkout of Megatron-LM: it has no {ARGUMENTS_FILE}",
-                where="megatron_lm.dir",
-                hint="set it, or MEGATRON_LM_DIR in the launcher, to a checkout of Megatron-LM",
-            )
+            words = f"{path} is no checkout of Megatron-LM: it has no {ARGUMENTS_FILE}"
+            hint = "set it, or MEGATRON_LM_DIR in the launcher, to a checkout of Megatron-LM"
+            raise ConfigError(words, where="megatron_lm.dir", hint=hint)
         return cls(path)
 
     @cached_property
@@ -65,10 +63,10 @@ class Checkout:
         """The flags that the text of the checkout names, without dashes."""
         files = [self.folder / ARGUMENTS_FILE, *(self.folder / name for name in _DECLARED)]
         files += self.folder.glob("pretrain_*.py")
-        return frozenset(name for file in files for name in self._declared(file))
+        return frozenset(name for file in files for name in self.declared(file))
 
     def says(self, text: str) -> bool:
-        """Whether a text stands in the checkout's arguments or in the configs that they are made from."""
+        """Return True if a text stands in the checkout's arguments or in the configs that they are made from."""
         files = [self.folder / ARGUMENTS_FILE, *(self.folder / "megatron" / "training").glob("*_config.py")]
         return any(text in _read_text(path) for path in files)
 
@@ -90,11 +88,7 @@ class Checkout:
             return f"commit {done.stdout.strip()}"
         return None
 
-    def declared_in(self, file: Path) -> frozenset[str]:
-        """The flags that one file of the checkout names."""
-        return frozenset(self._declared(file))
-
-    def _declared(self, file: Path) -> Iterator[str]:
+    def declared(self, file: Path) -> Iterator[str]:
         """The flags that a file's calls of `add_argument` and `ArgumentGroupFactory` name."""
         tree = _parse_file(file)
         for node in ast.walk(tree):
@@ -135,18 +129,14 @@ class Checkout:
 def _flags_of_field(name: str, value: ast.expr | None) -> Iterator[str]:
     """The flags of one field: those that its metadata name, or its own name with dashes."""
     plain = name.replace("_", "-")
-    named = (
-        [
-            text
-            for node in ast.walk(value)
-            if isinstance(node, ast.Dict)
-            for key, item in zip(node.keys, node.values, strict=True)
-            if isinstance(key, ast.Constant) and key.value == "arg_names" and isinstance(item, ast.List)
-            for text in _flags_among(item.elts)
-        ]
-        if value is not None
-        else []
-    )
+    named = [
+        text
+        for node in ([] if value is None else ast.walk(value))
+        if isinstance(node, ast.Dict)
+        for key, item in zip(node.keys, node.values, strict=True)
+        if isinstance(key, ast.Constant) and key.value == "arg_names" and isinstance(item, ast.List)
+        for text in _flags_among(item.elts)
+    ]
     if named:
         yield from named
     elif isinstance(value, ast.Constant) and value.value is True:
@@ -162,14 +152,14 @@ def _flags_among(nodes: list[ast.expr]) -> list[str]:
 
 
 def _read_text(path: Path) -> str:
-    """A file's text; empty where it cannot be read."""
+    """A file's text; empty if it cannot be read."""
     with contextlib.suppress(OSError):
         return path.read_text(encoding="utf-8", errors="replace")
     return ""
 
 
 def _parse_file(path: Path) -> ast.Module:
-    """A file's syntax; empty where it cannot be read, or is not Python of this version."""
+    """A file's syntax; empty if it cannot be read, or is not Python of this version."""
     with contextlib.suppress(SyntaxError, ValueError):
         return ast.parse(_read_text(path))
     return ast.Module(body=[], type_ignores=[])
@@ -180,7 +170,7 @@ PARSER_SECONDS = 180.0
 
 
 class _ParserUnavailable(Exception):
-    """Why the checkout's parser cannot be asked."""
+    """The checkout's parser cannot be asked; the text says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,21 +178,21 @@ class FlagRefusal:
     """A flag that a checkout does not take."""
 
     words: str
-    """What is wrong, with the checkout's version."""
+    """The fault, with the checkout's version."""
     source: str
-    """What asked for the flag."""
+    """Origin of the flag, as in `Flag`."""
     hint: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParserAnswer:
-    """What is known of the flags of a run."""
+    """The refused flags of a run, and who refuses them."""
 
     refusals: list[FlagRefusal]
     certain: bool
-    """Whether the checkout's own parser says so; else its text does, which may miss a flag."""
+    """True: the checkout's own parser refuses them. False: its text lacks them, which may miss a flag."""
     unavailable: str | None = None
-    """Why the parser could not be asked; None where it was."""
+    """The reason if the parser could not be asked."""
 
 
 def ask_parser(
@@ -213,7 +203,7 @@ def ask_parser(
         if in_container:
             raise _ParserUnavailable("the ranks' Python lies in a container")
         answer = _run_parser(checkout, flags, python)
-        own = checkout.declared_in(checkout.folder / program)
+        own = frozenset(checkout.declared(checkout.folder / program))
         return ParserAnswer(refusals=_refused_flags(checkout, flags, answer, own), certain=True)
     except _ParserUnavailable as error:
         why = str(error)
@@ -259,7 +249,7 @@ def _run_parser(checkout: Checkout, flags: Iterable[Flag], python: str) -> dict[
     with contextlib.suppress(ValueError):
         found = json.loads(answer) if mark else {}
     if not found or "unavailable" in found:
-        said = found.get("unavailable") or _last_line(done.stderr)
+        said = found.get("unavailable") or (done.stderr.strip().splitlines() or [""])[-1].strip()
         raise _ParserUnavailable(said or f"exit code {done.returncode}")
     return found
 
@@ -270,30 +260,16 @@ def _refused_flags(
     source = {f"--{flag.name}": flag.source for flag in flags}
     known = [f"--{name}" for name in answer["flags"]] + [f"--{name}" for name in own]
     found = []
-    for word in answer["unknown"]:
-        name = word.partition("=")[0]
-        if name in known:
-            continue
-        near = did_you_mean(name, known, most=1)
-        found.append(
-            FlagRefusal(
-                words=f"this checkout ({checkout.version}) has no flag {name}{'; ' + near if near else ''}",
-                source=source.get(name, "the command"),
-                hint="correct it, or leave it out",
-            )
-        )
+
+    def refuse(words: str, name: str, hint: str) -> None:
+        words, origin = f"this checkout ({checkout.version}) {words}", source.get(name, "the command")
+        found.append(FlagRefusal(words=words, source=origin, hint=hint))
+
+    for name in (word.partition("=")[0] for word in answer["unknown"]):
+        if name not in known:
+            near = did_you_mean(name, known, most=1)
+            refuse(f"has no flag {name}{'; ' + near if near else ''}", name, "correct it, or leave it out")
     for message in answer["errors"]:
         name = next((name for name in source if name in message.replace("/", " ").replace(":", " ").split()), "")
-        found.append(
-            FlagRefusal(
-                words=f"this checkout ({checkout.version}) says: {message}",
-                source=source.get(name, "the command"),
-                hint="correct the value",
-            )
-        )
+        refuse(f"says: {message}", name, "correct the value")
     return found
-
-
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else ""

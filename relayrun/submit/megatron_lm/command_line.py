@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import os
 import pwd
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from relayrun.config.compose.schema import CommonConfig, DataSection, DataSource, MegatronConfig
+from relayrun.config.compose import megatron_flags
+from relayrun.config.compose.megatron_flags import RowContext
+from relayrun.config.compose.schema import DataSection, DataSource, MegatronConfig
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers.megatron_lm import MegatronSettings, is_too_long_for_command
 from relayrun.errors import ConfigError
-from relayrun.submit.launcher_environment import setting_variables
-from relayrun.submit.megatron_lm import bash_arrays, flag_table, flags
+from relayrun.submit.launcher_environment import setting_variables, variable_text
+from relayrun.submit.megatron_lm import bash_arrays, flags
 from relayrun.submit.megatron_lm.checkout import Checkout
 from relayrun.submit.megatron_lm.flags import Flag, FlagRemoval, MergedFlags
 from relayrun.tokens.shards.manifest import check_held_out
@@ -84,13 +84,13 @@ _FOLDER_VARIABLES = {"save": "CKPT_DIR", "load": "CKPT_DIR", "trigger-path": "TR
 
 @dataclass(frozen=True, kw_only=True)
 class CommandLine:
-    """What the ranks execute, and what is to be said of it."""
+    """The command of the ranks, and notes on it."""
 
     settings: MegatronSettings
     checkout: Checkout
     merged: MergedFlags
     notes: list[str]
-    """What was given and does not hold, one sentence each."""
+    """Flags that were given and do not hold, a sentence each."""
 
 
 def command_line(config: MegatronConfig, run: Run) -> CommandLine:
@@ -110,14 +110,12 @@ def command_line(config: MegatronConfig, run: Run) -> CommandLine:
     merged = flags.merge_flags([_flags_from_settings(config, run, checkout), from_file, from_args])
     steps = merged.find("train-iters")
     if steps is None or len(steps.values) != 1 or not steps.values[0].isdecimal():
-        raise ConfigError(
-            "the chain must know the last iteration, and no flag says it: --train-iters",
-            where="training.steps",
-            hint="set training.steps (TRAINING_STEPS), or train-iters in megatron_lm.args",
-        )
+        words = "the chain must know the last iteration, and no flag says it: --train-iters"
+        hint = "set training.steps (TRAINING_STEPS), or train-iters in megatron_lm.args"
+        raise ConfigError(words, where="training.steps", hint=hint)
     _refuse_blanks(merged)
     settings = MegatronSettings(
-        run=[rank_python(config), str(checkout.folder / own.program), *merged.words],
+        run=[config.cluster.rank_python, str(checkout.folder / own.program), *merged.words],
         dialect=checkout.dialect.value,
         total_steps=int(steps.values[0]),
         dir=str(checkout.folder),
@@ -133,39 +131,43 @@ def command_line(config: MegatronConfig, run: Run) -> CommandLine:
     return CommandLine(settings=settings, checkout=checkout, merged=merged, notes=[*notes, *merged.notes])
 
 
-def rank_python(config: MegatronConfig) -> str:
-    """The Python of the ranks."""
-    return config.cluster.python or sys.executable
-
-
 def _flags_from_settings(config: MegatronConfig, run: Run, checkout: Checkout) -> list[Flag]:
-    """Everything that is not of `args_file` or `args`."""
-    found = flag_table.flags_from_settings(config, checkout)
+    """All flags but those of `args_file` and `args`."""
+    megatron_flags.refuse_settings_without_flag(config)
+    given, found = RowContext(config, checkout.says), list[Flag]()
+
+    def add(name: str, values: Iterable[object] = (), *, source: str) -> None:
+        found.append(Flag(name=name, values=tuple(map(str, values)), source=source))
+
+    for row in megatron_flags.FLAG_TABLE:
+        settings = getattr(config, row.section)
+        values = None if settings is None else row.how(getattr(settings, row.name) if row.name else None, given)
+        if values is not None:
+            add(row.flag, values, source=row.setting)
     if config.data is not None:
         found += data_path_flags(config.data)
         if config.data.data_cache_dir is None and not config.data.mock_data:
             # Megatron's own is beside the data, which may be read-only
-            found.append(Flag(name="data-cache-path", values=(str(run.data_cache),), source="run_dir"))
-    found += [Flag(name=name, values=tuple(values), source="the chain") for name, *values in flag_table.FIXED_FLAGS]
+            add("data-cache-path", [run.data_cache], source="run_dir")
+    for name, *fixed in megatron_flags.FIXED_FLAGS:
+        add(name, fixed, source="the chain")
     if "exit-signal" in checkout.flags:  # rank.sh has it ignored in a rank's children, which SIGTERM would end
-        found.append(Flag(name="exit-signal", values=("SIGUSR2",), source="the chain"))
+        add("exit-signal", ["SIGUSR2"], source="the chain")
     if config.tracking.tensorboard:
-        found.append(Flag(name="tensorboard-dir", values=(str(run.tensorboard),), source="tracking.tensorboard"))
+        add("tensorboard-dir", [run.tensorboard], source="tracking.tensorboard")
     debug = config.debug
     if debug.profile is not None:
-        steps = ("profile-step-start", debug.profile_step_start), ("profile-step-end", debug.profile_step_end)
-        found.append(Flag(name="profile", source="debug.profile"))
-        for name, step in steps:
-            found.append(Flag(name=name, values=(str(step),), source=f"debug.{name.replace('-', '_')}"))
-        ranks = tuple(map(str, debug.profile_ranks))
-        found.append(Flag(name="profile-ranks", values=ranks, source="debug.profile_ranks"))
-        if debug.profile == "torch":
-            found.append(Flag(name="use-pytorch-profiler", source="debug.profile"))
+        add("profile", source="debug.profile")
+        add("profile-step-start", [debug.profile_step_start], source="debug.profile_step_start")
+        add("profile-step-end", [debug.profile_step_end], source="debug.profile_step_end")
+        add("profile-ranks", debug.profile_ranks, source="debug.profile_ranks")
+    if debug.profile == "torch":
+        add("use-pytorch-profiler", source="debug.profile")
     return found
 
 
 def _load_flags(config: MegatronConfig) -> list[str]:
-    """What belongs to `checkpoint.load` alone: given for ever, each attempt would begin anew."""
+    """Flags of attempts that begin with `checkpoint.load`: with them every attempt would begin anew."""
     checkpoint = config.checkpoint
     if checkpoint is None:
         return []
@@ -174,9 +176,9 @@ def _load_flags(config: MegatronConfig) -> list[str]:
 
 
 def _without_folders(flags: Sequence[Flag], variables: Mapping[str, str], notes: list[str]) -> list[Flag]:
-    """The flags of a launcher without those that an attempt decides, where they say what holds anyway.
+    """The flags of a launcher without flags that an attempt decides, if these say what holds anyway.
 
-    Raises ConfigError where they say something else.
+    Raises ConfigError if they say something else.
     """
     kept = []
     for entry in flags:
@@ -199,7 +201,7 @@ def _refuse_chain_flag(entry: Flag | FlagRemoval) -> None:
 
 
 def _refuse_blanks(merged: MergedFlags) -> None:
-    """Megatron-LM splits a file of prefixes at blanks."""
+    """Raise ConfigError for prefixes with blanks in a file of prefixes, which Megatron-LM splits at blanks."""
     for entry in merged.flags:
         if entry.name.endswith("data-path") and is_too_long_for_command(entry.values):
             for value in entry.values:
@@ -214,41 +216,25 @@ def _refuse_blanks(merged: MergedFlags) -> None:
 
 def launcher_variables(config: MegatronConfig, run: Run) -> dict[str, str]:
     """The variables of a launcher that the arrays of `args_file` may name, with the values that they have here."""
-    job = config.job
+    job, ranks, owner = config.job, config.world_size, pwd.getpwuid(os.geteuid())
     named = setting_variables(config.trainer).items()
-    found = {variable: text for variable, setting in named if (text := _variable_text(config, setting))}
-    folders = {
+    found = {variable: text for variable, setting in named if (text := variable_text(config, setting))}
+    facts: dict[str, object] = {
         "PROJECT_DIR": run.path.parent,
         "EXP_DIR": run.path,
         "CKPT_DIR": run.checkpoints,
         "TRIGGER_DIR": run.triggers,
         "LOGGING_DIR": run.path,
         "TENSORBOARD_DIR": run.tensorboard,
-    }
-    found |= {name: str(folder) for name, folder in folders.items()}
-    ranks = str(config.world_size)
-    found |= {
-        "SLURM_NNODES": str(job.nodes),
-        "SLURM_JOB_NUM_NODES": str(job.nodes),
+        "SLURM_NNODES": job.nodes,
+        "SLURM_JOB_NUM_NODES": job.nodes,
         "SLURM_NTASKS": ranks,
         "SLURM_NPROCS": ranks,
         "WORLD_SIZE": ranks,
-        "SLURM_NTASKS_PER_NODE": str(job.ntasks_per_node),
-        "SLURM_CPUS_PER_TASK": str(job.cpus_per_task),
+        "SLURM_NTASKS_PER_NODE": job.ntasks_per_node,
+        "SLURM_CPUS_PER_TASK": job.cpus_per_task,
+        **({"SLURM_GPUS_PER_NODE": job.gpus_per_node} if job.gpus_per_node else {}),
+        "USER": owner.pw_name,
+        "HOME": owner.pw_dir,
     }
-    if job.gpus_per_node:
-        found["SLURM_GPUS_PER_NODE"] = str(job.gpus_per_node)
-    owner = pwd.getpwuid(os.geteuid())
-    return found | {"USER": owner.pw_name, "HOME": owner.pw_dir}
-
-
-def _variable_text(config: CommonConfig, setting: str) -> str:
-    """A setting as a launcher's variable holds it; empty where it has no value."""
-    value: Any = config
-    for part in setting.split("."):
-        value = getattr(value, part, None)
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return ",".join(map(str, value))
-    return "" if value is None or isinstance(value, dict) or not isinstance(value, str | int | float) else str(value)
+    return found | {name: str(fact) for name, fact in facts.items()}

@@ -3,7 +3,7 @@
     settings  <  arrays of args_file  <  args
 
 A later one takes the place of an earlier one of the same name, and of those that Megatron-LM takes for the same
-thing (`ALTERNATIVE_FLAGS`): nobody has to take back `--data-path` in order to give `--mock-data`.
+thing (`_ALTERNATIVES`): nobody has to take back `--data-path` in order to give `--mock-data`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,9 @@ from dataclasses import dataclass
 
 from relayrun.errors import ConfigError
 
-ALTERNATIVE_FLAGS = (
-    frozenset(
-        {
-            "data-path",
-            "train-data-path",
-            "valid-data-path",
-            "test-data-path",
-            "data-args-path",
-            "per-split-data-args-path",
-            "mock-data",
-        }
-    ),
+_PREFIX_FLAGS = frozenset(f"{part}data-path" for part in ("", "train-", "valid-", "test-"))
+_ALTERNATIVES = (
+    _PREFIX_FLAGS | {"data-args-path", "per-split-data-args-path", "mock-data"},
     frozenset({"bf16", "fp16"}),
     frozenset({"train-iters", "train-samples"}),
     frozenset({"lr-warmup-iters", "lr-warmup-samples", "lr-warmup-fraction"}),
@@ -33,7 +24,7 @@ ALTERNATIVE_FLAGS = (
     frozenset({"lr-wsd-decay-iters", "lr-wsd-decay-samples"}),
     frozenset({"override-opt_param-scheduler", "use-checkpoint-opt_param-scheduler"}),
 )
-"""Flags of which Megatron-LM takes one: where a later source gives one, those of earlier sources fall away."""
+"""Flags of which Megatron-LM takes one: if a later source gives one, the flags of earlier sources fall away."""
 
 _NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
@@ -46,7 +37,7 @@ class Flag:
     """Without dashes."""
     values: tuple[str, ...] = ()
     source: str
-    """What asks for it: a setting's name, or a file and its line."""
+    """Origin of the flag: a setting's name, or a file and its line."""
 
     @property
     def words(self) -> list[str]:
@@ -57,21 +48,21 @@ class Flag:
 
     @property
     def text(self) -> str:
-        """The flag for people, shortened where it has many values."""
+        """The flag for people, shortened if it has many values."""
         words = self.words
         return " ".join(words if len(words) <= 6 else [*words[:4], f"... ({len(words) - 1} words)"])
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergedFlags:
-    """The flags that hold, and what was given besides."""
+    """The flags that hold, and notes on the others."""
 
     flags: list[Flag]
     notes: list[str]
-    """What does not hold because a later source says otherwise, one sentence each."""
+    """Flags that do not hold because a later source says otherwise, a sentence each."""
 
     def find(self, name: str) -> Flag | None:
-        """The flag of this name; None where there is none."""
+        """The flag of this name; None if there is none."""
         return next((flag for flag in self.flags if flag.name == name), None)
 
     @property
@@ -88,7 +79,7 @@ class FlagRemoval:
 
 
 def merge_flags(layers: Iterable[Sequence[Flag | FlagRemoval]]) -> MergedFlags:
-    """What holds of several sources of flags; each holds over those before it, and within one the last of a name."""
+    """Merge several sources of flags; each holds over the sources before it, and within a source the last of a name."""
     holding: dict[str, Flag] = {}
     notes: list[str] = []
     for layer in layers:
@@ -99,7 +90,8 @@ def merge_flags(layers: Iterable[Sequence[Flag | FlagRemoval]]) -> MergedFlags:
                 if before is not None:
                     notes.append(f"{entry.source} leaves out {before.text} of {before.source}")
                 continue
-            others = [holding.pop(name, None) for name in sorted(_alternatives(entry.name) - own)]
+            same = next((names for names in _ALTERNATIVES if entry.name in names), frozenset())
+            others = [holding.pop(name, None) for name in sorted(same - own)]
             notes += [
                 f"{entry.text} of {entry.source} takes the place of {other.text} of {other.source}"
                 for other in others
@@ -112,7 +104,7 @@ def merge_flags(layers: Iterable[Sequence[Flag | FlagRemoval]]) -> MergedFlags:
 
 
 def are_same_values(values: Sequence[str], others: Sequence[str]) -> bool:
-    """Whether a parser takes words for the same: numbers count by their value."""
+    """Return True if words mean the same to a parser: numbers count by their value."""
     return [_number_or_text(value) for value in values] == [_number_or_text(other) for other in others]
 
 
@@ -124,7 +116,7 @@ def _number_or_text(word: str) -> float | str:
 
 
 def flags_from_words(words: Sequence[tuple[str, str]], *, where: str) -> list[Flag]:
-    """The flags of the words of a command line, each with where it stands. Raises ConfigError for one without a flag.
+    """The flags of the words of a command line, each with its place. Raises ConfigError for a word without a flag.
 
     A flag goes to the next word that begins with two dashes, as Megatron-LM's parser, which takes no shortened names,
     would have it.
@@ -148,7 +140,7 @@ def flags_from_args(args: dict[str, object], known: frozenset[str], *, source: s
     """The flags that `megatron_lm.args` gives.
 
     `true` is the flag alone, a list several words. `false` takes the flag back, and gives `--no-FLAG` or
-    `--disable-FLAG` where the checkout has that, as for what is on by default.
+    `--disable-FLAG` if the checkout has that flag, as for flags that are on by default.
     """
     found: list[Flag | FlagRemoval] = []
     for name, value in args.items():
@@ -165,8 +157,3 @@ def flags_from_args(args: dict[str, object], known: frozenset[str], *, source: s
             values = value if isinstance(value, list) else [value]
             found.append(Flag(name=name, values=tuple(str(each) for each in values), source=source))
     return found
-
-
-def _alternatives(name: str) -> frozenset[str]:
-    """The flags that mean what this one means, without itself."""
-    return next((each - {name} for each in ALTERNATIVE_FLAGS if name in each), frozenset())

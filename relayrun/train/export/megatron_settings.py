@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from relayrun.config.compose.megatron_flags import saved_settings
 from relayrun.config.compose.schema import CheckpointSection, ModelSection, OptimizerSection, RunConfig, TrainingSection
 from relayrun.errors import InputError
 from relayrun.tokens.shards.manifest import Manifest
@@ -97,23 +98,16 @@ def model_section(checkpoint: MegatronCheckpoint) -> ModelSection:
             hint="runs train Llamas with RMSNorm, SwiGLU, rotary positions and grouped queries, without biases; "
             "Megatron-LM itself can go on in a chain, see `trainer: megatron-lm`",
         )
-    tied = not args.get("untie_embeddings_and_output_weights", False)
+    heads_of_values = "num_query_groups" if args.get("group_query_attention") else "num_attention_heads"
     try:
         return ModelSection(
-            num_layers=args["num_layers"],
-            hidden_size=args["hidden_size"],
-            ffn_hidden_size=args["ffn_hidden_size"],
-            num_attention_heads=args["num_attention_heads"],
-            num_query_groups=args["num_query_groups" if args.get("group_query_attention") else "num_attention_heads"],
-            rotary_base=args.get("rotary_base", 10_000),
-            rope_scaling_factor=args.get("rope_scaling_factor", 8.0) if args.get("use_rope_scaling") else None,
-            norm_epsilon=args.get("norm_epsilon", 1e-5),
-            init_method_std=args.get("init_method_std", 0.02),
-            hidden_dropout=args.get("hidden_dropout", 0.1),
-            attention_dropout=args.get("attention_dropout", 0.1),
-            untie_embeddings_and_output_weights=not tied,
-            make_vocab_size_divisible_by=args.get("make_vocab_size_divisible_by", 128)
-            * args.get("tensor_model_parallel_size", 1),
+            **saved_settings("model", args)
+            | {
+                "num_query_groups": args[heads_of_values],
+                "rope_scaling_factor": args.get("rope_scaling_factor", 8.0) if args.get("use_rope_scaling") else None,
+                "make_vocab_size_divisible_by": args.get("make_vocab_size_divisible_by", 128)
+                * args.get("tensor_model_parallel_size", 1),
+            }
         )
     except (KeyError, TypeError, ValidationError) as error:
         words = error.errors()[0]["msg"] if isinstance(error, ValidationError) else repr(error)
@@ -126,19 +120,17 @@ def run_sections(checkpoint: MegatronCheckpoint) -> dict[str, dict[str, Any]]:
     args = checkpoint.args
     try:
         training = TrainingSection(
-            steps=args.get("train_iters") or checkpoint.iteration + 1,
-            micro_batch_size=args["micro_batch_size"],
-            global_batch_size=args["global_batch_size"],
-            rampup_batch_size=args.get("rampup_batch_size"),
-            seq_length=args["seq_length"],
-            seed=args.get("seed", 1234),
-            precision="bf16" if checkpoint.precision == "bf16" else "fp32",
+            **saved_settings("training", args)
+            | {
+                "steps": args.get("train_iters") or checkpoint.iteration + 1,
+                "precision": "bf16" if checkpoint.precision == "bf16" else "fp32",
+            }
         )
         optimizer = OptimizerSection.model_validate(_optimizer(args))
     except (KeyError, TypeError, ValueError) as error:
         words = error.errors()[0]["msg"] if isinstance(error, ValidationError) else repr(error)
         raise InputError(f"its arguments do not describe a training: {words}", where=checkpoint.folder) from None
-    data = {name: True for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if args.get(name)}
+    data = {name: True for name, value in saved_settings("data", args).items() if value}
     found = {
         "model": model_section(checkpoint).model_dump(mode="json"),
         "training": training.model_dump(mode="json", exclude_unset=True, exclude_none=True),
@@ -156,17 +148,10 @@ def _optimizer(args: Mapping[str, Any]) -> dict[str, Any]:
     warmup = args.get("lr_warmup_iters") or 0
     if args.get("lr_warmup_fraction") is not None and decay:
         warmup = round(args["lr_warmup_fraction"] * decay)
-    found: dict[str, Any] = {
-        "lr": args["lr"],
+    found = saved_settings("optimizer", args) | {
         "min_lr": args.get("min_lr") or 0.0,
-        "lr_decay_style": args.get("lr_decay_style", "linear"),
         "lr_warmup_steps": warmup,
         "lr_decay_steps": decay,
-        "weight_decay": args.get("weight_decay", 0.01),
-        "adam_beta1": args.get("adam_beta1", 0.9),
-        "adam_beta2": args.get("adam_beta2", 0.999),
-        "adam_eps": args.get("adam_eps", 1e-8),
-        "clip_grad": args.get("clip_grad", 1.0),
     }
     if found["lr_decay_style"] == "WSD":
         style = args.get("lr_wsd_decay_style", "exponential")

@@ -2,7 +2,7 @@
 
 Standard input is `{"words": [...]}`. The parser is taken at the moment at which the checkout is about to use it, so
 that nothing behind it runs: no model, no process group, no GPU. Printed is `{"flags": [...], "unknown": [...],
-"errors": [...]}` behind a line `ANSWER_MARK`, or `{"unavailable": "why"}` where the checkout cannot be imported.
+"errors": [...]}` behind a line `ANSWER_MARK`, or `{"unavailable": "why"}` if the checkout cannot be imported.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ParserTaken(BaseException):
 
 
 class FlagRefused(Exception):
-    """What a parser says of a flag."""
+    """A parser's error message for a flag."""
 
 
 def main() -> None:
@@ -62,7 +62,7 @@ def take_parser() -> argparse.ArgumentParser:
 
 
 def parse_flags_one_by_one(parser: argparse.ArgumentParser, words: list[str]) -> dict[str, Any]:
-    """What the parser says of each flag with its values: the first word that it refuses does not hide the others."""
+    """Give the parser each flag with its values alone: the first word that it refuses does not hide the others."""
     flags = sorted({name.removeprefix("--") for name in parser._option_string_actions if name.startswith("--")})
 
     def error(message: str) -> NoReturn:
