@@ -52,8 +52,9 @@ from relayrun.control.rundir.plan import Plan  # noqa: E402
 from relayrun.control.rundir.records import AttemptOutcome  # noqa: E402
 from relayrun.control.rundir.run import Run  # noqa: E402
 from relayrun.files import read_lines, write_json  # noqa: E402
-from relayrun.lab import compare_runs, random_kills  # noqa: E402
-from relayrun.lab.random_kills import KillEvent, KillReport  # noqa: E402
+from relayrun.lab import compare_runs  # noqa: E402
+from tests import random_kills  # noqa: E402
+from tests.random_kills import KillEvent, KillReport  # noqa: E402
 from tests.slurm import power_loss  # noqa: E402
 from tests.slurm.cluster import TestCluster  # noqa: E402
 from tests.workspace import Workspace  # noqa: E402

@@ -6,7 +6,7 @@ model   export, upload, import, checkpoint
 watch   status, logs, report, goodput, runs, notify, sentinel
 site    init, completion, gpu-check, drill
 
-`COMMANDS` names for each verb the function that adds its arguments. A call imports only the module of its verb.
+`COMMANDS` names for each verb its module. A call imports only the module of its verb.
 Input: a command line. Output: text, JSON or files, and an exit code. Launchers and scripts call the same functions.
 """
 
@@ -23,95 +23,41 @@ from relayrun.errors import run_main
 AddArguments = Callable[[argparse.ArgumentParser], None]
 
 COMMANDS = {
-    "init": (
-        "relayrun.cli.site.new_project:add_arguments",
-        "a new project: launchers, configs and a site file in a folder of its own",
-    ),
-    "submit": ("relayrun.cli.run.submit:add_submit_arguments", "submit a training run"),
-    "check": (
-        "relayrun.cli.run.submit:add_check_arguments",
-        "what a submit would refuse or warn of, and the plan of the run",
-    ),
-    "resume": ("relayrun.cli.run.submit:add_resume_arguments", "submit a run again as it was submitted last"),
-    "launch": ("relayrun.cli.run.submit:add_launch_arguments", "what the sbatch scripts of launchers/ call"),
-    "config": (
-        "relayrun.cli.run.settings:add_config_arguments",
-        "the settings of a run config, or of a run, and where each value comes from",
-    ),
-    "explain": ("relayrun.cli.run.settings:add_explain_arguments", "what a setting means; without NAME: all settings"),
-    "diff": ("relayrun.cli.run.settings:add_diff_arguments", "what differs in the settings of two run configs or runs"),
-    "data": (
-        "relayrun.cli.data.inspect_data:add_data_arguments",
-        "what a run reads: show samples, the ledger, the difference of two runs",
-    ),
-    "dumps": (
-        "relayrun.cli.data.dumps:add_dumps_arguments",
-        "tokenization: a dataset as dumps, their jobs, where they stand, what suits this node",
-    ),
-    "mixture": (
-        "relayrun.cli.data.shards:add_mixture_arguments",
-        "token shards as data sets of a run: mixed by weight, listed, checked",
-    ),
-    "export": ("relayrun.cli.model.convert:add_export_arguments", "a checkpoint in the form that other programs read"),
-    "upload": (
-        "relayrun.cli.model.convert:add_upload_arguments",
-        "an exported folder to a repository of the Hugging Face hub",
-    ),
-    "import": (
-        "relayrun.cli.model.convert:add_import_arguments",
-        "a checkpoint, to start a run from, of another program's model",
-    ),
-    "checkpoint": (
-        "relayrun.cli.model.checkpoint:add_arguments",
-        "whether a checkpoint still holds its bytes; copies of it in a second place",
-    ),
-    "gpu-check": (
-        "relayrun.cli.site.lab:add_gpu_check_arguments",
-        "what this machine's GPUs do with relayrun, in eight minutes",
-    ),
-    "drill": (
-        "relayrun.cli.site.lab:add_drill_arguments",
-        "faults on purpose, on your cluster: which ones a chain survives, and what each costs",
-    ),
-    "completion": (
-        "relayrun.cli.site.completion:add_arguments",
-        "a script that completes commands, options, runs and settings in a shell",
-    ),
-    "status": ("relayrun.cli.watch.status:add_arguments", "where a run stands; without RUN: all runs"),
-    "sweep": (
-        "relayrun.cli.run.sweeps_and_stages:add_arguments",
-        "runs over axes of settings: submit, status, stop, resume",
-    ),
+    "init": ("site.new_project", "a new project: launchers, configs and a site file in a folder of its own"),
+    "submit": ("run.submit", "submit a training run"),
+    "check": ("run.submit", "what a submit would refuse or warn of, and the plan of the run"),
+    "resume": ("run.submit", "submit a run again as it was submitted last"),
+    "launch": ("run.submit", "what the sbatch scripts of launchers/ call"),
+    "config": ("run.settings", "the settings of a run config, or of a run, and where each value comes from"),
+    "explain": ("run.settings", "what a setting means; without NAME: all settings"),
+    "diff": ("run.settings", "what differs in the settings of two run configs or runs"),
+    "data": ("data.inspect_data", "what a run reads: show samples, the ledger, the difference of two runs"),
+    "dumps": ("data.dumps", "tokenization: a dataset as dumps, their jobs, where they stand, what suits this node"),
+    "mixture": ("data.shards", "token shards as data sets of a run: mixed by weight, listed, checked"),
+    "export": ("model.convert", "a checkpoint in the form that other programs read"),
+    "upload": ("model.convert", "an exported folder to a repository of the Hugging Face hub"),
+    "import": ("model.convert", "a checkpoint, to start a run from, of another program's model"),
+    "checkpoint": ("model.checkpoint", "whether a checkpoint still holds its bytes; copies of it in a second place"),
+    "gpu-check": ("site.lab", "what this machine's GPUs do with relayrun, in eight minutes"),
+    "drill": ("site.lab", "faults on purpose, on your cluster: which ones a chain survives, and what each costs"),
+    "completion": ("site.completion", "a script that completes commands, options, runs and settings in a shell"),
+    "status": ("watch.status", "where a run stands; without RUN: all runs"),
+    "sweep": ("run.sweeps_and_stages", "runs over axes of settings: submit, status, stop, resume"),
     "stages": (
-        "relayrun.cli.run.sweeps_and_stages:add_arguments",
+        "run.sweeps_and_stages",
         "runs one behind the other, from checkpoint to checkpoint: submit, status, stop, resume",
     ),
-    "sentinel": (
-        "relayrun.cli.watch.cron_check:add_arguments",
-        "one look after the runs of folders, for cron: tells what no job can tell",
-    ),
-    "goodput": (
-        "relayrun.cli.watch.report:add_goodput_arguments",
-        "where the node hours of runs went: every second of every node in one named part",
-    ),
-    "runs": (
-        "relayrun.cli.watch.runs:add_arguments",
-        "runs in folders: where they stand and how large they are; archive and move them",
-    ),
-    "report": (
-        "relayrun.cli.watch.report:add_report_arguments",
-        "what runs did, as a page for a browser; --text: in the terminal; --png: as a picture",
-    ),
-    "logs": ("relayrun.cli.watch.logs:add_arguments", "what the jobs of a run wrote; with -f also what they add"),
-    "notify": (
-        "relayrun.cli.watch.notify:add_arguments",
-        "test whether those who are told of a run can be reached; send what was not sent",
-    ),
-    "save": ("relayrun.cli.run.stop:add_arguments", "write a checkpoint and go on"),
-    "stop": ("relayrun.cli.run.stop:add_arguments", "write a checkpoint and end the chain"),
-    "cancel": ("relayrun.cli.run.stop:add_arguments", "end the chain at once; what was not saved is lost"),
+    "sentinel": ("watch.cron_check", "one look after the runs of folders, for cron: tells what no job can tell"),
+    "goodput": ("watch.report", "where the node hours of runs went: every second of every node in one named part"),
+    "runs": ("watch.runs", "runs in folders: where they stand and how large they are; archive and move them"),
+    "report": ("watch.report", "what runs did, as a page for a browser; --text: in the terminal; --png: as a picture"),
+    "logs": ("watch.logs", "what the jobs of a run wrote; with -f also what they add"),
+    "notify": ("watch.notify", "test whether those who are told of a run can be reached; send what was not sent"),
+    "save": ("run.stop", "write a checkpoint and go on"),
+    "stop": ("run.stop", "write a checkpoint and end the chain"),
+    "cancel": ("run.stop", "end the chain at once; what was not saved is lost"),
 }
-"""By command: the function that adds its arguments, as MODULE:FUNCTION, and its line of help."""
+"""By command: its module in this package, and its line of help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -143,10 +89,10 @@ def _parser(asked: str | None, names: Iterable[str]) -> argparse.ArgumentParser:
 
 
 def adder(name: str) -> AddArguments:
-    """Import and return the function that adds the arguments of a command."""
-    module, _, function = COMMANDS[name][0].partition(":")
-    add: AddArguments = getattr(importlib.import_module(module), function)
-    return add
+    """Return the function that adds the arguments of a command: `add_NAME_arguments`, or else `add_arguments`."""
+    module = importlib.import_module(f"{__name__}.{COMMANDS[name][0]}")
+    own: AddArguments | None = getattr(module, f"add_{name.replace('-', '_')}_arguments", None)
+    return own or module.add_arguments
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:

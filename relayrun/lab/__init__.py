@@ -1,7 +1,6 @@
 """Experiments on an installation: they submit small runs, disturb or measure them, and report the result.
 
 faults          injects faults into a chain on a cluster and compares the result with an undisturbed run
-random_kills    compares a run whose ranks and nodes were killed at random with an undisturbed run
 gpucheck        measures whether training works on this machine's GPUs, and how fast
 demo            raw text to a trained model on one machine
 small_run       makes and submits the small runs; compare_runs compares runs bit by bit

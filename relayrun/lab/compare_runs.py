@@ -1,22 +1,16 @@
-"""Comparison of two runs of one config, bit by bit: losses, samples, checkpoints, and the values of single attempts.
-
-`loss_differences`, `sample_differences` and `checkpoint_differences` compare whole runs by their records and files.
-`AttemptValues` holds the losses of one attempt and digests that a hook recorded, which `first_difference` compares.
-"""
+"""Comparison of two runs of one config, bit by bit: losses, checkpoints, and the values of single attempts."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from relayrun.control.rundir.checkpoint_records import newest_commit_at
 from relayrun.control.rundir.run import Run
-from relayrun.errors import InputError
 from relayrun.files import read_lines
-from relayrun.tokens.mixture.audit import audit_run, dataset_ledgers
 from relayrun.train.checkpoint.checksums import PIECE_SUFFIXES, Checksums, verify_checkpoint
 
 COMPARED_VALUES = (("loss", "loss"), ("grad_norm", "gradient norm"))
@@ -56,39 +50,6 @@ def _exact_metrics(run: Run) -> tuple[dict[str, Any], list[str]]:
             twice.append(place)
         found[place] = value
     return found, twice
-
-
-def sample_differences(run: Run, reference: Run, last: int) -> list[str]:
-    """Return the faults in the samples of iterations 1 to `last`: missing, repeated, or of other data."""
-    rows, others = (
-        list(map(vars, dataset_ledgers(replace(audit_run(one), consumed_samples=_samples_consumed(one, last)))))
-        for one in (run, reference)
-    )
-    return sample_gaps(run, last) + ([] if rows == others else [f"the ledger is {rows}, undisturbed {others}"])
-
-
-def _samples_consumed(run: Run, last: int) -> int:
-    """Samples after iteration `last`. Raises InputError if the run did not reach it."""
-    for line in read_lines(run.metrics_view):
-        if "loss" in line and line["iteration"] == last:
-            return int(line["consumed_samples"])
-    raise InputError(f"iteration {last} was not done", where=run.metrics_view)
-
-
-def sample_gaps(run: Run, last: int) -> list[str]:
-    """Return the first place where the samples of iterations 1 to `last` are not consecutive."""
-    consumed = number = 0
-    for line in read_lines(run.metrics_view):
-        if "loss" not in line:
-            continue
-        number += 1
-        consumed += line["global_batch_size"]
-        if (line["iteration"], line["consumed_samples"]) != (number, consumed):
-            return [
-                f"iteration {line['iteration']} ends with {line['consumed_samples']} samples, where iteration {number} "
-                f"was to end with {consumed}"
-            ]
-    return [] if number == last else [f"{number} iterations, not {last}"]
 
 
 def checkpoint_differences(checkpoint: Path, reference: Path, *, tensors_only: bool = False) -> tuple[int, list[str]]:

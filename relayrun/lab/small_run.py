@@ -6,6 +6,7 @@ run directories `runs/NAME`. A run is submitted as a user submits it, with launc
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -51,10 +52,11 @@ def write_config(folder: Path, values: Mapping[str, Any]) -> Path:
     return path
 
 
-def submit_command(config: Path, overrides: Sequence[str] = ()) -> list[str]:
-    """Return the command that submits a run config, to be run in `places.CODE_ROOT`."""
+def start_submit(config: Path, overrides: Sequence[str] = (), **options: Any) -> subprocess.Popen[Any]:
+    """Start the submit of a run config; with the local scheduler it runs the jobs, too. `options`: those of Popen."""
     changes = [word for text in overrides for word in ("--set", text)]
-    return [sys.executable, str(places.shared_file("launchers/submit.py")), str(config), *changes]
+    command = [sys.executable, str(places.shared_file("launchers/submit.py")), str(config), *changes]
+    return subprocess.Popen(command, cwd=places.CODE_ROOT, stdin=subprocess.DEVNULL, **options)
 
 
 def model_section(layers: int, hidden: int, ffn: int, heads: int, groups: int) -> dict[str, Any]:

@@ -67,14 +67,10 @@ class _SeenSymptom:
 
 
 class CronCheck:
-    """One check of the runs below a folder.
-
-    Args:
-        folder: runs lie at most `cron_check_record.MAX_FOLDER_DEPTH` folders below it.
-        now: seconds since 1970.
-    """
+    """One check of the runs at most `cron_check_record.MAX_FOLDER_DEPTH` folders below a folder."""
 
     def __init__(self, folder: Path, *, now: float) -> None:
+        """`now`: seconds since 1970."""
         self._folder = folder
         self._now = now
         self._lines: list[str] = []
@@ -170,9 +166,8 @@ class CronCheck:
         if silent is not None:
             seen[SLURM_SYMPTOM] = self._silent(silent)
         if old:
-            self._lines.append(
-                f"{self._folder}: {old} chains died more than a day ago, of which nobody is told: `relayrun status`"
-            )
+            words = "chains died more than a day ago, of which nobody is told: `relayrun status`"
+            self._lines.append(f"{self._folder}: {old} {words}")
         return seen
 
     def _own_runs(
@@ -207,7 +202,8 @@ class CronCheck:
 
     def _is_known_gone(self, name: str, run: Run) -> bool:
         """True if the end of the chain was reported and the run was not submitted since."""
-        since = [known["since"] for cause, known in self._before.seen.get(name, {}).items() if _is_gone(cause, known)]
+        seen = self._before.seen.get(name, {}).items()
+        since = [known["since"] for cause, known in seen if cause.startswith("gone-") and known.get("told")]
         try:
             return bool(since) and run.plan.stat().st_mtime < max(since)
         except OSError:
@@ -215,12 +211,12 @@ class CronCheck:
 
     def _purged(self, run: Run, plan: Plan) -> list[_SeenSymptom]:
         """Data of an ended chain that the site removes soon: no job checks them any more."""
-        newest = Lineage(run).durable() if plan.purge_days else None
-        found = (
-            None if newest is None else storage_limits.checkpoint_purge(newest.iteration, newest.path, plan.purge_days)
-        )
-        told = purged_soon([] if found is None else [found], now=self._now)
-        return [self._seen(self._name(run), symptom) for symptom in told]
+        if not plan.purge_days:
+            return []
+        newest = Lineage(run).durable()
+        found = storage_limits.checkpoint_purge(newest.iteration, newest.path, plan.purge_days)
+        symptoms = purged_soon([] if found is None else [found], now=self._now)
+        return [self._seen(self._name(run), symptom) for symptom in symptoms]
 
     def _symptoms(self, name: str, run: Run, plan: Plan, status: RunStatus) -> list[_SeenSymptom]:
         job = running_job(status)
@@ -229,11 +225,8 @@ class CronCheck:
             same = known.get("job") == job.id
             self._running[name] = {"job": job.id, "since": known["since"] if same else self._now}
         policy, since = notices.read_notice_policy(run), self._running_since(name)
-        if (
-            status.state in ("running", "queued")
-            and quota.is_measurement_due(run, now=self._now)
-            and is_owned_by_this_user(run)
-        ):
+        live = status.state in ("running", "queued")
+        if live and quota.is_measurement_due(run, now=self._now) and is_owned_by_this_user(run):
             with contextlib.suppress(OSError):  # a full disk is a symptom of its own
                 quota.measure_quotas(run, plan, now=self._now)
         found = find_symptoms(run, plan, status, now=self._now, running_since=since, policy=policy)
@@ -348,20 +341,14 @@ def check_folder(folder: Path, *, now: float) -> list[str]:
     try:
         return CronCheck(folder, now=now).run()
     except OSError as error:
-        raise InputError(
-            f"it cannot be looked after: {error.strerror or error}",
-            where=error.filename or folder,
-            hint="the sentinel keeps what it saw in the folder that it looks after",
-        ) from None
-
-
-def _is_gone(cause: str, known: Mapping[str, Any]) -> bool:
-    return cause.startswith("gone-") and bool(known.get("told"))
+        words = f"it cannot be looked after: {error.strerror or error}"
+        hint = "the sentinel keeps what it saw in the folder that it looks after"
+        raise InputError(words, where=error.filename or folder, hint=hint) from None
 
 
 def _last_sign(run: Run, status: RunStatus) -> float:
     """Time of the last known event of a run, in seconds since 1970."""
-    ended = 0.0 if status.last_job is None else status.last_job.end_time or 0.0
+    times = [status.updated, 0.0 if status.last_job is None else status.last_job.end_time or 0.0]
     with contextlib.suppress(OSError):
-        return max(run.plan.stat().st_mtime, status.updated, ended)
-    return max(status.updated, ended)
+        times.append(run.plan.stat().st_mtime)
+    return max(times)

@@ -1,8 +1,4 @@
-"""Follow a running job: new lines of its logs, and its progress from the metrics.
-
-`job_log_files` and `rank_messages` find what a job and one rank wrote. `LogFollower` and `ProgressFollower` return or
-print what was added since the last call.
-"""
+"""Follow a running job: new lines of its logs, and its progress from the metrics."""
 
 from __future__ import annotations
 
@@ -46,11 +42,8 @@ class ProgressFollower:
             speed = f"  {sum(speeds) / len(speeds):,.0f} tokens/s" if speeds else ""
             of = f"/{self._total}" if self._total else ""
             loss = f"  loss {last['loss']:.3f}" if "loss" in last else ""  # optional for a foreign program
-            print(
-                f"{time.strftime('%H:%M:%S')} attempt {self._attempt}  iteration {last['iteration']}{of}{loss}{speed}",
-                file=sys.stderr,
-                flush=True,
-            )
+            words = f"attempt {self._attempt}  iteration {last['iteration']}{of}{loss}{speed}"
+            print(f"{time.strftime('%H:%M:%S')} {words}", file=sys.stderr, flush=True)
 
     def _new_lines(self) -> list[dict[str, Any]]:
         """Complete lines of the newest attempt since the last call."""
@@ -78,9 +71,8 @@ def job_log_files(run: Run, attempt: int | None = None) -> list[Path]:
         if begin is not None and begin.log is not None:
             return _log_pair(Path(begin.log))
     plan = Plan.load(run)
-    found = [
-        path for folder in (Path(plan.log_folder), run.path) for path in folder.glob(f"{plan.job_name}-[0-9]*.err")
-    ]
+    folders = (Path(plan.log_folder), run.path)
+    found = [path for folder in folders for path in folder.glob(f"{plan.job_name}-[0-9]*.err")]
     if attempt is None and found:
         return _log_pair(max(found, key=lambda path: path.stat().st_mtime))
     what = "no job of this run has written a log" if attempt is None else f"attempt {attempt} has no log on record"

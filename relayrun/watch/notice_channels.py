@@ -215,22 +215,15 @@ def _send_by_apprise(url: str, subject: str, body: str, event: str) -> None:
     logger = logging.getLogger("apprise")
     logger.addHandler(heard)
     try:
-        # in memory: on disk it would store session tokens
-        asset = apprise.AppriseAsset(
-            app_id="relayrun", async_mode=False, storage_mode=apprise.PersistentStoreMode.MEMORY
-        )
+        memory = apprise.PersistentStoreMode.MEMORY  # on disk it would store session tokens
+        asset = apprise.AppriseAsset(app_id="relayrun", async_mode=False, storage_mode=memory)
         sender = apprise.Apprise(asset=asset)
         if not sender.add(url):
-            raise NotSent(
-                f"apprise does not take this {url.partition(':')[0]} URL: {heard.last or 'a part is missing'}"
-            )
-        kind = {"stopped": "failure", "failed": "failure", "done": "success", "evaluation": "success", "test": "info"}
-        if not sender.notify(
-            title=subject,
-            body=body,
-            body_format=apprise.NotifyFormat.TEXT,
-            notify_type=apprise.NotifyType(kind.get(event, "warning")),
-        ):
+            scheme, why = url.partition(":")[0], heard.last or "a part is missing"
+            raise NotSent(f"apprise does not take this {scheme} URL: {why}")
+        kinds = {"stopped": "failure", "failed": "failure", "done": "success", "evaluation": "success", "test": "info"}
+        kind, text = apprise.NotifyType(kinds.get(event, "warning")), apprise.NotifyFormat.TEXT
+        if not sender.notify(title=subject, body=body, body_format=text, notify_type=kind):
             raise NotSent(heard.last or "apprise could not send it, and did not say why")
     finally:
         logger.removeHandler(heard)

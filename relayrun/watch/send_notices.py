@@ -2,8 +2,7 @@
 
 One process of a run sends at a time, and only for the owner of the run. It records a message before sending and the
 result afterwards: a kill may repeat a message but never loses it. Each target has its own thread, so a slow target does
-not delay the others. `message_subject` and `message_body` turn a notice into plain text. Uses the standard library
-alone; apprise is optional (`notice_channels`).
+not delay the others. Uses the standard library alone; apprise is optional (`notice_channels`).
 """
 
 from __future__ import annotations
@@ -62,11 +61,7 @@ SendResults = queue.SimpleQueue["_SendResult | None"]
 
 
 def send_due_notices(
-    run: Run,
-    *,
-    job: bool,
-    environment: Mapping[str, str],
-    results: SendResults | None = None,
+    run: Run, *, job: bool, environment: Mapping[str, str], results: SendResults | None = None
 ) -> list[str]:
     """Send the due notices; return a line for each failure. `job`: skip targets that failed a moment ago.
 
@@ -143,10 +138,7 @@ def _send_all(
 
 
 def _send_to_one(
-    policy: NoticePolicy,
-    messages: list[NoticeMessage],
-    environment: Mapping[str, str],
-    results: SendResults,
+    policy: NoticePolicy, messages: list[NoticeMessage], environment: Mapping[str, str], results: SendResults
 ) -> None:
     error: str | None = None
     for message in messages:
@@ -157,11 +149,9 @@ def _send_to_one(
 
 def send_message(policy: NoticePolicy, message: NoticeMessage, environment: Mapping[str, str]) -> str | None:
     """Send one message; return the reason of a failure, None if it was sent."""
-    subject, body = message_subject(policy, message), message_body(policy, message)
+    subject, body, event = message_subject(policy, message), message_body(policy, message), message.notice.event
     try:
-        notice_channels.send_to_target(
-            message.target, subject, body, event=message.notice.event, environment=environment
-        )
+        notice_channels.send_to_target(message.target, subject, body, event=event, environment=environment)
     except NotSent as error:
         return str(error)
     return None
@@ -187,15 +177,12 @@ def message_subject(policy: NoticePolicy, message: NoticeMessage) -> str:
 
 def message_body(policy: NoticePolicy, message: NoticeMessage) -> str:
     """Return the body: the event, the state of the run, and the command to continue."""
-    notice = message.notice
+    notice, since = message.notice, format_time(message.since, zone=True)
     facts = [
         ("what", notice.reason),
         ("run", f"{policy.run} on {policy.cluster}"),
         ("when", format_time(notice.time, zone=True)),
-        (
-            "more",
-            f"{message.count - 1} more since {format_time(message.since, zone=True)}" if message.count > 1 else "",
-        ),
+        ("more", f"{message.count - 1} more since {since}" if message.count > 1 else ""),
         ("attempt", _joined(notice.attempt, f"job {notice.job_id}" if notice.job_id else "", notice.nodes)),
         ("iteration", f"{notice.iteration} of {notice.total_steps}" if notice.iteration is not None else ""),
         ("durable", f"iteration {notice.durable_iteration}" if notice.durable_iteration is not None else ""),

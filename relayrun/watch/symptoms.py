@@ -96,15 +96,9 @@ def find_symptoms(
         running_since: time from which every check saw the current job running; None if no job runs.
         policy: events that are reported; a job at work reports its own by notices. None: nobody is notified.
     """
-    found = [
-        *_gone(run, status),
-        *_waiting(status),
-        *_stuck_in_transient_state(status),
-        *purged_soon(status.purges, now=now),
-    ]
-    found += _full_soon(status, now)
+    found = [*_gone(run, status), *_waiting(status), *_stuck_in_transient_state(status)]
     full = _write_errors(run, status)
-    found += full
+    found += [*purged_soon(status.purges, now=now), *_full_soon(status, now), *full]
     at_work = is_at_work(run, status, running_since)
     if status.state in ("running", "queued") and (policy is None or not at_work):
         found += _room(run, status, CHECKPOINTS if policy is None else policy.disk_checkpoints)
@@ -282,11 +276,10 @@ def _not_copied(run: Run, now: float) -> Iterator[Symptom]:
     waiting = [counted.commit.time for counted in newer if counted.published]
     if not waiting or now - max(begin.start_time, min(waiting)) <= NOT_COPIED_SECONDS:
         return
-    words = (
-        f"{len(waiting)} checkpoints wait for their copy in the second place; the newest copy is of {copied or 'none'}"
-    )
+    words = f"{len(waiting)} checkpoints wait for their copy in the second place"
     why = f": {last.complaint}" if last is not None and last.complaint else ""
-    yield Symptom(event="disk", cause=f"mirror-{copied}", reason=words + why)
+    reason = f"{words}; the newest copy is of {copied or 'none'}{why}"
+    yield Symptom(event="disk", cause=f"mirror-{copied}", reason=reason)
 
 
 def _stalled(run: Run, now: float) -> Iterator[Symptom]:

@@ -21,11 +21,8 @@ def send_in_background(run: Run) -> None:
     """Start a process that sends the run's due notices, if this user owns the run. Raises nothing."""
     try:
         policy = notices.read_trusted_notice_policy(run)
-        if (
-            policy is None
-            or not is_owned_by_this_user(run)
-            or (plan := Plan.load(run)).owner not in (None, os.geteuid())
-        ):
+        plan = Plan.load(run) if policy is not None and is_owned_by_this_user(run) else None
+        if policy is None or plan is None or plan.owner not in (None, os.geteuid()):
             return
         from relayrun.control.notify.events import write_due_notices  # slow import
 
@@ -60,16 +57,12 @@ def count_unsent(run: Run, *, now: float) -> tuple[int, str]:
         if policy is None:
             return 0, ""
         waiting = notices.pending_notices(run)
-        messages = notices.due_messages(
-            policy.every_target(), waiting, notices.last_sent_times(run, waiting, now=now), now=now
-        )
+        sent = notices.last_sent_times(run, waiting, now=now)
+        messages = notices.due_messages(policy.every_target(), waiting, sent, now=now)
     except (RelayrunError, OSError, TypeError, ValueError) as error:  # must not hide the run's status
         return 0, f"unknown: {getattr(error, 'message', error)} ({notices.notice_policy_path(run)})"
     late = {name for message in messages for name in message.settles}
     book = {notice.id: delivery for notice, delivery in waiting}
-    reasons = {
-        f"{message.target.name}: {reason}"
-        for message in messages
-        if (reason := book[message.notice.id].reason(message.target.name))
-    }
+    told = [(message.target.name, book[message.notice.id].reason(message.target.name)) for message in messages]
+    reasons = {f"{name}: {reason}" for name, reason in told if reason}
     return len(late), "; ".join(sorted(reasons)) or ("nobody has tried yet" if late else "")

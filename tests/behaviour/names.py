@@ -63,7 +63,7 @@ PROGRAMS = {
     "relayrun.lab.faults.supervisor_faults": "supervisor with a fault",
     "relayrun.train.export.evaluate": "evaluation job",
     "relayrun.train.export.job_environment": "surroundings of an export job",
-    "relayrun.lab.gpucheck.part": "part of a GPU check",
+    "relayrun.lab.gpucheck.check": "part of a GPU check",
     "relayrun.lab.gpucheck.programs.attention": "GPU check: attention",
     "relayrun.lab.gpucheck.programs.device": "GPU check: device",
     "relayrun.lab.gpucheck.programs.models": "GPU check: models",

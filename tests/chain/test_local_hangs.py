@@ -15,7 +15,7 @@ import pytest
 from relayrun.control.rundir import restarts
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
-from relayrun.lab import random_kills
+from tests import random_kills
 from tests.workspace import Workspace, ends, steps
 
 from .test_local_recovery import assert_same_run, with_kills

@@ -15,11 +15,11 @@ from relayrun.cli import main
 from relayrun.control.rundir import restarts
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
-from relayrun.lab.random_kills import signal_random_rank
 from relayrun.tokens.mixture.audit import audit_run, dataset_ledgers
 from relayrun.watch.goodput.account import account_for_run
 from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND
 from tests.checkpoints import assert_same_bytes
+from tests.random_kills import signal_random_rank
 from tests.workspace import Workspace, ends, steps
 
 from .test_local_training import ROOT, submit

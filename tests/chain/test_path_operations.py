@@ -15,7 +15,7 @@ import pytest
 
 from relayrun.control.rundir import restarts, triggers
 from relayrun.control.rundir.run import Run
-from relayrun.lab import random_kills
+from tests import random_kills
 from tests.waiting import wait_for
 from tests.workspace import Workspace, ends
 

@@ -15,8 +15,8 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.lab.faults import experiment
-from relayrun.lab.faults.experiment import RUN_STEPS, UNDISTURBED_RUN, FaultSite, FaultTools, job_logs
-from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME, Fault
+from relayrun.lab.faults.experiment import RUN_STEPS, FaultSite, FaultTools, job_logs
+from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME, UNDISTURBED, Fault
 from relayrun.lab.faults.target import LocalSignalSender
 from relayrun.watch.goodput.account import account_for_run
 from relayrun.watch.goodput.attribution import MICROSECONDS_PER_SECOND
@@ -68,12 +68,12 @@ def reference(slurm: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
                     patch.setenv(name, os.environ.get(name, ""))
                 cluster.up()
                 try:
-                    result = experiment.run_undisturbed(drill_tools(cluster, folder))
+                    result = experiment.run_fault(drill_tools(cluster, folder), UNDISTURBED)
                 finally:
                     cluster.down()
             assert result.passed, result.wrong
             (folder / "done").touch()
-    return Run(folder / "runs" / UNDISTURBED_RUN)
+    return Run(folder / "runs" / UNDISTURBED.name)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def drill(
     tools = drill_tools(cluster, folder, fault=fault, recovery=recovery)
     run = tools.site.run(fault.name)
     run.path.parent.mkdir()
-    (run.path.parent / UNDISTURBED_RUN).symlink_to(reference.path)
+    (run.path.parent / UNDISTURBED.name).symlink_to(reference.path)
     try:
         result = experiment.run_fault(tools, fault)
         if accounting:

@@ -57,7 +57,7 @@ ROWS = [
     "module-missing",
 ]
 SAYS = {"ranks 1 did not answer": "no progress for"}
-"""What is said of a program that nobody asks for its stacks."""
+"""Other words about a program without stacks."""
 CAUSES = {"preempted": ("saved|failed", "done"), "preempted-requeue": ("saved|failed", "done")}
 """Slurm preempts with SIGTERM, which ends a program that leaves on another signal: it goes on from its checkpoint."""
 FAILS = {"crash-loop": "0"}
@@ -72,7 +72,7 @@ class MegatronReach(LocalSignalSender):
 
 
 def changes(fault: Fault) -> dict[str, Any]:
-    """What a row changes of a run config, in the plan."""
+    """Return the changes of a row's run config, as values of the plan."""
     found: dict[str, Any] = {}
     for section, values in fault.config.items():
         for name, value in values.items():

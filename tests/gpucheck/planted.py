@@ -1,4 +1,4 @@
-"""What tests plant in a check: hooks of its training runs, and parts of their own."""
+"""Faults that tests plant in a check: hooks of its training runs, and parts of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How `relayrun gpu-check` finds the micro-batch that fits: on a GPU that is as small as a test wants."""
+"""The search of `relayrun gpu-check` for the micro-batch that fits, on a GPU as small as a test wants."""
 
 from __future__ import annotations
 

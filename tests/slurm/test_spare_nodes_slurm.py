@@ -15,9 +15,9 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
-from relayrun.lab.compare_runs import sample_gaps
 from relayrun.tokens.mixture.audit import audit_run, dataset_ledgers
 from tests.chain.test_local_recovery import SETTINGS, assert_same_run
+from tests.random_kills import sample_gaps
 from tests.workspace import Workspace, ends, steps
 
 from . import power_loss

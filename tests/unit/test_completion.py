@@ -53,7 +53,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def typed(bash: Path, folder: Path, *words: str) -> list[str]:
-    """What Bash offers for the last of the words behind `relayrun`."""
+    """Return the candidates of Bash for the last of the words behind `relayrun`."""
     done = subprocess.run(
         ["bash", "-c", TYPED, "bash", bash, folder, *words], capture_output=True, text=True, check=True, timeout=600
     )
@@ -118,7 +118,7 @@ def test_an_answer_takes_less_than_a_fifth_of_a_second(bash: Path, project: Path
 @pytest.mark.slow
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_hand_the_same_lines_to_bash(shell: str, project: Path) -> None:
-    """Where the shell is not installed, its quoting is undone here as the shell would."""
+    """The quoting of a shell that is not installed is undone here as the shell does."""
     text = script(shell)
     start = text.index("engine=" if shell == "zsh" else "_relayrun_engine ") + len(
         "engine=" if shell == "zsh" else "_relayrun_engine "

@@ -32,7 +32,7 @@ def number(text: str) -> int:
 
 
 def rows() -> list[AttemptRow]:
-    """What its lines say."""
+    """The attempts in the lines of the table."""
     found = []
     for line in shown().splitlines():
         cells = re.split(r"\s{2,}", line.strip())

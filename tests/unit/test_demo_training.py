@@ -55,7 +55,7 @@ class Machine:
             pass
 
     def job(self, *, time: float, grace_period: float, last: int) -> bool:
-        """One attempt; whether it has trained."""
+        """Record an attempt; return True if it has trained."""
         self.attempt += 1
         slow = self.busy[min(self.attempt, len(self.busy)) - 1]
         began(self.run, self.attempt, base=self.iteration, start_time=0.0, job_end_time=time)
@@ -148,7 +148,7 @@ def test_a_machine_that_saves_nothing_ends_the_demo_with_the_reason(machines: Ma
 def test_a_submit_or_resume_that_is_refused_ends_the_demo_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: bool
 ) -> None:
-    """It was tried four times, with more time each, and was called chains that had saved nothing."""
+    """The demo tried four times, with more time each, and reported chains that had saved nothing."""
     run, tried = Run(tmp_path / "run"), list[str]()
 
     def refused(program: str, *_: object, chain: bool) -> bool:

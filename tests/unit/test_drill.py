@@ -22,9 +22,9 @@ from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import ConfigError, InputError
 from relayrun.lab.compare_runs import checkpoint_differences
 from relayrun.lab.faults import session
-from relayrun.lab.faults.experiment import UNDISTURBED_RUN, FaultResult, FaultSite, FaultTools
+from relayrun.lab.faults.experiment import FaultResult, FaultSite, FaultTools
 from relayrun.lab.faults.session import FaultSession
-from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME
+from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME, UNDISTURBED
 from relayrun.lab.faults.target import StepSignalSender, wrapper_marker, write_wrappers
 from relayrun.lab.gpucheck.cluster import read_cluster
 from relayrun.train.checkpoint import checksums
@@ -148,10 +148,10 @@ class Quiet:
 
 def test_rows_that_are_done_are_kept_and_the_reference_comes_first(tmp_path: Path) -> None:
     found = drill(tmp_path, "rank-killed,cancelled,node-lost")
-    assert found.pending_tests() == [UNDISTURBED_RUN, "rank-killed", "cancelled"]
+    assert found.pending_tests() == [UNDISTURBED.name, "rank-killed", "cancelled"]
     assert found.cost(found.pending_tests()).jobs == 1 + 2 + 1
     assert found.cost(found.pending_tests()).most_node_minutes == 4 * 2 * 10
-    put(found, done(UNDISTURBED_RUN), done("rank-killed", passed=False, wrong=["no"]))
+    put(found, done(UNDISTURBED.name), done("rank-killed", passed=False, wrong=["no"]))
     assert found.pending_tests() == ["cancelled"]
     with found.locked(), pytest.raises(InputError, match="another drill"), drill(tmp_path).locked():
         pass
@@ -159,14 +159,14 @@ def test_rows_that_are_done_are_kept_and_the_reference_comes_first(tmp_path: Pat
     assert found.pending_tests() == []
     found.forget_results()
     assert found.pending_tests() == ["rank-killed", "cancelled"]
-    put(found, done(UNDISTURBED_RUN, passed=False))
-    assert found.pending_tests()[0] == UNDISTURBED_RUN
+    put(found, done(UNDISTURBED.name, passed=False))
+    assert found.pending_tests()[0] == UNDISTURBED.name
 
 
 def test_the_page_says_what_failed_and_what_is_left_out(tmp_path: Path) -> None:
     found = drill(tmp_path, "rank-killed,cancelled,node-lost")
     bad = done("rank-killed", passed=False, wrong=["a | <b>worse</b> end"], bit_for_bit=False, steps_lost=5)
-    put(found, done(UNDISTURBED_RUN), bad)
+    put(found, done(UNDISTURBED.name), bad)
     text, html = session.markdown_report(found), session.html_report(found)
     assert "drill on test: 0 of 1 faults passed" in text
     assert "| rank-killed | w | – | 0 | 5 | NO | FAILED |" in text

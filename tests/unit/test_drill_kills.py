@@ -1,4 +1,4 @@
-"""What the drill of kills reports, and that it reports what is wrong."""
+"""The report of random kills: its figures, and the claims that do not hold."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.restarts import FailedRestart
 from relayrun.control.rundir.run import Run
 from relayrun.files import append_line
-from relayrun.lab import compare_runs, random_kills
-from relayrun.lab.random_kills import KillEvent, KillReport
+from relayrun.lab import compare_runs
 from relayrun.train.checkpoint import checksums
+from tests import random_kills
 from tests.history import began
+from tests.random_kills import KillEvent, KillReport
 
 FAILED = FailedRestart(
     restart=1,
@@ -113,7 +114,7 @@ def view(run: Run, last: int, changes: dict[int, dict[str, Any]] | None = None) 
 def test_equal_losses_are_equal(tmp_path: Path) -> None:
     one, other = view(Run(tmp_path / "one"), 5), view(Run(tmp_path / "other"), 5)
     assert compare_runs.loss_differences(one, other, 5) == []
-    assert compare_runs.sample_gaps(one, 5) == []
+    assert random_kills.sample_gaps(one, 5) == []
 
 
 def test_a_part_of_a_run_is_compared_with_that_part_of_the_undisturbed_one(tmp_path: Path) -> None:
@@ -168,7 +169,7 @@ def test_losses_that_differ_are_found(tmp_path: Path, changes: dict[int, dict[st
 def test_iterations_that_both_lack_are_found(tmp_path: Path) -> None:
     one, other = view(Run(tmp_path / "one"), 5), view(Run(tmp_path / "other"), 5)
     assert compare_runs.loss_differences(one, other, 6) == ["iteration 6: None, undisturbed None"]
-    assert compare_runs.sample_gaps(one, 6) == ["5 iterations, not 6"]
+    assert random_kills.sample_gaps(one, 6) == ["5 iterations, not 6"]
 
 
 def test_an_evaluation_that_differs_is_found(tmp_path: Path) -> None:
@@ -179,7 +180,7 @@ def test_an_evaluation_that_differs_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("changes", [{"consumed_samples": 16}, {"consumed_samples": 32}, {"iteration": 4}])
 def test_samples_that_are_repeated_or_left_out_are_found(tmp_path: Path, changes: dict[str, Any]) -> None:
-    (fault,) = compare_runs.sample_gaps(view(Run(tmp_path / "one"), 5, {3: changes}), 5)
+    (fault,) = random_kills.sample_gaps(view(Run(tmp_path / "one"), 5, {3: changes}), 5)
     assert "where iteration 3 was to end with 24" in fault
 
 

@@ -618,7 +618,7 @@ def test_whatever_clocks_say_the_parts_sum_to_the_stay(
 
 
 def torn(path: Path, text: str) -> None:
-    """What a killed writer leaves."""
+    """A torn line, as a killed writer leaves."""
     with path.open("a") as file:
         file.write(text)
 

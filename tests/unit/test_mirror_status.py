@@ -1,4 +1,4 @@
-"""What `relayrun status` says of the copies in a second place."""
+"""The line of `relayrun status` about the copies in a second place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is told: the config's rules, the text of a message, one message a cause an hour, and the ways to a person."""
+"""Notices: the config's rules, the text of a message, one message a cause an hour, and the ways to a person."""
 
 from __future__ import annotations
 

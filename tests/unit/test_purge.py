@@ -1,4 +1,4 @@
-"""What a site removes when nobody uses it is told before it goes."""
+"""Data that a site removes when nobody uses them are reported before they go."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_a_run_that_has_not_begun_is_named(tmp_path: Path, capsys: pytest.Captur
 
 
 class Structure(HTMLParser):
-    """Which elements a page has; that each is closed where it must be."""
+    """The elements of a page; an element that is not closed raises an error."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -108,7 +108,7 @@ PLANTED = {
     "<script>nothing()</script>": "nothing is not defined",
     "<div class='x' style='height:1em'><span>100</span><span style='left:3px'>200</span></div>": "100 and 200 overlap",
 }
-"""What is put into a page, and what is said of it."""
+"""The faults put into a page, and the words about each."""
 
 
 def test_what_is_wrong_is_found(tab: Page, two: list[RunReportData], tmp_path: Path) -> None:

@@ -25,24 +25,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun checkpoint`."""
     actions = parser.add_subparsers(dest="action", required=True)
     verify = actions.add_parser("verify", help="read a checkpoint back in full and compare every byte with its hash")
-    verify.add_argument(
-        "name",
-        metavar="RUN[:N]",
-        help="run directory, or project/name below logs/runs, and an iteration (default: the newest whole one); or the "
-        "folder of a checkpoint",
-    )
+    words = "run directory, or project/name below logs/runs, and an iteration (default: the newest whole one)"
+    verify.add_argument("name", metavar="RUN[:N]", help=f"{words}; or the folder of a checkpoint")
     verify.set_defaults(run=verify_checkpoint)
     copy = actions.add_parser("mirror", help="copy checkpoints to the second place of their run, as a job does")
     add_run(copy)
     copy.add_argument("--verify", action="store_true", help="read all copies back in full, too")
     copy.set_defaults(run=mirror_checkpoints)
     back = actions.add_parser("restore", help="put a copy back where the run expects it, or into a folder")
-    back.add_argument(
-        "name",
-        metavar="RUN[:N]",
-        help="the run, and an iteration (default: the newest copy that counts and is missing or torn in the run); with "
-        "--to the folder or URL of a run's copies",
-    )
+    words = "the run, and an iteration (default: the newest copy that counts and is missing or torn in the run)"
+    back.add_argument("name", metavar="RUN[:N]", help=f"{words}; with --to the folder or URL of a run's copies")
     back.add_argument("--to", metavar="FOLDER", help="put the copy into this folder: the run itself may be lost")
     back.set_defaults(run=restore_checkpoint)
 
@@ -55,19 +47,14 @@ def verify_checkpoint(options: argparse.Namespace) -> int:
     commit = checkpoint_records.newest_commit_at(folder)
     root = None if commit is None else commit.checksum
     if root is None and not (folder / checksums.CHECKSUM_INDEX).exists():
-        raise InputError(
-            "this checkpoint was saved without checksums: there is nothing to compare its bytes with",
-            where=folder,
-            hint="checkpoints have them that this version of relayrun saves or imports",
-        )
+        words = "this checkpoint was saved without checksums: there is nothing to compare its bytes with"
+        hint = "checkpoints have them that this version of relayrun saves or imports"
+        raise InputError(words, where=folder, hint=hint)
     began, before = time.monotonic(), _identity(folder)
     size, faults = checksums.verify_checkpoint(folder, root)
     if before is None or _identity(folder) != before:
-        raise InputError(
-            "this checkpoint was removed or moved while it was read",
-            where=folder,
-            hint="a run removes its oldest ones (checkpoint.keep_last) and moves damaged ones: verify another one",
-        )
+        hint = "a run removes its oldest ones (checkpoint.keep_last) and moves damaged ones: verify another one"
+        raise InputError("this checkpoint was removed or moved while it was read", where=folder, hint=hint)
     if faults:
         print(f"damaged: {folder}", *(f"  {fault}" for fault in faults), sep="\n")
         return 1
@@ -105,11 +92,9 @@ def restore_checkpoint(options: argparse.Namespace) -> int:
         raise RunDirError(error.message, where=error.where, hint="; ".join(filter(None, [error.hint, lost]))) from None
     state = run_status.read_run_status(run, queue.query_queue(run), now=time.time()).state
     if state in ("running", "queued", "unknown"):
-        raise InputError(
-            f"the chain is {state}: a job could begin with the checkpoints as they are now",
-            where=run.path,
-            hint=f"end it first: relayrun cancel {run.path}",
-        )
+        words = f"the chain is {state}: a job could begin with the checkpoints as they are now"
+        hint = f"end it first: relayrun cancel {run.path}"
+        raise InputError(words, where=run.path, hint=hint)
     for line in restore.restore_copy(run, iteration):
         print(line)
     print(f"go on: relayrun resume {run.path}")
@@ -145,11 +130,9 @@ def _checkpoint_folder(name: str) -> tuple[Path, list[BrokenCheckpoint]]:
         if commit.iteration == iteration:
             if Path(commit.path).is_dir():
                 return Path(commit.path), []
-            raise InputError(
-                f"the checkpoint of iteration {commit.iteration} is not there any more",
-                where=commit.path,
-                hint=f"it has: {have}; `relayrun status` tells what lies in quarantine",
-            )
+            words = f"the checkpoint of iteration {commit.iteration} is not there any more"
+            hint = f"it has: {have}; `relayrun status` tells what lies in quarantine"
+            raise InputError(words, where=commit.path, hint=hint)
     raise InputError(
         f"this run has no checkpoint of iteration {iteration}", where=run.checkpoints, hint=f"it has: {have}"
     )

@@ -1,8 +1,4 @@
-"""`relayrun export`, `upload` and `import`: checkpoints in the formats of other programs.
-
-`export` writes a Hugging Face folder, a checkpoint in Megatron's torch format, or a folder for Megatron-LM. `upload`
-copies an exported folder to the Hugging Face hub. `import` makes a checkpoint from such folders.
-"""
+"""`relayrun export`, `upload` and `import`: checkpoints in the formats of other programs, and copies on a hub."""
 
 from __future__ import annotations
 
@@ -40,32 +36,18 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
         command.add_argument(
             "--dtype", choices=EXPORT_DTYPES, default="auto", help="auto: that of the checkpoint's weights"
         )
-        command.add_argument(
-            "--tokenizer",
-            "--hf-tokenizer",
-            metavar="PATH",
-            help="of a checkpoint of Megatron-LM; default: the one that its arguments name",
-        )
+        words = "of a checkpoint of Megatron-LM; default: the one that its arguments name"
+        command.add_argument("--tokenizer", "--hf-tokenizer", metavar="PATH", help=words)
     hf.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file of weights (default: 5GB)")
     hf.add_argument("--test-logits", action="store_true", help="compare its logits with megatron-core's")
     hf.add_argument("--readme", action="store_true", help="write a model card from the run's records")
-    hf.add_argument(
-        "--mapping",
-        metavar="MODULE:NAME",
-        help="import path of a mapping of your own (default: model.mapping of the run, or the built-in that fits)",
-    )
-    hf.add_argument(
-        "--push-to",
-        metavar="OWNER/NAME",
-        help="then upload it to this repository of the Hugging Face hub, as `relayrun upload` does, with a model card",
-    )
+    words = "import path of a mapping of your own (default: model.mapping of the run, or the built-in that fits)"
+    hf.add_argument("--mapping", metavar="MODULE:NAME", help=words)
+    words = "then upload it to this repository of the Hugging Face hub, as `relayrun upload` does, with a model card"
+    hf.add_argument("--push-to", metavar="OWNER/NAME", help=words)
     hf.add_argument("--public", action="store_true", help="with --push-to: a repository that is made is open to all")
-    torch.add_argument(
-        "--transformer-impl",
-        choices=("transformer_engine", "local"),
-        default="transformer_engine",
-        help="whose names the weights get",
-    )
+    engines, words = ("transformer_engine", "local"), "whose names the weights get"
+    torch.add_argument("--transformer-impl", choices=engines, default=engines[0], help=words)
     torch.add_argument("--optimizer", action="store_true", help="with Adam's moments and the schedule")
     hf.set_defaults(run=export_hf)
     torch.set_defaults(run=export_torch)
@@ -191,23 +173,15 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
     hf.add_argument("folder", type=Path, metavar="DIR", help="with config.json and *.safetensors")
     hf.add_argument("--output", type=Path, required=True, metavar="CKPT", help="must not exist")
     hf.add_argument("--dtype", choices=EXPORT_DTYPES, default="auto", help="auto: that of the folder's weights")
-    hf.add_argument(
-        "--make-vocab-size-divisible-by",
-        type=int,
-        default=128,
-        metavar="N",
-        help="as in the model section of the run that starts from it (default: 128)",
-    )
+    words = "as in the model section of the run that starts from it (default: 128)"
+    hf.add_argument("--make-vocab-size-divisible-by", type=int, default=128, metavar="N", help=words)
     hf.add_argument("--mapping", metavar="MODULE:NAME", help="import path of a mapping of your own")
     hf.set_defaults(run=import_hf)
     megatron = formats.add_parser("megatron", help="a checkpoint folder of Megatron-LM (torch_dist)")
     megatron.add_argument("folder", metavar="DIR[:ITERATION]", help="default: the iteration that its tracker names")
     megatron.add_argument("--output", type=Path, required=True, metavar="CKPT", help="must not exist")
-    megatron.add_argument(
-        "--use-distributed-optimizer",
-        action=argparse.BooleanOptionalAction,
-        help="as parallel.use_distributed_optimizer of the run that starts from it (default: as it was)",
-    )
+    words = "as parallel.use_distributed_optimizer of the run that starts from it (default: as it was)"
+    megatron.add_argument("--use-distributed-optimizer", action=argparse.BooleanOptionalAction, help=words)
     megatron.add_argument("--weights-only", action="store_true", help="leave the optimizer and the iteration behind")
     megatron.set_defaults(run=import_megatron)
 

@@ -1,9 +1,4 @@
-"""`relayrun config`, `diff` and `explain`: the settings of runs.
-
-`config` prints the resolved settings of a run config or of a run, each with the line that sets it. `diff` prints the
-settings in which two run configs or runs differ. `explain` prints the meaning of a setting, all settings as a tree, or
-a JSON schema for editors.
-"""
+"""`relayrun config`, `diff` and `explain`: the settings of a run, their origins, differences and meanings."""
 
 from __future__ import annotations
 
@@ -72,11 +67,9 @@ def read_config(name: str, overrides: list[str]) -> tuple[CommonConfig, LocatedS
     wanted = int(number) if colon and number.isdecimal() else max(revisions, default=0)
     if wanted not in revisions:
         known = ", ".join(map(str, sorted(revisions))) or "none"
-        raise ConfigError(
-            f"this run has no revision {wanted} of its config; there are: {known}",
-            where=run.config,
-            hint="without a number it is the newest one",
-        )
+        words = f"this run has no revision {wanted} of its config; there are: {known}"
+        hint = "without a number it is the newest one"
+        raise ConfigError(words, where=run.config, hint=hint)
     if overrides:
         hint = "`relayrun resume RUN --set ... --dry-run` shows what it would become"
         raise ConfigError("--set belongs to a config file, not to a run", where=name, hint=hint)

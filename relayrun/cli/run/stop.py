@@ -112,7 +112,6 @@ def _stop_with_files(run: Run, plan: Plan, scheduler: Scheduler, *, user: str) -
 
 def _running_job(run: Run, plan: Plan, jobs: list[Job]) -> str | None:
     """Id of the job that has its nodes. Another user's job may be hidden; its signs of life are not."""
-    sign = (
-        chain_state.newest_life_sign(run, plan, now=time.time()) if chain_state.is_owned_by_another_user(plan) else None
-    )
+    foreign = chain_state.is_owned_by_another_user(plan)
+    sign = chain_state.newest_life_sign(run, plan, now=time.time()) if foreign else None
     return next((job.id for job in jobs if not job.waits), sign.job_id if sign else None)

@@ -1,8 +1,7 @@
 """`relayrun submit`, `check`, `resume` and `launch`: from a config, a run or a job's environment to a queued job.
 
-`submit` checks a run config, prepares the run directory and queues one job. `check` prints the findings of a submit
-and the plan of the run; it writes and queues nothing. `resume` submits a run again with its last settings. `launch` is
-called by the sbatch scripts of launchers/ and makes their job the first of a chain.
+`check` writes and queues nothing. The sbatch scripts of launchers/ call `launch`, which makes their job the first of a
+chain.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import logging
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from relayrun import places
 from relayrun.cli import add_overrides, add_run
@@ -35,7 +33,6 @@ from relayrun.watch.follow import ProgressFollower
 from relayrun.watch.text import json_text
 
 log = logging.getLogger(__name__)
-_EMPTY_REPORT: dict[str, Any] = {"data": [], "plan": None, "changes": []}
 
 
 def add_check_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,9 +72,8 @@ def check_settings(
         if not json:
             raise
         refused = CheckFinding(name=name, level="error", words=error.message, where=error.where, remedy=error.hint)
-        print(
-            json_text({"run": None, "run_dir": None, "refused": True, "findings": [refused.as_json()]} | _EMPTY_REPORT)
-        )
+        found = {"run": None, "run_dir": None, "refused": True, "findings": [refused.as_json()]}
+        print(json_text({**found, "data": [], "plan": None, "changes": []}))
         return 1
     changes = changes_since_last_submit(report)
     if json:
@@ -128,7 +124,7 @@ def run_launch(options: argparse.Namespace) -> int:
     settings = launcher_environment.environment_overrides(os.environ, trainer=resolve.read_trainer(file))
     # sbatch's own variables, which its options override: inside a job take the job's value
     settings += [
-        f"job.{name}={launcher_environment.quote_yaml(os.environ.get(f'SLURM_JOB_{name.upper()}') or value)}"
+        f"job.{name}={quote_yaml(os.environ.get(f'SLURM_JOB_{name.upper()}') or value)}"
         for name, value in sites.sbatch_options_from_environment(os.environ).items()
     ]
     for name in (*sites.OTHER_CLUSTER_VARIABLES, *sites.IGNORED_VARIABLES):
@@ -152,11 +148,8 @@ def run_launch(options: argparse.Namespace) -> int:
 def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun submit`, also those of launchers/submit.py."""
     parser.add_argument("config", type=Path, help="run config, for example configs/runs/demo.yaml")
-    parser.add_argument(
-        "--load",
-        metavar="RUN[:ITERATION]",
-        help="begin with another run's checkpoint, or a folder, also of Megatron-LM",
-    )
+    words = "begin with another run's checkpoint, or a folder, also of Megatron-LM"
+    parser.add_argument("--load", metavar="RUN[:ITERATION]", help=words)
     parser.add_argument("--resume", action="store_true", help="go on although the chain of this run has ended")
     add_change_arguments(parser)
     parser.set_defaults(run=run_submit)
@@ -168,21 +161,15 @@ def add_change_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="check it and print the job script; write and submit nothing"
     )
-    parser.add_argument(
-        "--accept-data-change",
-        action="store_true",
-        help="go on with data that are not those the run began with (docs/data-order.md)",
-    )
-    parser.add_argument(
-        "--take-over",
-        action="store_true",
-        help="go on with the run of another user whose jobs have ended, or with the copies of a lost run directory",
-    )
+    words = "go on with data that are not those the run began with (docs/data-order.md)"
+    parser.add_argument("--accept-data-change", action="store_true", help=words)
+    words = "go on with the run of another user whose jobs have ended, or with the copies of a lost run directory"
+    parser.add_argument("--take-over", action="store_true", help=words)
 
 
 def run_submit(options: argparse.Namespace) -> int:
     """Submit one run or, with --dry-run, print the job of a submit."""
-    load = [] if options.load is None else [f"checkpoint.load={launcher_environment.quote_yaml(options.load)}"]
+    load = [] if options.load is None else [f"checkpoint.load={quote_yaml(options.load)}"]
     given = resolve.read_settings(options.config, [*options.overrides, *load])
     return _submit_or_print(options, given, resolve.validate_settings(given), resume=options.resume)
 
@@ -223,9 +210,8 @@ def run_resume(options: argparse.Namespace) -> int:
     if newest is None:
         raise RunDirError("this run has no config to go on with", where=found.config, hint="use `relayrun submit`")
     path = found.config_revision(newest)
-    given = resolve.read_settings(
-        path, [*options.overrides, f"run_dir={quote_yaml(str(found.path))}"]
-    )  # the run may have moved
+    place = f"run_dir={quote_yaml(str(found.path))}"  # the run may have moved
+    given = resolve.read_settings(path, [*options.overrides, place])
     config = resolve.validate_settings(given)
     for change in config_differences(resolve.read_resolved_config(path), config):
         log.info("changed: %s", change)

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -39,30 +39,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     act.add_argument("config", type=Path, help="run config with a section `sweep` or `stages`")
     add_overrides(act, "override a setting of all runs, or of the section: --set sweep.at_once=2")
     act.add_argument("--dry-run", action="store_true", help="check it and print the runs; write and submit nothing")
-    for name, words in (
-        ("status", "the runs beside each other: what differs, state, loss, cost"),
-        ("stop", "begin nothing more; runs that are under way save and end"),
-        ("resume", "go on with a sweep or stages that were stopped, or whose terminal has gone"),
+    act.set_defaults(run=submit)
+    for name, run, words in (
+        ("status", status, "the runs beside each other: what differs, state, loss, cost"),
+        ("stop", stop, "begin nothing more; runs that are under way save and end"),
+        ("resume", resume, "go on with a sweep or stages that were stopped, or whose terminal has gone"),
     ):
         act = acts.add_parser(name, help=words)
+        act.set_defaults(run=run)
         act.add_argument(
             "name", metavar="CAMPAIGN", help="directory of the sweep or stages, or project/name below logs/runs"
         )
         if name == "status":
             act.add_argument("--json", action="store_true")
-    parser.set_defaults(run=run)
-
-
-def run(options: argparse.Namespace) -> int:
-    """Run the requested subcommand. Raises RelayrunError."""
-    if options.act == "submit":
-        return submit(options)
-    acts: dict[str, Callable[[Path], int]] = {
-        "status": lambda folder: status(folder, as_json=options.json),
-        "stop": stop,
-        "resume": resume,
-    }
-    return acts[options.act](find_campaign(options.name))
 
 
 def submit(options: argparse.Namespace) -> int:
@@ -153,11 +142,12 @@ def _run_queue(member: CampaignMember) -> None:
     unsent_notices.send_in_background(run)
 
 
-def status(folder: Path, *, as_json: bool) -> int:
-    """Start the due members, and print the state of every run."""
+def status(options: argparse.Namespace) -> int:
+    """Start the due members, and print the state of every run. Raises RelayrunError."""
+    folder = find_campaign(options.name)
     look = supervisor.start_due_members([folder], say=lambda words: print(words, file=sys.stderr))[folder]
     entries = view.read_campaign_status(folder, now=time.time())
-    if as_json:
+    if options.json:
         print(json_text([asdict(entry) for entry in entries]))
     else:
         print_table(view.campaign_table(entries))
@@ -165,8 +155,9 @@ def status(folder: Path, *, as_json: bool) -> int:
     return 0
 
 
-def stop(folder: Path) -> int:
-    """Start no more members, and stop running ones, each after a checkpoint."""
+def stop(options: argparse.Namespace) -> int:
+    """Start no more members, and stop running ones, each after a checkpoint. Raises RelayrunError."""
+    folder = find_campaign(options.name)
     whole, user = Campaign.load(folder), user_name(os.geteuid())
     failed = False
     try:
@@ -178,11 +169,8 @@ def stop(folder: Path) -> int:
                 supervisor.record_queued_members(folder, whole, patience=supervisor.PATIENCE)
             except SchedulerError as error:
                 failed = True
-                print(
-                    f"it is not known whether a job was queued that nobody wrote down ({error.message}): call it again",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                words = f"it is not known whether a job was queued that nobody wrote down ({error.message})"
+                print(f"{words}: call it again", file=sys.stderr, flush=True)
     except PermissionError:
         hint = f"let {user_name(whole.owner)} stop it; `relayrun stop` asks the runs that are under way"
         raise RunDirError("you may not write here", where=folder, hint=hint) from None
@@ -203,8 +191,9 @@ def stop(folder: Path) -> int:
     return int(failed)
 
 
-def resume(folder: Path) -> int:
-    """Let members start again; print the command for each run whose own chain was stopped."""
+def resume(options: argparse.Namespace) -> int:
+    """Let members start again; print the command for each run whose own chain was stopped. Raises RelayrunError."""
+    folder = find_campaign(options.name)
     whole = Campaign.load(folder)
     if whole.owner != os.geteuid():
         raise RunDirError(f"these runs are {user_name(whole.owner)}'s", where=folder, hint="submit runs of your own")

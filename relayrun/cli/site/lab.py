@@ -1,7 +1,4 @@
-"""`relayrun gpu-check` and `relayrun drill`: test this machine's GPUs, and inject faults on a cluster.
-
-Both submit small runs and write a table and a page; `relayrun.lab` does the work.
-"""
+"""`relayrun gpu-check` and `relayrun drill`: test this machine's GPUs, and inject faults on a cluster."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import argparse
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +50,8 @@ def add_drill_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--queue", type=float, default=60, metavar="MINUTES", help="how long a job may wait (default: %(default)s)"
     )
-    parser.add_argument(
-        "--test-cluster",
-        type=Path,
-        metavar="DIR",
-        help="the folder of scripts/tools/test_cluster.sh: its daemons may be ended, too",
-    )
+    words = "the folder of scripts/tools/test_cluster.sh: its daemons may be ended, too"
+    parser.add_argument("--test-cluster", type=Path, metavar="DIR", help=words)
     parser.set_defaults(run=run_drill)
 
 
@@ -128,7 +122,7 @@ def _run_session(drill: FaultSession, options: argparse.Namespace) -> int:
     if stopped:
         tell("stopped; the same command goes on behind the rows that are done")
         return INTERRUPTED_EXIT_CODE
-    return 0 if session.all_passed(drill.results()) else 1
+    return int(bool(drill.failed_results()))
 
 
 def _write_reports(drill: FaultSession) -> None:
@@ -151,12 +145,8 @@ def add_gpu_check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", default=[], metavar="PART", help=f"of: {parts}")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: benchmarks/results/gpu-NAME.json")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="where it works; default: logs/gpu-check/DATE")
-    parser.add_argument(
-        "--cluster",
-        default="local",
-        metavar="NAME",
-        help="a file of configs/clusters/, or a path (default: %(default)s)",
-    )
+    words = "a file of configs/clusters/, or a path (default: %(default)s)"
+    parser.add_argument("--cluster", default="local", metavar="NAME", help=words)
     parser.add_argument(
         "--nodes", type=int, default=1, metavar="N", help="nodes of the job, where the cluster has Slurm"
     )
@@ -173,11 +163,8 @@ def run_gpu_check(options: argparse.Namespace) -> int:
     """Check this machine, or submit the job that checks; return 1 if a target is missed."""
     cluster = gpucheck_cluster.read_cluster(options.cluster)
     folder = options.folder or places.project_folder() / "logs" / "gpu-check" / time.strftime("%Y%m%d-%H%M%S")
-    check_writable(
-        {"--folder": folder, "--output": options.output},
-        cluster=cluster["name"],
-        read_only_paths=cluster.get("read_only_paths", []),
-    )
+    outputs, read_only = {"--folder": folder, "--output": options.output}, cluster.get("read_only_paths", [])
+    check_writable(outputs, cluster=cluster["name"], read_only_paths=read_only)
     setup = CheckSetup(
         folder=str(folder.absolute()),
         tiny=options.tiny,
@@ -190,31 +177,21 @@ def run_gpu_check(options: argparse.Namespace) -> int:
     gpucheck_cluster.check_arguments(setup, slurm=cluster["scheduler"] == "slurm")
     if cluster["scheduler"] == "slurm" and not options.inside:
         check.prepare_folder(setup)
-        number, script = gpucheck_cluster.submit_check_job(
-            setup, cluster, command_inside_job(options, folder), time=options.time
-        )
-        print(
-            f"job {number}: {script}\nresult {options.output or 'below ' + str(check.RESULTS_FOLDER)}, folder {folder}"
-        )
+        program = command_inside_job(options, folder)
+        number, script = gpucheck_cluster.submit_check_job(setup, cluster, program, time=options.time)
+        result = options.output or f"below {check.RESULTS_FOLDER}"
+        print(f"job {number}: {script}\nresult {result}, folder {folder}")
         return 0
-    path, table = check.run_check(
-        setup, only=options.only, output=options.output, say=lambda text: print(text, flush=True)
-    )
+    say = partial(print, flush=True)
+    path, table = check.run_check(setup, only=options.only, output=options.output, say=say)
     check.print_result(path, table)
     return report.check_exit_code(table)
 
 
 def command_inside_job(options: argparse.Namespace, folder: Path) -> list[str]:
     """Return the same command, to be run by Python inside the job."""
-    words = [
-        "-m",
-        "relayrun.cli",
-        "gpu-check",
-        "--inside",
-        f"--cluster={options.cluster}",
-        f"--folder={folder.absolute()}",
-        f"--nodes={options.nodes}",
-    ]
+    words = ["-m", "relayrun.cli", "gpu-check", "--inside", f"--cluster={options.cluster}"]
+    words += [f"--folder={folder.absolute()}", f"--nodes={options.nodes}"]
     words += ["--tiny"] if options.tiny else []
     words += [f"--output={options.output.absolute()}"] if options.output else []
     words += [f"--set={text}" for text in options.overrides] + [f"--hook={text}" for text in options.hooks]

@@ -14,13 +14,9 @@ from relayrun.submit import project
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun init`."""
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="made where it is not there; files in it stay")
-    parser.add_argument(
-        "--cluster",
-        metavar="NAME",
-        help=f"whose site file is copied: {', '.join(project.site_names())} (default: generic where there is "
-        "an sbatch, "
-        "else local)",
-    )
+    words = f"whose site file is copied: {', '.join(project.site_names())}"
+    default = "default: generic where there is an sbatch, else local"
+    parser.add_argument("--cluster", metavar="NAME", help=f"{words} ({default})")
     parser.set_defaults(run=run)
 
 

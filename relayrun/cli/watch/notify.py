@@ -68,9 +68,6 @@ def _policy(name: str) -> NoticePolicy:
     run = find_run(name)
     policy = notices.read_trusted_notice_policy(run)
     if policy is None:
-        raise RunDirError(
-            "nobody is told of this run",
-            where=run.path,
-            hint="add a `notify` section to its config and submit it again",
-        )
+        hint = "add a `notify` section to its config and submit it again"
+        raise RunDirError("nobody is told of this run", where=run.path, hint=hint)
     return policy

@@ -1,8 +1,4 @@
-"""`relayrun report` and `relayrun goodput`: the results of runs and the use of their node hours.
-
-`report` writes a page, text, JSON or a picture. `goodput` prints an account in which every second of every node has a
-named part.
-"""
+"""`relayrun report` and `relayrun goodput`: the results of runs and the use of their node hours."""
 
 from __future__ import annotations
 
@@ -26,17 +22,12 @@ from relayrun.watch.text import json_text, print_table, text_table
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun report`."""
     parser.add_argument("names", nargs="+", metavar="RUN", help="run directory, or project/name below logs/runs")
-    parser.add_argument(
-        "--html",
-        type=Path,
-        metavar="FILE",
-        help="write the page into this file (default: report-NAME.html here, if nothing else is asked for)",
-    )
+    words = "write the page into this file (default: report-NAME.html here, if nothing else is asked for)"
+    parser.add_argument("--html", type=Path, metavar="FILE", help=words)
     parser.add_argument("--text", action="store_true", help="attempts, loss curve and goodput in the terminal")
     parser.add_argument("--json", action="store_true", help="all that the page shows, for programs")
-    parser.add_argument(
-        "--png", type=Path, metavar="FILE", help="draw the relay and the loss of one run into this file"
-    )
+    words = "draw the relay and the loss of one run into this file"
+    parser.add_argument("--png", type=Path, metavar="FILE", help=words)
     parser.set_defaults(run=run_report)
 
 

@@ -55,13 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun runs`."""
     actions = parser.add_subparsers(dest="action", required=True)
     listed = actions.add_parser("list", help="runs in folders, with state, size, age and newest checkpoint")
-    listed.add_argument(
-        "folders",
-        nargs="*",
-        type=Path,
-        metavar="FOLDER",
-        help="a folder that runs lie in or below (default: logs/runs)",
-    )
+    words = "a folder that runs lie in or below (default: logs/runs)"
+    listed.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help=words)
     listed.add_argument("--json", action="store_true")
     listed.set_defaults(run=list_runs)
     archive = actions.add_parser("archive", help="move runs to PLACE/PROJECT/NAME, each byte read back")
@@ -156,12 +151,8 @@ def _run_path(name: str) -> Path:
         return find_run(name).path
     except RunDirError:
         path = Path(name).expanduser().absolute()
-        known = (
-            each
-            for each in (path, find_runs.runs_folder() / name)
-            if submit_move_run.renamed_source(_real(each)).is_dir()
-        )
-        return next(known, path)
+        places = (path, find_runs.runs_folder() / name)
+        return next((each for each in places if submit_move_run.renamed_source(_real(each)).is_dir()), path)
 
 
 def _real(path: Path) -> Path:
@@ -202,32 +193,23 @@ def _refuse_busy_run(run: Run) -> None:
         name = user_name(plan.owner)
         raise RunDirError(f"this run is {name}'s, who submitted it last", where=run.path, hint=f"let {name} move it")
     asked = queue.query_queue(run)
-    if jobs := {
-        job: state for job, state in asked.evaluations.items() if state != "gone" and is_live_state(state.upper())
-    }:
+    states = {job: state for job, state in asked.evaluations.items() if state != "gone"}
+    if jobs := {job: state for job, state in states.items() if is_live_state(state.upper())}:
         told = ", ".join(f"{job} ({state})" for job, state in jobs.items())
         end = "" if plan.scheduler == "local" else f", or end them: scancel {' '.join(jobs)}"
-        raise InputError(
-            f"jobs that evaluate its checkpoints write into its directory: {told}",
-            where=run.path,
-            hint=f"wait for them{end}",
-        )
+        words = f"jobs that evaluate its checkpoints write into its directory: {told}"
+        hint = f"wait for them{end}"
+        raise InputError(words, where=run.path, hint=hint)
     state = run_status.read_run_status(run, asked, now=time.time()).state
     if state in BUSY_STATES:
-        raise InputError(
-            f"the chain is {state}: a job writes into its directory, or may begin to",
-            where=run.path,
-            hint=f"end it first: relayrun stop {run.path}, or relayrun cancel {run.path}",
-        )
+        words = f"the chain is {state}: a job writes into its directory, or may begin to"
+        hint = f"end it first: relayrun stop {run.path}, or relayrun cancel {run.path}"
+        raise InputError(words, where=run.path, hint=hint)
     if state == "waiting":
-        raise InputError(
-            "its sweep, or the stage before it, begins this run later, and looks for it here",
-            where=run.path,
-            hint=f"let it begin, or give it up: relayrun stop {run.path}",
-        )
+        words = "its sweep, or the stage before it, begins this run later, and looks for it here"
+        hint = f"let it begin, or give it up: relayrun stop {run.path}"
+        raise InputError(words, where=run.path, hint=hint)
     if later := campaign.members_that_need(run):
-        raise InputError(
-            f"stages look for this run here, and have no checkpoint of their own yet: {', '.join(later)}",
-            where=run.path,
-            hint="move it when they have, or give them up: relayrun stop",
-        )
+        words = f"stages look for this run here, and have no checkpoint of their own yet: {', '.join(later)}"
+        hint = "move it when they have, or give them up: relayrun stop"
+        raise InputError(words, where=run.path, hint=hint)

@@ -6,9 +6,10 @@ Functions import modules that the table of many runs does not need themselves: t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from relayrun.control.rundir import find_runs
 from relayrun.control.rundir.campaign import campaign_folders
@@ -20,6 +21,7 @@ from relayrun.watch.status.runs import RunsWatcher
 from relayrun.watch.status.summary import DamagedRun, RunSummary
 from relayrun.watch.text import json_text, print_table
 
+ShowRuns = Callable[[Sequence[RunSummary | DamagedRun], float], None]
 UNFINISHED_STATES = ("running", "queued", "waiting", "unknown")
 """States that may change without a person."""
 
@@ -28,13 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun status`."""
     parser.add_argument("name", nargs="?", metavar="RUN", help="run directory, or project/name below logs/runs")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument(
-        "-f",
-        "--follow",
-        action="store_true",
-        help="look again and again, until Ctrl-C or, of one RUN, the end of its chain; a line for each change where "
-        "there is no terminal",
-    )
+    words = "look again and again, until Ctrl-C or, of one RUN, the end of its chain"
+    words += "; a line for each change where there is no terminal"
+    parser.add_argument("-f", "--follow", action="store_true", help=words)
     parser.add_argument("--interval", type=float, default=5.0, metavar="S", help="seconds between looks (default: 5)")
     parser.set_defaults(run=run)
 
@@ -99,61 +97,49 @@ def _print_lines(stuck: Sequence[str], options: argparse.Namespace) -> None:
 
 def follow(name: str | None, interval: float) -> int:
     """Show one run or all runs until Ctrl-C, one run also until its chain has ended. Raises RelayrunError."""
-    runs: Callable[[], list[Run]] = find_runs.all_run_folders
-    if name is not None:
-        one = find_runs.find_run(name)
-        runs = lambda: [one]  # noqa: E731
+    one = [] if name is None else [find_runs.find_run(name)]
+    in_full = bool(one) and sys.stdout.isatty()
     watcher = RunsWatcher()
-    try:
-        if sys.stdout.isatty():
-            _follow_on_terminal(runs, watcher, interval, single=name is not None)
-        else:
-            _follow_as_lines(runs, watcher, interval, single=name is not None)
-    except KeyboardInterrupt:
-        pass
+    with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as stack:
+        show = stack.enter_context(_live_table()) if sys.stdout.isatty() else _changed_lines()
+        while True:
+            now, runs = time.time(), one or find_runs.all_run_folders()
+            found = watcher.statuses(runs, now=now) if in_full else watcher.summaries(runs, now=now)
+            show(found, now)
+            if one and all(isinstance(entry, DamagedRun) or entry.state not in UNFINISHED_STATES for entry in found):
+                break
+            time.sleep(interval)
     return 0
 
 
-def _gather(watcher: RunsWatcher, runs: list[Run], *, now: float, single: bool) -> Sequence[RunSummary | DamagedRun]:
-    return watcher.statuses(runs, now=now) if single else watcher.summaries(runs, now=now)
-
-
-def _has_ended(found: Sequence[RunSummary | DamagedRun], single: bool) -> bool:
-    return single and all(isinstance(entry, DamagedRun) or entry.state not in UNFINISHED_STATES for entry in found)
-
-
-def _follow_on_terminal(runs: Callable[[], list[Run]], watcher: RunsWatcher, interval: float, *, single: bool) -> None:
+@contextlib.contextmanager
+def _live_table() -> Iterator[ShowRuns]:
+    """Show a table in place: of one run in full, or of many runs."""
     from rich.live import Live
 
     from relayrun.watch.status import run_status_text
     from relayrun.watch.status.run_status import RunStatus
 
     with Live(auto_refresh=False) as live:
-        while True:
-            now = time.time()
-            found = _gather(watcher, runs(), now=now, single=single)
-            first = found[0] if single else None
-            table = (
-                run_status_text.run_status_table(first, now=now)
-                if isinstance(first, RunStatus)
-                else tables.runs_table(found)
-            )
-            live.update(table, refresh=True)
-            if _has_ended(found, single):
-                return
-            time.sleep(interval)
+
+        def show(found: Sequence[RunSummary | DamagedRun], now: float) -> None:
+            if found and isinstance(found[0], RunStatus):
+                live.update(run_status_text.run_status_table(found[0], now=now), refresh=True)
+            else:
+                live.update(tables.runs_table(found), refresh=True)
+
+        yield show
 
 
-def _follow_as_lines(runs: Callable[[], list[Run]], watcher: RunsWatcher, interval: float, *, single: bool) -> None:
+def _changed_lines() -> ShowRuns:
+    """Print a line for each run that has changed."""
     told: dict[str, str] = {}
-    while True:
-        now = time.time()
-        found = watcher.summaries(runs(), now=now)
+
+    def show(found: Sequence[RunSummary | DamagedRun], now: float) -> None:
         for entry in found:
             line = tables.run_line(entry)
             if told.get(entry.path) != line:
                 print(f"{time.strftime('%H:%M:%S', time.localtime(now))} {line}", flush=True)
                 told[entry.path] = line
-        if _has_ended(found, single):
-            return
-        time.sleep(interval)
+
+    return show

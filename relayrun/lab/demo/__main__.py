@@ -45,6 +45,7 @@ from relayrun.tokens.tokenize.train_tokenizer import train_tokenizer
 from relayrun.watch.follow import ProgressFollower
 from relayrun.watch.report import terminal_report
 from relayrun.watch.report.terminal_report import AttemptsReport
+from relayrun.watch.text import print_table
 
 PROMPT_WORDS = 12
 NEW_TOKENS = 60
@@ -101,14 +102,9 @@ def continue_before_and_after(model_folder: Path, prompt: str) -> tuple[str, str
 def unigram_entropy(config: RunConfig, run: Run, name: str) -> float:
     """Return the entropy in nats of the tokens that an evaluation on set `name` predicts."""
     manifest = Manifest.read(run.manifest)
-    order = WindowOrder(
-        manifest.validation[name],
-        seq_length=config.training.seq_length,
-        seed=config.training.seed,
-        name=name,
-        shuffle=False,
-    )
-    samples = min(config.training.eval_steps * config.training.global_batch_size, order.windows_per_epoch)
+    training, shards = config.training, manifest.validation[name]
+    order = WindowOrder(shards, seq_length=training.seq_length, seed=training.seed, name=name, shuffle=False)
+    samples = min(training.eval_steps * training.global_batch_size, order.windows_per_epoch)
     counts = np.zeros(manifest.vocabulary_size, dtype=np.int64)
     for number in range(samples):
         counts += np.bincount(order.read(0, number)[1:], minlength=manifest.vocabulary_size)
@@ -119,23 +115,13 @@ def unigram_entropy(config: RunConfig, run: Run, name: str) -> float:
 def main() -> int:
     """Make the corpus, tokenize, mix, train and export; return 1 if the model has not learned."""
     parser = argparse.ArgumentParser(prog="make demo", description="Raw text to a trained model on this machine.")
-    parser.add_argument(
-        "--size",
-        choices=sorted(
-            path.stem.removeprefix("llama-") for path in places.shared_file("configs/models").glob("llama-*m.yaml")
-        ),
-        default="3m",
-    )
+    models = places.shared_file("configs/models").glob("llama-*m.yaml")
+    sizes = sorted(path.stem.removeprefix("llama-") for path in models)
+    parser.add_argument("--size", choices=sizes, default="3m")
     parser.add_argument("--slurm", action="store_true", help="jobs of the cluster that SLURM_CONF names")
     parser.add_argument("--megabytes", type=float, default=8.0, help="of stories, and as much documentation and code")
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="override a setting of the run's config",
-    )
+    words = "override a setting of the run's config"
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="NAME=VALUE", help=words)
     options = parser.parse_args()
     started = time.monotonic()
     model = yaml_file.read_yaml(places.shared_file(f"configs/models/llama-{options.size}.yaml")).values["model"]
@@ -148,14 +134,10 @@ def main() -> int:
     print_headline("1. text: made-up stories, and documentation and sources of this Python installation, as parquet")
     told = stories.build_stories(OUTPUT / "stories", megabytes=options.megabytes)
     corpus.build_corpus(OUTPUT / "text", megabytes=options.megabytes)
-    texts = {
-        "stories": told.train,
-        "heldout": told.heldout,
-        **{name: OUTPUT / "text" / name for name in ("docs", "code")},
-    }
-    console.print(
-        f"{told.documents:,} stories; the first words of one: {first_heldout_words(told.train, words=16)} ..."
-    )
+    texts = {"stories": told.train, "heldout": told.heldout}
+    texts |= {name: OUTPUT / "text" / name for name in ("docs", "code")}
+    first = first_heldout_words(told.train, words=16)
+    console.print(f"{told.documents:,} stories; the first words of one: {first} ...")
     print_headline("2. tokenizer: byte-level BPE, trained on this text")
     tokenizer = train_tokenizer([texts[name] for name in MIXTURE_WEIGHTS], OUTPUT / "tokenizer")
     console.print(str(tokenizer))
@@ -163,30 +145,17 @@ def main() -> int:
     print_headline("3. tokens: dumps, tokenized with datatrove as jobs")
     for name, folder in texts.items():
         dumps = OUTPUT / "dumps" / name
-        run_program(
-            "scripts/tokenization/prepare_dumps.py",
-            "--dataset-folder",
-            folder,
-            "--preprocessing-metadata-folder",
-            dumps,
-            "--n-dumps",
-            1 if name == "heldout" else 2,
-        )
+        options_of_dumps = ("--dataset-folder", folder, "--preprocessing-metadata-folder", dumps)
+        number = 1 if name == "heldout" else 2
+        run_program("scripts/tokenization/prepare_dumps.py", *options_of_dumps, "--n-dumps", number)
         executor = ("--executor", "slurm", "--wait") if options.slurm else ("--executor", "local")
         run_program("launchers/submit_tokenization.py", write_tokenization_config(name, dumps, tokenizer), *executor)
 
-    print_headline(
-        "4. mixture: a folder of links, " + ", ".join(f"{share:.0%} {name}" for name, share in MIXTURE_WEIGHTS.items())
-    )
-    run_program(
-        "scripts/tools/create_data_mixture.py",
-        "--folders",
-        *(OUTPUT / "tokens" / "demo" / name for name in MIXTURE_WEIGHTS),
-        "--weights",
-        *MIXTURE_WEIGHTS.values(),
-        "--output",
-        OUTPUT / "mixture",
-    )
+    shares = ", ".join(f"{share:.0%} {name}" for name, share in MIXTURE_WEIGHTS.items())
+    print_headline(f"4. mixture: a folder of links, {shares}")
+    folders = ("--folders", *(OUTPUT / "tokens" / "demo" / name for name in MIXTURE_WEIGHTS))
+    weights = ("--weights", *MIXTURE_WEIGHTS.values(), "--output", OUTPUT / "mixture")
+    run_program("scripts/tools/create_data_mixture.py", *folders, *weights)
 
     print_headline("5. training: a Llama on two ranks, through as many jobs as their time limits ask for")
     train_to_end(run, config, [config_file, *(f"--set={text}" for text in overrides)], slurm=options.slurm)
@@ -226,20 +195,17 @@ def train_to_end(run: Run, config: RunConfig, submit: Sequence[object], *, slurm
         unit = 60 if slurm else 1  # Slurm counts minutes
         limit = math.ceil((work * 2**fruitless + grace) / unit) * unit
         grace = limit - math.ceil(work * 2**fruitless)
-        console.print(
-            f"jobs of {limit} s, which leave {grace} s before that: about half of the iterations that are left"
-        )
+        share = "about half of the iterations that are left"
+        console.print(f"jobs of {limit} s, which leave {grace} s before that: {share}")
         changes = ("training.stop_after=null", f"job.time={format_time(limit)}", f"chain.grace_period={grace}")
-        words = ("resume", run.path, *(f"--set={change}" for change in changes))
-        run_chain(run, partial(run_relayrun, *words, chain=True), slurm=slurm)
+        resume = ("resume", run.path, *(f"--set={change}" for change in changes))
+        run_chain(run, partial(run_relayrun, *resume, chain=True), slurm=slurm)
         fruitless = fruitless + 1 if resume_point(run).iteration == done else 0
         if fruitless == MAX_EMPTY_JOBS:
             why = stop_reason(run) or "its jobs have ended"
-            raise RelayrunError(
-                f"{MAX_EMPTY_JOBS} chains in a row saved nothing behind iteration {done}: {why}",
-                where=run.path,
-                hint=f"relayrun status {run.path} says what its jobs did, relayrun logs {run.path} what they printed",
-            )
+            words = f"{MAX_EMPTY_JOBS} chains in a row saved nothing behind iteration {done}: {why}"
+            hint = f"relayrun status {run.path} says what its jobs did, relayrun logs {run.path} what they printed"
+            raise RelayrunError(words, where=run.path, hint=hint)
 
 
 def run_chain(run: Run, start: Callable[[], bool], *, slurm: bool) -> None:
@@ -274,9 +240,7 @@ def attempts_chart(summary: AttemptsReport) -> str:
     lines = []
     for row in summary.attempts:
         if row.trained:
-            begin, end = (
-                round(CHART_WIDTH * iteration / last) for iteration in (row.first_iteration - 1, row.last_iteration)
-            )
+            begin, end = (round(CHART_WIDTH * at / last) for at in (row.first_iteration - 1, row.last_iteration))
             bar = " " * begin + "█" * max(1, end - begin)
             why = row.reason.partition(";")[0]
             lines.append(f"  job {row.number}  {bar:{CHART_WIDTH}}  {row.first_iteration}-{row.last_iteration}: {why}")
@@ -286,13 +250,10 @@ def attempts_chart(summary: AttemptsReport) -> str:
 def print_results(run: Run, config: RunConfig, *, seconds: float) -> int:
     """Print the results; return 1 if the model has not learned."""
     summary = terminal_report.read_attempts_report(run)
-    output = Console(highlight=False)
-    output.width = max(output.width, 110)
-    output.print(terminal_report.attempts_table(summary))
+    print_table(terminal_report.attempts_table(summary))
     if not summary.validation.get("heldout"):
-        raise RelayrunError(
-            "the training ended before its last iteration", where=run.path, hint=f"relayrun status {run.path} says why"
-        )
+        hint = f"relayrun status {run.path} says why"
+        raise RelayrunError("the training ended before its last iteration", where=run.path, hint=hint)
     picture = run.path / "loss.png"
     terminal_report.write_png(summary, picture)
     for what, path in (
@@ -335,11 +296,8 @@ def wait_for_chain(run: Run, *, slurm: bool) -> None:
     seen: dict[str, str] = {}
     while jobs := {job.id: job.state for job in scheduler_for_plan(plan, run).jobs(plan)}:
         if jobs != seen:
-            console.print(
-                time.strftime("%H:%M:%S")
-                + " queue: "
-                + ", ".join(f"job {number} {state.lower()}" for number, state in jobs.items())
-            )
+            states = ", ".join(f"job {number} {state.lower()}" for number, state in jobs.items())
+            console.print(f"{time.strftime('%H:%M:%S')} queue: {states}")
         seen = jobs
         follower.poll()
         time.sleep(1)
@@ -354,8 +312,7 @@ def remove_former_output(run: Run, name: str) -> None:
     OUTPUT.mkdir()
     OUTPUT_MARKER.touch()
     if run.path.exists():
-        plan = Plan.load(run)
-        if plan.run != name:
+        if Plan.load(run).run != name:
             raise RelayrunError("this run directory is not the demo's", where=run.path, hint="move it away")
         shutil.rmtree(run.path)
 

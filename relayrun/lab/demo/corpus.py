@@ -20,7 +20,7 @@ import os
 import re
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,6 +38,7 @@ SOURCE = (".py", ".pyi")
 LICENCES = ("LICENSE", "LICENCE", "COPYING", "NOTICE", "AUTHORS", "README", "CHANGELOG")
 TOPICS = "python/pydoc_data/topics.py"
 SKIPPED = ("__pycache__", "site-packages", "dist-packages")
+OWN = (".", "relayrun")
 LISTS = ("top_level.txt", "entry_points.txt", "SOURCES.txt", "requirements.txt")
 Described = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 TRIPLE = re.compile(r'"""(.*?)"""', re.DOTALL)
@@ -45,14 +46,24 @@ UNBROKEN = re.compile(r"\S{400}")
 LETTERS = re.compile(r"[^\W\d_]+")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class TextSet:
-    """A folder of parquet files."""
+    """A folder of parquet files, and during reading its documents, as (path, text)."""
 
     folder: Path
-    documents: int
-    bytes: int
+    wanted: int = 0
+    """Bytes of text after which the set is full."""
+    bytes: int = 0
     """Bytes of all texts, as UTF-8."""
+    texts: list[tuple[str, str]] = field(default_factory=list, repr=False)
+
+    @property
+    def documents(self) -> int:
+        return len(self.texts)
+
+    @property
+    def full(self) -> bool:
+        return self.bytes >= self.wanted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,47 +74,20 @@ class Corpus:
     code: TextSet
     heldout: TextSet
 
-    @property
-    def training_bytes(self) -> int:
-        """Bytes of text in `docs` and `code`."""
-        return self.docs.bytes + self.code.bytes
 
-
-@dataclass
-class _SetDocuments:
-    """Documents of one set during reading, as (path, text)."""
-
-    wanted: int
-    documents: list[tuple[str, str]] = field(default_factory=list)
-    bytes: int = 0
-
-    @property
-    def full(self) -> bool:
-        return self.bytes >= self.wanted
-
-
-def build_corpus(
-    output: Path,
-    *,
-    megabytes: float = 24,
-    seed: int = 0,
-    progress: Callable[[int, int], None] = lambda done, wanted: None,
-) -> Corpus:
+def build_corpus(output: Path, *, megabytes: float = 24, seed: int = 0) -> Corpus:
     """Write `docs`, `code` (together `megabytes` million bytes of text, 3 to 2) and `heldout` below `output`.
 
-    The folder appears atomically and replaces an earlier corpus. `progress` gets the bytes gathered and the bytes
-    wanted. A small installation gives fewer bytes: see `training_bytes`. Raises ConfigError if `megabytes` is not
-    positive, InputError if `output` holds other files or the installation has no text.
+    The folder appears atomically and replaces an earlier corpus. A small installation gives fewer bytes. Raises
+    ConfigError for a size that is not positive, InputError if `output` holds other files or there is no text.
     """
     if not megabytes > 0:
         raise ConfigError(f"a corpus needs a positive size, not {megabytes:g} MB")
     _check_output(output)
     wanted = int(megabytes * 1e6)
-    sets = {
-        "docs": _SetDocuments(wanted=int(wanted * DOCS_SHARE)),
-        "code": _SetDocuments(wanted=wanted - int(wanted * DOCS_SHARE)),
-        "heldout": _SetDocuments(wanted=0),
-    }
+    docs = int(wanted * DOCS_SHARE)
+    sizes = dict(zip(CORPUS_SETS, (docs, wanted - docs, 0), strict=True))
+    sets = {name: TextSet(folder=output / name, wanted=size) for name, size in sizes.items()}
     seen: set[bytes] = set()
     for kind, path, text in _documents(_ordered(_library_files(), seed), sets):
         data = text.encode()
@@ -111,30 +95,27 @@ def build_corpus(
         if sets[kind].full or digest in seen or not SMALLEST <= len(data) <= LARGEST or not is_learnable(text):
             continue
         seen.add(digest)
-        held = int.from_bytes(digest[:4], "big") < HELDOUT_SHARE * 2**32
-        target = sets["heldout" if held else kind]
-        target.documents.append((path, text))
+        target = sets["heldout" if is_heldout(digest, HELDOUT_SHARE) else kind]
+        target.texts.append((path, text))
         target.bytes += len(data)
-        progress(min(sets["docs"].bytes + sets["code"].bytes, wanted), wanted)
-    for name, gathering in sets.items():
-        if not gathering.documents:
-            raise InputError(
-                f"this Python installation gave no text for the set '{name}'",
-                where=sysconfig.get_path("stdlib"),
-                hint="ask for more megabytes",
-            )
-    made = {
-        name: TextSet(folder=output / name, documents=len(gathering.documents), bytes=gathering.bytes)
-        for name, gathering in sets.items()
-    }
+    for name, made in sets.items():
+        if not made.texts:
+            words = f"this Python installation gave no text for the set '{name}'"
+            hint = "ask for more megabytes"
+            raise InputError(words, where=sysconfig.get_path("stdlib"), hint=hint)
     with replaced_folder(output) as building:
-        for name, gathering in sets.items():
-            documents = sorted(gathering.documents, key=lambda document: _keyed(document[0], seed))
-            _write_documents(building / name, documents, parts=1 if name == "heldout" else PARTS)
-        counts = {name: {"documents": s.documents, "bytes": s.bytes} for name, s in made.items()}
+        for name, made in sets.items():
+            made.texts.sort(key=lambda document: _keyed(document[0], seed))
+            _write_documents(building / name, made.texts, parts=1 if name == "heldout" else PARTS)
+        counts = {name: {"documents": made.documents, "bytes": made.bytes} for name, made in sets.items()}
         write_json(building / CORPUS_RECORD, {"seed": seed, "megabytes": megabytes, "sets": counts})
         _check_output(output)  # again: files may have appeared meanwhile
-    return Corpus(**made)
+    return Corpus(**sets)
+
+
+def is_heldout(digest: bytes, share: float) -> bool:
+    """True for about this share of all texts, chosen by the digest of their content."""
+    return int.from_bytes(digest[:4], "big") < share * 2**32
 
 
 def is_learnable(text: str) -> bool:
@@ -185,9 +166,7 @@ def _library_files() -> Iterator[tuple[str, str]]:
         del roots["packages-platform"]
     for label, root in roots.items():
         for folder, folders, names in os.walk(root):
-            folders[:] = sorted(
-                name for name in folders if name not in SKIPPED and not name.startswith((".", "relayrun"))
-            )
+            folders[:] = sorted(each for each in folders if each not in SKIPPED and not each.startswith(OWN))
             for name in sorted(names):
                 text = name.endswith(PROSE + SOURCE) or name == "METADATA" or name.startswith(LICENCES)
                 if text and name not in LISTS and not name.startswith("__editable__"):
@@ -204,7 +183,7 @@ def _keyed(path: str, seed: int) -> bytes:
     return hashlib.sha256(f"{seed}/".encode() + os.fsencode(path)).digest()
 
 
-def _documents(files: Sequence[tuple[str, str]], sets: dict[str, _SetDocuments]) -> Iterator[tuple[str, str, str]]:
+def _documents(files: Sequence[tuple[str, str]], sets: dict[str, TextSet]) -> Iterator[tuple[str, str, str]]:
     for relative, path in files:
         if sets["docs"].full and sets["code"].full:
             return
@@ -272,8 +251,6 @@ def _check_output(output: Path) -> None:
         for name in names:
             relative = os.path.relpath(os.path.join(folder, name), output)
             if not ours.fullmatch(relative):
-                raise InputError(
-                    f"the output holds something that is no part of a corpus: {relative}",
-                    where=output,
-                    hint="move it away, or choose another output",
-                )
+                words = f"the output holds something that is no part of a corpus: {relative}"
+                hint = "move it away, or choose another output"
+                raise InputError(words, where=output, hint=hint)

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relayrun.files import replaced_folder
-from relayrun.lab.demo.corpus import write_parquet
+from relayrun.lab.demo.corpus import PARTS, is_heldout, write_parquet
 
 HELDOUT_SHARE = 0.01
-PARTS = 4
 
 SHE = ["Mira", "Lena", "Nora", "Ada", "Rosa", "Ella", "Ida", "Clara", "Greta", "Hanna", "Zoe", "Tilda"]
 HE = ["Otto", "Finn", "Leo", "Hugo", "Emil", "Karl", "Jonas", "Max", "Theo", "Oskar", "Pip", "Sam"]
@@ -148,7 +147,7 @@ def build_stories(output: Path, *, megabytes: float = 8.0, seed: int = 0) -> Sto
         if digest in seen:
             continue
         seen.add(digest)
-        if int.from_bytes(digest[:4], "big") < HELDOUT_SHARE * 2**32:
+        if is_heldout(digest, HELDOUT_SHARE):
             heldout.append(text)
         else:
             train.append(text)

@@ -1,8 +1,4 @@
-"""One fault test: submit a run as a user does, inject the fault, wait for the end, judge the result.
-
-`run_fault` does one test and returns a `FaultResult`, stored as JSON. A finished chain is compared with the table of
-faults and with the undisturbed run: losses, gradient norms and the values of the last checkpoint.
-"""
+"""One fault test: submit a run as a user does, inject the fault, wait for the end, judge the result."""
 
 from __future__ import annotations
 
@@ -12,11 +8,10 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from relayrun import places
 from relayrun.control.chain.jobs import cancel_chain
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import Record
@@ -25,16 +20,16 @@ from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import ConfigError, RelayrunError, RunDirError, SchedulerError
 from relayrun.files import last_bytes
 from relayrun.lab.compare_runs import checkpoint_differences, loss_differences
-from relayrun.lab.faults.table import Fault
+from relayrun.lab.faults.table import UNDISTURBED, Fault
 from relayrun.lab.faults.target import (
-    ClusterControl,
     FaultNotInjected,
     FaultTarget,
     SignalSender,
+    TestClusterControl,
     wrapper_marker,
     write_wrappers,
 )
-from relayrun.lab.small_run import model_section, random_data, run_config_values, run_in, submit_command, write_config
+from relayrun.lab.small_run import model_section, random_data, run_config_values, run_in, start_submit, write_config
 from relayrun.submit.run_plan import log_folder
 from relayrun.watch.goodput.account import account_for_run
 from relayrun.watch.goodput.ledger import LOST_PARTS, MICROSECONDS_PER_SECOND, START_PARTS
@@ -42,8 +37,6 @@ from relayrun.watch.goodput.ledger import LOST_PARTS, MICROSECONDS_PER_SECOND, S
 RUN_STEPS = 40
 SAVE_INTERVAL = 10
 """Iterations between two saves; `actions` relies on it."""
-UNDISTURBED_RUN = "undisturbed"
-"""Name of the run without a fault."""
 INJECTION_HOOK = "relayrun.lab.faults.injection:FaultInjection"
 LOG_BYTES_READ = 16 << 20
 """Bytes read from the end of a job's log."""
@@ -72,24 +65,9 @@ class FaultSite:
     """Further settings of every run config, by section."""
 
     @property
-    def job(self) -> dict[str, Any]:
-        """Section `job` of the site's file."""
-        return dict(self.cluster.get("job", {}))
-
-    @property
     def ranks(self) -> int:
         """Number of ranks of a job, with the ranks per node of the site's file."""
-        return self.nodes * int(self.job.get("ntasks_per_node", 1))
-
-    @property
-    def gpus(self) -> int:
-        """Number of GPUs per node that a job requests."""
-        return int(self.job.get("gpus_per_node", 0))
-
-    @property
-    def host_python(self) -> str:
-        """Python of the batch script."""
-        return str(self.cluster.get("host_python", "python3"))
+        return self.nodes * int(self.cluster.get("job", {}).get("ntasks_per_node", 1))
 
     def run(self, name: str) -> Run:
         """Return the run of a test, or the undisturbed run."""
@@ -102,7 +80,8 @@ class FaultSite:
     def write_config(self, name: str, fault: Fault | None) -> Path:
         """Write the run config of a test, or of the undisturbed run (None); return its path."""
         inject = ",".join(filter(None, [f"step-delay={self.step_seconds}", fault.inject if fault else ""]))
-        precision = {"precision": "bf16"} if self.gpus else {"precision": "fp32", "threads": 1}
+        gpus = int(self.cluster.get("job", {}).get("gpus_per_node", 0))
+        precision = {"precision": "bf16"} if gpus else {"precision": "fp32", "threads": 1}
         common: dict[str, dict[str, Any]] = {
             "model": model_section(2, 64, 128, 4, 2) | {"attention_dropout": 0.1},
             "training": {
@@ -135,7 +114,7 @@ class FaultTools:
     site: FaultSite
     slurm: Slurm
     signals: SignalSender
-    control: ClusterControl | None = None
+    control: TestClusterControl | None = None
     queue_seconds: float = 3600.0
     patience: float = WAIT_FACTOR
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -175,19 +154,15 @@ class FaultResult(Record):
     job_ids: list[str] = field(default_factory=list)
 
 
-def run_undisturbed(tools: FaultTools) -> FaultResult:
-    """Do the run without a fault, the reference of all others."""
-    fault = Fault(name=UNDISTURBED_RUN, what="nothing: what the others are compared with", causes=("done",))
-    return replace(run_fault(tools, fault), bit_for_bit=None)
-
-
 def run_fault(tools: FaultTools, fault: Fault) -> FaultResult:
     """Do one test. If anything ends it early, also Ctrl-C, its jobs are cancelled by their ids."""
     site, begin = tools.site, time.time()
     run, commands = site.run(fault.name), site.commands(fault.name)
     commands.mkdir(parents=True, exist_ok=True)
     search = tools.environment.get("PATH", os.defpath)
-    write_wrappers(fault.commands, commands, search=search, real={"python3": site.host_python})
+    write_wrappers(
+        fault.commands, commands, search=search, real={"python3": str(site.cluster.get("host_python", "python3"))}
+    )
     config = site.write_config(fault.name, fault)
     target = FaultTarget(
         run=run,
@@ -217,24 +192,16 @@ def run_fault(tools: FaultTools, fault: Fault) -> FaultResult:
 
 def submit_run_config(config: Path, environment: dict[str, str]) -> None:
     """Submit a run config with this environment, as a user does. Raises ConfigError with the submit's error."""
-    done = subprocess.run(
-        submit_command(config),
-        env=environment,
-        cwd=places.CODE_ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise ConfigError(f"the submit was refused: {done.stderr.strip()}", where=config)
+    submit = start_submit(config, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    error = submit.communicate()[1]
+    if submit.returncode != 0:
+        raise ConfigError(f"the submit was refused: {error.strip()}", where=config)
 
 
 def wait_for_begin(target: FaultTarget) -> None:
     """Wait until the first attempt has begun, or the chain has ended before. Raises FaultNotInjected."""
-    target.wait(
-        lambda: target.run.attempt(1).begin.exists() or chain_has_ended(target), what="the first attempt's begin"
-    )
+    begin = target.run.attempt(1).begin
+    target.wait(lambda: begin.exists() or chain_has_ended(target), what="the first attempt's begin")
 
 
 def wait_for_end(target: FaultTarget) -> None:
@@ -266,9 +233,8 @@ def chain_has_ended(target: FaultTarget) -> bool:
 def may_still_run(target: FaultTarget) -> bool:
     """True if a job that the test queued may be pending or running."""
     with contextlib.suppress(RelayrunError):
-        return not chain_has_ended(target) or any(
-            (job := target.slurm.query(own)) and job.live for own in target.own_jobs
-        )
+        own = [target.slurm.query(job) for job in target.own_jobs]
+        return not chain_has_ended(target) or any(job.live for job in own if job is not None)
     return True
 
 
@@ -313,7 +279,7 @@ def _fault_result(tools: FaultTools, run: Run, fault: Fault, begin: float, faile
         if fault.commands and not wrapper_marker(tools.site.commands(fault.name)).exists():
             wrong.append("the command that does harm was not called: the fault did not happen")
         if fault.expect == "resumed":
-            reference = tools.site.run(UNDISTURBED_RUN)
+            reference = tools.site.run(UNDISTURBED.name)
             different = loss_differences(run, reference, RUN_STEPS)
             different += checkpoint_differences(run.checkpoint(RUN_STEPS), reference.checkpoint(RUN_STEPS))[1]
             same = not different
@@ -330,7 +296,7 @@ def _fault_result(tools: FaultTools, run: Run, fault: Fault, begin: float, faile
         stop=reason or "",
         seconds_lost=lost,
         steps_lost=steps,
-        bit_for_bit=same,
+        bit_for_bit=None if fault is UNDISTURBED else same,
         node_seconds=allocated,
         begin=begin,
         seconds=time.time() - begin,

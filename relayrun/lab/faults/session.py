@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from fcntl import LOCK_EX, LOCK_NB, flock
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -22,28 +23,21 @@ from relayrun.config.compose import resolve
 from relayrun.control.chain.jobs import cancel_chain
 from relayrun.errors import ConfigError, InputError, RelayrunError, did_you_mean
 from relayrun.files import read_json, unused_name, write_json
-from relayrun.lab.faults import experiment
-from relayrun.lab.faults.experiment import UNDISTURBED_RUN, FaultResult, FaultSite, FaultTools
-from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME, Fault, FaultRequirement
+from relayrun.lab.faults.experiment import FaultResult, FaultTools, run_fault
+from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME, UNDISTURBED, Fault, FaultRequirement
 from relayrun.submit import submission
 from relayrun.submit.check.existing_run import SubmitIntent
-from relayrun.watch.report.html import Markup, html_page, html_table, tag
+from relayrun.watch.report.html import html_page, html_table, tag
 from relayrun.watch.text import split_column, text_table
 
 CHECKED_CONFIG_NAME = "check"
 """Name of a run config that is only checked: a run of the drill may exist already."""
-
+TESTS = {UNDISTURBED.name: UNDISTURBED} | FAULTS_BY_NAME
+"""All tests by name, the undisturbed run first."""
 MINUTES_PER_JOB = 3.0
 """Estimated minutes of a job, its start included."""
-TABLE_COLUMNS = (
-    "fault",
-    "what happened",
-    "how attempts ended",
-    "seconds lost|n",
-    "steps lost|n",
-    "bit for bit",
-    "verdict",
-)
+LOSS_COLUMNS = ("seconds lost|n", "steps lost|n")
+TABLE_COLUMNS = ("fault", "what happened", "how attempts ended", *LOSS_COLUMNS, "bit for bit", "verdict")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,18 +64,15 @@ def select_faults(names: str) -> list[Fault]:
     """Parse `all`, or names separated by commas. Raises ConfigError for an unknown name."""
     if names == "all":
         return list(FAULTS)
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    wanted = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+    known = f"there are: {', '.join(FAULTS_BY_NAME)}; or all"
     if not wanted:
-        raise ConfigError("no fault is named", where="--faults", hint=f"there are: {', '.join(FAULTS_BY_NAME)}; or all")
+        raise ConfigError("no fault is named", where="--faults", hint=known)
     for name in wanted:
         if name not in FAULTS_BY_NAME:
-            close = did_you_mean(name, FAULTS_BY_NAME)
-            raise ConfigError(
-                f"unknown fault {name!r}",
-                where="--faults",
-                hint=close or f"there are: {', '.join(FAULTS_BY_NAME)}; or all",
-            )
-    return [FAULTS_BY_NAME[name] for name in dict.fromkeys(wanted)]
+            hint = did_you_mean(name, FAULTS_BY_NAME) or known
+            raise ConfigError(f"unknown fault {name!r}", where="--faults", hint=hint)
+    return [FAULTS_BY_NAME[name] for name in wanted]
 
 
 def skipped_faults(faults: Sequence[Fault], *, test_cluster: bool) -> dict[str, str]:
@@ -101,7 +92,7 @@ class FaultSession:
     def __init__(self, tools: FaultTools, faults: Sequence[Fault], *, skipped: Mapping[str, str]) -> None:
         """`skipped`: faults that are left out, with the reason."""
         self.tools = tools
-        self.site: FaultSite = tools.site
+        self.site = tools.site
         self.folder = tools.site.folder
         self.faults = list(faults)
         self.skipped = dict(skipped)
@@ -112,19 +103,21 @@ class FaultSession:
 
     def results(self) -> list[FaultResult]:
         """Return the results in the order of the table, the undisturbed run first."""
-        found = [self.result(name) for name in (UNDISTURBED_RUN, *FAULTS_BY_NAME)]
-        return [each for each in found if each is not None]
+        return [found for name in TESTS if (found := self.result(name)) is not None]
+
+    def failed_results(self) -> list[FaultResult]:
+        """Return the results of failed tests."""
+        return [result for result in self.results() if not result.passed]
 
     def pending_tests(self) -> list[str]:
         """Return the names of requested tests without a result, the undisturbed run first."""
-        names = [fault.name for fault in self.faults if fault.name not in self.skipped]
-        names = [name for name in names if self.result(name) is None]
-        reference = self.result(UNDISTURBED_RUN)
-        return [UNDISTURBED_RUN, *names] if names and (reference is None or not reference.passed) else names
+        names = [each.name for each in self.faults if each.name not in self.skipped and self.result(each.name) is None]
+        reference = self.result(UNDISTURBED.name)
+        return [UNDISTURBED.name, *names] if names and (reference is None or not reference.passed) else names
 
     def cost(self, names: Sequence[str]) -> SessionCost:
         """Return the estimated cost of these tests."""
-        jobs = sum(len(FAULTS_BY_NAME[name].causes) if name in FAULTS_BY_NAME else 1 for name in names)
+        jobs = sum(len(TESTS[name].causes) for name in names)
         nodes, site = self.site.nodes, self.site
         minutes = jobs * (MINUTES_PER_JOB + site.step_seconds * 30 / 60)
         return SessionCost(
@@ -141,11 +134,8 @@ class FaultSession:
         if known < self.site.nodes:
             raise ConfigError(f"the cluster has {known} nodes, and the drill needs {self.site.nodes}", where="--nodes")
         if self.site.ranks < 2:
-            raise ConfigError(
-                "a drill needs two ranks: faults of one, while another waits",
-                where="--nodes",
-                hint="--nodes 2, or job.ntasks_per_node in the cluster's file",
-            )
+            hint = "--nodes 2, or job.ntasks_per_node in the cluster's file"
+            raise ConfigError("a drill needs two ranks: faults of one, while another waits", where="--nodes", hint=hint)
         self._check_same_cluster()
         config = resolve.load_run_config(self.site.write_config(CHECKED_CONFIG_NAME, None))
         submission.check_submission(config, intent=SubmitIntent()).findings.raise_errors()
@@ -163,9 +153,7 @@ class FaultSession:
     def forget_results(self) -> None:
         """Rename the results of the requested tests, so that they are repeated."""
         for fault in self.faults:
-            path = self.folder / "results" / f"{fault.name}.json"
-            if path.exists():
-                os.rename(path, unused_name(self.folder / "results", f"{fault.name}.json.before"))
+            _rename_aside(self.folder / "results" / f"{fault.name}.json", "before")
 
     def run_pending(self) -> None:
         """Do the tests without a result. Raises RelayrunError if the undisturbed run fails."""
@@ -173,32 +161,25 @@ class FaultSession:
         for name in self.pending_tests():
             self.clear(name)
             tell(f"{time.strftime('%H:%M:%S')} {name} ...")
-            if name == UNDISTURBED_RUN:
-                result = experiment.run_undisturbed(self.tools)
-            else:
-                result = experiment.run_fault(self.tools, FAULTS_BY_NAME[name])
+            result = run_fault(self.tools, TESTS[name])
             result.write(self.folder / "results" / f"{name}.json")
             tell(f"{time.strftime('%H:%M:%S')} {result_line(result)}")
-            if name == UNDISTURBED_RUN and not result.passed:
-                raise RelayrunError(
-                    f"the undisturbed run failed, so no fault is tried: {'; '.join(result.wrong)}",
-                    where=result.run_dir,
-                    hint=f"relayrun logs {result.run_dir}",
-                )
+            if name == UNDISTURBED.name and not result.passed:
+                words = f"the undisturbed run failed, so no fault is tried: {'; '.join(result.wrong)}"
+                hint = f"relayrun logs {result.run_dir}"
+                raise RelayrunError(words, where=result.run_dir, hint=hint)
 
     def clear(self, name: str) -> None:
         """Clean up a test of a killed drill: cancel its jobs, rename its run directory."""
-        run, fault = self.site.run(name), FAULTS_BY_NAME.get(name)
-        if fault is not None and fault.small_disk and os.path.ismount(mounted := run.path / fault.small_disk):
+        run, disk = self.site.run(name), TESTS[name].small_disk
+        if disk and os.path.ismount(mounted := run.path / disk):
             subprocess.run(["umount", str(mounted)], check=True)
         if run.plan.exists():
             if not run.stop.exists():
                 said = cancel_chain(run, self.tools.slurm, user="the drill")
                 self.tools.tell(f"{name}: left by a drill that was stopped: {said}")
-            os.rename(run.path, unused_name(run.path.parent, f"{name}.stopped"))
-        provoked = self.site.commands(name)
-        if provoked.exists():
-            os.rename(provoked, unused_name(provoked.parent, f"{name}.stopped"))
+            _rename_aside(run.path, "stopped")
+        _rename_aside(self.site.commands(name), "stopped")
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -212,6 +193,11 @@ class FaultSession:
             yield
 
 
+def _rename_aside(path: Path, suffix: str) -> None:
+    if path.exists():
+        os.rename(path, unused_name(path.parent, f"{path.name}.{suffix}"))
+
+
 def result_line(result: FaultResult) -> str:
     """Return the result of a test in one line."""
     if result.passed:
@@ -221,21 +207,15 @@ def result_line(result: FaultResult) -> str:
 
 def session_as_json(session: FaultSession) -> dict[str, Any]:
     """Return all of a drill as plain values."""
-    results, waiting = session.results(), session.pending_tests()
     return {
         "cluster": session.site.cluster.get("name", ""),
         "nodes": session.site.nodes,
         "directory": str(session.folder),
-        "passed": all_passed(results),
-        "rows": [asdict(result) for result in results],
+        "passed": not session.failed_results(),
+        "rows": [asdict(result) for result in session.results()],
         "left_out": session.skipped,
-        "not_done": waiting,
+        "not_done": session.pending_tests(),
     }
-
-
-def all_passed(results: Sequence[FaultResult]) -> bool:
-    """True if no finished test failed."""
-    return all(result.passed for result in results)
 
 
 def terminal_table(session: FaultSession) -> Table:
@@ -246,12 +226,9 @@ def terminal_table(session: FaultSession) -> Table:
 def markdown_report(session: FaultSession) -> str:
     """Return a drill as Markdown."""
     lines = [f"# {session_headline(session)}", "", *(f"{fact}  " for fact in session_facts(session)), ""]
-    lines += [
-        _markdown_row([split_column(name)[0] for name in TABLE_COLUMNS]),
-        _markdown_row(["---"] * len(TABLE_COLUMNS)),
-        *(_markdown_row(cells) for cells in table_rows(session)),
-    ]
-    for result in failed_results(session):
+    heads = [split_column(name)[0] for name in TABLE_COLUMNS]
+    lines += map(_markdown_row, [heads, ["---"] * len(heads), *table_rows(session)])
+    for result in session.failed_results():
         lines += ["", f"## {result.name}", "", *(f"- {_markdown_cell(words)}" for words in result.wrong)]
         lines += ["", f"Run directory: `{result.run_dir}`"]
     return "\n".join(lines) + "\n"
@@ -259,28 +236,32 @@ def markdown_report(session: FaultSession) -> str:
 
 def html_report(session: FaultSession) -> str:
     """Return a drill as one HTML file."""
-    return html_page(
-        session_headline(session),
-        tag("h1", session_headline(session)),
-        *(tag("p", fact) for fact in session_facts(session)),
-        html_table(TABLE_COLUMNS, table_rows(session)),
-        *(_failure_section(result) for result in failed_results(session)),
-    )
+    failures = [
+        tag(
+            "section",
+            tag("h2", result.name),
+            tag("ul", *(tag("li", words) for words in result.wrong)),
+            tag("p", f"Run directory: {result.run_dir}"),
+        )
+        for result in session.failed_results()
+    ]
+    title, facts = session_headline(session), [tag("p", fact) for fact in session_facts(session)]
+    return html_page(title, tag("h1", title), *facts, html_table(TABLE_COLUMNS, table_rows(session)), *failures)
 
 
 def session_headline(session: FaultSession) -> str:
     """Return the number of passed faults, in one line."""
-    done = [result for result in session.results() if result.name != UNDISTURBED_RUN]
+    done = [result for result in session.results() if result.name != UNDISTURBED.name]
     good = sum(result.passed for result in done)
     return f"drill on {session.site.cluster.get('name', 'a cluster')}: {good} of {len(done)} faults passed"
 
 
 def session_facts(session: FaultSession) -> list[str]:
     """Return further facts, one sentence each."""
-    results = session.results()
+    used = sum(result.node_seconds for result in session.results()) / 60
     found = [
         f"{time.strftime('%Y-%m-%d %H:%M')}; jobs of {session.site.nodes} nodes with {session.site.ranks} ranks; "
-        f"{sum(result.node_seconds for result in results) / 60:.1f} node minutes were used.",
+        f"{used:.1f} node minutes were used.",
         "Seconds lost are those of a node: lost work, later starts, and the waits before them, the queue included.",
     ]
     if waiting := session.pending_tests():
@@ -288,41 +269,22 @@ def session_facts(session: FaultSession) -> list[str]:
     return found
 
 
-def failed_results(session: FaultSession) -> list[FaultResult]:
-    """Return the failed tests."""
-    return [result for result in session.results() if not result.passed]
-
-
 def table_rows(session: FaultSession) -> list[list[str]]:
     """Return the cells of the table."""
-    return [_result_cells(result) for result in session.results()] + _skipped_cells(session.skipped)
+    left_out = [[name, reason, "–", "–", "–", "–", "left out"] for name, reason in session.skipped.items()]
+    return [_result_cells(result) for result in session.results()] + left_out
 
 
 def _result_cells(result: FaultResult) -> list[str]:
-    same = {True: "yes", False: "NO", None: "–"}[result.bit_for_bit]
-    verdict = "passed" if result.passed else "FAILED"
     return [
         result.name,
         result.what,
         ", ".join(result.seen) or "–",
         f"{result.seconds_lost:.0f}",
         str(result.steps_lost),
-        same,
-        verdict,
+        {True: "yes", False: "NO", None: "–"}[result.bit_for_bit],
+        "passed" if result.passed else "FAILED",
     ]
-
-
-def _skipped_cells(skipped: Mapping[str, str]) -> list[list[str]]:
-    return [[name, reason, "–", "–", "–", "–", "left out"] for name, reason in skipped.items()]
-
-
-def _failure_section(result: FaultResult) -> Markup:
-    return tag(
-        "section",
-        tag("h2", result.name),
-        tag("ul", *(tag("li", words) for words in result.wrong)),
-        tag("p", f"Run directory: {result.run_dir}"),
-    )
 
 
 def _markdown_row(cells: Sequence[str]) -> str:

@@ -1,9 +1,4 @@
-"""The target of a fault: a running chain and its cluster.
-
-`FaultTarget` waits for iterations and attempts, and finds jobs. `SignalSender` sends signals to the processes of a
-job, on its nodes by a job step, or on this machine. `ClusterControl` stops and starts Slurm's daemons of a test
-cluster. Wrappers are Bash scripts that run before a command inside the jobs of a test.
-"""
+"""The target of a fault: a running chain and its cluster, signals to its processes, and wrappers of its commands."""
 
 from __future__ import annotations
 
@@ -49,7 +44,7 @@ class FaultTarget:
     """Folder with the wrappers of `Fault.commands` and their marker."""
     slurm: Slurm
     signals: SignalSender
-    control: ClusterControl | None = None
+    control: TestClusterControl | None = None
     """Rights over a test cluster; None on any other cluster."""
     patience: float = 1.0
     """Factor on the seconds of waits."""
@@ -215,7 +210,7 @@ class FaultTarget:
                 os.kill(pid, signal.SIGCONT)
 
     @property
-    def _cluster(self) -> ClusterControl:
+    def _cluster(self) -> TestClusterControl:
         if self.control is None:
             raise FaultNotInjected("nothing here has rights over the cluster", where=self.run.path)
         return self.control
@@ -279,27 +274,8 @@ class LocalSignalSender:
         return processes.rank_processes(str(run.path), job_id)
 
 
-class ClusterControl(Protocol):
-    """Rights over a cluster whose nodes are all this machine."""
-
-    conf: Path
-    """Its slurm.conf."""
-
-    def kill_node(self, node: str) -> None:
-        """Kill the node's slurmd; processes of its jobs continue."""
-
-    def stop_ctld(self) -> None:
-        """Stop the controller; running steps continue."""
-
-    def start_ctld(self) -> None:
-        """Start the controller with its old queue; return when it answers."""
-
-    def start_node(self, node: str) -> None:
-        """Start the node's slurmd, unless it runs."""
-
-
 class TestClusterControl:
-    """The test cluster in a folder."""
+    """Rights over the test cluster in a folder, whose nodes are all this machine."""
 
     def __init__(self, folder: Path) -> None:
         """Raises InputError if the folder holds no test cluster."""
@@ -310,15 +286,19 @@ class TestClusterControl:
             raise InputError("no test cluster was started here", where=self._folder, hint=hint)
 
     def kill_node(self, node: str) -> None:
+        """Kill the node's slurmd; processes of its jobs continue."""
         self._script("kill-node", node)
 
     def stop_ctld(self) -> None:
+        """Stop the controller; running steps continue."""
         self._script("stop-ctld")
 
     def start_ctld(self) -> None:
+        """Start the controller with its old queue; return when it answers."""
         self._script("start-ctld")
 
     def start_node(self, node: str) -> None:
+        """Start the node's slurmd, unless it runs."""
         self._script("start-node", node)
 
     def _script(self, verb: str, *arguments: str) -> None:
@@ -340,10 +320,9 @@ def write_wrappers(commands: Mapping[str, str], folder: Path, *, search: str, re
         found = shutil.which(real.get(name, name), path=search)
         if found is None:
             raise InputError(f"{real.get(name, name)} is not on PATH")
+        names = f'real="{found}" provoked="{wrapper_marker(folder)}"'
         inside = f"if grep -qz '^SLURM_JOB_ID=' /proc/${{PPID}}/environ; then\n{text.strip()}\nfi"
-        write_wrapper(
-            folder, name, f'real="{found}" provoked="{wrapper_marker(folder)}"\n{inside}\nexec "${{real}}" "$@"'
-        )
+        write_wrapper(folder, name, f'{names}\n{inside}\nexec "${{real}}" "$@"')
 
 
 def write_wrapper(folder: Path, name: str, text: str) -> Path:

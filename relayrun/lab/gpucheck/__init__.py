@@ -1,6 +1,6 @@
 """`relayrun gpu-check`: measure training on this machine's GPUs, part by part, each with a target.
 
-check, part, report              runs the parts, each in its own process; the table with targets
+check, report                    runs the parts, each in its own process; the table with targets
 setup, runs                      input of the parts; programs and training runs on this machine
 performance, resume, models      the parts
 cluster                          the check as a Slurm job on a site

@@ -1,12 +1,13 @@
 """A whole check on this machine: its parts, one after the other, the table and the result file.
 
-Each part runs in its own process. A part that raises, dies or hangs leaves a row with the reason and the figures
-measured before, and no process.
+Each part runs in its own process, `python -m relayrun.lab.gpucheck.check MODULE:FUNCTION SETUP FIGURES`. A part that
+raises, dies or hangs leaves a row with the reason and the figures measured before, and no process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import logging
 import os
@@ -22,15 +23,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
-from rich.table import Table
-
 from relayrun import places
-from relayrun.errors import ConfigError, RelayrunError
+from relayrun.errors import ConfigError, RelayrunError, run_main
 from relayrun.files import read_json, write_json
 from relayrun.lab.gpucheck import report
 from relayrun.lab.gpucheck.report import CheckRow
-from relayrun.lab.gpucheck.setup import TRACE_FILE, CheckSetup, last_log_line, log_error, log_tail
+from relayrun.lab.gpucheck.setup import TRACE_FILE, CheckSetup, PartFigures, last_log_line, log_error, log_tail
+from relayrun.watch.text import print_table, text_table
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +52,7 @@ class CheckPart:
     what: str
     """Description in one line."""
     function: str
-    """`module:function`, see `part.py`."""
+    """MODULE:FUNCTION, called with a `CheckSetup` and a `PartFigures`."""
     seconds: float
     """Time limit on a GPU."""
     least: float
@@ -158,14 +157,15 @@ def run_parts(
     for part in parts:
         left = setup.sizes.seconds - (time.monotonic() - began)
         if left < part.least or left <= 0:
-            words = f"the {setup.sizes.seconds:.0f} s of the whole check are over"
-            found.append(PartOutcome(name=part.name, status="skipped", words=words))
+            over = f"the {setup.sizes.seconds:.0f} s of the whole check are over"
+            found.append(PartOutcome(name=part.name, status="skipped", words=over))
         else:
             say(f"{part.name}: {part.what}")
             found.append(run_part(setup, part, seconds=min(left, part.seconds * stretch)))
         if found[-1].status in ("failed", "timeout"):
             say(log_tail(setup.parts / f"{part.name}.log", 80))
-        say(f"{part.name}: {found[-1].status} in {found[-1].seconds:.0f} s" + _reason_suffix(found[-1].words))
+        words = f": {found[-1].words}" if found[-1].words else ""
+        say(f"{part.name}: {found[-1].status} in {found[-1].seconds:.0f} s{words}")
     return found
 
 
@@ -176,7 +176,7 @@ def run_part(setup: CheckSetup, part: CheckPart, *, seconds: float) -> PartOutco
     figures.unlink(missing_ok=True)
     setup.write(given)
     mark = secrets.token_hex(8)
-    command = [sys.executable, "-m", "relayrun.lab.gpucheck.part", part.function, str(given), str(figures)]
+    command = [sys.executable, "-m", "relayrun.lab.gpucheck.check", part.function, str(given), str(figures)]
     started = time.monotonic()
     status: PartStatus = "done"
     words: str | None = None
@@ -198,17 +198,8 @@ def run_part(setup: CheckSetup, part: CheckPart, *, seconds: float) -> PartOutco
         finally:
             kill_marked_processes(mark)
             process.wait()
-    return PartOutcome(
-        name=part.name,
-        status=status,
-        seconds=time.monotonic() - started,
-        words=words,
-        figures=_read_figures(figures),
-    )
-
-
-def _reason_suffix(words: str | None) -> str:
-    return f": {words}" if words else ""
+    took = time.monotonic() - started
+    return PartOutcome(name=part.name, status=status, seconds=took, words=words, figures=_read_figures(figures))
 
 
 def _read_figures(path: Path) -> dict[str, Any]:
@@ -245,7 +236,7 @@ def _has_mark(pid: int, needle: bytes) -> bool:
 
 def result_record(setup: CheckSetup, found: Sequence[PartOutcome], *, seconds: float) -> dict[str, Any]:
     """Return the content of the result file: all figures, without paths of this machine."""
-    made: dict[str, Any] = {
+    made = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": setup.device,
         "gpus": setup.gpus,
@@ -257,40 +248,42 @@ def result_record(setup: CheckSetup, found: Sequence[PartOutcome], *, seconds: f
         "stall_allowance": setup.sizes.stall_allowance,
         "parts": [asdict(outcome) for outcome in found],
     }
-    shown = {str(setup.path): "(folder of the check)", str(places.CODE_ROOT): "(repository)", sys.prefix: "(Python)"}
-    without: dict[str, Any] = _replace_paths(made, shown)
+    text = json.dumps(made)
+    for old, new in (
+        (str(setup.path), "(folder of the check)"),
+        (str(places.CODE_ROOT), "(repository)"),
+        (sys.prefix, "(Python)"),
+    ):
+        text = text.replace(json.dumps(old)[1:-1], new)
+    without: dict[str, Any] = json.loads(text)
     return without
-
-
-def _replace_paths(value: Any, places: dict[str, str]) -> Any:
-    if isinstance(value, str):
-        for old, new in places.items():
-            value = value.replace(old, new)
-        return value
-    if isinstance(value, dict):
-        return {name: _replace_paths(item, places) for name, item in value.items()}
-    return [_replace_paths(item, places) for item in value] if isinstance(value, list) else value
 
 
 def result_path(setup: CheckSetup, *, partial: bool) -> Path:
     """Return the path of the result: in benchmarks/results for a complete check of a GPU."""
     if setup.tiny:
         return setup.path / "gpu-tiny.json"
-    return (RESULTS_FOLDER if RESULTS_FOLDER.is_dir() and not partial else setup.path) / report.result_file_name(
-        setup.device
-    )
+    folder = RESULTS_FOLDER if RESULTS_FOLDER.is_dir() and not partial else setup.path
+    return folder / report.result_file_name(setup.device)
 
 
 def print_result(path: Path, table: Sequence[CheckRow]) -> None:
     """Print the table, the missed targets once more, and the path of the result."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=200)
-    made = Table("part", "what", "measured", "target", "reached")
-    for row in table:
-        made.add_row(row.part, row.what, row.value, row.target, row.verdict)
-    console.print(made, markup=False)
+    cells = [(row.part, row.what, row.value, row.target, row.verdict) for row in table]
+    print_table(text_table(("part", "what", "measured", "target", "reached"), cells))
     for row in table:
         if row.fails:
-            console.print(f"FAILED: {row.part}: {row.what}: {row.value or row.verdict}", markup=False, soft_wrap=True)
-    console.print(f"result: {path}", soft_wrap=True, markup=False)
+            print(f"FAILED: {row.part}: {row.what}: {row.value or row.verdict}")
+    print(f"result: {path}")
+
+
+def main() -> int:
+    """Measure one part in this process; the last line of its log is the reason of an error."""
+    what, setup, figures = sys.argv[1:4]
+    module, _, name = what.partition(":")
+    getattr(importlib.import_module(module), name)(CheckSetup.read(Path(setup)), PartFigures(Path(figures)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

@@ -71,9 +71,8 @@ def gpus_per_node(setup: CheckSetup, cluster: dict[str, Any]) -> int:
     given = [text.partition("=")[2] for text in setup.overrides if text.startswith("job.gpus_per_node=")]
     found = str(given[-1] if given else cluster.get("job", {}).get("gpus_per_node", ""))
     if not found.isdecimal() or not int(found):
-        raise ConfigError(
-            "nothing says how many GPUs a node has", where="job.gpus_per_node", hint="--set job.gpus_per_node=4"
-        )
+        hint = "--set job.gpus_per_node=4"
+        raise ConfigError("nothing says how many GPUs a node has", where="job.gpus_per_node", hint=hint)
     return int(found)
 
 
@@ -117,9 +116,8 @@ def read_cluster(name: str) -> dict[str, Any]:
     path = Path(name) if name.endswith((".yaml", ".yml")) else CLUSTER_FOLDER / f"{name}.yaml"
     if not path.is_file():
         known = ", ".join(sorted(entry.stem for entry in CLUSTER_FOLDER.glob("*.yaml")))
-        raise ConfigError(
-            f"unknown cluster {name!r}; there are: {known}; or give the path of a file", where="--cluster"
-        )
+        words = f"unknown cluster {name!r}; there are: {known}; or give the path of a file"
+        raise ConfigError(words, where="--cluster")
     values = yaml_file.read_yaml(path).values
     try:
         ClusterSection.model_validate(values)
@@ -132,27 +130,18 @@ def read_cluster(name: str) -> dict[str, Any]:
 
 def cluster_inside_job(cluster: dict[str, Any], *, tiny: bool) -> dict[str, Any]:
     """Return section `cluster` of the training runs: the job has loaded modules and entered the container already."""
-    kept: dict[str, Any] = {
-        name: cluster[name] for name in ("name", "python", "command_prefix", "transformer_engine") if name in cluster
-    }
-    environment: dict[str, str] = {
-        # many runs start at once, each with few kernels to compile
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        **cluster.get("environment", {}),
-        "WANDB_MODE": "disabled",
-    }
-    if tiny:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
+    names = ("name", "python", "command_prefix", "transformer_engine")
+    threads = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # many runs start at once, each with few kernels to compile
+    environment = threads | cluster.get("environment", {}) | {"WANDB_MODE": "disabled"}
+    environment |= {"CUDA_VISIBLE_DEVICES": ""} if tiny else {}
+    kept = {name: cluster[name] for name in names if name in cluster}
     return {**kept, "scheduler": "local", "environment": environment}
 
 
 def check_arguments(setup: CheckSetup, *, slurm: bool) -> None:
     """Raise ConfigError for wrong arguments before anything is started."""
     if setup.nodes < 1 or (setup.nodes > 1 and not slurm):
-        raise ConfigError(
-            f"{setup.nodes} nodes need a cluster with Slurm", where="--nodes", hint="name its file: --cluster NAME"
-        )
+        hint = "name its file: --cluster NAME"
+        raise ConfigError(f"{setup.nodes} nodes need a cluster with Slurm", where="--nodes", hint=hint)
     if setup.tiny or not slurm:  # a job requests GPUs that were not counted yet
-        runs.compose_values(
-            setup, runs.check_run_values(setup, "check", performance.large_run_sections(setup, micro_batch=1, steps=1))
-        )
+        runs.checked_config(setup, "check", performance.large_run_sections(setup, micro_batch=1, steps=1))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from relayrun.config.compose import resolve
 from relayrun.errors import RelayrunError
@@ -50,7 +49,7 @@ def measure_export(setup: CheckSetup, figures: PartFigures) -> None:
             "seq_length": sizes.resumed_seq_length,
         },
     }
-    run = runs.train_run(setup, "export", sections, steps=EXPORT_STEPS)
+    run = runs.start_run(setup, "export", sections).wait(EXPORT_STEPS)
     folder = setup.path / "exported"
     shutil.rmtree(folder, ignore_errors=True)
     run_and_record_program(setup, figures, "models:export_and_compare", run_dir=run.path, folder=folder)
@@ -141,21 +140,14 @@ LAYOUT_VARIANTS: dict[str, ModelVariant] = {
     "pipeline": ModelVariant("two pipeline stages", {"parallel": {"pipeline_model_parallel_size": 2}}),
     "context": ModelVariant(
         "two context-parallel ranks, documents in rows",
-        {
-            "parallel": {"context_parallel_size": 2},
-            "data": DOCUMENTS,
-            "training": {"transformer_impl": "local"},
-        },
+        {"parallel": {"context_parallel_size": 2}, "data": DOCUMENTS, "training": {"transformer_impl": "local"}},
     ),
     "experts": ModelVariant(
         "experts over two ranks", {**EXPERT_DISPATCH, "parallel": {"expert_model_parallel_size": 2}}
     ),
     "whole_experts": ModelVariant(
         "whole experts on two tensor-parallel ranks",
-        {
-            **EXPERT_DISPATCH,
-            "parallel": SEQUENCE | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
-        },
+        {**EXPERT_DISPATCH, "parallel": SEQUENCE | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}},
     ),
     "instances": ModelVariant("two distributed optimizers", {"parallel": {"num_distributed_optimizer_instances": 2}}),
     "overlap": ModelVariant(
@@ -192,24 +184,18 @@ def try_variants(setup: CheckSetup, figures: PartFigures, variants: Mapping[str,
     folder.mkdir(parents=True)
     for name, variant in variants.items():
         try:
-            write_atomic(
-                folder / f"{name}.yaml",
-                variant_config_text(setup, name, variant.sections, ranks=ranks, precision="bf16"),
-            )
+            text = variant_config_text(setup, name, variant.sections, ranks=ranks, precision="bf16")
+            write_atomic(folder / f"{name}.yaml", text)
             if variant.exact is not None:
                 exact = merge_sections(variant.sections, variant.exact)
-                write_atomic(
-                    folder / f"{name}-exact.yaml",
-                    variant_config_text(setup, name, exact, ranks=ranks, precision="fp32"),
-                )
+                text = variant_config_text(setup, name, exact, ranks=ranks, precision="fp32")
+                write_atomic(folder / f"{name}-exact.yaml", text)
         except RelayrunError as error:
             (folder / f"{name}.yaml").unlink(missing_ok=True)
             figures.add(name, {"what": variant.what, "not_measured": error.message})
     if not any(folder.iterdir()):
         return False
-    found: dict[str, Any] = run_and_record_program(
-        setup, figures, "models:try_all_variants", ranks=ranks, configs=folder
-    )
+    found = run_and_record_program(setup, figures, "models:try_all_variants", ranks=ranks, configs=folder)
     for name, one in found.items():
         figures.add(name, {"what": variants[name].what} | one)
     return True
@@ -232,8 +218,6 @@ def variant_config_text(setup: CheckSetup, name: str, sections: Sections, *, ran
         "job": {"time": "01:00:00", "ntasks_per_node": ranks, "gpus_per_node": min(ranks, setup.gpus)},
     }
     made = merge_sections(runs.check_run_values(setup, f"models-{name}", common), sections)
-    if (
-        made["model"].get("transformer", {}).get("multi_latent_attention")
-    ):  # no grouped queries in multi-latent attention
+    if made["model"].get("transformer", {}).get("multi_latent_attention"):  # it has no grouped queries
         made["model"]["num_query_groups"] = made["model"]["num_attention_heads"]
     return resolve.dump_run_config(runs.compose_values(setup, made))

@@ -1,9 +1,4 @@
-"""The parts `environment`, `attention`, `bandwidth`, `speed` and `save`: the device and its speed.
-
-`environment` records versions, device state, and the speed of a matrix product and of a copy. `attention` measures
-the kernels of one layer, `bandwidth` an all-reduce, `speed` training of a Llama of 1B parameters with a breakdown of
-time and memory, `save` the stall of an asynchronous save, and a load.
-"""
+"""The parts `environment`, `attention`, `bandwidth`, `speed` and `save`: the device and its speed."""
 
 from __future__ import annotations
 
@@ -64,7 +59,7 @@ def measure_bandwidth(setup: CheckSetup, figures: PartFigures) -> None:
         figures.add("nodes", read_json(nodes))
     elif setup.nodes > 1:
         figures.add("nodes", {"not_measured": f"the ranks of the {setup.nodes} nodes left nothing; see the job's log"})
-    ranks = setup.ranks if setup.gpus else setup.sizes.cpu_ranks
+    ranks = setup.gpus or setup.sizes.cpu_ranks
     if ranks < 2:
         figures.add("machine", {"not_measured": "this machine has one GPU"})
     else:
@@ -113,7 +108,7 @@ def measure_save(setup: CheckSetup, figures: PartFigures) -> None:
             "manual_gc_interval": 1000,
             "hooks": [
                 {"hook": f"{runs.HOOKS_MODULE}:SavePaceHook", "options": {"interval": sizes.interval}},
-                {"hook": f"{runs.HOOKS_MODULE}:CutHook", "options": {"cuts": cuts}},
+                runs.cut_hook(cuts),
             ],
         },
         "optimizer": {"lr": 1e-4, "lr_warmup_steps": 0},
@@ -138,15 +133,11 @@ def measure_save(setup: CheckSetup, figures: PartFigures) -> None:
     if started is None or not runs.iteration_lines(chain.run, 2):
         raise CheckFailed(f"the successor of the killed run did not train: {chain.why()}", where=chain.log)
     load = started.loaded - started.initialised
-    figures.add(
-        "load",
-        {
-            "seconds": load,
-            "bytes_per_second": size / load,
-            "import_seconds": started.imported - started.process,
-            "set_up_seconds": started.initialised - started.imported,
-        },
-    )
+    times = {
+        "import_seconds": started.imported - started.process,
+        "set_up_seconds": started.initialised - started.imported,
+    }
+    figures.add("load", {"seconds": load, "bytes_per_second": size / load, **times})
     runs.remove_checkpoints(chain.run)
 
 
@@ -252,13 +243,6 @@ def summarize_trace(path: Path) -> dict[str, Any]:
     }
 
 
-def pack_trace(path: Path, target: Path) -> int:
-    """Write a trace to `target` as gzip, which trace viewers open; return its bytes."""
-    with path.open("rb") as source, gzip.open(target, "wb", compresslevel=5) as packed:
-        shutil.copyfileobj(source, packed)
-    return target.stat().st_size
-
-
 def measure_speed(setup: CheckSetup, figures: PartFigures) -> None:
     """Find the micro-batch, train, and record the figures. Raises CheckFailed."""
     sizes = setup.sizes
@@ -349,7 +333,7 @@ def first_micro_batch(config: RunConfig, vocabulary: int, memory: int | None, la
 
 def run_batch_search(setup: CheckSetup, config: RunConfig, first: int) -> dict[str, Any]:
     """Try micro-batches; tries before a crash of the program count if one of them fits."""
-    file = setup.path / "configs" / "search-resolved.yaml"
+    file = setup.parts / "search-resolved.yaml"
     file.write_text(resolve.dump_run_config(config), encoding="utf-8")
     found: dict[str, Any]
     try:
@@ -369,12 +353,8 @@ def training_speed(
     seconds = (ended["time"] - began["time"]) / measured
     training = config.training
     tokens = training.global_batch_size * training.seq_length
-    flops = (
-        flops_per_token(config.model, setup.sizes.vocabulary, training.seq_length)
-        * tokens
-        / seconds
-        / config.world_size
-    )
+    each = flops_per_token(config.model, setup.sizes.vocabulary, training.seq_length)
+    flops = each * tokens / seconds / config.world_size
     peak = peak_flops(setup.device) if training.resolved_precision == "bf16" else None
     window = lines[warm_up : warm_up + measured]
     return {
@@ -412,4 +392,6 @@ def keep_trace(setup: CheckSetup, run: Run) -> dict[str, Any]:
     if not files:
         raise CheckFailed(f"the profiler left no trace in {run.debug_of(1) / 'profile'}")
     packed = setup.path / TRACE_FILE
-    return {**summarize_trace(files[0]), "file": packed.name, "file_bytes": pack_trace(files[0], packed)}
+    with files[0].open("rb") as source, gzip.open(packed, "wb", compresslevel=5) as target:  # trace viewers open it
+        shutil.copyfileobj(source, target)
+    return {**summarize_trace(files[0]), "file": packed.name, "file_bytes": packed.stat().st_size}

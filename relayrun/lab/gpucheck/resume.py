@@ -22,6 +22,8 @@ from relayrun.lab.small_run import merge_sections
 
 NODE_RECOVERY: dict[str, dict[str, Any]] = {"chain": {"recovery": "node"}, "checkpoint": {"memory_interval": 1}}
 RESUME_MODES = {"deterministic": True, "default": False}
+RECORDED_FIELDS = ("words", "iteration", "again", "source", "next_iteration", "steps_lost", "seconds")
+"""Fields of a failed restart in the result; others name hosts."""
 CUT_NAMES = ("SIGUSR2", "SIGKILL", "asynchronous save")
 
 
@@ -58,16 +60,11 @@ def resume_run_sections(setup: CheckSetup, mode: str) -> list[tuple[str, dict[st
         "sync": (False, [{"signal": "SIGUSR2", "iteration": early}, {"signal": "SIGKILL", "iteration": late}]),
         "async": (True, [{"signal": "SIGKILL", "saves": 1}]),
     }
-    return [
-        (
-            name,
-            merge_sections(
-                runs.recorded_run_sections(setup, cuts=cuts, deterministic=RESUME_MODES[mode]),
-                {"checkpoint": {"async_save": beside}},
-            ),
-        )
-        for name, (beside, cuts) in plans.items()
-    ]
+    found = []
+    for name, (beside, cuts) in plans.items():
+        sections = runs.recorded_run_sections(setup, cuts=cuts, deterministic=RESUME_MODES[mode])
+        found.append((name, merge_sections(sections, {"checkpoint": {"async_save": beside}})))
+    return found
 
 
 def compare_resumed_runs(whole: Run, sync: Run, beside: Run) -> dict[str, Any]:
@@ -99,11 +96,9 @@ def measure_recovery(setup: CheckSetup, figures: PartFigures) -> None:
     """Run both, and compare. Raises CheckFailed if a run does not finish, or has no digests."""
     ranks = setup.gpus or setup.sizes.cpu_ranks
     cuts = deaths_by_restart(setup, ranks)
-    sections = runs.recorded_run_sections(setup, cuts=cuts, deterministic=True, ranks=ranks)
-    whole = runs.start_run(
-        setup, "recovery-whole", runs.recorded_run_sections(setup, cuts=[], deterministic=True, ranks=ranks)
-    )
-    disturbed = runs.start_run(setup, "recovery-restarts", merge_sections(sections, NODE_RECOVERY))
+    plain, cut = (runs.recorded_run_sections(setup, cuts=each, deterministic=True, ranks=ranks) for each in ([], cuts))
+    whole = runs.start_run(setup, "recovery-whole", plain)
+    disturbed = runs.start_run(setup, "recovery-restarts", merge_sections(cut, NODE_RECOVERY))
     try:
         disturbed.process.wait()
         figures.add("job", recorded_attempts(disturbed.run) | {"ranks": ranks, "kills": len(cuts)})
@@ -131,16 +126,7 @@ def recorded_attempts(run: Run) -> dict[str, Any]:
     return {
         "attempts": len(numbers),
         "restarts": [
-            {
-                "attempt": number,
-                "words": failed.words,
-                "iteration": failed.iteration,
-                "again": failed.again,
-                "source": failed.source,
-                "next_iteration": failed.next_iteration,
-                "steps_lost": failed.steps_lost,
-                "seconds": failed.seconds,
-            }
+            {"attempt": number} | {name: getattr(failed, name) for name in RECORDED_FIELDS}
             for number in numbers
             for failed in restarts.read_failed_restarts(run.attempt(number))
         ],

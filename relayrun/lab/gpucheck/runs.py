@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relayrun import places
 from relayrun.config.compose import resolve, yaml_file
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.chain import failure_reason
@@ -18,15 +17,7 @@ from relayrun.control.rundir.records import AttemptOutcome
 from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.files import read_lines
 from relayrun.lab.gpucheck.setup import NOTES_FOLDER, CheckFailed, CheckSetup, last_log_line, log_tail
-from relayrun.lab.small_run import (
-    SEED,
-    Sections,
-    random_data,
-    run_config_values,
-    run_in,
-    submit_command,
-    write_config,
-)
+from relayrun.lab.small_run import SEED, Sections, random_data, run_config_values, run_in, start_submit, write_config
 
 HOOKS_MODULE = "relayrun.lab.gpucheck.programs.hooks"
 
@@ -51,10 +42,10 @@ class LocalChain:
     def why(self) -> str:
         """Return STOP and the newest failure of a rank in one line, and print the run's logs."""
         reason = stop_reason(self.run) if self.run.path.exists() else None
-        begins = [self.run.attempt(number).read_begin() for number in self.run.attempt_numbers()[-1:]]
+        attempts = [self.run.attempt(number) for number in self.run.attempt_numbers()]
+        begins = [attempt.read_begin() for attempt in attempts[-1:]]
         for log in [self.log, *(Path(begin.log) for begin in begins if begin is not None and begin.log)]:
             print(log_tail(log), flush=True)  # goes into the part's log
-        attempts = [self.run.attempt(number) for number in self.run.attempt_numbers()]
         said = [failure.error for attempt in attempts for failure in failure_reason.read_failures(attempt)]
         return " ".join(("; ".join(filter(None, [reason, *said[-1:]])) or last_log_line(self.log)).split())[:1500]
 
@@ -85,20 +76,13 @@ def start_run(setup: CheckSetup, name: str, sections: Sections) -> LocalChain:
     run, log = run_in(setup.path, name), setup.parts / f"{name}.log"
     shutil.rmtree(run.path, ignore_errors=True)
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            submit_command(file, setup.overrides),
-            cwd=places.CODE_ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-        )
+        process = start_submit(file, setup.overrides, stdout=output, stderr=output)
     return LocalChain(run=run, process=process, log=log)
 
 
 def checked_config(setup: CheckSetup, name: str, sections: Sections) -> RunConfig:
     """Return the config of a training run, checked as by a submit. Raises ConfigError."""
-    file = write_config(setup.path, check_run_values(setup, name, sections))
-    return resolve.require_native(resolve.load_run_config(file, setup.overrides))
+    return compose_values(setup, check_run_values(setup, name, sections))
 
 
 def compose_values(setup: CheckSetup, made: Mapping[str, Any]) -> RunConfig:
@@ -109,19 +93,11 @@ def compose_values(setup: CheckSetup, made: Mapping[str, Any]) -> RunConfig:
         return resolve.require_native(resolve.load_run_config(Path(file.name), setup.overrides))
 
 
-def train_run(setup: CheckSetup, name: str, sections: Sections, *, steps: int) -> Run:
-    """Submit a training run and wait for its end. Raises CheckFailed."""
-    return start_run(setup, name, sections).wait(steps)
-
-
 def train_until(setup: CheckSetup, name: str, sections: Sections, *, steps: int) -> Run:
     """Train `steps` iterations and kill the run: a timed run needs no final save. Raises CheckFailed."""
-    cut = {
-        "hook": f"{HOOKS_MODULE}:CutHook",
-        "options": {"cuts": [{"signal": "SIGKILL", "iteration": steps}]},
-    }
     training = dict(sections["training"])
-    training |= {"steps": steps + 1, "hooks": [*training.get("hooks", []), cut]}
+    hooks = [*training.get("hooks", []), cut_hook([{"signal": "SIGKILL", "iteration": steps}])]
+    training |= {"steps": steps + 1, "hooks": hooks}
     chain = start_run(setup, name, {**sections, "training": training})
     chain.process.wait()
     lines = iteration_lines(chain.run, 1)
@@ -130,12 +106,13 @@ def train_until(setup: CheckSetup, name: str, sections: Sections, *, steps: int)
     return chain.run
 
 
+def cut_hook(cuts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the setting of a `CutHook`."""
+    return {"hook": f"{HOOKS_MODULE}:CutHook", "options": {"cuts": list(cuts)}}
+
+
 def recorded_run_sections(
-    setup: CheckSetup,
-    *,
-    cuts: Sequence[Mapping[str, Any]],
-    deterministic: bool,
-    ranks: int | None = None,
+    setup: CheckSetup, *, cuts: Sequence[Mapping[str, Any]], deterministic: bool, ranks: int | None = None
 ) -> dict[str, dict[str, Any]]:
     """Return the sections of a small run that records digests of every iteration, and interrupts itself.
 
@@ -151,10 +128,7 @@ def recorded_run_sections(
             "global_batch_size": 2 * sizes.resumed_batch * ranks,
             "seq_length": sizes.resumed_seq_length,
             "deterministic": deterministic,
-            "hooks": [
-                f"{HOOKS_MODULE}:DigestHook",
-                {"hook": f"{HOOKS_MODULE}:CutHook", "options": {"cuts": list(cuts)}},
-            ],
+            "hooks": [f"{HOOKS_MODULE}:DigestHook", cut_hook(cuts)],
         },
         "checkpoint": {"interval": sizes.interval, "keep_last": 1},
         "job": {"ntasks_per_node": ranks},

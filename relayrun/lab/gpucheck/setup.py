@@ -1,8 +1,4 @@
-"""Input of the parts of a check (folder, device, sizes), and programs on ranks.
-
-Each part reads `CheckSetup` from a file; `PartFigures` keeps its figures on disk. `run_program` starts a function of
-`programs` on the ranks as a training run starts its ranks; `log_error` finds the error in a log.
-"""
+"""Input of the parts of a check (folder, device, sizes), their figures on disk, and programs on ranks."""
 
 from __future__ import annotations
 
@@ -25,6 +21,7 @@ NOTES_FOLDER = "gpu-check"
 """Folder of a run directory in which the check's hooks write records."""
 TRACE_FILE = "trace.json.gz"
 """Name of the trace in the folder of the check."""
+LARGE_MODEL = "configs/models/llama3-1b.yaml"
 TIED = {"untie_embeddings_and_output_weights": False}
 T = TypeVar("T")
 
@@ -112,11 +109,6 @@ class CheckSizes:
     """Ranks of the bandwidth part without a GPU."""
 
 
-def _model_of_file(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = yaml_file.read_yaml(places.shared_file(f"configs/models/{name}.yaml")).values["model"]
-    return found
-
-
 def check_sizes(*, tiny: bool) -> CheckSizes:
     """Return the sizes for a GPU (a Llama of 1B parameters), or tiny ones: less than a minute on two CPU cores."""
 
@@ -126,7 +118,7 @@ def check_sizes(*, tiny: bool) -> CheckSizes:
     tiny_model = model_section(2, 64, 128, 4, 2)
     return CheckSizes(
         seconds=size(480, 1800),  # tiny: the machine may have other work
-        model=tiny_model | TIED if tiny else _model_of_file("llama3-1b"),
+        model=tiny_model | TIED if tiny else yaml_file.read_yaml(places.shared_file(LARGE_MODEL)).values["model"],
         vocabulary=size(128_256, 512),
         seq_length=size(4096, 64),
         micro_batches=size(4, 2),
@@ -207,9 +199,7 @@ class CheckSetup:
         """Return the environment of programs on the ranks, the same as a training run's."""
         path = os.pathsep.join(filter(None, [str(places.CODE_ROOT), os.environ.get("PYTHONPATH")]))
         own = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-        return (
-            dict(os.environ) | own | {name: str(value) for name, value in self.cluster.get("environment", {}).items()}
-        )
+        return os.environ | own | {name: str(value) for name, value in self.cluster.get("environment", {}).items()}
 
     def write(self, path: Path) -> None:
         write_json(path, asdict(self), durable=False)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -19,14 +17,15 @@ from relayrun.control.trainers.registry import trainer_of
 from relayrun.submit.check.findings import CheckFinding, count_noun
 from relayrun.submit.check.report import CheckReport
 from relayrun.submit.forecast import SECONDS_PER_HOUR, Forecast, format_bytes
+from relayrun.watch.text import print_table
 
 LEVEL_COLORS = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
 def print_report(report: CheckReport, changes: Sequence[str]) -> None:
     """Print findings and plan. `changes`: what differs from the run's last revision, a line each."""
-    _print_table(findings_table(report.findings.all))
-    _print_table(plan_table(report, changes))
+    print_table(findings_table(report.findings.all))
+    print_table(plan_table(report, changes))
     findings = report.findings
     errors, warnings = count_noun(len(findings.errors), "error"), count_noun(len(findings.warnings), "warning")
     verdict = "submit would refuse this" if findings.errors else "submit would take this"
@@ -234,15 +233,3 @@ def _hour_words(hours: float) -> str:
     if hours < 2 / 60:
         return f"{hours * SECONDS_PER_HOUR:.0f} s"
     return f"{hours * 60:.0f} min" if hours < 2 else f"{hours:,.1f} h" if hours < 1e6 else f"{hours:.3g} h"
-
-
-def _print_table(table: Table) -> None:
-    """Print a table; into a file or pipe without folding and colors."""
-    console = Console() if sys.stdout.isatty() else Console(width=400)
-    if sys.stdout.isatty():
-        console.print(table)
-        return
-    with console.capture() as text:
-        console.print(table)
-    for line in text.get().splitlines():
-        print(line.rstrip())

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from relayrun.control.rundir.restarts import FailedRestart
 from relayrun.control.rundir.run import Run
-from relayrun.watch.goodput.attribution import NEEDED_COLUMNS, AttributedTime, CountedWork, Mask, attribute_time
+from relayrun.watch.goodput.attribution import NEEDED_COLUMNS, CountedWork, Mask, attribute_time
 from relayrun.watch.goodput.facts import NodeAllocation, RunFacts, read_run_facts
 from relayrun.watch.goodput.ledger import (
     LOST_PARTS,
@@ -182,11 +182,25 @@ def account_for_run(
     found: list[AllocationAccount] = []
     for allocation in facts.allocations:
         blocks = read_metrics_blocks(allocation.facts.attempt.metrics, names) if allocation.facts is not None else ()
-        told = None if sink is None else sink(allocation)
         booked = attribute_time(
-            allocation, blocks, sink=told, seen=None if seen is None else seen(allocation), grain=grain
+            allocation,
+            blocks,
+            sink=None if sink is None else sink(allocation),
+            seen=None if seen is None else seen(allocation),
+            grain=grain,
         )
-        found.append(_allocation_account(allocation, booked, found))
+        found.append(
+            AllocationAccount(
+                allocation=allocation,
+                start=booked.start / MICROSECONDS_PER_SECOND,
+                end=booked.end / MICROSECONDS_PER_SECOND,
+                parts=booked.parts,
+                restarts=booked.restarts,
+                stepped=booked.stepped,
+                work=booked.work,
+                waited=divide_wait(allocation, found[-1].allocation if found else None),
+            )
+        )
     return NodeTimeAccount(
         run=run,
         name=facts.plan.run,
@@ -196,21 +210,6 @@ def account_for_run(
         waited={name: sum(each.waited[name] for each in found) for name in WAIT_KINDS},
         losses=lost_time_by_cause(found),
         evaluated_outside=facts.evaluated_outside,
-    )
-
-
-def _allocation_account(
-    allocation: NodeAllocation, booked: AttributedTime, before: Sequence[AllocationAccount]
-) -> AllocationAccount:
-    return AllocationAccount(
-        allocation=allocation,
-        start=booked.start / MICROSECONDS_PER_SECOND,
-        end=booked.end / MICROSECONDS_PER_SECOND,
-        parts=booked.parts,
-        restarts=booked.restarts,
-        stepped=booked.stepped,
-        work=booked.work,
-        waited=divide_wait(allocation, before[-1].allocation if before else None),
     )
 
 

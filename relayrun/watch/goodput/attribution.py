@@ -7,9 +7,10 @@ allocation, whatever the clocks of the records say.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -77,11 +78,10 @@ class AttributedTime:
     @property
     def parts(self) -> dict[str, int]:
         """Parts summed over all restarts."""
-        found: dict[str, int] = {}
+        found: Counter[str] = Counter()
         for each in self.restarts:
-            for part, amount in each.parts.items():
-                found[part] = found.get(part, 0) + amount
-        return found
+            found.update(each.parts)
+        return dict(found)
 
 
 def attribute_time(
@@ -309,12 +309,7 @@ def _as_microseconds(seconds: Column, *, most: float = LONGEST_STEP_SECONDS) -> 
 
 def _iteration_limits(facts: AttemptFacts) -> list[float]:
     """The last iteration that counts: after the last rollback, before it, ..., before the first."""
-    limit = facts.limit
-    found = [limit]
-    for base in reversed(facts.rollbacks):
-        limit = min(limit, base)
-        found.append(limit)
-    return found
+    return list(accumulate(reversed(facts.rollbacks), min, initial=facts.limit))
 
 
 def _attribute_end(ledger: Ledger, allocation: NodeAllocation, facts: AttemptFacts, *, under_way: str) -> None:

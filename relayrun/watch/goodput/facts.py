@@ -54,12 +54,8 @@ class AttemptFacts:
     @property
     def first_start(self) -> StartTimes | None:
         """Start times of the first ranks; None if they failed to start, and `started` belongs to a restart."""
-        failed = (
-            self.started is not None
-            and bool(self.failed_restarts)
-            and self.failed_restarts[0].time < self.started.loaded
-        )
-        return None if failed else self.started
+        failed, started = self.failed_restarts, self.started
+        return None if started is not None and failed and failed[0].time < started.loaded else started
 
     @property
     def end_seen(self) -> bool:
@@ -253,6 +249,7 @@ def _attempt_facts(
         each.restart: Hang.read(restarts.failed_restart_folder(attempt.failures, each.restart) / attempt.hang.name)
         for each in failed
     }
+    bases = [int(entry["base_iteration"]) for entry in read_lines(attempt.rollbacks)]
     return AttemptFacts(
         attempt=attempt,
         begin=begin,
@@ -264,9 +261,7 @@ def _attempt_facts(
         last_sign=max(signs),
         commits=commits,
         limit=limit,
-        rollbacks=iteration_resets(
-            attempt.metrics, [int(entry["base_iteration"]) for entry in read_lines(attempt.rollbacks)]
-        ),
+        rollbacks=iteration_resets(attempt.metrics, bases),
         blamed=blamed,
         failed_restarts=failed,
         hangs={number: found for number, found in hangs.items() if found is not None},

@@ -1,7 +1,6 @@
 """The parts of node time, and the ledger that books the time of one allocation into them.
 
-`PARTS` names every part, its group, and its category in Google's ml-goodput-measurement. `Ledger` holds a cursor that
-moves from the start of the allocation to its end; each microsecond is booked once.
+Each part has a group, and a category in Google's ml-goodput-measurement.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ Each table is a pair of columns (`|n` marks a column of numbers) and rows; the t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,16 +29,12 @@ PART_COLUMNS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 def account_summary(account: NodeTimeAccount) -> str:
     """Return the main figures of a run in a few lines."""
-    waits = [
-        f"{name} {format_duration(account.waited[name])}"
-        for name in WAIT_KINDS
-        if account.waited[name] or name == WAIT_KINDS[0]
-    ]
+    shown = [name for name in WAIT_KINDS if account.waited[name] or name == WAIT_KINDS[0]]
+    waits = [f"{name} {format_duration(account.waited[name])}" for name in shown]
     lines = [
         f"{account.name}: {format_node_time(account.allocated)} allocated, goodput {account.goodput:.1%}",
         f"effective training time {account.effective_training_time:.1%} of {format_duration(account.elapsed)} "
-        "since the first "
-        f"submission; without nodes: {', '.join(waits)}",
+        f"since the first submission; without nodes: {', '.join(waits)}",
     ]
     figures = []
     if account.tokens_per_node_hour is not None:
@@ -64,12 +61,8 @@ class AccountTable(NamedTuple):
 def account_tables(account: NodeTimeAccount) -> list[AccountTable]:
     """Return the tables of an account: by part, by attempt, by restart if there was one, by cause of the end."""
     restarts = restarts_table(account)
-    return [
-        parts_table(account),
-        allocations_table(account),
-        *([restarts] if restarts.rows else []),
-        lost_time_table(account),
-    ]
+    found = [parts_table(account), allocations_table(account), restarts, lost_time_table(account)]
+    return [table for table in found if table.rows or table is not restarts]
 
 
 def parts_table(account: NodeTimeAccount) -> AccountTable:
@@ -178,11 +171,7 @@ def account_as_json(account: NodeTimeAccount) -> dict[str, Any]:
         "google": as_ml_goodput(account),
         "without_nodes_seconds": _seconds(account.waited),
         "evaluation_jobs_left_out": account.evaluated_outside,
-        "attempts": [
-            {"attempt": each.attempt, **_allocation_as_json(each), **_attempt_as_json(each)}
-            for each in account.allocations
-            if each.attempt is not None
-        ],
+        "attempts": [_attempt_as_json(each) for each in account.allocations if each.attempt is not None],
         "jobs_without_attempt": [
             {**_allocation_as_json(each), "state": each.allocation.state, "why": each.reason}
             for each in account.allocations
@@ -204,10 +193,9 @@ def account_as_json(account: NodeTimeAccount) -> dict[str, Any]:
 
 def as_ml_goodput(account: NodeTimeAccount) -> dict[str, float]:
     """Return node seconds by the names of ml-goodput-measurement, where `TOTAL` is productive time."""
-    sums: dict[str, int] = {}
+    sums: Counter[str] = Counter()
     for part in PARTS:
-        name = part.google or "TOTAL"
-        sums[name] = sums.get(name, 0) + account.parts[part.name]
+        sums[part.google or "TOTAL"] += account.parts[part.name]
     return _seconds(sums)
 
 
@@ -228,6 +216,8 @@ def _allocation_as_json(each: AllocationAccount) -> dict[str, Any]:
 
 def _attempt_as_json(each: AllocationAccount) -> dict[str, Any]:
     return {
+        "attempt": each.attempt,
+        **_allocation_as_json(each),
         "iterations": each.work.iterations,
         "redone_iterations": each.work.redone_iterations,
         "spare_nodes": each.allocation.spare_nodes,
@@ -244,5 +234,5 @@ def _attempt_as_json(each: AllocationAccount) -> dict[str, Any]:
     }
 
 
-def _seconds(amounts: dict[str, int]) -> dict[str, float]:
+def _seconds(amounts: Mapping[str, int]) -> dict[str, float]:
     return {name: amount / MICROSECONDS_PER_SECOND for name, amount in amounts.items()}

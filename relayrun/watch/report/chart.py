@@ -194,10 +194,9 @@ def bar_chart(parts: Sequence[tuple[str, str, float]]) -> Markup:
     for name, css, share in parts:
         width = share * WIDTH
         if width > 0:
+            left, wide = _coordinate(at), _coordinate(width)
             words = tag("title", f"{name}: {share:.1%}")
-            shapes.append(
-                tag("rect", words, x=_coordinate(at), y=0, width=_coordinate(width), height=HEIGHT, class_=css)
-            )
+            shapes.append(tag("rect", words, x=left, y=0, width=wide, height=HEIGHT, class_=css))
         at += width
     label = ", ".join(f"{name} {share:.1%}" for name, _, share in parts if share)
     return tag("div", _svg(shapes), class_="bar", role="img", aria_label=label)

@@ -1,8 +1,7 @@
 """HTML for pages about runs: elements, tables, the style sheet, and the frame of a page.
 
-`tag` escapes all text that is not `Markup`, so the name of a run stays text. `html_page` adds the head, the style
-sheet, and a content policy that forbids scripts and network access. The style sheet serves narrow and wide screens,
-light and dark, and paper.
+All text that is not `Markup` is escaped, so the name of a run stays text. A content policy forbids scripts and network
+access. The style sheet serves narrow and wide screens, light and dark, and paper.
 """
 
 from __future__ import annotations
@@ -118,12 +117,9 @@ def html_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
         for row in rows[-MAX_TABLE_ROWS:]
     ]
     head = tag("thead", tag("tr", *(tag("th", name, class_=css) for name, css in heads)))
-    more = (
-        tag("p", f"The newest {MAX_TABLE_ROWS} of {len(rows):,}.", class_="soft")
-        if len(rows) > MAX_TABLE_ROWS
-        else None
-    )
-    return join_markup([tag("table", head, tag("tbody", *body), class_="many" if len(names) > 4 else None), more])
+    table = tag("table", head, tag("tbody", *body), class_="many" if len(names) > 4 else None)
+    more = tag("p", f"The newest {MAX_TABLE_ROWS} of {len(rows):,}.", class_="soft")
+    return join_markup([table, more if len(rows) > MAX_TABLE_ROWS else None])
 
 
 CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'"

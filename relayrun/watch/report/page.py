@@ -1,8 +1,4 @@
-"""The report as HTML: a page about one run, or about several side by side, and the sections of the page.
-
-Each `..._section` function turns the data of a run (`RunReportData`) into markup. `report_page` joins the sections
-into one HTML file that needs nothing else; `report_as_json` returns the same data as plain values.
-"""
+"""The report as one HTML file, about one run or about several side by side, and as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from relayrun.control.rundir import restarts
 from relayrun.control.rundir.restarts import FailedRestart
 from relayrun.watch.goodput import tables
 from relayrun.watch.goodput.account import WAIT_KINDS, AllocationAccount
-from relayrun.watch.goodput.tables import PART_COLUMNS, account_tables, format_duration, format_node_time
+from relayrun.watch.goodput.tables import PART_COLUMNS, AccountTable, account_tables, format_duration, format_node_time
 from relayrun.watch.report import chart
 from relayrun.watch.report.chart import EMPTY_SERIES, ChartLine, ChartMark, Series, axis_ticks
 from relayrun.watch.report.html import MAX_TABLE_ROWS, Markup, html_page, html_table, join_markup, tag
@@ -79,9 +75,7 @@ def training_section(page: RunReportData) -> Markup:
         drawn = [ChartLine(name=title, series=page.series.get(name, EMPTY_SERIES))]
         smaller.append(chart.line_chart(title, drawn, marks=marks, unit=unit, from_zero=True))
     left_out = page.series.get("loss", EMPTY_SERIES).left_out
-    words = (
-        tag("p", f"{left_out:,} iterations have no finite loss, and are not drawn.", class_="bad") if left_out else None
-    )
+    words = tag("p", f"{left_out:,} iterations have no finite loss, and are not drawn.", class_="bad")
     hint = tag(
         "p",
         "A dashed line is where an attempt began; red where the one before it failed; "
@@ -89,7 +83,7 @@ def training_section(page: RunReportData) -> Markup:
         class_="soft",
     )
     others = tag("div", *filter(None, smaller), class_="charts")
-    return section("Training", wide, words, others, hint if marks else None)
+    return section("Training", wide, words if left_out else None, others, hint if marks else None)
 
 
 def loss_charts(title: str, drawn: Sequence[ChartLine], *, marks: Sequence[ChartMark] = ()) -> Markup:
@@ -100,9 +94,8 @@ def loss_charts(title: str, drawn: Sequence[ChartLine], *, marks: Sequence[Chart
         first, last = min(float(x[0]) for x in long), max(float(x[-1]) for x in long)
         begin = round(first + (last - first) / 4)
         later = [replace(line, series=line.series.after(begin)) for line in drawn]
-        charts.append(
-            chart.line_chart(f"{title} from iteration {begin:,} on", later, marks=marks, unit="nats per token")
-        )
+        title = f"{title} from iteration {begin:,} on"
+        charts.append(chart.line_chart(title, later, marks=marks, unit="nats per token"))
     return tag("div", *filter(None, charts), class_="wide charts")
 
 
@@ -132,24 +125,22 @@ def goodput_section(page: RunReportData) -> Markup:
     sums = [(name, css, sum(account.parts[part] for part in parts) / total) for name, parts, css in PART_GROUPS]
     waits = ", ".join(f"{name} {format_duration(account.waited[name])}" for name in WAIT_KINDS if account.waited[name])
     note = "Evaluations have jobs of their own, which are not in these figures." if account.evaluated_outside else None
+    key = [tag("span", tag("i", class_=css), f"{name} {share:.1%}") for name, css, share in sums if share]
     parts, *others = account_tables(account)
     return section(
         "Goodput",
         chart.bar_chart(sums),
-        tag("div", *(_part_key(name, css, share) for name, css, share in sums if share), class_="key"),
+        tag("div", *key, class_="key"),
         tag("p", f"Without nodes: {waits}.") if waits else None,
         tag("p", note, class_="soft") if note else None,
         tag("div", _part_band(page), class_="wide"),
         html_table(parts.columns, parts.rows),
-        *(
-            join_markup([tag("h3", table.title.capitalize()), html_table(table.columns, table.rows)])
-            for table in others
-        ),
+        *map(_titled_table, others),
     )
 
 
-def _part_key(name: str, css: str, share: float) -> Markup:
-    return tag("span", tag("i", class_=css), f"{name} {share:.1%}")
+def _titled_table(table: AccountTable) -> Markup:
+    return join_markup([tag("h3", table.title.capitalize()), html_table(table.columns, table.rows)])
 
 
 def _part_band(page: RunReportData) -> Markup:
@@ -158,9 +149,8 @@ def _part_band(page: RunReportData) -> Markup:
     ]
     length = len(columns) * page.band_seconds
     unit, seconds = next((each for each in TIME_UNITS if length >= 3 * each[1]), TIME_UNITS[-1])
-    labels = (
-        [(at * seconds / length, f"{at:g} {unit}") for at in axis_ticks(0.0, length / seconds, 5)] if length else []
-    )
+    ticks = axis_ticks(0.0, length / seconds, 5) if length else []
+    labels = [(at * seconds / length, f"{at:g} {unit}") for at in ticks]
     return chart.band_chart("over time", columns, [(name, css) for name, _, css in PART_GROUPS], labels)
 
 
@@ -205,15 +195,8 @@ def failures_section(page: RunReportData) -> Markup:
             continue
         found = each.allocation.facts
         at = each.end if found is None else found.failure_time or (found.hang.time if found.hang else each.end)
-        rows.append(
-            (
-                "–" if each.attempt is None else str(each.attempt),
-                format_time(at),
-                each.cause,
-                ", ".join(each.blamed),
-                each.reason,
-            )
-        )
+        number = "–" if each.attempt is None else str(each.attempt)
+        rows.append((number, format_time(at), each.cause, ", ".join(each.blamed), each.reason))
     names = ("attempt|n", "when", "cause", "nodes blamed", "in words")
     return section("Failures", html_table(names, rows) if rows else tag("p", "There was none."))
 
@@ -222,15 +205,11 @@ def data_section(page: RunReportData) -> Markup:
     """Return the samples read of each data set, up to the durable checkpoint."""
     if page.data_missing:
         return section("Data", tag("p", f"Not known: {page.data_missing}", class_="soft"))
-    rows = [
-        (
-            row.dataset,
-            f"{row.weight:.4f}" if row.weight else "left",
-            f"{row.samples:,}",
-            "" if row.epochs is None else f"{row.epochs:.3f}",
-        )
-        for row in page.data
-    ]
+    rows = []
+    for row in page.data:
+        weight = f"{row.weight:.4f}" if row.weight else "left"
+        epochs = "" if row.epochs is None else f"{row.epochs:.3f}"
+        rows.append((row.dataset, weight, f"{row.samples:,}", epochs))
     return section("Data", html_table(("data set", "weight|n", "samples read|n", "epochs|n"), rows))
 
 
@@ -268,22 +247,17 @@ def checkpoints_section(page: RunReportData) -> Markup:
         )
         for commit in found[-10:]
     ]
-    return section(
-        "Checkpoints", tag("p", f"{words}."), html_table(("iteration|n", "when", "took|n", "size|n", "folder"), rows)
-    )
+    names = ("iteration|n", "when", "took|n", "size|n", "folder")
+    return section("Checkpoints", tag("p", f"{words}."), html_table(names, rows))
 
 
 def configuration_section(page: RunReportData) -> Markup:
     """Return the settings that each submit changed, and all newest settings."""
     rows = [(str(change.revision), line) for change in page.changes for line in change.lines]
-    return section(
-        "Configuration",
-        html_table(("revision|n", "what changed"), rows)
-        if rows
-        else tag("p", "It was submitted with one set of settings."),
-        tag("h3", "All settings of the newest revision"),
-        tag("pre", page.config),
-    )
+    once = tag("p", "It was submitted with one set of settings.")
+    changes = html_table(("revision|n", "what changed"), rows) if rows else once
+    heading = tag("h3", "All settings of the newest revision")
+    return section("Configuration", changes, heading, tag("pre", page.config))
 
 
 def section(title: str, *children: str | None) -> Markup:
@@ -335,27 +309,18 @@ def _side_by_side(pages: Sequence[RunReportData]) -> Markup:
             f"{page.last['loss']:.4f}" if "loss" in page.last else "",
             ", ".join(f"{name} {series.y[-1]:.4f}" for name, series in page.validation.items() if series.size),
             f"{page.account.goodput:.1%}",
-            tables.format_node_time(page.account.allocated),
+            format_node_time(page.account.allocated),
             f"{rate:,.0f}" if (rate := page.account.tokens_per_node_hour) is not None else "",
             str(len(page.account.allocations)),
         )
         for page in pages
     ]
-    names = (
-        "run",
-        "iteration|n",
-        "loss|n",
-        "held-out loss",
-        "goodput|n",
-        "allocated|n",
-        "tokens a node hour|n",
-        "jobs|n",
-    )
+    figures = ("iteration|n", "loss|n", "held-out loss", "goodput|n", "allocated|n", "tokens a node hour|n", "jobs|n")
     drawn = [
         ChartLine(name=page.name, series=page.series.get("loss", EMPTY_SERIES), colour=number)
         for number, page in enumerate(pages)
     ]
-    return section("Side by side", html_table(names, rows), loss_charts("training loss", drawn))
+    return section("Side by side", html_table(("run", *figures), rows), loss_charts("training loss", drawn))
 
 
 def report_as_json(page: RunReportData) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from relayrun.tokens.order.schedule import Schedule
 from relayrun.watch.goodput.account import NodeTimeAccount, account_for_run
 from relayrun.watch.goodput.attribution import Mask
 from relayrun.watch.goodput.facts import NodeAllocation, RunFacts, read_run_facts
-from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND, BookedPartSink, to_microseconds
+from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND, to_microseconds
 from relayrun.watch.goodput.metrics_columns import MetricsBlock
 from relayrun.watch.report.chart import EMPTY_SERIES, Points, Series, reduce_points
 
@@ -103,30 +103,25 @@ class _NodeTimeBand:
     grain: int
     columns: dict[int, dict[str, float]] = field(default_factory=dict)
 
-    def sink(self, allocation: NodeAllocation) -> BookedPartSink:
-        def take(part: str, amount: int, start: int, end: int) -> None:
-            first, last = start // self.grain, max(start, end - 1) // self.grain
-            for column in range(first, last + 1):
-                inside = min(end, (column + 1) * self.grain) - max(start, column * self.grain)
-                share = inside / (end - start) if end > start else 1.0
-                sums = self.columns.setdefault(column, {})
-                sums[part] = sums.get(part, 0.0) + amount * share
-
-        return take
+    def take(self, part: str, amount: int, start: int, end: int) -> None:
+        first, last = start // self.grain, max(start, end - 1) // self.grain
+        for column in range(first, last + 1):
+            inside = min(end, (column + 1) * self.grain) - max(start, column * self.grain)
+            share = inside / (end - start) if end > start else 1.0
+            sums = self.columns.setdefault(column, {})
+            sums[part] = sums.get(part, 0.0) + amount * share
 
 
 @dataclass
 class _MetricLines:
     """Metrics and validation losses that count."""
 
-    columns: dict[str, list[Points]] = field(
-        default_factory=lambda: {name: [] for name in ("iteration", *SHOWN_METRICS)}
-    )
+    columns: dict[str, list[Points]] = field(default_factory=lambda: {n: [] for n in ("iteration", *SHOWN_METRICS)})
     validation: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     trained: dict[int, AllocationSteps] = field(default_factory=dict)
-    """By the index of the allocation."""
+    """By the id of the allocation."""
 
-    def seen(self, place: int) -> Callable[[MetricsBlock, Mask], None]:
+    def seen(self, allocation: NodeAllocation) -> Callable[[MetricsBlock, Mask], None]:
         def take(block: MetricsBlock, counts: Mask) -> None:
             steps = counts & ~np.isnan(block.columns["iteration"])
             for row, record in block.records.items():
@@ -139,9 +134,9 @@ class _MetricLines:
             for name, parts in self.columns.items():
                 parts.append(block.columns[name][steps])
             numbers = self.columns["iteration"][-1]
-            before = self.trained.get(place)
+            before = self.trained.get(id(allocation))
             first = int(numbers[0]) if before is None else before.first
-            self.trained[place] = AllocationSteps(first=first, last=int(numbers[-1]))
+            self.trained[id(allocation)] = AllocationSteps(first=first, last=int(numbers[-1]))
 
         return take
 
@@ -160,12 +155,11 @@ def read_report_data(run: Run, *, now: float | None = None) -> RunReportData:
     facts = read_run_facts(run, now=now)
     begin, grain = _columns_of(facts)
     band, lines = _NodeTimeBand(grain), _MetricLines()
-    places = {id(allocation): place for place, allocation in enumerate(facts.allocations)}
     found = account_for_run(
         run,
         facts=facts,
-        sink=band.sink,
-        seen=lambda allocation: lines.seen(places[id(allocation)]),
+        sink=lambda _: band.take,
+        seen=lines.seen,
         also=("grad_norm", "lr", "memory_bytes"),
         grain=grain,
     )
@@ -185,7 +179,7 @@ def read_report_data(run: Run, *, now: float | None = None) -> RunReportData:
         },
         last={name: float(values[-1]) for name, values in columns.items() if values.size and np.isfinite(values[-1])},
         validation={name: _points(points) for name, points in sorted(lines.validation.items())},
-        trained=[lines.trained.get(place) for place in range(len(facts.allocations))],
+        trained=[lines.trained.get(id(allocation)) for allocation in facts.allocations],
         band=_column_shares(band, begin, grain, nodes=max(allocation.nodes for allocation in facts.allocations)),
         band_start=begin / MICROSECONDS_PER_SECOND,
         band_seconds=grain / MICROSECONDS_PER_SECOND,
@@ -240,14 +234,8 @@ def datasets_read(run: Run, consumed: int) -> tuple[list[DatasetRead], str]:
             found = []
             for name, count in schedule.counts(consumed).items():
                 windows = int(state["datasets"][name].get("windows") or 0)
-                found.append(
-                    DatasetRead(
-                        dataset=name,
-                        weight=weights.get(name, 0) / total,
-                        samples=count,
-                        epochs=count / windows if windows else None,
-                    )
-                )
+                weight, epochs = weights.get(name, 0) / total, count / windows if windows else None
+                found.append(DatasetRead(dataset=name, weight=weight, samples=count, epochs=epochs))
             return found, ""
         except FileNotFoundError:
             continue
@@ -267,8 +255,7 @@ def _config_changes(run: Run) -> list[ConfigChange]:
             found.append(ConfigChange(revision=revision, lines=[f"not readable: {getattr(error, 'message', error)}"]))
             continue
         if before is not None:
-            found.append(
-                ConfigChange(revision=revision, lines=config_differences(before, config) or ["the same settings"])
-            )
+            lines = config_differences(before, config) or ["the same settings"]
+            found.append(ConfigChange(revision=revision, lines=lines))
         before = config
     return found

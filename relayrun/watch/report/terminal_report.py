@@ -142,9 +142,8 @@ def write_png(report: AttemptsReport, path: Path) -> None:
     for name, points in report.validation.items():
         loss.plot([point[0] for point in points], [point[1] for point in points], "o-", markersize=4, label=name)
     for row in filter(lambda row: row.trained, report.attempts):
-        loss.axvspan(
-            row.first_iteration - 0.5, row.last_iteration + 0.5, color=_colour(row), alpha=0.12, linewidth=0, zorder=0
-        )
+        left, right = row.first_iteration - 0.5, row.last_iteration + 0.5
+        loss.axvspan(left, right, color=_colour(row), alpha=0.12, linewidth=0, zorder=0)
     loss.set(xlabel="iteration", ylabel="nats per token")
     loss.legend(loc="upper right")
     with atomic_file(path) as temporary:
@@ -153,9 +152,8 @@ def write_png(report: AttemptsReport, path: Path) -> None:
 
 def _draw_relay(report: AttemptsReport, axes: Any) -> None:
     begin = min(row.start_time for row in report.attempts)
-    last = max(
-        max([row.start_time + (row.seconds or 0.0), *(time for time, _ in row.commits)]) for row in report.attempts
-    )
+    ends = [row.start_time + (row.seconds or 0.0) for row in report.attempts]
+    last = max(ends + [time for row in report.attempts for time, _ in row.commits])
     scale, unit = next((each for each in _TIME_UNITS if last - begin >= 2 * each[0]), (1.0, "seconds"))
     for place, row in enumerate(report.attempts):
         end = last if row.seconds is None else row.start_time + row.seconds

@@ -23,6 +23,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.errors import RunDirError, user_name
 from relayrun.files import RealPathCache
 
+_cached_user_name = functools.cache(user_name)
 MAX_FOLDER_DEPTH = 4
 """Levels of folders between the checked folder and its runs."""
 LATE_CHECK_SECONDS = 900.0
@@ -68,11 +69,7 @@ class LastCronCheck:
 
 
 def cron_check_path(folder: Path, user: str) -> Path:
-    return folder / _record_name(user)
-
-
-def _record_name(user: str) -> str:
-    return f".sentinel-{user}.json"
+    return folder / f".sentinel-{user}.json"
 
 
 def cron_check_lock_path(folder: Path, user: str) -> Path:
@@ -104,9 +101,9 @@ def _open_lock(path: Path) -> int:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         os.utime(fd, (0, 0))  # nothing was reported yet
+        return fd
     except FileExistsError:
-        fd = os.open(path, os.O_RDWR)
-    return fd
+        return os.open(path, os.O_RDWR)
 
 
 @contextlib.contextmanager
@@ -117,10 +114,8 @@ def hold_lock(path: Path) -> Iterator[tuple[int, bool]]:
         mine = True
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            mine = False
-        except OSError:  # no locks on this file system: two checks at once write the same notice ids
-            pass
+        except OSError as error:  # without locks on this file system two checks at once write the same notice ids
+            mine = not isinstance(error, BlockingIOError)
         yield fd, mine
     finally:
         os.close(fd)
@@ -148,7 +143,7 @@ class FolderCache:
         found = self._found.get((folder, user, depth))
         if found is None:
             try:
-                found = ((folder, os.stat(f"{folder}/{_record_name(user)}")),)
+                found = ((folder, os.stat(f"{folder}/.sentinel-{user}.json")),)
             except OSError:
                 found = ()
             if depth:
@@ -165,7 +160,7 @@ def last_cron_check(
     `owner`: uid, None for the current user. `now`: seconds since 1970. `cache`: a cache for runs read together.
     """
     cache = FolderCache() if cache is None else cache
-    user = _name_of(os.geteuid() if owner is None else owner)
+    user = _cached_user_name(os.geteuid() if owner is None else owner)
     given = str(run.path if run.path.is_absolute() else run.path.absolute())
     for path in dict.fromkeys((given, cache.real_path(given))):
         for folder, found in cache.records(path, user, MAX_FOLDER_DEPTH):
@@ -187,11 +182,6 @@ def last_cron_check(
                 late=now - memory.time > patience,
             )
     return None
-
-
-@functools.cache
-def _name_of(user: int) -> str:
-    return user_name(user)
 
 
 @functools.lru_cache(maxsize=8)

@@ -16,6 +16,8 @@ from relayrun.control.scheduler.factory import local_scheduler, scheduler_for_pl
 from relayrun.control.scheduler.job_history import JobEnd
 from relayrun.errors import SchedulerError, user_name
 
+CLOCK_TOLERANCE_SECONDS = 3600.0
+"""Largest difference between the clocks of this host and of the scheduler."""
 RETRY_SECONDS = 5.0
 """Seconds for which a silent controller is asked again."""
 
@@ -63,13 +65,14 @@ def query_queue(run: Run, plan: Plan | None = None, *, brief: bool = False) -> Q
         if hidden and job_history.other_jobs_are_hidden():
             name = user_name(plan.owner or 0)
             return QueueStatus(hidden=f"Slurm shows the jobs of {name}, who owns this run, to nobody else")
+        since = run.plan.stat().st_mtime - CLOCK_TOLERANCE_SECONDS
         fallback_jobs = fallback.live_fallback_jobs(plan, asked, anyone=True)
         return QueueStatus(
             jobs=jobs,
             fallback_jobs=fallback_jobs,
             evaluations=states,
             reasons=job_history.pending_reasons(plan) if waiting_jobs or fallback_jobs else {},
-            last_job=job_history.last_job(plan, since=_asked_since(run)) if _nothing_runs(jobs) else None,
+            last_job=job_history.last_job(plan, since=since) if _nothing_runs(jobs) else None,
         )
     except SchedulerError as error:
         return QueueStatus(error=error.message)
@@ -80,13 +83,12 @@ def _ask_local(run: Run, plan: Plan, *, brief: bool) -> QueueStatus:
     try:
         every = asked.every_job()
         jobs = asked.live(every)
+        pending = any(job.state == "PENDING" for job in jobs)
         return QueueStatus(
             jobs=jobs,
             evaluations={} if brief else _evaluations(run, asked),
             last_job=job_history.last_local_job(every) if _nothing_runs(jobs) else None,
-            abandoned=job_history.abandoned_local_jobs(plan, run)
-            if any(job.state == "PENDING" for job in jobs)
-            else [],
+            abandoned=job_history.abandoned_local_jobs(plan, run) if pending else [],
         )
     except SchedulerError as error:
         return QueueStatus(error=error.message)
@@ -100,11 +102,6 @@ def _evaluations(run: Run, asked: Scheduler) -> dict[str, str]:
     """States by id of the evaluation jobs without a result. Raises SchedulerError."""
     waiting = {job_id: asked.query(job_id) for _, job_id in waiting_evaluations(run)}
     return {job_id: "gone" if job is None else job.state.lower() for job_id, job in waiting.items()}
-
-
-def _asked_since(run: Run) -> float:
-    """Time of the last submit, minus an hour for differing clocks."""
-    return run.plan.stat().st_mtime - 3600
 
 
 def waiting_evaluations(run: Run) -> list[tuple[int, str]]:

@@ -1,13 +1,13 @@
 """The full status of a run: chain, queue, progress, checkpoints, evaluations, and why the last attempt ended.
 
-`read_run_status` combines the records with the scheduler's answer; it reads neither clock nor scheduler.
-`relayrun.watch.status.run_status_text` turns the status into text.
+It is made of the records and the scheduler's answer; neither clock nor scheduler is read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import shlex
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -135,10 +135,7 @@ def _read_run_status(records: RunRecords, cache: FolderCache | None) -> RunStatu
     run, plan, queue, now = records.run, records.plan, records.queue, records.now
     begin, durable, lineage = records.begin, records.durable, records.lineage
     strikes = excluded_nodes.read_node_failures(run)
-    counts: dict[str, int] = {}
-    for strike in strikes:
-        if now - strike.time < excluded_nodes.FAILURE_EXPIRE_SECONDS:
-            counts[strike.node] = counts.get(strike.node, 0) + 1
+    counts = Counter(each.node for each in strikes if now - each.time < excluded_nodes.FAILURE_EXPIRE_SECONDS)
     newest = None if records.number is None else run.attempt(records.number)
     failures = [line for number in run.attempt_numbers() for line in read_lines(run.attempt(number).failed_saves)]
     failed_restarts = restarts.read_failed_restarts(newest) if newest is not None else []
@@ -178,7 +175,7 @@ def _read_run_status(records: RunRecords, cache: FolderCache | None) -> RunStatu
         last_failed_save=f"iteration {failures[-1]['iteration']}: {failures[-1]['error']}" if failures else None,
         failed_attempts=count_failed_attempts(run, plan) - (1 if records.running else 0),
         max_failed_attempts=plan.chain.max_failed_attempts,
-        strikes=counts,
+        strikes=dict(counts),
         excluded=excluded,
         used_again=_used_again(excluded, strikes, begin),
         triggers=_pending_triggers(run),
@@ -229,10 +226,8 @@ def _full_file_systems(run: Run) -> list[str]:
             free = {each.kind: each.limit - each.used for each in file_system_limit(place)}
             kind: storage_limits.QuotaKind = "files" if free.get("files", 1) <= 0 else "bytes"
             if free.get(kind, MIN_FREE_BYTES) < (MIN_FREE_BYTES if kind == "bytes" else 1):
-                left = f"{max(0, free[kind]):,} {kind} left"
-                found[place.stat().st_dev] = (
-                    f"full: {left} below {place}; no job can record anything until some is freed"
-                )
+                words = f"full: {max(0, free[kind]):,} {kind} left below {place}"
+                found[place.stat().st_dev] = f"{words}; no job can record anything until some is freed"
     return list(found.values())
 
 
@@ -259,10 +254,8 @@ def _skipped_documents(lineage: Lineage) -> dict[str, dict[str, int]]:
     for name, standing in read_json(path).get("streams", {}).items():
         lanes = [LaneCursor(*cursor) for cursor in standing["cursors"]]
         counts = {"files": sum(lane.files for lane in lanes)} | skipped_rows(lanes)
-        faults = {
-            reason: count for reason, count in counts.items() if count and reason in ("files", *FAULT_REASONS.values())
-        }
-        found |= {name: faults} if faults else {}
+        reasons = [reason for reason in counts if counts[reason] and reason in ("files", *FAULT_REASONS.values())]
+        found |= {name: {reason: counts[reason] for reason in reasons}} if reasons else {}
     return found
 
 

@@ -38,10 +38,8 @@ def run_status_as_json(status: RunStatus | DamagedRun) -> dict[str, Any]:
 def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
     attempt = ""
     if status.attempt is not None and status.begin_time is not None:
-        attempt = (
-            f"{status.attempt}, job {status.job_id} on {status.nodes}, begun "
-            f"{format_seconds(now - status.begin_time)} ago"
-        )
+        begun = format_seconds(now - status.begin_time)
+        attempt = f"{status.attempt}, job {status.job_id} on {status.nodes}, begun {begun} ago"
         attempt += f", now in {status.phase}" if status.phase else ""
     step = f"{status.iteration} of {status.total_steps}" if status.total_steps else f"{status.iteration}"
     step += f", {format_seconds(now - status.step_time)} ago" if status.step_time is not None else ""
@@ -49,9 +47,8 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
     if status.leave_time is not None and status.job_end_time is not None:
         leave, end = format_time(status.leave_time), format_time(status.job_end_time)
         limit = f"saves and leaves at {leave} or earlier, the job ends at {end}"
-    failed = (
-        f"{status.failed_attempts} in a row without a new checkpoint; the chain stops at {status.max_failed_attempts}"
-    )
+    failed = f"{status.failed_attempts} in a row without a new checkpoint; "
+    failed += f"the chain stops at {status.max_failed_attempts}"
     return [
         ("directory", status.path),
         ("state", status.state + (f": {words}" if (words := status.stop or status.broken) else "")),
@@ -76,10 +73,10 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
         ("quarantine", _quarantine(status)),
         ("last end", f"attempt {status.last_end_attempt}: {status.last_end}" if status.last_end else ""),
         ("evaluations", _evaluations(status)),
-        ("failed restarts", _failed_restarts(status)),
+        ("failed restarts", _count_and_last(status.failed_restarts, status.last_failed_restart)),
         ("node health", _node_health(status)),
         ("straggler", status.straggler or ""),
-        ("failed saves", f"{status.failed_saves}; the last: {status.last_failed_save}" if status.failed_saves else ""),
+        ("failed saves", _count_and_last(status.failed_saves, status.last_failed_save)),
         ("failed", failed if status.failed_attempts else ""),
         ("strikes", ", ".join(f"{node} {count}" for node, count in sorted(status.strikes.items()))),
         ("excluded", ", ".join(f"{node}{_USED_AGAIN * (node in status.used_again)}" for node in status.excluded)),
@@ -112,9 +109,8 @@ def _last_job(status: RunStatus, now: float) -> str:
     return f"{job.id}: {describe_job_end(job)}{ago} ({job.source})"
 
 
-def _failed_restarts(status: RunStatus) -> str:
-    failed = status.failed_restarts
-    return f"{failed}; the last: {status.last_failed_restart}" if failed else ""
+def _count_and_last(count: int, last: str | None) -> str:
+    return f"{count}; the last: {last}" if count else ""
 
 
 def _quarantine(status: RunStatus) -> str:
@@ -134,20 +130,16 @@ def _mirror(status: RunStatus, now: float) -> str:
     behind = f"; iteration {newest} is not copied yet" if newest > (last.iteration or 0) else ""
     why = f": {last.complaint}" if last.complaint else ""
     looked = f"looked {format_seconds(now - last.time)} ago"
-    if last.complaint and last.good_time is None:
-        looked += "; never was all well"
-    elif last.complaint and last.good_time is not None:
-        looked += f"; all was well {format_seconds(now - last.good_time)} ago"
+    if last.complaint:
+        well = last.good_time
+        looked += "; never was all well" if well is None else f"; all was well {format_seconds(now - well)} ago"
     return f"{what}{behind}{why} ({looked})"
 
 
 def _quotas(status: RunStatus, now: float) -> list[str]:
-    told = [
-        f"{each.words(now)} (looked {format_seconds(now - each.time)} ago)"
-        for each in status.quotas
-        if each.is_told(now)
-    ]
-    return [*told, *filter(None, [status.quota_complaint])]
+    told = [each for each in status.quotas if each.is_told(now)]
+    lines = [f"{each.words(now)} (looked {format_seconds(now - each.time)} ago)" for each in told]
+    return [*lines, *filter(None, [status.quota_complaint])]
 
 
 def _skipped_documents(status: RunStatus) -> str:

@@ -5,6 +5,7 @@ A chain without jobs needs a query of its own, once: the end of its last job doe
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -72,7 +73,10 @@ class RunsWatcher:
         return [*sorted(found, key=lambda status: -status.updated), *damaged]
 
     def _query_chains(self, runs: Sequence[Run]) -> None:
-        self._plans = {run.path: plan for run in runs if (plan := _read_plan(run)) is not None}
+        self._plans = {}
+        for run in runs:
+            with contextlib.suppress(RunDirError, OSError):
+                self._plans[run.path] = Plan.load(run)
         live = [plan for run in runs if (plan := self._plans.get(run.path)) is not None and not is_stopped(run)]
         names = [plan.job_name for plan in live if plan.scheduler == "slurm"]
         try:
@@ -98,10 +102,3 @@ class RunsWatcher:
         if known is None or known[0] != submitted or known[1].error is not None or known[1].hidden is not None:
             known = self._quiet[run.path] = submitted, queue.query_queue(run, plan, brief=brief)
         return known[1]
-
-
-def _read_plan(run: Run) -> Plan | None:
-    try:
-        return Plan.load(run)
-    except (RunDirError, OSError):
-        return None

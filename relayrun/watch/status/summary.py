@@ -1,20 +1,18 @@
 """The summary of a run, one line of a table of many runs: state, progress, checkpoint, last end.
 
-`summarize_run` reads the records from the newest attempt backwards, so its cost does not grow with the age of the run.
-It reads neither the clock nor the scheduler. `remaining_work` estimates the seconds and node hours left, from the pace
-of the last attempts: saved iterations divided by the whole time of their jobs, without time in the queue.
-`explain_broken_chain` names the job that ended a chain that cannot continue.
+The records are read from the newest attempt backwards, so the cost does not grow with the age of the run; neither clock
+nor scheduler is read. The time left follows from the pace of the last attempts: saved iterations divided by the whole
+time of their jobs, without time in the queue.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, starmap
+from itertools import islice, pairwise, starmap
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,7 +54,7 @@ class RunSummary:
     stop: str | None
     """Reason of the chain's end; None if it has not ended."""
     stop_state: ChainEndState | None
-    """How the chain ended; None if it has not ended."""
+    """Kind of the chain's end; None if it has not ended."""
     broken: str | None
     """Job that ended a chain that cannot continue, how and where; None if it can."""
     attempt: int | None
@@ -115,11 +113,9 @@ def damaged_records_as_error(run: Run) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RunDirError(
-            f"its records cannot be read: {type(error).__name__}: {error}",
-            where=run.path,
-            hint="look at plan.json and at the newest folder of attempts/",
-        ) from None
+        words = f"its records cannot be read: {type(error).__name__}: {error}"
+        hint = "look at plan.json and at the newest folder of attempts/"
+        raise RunDirError(words, where=run.path, hint=hint) from None
 
 
 class RunRecords:
@@ -242,9 +238,7 @@ def _chain_state(
         return "unknown"
     if any(job.waits and job.state != RESERVATION_GONE and job.id not in queue.abandoned for job in queue.jobs):
         return "queued"
-    if any(
-        not job_history.never_starts(queue.reasons.get(job.id)) for job in queue.fallback_jobs
-    ):  # it waits for resources
+    if not all(job_history.never_starts(queue.reasons.get(job.id)) for job in queue.fallback_jobs):
         return "queued"
     planned = not plan.chain.auto_requeue and last_end is not None and last_end.cause in PLANNED_CAUSES
     newest = last_end is not None and last_end.attempt > plan.submitted_after_attempt
@@ -290,15 +284,9 @@ def explain_broken_chain(
         log = next((path for path in logs if path.is_file()), None)
         where = f"its log: {log}" if log is not None else f"it left no log in {plan.log_folder}"
         return f"job {job.id} ({describe_job_end(job)}) died before it began; nothing is queued behind it; {where}"
-    how = ", ".join(
-        filter(
-            None,
-            [
-                f"ended ({last_end.cause}: {last_end.reason})" if last_end is not None else "is gone without an end",
-                describe_job_end(job) if job is not None and job.id == newest.job_id else f"on {newest.nodes}",
-            ],
-        )
-    )
+    ended = f"ended ({last_end.cause}: {last_end.reason})" if last_end is not None else "is gone without an end"
+    where = describe_job_end(job) if job is not None and job.id == newest.job_id else f"on {newest.nodes}"
+    how = ", ".join(filter(None, [ended, where]))
     log_words = f"; its log: {newest.log}" if newest.log is not None else ""
     return f"attempt {newest.attempt}, job {newest.job_id}, {how}; nothing is queued behind it{log_words}"
 
@@ -357,11 +345,8 @@ def remaining_work(
         return None
     left = max(0, total - iteration)
     needed = left * seconds / gained
-    waits = [
-        max(0.0, after.start_time - before.end_time)
-        for before, after in itertools.pairwise(last)
-        if before.end_time is not None
-    ]
+    pairs = [(before.end_time, after.start_time) for before, after in pairwise(last)]
+    waits = [max(0.0, start - end) for end, start in pairs if end is not None]
     return RemainingWork(
         iterations=left,
         seconds=needed,

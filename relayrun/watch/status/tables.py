@@ -15,18 +15,8 @@ from relayrun.watch.text import format_seconds, print_table, split_column, text_
 if TYPE_CHECKING:
     from rich.table import Table
 
-RUN_COLUMNS = (
-    "run",
-    "state",
-    "attempt|n",
-    "iteration",
-    "left|n",
-    "loss|n",
-    "tokens/s|n",
-    "durable|n",
-    "age|n",
-    "the last end",
-)
+FIGURE_COLUMNS = ("attempt|n", "iteration", "left|n", "loss|n", "tokens/s|n", "durable|n", "age|n")
+RUN_COLUMNS = ("run", "state", *FIGURE_COLUMNS, "the last end")
 MAX_FOLDED_ROWS = 200
 """Largest table that is folded to the width of a terminal: a thousand rows take a second."""
 
@@ -107,9 +97,9 @@ def cron_check_lines(found: Sequence[RunSummary | DamagedRun], *, now: float) ->
 def format_remaining(status: RunSummary) -> str:
     """Return the remaining time and node hours for a column; empty if unknown."""
     left = status.remaining
-    return (
-        f"{format_seconds(left.seconds)}, {left.node_hours:,.1f} node h" if left is not None and left.iterations else ""
-    )
+    if left is None or not left.iterations:
+        return ""
+    return f"{format_seconds(left.seconds)}, {left.node_hours:,.1f} node h"
 
 
 def format_loss(value: float | None) -> str:

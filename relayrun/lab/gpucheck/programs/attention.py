@@ -27,6 +27,10 @@ KERNEL_PREFIXES = (
 """Operations whose names tell which implementation `scaled_dot_product_attention` has chosen."""
 
 
+PreparedCall = tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]
+"""A forward pass, and its inputs."""
+
+
 class AttentionTensors:
     """Tensors of an attention layer in megatron-core's layout: [sequence, batch, heads, channels]."""
 
@@ -43,17 +47,14 @@ class AttentionTensors:
         """Tokens of each document, row after row."""
         self.starts = bounds
 
-    def tensor(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device=self.device, dtype=self.dtype, requires_grad=True)
-
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return query, key and value with new random values."""
-        rows = (self.sequence, self.batch)
-        return (
-            self.tensor(*rows, self.heads, self.channels),
-            self.tensor(*rows, self.groups, self.channels),
-            self.tensor(*rows, self.groups, self.channels),
+        options: dict[str, Any] = {"device": self.device, "dtype": self.dtype, "requires_grad": True}
+        query, key, value = (
+            torch.randn(self.sequence, self.batch, heads, self.channels, **options)
+            for heads in (self.heads, self.groups, self.groups)
         )
+        return query, key, value
 
     def documents(self) -> PackedDocuments:
         """Return the documents in training's format."""
@@ -80,9 +81,6 @@ class AttentionTensors:
         """Return the number of visible pairs in whole sequences with a window."""
         return self.batch * float((torch.arange(self.sequence).clamp(max=self.window) + 1).sum())
 
-    def flops(self, pairs: float) -> float:
-        return 3.5 * 2 * 2 * self.channels * self.heads * pairs
-
 
 def attention_module(shape: AttentionTensors, window: int | None = None) -> CausalAttention:
     """Return the attention of a training run's local layers, with or without a sliding window."""
@@ -102,10 +100,11 @@ def measure_call(
     shape: AttentionTensors,
     forward: Callable[[], torch.Tensor],
     inputs: tuple[torch.Tensor, ...],
-    flops: float,
+    pairs: float,
     repeats: int,
 ) -> dict[str, Any]:
     """Return speed and kernels of one attention call."""
+    flops = 3.5 * 2 * 2 * shape.channels * shape.heads * pairs
     gradient = torch.randn_like(forward())
 
     def both() -> None:
@@ -137,7 +136,7 @@ def attention_kernels(action: Callable[[], object], device: torch.device) -> dic
     return {"operations": operations, "kernels": [{"name": name[:120], "seconds": value} for name, value in longest]}
 
 
-def masked_attention(shape: AttentionTensors) -> tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]:
+def masked_attention(shape: AttentionTensors) -> PreparedCall:
     """Return attention with one mask of [sequence, sequence], and its inputs."""
     query, key, value = inputs = shape.inputs()
     mask, repeat = shape.mask(), shape.heads // shape.groups
@@ -158,13 +157,11 @@ def measure_attention() -> None:
     figures: dict[str, Any] = {"shape": dict(program.setup.sizes.attention), "type": str(shape.dtype)}
     whole = torch.full((shape.batch,), shape.sequence)
 
-    def through_module(
-        attend: CausalAttention, documents: PackedDocuments | None = None
-    ) -> tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]:
+    def through_module(attend: CausalAttention, documents: PackedDocuments | None = None) -> PreparedCall:
         inputs = shape.inputs()
         return lambda: attend(*inputs, packed_seq_params=documents), inputs
 
-    ways: dict[str, tuple[Callable[[], tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]], float]] = {
+    ways: dict[str, tuple[Callable[[], PreparedCall], float]] = {
         "whole": (lambda: through_module(attend), shape.pairs(whole)),
         "packed": (lambda: through_module(attend, shape.documents()), shape.pairs(shape.lengths)),
         "packed_masked": (lambda: masked_attention(shape), shape.pairs(shape.lengths)),
@@ -173,7 +170,7 @@ def measure_attention() -> None:
     for name, (make, pairs) in ways.items():
         try:
             forward, inputs = make()
-            figures[name] = measure_call(shape, forward, inputs, shape.flops(pairs), repeats)
+            figures[name] = measure_call(shape, forward, inputs, pairs, repeats)
         except Exception as error:  # torch raises many types; measure the others
             figures[name] = {"not_measured": f"{error}"[:400] or type(error).__name__}
         program.write(figures)

@@ -1,8 +1,7 @@
 """Measurements of the device: `python -m relayrun.lab.gpucheck.programs.device NAME`.
 
-`measure_device` writes versions, GPUs and the speed of a matrix product and of a copy. `measure_all_reduce` times an
-all-reduce of all ranks, by NCCL or gloo; bus bandwidth is independent of the number of ranks: 2 (n - 1) / n x bytes /
-seconds. `measure_host_copy` times a copy to pinned host memory, the lower limit of a save's stall.
+The bus bandwidth of an all-reduce is independent of the number of ranks: 2 (n - 1) / n x bytes / seconds. A copy to
+pinned host memory is the lower limit of a save's stall.
 """
 
 from __future__ import annotations
@@ -78,28 +77,24 @@ def measure_host_copy() -> None:
 
 def package_versions() -> dict[str, str]:
     """Return versions by name; `absent` for an optional package that is not installed."""
-    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    found["megatron-core"] = _version("megatron-core")
-    found["CUDA"] = torch.version.cuda or "none"
-    found["cuDNN"] = cudnn_version()
-    found["NCCL"] = nccl_version()
-    found["triton"] = _version("triton")
-    for module, name in OPTIONAL_PACKAGES.items():
-        found[name] = _version(name) if importlib.util.find_spec(module) is not None else "absent"
-    return found
-
-
-def cudnn_version() -> str:
-    """Return cuDNN's version, `none` without a GPU."""
-    if not torch.cuda.is_available():
-        return "none"
-    return str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
+    on_gpu = torch.cuda.is_available()
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "megatron-core": _version("megatron-core"),
+        "CUDA": torch.version.cuda or "none",
+        "cuDNN": str(torch.backends.cudnn.version()) if on_gpu else "none",  # type: ignore[no-untyped-call]
+        "NCCL": nccl_version() if on_gpu else "none",
+        "triton": _version("triton", missing="absent"),
+        **{
+            name: _version(name) if importlib.util.find_spec(module) is not None else "absent"
+            for module, name in OPTIONAL_PACKAGES.items()
+        },
+    }
 
 
 def nccl_version() -> str:
-    """Return NCCL's version, `none` without a GPU."""
-    if not torch.cuda.is_available():
-        return "none"
+    """Return NCCL's version; only with a GPU."""
     try:
         found: Any = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     except (RuntimeError, AttributeError, ImportError) as error:
@@ -107,11 +102,11 @@ def nccl_version() -> str:
     return ".".join(map(str, found)) if isinstance(found, tuple) else str(found)
 
 
-def _version(name: str) -> str:
+def _version(name: str, *, missing: str = "unknown") -> str:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return "absent" if name == "triton" else "unknown"
+        return missing
 
 
 def list_gpus() -> list[dict[str, Any]]:

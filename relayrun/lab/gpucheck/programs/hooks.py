@@ -1,9 +1,4 @@
-"""Hooks of the check's training runs: interrupt a run at an exact place, record hashes, time the parts of a step.
-
-`CutHook` ends a start of the ranks by a signal. `DigestHook` records hashes of weights and optimizer state.
-`SavePaceHook` delays training until the previous save is complete. `StepPartsHook` times the parts of an iteration by
-CUDA events.
-"""
+"""Hooks of the check's training runs: interrupt a run at an exact place, record hashes, time the parts of a step."""
 
 from __future__ import annotations
 
@@ -25,7 +20,6 @@ from relayrun.files import append_line, read_lines
 from relayrun.lab.gpucheck.programs.common import cuda_event, wait_for
 from relayrun.lab.gpucheck.setup import NOTES_FOLDER
 from relayrun.train.hooks import Gradients, Hook, HookContext, Step, StepStart
-from relayrun.train.model.gpt import ModelStage
 from relayrun.train.optimizer.megatron_optimizer import ScheduledOptimizer
 from relayrun.train.reporting import liveness
 
@@ -91,13 +85,14 @@ class DigestHook(Hook):
 
     def at_start(self, iteration: int, consumed_samples: int) -> None:
         if iteration:
-            self._note("loaded", iteration, _optimizer_hashes(self._context.optimizer))
+            self._note("loaded", iteration, _optimizer_tensors(self._context.optimizer))
 
     def after_step(self, step: Step) -> None:
-        self._note("state", step.iteration, _optimizer_hashes(self._context.optimizer))
+        self._note("state", step.iteration, _optimizer_tensors(self._context.optimizer))
 
     def at_end(self, outcome: AttemptOutcome) -> None:
-        self._note("weights", outcome.iteration, _weight_hashes(self._context.model))
+        named = (sorted(chunk.named_parameters()) for chunk in self._context.model.chunks)
+        self._note("weights", outcome.iteration, (parameter for chunk in named for _, parameter in chunk))
 
     def _note(self, kind: str, iteration: int, tensors: Iterator[torch.Tensor]) -> None:
         found = xxhash.xxh3_128()
@@ -109,13 +104,7 @@ class DigestHook(Hook):
             write_note(self._context, "digest", record)
 
 
-def _weight_hashes(model: ModelStage) -> Iterator[torch.Tensor]:
-    for chunk in model.chunks:
-        for _, parameter in sorted(chunk.named_parameters()):
-            yield parameter
-
-
-def _optimizer_hashes(optimizer: ScheduledOptimizer) -> Iterator[torch.Tensor]:
+def _optimizer_tensors(optimizer: ScheduledOptimizer) -> Iterator[torch.Tensor]:
     for part in getattr(optimizer.inner, "chained_optimizers", [optimizer.inner]):
         if getattr(part, "is_stub_optimizer", False):
             continue

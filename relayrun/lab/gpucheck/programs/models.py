@@ -1,9 +1,4 @@
-"""Programs that build models: `python -m relayrun.lab.gpucheck.programs.models NAME`.
-
-`try_all_variants` trains each variant on one batch and computes its last loss again in fp32. `search_largest_batch`
-searches the largest micro-batch that fits: doubled until memory is out, or halved until it fits. `export_and_compare`
-writes the newest checkpoint as a Hugging Face folder and compares logits.
-"""
+"""Programs that build models: `python -m relayrun.lab.gpucheck.programs.models NAME`."""
 
 from __future__ import annotations
 
@@ -46,10 +41,10 @@ def try_all_variants() -> None:
     for path in sorted(folder.glob("*.yaml")):
         if path.stem.endswith("-exact"):
             continue
-        config, twin = read_variant_config(path), path.with_name(f"{path.stem}-exact.yaml")
+        config, twin = read_config(path), path.with_name(f"{path.stem}-exact.yaml")
         ranks = ranks or distributed.start_process_groups(config)
         try:
-            exact = read_variant_config(twin) if twin.exists() else None
+            exact = read_config(twin) if twin.exists() else None
             found[path.stem] = train_variant(config, exact, ranks, program.setup.sizes.resumed_vocabulary)
         except RelayrunError as error:  # needs a package or GPU that is missing
             found[path.stem] = {"not_measured": error.message}
@@ -61,7 +56,7 @@ def try_all_variants() -> None:
         distributed.stop_process_groups()
 
 
-def read_variant_config(path: Path) -> RunConfig:
+def read_config(path: Path) -> RunConfig:
     """Return a config that the part has resolved."""
     return resolve.require_native(resolve.read_resolved_config(path))
 
@@ -147,7 +142,7 @@ class MicroBatchTrainer:
     """
 
     def __init__(self, program: RankProgram) -> None:
-        self._config = resolve.require_native(resolve.read_resolved_config(Path(program.options.config)))
+        self._config = read_config(Path(program.options.config))
         self._ranks = distributed.start_process_groups(self._config)
         self._vocabulary = self._config.data.mock_vocabulary_size
         self._model = ModelStage(self._config, self._ranks, self._vocabulary)

@@ -2,7 +2,7 @@
 
 `living_ranks` and `signal_random_rank` reach the rank processes of this machine. `measure_timeline` computes the
 share of time spent on new steps. `report_kills` compares a disturbed run with an undisturbed one, collects the figures
-and lists the claims that do not hold.
+and lists the claims that do not hold. `benchmarks/kills.py` and tests use it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ import signal
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from relayrun.control.rundir.restarts import RESTART_SECONDS, FailedRestart, read_failed_restarts, resets_iteration
 from relayrun.control.rundir.run import Run
+from relayrun.errors import InputError
 from relayrun.files import read_lines
-from relayrun.lab.compare_runs import checkpoint_differences, loss_differences, sample_differences
+from relayrun.lab.compare_runs import checkpoint_differences, loss_differences
 from relayrun.lab.faults import processes
+from relayrun.tokens.mixture.audit import audit_run, dataset_ledgers
 
 _CLOCK_TOLERANCE_SECONDS = 0.05
 """Largest delay of a recorded fault time."""
@@ -286,3 +288,36 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
         "p95": ordered[min(len(ordered) - 1, round(0.95 * (len(ordered) - 1)))],
         "max": ordered[-1],
     }
+
+
+def sample_differences(run: Run, reference: Run, last: int) -> list[str]:
+    """Return the faults in the samples of iterations 1 to `last`: missing, repeated, or of other data."""
+    rows, others = (
+        list(map(vars, dataset_ledgers(replace(audit_run(one), consumed_samples=_samples_consumed(one, last)))))
+        for one in (run, reference)
+    )
+    return sample_gaps(run, last) + ([] if rows == others else [f"the ledger is {rows}, undisturbed {others}"])
+
+
+def _samples_consumed(run: Run, last: int) -> int:
+    """Samples after iteration `last`. Raises InputError if the run did not reach it."""
+    for line in read_lines(run.metrics_view):
+        if "loss" in line and line["iteration"] == last:
+            return int(line["consumed_samples"])
+    raise InputError(f"iteration {last} was not done", where=run.metrics_view)
+
+
+def sample_gaps(run: Run, last: int) -> list[str]:
+    """Return the first place where the samples of iterations 1 to `last` are not consecutive."""
+    consumed = number = 0
+    for line in read_lines(run.metrics_view):
+        if "loss" not in line:
+            continue
+        number += 1
+        consumed += line["global_batch_size"]
+        if (line["iteration"], line["consumed_samples"]) != (number, consumed):
+            return [
+                f"iteration {line['iteration']} ends with {line['consumed_samples']} samples, where iteration {number} "
+                f"was to end with {consumed}"
+            ]
+    return [] if number == last else [f"{number} iterations, not {last}"]
