@@ -138,14 +138,14 @@ def test_of_the_ranks_that_open_a_cache_together_one_compares_it(
     right = ours([prefix], 16, 3).read(0, 5).tolist()
     cache = tmp_path / "cache"
     compared: list[int] = []
-    compare = index_cache._checksum
+    compare = index_cache.file_checksum
 
-    def counted(data: Any) -> Any:
+    def counted(path: Any) -> Any:
         compared.append(1)
         time.sleep(0.02)  # the others come meanwhile
-        return compare(data)
+        return compare(path)
 
-    monkeypatch.setattr(index_cache, "_checksum", counted)
+    monkeypatch.setattr(index_cache, "file_checksum", counted)
 
     def open_by_four(opening: str | None) -> int:
         compared.clear()

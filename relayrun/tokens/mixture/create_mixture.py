@@ -14,8 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from relayrun.errors import ConfigError, InputError, refuse_unwritable, refuse_urls
 from relayrun.files import RealPathCache, fsync_directory, replaced_folder, write_atomic
 from relayrun.tokens.mixture import shard_selection
@@ -53,10 +51,8 @@ def refuse_repeats(datasets: Sequence[MixtureDataset], targets: Sequence[int], *
 def refuse_empty_datasets(
     datasets: Sequence[MixtureDataset], targets: Sequence[int], *, tokens: int | None, repeat: bool, most: int
 ) -> None:
-    """Raise ConfigError if one of the selected `datasets` contributes no token.
-
-    Its target is then less than half of its first document. The hint lists only remedies that work.
-    """
+    """Raise ConfigError if one of the selected `datasets` contributes no token. Its target is then less than half of
+    its first document. The hint lists only remedies that work."""
     found = next(((d, target) for d, target in zip(datasets, targets, strict=True) if not d.tokens), None)
     if found is None:
         return
@@ -116,10 +112,8 @@ def _first_document(dataset: MixtureDataset) -> int:
     """Return the tokens of the first non-empty document, in the order in which the mixture takes them."""
     for shard in dataset.shards:
         if shard.tokens:
-            ends = np.zeros(shard.sequences + 1, np.int64)
-            np.cumsum(shard.lengths(), out=ends[1:])
-            at_ends = ends[np.asarray(shard.bounds())]
-            return int(at_ends[at_ends > 0][0])
+            ends = shard.document_ends()
+            return int(ends[ends > 0][0])
     return 0
 
 
@@ -326,18 +320,15 @@ def _take_tokens(dataset: MixtureDataset, target: int) -> MixtureDataset:
 
 def _cut_shard(shard: Shard, tokens: int) -> CutShard:
     """Return the first documents of `shard`, with about `tokens` tokens."""
-    lengths = np.asarray(shard.lengths())
-    ends = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=ends[1:])
-    if not np.array_equal(shard.offsets(), ends[:-1] * shard.dtype.itemsize):
+    if shard.first_gap() is not None:
         raise InputError(
             "this shard cannot be cut: its sequences do not lie one behind the other",
             where=shard.prefix + ".idx",
             hint="write it again, or use --whole-shards",
         )
-    bounds = np.asarray(shard.bounds())
-    documents = shard_selection.nearest_end(ends[bounds], tokens)
-    return CutShard(documents=documents, tokens=int(ends[bounds[documents]]), of=shard)
+    ends = shard.document_ends()
+    documents = shard_selection.nearest_end(ends, tokens)
+    return CutShard(documents=documents, tokens=int(ends[documents]), of=shard)
 
 
 def _link_shards(dataset: MixtureDataset, folder: Path) -> None:

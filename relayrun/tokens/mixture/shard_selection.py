@@ -165,10 +165,7 @@ class CutShard:
 
     def longest(self) -> int:
         """Return the tokens of the longer of the two documents at the cut."""
-        bounds = np.asarray(self.of.bounds())
-        lengths = self.of.lengths()
-        around = [(bounds[at], bounds[at + 1]) for at in (self.documents - 1, self.documents) if at >= 0]
-        return max(int(np.sum(lengths[first:end])) for first, end in around)
+        return int(np.diff(self.of.document_ends())[max(0, self.documents - 1) : self.documents + 1].max())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,10 +243,8 @@ def pass_folder(number: int) -> str:
 
 
 def summarise_mixture(datasets: Sequence[MixtureDataset], seed: int) -> str:
-    """Return the printed table, which is also written beside the links: a line for each dataset, and the total.
-
-    `lasts` forecasts the tokens of the mixture after which a dataset has been read once.
-    """
+    """Return the printed table, which is also written beside the links: a line for each dataset, and the total. `lasts`
+    forecasts the tokens of the mixture after which a dataset has been read once."""
     total = sum(dataset.tokens for dataset in datasets)
     rows = [("dataset", "tokens", "of", "epochs", "lasts", "prefixes", "of", "GB", "wanted", "reached", "folder")]
     rows += [

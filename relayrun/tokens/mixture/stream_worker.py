@@ -126,10 +126,7 @@ class StreamWorker:
         return {name: partial(_ReceivedLanes, self, name) for name in self._names}
 
     def take(self, name: str, lane: int) -> tuple[SampleRow, Cursor]:
-        """Return the next sample, which must be of this lane, and the cursor of the lane behind it.
-
-        Raises errors of the worker, and StreamWorkerDied.
-        """
+        """Return the next sample, of this lane, and the lane's cursor behind it. Raises the worker's errors."""
         if not self._samples:
             self._samples.extend(self._next_piece())
         of, number, row, cursor = self._samples.popleft()

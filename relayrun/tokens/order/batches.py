@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from relayrun.config.sections.training import BatchSizes, IterationRange
@@ -116,9 +115,7 @@ class BatchReader(Iterator[Batch]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _batches(self, consumed: int) -> Iterator[Batch]:
@@ -136,8 +133,7 @@ class BatchReader(Iterator[Batch]):
     def _numbers(self, first: int, end: int) -> Sequence[int]:
         """Return this rank's samples of the range."""
         if (own := getattr(self._order, "numbers", None)) is not None:
-            numbers: Sequence[int] = own(first, end)
-            return numbers
+            return list[int](own(first, end))
         size = self._micro_batch_size
         starts = range(first + self._rank * size, end, self._size * size)
         return [k for start in starts for k in range(start, start + size)]
@@ -184,8 +180,7 @@ class TrainingProgress:
         self._begin_leg(self.legs[-1].sizes)
 
     def reaches(self, samples: int) -> int:
-        """Return the iterations done once `samples` were consumed: recorded ones in the past, expected ones in the
-        future."""
+        """Return the iterations done, or expected, once `samples` are consumed."""
         for leg, after in pairwise(self.legs):
             if samples <= after.consumed_samples:
                 return min(leg.reaches(samples), after.iteration)

@@ -21,7 +21,7 @@ from relayrun.errors import ConfigError, InputError
 from relayrun.tokens.order.document_packing import WINDOWS_PER_BLOCK, assign_rows
 from relayrun.tokens.order.document_windows import DocumentCut
 from relayrun.tokens.readers.columns import read_column
-from relayrun.tokens.readers.inputs import DATA_SUFFIXES, find_data_files
+from relayrun.tokens.readers.inputs import data_suffixes, find_data_files
 from relayrun.tokens.readers.texts import Texts
 from relayrun.tokens.shards.prefixes import find_prefixes
 from relayrun.tokens.shards.shard import Shard
@@ -137,7 +137,7 @@ def lengths_by_file(
         ], "tokens"
     files = find_data_files(place)
     if not files:
-        raise InputError(f"no file below this folder ends in .idx, {', '.join(DATA_SUFFIXES)}", where=place)
+        raise InputError(f"no file below this folder ends in .idx, {', '.join(data_suffixes())}", where=place)
     engine = load_tokenizer(TokenizeOptions(tokenizer=tokenizer, append_eod="no")).tokenizer if tokenizer else None
     found = [
         (file.path, join_lengths(_text_lengths(urls.join_path(place, file.path), column, engine))) for file in files
@@ -162,9 +162,7 @@ def join_lengths(parts: Iterable[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64
 
 def summarize_lengths(lengths: npt.NDArray[np.int64], cut: DocumentCut, room: int) -> LengthSummary:
     """Summarize lengths for documents cut by `cut` into rows of `room` tokens. Documents of length 0 give no window.
-
-    Raises InputError if no document has a token.
-    """
+    Raises InputError if no document has a token."""
     if not lengths.any():
         raise InputError("there is no document with any text")
     counts = cut.windows(lengths)

@@ -63,8 +63,7 @@ class MegatronOrder:
         """Return the token ids, int64 [seq_length + 1], of sample i of Megatron's order in this epoch."""
         if epoch < 0 or not 0 <= i < self._length:
             raise IndexError(f"epoch {epoch}, window {i}: outside of range({self._length})")
-        text: npt.NDArray[np.int64] = self._epoch(epoch)._query_document_sample_shuffle_indices(i)[0]
-        return text
+        return np.asarray(self._epoch(epoch)._query_document_sample_shuffle_indices(i)[0], np.int64)
 
     def origins(self, epoch: int, i: int) -> list[DocumentOrigin]:
         """Return the origins of the tokens of a sample: documents and offsets."""
@@ -115,16 +114,12 @@ class MegatronDocuments:
 class MegatronEpoch(GPTDataset):  # type: ignore[misc]  # megatron-core has no types
     """GPTDataset with a cache that ranks, nodes and threads can share."""
 
-    def _build_document_sample_shuffle_indices(self) -> tuple[Any, Any, Any]:
-        build = super()._build_document_sample_shuffle_indices
-        if self.config.relayrun_cache is None:
-            document, sample, shuffle = build()
-            return document, sample, shuffle
-        cache = IndexCache(
-            Path(self.config.relayrun_cache), self.unique_description_hash, opening=self.config.relayrun_opening
-        )
-        document, sample, shuffle = cache.read_or_build(build)
-        return document, sample, shuffle
+    def _build_document_sample_shuffle_indices(self) -> tuple[Any, ...]:
+        build, folder = super()._build_document_sample_shuffle_indices, self.config.relayrun_cache
+        if folder is None:
+            return tuple(build())
+        cache = IndexCache(Path(folder), self.unique_description_hash, opening=self.config.relayrun_opening)
+        return tuple(cache.read_or_build(build))
 
 
 @dataclass

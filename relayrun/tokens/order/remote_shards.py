@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
 
 import xxhash
 
@@ -206,15 +205,9 @@ def _remote_entry(prefix: str, bin_bytes: int) -> ShardEntry:
             raise InputError(error.message, where=prefix, hint=error.hint) from None
 
 
-class ShardFile(Protocol):
-    """An open file. Several threads may read it."""
-
-    def pread(self, count: int, at: int) -> bytes:
-        """Return `count` bytes from offset `at` on; fewer only at the end of the file."""
-        ...
-
-
-def open_shard_file(path: str, size: int, fingerprint: str, blocks: BlockCache | None) -> ShardFile:
+def open_shard_file(
+    path: str, size: int, fingerprint: str, blocks: BlockCache | None
+) -> LocalShardFile | RemoteShardFile:
     """Open a local or remote file of a shard.
 
     `size` of the file and `fingerprint` of the shard when the run began, which name the blocks in the cache. A URL
@@ -228,13 +221,14 @@ def open_shard_file(path: str, size: int, fingerprint: str, blocks: BlockCache |
 
 
 class LocalShardFile:
-    """A local file. The last reference closes it, so a thread cannot close it under another."""
+    """A local file that several threads may read. The last reference closes it."""
 
     def __init__(self, path: str) -> None:
         self._fd = -1
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def pread(self, count: int, at: int) -> bytes:
+        """Return `count` bytes from offset `at` on; fewer only at the end of the file."""
         return os.pread(self._fd, count, at)
 
     def __del__(self) -> None:
@@ -258,6 +252,7 @@ class RemoteShardFile:
         self._store, self._path = fsspec.core.url_to_fs(url)
 
     def pread(self, count: int, at: int) -> bytes:
+        """Return as `LocalShardFile.pread`."""
         end = min(at + count, self._size)
         parts = []
         while at < end:

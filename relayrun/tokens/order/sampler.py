@@ -136,10 +136,8 @@ class LaneReader:
         return self._take(name, k) if name in self._open else self._indexed(k)
 
     def cursors(self, consumed: int) -> dict[str, dict[int, Cursor]]:
-        """Return the cursors of this replica when sample `consumed` is next, by data set and lane.
-
-        Forgets older positions. May run in another thread than the reader.
-        """
+        """Return the cursors of this replica when sample `consumed` is next, by data set and lane. Forgets older
+        positions. May run in another thread than the reader."""
         found: dict[str, dict[int, Cursor]] = {}
         with self._lock:
             for (name, lane), taken in self._taken.items():
@@ -173,9 +171,7 @@ def read_lane_positions(
     value: Mapping[str, Any], consumed: int, streamed: Collection[str] = ()
 ) -> dict[str, LanePositions]:
     """Read the lane positions from a checkpoint at sample `consumed`. Raises FatalTrainingError if they are damaged.
-
-    `streamed`: data sets that must be present, since samples of their lanes were consumed.
-    """
+    `streamed`: data sets that must be present, since samples of their lanes were consumed."""
     found = {}
     for name in dict.fromkeys([*streamed, *value]):
         try:
@@ -206,10 +202,7 @@ class MixturePart:
 
 
 class MixtureSampler:
-    """The samples of a run in order; sample k is any k >= 0.
-
-    `settings` determine the order of all parts (seed, sequence length, tokenizer), plain JSON.
-    """
+    """The samples of a run in order. `settings` determine the order of all parts, plain JSON."""
 
     def __init__(self, parts: Mapping[str, MixturePart], settings: Mapping[str, Any], *, name: str = "train") -> None:
         self.name = name
@@ -230,20 +223,14 @@ class MixtureSampler:
         """Lane positions at the start of this attempt, including streams that left the mixture."""
 
     def locate(self, k: int) -> tuple[str, int, int]:
-        """Return (data set, epoch, i) of global sample k; (name, 0, position) for a stream.
-
-        Raises IndexError if k < 0.
-        """
+        """Return (data set, epoch, i) of sample k; (name, 0, position) for a stream. Raises IndexError if k < 0."""
         name, position = self.schedule.locate(k)
         windows = self.records[name]["windows"]
         epoch, i = (0, position) if windows is None else divmod(position, int(windows))
         return name, epoch, i
 
     def row(self, k: int) -> SampleRow:
-        """Return global sample k. Not for samples of a stream.
-
-        Raises IndexError if k < 0, KeyError for a sample of a data set that left the mixture.
-        """
+        """Return sample k, not of a stream. Raises IndexError if k < 0, KeyError if its data set left the mixture."""
         name, epoch, i = self.locate(k)
         return read_row(self.parts[name].dataset, epoch, i)
 
@@ -251,9 +238,7 @@ class MixtureSampler:
         self, consumed_samples: int, replica: int, replicas: int, *, openers: Mapping[str, LaneOpener] | None = None
     ) -> LaneReader:
         """Return the samples of a data-parallel replica from `consumed_samples` on. Only for a mixture with streams.
-
-        `openers` replace those of the streams.
-        """
+        `openers` replace those of the streams."""
         assert self.lanes is not None
         return LaneReader(
             self.schedule,
@@ -270,10 +255,8 @@ class MixtureSampler:
     def state(
         self, consumed_samples: int, cursors: Sequence[Mapping[str, Mapping[int, Cursor]]] = ()
     ) -> dict[str, Any]:
-        """Return the state for a checkpoint, plain JSON; the next sample is `consumed_samples`.
-
-        `cursors`: results of `LaneReader.cursors` of all ranks; empty: lanes stand at the start of the attempt.
-        """
+        """Return the state for a checkpoint, plain JSON; the next sample is `consumed_samples`. `cursors`: results of
+        `LaneReader.cursors` of all ranks; empty: lanes stand at the start of the attempt."""
         newer: dict[str, dict[int, Cursor]] = {}
         for part in cursors:
             for name, lanes in part.items():

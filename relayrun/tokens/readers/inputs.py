@@ -1,8 +1,9 @@
-"""Input files of a data set: formats by file name, paths files, and lines that cannot be read.
+"""Input files of a data set: their formats, paths files, and lines that cannot be read.
 
-The suffix of a name gives the format, in any case of letters. A line of a paths file is a path, taken literally:
-blanks, quotes and undecodable bytes included (`os.fsencode`); only a newline ends it. The first bad line or row raises
-an error that names it, or all bad lines are counted by reason (`LineFaults`). This module does not import Arrow.
+`FORMATS` alone lists the formats. The suffix of a name gives the format, in any case of letters. A line of a paths file
+is a path, taken literally: blanks, quotes and undecodable bytes included (`os.fsencode`); only a newline ends it. The
+first bad line or row raises an error that names it, or all bad lines are counted by reason (`LineFaults`). This module
+does not import Arrow.
 """
 
 from __future__ import annotations
@@ -41,13 +42,12 @@ class LineFaults:
     """Policy for bad lines and rows: raise, or skip and count."""
 
     def __init__(self, *, skip: bool = False, keep: bool = False) -> None:
-        """`skip`: leave bad lines out and count them; else the first one raises InputError.
-
-        `keep`: keep a null in place of each bad row, so that rows keep their numbers; see `take_marks`.
-        """
+        """`skip`: leave bad lines out and count them; else the first one raises InputError. `keep`: keep a null in
+        place of each bad row, so that rows keep their numbers; see `take_marks`."""
         self._skip = skip
         self.keep = keep
-        self._marks: list[tuple[int, str]] = []
+        self.marks: dict[int, str] = {}
+        """Reasons for the nulls in the array being read, by row; see `take_marks`."""
         self.counts: dict[str, int] = {}
         """Skipped lines by reason."""
         self.examples: list[str] = []
@@ -63,55 +63,53 @@ class LineFaults:
             self.examples.append(f"{error.where}: {error.message}")
 
     def look(self, row: Mapping[str, Any], long: Mapping[str, Any]) -> None:
-        """Inspect the object of a JSON line before its text is taken; overrides raise BadLine to skip the line.
+        """Inspect the object of a JSON line before its text is taken; overrides raise BadLine to skip the line. `long`:
+        the long strings of the line, by the placeholders that replace them (`json_csv`)."""
 
-        `long`: the long strings of the line, by the placeholders that replace them (`json_csv`).
-        """
-
-    def mark(self, row: int, reason: str) -> None:
-        """Remember why row number `row` of the array being read has no text."""
-        self._marks.append((row, reason))
-
-    def take_marks(self) -> list[tuple[int, str]]:
-        """Return and clear the rows of the last array that were kept without a text, with the reasons."""
-        marks, self._marks = self._marks, []
+    def take_marks(self) -> dict[int, str]:
+        """Return and clear `marks`."""
+        marks, self.marks = self.marks, {}
         return marks
 
 
-DATA_SUFFIXES = (
-    ".parquet",
-    ".jsonl",
-    ".jsonl.gz",
-    ".jsonl.zst",
-    ".json",
-    ".json.gz",
-    ".json.zst",
-    ".csv",
-    ".csv.gz",
-    ".arrow",
+@dataclass(frozen=True, kw_only=True)
+class FileFormat:
+    """A format of data files."""
+
+    name: str
+    """Name in messages, and as `data.mixture.NAME.source` if `relayrun.config.sections.data.SourceKind` lists it."""
+    suffixes: tuple[str, ...]
+    reader: str
+    """`module:function` with the arguments of `columns.read_parquet`, imported when a file of the format is opened."""
+    by_line: bool = False
+    """The reader shows every row to `LineFaults.look`, by which a stream filters rows."""
+
+
+_TEXT_READERS = "relayrun.tokens.readers.json_csv"
+PARQUET = FileFormat(name="parquet", suffixes=(".parquet",), reader="relayrun.tokens.readers.columns:read_parquet")
+JSON_LINES = FileFormat(
+    name="jsonl",
+    suffixes=(".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz", ".json.zst"),
+    reader=f"{_TEXT_READERS}:read_jsonl",
+    by_line=True,
 )
-"""Suffixes of the data files of a data set."""
+CSV = FileFormat(name="csv", suffixes=(".csv", ".csv.gz"), reader=f"{_TEXT_READERS}:read_csv")
+ARROW = FileFormat(name="arrow", suffixes=(".arrow",), reader="relayrun.tokens.readers.columns:read_arrow")
+FORMATS = {each.name: each for each in (PARQUET, JSON_LINES, CSV, ARROW)}
+"""All formats by name."""
 
 METADATA_FILE_NAMES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Files that Hugging Face's datasets writes beside its data; they hold no documents."""
 
-FileKind = Literal["parquet", "arrow", "csv", "json lines"]
+
+def data_suffixes() -> tuple[str, ...]:
+    """Return the suffixes of all formats."""
+    return tuple(suffix for each in FORMATS.values() for suffix in each.suffixes)
 
 
-def is_data_file(path: str) -> bool:
-    """True if this file of a data set's folder holds documents."""
-    name = path.lower()
-    return name.endswith(DATA_SUFFIXES) and name.rsplit("/", 1)[-1] not in METADATA_FILE_NAMES
-
-
-def file_kind(path: str) -> FileKind:
-    """Return the format of a file by its name; JSON lines for any other name."""
-    name = path.lower()
-    if name.endswith(".parquet"):
-        return "parquet"
-    if name.endswith(".arrow"):
-        return "arrow"
-    return "csv" if name.removesuffix(".gz").endswith(".csv") else "json lines"
+def file_format(path: str) -> FileFormat:
+    """Return the format of a file by its suffix; JSON lines for any other name."""
+    return next((each for each in FORMATS.values() if path.lower().endswith(each.suffixes)), JSON_LINES)
 
 
 def file_compression(path: str) -> Literal["gzip", "zstd"] | None:
@@ -128,10 +126,8 @@ MISSING_FILE = (0, -1)
 
 
 def read_paths_file(path: str | os.PathLike[str]) -> list[str]:
-    """Return the paths of a paths file in its order, without empty lines.
-
-    Raises InputError for a missing file, an absolute path, a path given twice, or a file without paths.
-    """
+    """Return the paths of a paths file in its order, without empty lines. Raises InputError for a missing file, an
+    absolute path, a path given twice, or a file without paths."""
     try:
         content = Path(path).read_bytes()
     except (FileNotFoundError, IsADirectoryError):
@@ -167,27 +163,13 @@ def stat_inputs(dataset: str | os.PathLike[str], names: list[str], *, missing_ok
     missing: list[RelayrunError] = []
     for name in names:
         try:
-            inputs.append((name, *_stat_input(os.fspath(dataset), name)))
+            inputs.append((name, *urls.stat_file(urls.join_path(os.fspath(dataset), name))))
         except MissingInput as error:
             missing.append(error)
             inputs.append((name, *MISSING_FILE))
     if missing and not missing_ok:
         raise combined_error(missing, f"of {len(names):,} files are missing")
     return inputs
-
-
-def _stat_input(dataset: str, name: str) -> tuple[int, int]:
-    if urls.is_url(dataset):
-        return urls.stat_url(urls.join_path(dataset, name))
-    try:
-        status = os.stat(os.path.join(dataset, name))
-    except (FileNotFoundError, NotADirectoryError):
-        raise MissingInput(
-            "this file of the paths file is missing",
-            where=printable(os.path.join(dataset, name)),
-            hint="run prepare_dumps.py again if the dataset has changed",
-        ) from None
-    return status.st_size, status.st_mtime_ns
 
 
 def paths_file_bytes(names: Iterable[str]) -> bytes:
@@ -223,10 +205,13 @@ def find_data_files(
     given, and none of `filter_out`. Links in a local folder are followed, except to a parent folder. Raises InputError
     if the folder is missing or cannot be listed, or a link to a data file is broken.
     """
+    suffixes = data_suffixes()
 
     def is_wanted(path: str) -> bool:
+        name = path.lower()
         return (
-            is_data_file(path)
+            name.endswith(suffixes)
+            and name.rsplit("/", 1)[-1] not in METADATA_FILE_NAMES
             and (not filter_in or any(text in path for text in filter_in))
             and not any(text in path for text in filter_out)
         )

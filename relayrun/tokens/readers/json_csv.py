@@ -24,12 +24,9 @@ import orjson
 import pyarrow as pa
 
 from relayrun.errors import InputError
-from relayrun.tokens.readers.inputs import BadLine, LineFaults
-from relayrun.tokens.readers.texts import LongText, large_strings, missing_column_error
+from relayrun.tokens.readers.inputs import BadLine, LineFaults, file_compression
+from relayrun.tokens.readers.texts import MAX_ROWS, LongText, large_strings, missing_column_error
 from relayrun.tokens.stores.urls import printable
-
-MAX_ROWS = 1024
-"""Rows of an array, at most."""
 
 _LONG_BYTES = 1 << 20
 """Bytes of a line, or of a block of a string."""
@@ -48,24 +45,18 @@ _BOM = b"\xef\xbb\xbf"
 
 
 def read_jsonl(
-    raw: BinaryIO,
-    path: str,
-    column: str,
-    compression: str | None,
-    batch_bytes: int,
-    scratch: str | None = None,
-    faults: LineFaults | None = None,
+    raw: BinaryIO, path: str, column: str, *, batch_bytes: int, scratch: str | None, faults: LineFaults
 ) -> Iterator[pa.Array]:
-    """Yield texts as `columns.read_column`. Raises InputError that names the line, or the file if it does not hold JSON
-    lines."""
-    with open_decompressed(raw, compression) as lines:
-        yield from _read_texts(lines, printable(path), column, batch_bytes, scratch, faults or LineFaults())
+    """Yield texts as `columns.read_column`. Raises InputError that names the line, or a file of another kind."""
+    with open_decompressed(raw, path) as lines:
+        yield from _read_texts(lines, printable(path), column, batch_bytes, scratch, faults)
 
 
-def open_decompressed(raw: BinaryIO, compression: str | None) -> io.BufferedReader:
-    """Return a buffered file of the decompressed bytes of `raw`."""
+def open_decompressed(raw: BinaryIO, path: str) -> io.BufferedReader:
+    """Return a buffered file of the decompressed bytes of `raw`; the name `path` tells the compression."""
     stream: Any = raw
-    if compression is not None:  # Arrow detects a truncated stream, the zstandard package does not
+    if (compression := file_compression(path)) is not None:
+        # Arrow detects a truncated stream, the zstandard package does not
         stream = pa.CompressedInputStream(raw, compression)
     own = isinstance(stream, (io.BufferedReader, io.BytesIO))
     return cast(io.BufferedReader, stream if own else io.BufferedReader(stream, _LONG_BYTES))
@@ -113,7 +104,7 @@ def _read_texts(
             del array  # frees it before the next one is read
             continue
         if reason is not None:
-            faults.mark(len(texts), reason)
+            faults.marks[len(texts)] = reason
         texts.append(text)
         size += length
     if texts:
@@ -272,20 +263,21 @@ _MAX_FIELD_CHARACTERS = (1 << 31) - 1
 
 
 def read_csv(
-    raw: BinaryIO, path: str, column: str, compression: str | None, batch_bytes: int, faults: LineFaults
+    raw: BinaryIO, path: str, column: str, *, batch_bytes: int, scratch: str | None, faults: LineFaults
 ) -> Iterator[pa.Array]:
     """Yield texts as `columns.read_column`. Raises InputError that names the line where the row begins."""
     file = printable(path)
     csv.field_size_limit(_MAX_FIELD_CHARACTERS)
-    with open_decompressed(raw, compression) as lines:
+    with open_decompressed(raw, path) as content:
         # drops a byte order mark; a byte that is not UTF-8 becomes a lone surrogate, which valid UTF-8 never yields
-        decoded = io.TextIOWrapper(lines, "utf-8-sig", errors="surrogateescape", newline="")
+        decoded = io.TextIOWrapper(content, "utf-8-sig", errors="surrogateescape", newline="")
         reader = csv.reader(decoded, strict=True)
         names: list[str] | None = None
         texts: list[bytes] = []
         size = 0
         while True:
             before = reader.line_num
+            where = f"{file}:{before + 1}"
             try:
                 row = next(reader)
                 if not row:
@@ -299,11 +291,13 @@ def read_csv(
                 break
             except csv.Error as error:
                 if names is None:
-                    raise InputError(f"its first row is not CSV: {error}", where=f"{file}:{before + 1}") from None
-                faults.add(_bad_row(error, reader.line_num - before), f"{file}:{before + 1}")
+                    raise InputError(f"its first row is not CSV: {error}", where=where) from None
+                lines = reader.line_num - before
+                whole = f"this row of {lines:,} lines is" if lines > 1 else "this row is"
+                faults.add(BadLine("not CSV", f"{whole} not CSV: {error}"), where)
                 continue
             except BadLine as bad:
-                faults.add(bad, f"{file}:{before + 1}")
+                faults.add(bad, where)
                 continue
             if texts and (size + len(text) > batch_bytes or len(texts) == MAX_ROWS):
                 yield large_strings(texts)
@@ -329,8 +323,3 @@ def _row_text(row: list[str], names: list[str], place: int, column: str) -> byte
         return row[place].encode()
     except UnicodeEncodeError:
         raise BadLine("not UTF-8", f"{column!r} holds a byte that is not UTF-8") from None
-
-
-def _bad_row(error: csv.Error, lines: int) -> BadLine:
-    whole = f"this row of {lines:,} lines is" if lines > 1 else "this row is"
-    return BadLine("not CSV", f"{whole} not CSV: {error}")

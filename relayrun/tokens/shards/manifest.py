@@ -32,7 +32,6 @@ from relayrun.tokens.stores.direct_io import file_checksum
 
 MANIFEST_VERSION = 2
 _TOKENIZER_FIELDS = ("tokenizer", "tokenizer_fingerprint", "tokenizer_ids", "vocabulary_size", "eod")
-_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +70,13 @@ class ShardEntry:
                 where=prefix + ".idx",
                 hint="tokenize it again, or leave this prefix out",
             )
-        _check_contiguous(shard)
+        if (gap := shard.first_gap()) is not None:
+            raise InputError(
+                f"the token file is not its documents one behind the other: sequence {gap} of the index "
+                "does not begin where the one before it ends",
+                where=prefix + ".idx",
+                hint="write the shard again in the order of its index, or leave it out",
+            )
         with open(prefix + ".idx", "rb") as file:
             fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
         return cls(
@@ -180,8 +185,7 @@ class DatasetManifest:
 
     @classmethod
     def build(cls, prefixes: Sequence[str | os.PathLike[str]]) -> DatasetManifest:
-        """Read the indices of `prefixes` in their order. Raises the errors of `ShardEntry.build` for all of them at
-        once."""
+        """Read the indices of `prefixes`, in order. Raises the errors of `ShardEntry.build` for all of them."""
         shards: list[ShardEntry] = []
         bad: list[RelayrunError] = []
         for prefix in prefixes:
@@ -330,10 +334,8 @@ def check_held_out(
     files: Iterable[FileEntry] = (),
     split: Collection[str] = (),
 ) -> None:
-    """Raise InputError if held-out text is trained on (`ShardRecords.texts`); the sets are prefixes by name.
-
-    `files`: training data that are read as text. `split`: the training sets of which a share is held out.
-    """
+    """Raise InputError if held-out text is trained on (`ShardRecords.texts`); the sets are prefixes by name. `files`:
+    training data that are read as text. `split`: the training sets of which a share is held out."""
     records = ShardRecords()
     texts = records.texts(prefix for sets in (training, validation) for each in sets.values() for prefix in each)
     held: dict[str, str] = {}
@@ -361,24 +363,6 @@ def check_held_out(
                 where=first,
                 hint="held-out data must not be trained on: mend one set",
             )
-
-
-def _check_contiguous(shard: Shard) -> None:
-    lengths, offsets = shard.lengths(), shard.offsets()
-    expected = 0
-    for start in range(0, shard.sequences, _CHUNK):
-        sizes = lengths[start : start + _CHUNK].astype(np.int64) * shard.dtype.itemsize
-        ends = expected + np.cumsum(sizes)
-        wrong = np.flatnonzero(offsets[start : start + _CHUNK] != ends - sizes)
-        if len(wrong) or sizes.min() < 0:
-            at = start + int(wrong[0] if len(wrong) else sizes.argmin())
-            raise InputError(
-                f"the token file is not its documents one behind the other: sequence {at} of the index "
-                "does not begin where the one before it ends",
-                where=shard.prefix + ".idx",
-                hint="write the shard again in the order of its index, or leave it out",
-            )
-        expected = int(ends[-1])
 
 
 def _file_identities(name: str, dataset: DatasetManifest, *, missing_ok: bool = False) -> dict[tuple[int, int], str]:

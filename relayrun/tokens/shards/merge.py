@@ -125,8 +125,7 @@ class MergeInputs:
 
 
 def inspect_inputs(prefixes: Sequence[str], output: str | os.PathLike[str], *, multimodal: bool = False) -> MergeInputs:
-    """Check the inputs of a merge and the place of its output, without reading tokens. Raises InputError as
-    `merge_shards`."""
+    """Check inputs and output of a merge, without reading tokens. Raises InputError as `merge_shards`."""
     refuse_urls(output)
     target = os.path.abspath(output)
     shards = [Shard.open(prefix, multimodal=multimodal) for prefix in prefixes]
@@ -156,10 +155,8 @@ def _refuse_existing(target: str) -> None:
 def _common_tokenizer(
     prefixes: Sequence[str], records: Sequence[ShardRecord | None], target: str
 ) -> TokenizerRecord | None:
-    """The tokenizer that all inputs have on record; None, with a warning, if an input has none.
-
-    Raises InputError if two differ, or end documents with different tokens.
-    """
+    """The tokenizer that all inputs have on record; None, with a warning, if an input has none. Raises InputError if
+    two differ, or end documents with different tokens."""
     found = [(prefix, record.made) for prefix, record in zip(prefixes, records, strict=True) if record is not None]
     known = [(prefix, made) for prefix, made in found if made is not None]
     for prefix, made in known:
@@ -183,7 +180,7 @@ def _common_tokenizer(
 
 
 def _largest_id(shards: Sequence[Shard], records: Sequence[ShardRecord | None]) -> int | None:
-    """The largest id of all inputs; None if unknown for any of them, or all are empty."""
+    """Return the largest id of all inputs; None if unknown for any of them, or all are empty."""
     noted = [
         None if record is None else record.largest_id
         for shard, record in zip(shards, records, strict=True)
@@ -198,13 +195,10 @@ def _describe_token(id_: int | None) -> str:
 
 
 def _append_shard(shard: Shard, sums: dict[str, str], out: DirectFile, digest: xxhash.xxh3_128) -> None:
-    """Append the tokens of `shard` to `out`; its offsets must be contiguous from 0.
-
-    Raises InputError if its files do not have the checksums `sums` of its record, if any.
-    """
+    """Append the tokens of `shard` to `out`; its offsets must be contiguous from 0. Raises InputError if its files do
+    not have the checksums `sums` of its record, if any."""
     left = shard.tokens * shard.dtype.itemsize
-    lengths = np.asarray(shard.lengths(), np.int64)
-    if len(lengths) and not np.array_equal(shard.offsets(), (np.cumsum(lengths) - lengths) * shard.dtype.itemsize):
+    if shard.first_gap() is not None:
         raise InputError("sequences of this shard do not lie one behind the other", where=shard.prefix)
     own = xxhash.xxh3_128()
     with open(shard.prefix + ".bin", "rb", buffering=0) as source:

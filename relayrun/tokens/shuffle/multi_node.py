@@ -86,17 +86,13 @@ class ReshardTask:
         return does[stage]()
 
     def check(self) -> None:
-        """Check before the job is queued that it can run, without writing. Raises RelayrunError.
-
-        A shuffle that has begun is not checked again.
-        """
+        """Check, before the job is queued, a shuffle that has not begun. Writes nothing. Raises RelayrunError."""
         if self.building.exists() or self._is_named():
             return
         plan = make_shuffle_plan(self.options, tasks=self.tasks)
         refuse_unwritable(self.work)
-        lines = [
-            file.path for file in plan.files if file.rows is None
-        ]  # make_shuffle_plan has checked the columns of parquet
+        # make_shuffle_plan has checked the columns of parquet
+        lines = [file.path for file in plan.files if file.rows is None]
         skips = self.options.on_error == "skip-line"
         check_files(lines, self.options.column, skip_lines=skips, what="files cannot be shuffled")
         needed, free = sum(file.size for file in plan.files), free_space(self.work)
@@ -167,10 +163,7 @@ class ReshardTask:
             before = open_buckets(self._plan(), self.work).before
             after = [np.load(self.work / f"after-{number}.npy") for number in range(rows["files"])]
             draw_lengths(before, after, self.building / LENGTHS_PICTURE)
-            for name in set(os.listdir(self.building)) - {
-                *names,
-                LENGTHS_PICTURE,
-            }:  # a killed task left it half written
+            for name in {*os.listdir(self.building)} - {*names, LENGTHS_PICTURE}:  # a killed task left it half written
                 os.unlink(self.building / name)
             fsync_directory(self.building)
             if self.output.exists():

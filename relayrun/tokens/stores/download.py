@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 CHECKSUMS_FILE = "SHA256SUMS"
 RETRY_PAUSES = (1.0, 4.0, 16.0, 60.0)
 """Seconds between the tries of a file whose connection fails."""
-_CHUNK = 1 << 22
 T = TypeVar("T")
 
 
@@ -44,14 +43,12 @@ class HubFile:
 
     def check(self, file: Path) -> str | None:
         """Return the SHA-256 of a file on disk; None if it is another file."""
-        sha256, blob = hashlib.sha256(), hashlib.sha1(f"blob {self.size}\0".encode(), usedforsecurity=False)
         with file.open("rb") as data:
-            while chunk := data.read(_CHUNK):
-                sha256.update(chunk)
-                if not self.large:
-                    blob.update(chunk)
-        found = sha256.hexdigest()
-        return found if (found if self.large else blob.hexdigest()) == self.digest else None
+            found = own = hashlib.file_digest(data, "sha256").hexdigest()
+        if not self.large:
+            blob = f"blob {self.size}\0".encode() + file.read_bytes()
+            own = hashlib.sha1(blob, usedforsecurity=False).hexdigest()
+        return found if own == self.digest else None
 
 
 def download_dataset(

@@ -55,10 +55,8 @@ class StoreError(RelayrunError):
 
 
 def retry_transient(call: Callable[[], T], url: str) -> T:
-    """Return what `call` returns; after a transient failure, call it again after each of `RETRY_PAUSES`.
-
-    Raises permanent errors unchanged, and StoreError when the last try fails.
-    """
+    """Return what `call` returns; after a transient failure, call it again after each of `RETRY_PAUSES`. Raises
+    permanent errors unchanged, and StoreError when the last try fails."""
     for number, pause in enumerate((*RETRY_PAUSES, None), start=1):
         try:
             return call()
@@ -79,10 +77,7 @@ def retry_transient(call: Callable[[], T], url: str) -> T:
 
 
 def _transient_error(error: Exception) -> Exception | None:
-    """Return the transient error, or None.
-
-    fsspec reports FileNotFoundError for any web page that it cannot reach: the cause decides.
-    """
+    """Return the transient error, or None. fsspec raises FileNotFoundError for any page that it cannot reach."""
     cause = error.__cause__
     if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and _is_connection_error(cause):
         return cause
@@ -110,7 +105,7 @@ def _is_refusal(error: Exception) -> bool:
 
 
 def _http_status(error: BaseException) -> int:
-    """HTTP status of an error of aiohttp, huggingface_hub, botocore or azure, or 0."""
+    """Return the HTTP status of an error of aiohttp, huggingface_hub, botocore or azure, or 0."""
     response: Any = getattr(error, "response", None)
     places = (error, "status"), (error, "status_code"), (response, "status_code")
     found = next((value for place, name in places if (value := getattr(place, name, None))), None)
@@ -265,8 +260,7 @@ def is_url(place: str | os.PathLike[str]) -> bool:
 
 
 def resolve_url_link(folder: str | os.PathLike[str]) -> str:
-    """Return the folder as given, or the URL that a link leads to, directly or through other links
-    (`raw-dataset-link`)."""
+    """Return the folder as given, or the URL that it links to, also through other links (`raw-dataset-link`)."""
     given = os.fspath(folder)
     link = given.rstrip("/")
     with contextlib.suppress(OSError):  # not a link, or missing
@@ -279,10 +273,8 @@ def resolve_url_link(folder: str | os.PathLike[str]) -> str:
 
 
 def absolute_path(folder: str | os.PathLike[str]) -> str:
-    """Return an absolute local path, or a URL without trailing slashes; links to URLs are resolved.
-
-    Raises InputError for a URL with a password, which would be written into files.
-    """
+    """Return an absolute local path, or a URL without trailing slashes; links to URLs are resolved. Raises InputError
+    for a URL with a password, which would be written into files."""
     folder = resolve_url_link(folder)
     if not is_url(folder):
         return os.path.abspath(folder)
@@ -336,9 +328,7 @@ def list_url(url: str) -> list[tuple[str, int]]:
 
 def list_store_sizes(store: Any, root: str) -> dict[str, int]:
     """Map all files below a path of fsspec's `store` to bytes, by path below it; the name of a file itself is empty.
-
-    Raises what the store raises, also for lack of access to any folder.
-    """
+    Raises what the store raises, also for lack of access to any folder."""
     return {info["name"].removeprefix(root).lstrip("/"): _store_size(store, info) for info in _walk_store(store, root)}
 
 
@@ -350,6 +340,18 @@ def stat_url(url: str) -> tuple[int, int]:
         store, path = fsspec.core.url_to_fs(url)
         info = retry_transient(lambda: store.info(path), url)
         return _store_size(store, info), modified_time(info)
+
+
+def stat_file(path: str) -> tuple[int, int]:
+    """Return bytes and modification time (ns) of a file, local or at a URL. Raises MissingInput, and as `stat_url`."""
+    if is_url(path):
+        return stat_url(path)
+    try:
+        status = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        hint = "run prepare_dumps.py again if the dataset has changed"
+        raise MissingInput("this file of the paths file is missing", where=printable(path), hint=hint) from None
+    return status.st_size, status.st_mtime_ns
 
 
 def modified_time(info: Mapping[str, Any]) -> int:

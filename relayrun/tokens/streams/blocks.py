@@ -5,9 +5,6 @@ later, so the position of a block does not depend on them. A permutation shuffle
 the lanes of the group in turn: a cursor needs the position of the block and a sample number inside it.
 
 A call of an engine costs as much as encoding 50 kB, so texts of several lanes are encoded together.
-
-Rejected: a buffer from which random rows are drawn (its content would be state of the checkpoint); rows dealt by
-fragments alone (unequal shares if fragments are few).
 """
 
 from __future__ import annotations
@@ -32,8 +29,7 @@ from relayrun.tokens.streams.lane_cursor import BlockPosition, LaneCursor
 from relayrun.tokens.streams.samples import ENCODE_BATCH_BYTES, EncodeFunction, LaneSamples, SampleShape, encode_texts
 
 MIN_ROWS_PER_LANE = 256
-"""Minimum rows of a block for each lane. The last sample of a lane's block is padded, which must stay rare. Part of the
-order."""
+"""Minimum rows of a block for each lane, whose last sample is padded, which must stay rare. Part of the order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +67,8 @@ class RowBlocks:
         return Prefetcher(self.read(group, position), self._stream.nb_prefetch, name=f"{self._name}-{group}")
 
     def read(self, group: int, position: BlockPosition) -> Iterator[RowBlock]:
-        """Yield the blocks of a group from `position` on, up to the end of the last epoch.
-
-        Raises InputError like `FragmentReader.read`, and FatalTrainingError for an epoch without rows.
-        """
+        """Yield the blocks of a group from `position` on, up to the end of the last epoch. Raises InputError like
+        `FragmentReader.read`, and FatalTrainingError for an epoch without rows."""
         epochs = self._stream.nb_epochs
         while epochs is None or position.epoch < epochs:
             some = position.number > 0
@@ -212,10 +206,7 @@ class LaneGroup:
         """Readers of lanes that are too far behind the others, by lane."""
 
     def next_block(self, lane: int) -> LaneBlock | None:
-        """Return the next block of a lane; None behind the last epoch.
-
-        Raises like `RowBlocks.read` and `FragmentReader.texts`.
-        """
+        """Return the next block of a lane; None behind the last epoch. Raises as `RowBlocks.read`."""
         if lane in self._catching_up:
             return self._next_catching_up(lane)
         while not self._waiting[lane]:

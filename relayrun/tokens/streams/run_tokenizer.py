@@ -13,10 +13,7 @@ from relayrun.tokens.tokenize.options import TokenizeOptions
 
 
 def load_run_tokenizer(name: str, manifest: Manifest) -> DocumentTokenizer:
-    """Load the tokenizer `data.tokenizer`.
-
-    Raises FatalTrainingError if its ids changed since the run began, InputError if it does not exist.
-    """
+    """Load `data.tokenizer`. Raises FatalTrainingError if its ids changed since the start, InputError if missing."""
     tokenizer = load_tokenizer(TokenizeOptions(tokenizer=name))
     if tokenizer.ids_fingerprint != manifest.tokenizer_ids:
         raise FatalTrainingError(
@@ -28,10 +25,8 @@ def load_run_tokenizer(name: str, manifest: Manifest) -> DocumentTokenizer:
 
 
 def character_token_ids(characters: str, tokenizer: DocumentTokenizer) -> npt.NDArray[np.int64]:
-    """Return the token ids of the characters in `data.mask_tokens_except`, int64 [distinct characters].
-
-    Raises ConfigError for a character that is not exactly one token.
-    """
+    """Return the token ids of the characters in `data.mask_tokens_except`, int64 [distinct characters]. Raises
+    ConfigError for a character that is not exactly one token."""
     found = []
     for character in dict.fromkeys(characters):
         ids = tokenizer.tokenizer.encode(character, add_special_tokens=False).ids

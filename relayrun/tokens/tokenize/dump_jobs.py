@@ -105,10 +105,8 @@ def _check_inputs(metadata: MetadataFolder, indices: Sequence[int], options: Tok
 
 
 def tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]:
-    """Tokenize dump `index`, add its row to the CSV, and move its paths file to the finished ones; return the row.
-
-    The message of a RelayrunError or OSError is written beside the dump's shards, too.
-    """
+    """Tokenize dump `index`, add its row to the CSV, and move its paths file to the finished ones; return the row. The
+    message of a RelayrunError or OSError is written beside the dump's shards, too."""
     settings.dump_logs(index).mkdir(parents=True, exist_ok=True)
     output = settings.dump_output(index)
     output.mkdir(parents=True, exist_ok=True)
@@ -288,7 +286,7 @@ def _slurm_executor(config: TokenizationConfig, settings: TokenizationSettings) 
 def _sbatch_parameters(
     config: TokenizationConfig, settings: TokenizationSettings, wait: Sequence[str | None]
 ) -> dict[str, Any]:
-    """Options of sbatch for which submitit has no parameters."""
+    """Return options of sbatch for which submitit has no parameters."""
     log = settings.job_logs / "R-%x-%j"
     found: dict[str, Any] = {"output": f"{log}.out", "error": f"{log}.err"}
     if config.job.reservation is not None:

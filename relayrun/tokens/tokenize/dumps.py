@@ -41,8 +41,8 @@ from relayrun.files import (
     write_json,
 )
 from relayrun.tokens.readers.inputs import (
-    DATA_SUFFIXES,
     DataFile,
+    data_suffixes,
     find_data_files,
     paths_file_bytes,
     read_paths_file,
@@ -141,10 +141,8 @@ class MetadataFolder:
         append_line(self._jobs, {"slurm_job_id": job_id, "dump": dump})
 
     def live_jobs(self) -> list[str]:
-        """Return the recorded jobs of unfinished dumps that are pending or running.
-
-        Raises SchedulerError if there are such records and Slurm cannot be asked.
-        """
+        """Return the recorded jobs of unfinished dumps that are pending or running. Raises SchedulerError if there are
+        such records and Slurm cannot be asked."""
         unfinished = set(self.pending())
         ids = [str(record["slurm_job_id"]) for record in read_lines(self._jobs) if record.get("dump") in unfinished]
         live = slurm_scheduler().live_ids() if ids else set()  # one query for thousands of jobs
@@ -170,8 +168,7 @@ def _dump_numbers(folder: Path) -> list[int]:
 
 
 def dump_size(paths_file: str | os.PathLike[str]) -> int:
-    """Return the bytes of all files of a paths file in `dumps/` or `completed-dumps/`. Raises InputError if one is
-    missing."""
+    """Return the bytes of all files of a paths file of a metadata folder. Raises InputError for a missing file."""
     metadata = MetadataFolder(Path(os.path.abspath(paths_file)).parent.parent)
     return sum(size for _, size, _ in stat_inputs(metadata.dataset(), read_paths_file(paths_file)))
 
@@ -244,7 +241,7 @@ def prepare_dumps(
             raise InputError(
                 f"nothing to tokenize: {why}",
                 where=dataset,
-                hint=f"files end in {', '.join(DATA_SUFFIXES)}; look at the filters",
+                hint=f"files end in {', '.join(data_suffixes())}; look at the filters",
             )
         number = n_dumps or sum(file.size for file in files) // BYTES_PER_DUMP + 1
         dumps = split_files(files, number, first_index=finished[-1] + 1 if finished else 0)
@@ -269,7 +266,7 @@ def count_files_linked_twice(files: Sequence[DataFile]) -> int:
 
 
 def _refuse_to_change_half_done(metadata: MetadataFolder, contents: dict[int, bytes]) -> None:
-    """Shards of a half-tokenized dump are valid only for the paths file they were made from."""
+    """Raise RelayrunError: the shards of a half-tokenized dump are valid only for its present paths file."""
     for index in metadata.pending():
         output = metadata.tokenized_link / f"dump-{index}"
         if contents.get(index) != metadata.paths_file(index).read_bytes() and any(output.glob("*.bin")):
@@ -299,10 +296,8 @@ def merged_prefix(dataset: Path, dump: str) -> Path:
 
 
 def unmerged_dumps(dataset: Path) -> list[str]:
-    """Return the names of the dumps that are not merged yet.
-
-    Raises RelayrunError for torn shards, for different tokenizers or token types, and for lack of space.
-    """
+    """Return the names of the dumps that are not merged yet. Raises RelayrunError for torn shards, for different
+    tokenizers or token types, and for lack of space."""
     from relayrun.tokens.shards.merge import inspect_inputs  # on demand: numpy
     from relayrun.tokens.shards.prefixes import find_prefixes
 

@@ -205,10 +205,8 @@ def load_tokenization_config(path: str | os.PathLike[str]) -> TokenizationConfig
 
 
 def settings_from_environment(environment: Mapping[str, str]) -> TokenizationSettings:
-    """Read the settings of the Bash launcher. Relative paths start at the working directory.
-
-    Raises ConfigError for a missing or wrong value, and for a variable whose name is close to that of a setting.
-    """
+    """Read the settings of the Bash launcher. Relative paths start at the working directory. Raises ConfigError for a
+    missing or wrong value, and for a variable whose name is close to that of a setting."""
     for name in environment:
         if name not in ENVIRONMENT_SETTINGS and (
             near := difflib.get_close_matches(name, ENVIRONMENT_SETTINGS, n=1, cutoff=0.8)

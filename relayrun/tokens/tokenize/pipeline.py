@@ -190,7 +190,7 @@ def _run_tasks(folder: ShardFolder, todo: Sequence[ShardTask], context: Tokenize
 
 
 def _unfinished_tasks(folder: ShardFolder, parts: Sequence[ShardTask], source: str, threads: int) -> list[ShardTask]:
-    """The parts that are not done; warns why a part is made again. Reads every file of a finished shard once."""
+    """Return the parts that are not done; warn why a part is made again. Reads every file of a finished shard."""
     with ThreadPoolExecutor(threads) as pool:
         faults = list(pool.map(lambda part: folder.fault(part.name, part.inputs, source), parts))
     for part, fault in zip(parts, faults, strict=True):

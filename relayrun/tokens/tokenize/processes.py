@@ -103,7 +103,7 @@ def requeue_before_time_limit(progress: Callable[[], int]) -> Iterator[None]:
 
 
 def _job_end_time(job: str) -> float:
-    """End of the time limit, in seconds since 1970. Slurm 22.05 does not export it."""
+    """Return the end of the time limit, in seconds since 1970. Slurm 22.05 does not export it."""
     if given := os.environ.get("SLURM_JOB_END_TIME"):
         return float(given)
     with contextlib.suppress(SchedulerError):
@@ -122,9 +122,8 @@ def _close_locks_in_child() -> None:
     _held_locks.clear()
 
 
-os.register_at_fork(
-    after_in_child=_close_locks_in_child
-)  # a worker may outlive its parent by a moment, and must not keep the lock
+# a worker may outlive its parent by a moment, and must not keep the lock
+os.register_at_fork(after_in_child=_close_locks_in_child)
 
 _NO_LOCKS_HERE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 

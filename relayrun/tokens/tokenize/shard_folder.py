@@ -70,16 +70,8 @@ class TaskProgress:
         self._next = 0.0
         self.bytes_read = 0
         """Bytes of the finished files; the task updates it."""
-        self._last = RunningTask(
-            shard=shard,
-            node=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
-            job=slurm_job_id() or "",
-            started=time.time(),
-            at=time.time(),
-            documents=0,
-            tokens=0,
-            bytes_read=0,
-        )
+        node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        self._task = {"shard": shard, "node": node, "job": slurm_job_id() or "", "started": time.time()}
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(exist_ok=True)
         self.say(documents=0, tokens=0)
@@ -90,14 +82,9 @@ class TaskProgress:
         if now < self._next:
             return
         self._next = now + self._seconds
-        record = asdict(self._last) | {
-            "at": time.time(),
-            "documents": documents,
-            "tokens": tokens,
-            "bytes_read": self.bytes_read,
-        }
+        counts = {"documents": documents, "tokens": tokens, "bytes_read": self.bytes_read}
         with contextlib.suppress(OSError):
-            write_atomic(self._path, json.dumps(record) + "\n", durable=False)
+            write_atomic(self._path, json.dumps({**self._task, "at": time.time(), **counts}) + "\n", durable=False)
 
     def end(self) -> None:
         with contextlib.suppress(OSError):
@@ -122,6 +109,7 @@ log = logging.getLogger(__name__)
 
 RECORD_FORMAT = "relayrun tokenization, version 3"
 _WHOLE, _ENDS = "xxh3-128:", "ends:"
+_BEGIN_AGAIN = "use another output folder, or delete this one to begin again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +155,7 @@ class TaskRecord:
     seconds: float = 0.0
 
     def counts(self) -> tuple[int, int, int]:
-        """Documents of all three kinds, for `restore`."""
+        """Return the documents of all three kinds, for `restore`."""
         return self.documents, self.empty_documents, self.null_documents
 
     def restore(self, counts: tuple[int, int, int]) -> None:
@@ -233,19 +221,10 @@ class ShardFolder:
         self._file = self.path / FOLDER_RECORD
         self.parts: dict[str, list[str]] = {}
         self.tasks: dict[str, TaskRecord] = {}
-        hint = "use another output folder, or delete this one to begin again"
-        known: dict[str, Any] = {}
-        try:
-            record = read_json(self._file)
-            if record.get("format") != RECORD_FORMAT:
-                raise InputError("the record of tokenization here is of another version", where=self._file, hint=hint)
-            known = record["settings"]
-            self.parts = record["parts"]
-            self.tasks = {name: _task_from_json(task) for name, task in record["shards"].items()}
-        except FileNotFoundError:
-            known = settings
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise InputError("not a record of tokenization", where=self._file, hint=hint) from None
+        known, hint = settings, _BEGIN_AGAIN
+        with contextlib.suppress(FileNotFoundError):
+            record = FolderRecord.read(self.path)
+            known, self.parts, self.tasks = record.settings, record.parts, record.tasks
         different = sorted(name for name in settings.keys() | known.keys() if settings.get(name) != known.get(name))
         if {name for part in self.parts.values() for name in part} - set(files):
             different.append("paths")
@@ -273,10 +252,8 @@ class ShardFolder:
             self.parts[shard_name(first + number)] = new[number::count]
 
     def fault(self, name: str, inputs: Sequence[InputFile], dataset: str) -> str | None:
-        """Return why shard `name` must be made (again); None if it is whole and made from exactly these inputs.
-
-        Reads its files in full, and compares them with the recorded checksums.
-        """
+        """Return why shard `name` must be made (again); None if it is whole and made from exactly these inputs. Reads
+        its files in full, and compares them with the recorded checksums."""
         task = self.tasks.get(name)
         if task is None:
             return "not made yet"
@@ -333,6 +310,7 @@ class FolderRecord:
     """The record of a folder of shards, for reading."""
 
     settings: dict[str, Any]
+    parts: dict[str, list[str]]
     tasks: dict[str, TaskRecord]
     dataset: str
     """Folder or URL that the paths of the inputs start at."""
@@ -345,14 +323,18 @@ class FolderRecord:
         file = Path(folder, FOLDER_RECORD)
         try:
             record = read_json(file)
+            if record["format"] != RECORD_FORMAT:
+                words = "the record of tokenization here is of another version"
+                raise InputError(words, where=file, hint=_BEGIN_AGAIN)
             return cls(
                 settings=record["settings"],
+                parts=record["parts"],
                 tasks={name: _task_from_json(task) for name, task in record["shards"].items()},
                 dataset=record["source"]["dataset"],
                 tokenizer=record["source"]["tokenizer"],
             )
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise InputError("not a record of tokenization", where=file) from None
+            raise InputError("not a record of tokenization", where=file, hint=_BEGIN_AGAIN) from None
 
 
 def remove_from_record(folder: str | os.PathLike[str], name: str) -> None:
@@ -369,7 +351,7 @@ def remove_from_record(folder: str | os.PathLike[str], name: str) -> None:
 
 
 def shard_name(rank: int) -> str:
-    """Name of the shard of task `rank`, without suffix."""
+    """Return the name of the shard of task `rank`, without suffix."""
     return f"{rank:05d}_tokens"
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from relayrun import places
 from relayrun.errors import InputError, RelayrunError
 from relayrun.files import read_json, remove_leftovers, temporary_prefix
-from relayrun.tokens.readers.inputs import DATA_SUFFIXES, paths_file_bytes, read_paths_file
+from relayrun.tokens.readers.inputs import data_suffixes, paths_file_bytes, read_paths_file
 from relayrun.tokens.shards.shard import FOLDER_RECORD
 from relayrun.tokens.stores import urls
 from relayrun.tokens.tokenize import shard_folder
@@ -164,7 +164,7 @@ def _run_trial(
 
 
 def _first_files(url: str, names: Sequence[str], *, least: int, most_bytes: float) -> list[str]:
-    """The first of the files below a URL, which cannot be linked: as many as the trial can read."""
+    """Return the first files below a URL, which cannot be linked: as many as the trial can read."""
     if len(names) < least:
         raise InputError(
             f"{least} workers need as many files, and the first dump has {len(names)}",
@@ -187,14 +187,14 @@ def _link_files(files: Sequence[str], folder: Path, *, least: int, most_bytes: f
     while len(names) < least or (total < most_bytes and len(names) < _LINKS):
         file = files[len(names) % len(files)]
         total += os.stat(file).st_size
-        suffix = max((each for each in DATA_SUFFIXES if file.lower().endswith(each)), key=len)
+        suffix = max((each for each in data_suffixes() if file.lower().endswith(each)), key=len)
         names.append(f"{len(names):06d}{suffix}")
         os.symlink(file, folder / names[-1])
     return names
 
 
 def _measure(process: subprocess.Popen[bytes], output: Path, workers: int, seconds: float) -> tuple[float | None, int]:
-    """Tokens per second of all workers, None if the program ended by itself; and the memory of the largest worker."""
+    """Return tokens per second (None if the program ended by itself) and the memory of the largest worker."""
     first: dict[str, shard_folder.RunningTask] = {}
     last: dict[str, shard_folder.RunningTask] = {}
     begun, counting, memory = time.monotonic(), 0.0, 0

@@ -128,12 +128,8 @@ def _compare_shard(prefix: str, *, full: bool, tokenizer: str | None, temp_dir: 
         return SourceComparison(prefix=prefix, note="its record does not know it")
     try:
         definition = _recorded_tokenizer(record, tokenizer)
-        for now, then, digest in zip(
-            stat_inputs(record.dataset, [file[0] for file in task.inputs], missing_ok=True),
-            task.inputs,
-            task.fingerprints,
-            strict=True,
-        ):
+        files = stat_inputs(record.dataset, [file[0] for file in task.inputs], missing_ok=True)
+        for now, then, digest in zip(files, task.inputs, task.fingerprints, strict=True):
             if not is_unchanged(join_path(record.dataset, now[0]), now, then, digest):
                 return SourceComparison(prefix=prefix, note=f"{printable(now[0])} is gone, or not what it was")
         source = _Source(record=record, task=task, definition=definition, shard=Shard.open(prefix))
@@ -143,7 +139,7 @@ def _compare_shard(prefix: str, *, full: bool, tokenizer: str | None, temp_dir: 
 
 
 def _recorded_tokenizer(record: FolderRecord, given: str | None) -> str:
-    """The serialized tokenizer that made a folder's shards. Raises InputError if it is not available."""
+    """Return the serialized tokenizer that made a folder's shards. Raises InputError if it is not available."""
     wanted = record.settings["tokenizer"]
     if given is not None:
         for special_text in (False, True):
@@ -205,7 +201,7 @@ class _Source:
         return SourceComparison(prefix=prefix, documents=len(texts))
 
     def _chosen(self, number: int, wanted: set[int]) -> tuple[dict[int, str], int]:
-        """The texts of the documents `wanted` of a file, by number, and the number of documents of the file."""
+        """Return the texts of the documents `wanted` of a file, by number, and the file's number of documents."""
         texts: dict[int, str] = {}
         count = 0
         for piece in self._texts(number):
@@ -234,18 +230,13 @@ class _Source:
         with tempfile.TemporaryDirectory(dir=temp_dir, prefix=f"{temporary_prefix()}verify-") as folder:
             definition = Path(folder, "tokenizer.json")
             definition.write_text(self.definition, encoding="utf-8")
+            tokenizer, sample = _reference_tokenizer(self.definition), Texts.of([])
             job = TokenizeContext(
                 dataset=self.record.dataset,
                 output=folder,
                 definition=str(definition),
                 fingerprint=self.record.settings["tokenizer"],
-                selection=select_engine(
-                    "huggingface",
-                    _reference_tokenizer(self.definition),
-                    Texts.of([]),
-                    log.warning,
-                    definition=self.definition,
-                ),
+                selection=select_engine("huggingface", tokenizer, sample, log.warning, definition=self.definition),
                 framing=self.framing,
                 options=options,
             )
@@ -291,7 +282,7 @@ class VerifiedDump:
     """Documents that were tokenized again from their files."""
     faults: tuple[str, ...]
     closed: str | None = None
-    """Why a dump with faults could not be opened again."""
+    """Reason for which a dump with faults could not be opened again."""
 
     def summary(self) -> str:
         """Return one line for the terminal, and one for each fault."""

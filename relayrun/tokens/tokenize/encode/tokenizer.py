@@ -38,10 +38,8 @@ from relayrun.tokens.tokenize.options import AppendEod, TokenizeOptions
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentFraming:
-    """Ids before and after every document, the type of the ids, and the treatment of a document without ids.
-
-    A kept empty document gets neither BOS nor EOD, as in Megatron-LM's `preprocess_data.py`.
-    """
+    """Ids before and after every document, the type of the ids, and the treatment of a document without ids. A kept
+    empty document gets neither BOS nor EOD, as in Megatron-LM's `preprocess_data.py`."""
 
     bos_id: int | None
     eod_id: int | None
@@ -55,10 +53,7 @@ class DocumentFraming:
         lengths: npt.NDArray[np.int64],
         room: Callable[[int], npt.NDArray[np.generic]] | None = None,
     ) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.int64]]:
-        """Return the framed `ids`, shape [tokens], and `lengths`, shape [documents], for the shard.
-
-        `room` allocates the array for the ids, of `dtype`.
-        """
+        """Return the framed `ids` [tokens] and `lengths` [documents] for the shard. `room` allocates the ids' array."""
         if not self.keep_empty:
             lengths = lengths[lengths > 0]
         inside = lengths > 0
@@ -112,7 +107,7 @@ def _hash_definition(definition: str) -> str:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Without null and false: newer versions of the library write more of them."""
+    """Drop null and false: newer versions of the library write more of them."""
     if isinstance(value, dict):
         return {name: _without_nulls(part) for name, part in value.items() if part is not None and part is not False}
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
@@ -193,7 +188,7 @@ class _FoundTokenizer:
 
 
 def _convert_or_fetch(path: Path, file: Path, options: TokenizeOptions) -> _FoundTokenizer:
-    """The tokenizer of a folder without `file`, a tokenizer.json, or of the hub. Raises InputError."""
+    """Return the tokenizer of a folder without `file`, a tokenizer.json, or of the hub. Raises InputError."""
     name = options.tokenizer
     if path.is_dir():
         check_convertible(path)
@@ -243,7 +238,7 @@ def _prepare(found: _FoundTokenizer, options: TokenizeOptions, key: str | None =
 
 
 def _switch_off_dropout(tokenizer: Tokenizer, where: str) -> bool:
-    """True, with a warning, if the tokenizer had a dropout."""
+    """Return whether the tokenizer had a dropout, with a warning."""
     dropout = isinstance(tokenizer.model, BPE) and tokenizer.model.dropout
     if dropout:
         log.warning(
