@@ -21,6 +21,7 @@ from relayrun.config.compose.writable import check_outputs
 from relayrun.control.rundir.find_runs import find_run
 from relayrun.errors import ConfigError
 from relayrun.tokens.mixture import audit
+from relayrun.tokens.readers.inputs import FORMATS
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.watch.text import split_column
@@ -44,12 +45,8 @@ LEDGER_COLUMNS = (
 
 def add_lengths_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument(
-        "folders",
-        nargs="+",
-        metavar="FOLDER",
-        help="of .bin/.idx shards, or of text: parquet, jsonl, arrow, csv; several, as before and after a shuffle",
-    )
+    kinds = f"of .bin/.idx shards, or of text: {', '.join(FORMATS)}; several, as before and after a shuffle"
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help=kinds)
     parser.add_argument("--window", type=int, default=8192, help="bos and eos included (default: %(default)s)")
     parser.add_argument("--overlap", type=int, default=0, help="that windows of one document share (default: 0)")
     parser.add_argument("--specials", type=int, choices=(0, 1, 2), default=0, help="bos and eos of a window: how many")
@@ -119,14 +116,10 @@ def _print_lengths(
     if title is not None:
         print(f"{title}:")
     print(f"{found.documents:,} documents, {found.total:,} {unit}")
-    print(
-        f"min {found.shortest:,}, median {found.median:,.0f}, mean {found.mean:,.0f}, p99 {found.p99:,.0f}, "
-        f"max {found.longest:,}"
-    )
-    print(
-        f"{found.over:.1%} of the documents, with {found.in_long:.1%} of the {unit}, are longer than a window of "
-        f"{options.window:,}"
-    )
+    middle = f"median {found.median:,.0f}, mean {found.mean:,.0f}, p99 {found.p99:,.0f}"
+    print(f"min {found.shortest:,}, {middle}, max {found.longest:,}")
+    long = f"{found.over:.1%} of the documents, with {found.in_long:.1%} of the {unit}"
+    print(f"{long}, are longer than a window of {options.window:,}")
     spread = "" if found.packed_windows == found.windows else f"; padding is that of {found.packed_windows:,} of them"
     print(f"{found.windows:,} windows, overlap {options.overlap:,}{spread}")
     for packing, share in found.padding.items():
