@@ -232,11 +232,9 @@ def _stream_sample(
     stream, schedule = audited.datasets[name], audited.order.schedule
     positions = lane_positions_before(audited.run, schedule, name, audited.order.records[name], k)
     if not isinstance(stream, TextStream) or positions is None:
-        raise InputError(
-            f"sample {k} is of the stream {name!r}, and no record says where its lanes stood before it",
-            where=audited.run.path,
-            hint="attempts/*/data.json and checkpoints/*/data.json are these records; ask for a later sample",
-        )
+        words = f"sample {k} is of the stream {name!r}, and no record says where its lanes stood before it"
+        hint = "attempts/*/data.json and checkpoints/*/data.json are these records; ask for a later sample"
+        raise InputError(words, where=audited.run.path, hint=hint)
     lane = schedule.number_in_phase(k) % stream.lanes
     with contextlib.closing(stream.open_lanes({lane: positions.cursors[lane]})) as lanes:
         for _ in lane_samples(schedule, name, lane, stream.lanes, positions.at, k):

@@ -210,11 +210,8 @@ def _dataset_factory(order: str, where: str) -> Callable[[DatasetSpec], Dataset]
     try:
         found = pkgutil.resolve_name(_OWN_ORDERS.get(order, order))
     except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"order {order!r} cannot be imported: {error}",
-            where=where,
-            hint="write module:callable, and put its folder on PYTHONPATH",
-        ) from None
+        hint = "write module:callable, and put its folder on PYTHONPATH"
+        raise ConfigError(f"order {order!r} cannot be imported: {error}", where=where, hint=hint) from None
     if not callable(found):
         raise ConfigError(f"order {order!r} is no callable", where=where)
     return cast(Callable[[DatasetSpec], Dataset], found)

@@ -152,17 +152,11 @@ def create_mixture(
     folders, torn shards, or two tokenizers.
     """
     if len(folders) != len(weights):
-        raise ConfigError(
-            f"{len(folders)} folders but {len(weights)} weights",
-            where="--weights",
-            hint="give one weight a folder, in the same order",
-        )
+        hint = "give one weight a folder, in the same order"
+        raise ConfigError(f"{len(folders)} folders but {len(weights)} weights", where="--weights", hint=hint)
     if whole_shards and (tokens is not None or allow_repeats):
-        raise ConfigError(
-            "a number of tokens and repeats are for shards that may be cut",
-            where="--whole-shards",
-            hint="leave out one of the options",
-        )
+        words = "a number of tokens and repeats are for shards that may be cut"
+        raise ConfigError(words, where="--whole-shards", hint="leave out one of the options")
     shares = shard_selection.normalise_weights(weights)
     check_mixture_output(output, folders)
     if not dry_run:
@@ -184,11 +178,8 @@ def create_mixture(
         refuse_empty_datasets(datasets, targets, tokens=tokens, repeat=allow_repeats, most=most_repeats)
     links = sum(dataset.prefixes for dataset in datasets)
     if links > MAX_LINKS:
-        raise ConfigError(
-            f"{links:,} shards would be linked, because a small dataset is repeated often",
-            where="--weights",
-            hint="give it less weight, or merge its shards first",
-        )
+        words = f"{links:,} shards would be linked, because a small dataset is repeated often"
+        raise ConfigError(words, where="--weights", hint="give it less weight, or merge its shards first")
     summary = summarise_mixture(datasets, seed)
     if dry_run:
         return summary
@@ -228,11 +219,8 @@ def check_mixture_output(output: Path, folders: Sequence[Path]) -> None:
     for folder in folders:
         real = Path(os.path.realpath(folder))
         if final == real or real in final.parents or final in real.parents:
-            raise InputError(
-                "output and input lie inside each other",
-                where=f"{output} and {folder}",
-                hint="give an output folder of its own",
-            )
+            words = "output and input lie inside each other"
+            raise InputError(words, where=f"{output} and {folder}", hint="give an output folder of its own")
     if not final.exists():
         return
     if not final.is_dir():
@@ -245,11 +233,8 @@ def check_mixture_output(output: Path, folders: Sequence[Path]) -> None:
             for entry in entries:
                 name, link = entry.path[start:], entry.is_symlink()
                 if name not in expected or (expected[name] and not link):
-                    raise InputError(
-                        f"the output holds something that no former mixture left there: {entry.name}",
-                        where=output,
-                        hint=hint,
-                    )
+                    words = f"the output holds something that no former mixture left there: {entry.name}"
+                    raise InputError(words, where=output, hint=hint)
                 if entry.is_dir(follow_symlinks=False):
                     waiting.append(entry.path)
 
@@ -277,11 +262,9 @@ def _read_datasets(
         bin_paths = [real_path(shard.prefix + ".bin") for shard in shards]
         for shard, real in zip(shards, bin_paths, strict=True):
             if real in owners:
-                raise InputError(
-                    "this shard stands in the mixture twice",
-                    where=f"{shard.prefix} and {owners[real]}",
-                    hint="remove one of the links, or give folders that do not overlap",
-                )
+                words = "this shard stands in the mixture twice"
+                hint = "remove one of the links, or give folders that do not overlap"
+                raise InputError(words, where=f"{shard.prefix} and {owners[real]}", hint=hint)
             owners[real] = shard.prefix
         if not any(shard.tokens for shard in shards):
             raise InputError("the shards of this folder hold no tokens", where=root, hint="leave it out")
@@ -321,11 +304,8 @@ def _take_tokens(dataset: MixtureDataset, target: int) -> MixtureDataset:
 def _cut_shard(shard: Shard, tokens: int) -> CutShard:
     """Return the first documents of `shard`, with about `tokens` tokens."""
     if shard.first_gap() is not None:
-        raise InputError(
-            "this shard cannot be cut: its sequences do not lie one behind the other",
-            where=shard.prefix + ".idx",
-            hint="write it again, or use --whole-shards",
-        )
+        words = "this shard cannot be cut: its sequences do not lie one behind the other"
+        raise InputError(words, where=shard.prefix + ".idx", hint="write it again, or use --whole-shards")
     ends = shard.document_ends()
     documents = shard_selection.nearest_end(ends, tokens)
     return CutShard(documents=documents, tokens=int(ends[documents]), of=shard)

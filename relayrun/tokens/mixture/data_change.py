@@ -52,10 +52,8 @@ def apply_data_change(
     """
     fixed = _fixed_differences(frozen, history[0], found, config)
     if fixed and trained:
-        raise InputError(
-            "these cannot change in a run that has trained, not even accepted:\n  " + "\n  ".join(fixed),
-            hint="restore them, or start a run with another name",
-        )
+        words = "these cannot change in a run that has trained, not even accepted:\n  " + "\n  ".join(fixed)
+        raise InputError(words, hint="restore them, or start a run with another name")
     changes = list(fixed)
     datasets, sources = dict(frozen.datasets), {}
     for name, source in config.data.sources.items():
@@ -69,10 +67,8 @@ def apply_data_change(
             changes += [f"validation {name!r}: {line}" for line in _shard_differences(before, held_out)]
     if changes and not accept:
         how = "see docs/data-order.md for how it would go on" if trained else "it has not trained, and would begin anew"
-        raise InputError(
-            "the data are not those that this run began with:\n  " + "\n  ".join(changes),
-            hint=f"restore them, or submit with {ACCEPT_OPTION}: {how}",
-        )
+        hint = f"restore them, or submit with {ACCEPT_OPTION}: {how}"
+        raise InputError("the data are not those that this run began with:\n  " + "\n  ".join(changes), hint=hint)
     if changes and not trained:
         return AcceptedData(config=config, manifest=found, notes=changes)
     _refuse_leak(frozen, sources, found, config.data.split)

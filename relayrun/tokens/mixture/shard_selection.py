@@ -56,11 +56,8 @@ def normalise_weights(weights: Sequence[float]) -> list[float]:
     """Return the weights divided by their sum. Raises ConfigError unless all are positive and finite."""
     for weight in weights:
         if not (math.isfinite(weight) and weight > 0):
-            raise ConfigError(
-                f"a weight must be a positive number, not {weight:g}",
-                where="--weights",
-                hint="leave a dataset out to give it no weight",
-            )
+            hint = "leave a dataset out to give it no weight"
+            raise ConfigError(f"a weight must be a positive number, not {weight:g}", where="--weights", hint=hint)
     largest = max(weights, default=1.0)  # first, lest the sum of huge weights be infinite
     total = math.fsum(weight / largest for weight in weights)
     shares = [weight / largest / total for weight in weights]

@@ -40,14 +40,7 @@ from relayrun.config.compose.schema import RunConfig
 from relayrun.errors import RelayrunError, log_to_stderr
 from relayrun.tokens.mixture.build_datasets import text_stream
 from relayrun.tokens.order.sample_rows import SampleRow
-from relayrun.tokens.order.sampler import (
-    Cursor,
-    LaneOpener,
-    LaneReader,
-    MixtureSampler,
-    Stream,
-    read_lane_positions,
-)
+from relayrun.tokens.order.sampler import Cursor, LaneOpener, LaneReader, MixtureSampler, Stream, read_lane_positions
 from relayrun.tokens.order.schedule import Schedule
 from relayrun.tokens.shards.manifest import Manifest
 

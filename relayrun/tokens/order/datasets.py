@@ -147,11 +147,8 @@ class _BinFile:
         size = count * self._dtype.itemsize
         data = self._bytes.pread(size, start * self._dtype.itemsize)
         if len(data) != size:
-            raise InputError(
-                f"token file has become shorter: no token {start + len(data) // self._dtype.itemsize}",
-                where=self._path,
-                hint="put the shard back as it was",
-            )
+            words = f"token file has become shorter: no token {start + len(data) // self._dtype.itemsize}"
+            raise InputError(words, where=self._path, hint="put the shard back as it was")
         return np.frombuffer(data, dtype=self._dtype)
 
 

@@ -214,11 +214,8 @@ MAX_CURVES = 100
 def check_picture_name(picture: Path) -> None:
     """Raise ConfigError for a file name without a suffix of `PICTURE_SUFFIXES`."""
     if picture.suffix not in PICTURE_SUFFIXES:
-        raise ConfigError(
-            f"{picture.name!r} names no kind of picture",
-            where="--picture",
-            hint=f"end it in {', '.join(PICTURE_SUFFIXES)}",
-        )
+        hint = f"end it in {', '.join(PICTURE_SUFFIXES)}"
+        raise ConfigError(f"{picture.name!r} names no kind of picture", where="--picture", hint=hint)
 
 
 def draw_length_picture(orders: Mapping[str, LengthOrder], picture: Path, *, unit: str) -> None:

@@ -221,11 +221,8 @@ def document_cut(
     """Return the cut of `settings`; `eod` is the tokenizer's end of document. Raises ConfigError if `eod` is needed and
     missing, or if bos or eos is not below `vocabulary_size`."""
     if eod is None and (settings.eos is True or settings.drop_eod):
-        raise ConfigError(
-            "document_window.eos: true and drop_eod need an end-of-document token, and this tokenizer has none",
-            where=where,
-            hint="give eos as the id of a token",
-        )
+        words = "document_window.eos: true and drop_eod need an end-of-document token, and this tokenizer has none"
+        raise ConfigError(words, where=where, hint="give eos as the id of a token")
     cut = DocumentCut(
         window=settings.window or seq_length,
         overlap=settings.overlap,
@@ -235,11 +232,8 @@ def document_cut(
     )
     for what, token in (("bos", cut.bos), ("eos", cut.eos)):
         if token is not None and vocabulary_size is not None and token >= vocabulary_size:
-            raise ConfigError(
-                f"document_window.{what} {token} is beyond the vocabulary of {vocabulary_size}",
-                where=where,
-                hint="give the id of a token of data.tokenizer",
-            )
+            words = f"document_window.{what} {token} is beyond the vocabulary of {vocabulary_size}"
+            raise ConfigError(words, where=where, hint="give the id of a token of data.tokenizer")
     return cut
 
 
@@ -309,10 +303,7 @@ class DocumentWindowOrder:
             if end > first:
                 found.append(
                     DocumentOrigin(
-                        prefix=whole.prefix,
-                        document=whole.document,
-                        offset=whole.offset + first,
-                        tokens=end - first,
+                        prefix=whole.prefix, document=whole.document, offset=whole.offset + first, tokens=end - first
                     )
                 )
         return found

@@ -48,10 +48,8 @@ class MegatronOrder:
         tokens = int(ends[len(indices) - 1]) if len(indices) else 0
         self._length = max(0, tokens - 1) // source.seq_length
         if not self._length:
-            raise ConfigError(
-                f"the data set {source.name!r} has {tokens} tokens to train on, fewer than one sample",
-                hint="give more data or a smaller seq_length",
-            )
+            words = f"the data set {source.name!r} has {tokens} tokens to train on, fewer than one sample"
+            raise ConfigError(words, hint="give more data or a smaller seq_length")
         self._epoch: Callable[[int], MegatronEpoch] = lru_cache(2)(
             partial(_open_epoch, source, self._documents, indices)
         )

@@ -63,11 +63,9 @@ class BlockCache:
                 (self._folder / f"{number:02x}").mkdir(mode=0o700, exist_ok=True)
             self._remove_others(folder)
         except OSError as error:
-            raise ConfigError(
-                f"the cache of shards cannot be made: {error.strerror}",
-                where=error.filename or folder,
-                hint="set data.shard_cache_dir to a folder of each node's own disk",
-            ) from None
+            words = f"the cache of shards cannot be made: {error.strerror}"
+            hint = "set data.shard_cache_dir to a folder of each node's own disk"
+            raise ConfigError(words, where=error.filename or folder, hint=hint) from None
 
     def get(self, name: str, fetch: Callable[[], bytes]) -> bytes:
         """Return the block `name`, from the cache or from `fetch`. Raises errors of `fetch`."""
@@ -176,11 +174,9 @@ def _remote_prefixes(url: str) -> dict[str, tuple[int, int]]:
         try:
             files = {url + suffix: urls.stat_url(url + suffix)[0] for suffix in SHARD_SUFFIXES}
         except urls.MissingInput:
-            raise InputError(
-                "there is neither a folder with .bin and .idx files nor a shard of this name",
-                where=url,
-                hint="give a folder, or a shard without its suffix; patterns are for local folders",
-            ) from None
+            words = "there is neither a folder with .bin and .idx files nor a shard of this name"
+            hint = "give a folder, or a shard without its suffix; patterns are for local folders"
+            raise InputError(words, where=url, hint=hint) from None
     prefixes = sorted({name.rpartition(".")[0] for name in files})
     for prefix in prefixes:
         for suffix in SHARD_SUFFIXES:

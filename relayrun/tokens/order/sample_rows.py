@@ -138,8 +138,4 @@ def row_statistics(counts: Sequence[int], *, tokens: int, samples: int) -> dict[
     if not counts:
         return {}
     padding, windows = counts
-    return {
-        "useful_tokens": tokens - padding,
-        "padding_share": padding / tokens,
-        "windows_per_row": windows / samples,
-    }
+    return {"useful_tokens": tokens - padding, "padding_share": padding / tokens, "windows_per_row": windows / samples}

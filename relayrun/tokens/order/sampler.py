@@ -293,10 +293,8 @@ class MixtureSampler:
             try:
                 self.streams[name].check_cursors(standing[name].cursors)
             except ValueError as error:
-                raise FatalTrainingError(
-                    f"the lanes of data set {name!r} in the checkpoint are damaged: {error}",
-                    hint="resume from an older checkpoint",
-                ) from None
+                words = f"the lanes of data set {name!r} in the checkpoint are damaged: {error}"
+                raise FatalTrainingError(words, hint="resume from an older checkpoint") from None
         begun = {name: LanePositions(consumed, stream.first_cursors()) for name, stream in self.streams.items()}
         self.schedule = schedule.with_phase(consumed, self.weights, self.lanes)
         self.records = records | self.records
@@ -320,9 +318,7 @@ class MixtureSampler:
         return differences
 
 
-def _read_state(
-    state: Mapping[str, Any],
-) -> tuple[int, Schedule, dict[str, dict[str, Any]], dict[str, LanePositions]]:
+def _read_state(state: Mapping[str, Any]) -> tuple[int, Schedule, dict[str, dict[str, Any]], dict[str, LanePositions]]:
     """Return consumed samples, schedule, records and lane positions. Raises FatalTrainingError for damage."""
     try:
         if state.get("version") != SAMPLER_STATE_VERSION:

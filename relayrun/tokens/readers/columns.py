@@ -55,11 +55,8 @@ def read_column(
         with open_input(path) as raw:
             yield from read(raw, path, column, batch_bytes=batch_bytes, scratch=scratch, faults=faults)
     except FileNotFoundError:
-        raise MissingInput(
-            "this file of the dump is missing",
-            where=printable(path),
-            hint="run prepare_dumps.py again if the dataset has changed",
-        ) from None
+        hint = "run prepare_dumps.py again if the dataset has changed"
+        raise MissingInput("this file of the dump is missing", where=printable(path), hint=hint) from None
     except (pa.ArrowException, OSError) as error:
         raise unreadable_file_error(
             path, error, hint="fetch the file again, then run again: what is done is kept"

@@ -177,11 +177,8 @@ def paths_file_bytes(names: Iterable[str]) -> bytes:
     lines = []
     for name in names:
         if "\n" in name:
-            raise InputError(
-                "a file name with a newline cannot stand in a paths file",
-                where=repr(name),
-                hint="rename the file, or leave it out with --filter-out",
-            )
+            hint = "rename the file, or leave it out with --filter-out"
+            raise InputError("a file name with a newline cannot stand in a paths file", where=repr(name), hint=hint)
         lines.append(os.fsencode(name) + b"\n")
     return b"".join(lines)
 
@@ -225,11 +222,8 @@ def _find_below_url(url: str, is_wanted: Callable[[str], bool]) -> list[DataFile
     found = [DataFile(path=path, size=size, identity=path) for path, size in urls.list_url(url) if is_wanted(path)]
     for file in found:
         if "::" in file.path:
-            raise InputError(
-                "fsspec cannot open a name with `::`",
-                where=urls.join_path(url, file.path),
-                hint="rename the file, or leave it out with --filter-out",
-            )
+            hint = "rename the file, or leave it out with --filter-out"
+            raise InputError("fsspec cannot open a name with `::`", where=urls.join_path(url, file.path), hint=hint)
     return found
 
 

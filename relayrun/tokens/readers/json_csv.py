@@ -120,17 +120,11 @@ def _refuse_other_kinds(first: bytes, file: str) -> None:
         )
     of_json = file.lower().removesuffix(".gz").removesuffix(".zst").endswith(".json")
     if begin == b"[" or (begin.startswith(b"[") and (of_json or begin.endswith(b","))):
-        raise InputError(
-            "this file is one JSON array; it must hold a JSON object on every line",
-            where=file,
-            hint="convert it with `jq -c '.[]'`",
-        )
+        hint = "convert it with `jq -c '.[]'`"
+        raise InputError("this file is one JSON array; it must hold a JSON object on every line", where=file, hint=hint)
     if begin == b"{":
-        raise InputError(
-            "this file holds JSON over several lines; it must hold a JSON object on every line",
-            where=file,
-            hint="convert it with `jq -c .`",
-        )
+        words = "this file holds JSON over several lines; it must hold a JSON object on every line"
+        raise InputError(words, where=file, hint="convert it with `jq -c .`")
 
 
 def _line_text(line: bytes, column: str, faults: LineFaults, long: Mapping[str, LongText | None]) -> str | None:

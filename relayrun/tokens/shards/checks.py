@@ -116,11 +116,8 @@ def check_first_ids(prefixes: Sequence[str], what: str, vocabulary_size: int) ->
         ids: npt.NDArray[np.int64] = np.asarray(Shard.open(prefix).ids()[:SAMPLED_IDS], np.int64)
         if len(ids) and (ids.max() >= vocabulary_size or ids.min() < 0):
             wrong = int(ids[(ids >= vocabulary_size) | (ids < 0)][0])
-            raise InputError(
-                f"{what}: this shard holds the id {wrong}, which is beyond the vocabulary of {vocabulary_size:,}",
-                where=prefix,
-                hint="set data.tokenizer to the one that made it",
-            )
+            words = f"{what}: this shard holds the id {wrong}, which is beyond the vocabulary of {vocabulary_size:,}"
+            raise InputError(words, where=prefix, hint="set data.tokenizer to the one that made it")
 
 
 _READ_BYTES = 1 << 20

@@ -65,11 +65,8 @@ class ShardEntry:
             ) from None
         shard = Shard.open(prefix)
         if not np.issubdtype(shard.dtype, np.integer):
-            raise InputError(
-                f"token ids must be integers, these are {shard.dtype}",
-                where=prefix + ".idx",
-                hint="tokenize it again, or leave this prefix out",
-            )
+            hint = "tokenize it again, or leave this prefix out"
+            raise InputError(f"token ids must be integers, these are {shard.dtype}", where=prefix + ".idx", hint=hint)
         if (gap := shard.first_gap()) is not None:
             raise InputError(
                 f"the token file is not its documents one behind the other: sequence {gap} of the index "
@@ -269,11 +266,8 @@ class Manifest:
             for identity, prefix in _file_identities(name, dataset, missing_ok=name not in together).items():
                 other, first = in_training.setdefault(identity, (name, prefix))
                 if other != name and {name, other} <= together:
-                    raise InputError(
-                        f"stands in the data sets {other!r} ({first}) and {name!r}",
-                        where=prefix,
-                        hint="name each shard once, or its tokens are repeated",
-                    )
+                    words = f"stands in the data sets {other!r} ({first}) and {name!r}"
+                    raise InputError(words, where=prefix, hint="name each shard once, or its tokens are repeated")
         for name, dataset in self.validation.items():
             _file_identities(f"validation {name!r}", dataset)
         training, validation = (
@@ -297,11 +291,8 @@ class Manifest:
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             what = "it is no JSON" if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)) else repr(error)
-            raise InputError(
-                f"cannot be read as a manifest: {what}",
-                where=path,
-                hint="it is written once and never edited; restore it from a copy",
-            ) from None
+            hint = "it is written once and never edited; restore it from a copy"
+            raise InputError(f"cannot be read as a manifest: {what}", where=path, hint=hint) from None
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write as JSON, atomically."""
@@ -321,10 +312,8 @@ class Manifest:
     def verify(self, mixture: Iterable[str] | None = None) -> None:
         """Raise InputError that names every difference on disk. `mixture` as in `differences`; None: all."""
         if found := self.differences(self.datasets if mixture is None else mixture):
-            raise InputError(
-                "\n  ".join([f"the data differ from the manifest in {len(found)} file(s):", *found]),
-                hint="put these files back as they were, or start a new run",
-            )
+            words = "\n  ".join([f"the data differ from the manifest in {len(found)} file(s):", *found])
+            raise InputError(words, hint="put these files back as they were, or start a new run")
 
 
 def check_held_out(
@@ -358,11 +347,8 @@ def check_held_out(
         if shared:
             first = min(shared)
             there = "" if shared[first] == first else f", whose text is that of {shared[first]}"
-            raise InputError(
-                f"{len(shared)} training shard(s) also stand in validation {name!r}; the first is this one{there}",
-                where=first,
-                hint="held-out data must not be trained on: mend one set",
-            )
+            words = f"{len(shared)} training shard(s) also stand in validation {name!r}; the first is this one{there}"
+            raise InputError(words, where=first, hint="held-out data must not be trained on: mend one set")
 
 
 def _file_identities(name: str, dataset: DatasetManifest, *, missing_ok: bool = False) -> dict[tuple[int, int], str]:
@@ -383,11 +369,8 @@ def _file_identities(name: str, dataset: DatasetManifest, *, missing_ok: bool = 
             raise
         other = found.setdefault((status.st_dev, status.st_ino), prefix)
         if other is not prefix and not is_repeated_pass(prefix, other):
-            raise InputError(
-                f"stands twice in {name}, also as {other}",
-                where=prefix,
-                hint="name each shard once, or its tokens are repeated within an epoch",
-            )
+            hint = "name each shard once, or its tokens are repeated within an epoch"
+            raise InputError(f"stands twice in {name}, also as {other}", where=prefix, hint=hint)
     return found
 
 

@@ -135,11 +135,8 @@ def inspect_inputs(prefixes: Sequence[str], output: str | os.PathLike[str], *, m
     refuse_unwritable(Path(target).parent)
     dtype = shards[0].dtype
     if other := next((shard for shard in shards if shard.dtype != dtype), None):
-        raise InputError(
-            f"token types differ: {other.dtype} here, {dtype} in {shards[0].prefix}",
-            where=other.prefix,
-            hint="merge shards of one tokenizer alone",
-        )
+        words = f"token types differ: {other.dtype} here, {dtype} in {shards[0].prefix}"
+        raise InputError(words, where=other.prefix, hint="merge shards of one tokenizer alone")
     records, real_path = ShardRecords(), RealPathCache()
     known = [records.of(real_path(prefix + ".bin").removesuffix(".bin")) for prefix in prefixes]
     texts = frozenset().union(*records.texts(prefixes).values())
@@ -217,8 +214,6 @@ def _append_shard(shard: Shard, sums: dict[str, str], out: DirectFile, digest: x
     index = xxhash.xxh3_128_hexdigest(Path(shard.prefix + ".idx").read_bytes())
     for suffix, found in (("bin", own.hexdigest()), ("idx", index)):
         if sums.get(suffix, found) != found:
-            raise InputError(
-                f"the .{suffix} is not what its record says (xxh3-128)",
-                where=f"{shard.prefix}.{suffix}",
-                hint="tokenize its dump again, which makes this shard anew, or leave it out",
-            )
+            words = f"the .{suffix} is not what its record says (xxh3-128)"
+            hint = "tokenize its dump again, which makes this shard anew, or leave it out"
+            raise InputError(words, where=f"{shard.prefix}.{suffix}", hint=hint)

@@ -128,11 +128,8 @@ def join_prefixes(prefixes: Sequence[str]) -> str:
     """Join the prefixes for Megatron's `--data-path $(...)`. Raises InputError for a prefix with a blank."""
     for prefix in prefixes:
         if prefix.split() != [prefix]:
-            raise InputError(
-                "this prefix holds a blank and cannot stand in a space-separated line",
-                where=repr(prefix),
-                hint="use --json or --null",
-            )
+            words = "this prefix holds a blank and cannot stand in a space-separated line"
+            raise InputError(words, where=repr(prefix), hint="use --json or --null")
     return " ".join(prefixes)
 
 

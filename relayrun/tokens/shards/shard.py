@@ -312,11 +312,9 @@ def _check_header(index: str, header: bytes, idx_bytes: int, multimodal: bool) -
         raise InputError(f"unknown index version {version} or token type {code}", where=index, hint=_TOKENIZE_AGAIN)
     wanted = INDEX_HEADER.size + (13 if multimodal else 12) * sequences + 8 * bounds
     if idx_bytes != wanted and bounds and idx_bytes == wanted + (-sequences if multimodal else sequences):
-        raise InputError(
-            "the index has no modes of sequences" if multimodal else "the index has modes of sequences: multimodal",
-            where=index,
-            hint="merge without --multimodal" if multimodal else "only merge_datasets.py --multimodal takes it",
-        )
+        words = "the index has no modes of sequences" if multimodal else "the index has modes of sequences: multimodal"
+        hint = "merge without --multimodal" if multimodal else "only merge_datasets.py --multimodal takes it"
+        raise InputError(words, where=index, hint=hint)
     if idx_bytes != wanted or bounds == 0:
         torn = f"index is torn: {idx_bytes} bytes, its header asks for {wanted}"
         raise InputError(torn, where=index, hint=_TOKENIZE_AGAIN)

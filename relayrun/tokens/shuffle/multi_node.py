@@ -155,11 +155,8 @@ class ReshardTask:
         if not self._is_named():
             names = [output_file_name(number) for number in range(rows["files"])]
             if missing := [name for name in names if not (self.building / name).exists()]:
-                raise RelayrunError(
-                    f"{len(missing)} files are missing, the first is {missing[0]}",
-                    where=self.building,
-                    hint="submit again: what is done is kept",
-                )
+                words = f"{len(missing)} files are missing, the first is {missing[0]}"
+                raise RelayrunError(words, where=self.building, hint="submit again: what is done is kept")
             before = open_buckets(self._plan(), self.work).before
             after = [np.load(self.work / f"after-{number}.npy") for number in range(rows["files"])]
             draw_lengths(before, after, self.building / LENGTHS_PICTURE)

@@ -164,11 +164,9 @@ def _shares(options: ReshardOptions, fixed: int, least: int) -> ThreadShares:
     room = options.memory_limit - _BASE
     if (threads := min(options.threads, room // (fixed + least))) < 1:
         option = "--row-group-size" if options.row_group_bytes is None else "--row-group-mb"
-        raise InputError(
-            f"a thread that shuffles these rows takes at least {(_BASE + fixed + least) / 1e9:.2f} GB",
-            where="--memory-limit",
-            hint=f"give more, or, where rows are long, make {option} smaller",
-        )
+        words = f"a thread that shuffles these rows takes at least {(_BASE + fixed + least) / 1e9:.2f} GB"
+        hint = f"give more, or, where rows are long, make {option} smaller"
+        raise InputError(words, where="--memory-limit", hint=hint)
     return ThreadShares(threads, room // threads - fixed)
 
 

@@ -134,11 +134,9 @@ def _fetch_file(api: Any, repository: str, commit: str, file: HubFile, output: P
             return found
         here.unlink()
         log.warning("%s: its checksum is wrong; %s", file.path, "given up" if force else "fetched once more")
-    raise InputError(
-        "this file arrived twice with a checksum that is not the hub's",
-        where=f"{repository}/{file.path}",
-        hint="run again later, or tell the owner of the data set",
-    )
+    words = "this file arrived twice with a checksum that is not the hub's"
+    hint = "run again later, or tell the owner of the data set"
+    raise InputError(words, where=f"{repository}/{file.path}", hint=hint)
 
 
 def _retry(call: Callable[[], T], where: str) -> T:
@@ -170,11 +168,8 @@ def _retry(call: Callable[[], T], where: str) -> T:
                 raise InputError(f"cannot be written: {error}", where=error.filename or where) from None
             reason = error
         if pause is None:
-            raise InputError(
-                f"the hub does not answer: {first_line(reason)} (tried {len(RETRY_PAUSES) + 1} times)",
-                where=where,
-                hint="run again: what has arrived is kept",
-            ) from None
+            words = f"the hub does not answer: {first_line(reason)} (tried {len(RETRY_PAUSES) + 1} times)"
+            raise InputError(words, where=where, hint="run again: what has arrived is kept") from None
         log.warning("%s: %s; tried again in %g s", where, first_line(reason), pause)
         time.sleep(pause)
     raise AssertionError("the last pause is None")

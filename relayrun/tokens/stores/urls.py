@@ -66,11 +66,8 @@ def retry_transient(call: Callable[[], T], url: str) -> T:
                 raise
             text = mask_tokens(first_line(reason))[0]
             if pause is None:
-                raise StoreError(
-                    f"the store does not answer: {text} (tried {number} times)",
-                    where=url,
-                    hint="run again: what is done is kept",
-                ) from None
+                words = f"the store does not answer: {text} (tried {number} times)"
+                raise StoreError(words, where=url, hint="run again: what is done is kept") from None
             log.warning("%s: %s; tried again in %g s (%d of %d)", url, text, pause, number, len(RETRY_PAUSES))
         time.sleep(pause)
     raise AssertionError("the last pause is None")
@@ -212,11 +209,8 @@ class RemoteFile(io.RawIOBase):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._url) from None
             if not _is_refusal(error):
                 raise
-            raise StoreError(
-                f"the store refuses this: {first_line(error.__cause__ or error)}",
-                where=self._url,
-                hint="look at your access, then run again",
-            ) from None
+            words = f"the store refuses this: {first_line(error.__cause__ or error)}"
+            raise StoreError(words, where=self._url, hint="look at your access, then run again") from None
 
     def _open(self) -> Any:
         import fsspec
@@ -280,11 +274,8 @@ def absolute_path(folder: str | os.PathLike[str]) -> str:
         return os.path.abspath(folder)
     scheme, _, rest = folder.partition("://")
     if re.match(r"[^/]*:[^/]*@", rest):
-        raise InputError(
-            "a URL with a password in it would be written into files",
-            where=f"{scheme}://...",
-            hint="give credentials in the environment",
-        )
+        hint = "give credentials in the environment"
+        raise InputError("a URL with a password in it would be written into files", where=f"{scheme}://...", hint=hint)
     if scheme in ("file", "local"):
         rest = os.path.abspath(rest)  # fsspec would read it from the working directory
     return f"{scheme}://{rest.rstrip('/')}"
@@ -409,17 +400,11 @@ def _explain_store_errors(url: str, *, missing: str) -> Iterator[None]:
     except FileNotFoundError:
         raise MissingInput(missing, where=url) from None
     except ImportError as error:
-        raise InputError(
-            f"the package of this scheme cannot be imported: {first_line(error)}",
-            where=url,
-            hint=f"pip install {_scheme_package(url.partition('://')[0])}",
-        ) from None
+        words = f"the package of this scheme cannot be imported: {first_line(error)}"
+        raise InputError(words, where=url, hint=f"pip install {_scheme_package(url.partition('://')[0])}") from None
     except Exception as error:  # unknown scheme, no access: each package has its own errors
-        raise InputError(
-            f"fsspec cannot look at this: {first_line(error)}",
-            where=url,
-            hint="install fsspec's package of the scheme, and set its credentials",
-        ) from None
+        hint = "install fsspec's package of the scheme, and set its credentials"
+        raise InputError(f"fsspec cannot look at this: {first_line(error)}", where=url, hint=hint) from None
 
 
 def _scheme_package(scheme: str) -> str:

@@ -186,12 +186,7 @@ class LaneGroup:
     """The lanes of a group that this process reads."""
 
     def __init__(
-        self,
-        group: int,
-        lanes: Mapping[int, LaneCursor],
-        blocks: RowBlocks,
-        shape: SampleShape,
-        encode: EncodeFunction,
+        self, group: int, lanes: Mapping[int, LaneCursor], blocks: RowBlocks, shape: SampleShape, encode: EncodeFunction
     ) -> None:
         self._group = group
         self._from = {lane: cursor.position for lane, cursor in lanes.items()}

@@ -56,10 +56,8 @@ def freeze_text_files(name: str, source: DataSource, lanes: int, known: Sequence
         _try_lines(first, stream, where)
     counted = is_parquet and len(found) <= MAX_COUNTED_FILES and stream.on_error == "fail"
     if counted and (rows := sum(map(_rows_of, found))) < lanes:
-        raise ConfigError(
-            f"{where}: its {rows:,} rows are fewer than data.lanes {lanes}, each of which needs one in every epoch",
-            hint="set data.lanes lower, or give more rows",
-        )
+        words = f"{where}: its {rows:,} rows are fewer than data.lanes {lanes}, each of which needs one in every epoch"
+        raise ConfigError(words, hint="set data.lanes lower, or give more rows")
     whole = sum(file.size for file in found) <= MAX_HASHED_BYTES
     by_name: dict[tuple[str, int], list[FileEntry]] = {}
     for file in known:
@@ -145,11 +143,8 @@ def _matches(path: str, wanted: FileFormat) -> list[tuple[str, int]]:
         others = sorted({file_format(file).name for file, _ in found})
         what = f"; there are files of {', '.join(others)}" if others else ""
         near = "" if found or urls.is_url(path) else did_you_mean_path(path)
-        raise InputError(
-            f"source: {wanted.name} finds no such file here{what}",
-            where=path,
-            hint=near or "give a folder, a file or a pattern of either, and the source that they are of",
-        )
+        hint = near or "give a folder, a file or a pattern of either, and the source that they are of"
+        raise InputError(f"source: {wanted.name} finds no such file here{what}", where=path, hint=hint)
     return fitting
 
 
@@ -218,10 +213,8 @@ def _try_columns(path: str, stream: StreamSection, where: str) -> None:
         schema = file.schema_arrow
     for option, names in (("filters", condition_columns(condition)), ("extra_columns", stream.extra_columns)):
         if missing := [name for name in names if name not in schema.names]:
-            raise ConfigError(
-                f"stream.{option}: no column {missing[0]!r}; there are: {', '.join(schema.names)}",
-                where=f"{where}, {path}",
-            )
+            words = f"stream.{option}: no column {missing[0]!r}; there are: {', '.join(schema.names)}"
+            raise ConfigError(words, where=f"{where}, {path}")
     if condition is not None:
         _filtered(schema.empty_table(), condition, "stream.filters", where)
 

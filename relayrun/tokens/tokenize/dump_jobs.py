@@ -81,11 +81,8 @@ def prepare_submission(settings: TokenizationSettings) -> list[int]:
     _check_inputs(metadata, indices, settings)
     link = metadata.tokenized_link
     if metadata.finished() and link.is_symlink() and os.readlink(link) != str(output):
-        raise InputError(
-            f"finished dumps of this folder went to {os.readlink(link)}, not to {output}",
-            where=link,
-            hint="use another metadata folder, or the same output folder and names",
-        )
+        words = f"finished dumps of this folder went to {os.readlink(link)}, not to {output}"
+        raise InputError(words, where=link, hint="use another metadata folder, or the same output folder and names")
     output.mkdir(parents=True, exist_ok=True)
     settings.job_logs.mkdir(parents=True, exist_ok=True)
     for index in indices:
@@ -303,7 +300,5 @@ def _raise_failures(settings: TokenizationSettings, failed: Sequence[int], total
     with contextlib.suppress(FileNotFoundError):
         message = (settings.dump_output(failed[0]) / ERROR_FILE).read_text(encoding="utf-8").strip()
     numbers = ", ".join(map(str, failed))
-    raise RelayrunError(
-        f"{len(failed)} of {total} dumps failed (dump {numbers}). Dump {failed[0]}: {message}",
-        hint=f"logs: {settings.job_logs}; submit again when it is mended: what is done is kept",
-    )
+    words = f"{len(failed)} of {total} dumps failed (dump {numbers}). Dump {failed[0]}: {message}"
+    raise RelayrunError(words, hint=f"logs: {settings.job_logs}; submit again when it is mended: what is done is kept")

@@ -112,11 +112,8 @@ class MetadataFolder:
         """Lock this folder while its dumps are prepared or submitted. Raises RelayrunError if the lock is taken."""
         with file_lock(self.path / ".lock", wait=False) as held:
             if not held:
-                raise RelayrunError(
-                    "the dumps of this folder are being prepared or tokenized by another process",
-                    where=self.path,
-                    hint="wait until it has ended",
-                )
+                words = "the dumps of this folder are being prepared or tokenized by another process"
+                raise RelayrunError(words, where=self.path, hint="wait until it has ended")
             remove_leftovers(self.path)
             yield
 
@@ -152,11 +149,8 @@ class MetadataFolder:
         """Raise RelayrunError while Slurm jobs of this folder are pending or running."""
         if live := self.live_jobs():
             names = ", ".join(live[:8]) + (f" and {len(live) - 8} others" if len(live) > 8 else "")
-            raise RelayrunError(
-                f"dumps of this folder are pending or running as Slurm jobs {names}",
-                where=self.path,
-                hint="wait for them, or cancel them with scancel",
-            )
+            words = f"dumps of this folder are pending or running as Slurm jobs {names}"
+            raise RelayrunError(words, where=self.path, hint="wait for them, or cancel them with scancel")
 
 
 def _dump_numbers(folder: Path) -> list[int]:
@@ -229,20 +223,14 @@ def prepare_dumps(
         metadata.refuse_live_jobs()
         finished = metadata.finished()
         if finished and metadata.raw_link.is_symlink() and os.readlink(metadata.raw_link) != dataset:
-            raise InputError(
-                f"finished dumps of this folder belong to {os.readlink(metadata.raw_link)}",
-                where=metadata.path,
-                hint="use one metadata folder per dataset",
-            )
+            words = f"finished dumps of this folder belong to {os.readlink(metadata.raw_link)}"
+            raise InputError(words, where=metadata.path, hint="use one metadata folder per dataset")
         done = {name for index in finished for name in read_paths_file(metadata.completed / f"paths_file_{index}.txt")}
         files = [file for file in found if file.path not in done]
         if not files:
             why = f"all {len(found)} files are in finished dumps" if found else "no file fits"
-            raise InputError(
-                f"nothing to tokenize: {why}",
-                where=dataset,
-                hint=f"files end in {', '.join(data_suffixes())}; look at the filters",
-            )
+            hint = f"files end in {', '.join(data_suffixes())}; look at the filters"
+            raise InputError(f"nothing to tokenize: {why}", where=dataset, hint=hint)
         number = n_dumps or sum(file.size for file in files) // BYTES_PER_DUMP + 1
         dumps = split_files(files, number, first_index=finished[-1] + 1 if finished else 0)
         contents = {dump.index: paths_file_bytes(file.path for file in dump.files) for dump in dumps}
@@ -270,11 +258,8 @@ def _refuse_to_change_half_done(metadata: MetadataFolder, contents: dict[int, by
     for index in metadata.pending():
         output = metadata.tokenized_link / f"dump-{index}"
         if contents.get(index) != metadata.paths_file(index).read_bytes() and any(output.glob("*.bin")):
-            raise RelayrunError(
-                f"dump {index} is half tokenized, and would now hold other files",
-                where=output,
-                hint="finish it by submitting again, or delete this folder",
-            )
+            words = f"dump {index} is half tokenized, and would now hold other files"
+            raise RelayrunError(words, where=output, hint="finish it by submitting again, or delete this folder")
 
 
 def print_dumps(dumps: Sequence[Dump], *, seconds_per_gb: float) -> None:

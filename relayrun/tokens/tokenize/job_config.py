@@ -211,11 +211,8 @@ def settings_from_environment(environment: Mapping[str, str]) -> TokenizationSet
         if name not in ENVIRONMENT_SETTINGS and (
             near := difflib.get_close_matches(name, ENVIRONMENT_SETTINGS, n=1, cutoff=0.8)
         ):
-            raise ConfigError(
-                f"{name} is no setting; did you mean {near[0]}?",
-                where="environment",
-                hint=f"rename it, or `unset {name}` if it is for another program",
-            )
+            hint = f"rename it, or `unset {name}` if it is for another program"
+            raise ConfigError(f"{name} is no setting; did you mean {near[0]}?", where="environment", hint=hint)
     given = {name: environment[name] for name in ENVIRONMENT_SETTINGS if environment.get(name)}
     for name in ("NUMBER_OF_DATATROVE_TASKS", "NUMBER_OF_DATATROVE_WORKERS", "TOKENIZER_BATCH_BYTES"):
         if name in given and not given[name].removeprefix("-").isdecimal():
@@ -234,11 +231,9 @@ def _validate(model: type[_Settings], source: yaml_file.LocatedSettings) -> _Set
         if other in source.values:
             place = source.place((other,))
             if name in source.values:
-                raise ConfigError(
-                    f"{other}: this is another name of {name}, which is given too",
-                    where=place,
-                    hint=f"{name} is given at {source.place((name,))}; keep one of them",
-                )
+                words = f"{other}: this is another name of {name}, which is given too"
+                hint = f"{name} is given at {source.place((name,))}; keep one of them"
+                raise ConfigError(words, where=place, hint=hint)
             source.values[name] = source.values.pop(other)
             source.places[(name,)] = place or other
     try:

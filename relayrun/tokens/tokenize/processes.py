@@ -87,11 +87,9 @@ def requeue_before_time_limit(progress: Callable[[], int]) -> Iterator[None]:
     except _TimeIsUp:
         whole = time.time() - began > left / 2  # else the signal came early, perhaps for a preemption
         if whole and progress() == before and int(os.environ.get("SLURM_RESTART_COUNT") or 0):
-            raise RelayrunError(
-                "no shard was finished before the time limit, for the second time",
-                where=f"Slurm job {job}",
-                hint="give the jobs more time, or more tasks (smaller shards)",
-            ) from None
+            words = "no shard was finished before the time limit, for the second time"
+            hint = "give the jobs more time, or more tasks (smaller shards)"
+            raise RelayrunError(words, where=f"Slurm job {job}", hint=hint) from None
         slurm_scheduler().requeue(job)  # tokenize.sh asks for --no-requeue, so that nothing else starts it again
         raise JobRequeued(
             "the time limit is near; the job is queued again and goes on with what is missing", where=f"Slurm job {job}"
@@ -221,11 +219,9 @@ def _run_on_processes(
             try:
                 result = future.result()
             except BrokenProcessPool:
-                raise RelayrunError(
-                    "a tokenization worker was killed; most often the memory is used up",
-                    where=where,
-                    hint="run again: finished tasks are kept, and fewer workers need less memory",
-                ) from None
+                words = "a tokenization worker was killed; most often the memory is used up"
+                hint = "run again: finished tasks are kept, and fewer workers need less memory"
+                raise RelayrunError(words, where=where, hint=hint) from None
             except Exception as error:
                 errors[futures[future]] = error
             else:

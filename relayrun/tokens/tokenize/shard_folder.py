@@ -237,11 +237,8 @@ class ShardFolder:
             self.parts, self.tasks = {}, {}
         self._deal(files)
         if strange := sorted(shards - set(self.parts)):
-            raise InputError(
-                f"this folder holds shards that are not of this run, for example {strange[0]}",
-                where=self.path,
-                hint=hint,
-            )
+            words = f"this folder holds shards that are not of this run, for example {strange[0]}"
+            raise InputError(words, where=self.path, hint=hint)
 
     def _deal(self, files: Sequence[str]) -> None:
         """Deal every file without a part onto new parts: file i of them into part i mod `tasks`."""

@@ -166,11 +166,8 @@ def _run_trial(
 def _first_files(url: str, names: Sequence[str], *, least: int, most_bytes: float) -> list[str]:
     """Return the first files below a URL, which cannot be linked: as many as the trial can read."""
     if len(names) < least:
-        raise InputError(
-            f"{least} workers need as many files, and the first dump has {len(names)}",
-            where=url,
-            hint="give fewer --workers, or prepare fewer dumps",
-        )
+        words = f"{least} workers need as many files, and the first dump has {len(names)}"
+        raise InputError(words, where=url, hint="give fewer --workers, or prepare fewer dumps")
     total, chosen = 0, list[str]()
     for name in names:
         if len(chosen) >= least and total >= most_bytes:
@@ -214,10 +211,8 @@ def _measure(process: subprocess.Popen[bytes], output: Path, workers: int, secon
                     if last[name].at > first[name].at
                 ), memory
         elif now - begun > _START_SECONDS:
-            raise RelayrunError(
-                f"not all of {workers} workers tokenized anything within {_START_SECONDS:.0f} s",
-                hint="give fewer --workers; is the file system slow?",
-            )
+            words = f"not all of {workers} workers tokenized anything within {_START_SECONDS:.0f} s"
+            raise RelayrunError(words, hint="give fewer --workers; is the file system slow?")
         time.sleep(0.2)
     return None, memory
 

@@ -38,12 +38,7 @@ from relayrun.tokens.tokenize.encode.engines import select_engine
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentFraming, load_tokenizer
 from relayrun.tokens.tokenize.options import OnError, TokenizeOptions
 from relayrun.tokens.tokenize.processes import run_tasks
-from relayrun.tokens.tokenize.shard_folder import (
-    FolderRecord,
-    TaskRecord,
-    is_unchanged,
-    remove_from_record,
-)
+from relayrun.tokens.tokenize.shard_folder import FolderRecord, TaskRecord, is_unchanged, remove_from_record
 from relayrun.tokens.tokenize.shard_task import ShardTask, TokenizeContext, tokenize_shard
 
 log = logging.getLogger(__name__)
@@ -150,11 +145,8 @@ def _recorded_tokenizer(record: FolderRecord, given: str | None) -> str:
         text = Path(record.tokenizer).read_text(encoding="utf-8")
         if hashlib.sha256(text.encode()).hexdigest() == wanted:
             return text
-    raise InputError(
-        "this is not the tokenizer that made the shards" if given else "the copy of their tokenizer is gone",
-        where=given or record.tokenizer,
-        hint="give the one that made them with --tokenizer",
-    )
+    words = "this is not the tokenizer that made the shards" if given else "the copy of their tokenizer is gone"
+    raise InputError(words, where=given or record.tokenizer, hint="give the one that made them with --tokenizer")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -207,11 +207,8 @@ def _prepare(found: _FoundTokenizer, options: TokenizeOptions, key: str | None =
     eos_token = _find_eos(tokenizer, options.eos_token or found.eos, options.append_eod, where)
     eos_id = tokenizer.token_to_id(eos_token) if eos_token is not None else None
     if eos_token is not None and eos_id is None:
-        raise InputError(
-            f"the tokenizer has no token {eos_token!r} to end documents with",
-            where=where,
-            hint="name one of its tokens with --eos-token",
-        )
+        hint = "name one of its tokens with --eos-token"
+        raise InputError(f"the tokenizer has no token {eos_token!r} to end documents with", where=where, hint=hint)
     bos_id = _find_bos(tokenizer, found.bos, where) if options.bos else None
     random = _switch_off_dropout(tokenizer, where)
     if options.special_text:
@@ -253,11 +250,8 @@ def _switch_off_dropout(tokenizer: Tokenizer, where: str) -> bool:
 def _find_bos(tokenizer: Tokenizer, named: str | None, where: str) -> int:
     bos_id: int | None = None if named is None else tokenizer.token_to_id(named)
     if bos_id is None:
-        raise InputError(
-            "the tokenizer names no token to begin documents with",
-            where=where,
-            hint="leave --bos out, or put a bos_token into its tokenizer_config.json",
-        )
+        hint = "leave --bos out, or put a bos_token into its tokenizer_config.json"
+        raise InputError("the tokenizer names no token to begin documents with", where=where, hint=hint)
     return bos_id
 
 
@@ -288,11 +282,8 @@ def _from_file(file: Path, data: bytes) -> Tokenizer:
         return Tokenizer.from_buffer(data)
     except Exception as error:  # the library raises Exception itself
         refuse_unconvertible(file)
-        raise InputError(
-            f"not a tokenizer.json of the tokenizers library: {error}",
-            where=file,
-            hint="fetch it again, or save it again with the library that made it",
-        ) from None
+        hint = "fetch it again, or save it again with the library that made it"
+        raise InputError(f"not a tokenizer.json of the tokenizers library: {error}", where=file, hint=hint) from None
 
 
 def _from_transformers(name: str, cache_dir: str | None, *, only_here: bool = False) -> _FoundTokenizer:
@@ -304,18 +295,12 @@ def _from_transformers(name: str, cache_dir: str | None, *, only_here: bool = Fa
             name, cache_dir=cache_dir, trust_remote_code=False, local_files_only=only_here
         )
     except Exception as error:  # OSError, ValueError, ImportError, ...
-        raise InputError(
-            f"no such tokenizer: {first_line(error)}",
-            where=name,
-            hint="give a tokenizer.json, a folder that holds one, or a name on the Hugging Face hub",
-        ) from None
+        hint = "give a tokenizer.json, a folder that holds one, or a name on the Hugging Face hub"
+        raise InputError(f"no such tokenizer: {first_line(error)}", where=name, hint=hint) from None
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
-        raise InputError(
-            "this tokenizer has no fast version (no tokenizer.json)",
-            where=name,
-            hint="take a tokenizer.json of the same model",
-        )
+        hint = "take a tokenizer.json of the same model"
+        raise InputError("this tokenizer has no fast version (no tokenizer.json)", where=name, hint=hint)
     return _FoundTokenizer(Tokenizer.from_str(backend.to_str()), loaded.eos_token, loaded.bos_token, len(loaded))
 
 

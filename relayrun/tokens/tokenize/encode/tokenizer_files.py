@@ -128,17 +128,12 @@ def refuse_unconvertible(file: Path, *, in_folder: bool = False) -> None:
             "vocab_file=..., pattern=...).converted().save(...), or take a tokenizer.json of the same model",
         )
     if file.suffix == ".model" and not in_folder:
-        raise InputError(
-            "this is a model of SentencePiece, not a tokenizer.json",
-            where=file,
-            hint="give the folder that holds it and tokenizer_config.json",
-        )
+        hint = "give the folder that holds it and tokenizer_config.json"
+        raise InputError("this is a model of SentencePiece, not a tokenizer.json", where=file, hint=hint)
     if file.suffix == ".model" and importlib.util.find_spec("sentencepiece") is None:
-        raise InputError(
-            "there is no tokenizer.json, and to convert this model takes the package sentencepiece",
-            where=file,
-            hint=f"`pip install sentencepiece`, or convert it where it is installed: {_SAVE_COMMAND}",
-        )
+        words = "there is no tokenizer.json, and to convert this model takes the package sentencepiece"
+        hint = f"`pip install sentencepiece`, or convert it where it is installed: {_SAVE_COMMAND}"
+        raise InputError(words, where=file, hint=hint)
 
 
 HUB_TIMEOUT_SECONDS = 5.0
