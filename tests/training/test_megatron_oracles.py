@@ -268,8 +268,8 @@ def test_masks_and_positions_are_those_of_megatron(share: float) -> None:
     generator = np.random.default_rng(3)
     for length in (1, 2, 33):
         inputs = np.where(generator.random((8, length)) < share, 5, generator.integers(6, 50, (8, length)))
-        starts = sample_rows.document_starts(inputs, 5)
         at = np.arange(length)
+        starts = at - sample_rows.document_positions(inputs, 5)
         for row in range(8):
             visible, loss_mask, position_ids = megatron._get_ltor_masks_and_position_ids(
                 torch.from_numpy(inputs[row]), 5, True, True, True, True

@@ -152,7 +152,9 @@ def run_tune(options: argparse.Namespace) -> int:
         temp_dir=options.temp_dir,
         report=lambda trial: print(tune.trial_row(trial), flush=True),
     )
-    print(tune.config_advice(tune.recommend_trial(trials)))
+    best = tune.recommend_trial(trials)
+    settings = f"workers: {best.workers}, batch_bytes: {best.batch_bytes}, and tasks: {best.workers} or more"
+    print(f"recommended for this node: {settings}")
     return 0
 
 

@@ -94,7 +94,7 @@ def run_lengths(options: argparse.Namespace) -> int:
         orders[folder] = order = measure_length_order(files, batch=options.batch)
         units.add(unit)
         if options.json:
-            records.append({"folder": folder, "unit": unit, **asdict(found), "order": order.record()})
+            records.append({"folder": folder, "unit": unit, **asdict(found), "order": asdict(order)})
         else:
             _print_lengths(folder if len(options.folders) > 1 else None, found, order, unit, options, room, len(files))
     if options.json:
@@ -126,15 +126,11 @@ def _print_lengths(
         print(f"padding of rows of {room:,}, {packing}: {share:.1%}")
     where = "1 file" if files == 1 else f"{files:,} files"
     if order.lag_1_correlation is not None:
-        print(
-            f"neighbours in {where}: lag-1 correlation {order.lag_1_correlation:.4f} (of a shuffle: within "
-            f"{order.lag_1_noise:.4f} of 0)"
-        )
+        usual = f"(of a shuffle: within {order.lag_1_noise:.4f} of 0)"
+        print(f"neighbours in {where}: lag-1 correlation {order.lag_1_correlation:.4f} {usual}")
     if order.batch_mean_variance_ratio is not None:
-        print(
-            f"batches of {order.batch} neighbours: variance of means / of independent draws "
-            f"{order.batch_mean_variance_ratio:.2f} (of a shuffle: about 1)"
-        )
+        ratio = f"{order.batch_mean_variance_ratio:.2f} (of a shuffle: about 1)"
+        print(f"batches of {order.batch} neighbours: variance of means / of independent draws {ratio}")
 
 
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:

@@ -297,10 +297,8 @@ def data_differences(a: AuditedRun, b: AuditedRun) -> list[str]:
         first_place, second_place = a.order.locate(k), b.order.locate(k)
         same_data = a.order.records[first_place[0]] == b.order.records[second_place[0]]
         if first_place != second_place or not same_data or a.order.settings != b.order.settings:
-            return [
-                *lines,
-                f"first different sample: {k}: {_location_text(first_place)} | {_location_text(second_place)}",
-            ]
+            places = f"{_location_text(first_place)} | {_location_text(second_place)}"
+            return [*lines, f"first different sample: {k}: {places}"]
     return [*lines, f"the first {end:,} samples are the same"] if lines else []
 
 

@@ -92,11 +92,9 @@ def refuse_two_tokenizers(datasets: Sequence[MixtureDataset], *, allow: bool = F
             first = first or (shard.prefix, record.made)
             if record.made.ids == first[1].ids:
                 continue
-            error = InputError(
-                f"another tokenizer made this shard than {first[0]}: ids mean other text",
-                where=shard.prefix,
-                hint="tokenize one of them again, or leave it out; if it is meant, --allow-other-tokenizer",
-            )
+            words = f"another tokenizer made this shard than {first[0]}: ids mean other text"
+            hint = "tokenize one of them again, or leave it out; if it is meant, --allow-other-tokenizer"
+            error = InputError(words, where=shard.prefix, hint=hint)
             if not allow:
                 raise error
             log.warning("taken, as --allow-other-tokenizer says: %s: %s", shard.prefix, error.message)

@@ -1,18 +1,7 @@
 """Changes of a run's data at a submit: a pure function of manifests and configs.
 
-| change | |
-|---|---|
-| weights, data sets added or left out, batch size, number of ranks | taken: this is what a mixture is for |
-| folders moved, files the same | taken |
-| other files under the same name | refused; accepted, the data set begins anew as its next edition, in a new phase |
-| files of an earlier edition are back | refused; accepted, that edition goes on at its position |
-| a new name for files that the run knows | refused; accepted, it begins at 0 and the windows come again |
-| a data set's own order or options, source, stream or lanes | refused; accepted, as other files |
-| other files in a validation set | refused; accepted, they replace it |
-| other files under the same name, with `data.split` | refused; cannot be accepted: held-out windows would move |
-| tokenizer, sequence length, seed, split, of a run with a checkpoint | refused; cannot be accepted |
-
-A refusal names each difference.
+The table in docs/data-order.md ("What is refused") lists which changes are taken, which are refused unless they are
+accepted, and which cannot be accepted. A refusal names each difference.
 """
 
 from __future__ import annotations

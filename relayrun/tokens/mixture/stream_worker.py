@@ -164,13 +164,9 @@ class StreamWorker:
             code = self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             code = None
-        how = (
-            "closed its pipe"
-            if code is None
-            else f"was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"ended with exit code {code}"
-        )
+        how = "closed its pipe" if code is None else f"ended with exit code {code}"
+        if code is not None and code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
         raise StreamWorkerDied(
             f"the process that reads this rank's streams (pid {self.pid}) {how}",
             hint="SIGKILL: look for a lack of memory on the node; else its words stand in the rank's log. "
@@ -281,12 +277,10 @@ def send_samples(job: Mapping[str, Any], sender: _Sender) -> None:
     manifest = Manifest.read(job["manifest"])
     schedule = Schedule.from_json(job["phases"])
     names = {config.data.sources[name].identity(name): name for name in config.data.streams}
-    openers = {
-        identity: partial(
-            _SentLanes, sender, number, text_stream(config, manifest, names[identity], manifest.datasets[identity])
-        )
-        for number, identity in enumerate(job["positions"])
-    }
+    openers = {}
+    for number, identity in enumerate(job["positions"]):
+        stream = text_stream(config, manifest, names[identity], manifest.datasets[identity])
+        openers[identity] = partial(_SentLanes, sender, number, stream)
     reading = LaneReader(
         schedule,
         openers,

@@ -38,11 +38,8 @@ class SampleSource(Protocol):
 
 
 def check_row(row: SampleRow, order: SampleSource, k: int, vocabulary_size: int | None) -> SampleRow:
-    """Return `row`, which is sample k. Raises FatalTrainingError for an id outside of the vocabulary.
-
-    Without the check the padding of an embedding would accept some ids, and a GPU would report the others only as a
-    failure.
-    """
+    """Return `row`, which is sample k. Raises FatalTrainingError for an id outside of the vocabulary. Without the check
+    the padding of an embedding would accept some ids, and a GPU would report the others only as a failure."""
     tokens = row.tokens
     if vocabulary_size is not None and (tokens.max() >= vocabulary_size or tokens.min() < 0):
         wrong = int(tokens[(tokens >= vocabulary_size) | (tokens < 0)][0])
@@ -77,15 +74,11 @@ class BatchReader(Iterator[Batch]):
         if not 0 <= data_parallel_rank < data_parallel_size:
             raise ValueError(f"data-parallel rank {data_parallel_rank} of {data_parallel_size}")
         if micro_batch_size < 1 or consumed_samples < 0:
-            raise ValueError(
-                f"micro_batch_size must be positive and consumed_samples not negative, not "
-                f"{micro_batch_size}, {consumed_samples}"
-            )
+            wrong = f"{micro_batch_size}, {consumed_samples}"
+            raise ValueError(f"micro_batch_size must be positive and consumed_samples not negative, not {wrong}")
         if (stage := batch_sizes.indivisible(micro_batch_size * data_parallel_size, consumed_samples)) is not None:
-            raise ConfigError(
-                f"{stage} is no multiple of micro_batch_size x data-parallel size = "
-                f"{micro_batch_size} x {data_parallel_size}"
-            )
+            product = f"{micro_batch_size} x {data_parallel_size}"
+            raise ConfigError(f"{stage} is no multiple of micro_batch_size x data-parallel size = {product}")
         self.consumed_samples = consumed_samples
         """Number of the first sample, over all ranks, that `next` has not returned."""
         self._order = order

@@ -108,15 +108,8 @@ class WindowDataset:
             within = at - self._starts[number]
             document = int(np.searchsorted(offsets, within * itemsize, side="right")) - 1
             stop = int(offsets[document + 1]) // itemsize if document + 1 < len(offsets) else entry.tokens
-            count = min(end - at, stop - within)
-            found.append(
-                DocumentOrigin(
-                    prefix=entry.prefix,
-                    document=document,
-                    tokens=count,
-                    offset=within - int(offsets[document]) // itemsize,
-                )
-            )
+            count, offset = min(end - at, stop - within), within - int(offsets[document]) // itemsize
+            found.append(DocumentOrigin(prefix=entry.prefix, document=document, offset=offset, tokens=count))
             at += count
         return found
 

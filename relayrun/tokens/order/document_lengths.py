@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -60,9 +59,6 @@ class LengthOrder:
     batch_mean_variance_ratio: float | None
     """None for fewer than two whole batches."""
     curves: list[LengthCurve]
-
-    def record(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def measure_length_order(files: Sequence[tuple[str, LengthArray]], *, batch: int) -> LengthOrder:

@@ -6,15 +6,8 @@
 
 Blocks of `WINDOWS_PER_BLOCK` windows are packed separately. The number of rows before each block is kept (8 bytes), and
 a block is packed again when one of its rows is read. Rows are shuffled anew in every epoch; their content is equal in
-all epochs and does not depend on the seed. The last token of a window has no target.
-
-| packing | row of a window | cost of a window |
-|---|---|---|
-| none, pad | a row of its own | |
-| split | rows are cut from the windows in order; the last row of a block is not full | |
-| greedy | the row before, if it fits; else a new row | below 1 µs |
-| first_fit | the first row with room | about 3 µs |
-| best_fit | longest window first: the fullest row with room, of several the first | about 1 µs |
+all epochs and does not depend on the seed. The last token of a window has no target. docs/data-order.md lists the
+packings; greedy, first_fit and best_fit cost below 1, about 3 and about 1 µs a window.
 """
 
 from __future__ import annotations
@@ -24,6 +17,7 @@ import json
 import logging
 from bisect import bisect_left, insort
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -301,11 +295,7 @@ class DocumentWindowOrder:
             whole = self.rows.windows.origin(window)
             first, end = max(start - before, 0), min(stop - before, whole.tokens)
             if end > first:
-                found.append(
-                    DocumentOrigin(
-                        prefix=whole.prefix, document=whole.document, offset=whole.offset + first, tokens=end - first
-                    )
-                )
+                found.append(replace(whole, offset=whole.offset + first, tokens=end - first))
         return found
 
 

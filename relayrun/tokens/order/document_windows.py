@@ -128,11 +128,6 @@ class DocumentWindows:
         """Windows of the data set."""
         return self._starts[-1]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tables in memory."""
-        return sum(table.nbytes for table in self._tables)
-
     def locate(self, i: int) -> WindowLocation:
         """Return the origin of window i. Raises IndexError outside of 0..len-1, OSError and InputError like `read`."""
         if not 0 <= i < len(self):

@@ -63,7 +63,10 @@ class IndexCache:
                         if any(path.exists() for path in self._paths):
                             log.warning("the index cache is built anew: %s", fault)
                         self._build(build)
-                    self._record_opening()
+                    if self._opening is not None:
+                        openings = {**self._openings(), self._opening: self._stamps()}
+                        with contextlib.suppress(OSError):  # on a full disk each process verifies for itself
+                            write_json(self._checked, dict([*openings.items()][-KEPT_OPENINGS:]), durable=False)
             return [np.load(path, mmap_mode="r", allow_pickle=False) for path in self._paths]
 
     def _is_verified(self) -> bool:
@@ -72,12 +75,6 @@ class IndexCache:
             return False
         stamps = self._stamps()
         return stamps is not None and self._openings().get(self._opening) == stamps
-
-    def _record_opening(self) -> None:
-        if self._opening is not None:
-            openings = {**self._openings(), self._opening: self._stamps()}
-            with contextlib.suppress(OSError):  # on a full disk each process verifies for itself
-                write_json(self._checked, dict(list(openings.items())[-KEPT_OPENINGS:]), durable=False)
 
     def _openings(self) -> dict[str, Any]:
         """Return size and time of change (ns) of the verified files by opening, oldest first."""

@@ -79,13 +79,6 @@ class MegatronOrder:
         return found
 
 
-def megatron_epoch_seed(seed: int, name: str, epoch: int) -> int:
-    """Return the seed of numpy's generator in GPTDataset, below 2^32: the run's seed for epoch 0, later derived."""
-    if epoch == 0:
-        return seed % (1 << 32)
-    return int.from_bytes(hashlib.sha256(f"{seed}/{name}/{epoch}".encode()).digest()[:4], "little")
-
-
 class MegatronDocuments:
     """All shards as one low-level dataset, with the interface of megatron-core's IndexedDataset for GPTDataset."""
 
@@ -131,8 +124,9 @@ class MegatronEpochConfig(GPTDatasetConfig):  # type: ignore[misc]
 def _open_epoch(
     source: DatasetSpec, documents: MegatronDocuments, indices: npt.NDArray[np.int32], epoch: int
 ) -> MegatronEpoch:
+    derived = hashlib.sha256(f"{source.seed}/{source.name}/{epoch}".encode()).digest()[:4]
     config = MegatronEpochConfig(
-        random_seed=megatron_epoch_seed(source.seed, source.name, epoch),
+        random_seed=int.from_bytes(derived, "little") if epoch else source.seed % (1 << 32),  # numpy takes 32 bits
         sequence_length=source.seq_length,
         split="1",
         reset_position_ids=False,

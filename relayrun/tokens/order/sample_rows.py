@@ -17,18 +17,6 @@ import numpy.typing as npt
 
 from relayrun.errors import FatalTrainingError
 
-
-def document_starts(inputs: npt.NDArray[np.int64], eod: int) -> npt.NDArray[np.int64]:
-    """Return for each token the index of its document's first token in the row; int64 [batch, sequence], like `inputs`.
-    A token's position in its document is its index minus this start; attention reaches from the start to the token."""
-    batch, length = inputs.shape
-    starts = np.zeros((batch, length), dtype=np.int64)
-    if length > 1:
-        begins = np.where(inputs[:, :-1] == eod, np.arange(1, length), 0)
-        np.maximum.accumulate(begins, axis=1, out=starts[:, 1:])
-    return starts
-
-
 DocumentLengths = Sequence[Sequence[int] | None] | None
 """Tokens of each document for rows that know them; None: unknown."""
 
@@ -48,11 +36,8 @@ def document_lengths(inputs: npt.NDArray[np.int64], eod: int, own: DocumentLengt
 
 def document_positions(inputs: npt.NDArray[np.int64], eod: int, own: DocumentLengths = None) -> npt.NDArray[np.int64]:
     """Return positions in documents, int64 [batch, sequence]: `reset_position_ids`. `own` as in `document_lengths`."""
-    result: npt.NDArray[np.int64] = np.arange(inputs.shape[1]) - document_starts(inputs, eod)
-    for number, known in enumerate(own or ()):
-        if known is not None:
-            result[number] = np.concatenate([np.arange(length) for length in known])
-    return result
+    rows = document_lengths(inputs, eod, own)
+    return np.stack([np.concatenate([np.arange(length) for length in row]) for row in rows])
 
 
 def eod_loss_mask(inputs: npt.NDArray[np.int64], eod: int) -> npt.NDArray[np.float32]:

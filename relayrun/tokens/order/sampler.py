@@ -99,11 +99,8 @@ class LaneReader:
         replica: int,
         replicas: int,
     ) -> None:
-        """`openers` open all streams; `indexed` returns samples of other data sets.
-
-        Samples that were passed over are read and dropped here, up to `consumed`. Raises ConfigError if `replicas` does
-        not divide lanes.
-        """
+        """`openers` open all streams; `indexed` returns samples of other data sets. Samples that were passed over are
+        read and dropped here, up to `consumed`. Raises ConfigError if `replicas` does not divide lanes."""
         if lanes % replicas:
             raise ConfigError(
                 f"the {lanes} lanes of this run's streams cannot be divided among {replicas} data-parallel replicas",
@@ -123,7 +120,10 @@ class LaneReader:
             for name, opener in openers.items()
         }
         for name in openers:
-            self._catch_up(name, positions[name].at, consumed)
+            for k in range(positions[name].at, consumed):
+                mine = schedule.number_in_phase(k) % replicas == replica
+                if mine and schedule.locate(k)[0] == name:
+                    self._take(name, k)
 
     def numbers(self, first: int, end: int) -> range:
         """Return the numbers of this replica's samples in the range, which lies in one phase."""
@@ -150,14 +150,6 @@ class LaneReader:
         """Stop threads and close files."""
         for lanes in self._open.values():
             lanes.close()
-
-    def _catch_up(self, name: str, at: int, consumed: int) -> None:
-        for k in range(at, consumed):
-            if (
-                self._schedule.number_in_phase(k) % self._replicas == self._replica
-                and self._schedule.locate(k)[0] == name
-            ):
-                self._take(name, k)
 
     def _take(self, name: str, k: int) -> SampleRow:
         lane = self._schedule.number_in_phase(k) % self._lanes

@@ -250,12 +250,7 @@ class Schedule:
     @classmethod
     def from_json(cls, value: Iterable[Mapping[str, Any]]) -> Self:
         """Read the result of `to_json`. Raises ValueError, KeyError or TypeError for anything else."""
-        return cls(
-            [
-                Phase(start=int(entry["start"]), weights=dict(entry["weights"]), lanes=entry.get("lanes"))
-                for entry in value
-            ]
-        )
+        return cls([Phase(start=int(e["start"]), weights=dict(e["weights"]), lanes=e.get("lanes")) for e in value])
 
 
 def _sum(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:

@@ -43,11 +43,11 @@ class LineFaults:
 
     def __init__(self, *, skip: bool = False, keep: bool = False) -> None:
         """`skip`: leave bad lines out and count them; else the first one raises InputError. `keep`: keep a null in
-        place of each bad row, so that rows keep their numbers; see `take_marks`."""
+        place of each bad row, so that rows keep their numbers; see `marks`."""
         self._skip = skip
         self.keep = keep
         self.marks: dict[int, str] = {}
-        """Reasons for the nulls in the array being read, by row; see `take_marks`."""
+        """Reasons for the nulls in the array being read, by row; the reader of the array empties it."""
         self.counts: dict[str, int] = {}
         """Skipped lines by reason."""
         self.examples: list[str] = []
@@ -65,11 +65,6 @@ class LineFaults:
     def look(self, row: Mapping[str, Any], long: Mapping[str, Any]) -> None:
         """Inspect the object of a JSON line before its text is taken; overrides raise BadLine to skip the line. `long`:
         the long strings of the line, by the placeholders that replace them (`json_csv`)."""
-
-    def take_marks(self) -> dict[int, str]:
-        """Return and clear `marks`."""
-        marks, self.marks = self.marks, {}
-        return marks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,11 +147,8 @@ def read_paths_file(path: str | os.PathLike[str]) -> list[str]:
 
 
 def stat_inputs(dataset: str | os.PathLike[str], names: list[str], *, missing_ok: bool = False) -> list[InputFile]:
-    """Return size and modification time of `names` below `dataset`, a folder or a URL (see `urls.stat_url`).
-
-    Raises InputError that names the missing files. With `missing_ok`, missing files have the size and time
-    `MISSING_FILE`.
-    """
+    """Return size and modification time of `names` below `dataset`, a folder or a URL (see `urls.stat_url`). Raises
+    InputError that names the missing files. With `missing_ok`, missing files have the size and time `MISSING_FILE`."""
     if not urls.is_url(dataset) and not os.path.isdir(dataset):
         raise InputError("there is no such dataset folder", where=dataset, hint=did_you_mean_path(dataset) or None)
     inputs: list[InputFile] = []

@@ -145,24 +145,18 @@ def _line_text(line: bytes, column: str, faults: LineFaults, long: Mapping[str, 
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            if _is_utf8(line):
-                found = f"\\u{ord(text[error.start]):04x}"
-                raise BadLine("lone surrogate", f"{column!r} holds a lone surrogate ({found})") from None
-            raise BadLine("not UTF-8", f"{column!r} holds a byte that is not UTF-8") from None
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                raise BadLine("not UTF-8", f"{column!r} holds a byte that is not UTF-8") from None
+            found = f"\\u{ord(text[error.start]):04x}"
+            raise BadLine("lone surrogate", f"{column!r} holds a lone surrogate ({found})") from None
     return text
 
 
 def _parse_leniently(line: bytes) -> Any:
     """Parse JSON with NaN, integers of any length, lone surrogates, and non-UTF-8 bytes as lone surrogates."""
     return json.loads(line.decode("utf-8", "surrogateescape"), parse_int=float)
-
-
-def _is_utf8(line: bytes) -> bool:
-    try:
-        line.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _column_value(row: Any, column: str) -> str | None:

@@ -51,11 +51,8 @@ class ShardEntry:
 
     @classmethod
     def build(cls, prefix: str | os.PathLike[str]) -> ShardEntry:
-        """Open a shard and read its whole index.
-
-        Raises InputError if the shard is torn, holds no integers, or if its .bin is not the contiguous documents in the
-        order of the index (windows read the .bin straight through).
-        """
+        """Open a shard and read its whole index. Raises InputError if the shard is torn, holds no integers, or if its
+        .bin is not the contiguous documents in the order of the index (windows read the .bin straight through)."""
         prefix = os.fspath(Path(prefix).absolute())
         try:
             prefix.encode()
@@ -76,15 +73,8 @@ class ShardEntry:
             )
         with open(prefix + ".idx", "rb") as file:
             fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
-        return cls(
-            prefix=prefix,
-            dtype=shard.dtype.name,
-            tokens=shard.tokens,
-            documents=shard.documents,
-            bin_bytes=shard.bin_bytes,
-            idx_bytes=shard.idx_bytes,
-            fingerprint=fingerprint,
-        )
+        sizes = {name: getattr(shard, name) for name in ("tokens", "documents", "bin_bytes", "idx_bytes")}
+        return cls(prefix=prefix, dtype=shard.dtype.name, fingerprint=fingerprint, **sizes)
 
     def differences(self) -> list[str]:
         """Describe each missing file and changed size on disk. Shards below URLs are compared when they are opened."""
@@ -122,11 +112,8 @@ class FileEntry:
     """Only the first rows up to this number are read; None: all."""
 
     def differences(self) -> list[str]:
-        """Describe a missing file, a changed size, or a changed modification time on disk.
-
-        A file of another time is read whole, and is unchanged if its content is known and equal. URLs are compared when
-        opened.
-        """
+        """Describe a missing file, a changed size, or a changed modification time on disk. A file of another time is
+        read whole, and is unchanged if its content is known and equal. URLs are compared when opened."""
         if "://" in self.path:
             return []
         try:
@@ -167,10 +154,8 @@ class DatasetManifest:
         """SHA-256, hexadecimal, over type, sizes and fingerprint of every shard in order."""
         digest = hashlib.sha256()
         for shard in self.shards:
-            digest.update(
-                f"{shard.dtype} {shard.tokens} {shard.documents} {shard.bin_bytes} "
-                f"{shard.idx_bytes} {shard.fingerprint}\n".encode()
-            )
+            sizes = f"{shard.tokens} {shard.documents} {shard.bin_bytes} {shard.idx_bytes}"
+            digest.update(f"{shard.dtype} {sizes} {shard.fingerprint}\n".encode())
         for file in self.files:
             digest.update(f"{file.size} {file.fingerprint} {file.fragments} {file.rows}\n".encode())
         return digest.hexdigest()

@@ -117,11 +117,9 @@ def _prefixes_below(root: Path, seen: set[tuple[int, int]]) -> set[str]:
 
 
 def _half_shard_error(missing: str) -> InputError:
-    return InputError(
-        "a shard needs both its .bin and its .idx file; this one is missing",
-        where=missing,
-        hint="wait until it is written, tokenize it again, or remove its other half",
-    )
+    words = "a shard needs both its .bin and its .idx file; this one is missing"
+    hint = "wait until it is written, tokenize it again, or remove its other half"
+    return InputError(words, where=missing, hint=hint)
 
 
 def join_prefixes(prefixes: Sequence[str]) -> str:

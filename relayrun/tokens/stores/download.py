@@ -119,16 +119,9 @@ def _list_files(api: Any, repository: str, revision: str) -> tuple[str, list[Hub
 
 def _fetch_file(api: Any, repository: str, commit: str, file: HubFile, output: Path) -> str:
     """Fetch a file and return its SHA-256. A file with a wrong checksum is fetched once more."""
+    place = {"repo_type": "dataset", "revision": commit, "local_dir": output}
     for force in (False, True):
-        fetch = functools.partial(
-            api.hf_hub_download,
-            repository,
-            file.path,
-            repo_type="dataset",
-            revision=commit,
-            local_dir=output,
-            force_download=force,
-        )
+        fetch = functools.partial(api.hf_hub_download, repository, file.path, **place, force_download=force)
         here = Path(_retry(fetch, f"{repository}/{file.path}"))
         if (found := file.check(here)) is not None:
             return found
@@ -140,31 +133,25 @@ def _fetch_file(api: Any, repository: str, commit: str, file: HubFile, output: P
 
 
 def _retry(call: Callable[[], T], where: str) -> T:
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        GatedRepoError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import errors
 
+    missing = errors.RepositoryNotFoundError, errors.RevisionNotFoundError
     reason: Exception
     for pause in (*RETRY_PAUSES, None):
         try:
             return call()
-        except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError, OfflineModeIsEnabled) as error:
+        except (*missing, errors.HFValidationError, errors.OfflineModeIsEnabled) as error:
             hint = "look at its name and revision; a closed data set needs HF_TOKEN in the environment"
-            if isinstance(error, GatedRepoError):
+            if isinstance(error, errors.GatedRepoError):
                 hint = "accept its terms on the hub's page, and set HF_TOKEN in the environment"
             raise InputError(f"the hub does not give this: {first_line(error)}", where=where, hint=hint) from None
-        except LocalEntryNotFoundError as error:
+        except errors.LocalEntryNotFoundError as error:
             reason = error
-        except EntryNotFoundError:
+        except errors.EntryNotFoundError:
             raise InputError("the hub lists this file and does not have it", where=where) from None
         except Exception as error:  # OSError, and httpx's errors, which do not derive from it
-            if isinstance(error, OSError) and _is_local(error):
+            # of this machine's file system: only its errors carry a number and a name
+            if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
                 raise InputError(f"cannot be written: {error}", where=error.filename or where) from None
             reason = error
         if pause is None:
@@ -173,11 +160,6 @@ def _retry(call: Callable[[], T], where: str) -> T:
         log.warning("%s: %s; tried again in %g s", where, first_line(reason), pause)
         time.sleep(pause)
     raise AssertionError("the last pause is None")
-
-
-def _is_local(error: OSError) -> bool:
-    """True if this machine's file system failed: only its errors carry a number and a name."""
-    return error.errno is not None and error.filename is not None
 
 
 def _is_downloaded(file: HubFile, output: Path, sums: dict[str, str]) -> bool:

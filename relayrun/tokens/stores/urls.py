@@ -302,11 +302,8 @@ def hash_file_ends(path: str) -> str:
 
 
 def list_url(url: str) -> list[tuple[str, int]]:
-    """List all files below a URL: paths below it, and bytes.
-
-    Raises InputError for an unknown scheme or a missing package, for lack of access to any folder, and for an empty
-    URL.
-    """
+    """List all files below a URL: paths below it, and bytes. Raises InputError for an unknown scheme or a missing
+    package, for lack of access to any folder, and for an empty URL."""
     with _explain_store_errors(url, missing="there is no such dataset folder"):
         import fsspec
 

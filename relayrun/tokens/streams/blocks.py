@@ -121,11 +121,6 @@ class RowBlocks:
         all_origins = np.concatenate([np.zeros((0, 3), np.int64), *origins])
         return RowBlock(position=position, rows=rows, origins=all_origins, order=order, files_left_out=files_left_out)
 
-    def lane_rows(self, block: RowBlock, lane: int) -> tuple[pa.Table, npt.NDArray[np.int64]]:
-        """Return the rows of a block for `lane` in the lane's order, and their origins."""
-        chosen = block.order[lane // self.groups :: self.lanes_per_group]
-        return block.rows.take(arrow_integers(chosen)), block.origins[chosen]
-
     def group_of(self, lane: int) -> int:
         """Return the group of a lane."""
         return lane % self.groups
@@ -276,6 +271,7 @@ class LaneGroup:
             )
 
     def _texts(self, block: RowBlock, lane: int) -> _LaneTexts:
-        rows, origins = self._blocks.lane_rows(block, lane)
-        texts, chosen, left_out = self._blocks.reader.texts(rows)
-        return _LaneTexts(texts=texts, rows=len(rows), left_out=left_out, origins=origins[chosen])
+        of_lane = block.order[lane // self._blocks.groups :: self._blocks.lanes_per_group]
+        texts, chosen, left_out = self._blocks.reader.texts(block.rows.take(arrow_integers(of_lane)))
+        origins = block.origins[of_lane][chosen]
+        return _LaneTexts(texts=texts, rows=len(of_lane), left_out=left_out, origins=origins)

@@ -180,11 +180,9 @@ def _in_partitions(paths: list[str], text: str, where: str) -> Iterator[str]:
     names = condition_columns(condition := parse_row_condition(text))
     if missing := [name for name in names if not any(name in part for part in parts)]:
         known = sorted({name for part in parts for name in part})
-        raise ConfigError(
-            f"stream.partition_filters: no path has a part {missing[0]}=...; there are: {', '.join(known) or 'none'}",
-            where=where,
-            hint="filter columns of the files with stream.filters",
-        )
+        words = f"no path has a part {missing[0]}=...; there are: {', '.join(known) or 'none'}"
+        hint = "filter columns of the files with stream.filters"
+        raise ConfigError(f"stream.partition_filters: {words}", where=where, hint=hint)
     columns = {name: _typed([part.get(name) for part in parts]) for name in names}
     table = pa.table({**columns, "path": paths})
     chosen: list[str] = _filtered(table, condition, "stream.partition_filters", where)["path"].to_pylist()

@@ -82,7 +82,7 @@ class FragmentOrder:
         self._stream = stream
         self._name = name
         self._seed = seed
-        self._fragments_of: dict[int, list[Fragment]] = {}
+        self._file_fragments = lru_cache(None)(self._fragments_of)
         self._all = lru_cache(1)(self._every_fragment)
         self._lock = threading.Lock()
 
@@ -129,12 +129,7 @@ class FragmentOrder:
         key = permutation_key(self._seed, f"{self._name}/{what}", epoch)
         return list(Permutation(count, key).map(np.arange(count)).tolist()) if count else []
 
-    def _file_fragments(self, number: int) -> list[Fragment]:
-        if number not in self._fragments_of:
-            self._fragments_of[number] = self._look_at(number)
-        return self._fragments_of[number]
-
-    def _look_at(self, number: int) -> list[Fragment]:
+    def _fragments_of(self, number: int) -> list[Fragment]:
         entry = self.files[number]
         if file_format(entry.path) is not PARQUET or not self._stream.split_to_row_groups:
             return [Fragment(number, None, entry.rows)]
@@ -353,5 +348,5 @@ def arrow_integers(numbers: npt.NDArray[np.int64]) -> pa.Array:
 
 def _fault_reasons(rows: int, faults: RowFaults) -> pa.Array:
     """Return the reasons for skipping rows of the last array that was read; null: kept."""
-    marks = faults.take_marks()
+    marks, faults.marks = faults.marks, {}
     return pa.array([marks.get(row) for row in range(rows)], pa.string()) if marks else pa.nulls(rows, pa.string())

@@ -98,11 +98,8 @@ class OpenTextLanes:
         }
 
     def take(self, lane: int) -> SampleRow:
-        """Return the next sample of a lane.
-
-        Raises FatalTrainingError behind the last epoch and for a lane without samples in a whole epoch; InputError for
-        an unreadable file.
-        """
+        """Return the next sample of a lane. Raises FatalTrainingError behind the last epoch and for a lane without
+        samples in a whole epoch; InputError for an unreadable file."""
         now = self._lanes[lane]
         while now.block is None or now.taken >= len(now.block.samples):
             self._next_block(lane, now)

@@ -26,17 +26,11 @@ from relayrun.files import write_atomic
 from relayrun.slurmtime import parse_time
 from relayrun.tokens.readers.inputs import read_paths_file
 from relayrun.tokens.stores.urls import join_path
+from relayrun.tokens.tokenize import processes
 from relayrun.tokens.tokenize.dump_status import ERROR_FILE, finished_shards
 from relayrun.tokens.tokenize.dumps import MetadataFolder, replace_link
 from relayrun.tokens.tokenize.job_config import TokenizationConfig, TokenizationSettings
 from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.tokens.tokenize.processes import (
-    JobRequeued,
-    file_lock,
-    requeue_before_time_limit,
-    slurm_job_id,
-    use_one_thread,
-)
 
 CSV_COLUMNS = (
     "slurm_job_id",
@@ -110,7 +104,7 @@ def tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]:
     (output / ERROR_FILE).unlink(missing_ok=True)
     try:
         return _tokenize_dump(settings, index)
-    except JobRequeued:
+    except processes.JobRequeued:
         raise
     except (RelayrunError, OSError) as error:
         with contextlib.suppress(OSError):
@@ -119,14 +113,14 @@ def tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]:
 
 
 def _tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]:
-    use_one_thread()
+    processes.use_one_thread()
     from relayrun.tokens.tokenize.pipeline import tokenize_paths_file
 
     metadata = MetadataFolder(settings.metadata_folder)
     with metadata.in_use():
         start = datetime.now()
         paths_file, output = metadata.paths_file(index), settings.dump_output(index)
-        with requeue_before_time_limit(lambda: finished_shards(output)):
+        with processes.requeue_before_time_limit(lambda: finished_shards(output)):
             result = tokenize_paths_file(
                 settings,
                 output_folder=output,
@@ -137,7 +131,7 @@ def _tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]
         print(result.summary(), flush=True)
         seconds = max(result.seconds, 1e-3)
         row = {
-            "slurm_job_id": slurm_job_id() or "local",
+            "slurm_job_id": processes.slurm_job_id() or "local",
             "node": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
             "start": start.isoformat(timespec="seconds"),
             "end": datetime.now().isoformat(timespec="seconds"),
@@ -158,7 +152,7 @@ def _tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]
 
 def append_csv_row(path: Path, row: dict[str, Any]) -> None:
     """Append one row under a lock, in one synced write; a new file gets the header."""
-    with file_lock(path), open(path, "rb+") as file:
+    with processes.file_lock(path), open(path, "rb+") as file:
         text = io.StringIO()
         writer = csv.DictWriter(text, CSV_COLUMNS, lineterminator="\n")
         if file.seek(0, os.SEEK_END) == 0:

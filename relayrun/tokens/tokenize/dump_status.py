@@ -115,38 +115,20 @@ def mean_tokens_per_byte(dumps: Sequence[DumpStatus]) -> float:
 def status_table(dumps: Sequence[DumpStatus]) -> str:
     """Format a line per dump, the totals, and the failures for the terminal."""
     density = mean_tokens_per_byte(dumps)
-    rows = [("dump", "state", "shards", "tokens", "Mtok/s node", "Mtok/s core", "ETA", "node", "left out")]
+    rows: list[tuple[str, ...]] = [
+        ("dump", "state", "shards", "tokens", "Mtok/s node", "Mtok/s core", "ETA", "node", "left out")
+    ]
     for d in dumps:
         left = seconds_left([d], tokens_per_byte=density, rate=d.node_rate) if d.running else None
-        rows.append(
-            (
-                str(d.index),
-                d.state,
-                f"{d.shards}/{d.of}" if d.of else "-",
-                f"{d.tokens:,}",
-                _rate(d.node_rate),
-                _rate(d.core_rate),
-                _duration(left),
-                d.nodes or "-",
-                _left_out([d]),
-            )
-        )
+        state = str(d.index), d.state, f"{d.shards}/{d.of}" if d.of else "-"
+        speed = f"{d.tokens:,}", _rate(d.node_rate), _rate(d.core_rate), _duration(left)
+        rows.append((*state, *speed, d.nodes or "-", _left_out([d])))
     now = sum(dump.node_rate for dump in dumps if dump.running)
     seconds = sum(d.worker_seconds + sum(task.at - task.started for task in d.running) for d in dumps)
-    tokens = sum(dump.tokens for dump in dumps)
-    rows.append(
-        (
-            "total",
-            f"{sum(d.state == 'done' for d in dumps)}/{len(dumps)} done",
-            "",
-            f"{tokens:,}",
-            _rate(now),
-            _rate(tokens / seconds if seconds > 0 else 0.0),
-            _duration(seconds_left(dumps, tokens_per_byte=density, rate=now)),
-            f"{len({task.node for d in dumps for task in d.running})} nodes",
-            _left_out(dumps),
-        )
-    )
+    tokens, left = sum(dump.tokens for dump in dumps), seconds_left(dumps, tokens_per_byte=density, rate=now)
+    done, nodes = sum(d.state == "done" for d in dumps), {task.node for d in dumps for task in d.running}
+    speed = f"{tokens:,}", _rate(now), _rate(tokens / seconds if seconds > 0 else 0.0), _duration(left)
+    rows.append(("total", f"{done}/{len(dumps)} done", "", *speed, f"{len(nodes)} nodes", _left_out(dumps)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([*lines, *_failures(dumps)])

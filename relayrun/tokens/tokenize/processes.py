@@ -45,11 +45,8 @@ class _TimeIsUp(BaseException):
 
 
 def slurm_job_id() -> str | None:
-    """Return the id of the Slurm job of this process; None outside Slurm.
-
-    An array element is ARRAY_TASK (`12_3`): the plain id of its last element is that of the whole array, and requeueing
-    that id would end all the others.
-    """
+    """Return the id of the Slurm job of this process; None outside Slurm. An array element is ARRAY_TASK (`12_3`): the
+    plain id of its last element is that of the whole array, and requeueing that id would end all the others."""
     array, element = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{element}" if array else os.environ.get("SLURM_JOB_ID")
 
@@ -60,11 +57,8 @@ class JobRequeued(RelayrunError):
 
 @contextlib.contextmanager
 def requeue_before_time_limit(progress: Callable[[], int]) -> Iterator[None]:
-    """In a Slurm job, stop the work and requeue the job at SIGUSR2 or shortly before the time limit.
-
-    `progress` counts the finished shards. Raises RelayrunError at the limit. Does nothing outside Slurm. Main thread
-    only.
-    """
+    """In a Slurm job, stop the work and requeue the job at SIGUSR2 or shortly before the time limit. `progress` counts
+    the finished shards. Raises RelayrunError at the limit. Does nothing outside Slurm. Main thread only."""
     job = slurm_job_id()
     if job is None:
         yield

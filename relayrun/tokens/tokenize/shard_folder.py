@@ -16,6 +16,7 @@ the end. A file older than `STALE_SECONDS` belongs to a task that was killed, or
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -108,6 +109,7 @@ def clear_progress(output: str | os.PathLike[str]) -> None:
 log = logging.getLogger(__name__)
 
 RECORD_FORMAT = "relayrun tokenization, version 3"
+_TEMPORARY = (".idx.tmp", ".bin.tmp")
 _WHOLE, _ENDS = "xxh3-128:", "ends:"
 _BEGIN_AGAIN = "use another output folder, or delete this one to begin again"
 
@@ -274,14 +276,13 @@ class ShardFolder:
     def drop(self, name: str) -> None:
         """Remove shard `name` from the record in memory and its files, the .idx first: a .bin alone is not a shard."""
         self.tasks.pop(name, None)
-        for suffix in (".idx", ".bin", ".idx.tmp", ".bin.tmp"):
+        for suffix in (".idx", ".bin", *_TEMPORARY):
             (self.path / f"{name}{suffix}").unlink(missing_ok=True)
 
     def drop_temporary(self) -> None:
         """Remove the files of killed workers."""
-        for name in self.parts:
-            for suffix in (".idx.tmp", ".bin.tmp"):
-                (self.path / f"{name}{suffix}").unlink(missing_ok=True)
+        for name, suffix in itertools.product(self.parts, _TEMPORARY):
+            (self.path / f"{name}{suffix}").unlink(missing_ok=True)
 
     def add(self, name: str, task: TaskRecord) -> None:
         """Record a finished task."""

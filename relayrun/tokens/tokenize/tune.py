@@ -104,23 +104,10 @@ def trial_row(trial: TuningTrial | None) -> str:
     """Format a line of the table; None: its head."""
     cells = ("workers", "batch bytes", "Mtok/s node", "Mtok/s core", "GB a worker")
     if trial is not None:
-        rate = trial.tokens_per_second / 1e6
-        cells = (
-            f"{trial.workers}",
-            f"{trial.batch_bytes:,}",
-            f"{rate:.2f}",
-            f"{rate / trial.workers:.2f}",
-            f"{trial.worker_bytes / 1e9:.2f}",
-        )
+        rate, memory = trial.tokens_per_second / 1e6, trial.worker_bytes / 1e9
+        speed = f"{rate:.2f}", f"{rate / trial.workers:.2f}"
+        cells = (f"{trial.workers}", f"{trial.batch_bytes:,}", *speed, f"{memory:.2f}")
     return "  ".join(cell.rjust(11) for cell in cells)
-
-
-def config_advice(trial: TuningTrial) -> str:
-    """Describe the settings for a config."""
-    return (
-        f"recommended for this node: workers: {trial.workers}, batch_bytes: {trial.batch_bytes}, "
-        f"and tasks: {trial.workers} or more"
-    )
 
 
 def _run_trial(
@@ -135,17 +122,9 @@ def _run_trial(
         os.mkdir(dataset)
         names = _link_files(files, Path(dataset), least=workers, most_bytes=most_bytes)
     (place / "paths").write_bytes(paths_file_bytes(names))
-    command = [
-        sys.executable,
-        str(places.shared_file("scripts/tokenization/preprocess_megatron.py")),
-        "--output-folder",
-        str(output),
-        "--dataset",
-        dataset,
-        "--paths-file",
-        str(place / "paths"),
-        *options_to_flags(options),
-    ]
+    program = [sys.executable, str(places.shared_file("scripts/tokenization/preprocess_megatron.py"))]
+    given = ["--output-folder", str(output), "--dataset", dataset, "--paths-file", str(place / "paths")]
+    command = [*program, *given, *options_to_flags(options)]
     environment = os.environ | {shard_folder.PROGRESS_VARIABLE: "0.5"}
     with open(log, "wb") as file, subprocess.Popen(command, stdout=file, stderr=file, env=environment) as process:
         try:
@@ -205,11 +184,8 @@ def _measure(process: subprocess.Popen[bytes], output: Path, workers: int, secon
         if len(first) >= workers:
             counting = counting or now
             if now - counting >= seconds:
-                return sum(
-                    (last[name].tokens - first[name].tokens) / (last[name].at - first[name].at)
-                    for name in first
-                    if last[name].at > first[name].at
-                ), memory
+                pairs = [(task, last[name]) for name, task in first.items()]
+                return sum((b.tokens - a.tokens) / (b.at - a.at) for a, b in pairs if b.at > a.at), memory
         elif now - begun > _START_SECONDS:
             words = f"not all of {workers} workers tokenized anything within {_START_SECONDS:.0f} s"
             raise RelayrunError(words, hint="give fewer --workers; is the file system slow?")

@@ -185,11 +185,8 @@ class _Source:
             expected, _ = self.framing.apply(ids, np.array([len(ids)], np.int64))
             if not np.array_equal(expected, _document_ids(self.shard, first + place)):
                 file = printable(self.task.inputs[number][0])
-                return SourceComparison(
-                    prefix=prefix,
-                    documents=len(texts),
-                    fault=f"document {first + place} has other ids than its text, document {place} of {file}",
-                )
+                fault = f"document {first + place} has other ids than its text, document {place} of {file}"
+                return SourceComparison(prefix=prefix, documents=len(texts), fault=fault)
         return SourceComparison(prefix=prefix, documents=len(texts))
 
     def _chosen(self, number: int, wanted: set[int]) -> tuple[dict[int, str], int]:

@@ -238,11 +238,8 @@ def _switch_off_dropout(tokenizer: Tokenizer, where: str) -> bool:
     """Return whether the tokenizer had a dropout, with a warning."""
     dropout = isinstance(tokenizer.model, BPE) and tokenizer.model.dropout
     if dropout:
-        log.warning(
-            "%s: its dropout %g is switched off: merges left out at random would give a text other ids each time",
-            where,
-            dropout,
-        )
+        why = "merges left out at random would give a text other ids each time"
+        log.warning("%s: its dropout %g is switched off: %s", where, dropout, why)
         tokenizer.model.dropout = None
     return bool(dropout)
 

@@ -104,12 +104,9 @@ def check_convertible(folder: Path) -> None:
     """Raise InputError with the way out, unless transformers can make a tokenizer.json from the files in `folder`."""
     if not (folder / "tokenizer_config.json").is_file() and not (folder / "config.json").is_file():
         found = [name for name in _CONVERTIBLE_FILES if (folder / name).is_file()]
-        raise InputError(
-            "there is no tokenizer.json here"
-            + (f"; {', '.join(found)} alone do not say how to split" if found else ""),
-            where=folder,
-            hint="give the folder with tokenizer_config.json, too: from it transformers converts the tokenizer",
-        )
+        alone = f"; {', '.join(found)} alone do not say how to split" if found else ""
+        hint = "give the folder with tokenizer_config.json, too: from it transformers converts the tokenizer"
+        raise InputError(f"there is no tokenizer.json here{alone}", where=folder, hint=hint)
     for file in sorted([*folder.glob("*.model"), *folder.glob("*.tiktoken")]):
         refuse_unconvertible(file, in_folder=True)
 
@@ -141,15 +138,7 @@ HUB_TIMEOUT_SECONDS = 5.0
 
 _HUB_NAME_PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
 _HUB_NAME = re.compile(rf"(?:{_HUB_NAME_PART}/)?{_HUB_NAME_PART}")
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "config.json",
-)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "config.json", *_CONVERTIBLE_FILES)
 """A copy of a tokenizer on this machine has at least one of these files."""
 
 
