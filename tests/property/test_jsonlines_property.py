@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from relayrun.errors import InputError
 from relayrun.tokens.readers import json_csv, texts
-from relayrun.tokens.readers.inputs import LineFaults
+from relayrun.tokens.readers.faults import LineFaults
 
 PIECES = [
     b"plain text ",

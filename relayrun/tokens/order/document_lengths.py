@@ -229,19 +229,14 @@ def draw_length_picture(orders: Mapping[str, LengthOrder], picture: Path, *, uni
             for index in np.linspace(0, max(0, len(order.curves) - 1), number).round().astype(int).tolist():
                 curve = order.curves[index]
                 panel.plot(curve.positions, curve.means, linewidth=0.8, alpha=max(0.15, 1 / number**0.5))
-            lines = [title, *_figures(order)]
+            lines = [title]
+            if order.lag_1_correlation is not None:
+                lines.append(f"lag-1 correlation {order.lag_1_correlation:.3f}")
+            if (ratio := order.batch_mean_variance_ratio) is not None:
+                lines.append(f"variance of batch means / of independent draws {ratio:.2f}")
             panel.set(title="\n".join(lines), xlabel="position in the file", xlim=(0, 1), yscale="log")
             panel.title.set_fontsize(9)
             panel.grid(visible=True, linewidth=0.3)
         panels[0].set_ylabel(f"mean length, {unit}")
         metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(picture.suffix)
         figure.savefig(picture, metadata=metadata)
-
-
-def _figures(order: LengthOrder) -> list[str]:
-    found = []
-    if order.lag_1_correlation is not None:
-        found.append(f"lag-1 correlation {order.lag_1_correlation:.3f}")
-    if order.batch_mean_variance_ratio is not None:
-        found.append(f"variance of batch means / of independent draws {order.batch_mean_variance_ratio:.2f}")
-    return found

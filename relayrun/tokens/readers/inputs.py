@@ -1,70 +1,21 @@
-"""Input files of a data set: their formats, paths files, and lines that cannot be read.
+"""Input files of a data set: their formats, and paths files.
 
 `FORMATS` alone lists the formats. The suffix of a name gives the format, in any case of letters. A line of a paths file
-is a path, taken literally: blanks, quotes and undecodable bytes included (`os.fsencode`); only a newline ends it. The
-first bad line or row raises an error that names it, or all bad lines are counted by reason (`LineFaults`). This module
-does not import Arrow.
+is a path, taken literally: blanks, quotes and undecodable bytes included (`os.fsencode`); only a newline ends it. This
+module does not import Arrow.
 """
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 from relayrun.errors import InputError, RelayrunError, combined_error, did_you_mean_path
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.urls import MissingInput, printable
-
-MAX_EXAMPLES = 5
-"""Skipped lines that are quoted, at most."""
-
-
-def describe_bad_lines(counts: Mapping[str, int]) -> str:
-    """Describe the number of skipped lines for a message: `3 lines (2 not UTF-8, 1 not JSON)`."""
-    total = sum(counts.values())
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items(), key=lambda each: -each[1]))
-    return f"{total:,} line{'s' if total != 1 else ''} ({reasons})"
-
-
-class BadLine(Exception):
-    """A line without a usable text: a `reason` of few words, which is counted, and the whole `message`."""
-
-    def __init__(self, reason: str, message: str, *, hint: str | None = None) -> None:
-        super().__init__(message)
-        self.reason, self.message, self.hint = reason, message, hint
-
-
-class LineFaults:
-    """Policy for bad lines and rows: raise, or skip and count."""
-
-    def __init__(self, *, skip: bool = False, keep: bool = False) -> None:
-        """`skip`: leave bad lines out and count them; else the first one raises InputError. `keep`: keep a null in
-        place of each bad row, so that rows keep their numbers; see `marks`."""
-        self._skip = skip
-        self.keep = keep
-        self.marks: dict[int, str] = {}
-        """Reasons for the nulls in the array being read, by row; the reader of the array empties it."""
-        self.counts: dict[str, int] = {}
-        """Skipped lines by reason."""
-        self.examples: list[str] = []
-        """The first skipped lines, each with its file and line."""
-
-    def add(self, bad: BadLine, where: str) -> None:
-        """Count the line at `where` as skipped. Raises InputError that names it unless lines may be skipped."""
-        error = InputError(printable(bad.message), where=printable(where), hint=bad.hint)
-        if not self._skip:
-            raise error from None
-        self.counts[bad.reason] = self.counts.get(bad.reason, 0) + 1
-        if len(self.examples) < MAX_EXAMPLES:
-            self.examples.append(f"{error.where}: {error.message}")
-
-    def look(self, row: Mapping[str, Any], long: Mapping[str, Any]) -> None:
-        """Inspect the object of a JSON line before its text is taken; overrides raise BadLine to skip the line. `long`:
-        the long strings of the line, by the placeholders that replace them (`json_csv`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +26,13 @@ class FileFormat:
     """Name in messages, and as `data.mixture.NAME.source` if `relayrun.config.sections.data.SourceKind` lists it."""
     suffixes: tuple[str, ...]
     reader: str
-    """`module:function` with the arguments of `columns.read_parquet`, imported when a file of the format is opened."""
+    """`module:function` with the arguments of `arrow_files.read_parquet`, imported when a file is opened."""
     by_line: bool = False
     """The reader shows every row to `LineFaults.look`, by which a stream filters rows."""
 
 
 _TEXT_READERS = "relayrun.tokens.readers.json_csv"
-PARQUET = FileFormat(name="parquet", suffixes=(".parquet",), reader="relayrun.tokens.readers.columns:read_parquet")
+PARQUET = FileFormat(name="parquet", suffixes=(".parquet",), reader="relayrun.tokens.readers.arrow_files:read_parquet")
 JSON_LINES = FileFormat(
     name="jsonl",
     suffixes=(".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz", ".json.zst"),
@@ -89,9 +40,9 @@ JSON_LINES = FileFormat(
     by_line=True,
 )
 CSV = FileFormat(name="csv", suffixes=(".csv", ".csv.gz"), reader=f"{_TEXT_READERS}:read_csv")
-ARROW = FileFormat(name="arrow", suffixes=(".arrow",), reader="relayrun.tokens.readers.columns:read_arrow")
+ARROW = FileFormat(name="arrow", suffixes=(".arrow",), reader="relayrun.tokens.readers.arrow_files:read_arrow")
 FORMATS = {each.name: each for each in (PARQUET, JSON_LINES, CSV, ARROW)}
-"""All formats by name."""
+"""All formats by name. A new format is an entry here and its reader; for streams, also a value of `SourceKind`."""
 
 METADATA_FILE_NAMES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Files that Hugging Face's datasets writes beside its data; they hold no documents."""
@@ -105,12 +56,6 @@ def data_suffixes() -> tuple[str, ...]:
 def file_format(path: str) -> FileFormat:
     """Return the format of a file by its suffix; JSON lines for any other name."""
     return next((each for each in FORMATS.values() if path.lower().endswith(each.suffixes)), JSON_LINES)
-
-
-def file_compression(path: str) -> Literal["gzip", "zstd"] | None:
-    """Return the compression of a text file by its name."""
-    name = path.lower()
-    return "gzip" if name.endswith(".gz") else "zstd" if name.endswith(".zst") else None
 
 
 InputFile = tuple[str, int, int]

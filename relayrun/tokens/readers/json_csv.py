@@ -18,13 +18,13 @@ import json
 import re
 import uuid
 from collections.abc import Iterator, Mapping
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, Literal, cast
 
 import orjson
 import pyarrow as pa
 
 from relayrun.errors import InputError
-from relayrun.tokens.readers.inputs import BadLine, LineFaults, file_compression
+from relayrun.tokens.readers.faults import BadLine, LineFaults
 from relayrun.tokens.readers.texts import MAX_ROWS, LongText, large_strings, missing_column_error
 from relayrun.tokens.stores.urls import printable
 
@@ -40,7 +40,6 @@ _CUT_PATTERN = re.compile(
 )
 """Positions where the inside of a JSON string may be cut into two."""
 
-
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -50,6 +49,12 @@ def read_jsonl(
     """Yield texts as `columns.read_column`. Raises InputError that names the line, or a file of another kind."""
     with open_decompressed(raw, path) as lines:
         yield from _read_texts(lines, printable(path), column, batch_bytes, scratch, faults)
+
+
+def file_compression(path: str) -> Literal["gzip", "zstd"] | None:
+    """Return the compression of a text file by its name."""
+    name = path.lower()
+    return "gzip" if name.endswith(".gz") else "zstd" if name.endswith(".zst") else None
 
 
 def open_decompressed(raw: BinaryIO, path: str) -> io.BufferedReader:

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from relayrun.errors import InputError, RelayrunError
-from relayrun.tokens.readers.inputs import BadLine, LineFaults
+from relayrun.tokens.readers.faults import BadLine, LineFaults
 from relayrun.tokens.stores.urls import printable
 
 
@@ -129,7 +129,6 @@ MAX_BYTES_IN_MEMORY = 16 << 20
 
 _mapped: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
 """Texts in files, by their address."""
-
 
 MAX_ROWS = 1024
 """Rows of an array of texts, at most."""

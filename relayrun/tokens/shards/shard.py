@@ -194,7 +194,6 @@ DTYPE_CODES: dict[int, type[np.generic]] = {
     8: np.uint16,
 }
 
-
 _TOKENIZE_AGAIN = "tokenize it again, or leave this prefix out"
 _INDEX_CHUNK = 1 << 20
 """Sequences of an index that are compared at a time."""

@@ -32,7 +32,7 @@ import pyarrow.parquet as pq
 from relayrun.errors import RelayrunError
 from relayrun.files import atomic_file
 from relayrun.tokens.readers.columns import RowFile, narrow_table, read_rows, wide_schema
-from relayrun.tokens.readers.inputs import LineFaults
+from relayrun.tokens.readers.faults import LineFaults
 from relayrun.tokens.readers.texts import text_column
 from relayrun.tokens.shuffle.text_lengths import LengthProfile, RowSplit
 

@@ -28,7 +28,8 @@ import pyarrow as pa
 from relayrun.errors import InputError, refuse_unwritable
 from relayrun.files import exclusive_maker, remove_leftovers, replaced_folder, temporary_prefix
 from relayrun.tokens.readers.columns import RowFile, inspect_files
-from relayrun.tokens.readers.inputs import LineFaults, data_suffixes, describe_bad_lines, find_data_files
+from relayrun.tokens.readers.faults import LineFaults, describe_bad_lines
+from relayrun.tokens.readers.inputs import data_suffixes, find_data_files
 from relayrun.tokens.shuffle.buckets import (
     Buckets,
     BucketSplitter,

@@ -73,9 +73,9 @@ def download_dataset(
     commit, files = _retry(lambda: _list_files(api, repository, revision), repository)
     chosen = [file for file in files if any(fnmatch.fnmatchcase(file.path, pattern) for pattern in include)]
     if not chosen:
-        raise InputError(
-            f"none of its {len(files):,} files fits {', '.join(include)}", where=repository, hint=_folders_hint(files)
-        )
+        folders = sorted({file.path.rpartition("/")[0] or "." for file in files})
+        hint = f"its folders: {', '.join(folders[:8])}{' ...' if len(folders) > 8 else ''}"
+        raise InputError(f"none of its {len(files):,} files fits {', '.join(include)}", where=repository, hint=hint)
     output.mkdir(parents=True, exist_ok=True)
     sums = _read_sums(output / CHECKSUMS_FILE)
     missing = [file for file in chosen if not _is_downloaded(file, output, sums)]
@@ -182,8 +182,3 @@ def _read_sums(path: Path) -> dict[str, str]:
 
 def _write_sums(path: Path, sums: dict[str, str]) -> None:
     write_atomic(path, "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
-
-
-def _folders_hint(files: Sequence[HubFile]) -> str:
-    folders = sorted({file.path.rpartition("/")[0] or "." for file in files})
-    return f"its folders: {', '.join(folders[:8])}{' ...' if len(folders) > 8 else ''}"

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -166,17 +167,6 @@ class LaneBlock:
     samples: LaneSamples
 
 
-@dataclass(frozen=True, kw_only=True)
-class _LaneTexts:
-    """The share of one lane in a block, before encoding."""
-
-    texts: pa.Array
-    """Arrow's large_string, without nulls."""
-    rows: int
-    left_out: Counter[str]
-    origins: npt.NDArray[np.int64]
-
-
 class LaneGroup:
     """The lanes of a group that this process reads."""
 
@@ -246,7 +236,7 @@ class LaneGroup:
     def _make(self, lane: int, block: RowBlock) -> None:
         """Encode the block of a lane, together with other lanes that wait for the same block."""
         found = {lane: self._texts(block, lane)}
-        size = found[lane].texts.nbytes
+        size = found[lane][0].nbytes
         order = [*self._waiting]
         at = order.index(lane) + 1
         for other in (*order[at:], *order[: at - 1]):
@@ -256,22 +246,18 @@ class LaneGroup:
                 continue
             with contextlib.suppress(FatalTrainingError):  # raised again when that lane reaches the block
                 found[other] = self._texts(block, other)
-                size += found[other].texts.nbytes
-        ids = encode_texts([part.texts for part in found.values()], self._encode)
-        for (other, part), (tokens, lengths) in zip(found.items(), ids, strict=True):
+                size += found[other][0].nbytes
+        ids = encode_texts([texts for texts, _ in found.values()], self._encode)
+        for (other, (_, lane_block)), (tokens, lengths) in zip(found.items(), ids, strict=True):
             samples = LaneSamples(tokens, lengths, self._shape)
-            part.left_out["no token"] = samples.empty
-            self._made[other] = LaneBlock(
-                position=block.position,
-                rows=part.rows,
-                left_out=part.left_out,
-                files_left_out=block.files_left_out if other == self._group else 0,  # counted by the first lane
-                origins=part.origins,
-                samples=samples,
-            )
+            self._made[other] = made = lane_block(samples=samples)
+            made.left_out["no token"] = samples.empty
 
-    def _texts(self, block: RowBlock, lane: int) -> _LaneTexts:
+    def _texts(self, block: RowBlock, lane: int) -> tuple[pa.Array, Callable[..., LaneBlock]]:
+        """Return the texts (large_string, without nulls) of a lane, and its LaneBlock as a function of `samples`."""
         of_lane = block.order[lane // self._blocks.groups :: self._blocks.lanes_per_group]
         texts, chosen, left_out = self._blocks.reader.texts(block.rows.take(arrow_integers(of_lane)))
         origins = block.origins[of_lane][chosen]
-        return _LaneTexts(texts=texts, rows=len(of_lane), left_out=left_out, origins=origins)
+        files = block.files_left_out if lane == self._group else 0  # counted by the first lane
+        counts: dict[str, Any] = {"rows": len(of_lane), "left_out": left_out, "files_left_out": files}
+        return texts, partial(LaneBlock, position=block.position, origins=origins, **counts)

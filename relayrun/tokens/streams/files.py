@@ -16,7 +16,8 @@ import pyarrow as pa
 from relayrun.config.sections.conditions import Condition, condition_columns, parse_row_condition
 from relayrun.config.sections.data import DataSource, StreamLimit, StreamSection
 from relayrun.errors import ConfigError, InputError, did_you_mean_path
-from relayrun.tokens.readers.columns import check_column, open_parquet, read_column
+from relayrun.tokens.readers.arrow_files import open_parquet
+from relayrun.tokens.readers.columns import check_column, read_column
 from relayrun.tokens.readers.inputs import FORMATS, PARQUET, FileFormat, data_suffixes, file_format, find_data_files
 from relayrun.tokens.shards.manifest import DatasetManifest, FileEntry
 from relayrun.tokens.shards.prefixes import escape_literal_front, literal_name_start
@@ -30,7 +31,6 @@ _AT_A_TIME = 16
 
 MAX_COUNTED_FILES = 64
 """Row counts are checked at the submit for at most this many files."""
-
 
 MAX_HASHED_BYTES = 4_000_000_000
 """Files are hashed whole at the first submit if the data set has at most this many bytes."""

@@ -28,7 +28,8 @@ from relayrun.config.sections.conditions import condition_columns
 from relayrun.config.sections.data import StreamSection
 from relayrun.errors import FatalTrainingError, InputError
 from relayrun.tokens.order.permutation import Permutation, permutation_key
-from relayrun.tokens.readers.columns import open_parquet, read_batches, read_column
+from relayrun.tokens.readers.arrow_files import open_parquet, read_batches
+from relayrun.tokens.readers.columns import read_column
 from relayrun.tokens.readers.inputs import PARQUET, file_format
 from relayrun.tokens.readers.texts import (
     MAX_ROWS,

@@ -30,7 +30,7 @@ from relayrun.config.sections.conditions import (
 )
 from relayrun.config.sections.data import StreamSection
 from relayrun.errors import InputError
-from relayrun.tokens.readers.inputs import BadLine, LineFaults
+from relayrun.tokens.readers.faults import BadLine, LineFaults
 from relayrun.tokens.readers.texts import LongText
 from relayrun.tokens.stores.urls import MissingInput
 

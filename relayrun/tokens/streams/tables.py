@@ -27,7 +27,7 @@ from relayrun.config.sections.data import DataSource, StreamSection
 from relayrun.config.sections.plain import Positive
 from relayrun.errors import ConfigError
 from relayrun.tokens.order.prefetcher import Prefetcher
-from relayrun.tokens.readers.columns import open_parquet
+from relayrun.tokens.readers.arrow_files import open_parquet
 from relayrun.tokens.readers.texts import is_text, missing_column_error
 from relayrun.tokens.streams.files import find_text_files
 from relayrun.tokens.streams.fragments import Fragment, FragmentOrder

@@ -21,7 +21,7 @@ from datatrove.utils.stats import PipelineStats
 from fsspec.implementations.local import LocalFileSystem
 
 from relayrun.errors import InputError, refuse_urls
-from relayrun.tokens.readers.inputs import BadLine, LineFaults
+from relayrun.tokens.readers.faults import BadLine, LineFaults
 from relayrun.tokens.readers.texts import Texts
 from relayrun.tokens.shards.shard import ShardWriter, TokenizerRecord
 from relayrun.tokens.tokenize.encode.engines import select_engine

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from relayrun.errors import InputError, RelayrunError, refuse_urls
 from relayrun.files import remove_leftovers, write_atomic
-from relayrun.tokens.readers.inputs import InputFile, describe_bad_lines, read_paths_file, stat_inputs
+from relayrun.tokens.readers.faults import describe_bad_lines
+from relayrun.tokens.readers.inputs import InputFile, read_paths_file, stat_inputs
 from relayrun.tokens.stores.urls import absolute_path, join_path, resolve_url_link
 from relayrun.tokens.tokenize import shard_folder
 from relayrun.tokens.tokenize.encode.engines import select_engine

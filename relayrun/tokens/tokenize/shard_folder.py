@@ -31,7 +31,8 @@ from typing import Any
 
 from relayrun.errors import InputError
 from relayrun.files import read_json, write_atomic
-from relayrun.tokens.readers.inputs import MAX_EXAMPLES, InputFile, LineFaults
+from relayrun.tokens.readers.faults import MAX_EXAMPLES, LineFaults
+from relayrun.tokens.readers.inputs import InputFile
 from relayrun.tokens.shards.shard import FOLDER_RECORD, Shard
 from relayrun.tokens.stores.direct_io import file_checksum
 from relayrun.tokens.stores.urls import hash_file_ends, is_url, join_path, printable

@@ -28,7 +28,8 @@ import pyarrow as pa
 
 from relayrun.errors import InputError, RelayrunError, combined_error
 from relayrun.tokens.readers.columns import read_column
-from relayrun.tokens.readers.inputs import InputFile, LineFaults, stat_inputs
+from relayrun.tokens.readers.faults import LineFaults
+from relayrun.tokens.readers.inputs import InputFile, stat_inputs
 from relayrun.tokens.readers.texts import Texts, release_pages
 from relayrun.tokens.shards.shard import ShardWriter
 from relayrun.tokens.stores.urls import MissingInput, is_url, join_path, printable
@@ -48,7 +49,6 @@ _LETTERS = (
 )
 _LINE_CUT = re.compile(f"[{_LETTERS}]\n(?=[{_LETTERS}])")
 _WINDOW = 1 << 16
-
 
 CutUnit = Literal["lines", "characters"]
 

@@ -21,7 +21,6 @@ _LONGEST = 20_000
 """Characters taken from a document, so that no long document outweighs the others."""
 _BATCH_BYTES = 1 << 20
 
-
 DEFAULT_COLUMN: str = TokenizeOptions.default("column")
 
 

@@ -27,7 +27,8 @@ from tokenizers import Tokenizer
 from relayrun.errors import InputError, RelayrunError
 from relayrun.files import temporary_prefix
 from relayrun.tokens.readers.columns import read_column
-from relayrun.tokens.readers.inputs import LineFaults, stat_inputs
+from relayrun.tokens.readers.faults import LineFaults
+from relayrun.tokens.readers.inputs import stat_inputs
 from relayrun.tokens.readers.texts import Texts
 from relayrun.tokens.shards.checks import verify_shards
 from relayrun.tokens.shards.prefixes import find_prefixes

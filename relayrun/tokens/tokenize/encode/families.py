@@ -265,7 +265,9 @@ def _plan(
     parts: Json = {"added_tokens": [], **changes}
     # the text after a cut must be encoded like the beginning of a text
     cuts_allowed = family is SENTENCEPIECE_FAMILY and (known.get("pre_tokenizer") or {}).get("prepend_scheme") is None
-    cut = tuple((token["content"], token["id"]) for token in tokens if cuts_allowed and _is_plain(token))
+    rules = ("special", "normalized", "single_word", "lstrip", "rstrip")
+    everywhere = [each for each in tokens if each["content"] and not any(each[rule] for rule in rules)]
+    cut = tuple((token["content"], token["id"]) for token in everywhere if cuts_allowed)
     gone = {content for content, _ in cut}
     plain = [token["content"] for token in tokens if not token["special"]]
     return EnginePlan(
@@ -279,12 +281,6 @@ def _plan(
         cut=cut,
         special=tuple(token["content"] for token in tokens if token["special"]) if cut else (),
     )
-
-
-def _is_plain(token: Json) -> bool:
-    """True if its text is a token everywhere, independent of its surroundings."""
-    rules = ("special", "normalized", "single_word", "lstrip", "rstrip")
-    return bool(token["content"]) and not any(token[rule] for rule in rules)
 
 
 def _alone(step: Json | None, name: str) -> Json | None:

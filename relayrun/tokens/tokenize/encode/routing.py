@@ -154,7 +154,7 @@ def unicode_categories(begin: int, end: int) -> npt.NDArray[np.bytes_]:
 
 
 class AddedTokenEngine:
-    """Encodes the pieces between added tokens (`tokens`: text and id; `special`: texts) by `engine`."""
+    """Encodes the pieces between added tokens by `engine`. `tokens`: text and id of each; `special`: texts."""
 
     def __init__(self, engine: Engine, tokens: Iterable[tuple[str, int]], special: Iterable[str]) -> None:
         self.routed = 0
