@@ -6,6 +6,7 @@ import io
 import json
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import orjson
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from relayrun.errors import InputError
 from relayrun.tokens.readers import json_csv, texts
+from relayrun.tokens.readers.faults import LineFaults
 
 PIECES = [
     b"plain text ",
@@ -60,7 +62,8 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read(content: bytes, column: str) -> Iterator[str | None]:
-    for array in json_csv.read_jsonl(io.BytesIO(content), "x.jsonl", column, None, 1000, tempfile.gettempdir()):
+    options: dict[str, Any] = {"batch_bytes": 1000, "scratch": tempfile.gettempdir(), "faults": LineFaults()}
+    for array in json_csv.read_jsonl(io.BytesIO(content), "x.jsonl", column, **options):
         array.validate(full=True)
         yield from array.to_pylist()
 

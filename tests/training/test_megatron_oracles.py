@@ -138,14 +138,14 @@ def test_of_the_ranks_that_open_a_cache_together_one_compares_it(
     right = ours([prefix], 16, 3).read(0, 5).tolist()
     cache = tmp_path / "cache"
     compared: list[int] = []
-    compare = index_cache._checksum
+    compare = index_cache.file_checksum
 
-    def counted(data: Any) -> Any:
+    def counted(path: Any) -> Any:
         compared.append(1)
         time.sleep(0.02)  # the others come meanwhile
-        return compare(data)
+        return compare(path)
 
-    monkeypatch.setattr(index_cache, "_checksum", counted)
+    monkeypatch.setattr(index_cache, "file_checksum", counted)
 
     def open_by_four(opening: str | None) -> int:
         compared.clear()
@@ -268,8 +268,8 @@ def test_masks_and_positions_are_those_of_megatron(share: float) -> None:
     generator = np.random.default_rng(3)
     for length in (1, 2, 33):
         inputs = np.where(generator.random((8, length)) < share, 5, generator.integers(6, 50, (8, length)))
-        starts = sample_rows.document_starts(inputs, 5)
         at = np.arange(length)
+        starts = at - sample_rows.document_positions(inputs, 5)
         for row in range(8):
             visible, loss_mask, position_ids = megatron._get_ltor_masks_and_position_ids(
                 torch.from_numpy(inputs[row]), 5, True, True, True, True

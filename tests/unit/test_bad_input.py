@@ -20,7 +20,7 @@ from datatrove.data import Document
 from relayrun.errors import InputError
 from relayrun.tokens.readers import json_csv
 from relayrun.tokens.readers.columns import read_column
-from relayrun.tokens.readers.inputs import LineFaults
+from relayrun.tokens.readers.faults import LineFaults
 from relayrun.tokens.shuffle.reshard import ReshardOptions, reshard
 from relayrun.tokens.tokenize import MegatronTokenWriter
 from relayrun.tokens.tokenize.dump_jobs import tokenize_dump

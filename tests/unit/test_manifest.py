@@ -144,7 +144,7 @@ def test_an_index_that_is_not_the_token_file_in_order_is_refused(
 
 
 def test_an_index_is_checked_across_its_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("relayrun.tokens.shards.manifest._CHUNK", 3)
+    monkeypatch.setattr("relayrun.tokens.shards.shard._INDEX_CHUNK", 3)
     assert build([shard(tmp_path / "s", [2, 1, 5, 3, 0, 4, 6])]).datasets["train"].tokens == 21
     raw_index(tmp_path / "s", [2, 1, 5, 3, 0, 4, 5], [0, 4, 6, 16, 22, 22, 32])
     with pytest.raises(InputError, match="sequence 6 of the index"):

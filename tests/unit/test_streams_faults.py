@@ -15,8 +15,9 @@ import pytest
 
 from relayrun.config.sections import conditions
 from relayrun.errors import ConfigError, InputError, RelayrunError
-from relayrun.tokens.readers import columns as parquet_rows
+from relayrun.tokens.readers import arrow_files, columns
 from relayrun.tokens.streams import blocks
+from relayrun.tokens.streams.fragments import Fragment
 from relayrun.tokens.streams.lane_cursor import LaneCursor
 from relayrun.tokens.streams.row_filters import ConditionMisfit, arrow_expression, row_fulfils
 from relayrun.tokens.streams.text_stream import TextStream
@@ -68,6 +69,18 @@ def torn(path: Path) -> None:
     """Cut the end off a file."""
     content = path.read_bytes()
     path.write_bytes(content[: len(content) - 20])
+
+
+def test_a_bad_row_is_named_from_any_batch_and_any_start(tmp_path: Path) -> None:
+    with_bad_texts(tmp_path)
+    path = str(tmp_path / "000.parquet")
+    with pytest.raises(InputError, match=r"row group 0, row 4 of it"):
+        [*columns.read_column(path, "text", batch_bytes=1)]  # a batch has one row
+    reader = stream(tmp_path, "parquet").reader
+    with pytest.raises(InputError, match=r"row group 2, row 6 of it"):
+        [*reader.read(Fragment(0, 2), 3)]
+    with pytest.raises(InputError, match=r"row group 2, row 6 of it"):
+        [*reader.read(Fragment(0, None), 16)]
 
 
 def first_epoch(made: TextStream) -> tuple[list[int], list[LaneCursor]]:
@@ -189,7 +202,7 @@ def test_what_a_file_system_fails_to_do_is_no_fault_of_a_file(tmp_path: Path, mo
     def fails(path: str) -> Any:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(parquet_rows, "_open_source", fails)
+    monkeypatch.setattr(arrow_files, "_open_source", fails)
     with pytest.raises(InputError, match="Input/output error"):
         first_epoch(made)
 

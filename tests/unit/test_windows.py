@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from relayrun.errors import InputError
+from relayrun.tokens.order import datasets
 from relayrun.tokens.order.datasets import WindowDataset
 from relayrun.tokens.shards.manifest import DatasetManifest
 from relayrun.tokens.shards.shard import INDEX_HEADER, INDEX_MAGIC, ShardWriter
@@ -72,7 +73,9 @@ def test_a_window_that_is_not_there_is_an_index_error(tmp_path: Path, i: int) ->
         WindowDataset(dataset(tmp_path, [13]), 4).read(i)
 
 
-def test_few_files_are_open_at_a_time_and_none_before_the_first_read(tmp_path: Path) -> None:
+def test_few_files_are_open_at_a_time_and_none_before_the_first_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def open_bins() -> int:
         links = []
         for fd in os.listdir("/proc/self/fd"):
@@ -82,7 +85,8 @@ def test_few_files_are_open_at_a_time_and_none_before_the_first_read(tmp_path: P
                 continue
         return sum(link.startswith(str(tmp_path)) for link in links)
 
-    windows = WindowDataset(dataset(tmp_path, [3] * 60), 2, open_files=5)
+    monkeypatch.setattr(datasets, "MAX_OPEN_FILES", 5)
+    windows = WindowDataset(dataset(tmp_path, [3] * 60), 2)
     assert open_bins() == 0
     rng = np.random.default_rng(0)
     for i in rng.integers(0, len(windows), 300):

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import typing
 from pathlib import Path
+from typing import Any
 
 from relayrun.cli.data import shards, tokenize
 from relayrun.config.compose.writable import check_outputs
+from relayrun.tokens.readers.inputs import data_suffixes
 from relayrun.tokens.tokenize import dump_status, tune
 from relayrun.tokens.tokenize.dump_jobs import submit_dumps
 from relayrun.tokens.tokenize.dumps import dump_size, prepare_dumps, print_dumps
 from relayrun.tokens.tokenize.job_config import load_tokenization_config
-from relayrun.tokens.tokenize.options import EngineName, TokenizeOptions
+from relayrun.tokens.tokenize.options import TokenizeOptions, add_tokenize_flags
 from relayrun.tokens.tokenize.processes import use_one_thread
 
 
@@ -35,41 +36,18 @@ def run_dump_size(options: argparse.Namespace) -> int:
 
 def add_prepare_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument(
-        "--dataset-folder",
-        required=True,
-        metavar="D",
-        help="a folder, or a URL that fsspec knows (s3://bucket/x), searched for parquet, "
-        "JSON lines (.jsonl, .json, also .gz and .zst), .csv(.gz) and .arrow files",
-    )
-    parser.add_argument(
-        "--preprocessing-metadata-folder",
-        required=True,
-        metavar="M",
-        help="gets raw-dataset-link and dumps/paths_file_{i}.txt",
-    )
-    parser.add_argument(
-        "--filter-in",
-        nargs="+",
-        default=[],
-        metavar="TEXT",
-        help="keep files whose path below D contains any of these (case-sensitive)",
-    )
-    parser.add_argument(
-        "--filter-out",
-        nargs="+",
-        default=[],
-        metavar="TEXT",
-        help="leave out files whose path below D contains any of these",
-    )
-    parser.add_argument("--n-dumps", type=int, metavar="N", help="default: one per 150 GB begun")
-    parser.add_argument(
-        "--seconds-per-gb",
-        type=float,
-        default=20.0,
-        metavar="S",
-        help="for the estimate of hours (default: %(default)s)",
-    )
+    add = parser.add_argument
+    several: dict[str, Any] = {"nargs": "+", "default": [], "metavar": "TEXT"}
+    known = f"files that end in {', '.join(data_suffixes())}"
+    place = f"a folder, or a URL that fsspec knows (s3://bucket/x), searched for {known}"
+    add("--dataset-folder", required=True, metavar="D", help=place)
+    made = "gets raw-dataset-link and dumps/paths_file_{i}.txt"
+    add("--preprocessing-metadata-folder", required=True, metavar="M", help=made)
+    add("--filter-in", **several, help="keep files whose path below D contains any of these (case-sensitive)")
+    add("--filter-out", **several, help="leave out files whose path below D contains any of these")
+    add("--n-dumps", type=int, metavar="N", help="default: one per 150 GB begun")
+    estimate = "for the estimate of hours (default: %(default)s)"
+    add("--seconds-per-gb", type=float, default=20.0, metavar="S", help=estimate)
     parser.set_defaults(run=run_prepare)
 
 
@@ -106,23 +84,11 @@ def run_submit_dumps(options: argparse.Namespace) -> int:
 
 SUBCOMMANDS = (
     ("example", "text that every machine has, to try things with", tokenize.add_example_arguments),
-    (
-        "download",
-        "files of a data set of the Hugging Face hub, their checksums compared",
-        tokenize.add_download_arguments,
-    ),
-    (
-        "tokenizer",
-        "train a tokenizer on a dataset's text, or make one of bytes",
-        tokenize.add_tokenizer_arguments,
-    ),
+    ("download", "files of a data set of the Hugging Face hub, checksums compared", tokenize.add_download_arguments),
+    ("tokenizer", "train a tokenizer on a dataset's text, or make one of bytes", tokenize.add_tokenizer_arguments),
     ("shuffle", "shuffle a dataset globally, into parquet files of even size", tokenize.add_shuffle_arguments),
     ("prepare", "split a dataset into dumps, one job each", add_prepare_arguments),
-    (
-        "submit",
-        "tokenize all dumps of a YAML config, as Slurm jobs or on this machine",
-        add_submit_dumps_arguments,
-    ),
+    ("submit", "tokenize all dumps of a YAML config, as Slurm jobs or on this machine", add_submit_dumps_arguments),
     ("tokenize", "tokenize the files of one dump: what a job does", tokenize.add_tokenize_arguments),
     ("merge", "the shards of a folder as one shard", shards.add_merge_shards_arguments),
     ("size", "bytes of a dump's files", add_dump_size_arguments),
@@ -133,107 +99,76 @@ SUBCOMMANDS = (
 def add_dumps_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun dumps`."""
     commands = parser.add_subparsers(dest="dumps_command", required=True)
-    for name, words, add in SUBCOMMANDS:
-        add(commands.add_parser(name, help=words))
-    status_command = commands.add_parser("status", help="done, tokens, speed, what is left, failures")
-    tune_command = commands.add_parser("tune", help="try workers and batches on the dataset's own files, on this node")
-    verify_command = commands.add_parser(
-        "verify", help="check finished dumps against their checksums and files; open those with faults again"
-    )
-    for each in (status_command, tune_command, verify_command):
-        each.add_argument("folder", metavar="METADATA_FOLDER", help="as written by prepare_dumps.py")
-    status_command.add_argument(
-        "--watch",
-        type=float,
-        metavar="SECONDS",
-        help="again and again, until all dumps are done, or the rest has failed: exit code 1",
-    )
-    tune_command.add_argument(
-        "--tokenizer-name-or-path",
-        required=True,
-        metavar="T",
-        help="a tokenizer.json, a folder that holds one, or a hub name",
-    )
-    tune_command.add_argument(
-        "--column", default=TokenizeOptions.default("column"), help="column of the text (default: %(default)s)"
-    )
-    tune_command.add_argument(
-        "--engine",
-        choices=typing.get_args(EngineName),
-        default=TokenizeOptions.default("engine"),
-        help="as for preprocess_megatron.py (default: %(default)s)",
-    )
-    tune_command.add_argument(
-        "--workers",
-        type=int,
-        nargs="+",
-        metavar="N",
-        help="numbers to try (default: 1, and a quarter, half and all of the cores)",
-    )
+    for name, words, add_arguments in SUBCOMMANDS:
+        add_arguments(commands.add_parser(name, help=words))
+    faults = "check finished dumps against their checksums and files; open those with faults again"
+    for name, words, run in (
+        ("status", "done, tokens, speed, what is left, failures", run_dump_status),
+        ("tune", "try workers and batches on the dataset's own files, on this node", run_tune),
+        ("verify", faults, run_verify_dumps),
+    ):
+        command = commands.add_parser(name, help=words)
+        command.add_argument("folder", metavar="METADATA_FOLDER", help="as written by prepare_dumps.py")
+        command.set_defaults(run=run)
+    end = "again and again, until all dumps are done, or the rest has failed: exit code 1"
+    commands.choices["status"].add_argument("--watch", type=float, metavar="SECONDS", help=end)
+    _add_tune_arguments(commands.choices["tune"])
+    add, cores = commands.choices["verify"].add_argument, os.cpu_count() or 1
+    add("--full", action="store_true", help="tokenize all documents again, slowly (default: a sample of each shard)")
+    add("--workers", type=int, default=cores, metavar="N", help="shards at a time (default: %(default)s)")
+    add("--temp-dir", metavar="DIR", help="for --full: gets shards (default: TMPDIR)")
+
+
+def _add_tune_arguments(parser: argparse.ArgumentParser) -> None:
+    add_tokenize_flags(parser, ("tokenizer", "column", "engine"))
+    numbers: dict[str, Any] = {"type": int, "nargs": "+", "metavar": "N"}
     sizes = ", ".join(f"{size:,}" for size in tune.TRIED_BATCH_BYTES)
-    tune_command.add_argument(
-        "--batch-bytes", type=int, nargs="+", metavar="N", help=f"bounds of a batch to try (default: {sizes})"
-    )
-    tune_command.add_argument(
-        "--seconds",
-        type=float,
-        default=10.0,
-        metavar="S",
-        help="that each pair is measured, start-up aside (default: %(default)s)",
-    )
-    tune_command.add_argument(
-        "--temp-dir", metavar="DIR", help="on the file system that the dumps go to (default: TMPDIR)"
-    )
-    verify_command.add_argument(
-        "--full", action="store_true", help="tokenize all documents again, slowly (default: a sample of each shard)"
-    )
-    verify_command.add_argument(
-        "--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="shards at a time (default: %(default)s)"
-    )
-    verify_command.add_argument("--temp-dir", metavar="DIR", help="for --full: gets shards (default: TMPDIR)")
-    for each in (status_command, tune_command, verify_command):
-        each.set_defaults(run=run_dumps)
+    add = parser.add_argument
+    add("--workers", **numbers, help="numbers to try (default: 1, and a quarter, half and all of the cores)")
+    add("--batch-bytes", **numbers, help=f"bounds of a batch to try (default: {sizes})")
+    measured = "that each pair is measured, start-up aside (default: %(default)s)"
+    add("--seconds", type=float, default=10.0, metavar="S", help=measured)
+    add("--temp-dir", metavar="DIR", help="on the file system that the dumps go to (default: TMPDIR)")
 
 
-def run_dumps(options: argparse.Namespace) -> int:
-    """Print the status or faults of the dumps of a metadata folder, or the settings that suit this node."""
-    if options.dumps_command == "status":
-        if options.watch is not None:
-            return 0 if dump_status.watch_status(options.folder, max(options.watch, 0.1)) else 1
-        print(dump_status.status_table(dump_status.read_status(options.folder)))
-        return 0
+def run_dump_status(options: argparse.Namespace) -> int:
+    """Print the status of the dumps of a metadata folder."""
+    if options.watch is not None:
+        return 0 if dump_status.watch_status(options.folder, max(options.watch, 0.1)) else 1
+    print(dump_status.status_table(dump_status.read_status(options.folder)))
+    return 0
+
+
+def run_tune(options: argparse.Namespace) -> int:
+    """Print the speed of some settings, and the settings that suit this node."""
     check_outputs({"--temp-dir": options.temp_dir})
-    if options.dumps_command == "verify":
-        return _verify_dumps(options)
-
     print(tune.trial_row(None), flush=True)
     trials = tune.run_trials(
         options.folder,
-        TokenizeOptions(
-            tokenizer=options.tokenizer_name_or_path, column=options.column, engine=options.engine, append_eod="auto"
-        ),
+        TokenizeOptions(tokenizer=options.tokenizer, column=options.column, engine=options.engine, append_eod="auto"),
         workers=options.workers or tune.default_workers(),
         batch_bytes=options.batch_bytes or tune.TRIED_BATCH_BYTES,
         seconds=options.seconds,
         temp_dir=options.temp_dir,
         report=lambda trial: print(tune.trial_row(trial), flush=True),
     )
-    print(tune.config_advice(tune.recommend_trial(trials)))
+    best = tune.recommend_trial(trials)
+    settings = f"workers: {best.workers}, batch_bytes: {best.batch_bytes}, and tasks: {best.workers} or more"
+    print(f"recommended for this node: {settings}")
     return 0
 
 
-def _verify_dumps(options: argparse.Namespace) -> int:
+def run_verify_dumps(options: argparse.Namespace) -> int:
+    """Print the faults of the finished dumps of a metadata folder."""
+    check_outputs({"--temp-dir": options.temp_dir})
     use_one_thread()
-    from relayrun.tokens.tokenize.verify import VerifiedDump, verify_dumps  # numpy, which may start threads
-
-    def report(verified: VerifiedDump) -> None:
-        print(verified.summary(), flush=True)
+    from relayrun.tokens.tokenize.verify import verify_dumps  # numpy, which may start threads
 
     verified = verify_dumps(
         options.folder,
         full=options.full,
         workers=options.workers,
         temp_dir=options.temp_dir,
-        report=report,
+        report=lambda each: print(each.summary(), flush=True),
     )
     return 1 if any(each.faults for each in verified) else 0

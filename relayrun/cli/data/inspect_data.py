@@ -21,6 +21,7 @@ from relayrun.config.compose.writable import check_outputs
 from relayrun.control.rundir.find_runs import find_run
 from relayrun.errors import ConfigError
 from relayrun.tokens.mixture import audit
+from relayrun.tokens.readers.inputs import FORMATS
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.watch.text import split_column
@@ -44,12 +45,8 @@ LEDGER_COLUMNS = (
 
 def add_lengths_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument(
-        "folders",
-        nargs="+",
-        metavar="FOLDER",
-        help="of .bin/.idx shards, or of text: parquet, jsonl, arrow, csv; several, as before and after a shuffle",
-    )
+    kinds = f"of .bin/.idx shards, or of text: {', '.join(FORMATS)}; several, as before and after a shuffle"
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help=kinds)
     parser.add_argument("--window", type=int, default=8192, help="bos and eos included (default: %(default)s)")
     parser.add_argument("--overlap", type=int, default=0, help="that windows of one document share (default: 0)")
     parser.add_argument("--specials", type=int, choices=(0, 1, 2), default=0, help="bos and eos of a window: how many")
@@ -97,7 +94,7 @@ def run_lengths(options: argparse.Namespace) -> int:
         orders[folder] = order = measure_length_order(files, batch=options.batch)
         units.add(unit)
         if options.json:
-            records.append({"folder": folder, "unit": unit, **asdict(found), "order": order.record()})
+            records.append({"folder": folder, "unit": unit, **asdict(found), "order": asdict(order)})
         else:
             _print_lengths(folder if len(options.folders) > 1 else None, found, order, unit, options, room, len(files))
     if options.json:
@@ -119,29 +116,21 @@ def _print_lengths(
     if title is not None:
         print(f"{title}:")
     print(f"{found.documents:,} documents, {found.total:,} {unit}")
-    print(
-        f"min {found.shortest:,}, median {found.median:,.0f}, mean {found.mean:,.0f}, p99 {found.p99:,.0f}, "
-        f"max {found.longest:,}"
-    )
-    print(
-        f"{found.over:.1%} of the documents, with {found.in_long:.1%} of the {unit}, are longer than a window of "
-        f"{options.window:,}"
-    )
+    middle = f"median {found.median:,.0f}, mean {found.mean:,.0f}, p99 {found.p99:,.0f}"
+    print(f"min {found.shortest:,}, {middle}, max {found.longest:,}")
+    long = f"{found.over:.1%} of the documents, with {found.in_long:.1%} of the {unit}"
+    print(f"{long}, are longer than a window of {options.window:,}")
     spread = "" if found.packed_windows == found.windows else f"; padding is that of {found.packed_windows:,} of them"
     print(f"{found.windows:,} windows, overlap {options.overlap:,}{spread}")
     for packing, share in found.padding.items():
         print(f"padding of rows of {room:,}, {packing}: {share:.1%}")
     where = "1 file" if files == 1 else f"{files:,} files"
     if order.lag_1_correlation is not None:
-        print(
-            f"neighbours in {where}: lag-1 correlation {order.lag_1_correlation:.4f} (of a shuffle: within "
-            f"{order.lag_1_noise:.4f} of 0)"
-        )
+        usual = f"(of a shuffle: within {order.lag_1_noise:.4f} of 0)"
+        print(f"neighbours in {where}: lag-1 correlation {order.lag_1_correlation:.4f} {usual}")
     if order.batch_mean_variance_ratio is not None:
-        print(
-            f"batches of {order.batch} neighbours: variance of means / of independent draws "
-            f"{order.batch_mean_variance_ratio:.2f} (of a shuffle: about 1)"
-        )
+        ratio = f"{order.batch_mean_variance_ratio:.2f} (of a shuffle: about 1)"
+        print(f"batches of {order.batch} neighbours: variance of means / of independent draws {ratio}")
 
 
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:

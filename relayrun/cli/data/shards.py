@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 from relayrun.config.compose.writable import check_outputs
@@ -24,58 +25,23 @@ from relayrun.tokens.shards.shard import FOLDER_RECORD
 
 def add_create_mixture_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument(
-        "--folders",
-        nargs="+",
-        required=True,
-        type=Path,
-        metavar="DIR",
-        help="one folder a dataset; shards are found at any depth, links are followed",
-    )
-    parser.add_argument(
-        "--weights",
-        nargs="+",
-        required=True,
-        type=float,
-        metavar="W",
-        help="wanted share of the tokens, one a folder, in the same order",
-    )
-    parser.add_argument(
-        "--output",
-        required=True,
-        type=Path,
-        metavar="DIR",
-        help="folder to write; a former mixture there is replaced, anything else refused",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the shuffle of each dataset's shards (default: 0)")
-    parser.add_argument(
-        "--tokens",
-        metavar="N",
-        help="tokens in all, for example 300M, 10B, 1.5T; a dataset that has fewer than its share is repeated",
-    )
-    parser.add_argument(
-        "--allow-repeats",
-        action="store_true",
-        help="end where the last dataset is used up, not the first: others are repeated",
-    )
-    parser.add_argument(
-        "--most-repeats",
-        type=int,
-        default=MAX_REPEATS,
-        metavar="N",
-        help=f"how often a dataset may be read before the mixture is refused (default: {MAX_REPEATS})",
-    )
-    parser.add_argument(
-        "--whole-shards",
-        action="store_true",
-        help="cut none: weights hold to one shard (for readers that take all of a .bin)",
-    )
-    parser.add_argument(
-        "--allow-other-tokenizer",
-        action="store_true",
-        help="take shards of different tokenizers, with a warning: for one to which tokens were added",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print the table; write nothing")
+    add, switch = parser.add_argument, partial(parser.add_argument, action="store_true")
+    folders = "one folder a dataset; shards are found at any depth, links are followed"
+    add("--folders", nargs="+", required=True, type=Path, metavar="DIR", help=folders)
+    weights = "wanted share of the tokens, one a folder, in the same order"
+    add("--weights", nargs="+", required=True, type=float, metavar="W", help=weights)
+    output = "folder to write; a former mixture there is replaced, anything else refused"
+    add("--output", required=True, type=Path, metavar="DIR", help=output)
+    add("--seed", type=int, default=0, help="of the shuffle of each dataset's shards (default: 0)")
+    total = "tokens in all, for example 300M, 10B, 1.5T; a dataset that has fewer than its share is repeated"
+    add("--tokens", metavar="N", help=total)
+    switch("--allow-repeats", help="end where the last dataset is used up, not the first: others are repeated")
+    repeats = "how often a dataset may be read before the mixture is refused (default: %(default)s)"
+    add("--most-repeats", type=int, default=MAX_REPEATS, metavar="N", help=repeats)
+    switch("--whole-shards", help="cut none: weights hold to one shard (for readers that take all of a .bin)")
+    others = "take shards of different tokenizers, with a warning: for one to which tokens were added"
+    switch("--allow-other-tokenizer", help=others)
+    switch("--dry-run", help="print the table; write nothing")
     parser.set_defaults(run=run_create_mixture)
 
 
@@ -102,18 +68,10 @@ def run_create_mixture(arguments: argparse.Namespace) -> int:
 
 def add_merge_shards_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument(
-        "--input",
-        required=True,
-        nargs="+",
-        type=Path,
-        metavar="DIR",
-        help="folders of shards, in the order in which they are to follow",
-    )
-    parser.add_argument("--output-prefix", required=True, metavar="P", help="gets P.bin, P.idx and P.record.json")
-    parser.add_argument(
-        "--multimodal", action="store_true", help="the indices hold a mode of every sequence, as Megatron's may"
-    )
+    add, order = parser.add_argument, "folders of shards, in the order in which they are to follow"
+    add("--input", required=True, nargs="+", type=Path, metavar="DIR", help=order)
+    add("--output-prefix", required=True, metavar="P", help="gets P.bin, P.idx and P.record.json")
+    add("--multimodal", action="store_true", help="the indices hold a mode of every sequence, as Megatron's may")
     parser.set_defaults(run=run_merge_shards)
 
 
@@ -128,14 +86,8 @@ def run_merge_shards(options: argparse.Namespace) -> int:
 
 def add_prefixes_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument(
-        "-p",
-        "--paths",
-        action="append",
-        required=True,
-        metavar="A,B",
-        help="folders separated by commas, blanks after commas ignored; may be repeated",
-    )
+    paths = "folders separated by commas, blanks after commas ignored; may be repeated"
+    parser.add_argument("-p", "--paths", action="append", required=True, metavar="A,B", help=paths)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print a JSON list")
     form.add_argument("--null", action="store_true", help="end each prefix with a NUL byte, as xargs -0 reads")
@@ -229,9 +181,9 @@ def run_verify_shards(options: argparse.Namespace) -> int:
 def add_mixture_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun mixture`."""
     commands = parser.add_subparsers(dest="mixture_command", required=True)
-    create = commands.add_parser("create", help="a folder of links to shards, each data set with its weight in tokens")
-    add_create_mixture_arguments(create)
-    prefixes = commands.add_parser("prefixes", help="all shards below some folders, as Megatron's --data-path has them")
-    add_prefixes_arguments(prefixes)
-    verify = commands.add_parser("verify", help="read shards back: sizes, ids, checksums, a sample tokenized again")
-    add_verify_shards_arguments(verify)
+    create = "a folder of links to shards, each data set with its weight in tokens"
+    add_create_mixture_arguments(commands.add_parser("create", help=create))
+    prefixes = "all shards below some folders, as Megatron's --data-path has them"
+    add_prefixes_arguments(commands.add_parser("prefixes", help=prefixes))
+    verify = "read shards back: sizes, ids, checksums, a sample tokenized again"
+    add_verify_shards_arguments(commands.add_parser("verify", help=verify))

@@ -23,23 +23,20 @@ SHUFFLE_STAGES = ("check", "begin", "scatter", "measure", "write", "finish")
 
 def add_download_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("repository", metavar="OWNER/NAME", help="a data set of the Hugging Face hub")
-    parser.add_argument(
-        "--include", required=True, nargs="+", metavar="PATTERN", help="paths of files in it, with * and ?"
-    )
-    parser.add_argument("--output-folder", required=True, type=Path, metavar="O", help="gets the files and SHA256SUMS")
-    parser.add_argument("--revision", default="main", metavar="R", help="branch, tag or commit (default: %(default)s)")
-    parser.add_argument("--workers", type=int, default=4, metavar="N", help="files at a time (default: %(default)s)")
+    add = parser.add_argument
+    add("repository", metavar="OWNER/NAME", help="a data set of the Hugging Face hub")
+    add("--include", required=True, nargs="+", metavar="PATTERN", help="paths of files in it, with * and ?")
+    add("--output-folder", required=True, type=Path, metavar="O", help="gets the files and SHA256SUMS")
+    add("--revision", default="main", metavar="R", help="branch, tag or commit (default: %(default)s)")
+    add("--workers", type=int, default=4, metavar="N", help="files at a time (default: %(default)s)")
     parser.set_defaults(run=run_download)
 
 
 def run_download(options: argparse.Namespace) -> int:
     """Download files, and print their folder. Raises RelayrunError."""
     check_outputs({"--output-folder": options.output_folder})
-    from relayrun.tokens.stores.download import (  # huggingface_hub, which takes a while to import
-        CHECKSUMS_FILE,
-        download_dataset,
-    )
+    # huggingface_hub, which takes a while to import
+    from relayrun.tokens.stores.download import CHECKSUMS_FILE, download_dataset
 
     count = download_dataset(
         options.repository,
@@ -81,48 +78,26 @@ def _finite(text: str) -> float:
 
 def add_shuffle_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument(
-        "--dataset-folder", required=True, metavar="D", help="local, or a URL that fsspec knows (s3://bucket/x)"
-    )
-    parser.add_argument("--output-folder", required=True, type=Path, metavar="O", help="must not exist yet")
-    parser.add_argument(
-        "--column", default=TokenizeOptions.default("column"), help="of the text (default: %(default)s)"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--file-size", type=_finite, default=500, metavar="MB", help="default: %(default)s")
+    add, default = parser.add_argument, TokenizeOptions.default
+    add("--dataset-folder", required=True, metavar="D", help="local, or a URL that fsspec knows (s3://bucket/x)")
+    add("--output-folder", required=True, type=Path, metavar="O", help="must not exist yet")
+    add("--column", default=default("column"), help="of the text (default: %(default)s)")
+    add("--seed", type=int, default=0)
+    add("--file-size", type=_finite, default=500, metavar="MB", help="default: %(default)s")
     groups = parser.add_mutually_exclusive_group()
     groups.add_argument("--row-group-size", type=int, default=4096, metavar="ROWS", help="default: %(default)s")
-    groups.add_argument(
-        "--row-group-mb",
-        type=_finite,
-        metavar="MB",
-        help="row groups of about so much text, before it is compressed",
-    )
-    parser.add_argument(
-        "--split-rows", type=int, metavar="N", help="cut texts of more than N characters into rows of at most N"
-    )
-    parser.add_argument(
-        "--split-overlap", type=int, default=0, metavar="M", help="characters of a row that the next one repeats"
-    )
-    parser.add_argument("--compression", choices=("snappy", "zstd", "gzip", "lz4", "none"), default="snappy")
-    parser.add_argument(
-        "--memory-limit",
-        type=_finite,
-        default=4,
-        metavar="GB",
-        help="of the process, on several nodes of each (default: %(default)s)",
-    )
-    parser.add_argument("--temp-dir", type=Path, metavar="T", help="gets as many bytes as the dataset has unpacked")
-    parser.add_argument(
-        "--threads", type=int, default=1, metavar="N", help="at most, as memory allows (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--on-error",
-        choices=("fail", "skip-line"),
-        default=TokenizeOptions.default("on_error"),
-        help="skip-line: leave out lines and rows without a text in UTF-8, and count them (default: %(default)s)",
-    )
-    parser.add_argument("--stage", choices=SHUFFLE_STAGES, help="one of several tasks of Slurm: see submit_reshard.sh")
+    size = "row groups of about so much text, before it is compressed"
+    groups.add_argument("--row-group-mb", type=_finite, metavar="MB", help=size)
+    add("--split-rows", type=int, metavar="N", help="cut texts of more than N characters into rows of at most N")
+    add("--split-overlap", type=int, default=0, metavar="M", help="characters of a row that the next one repeats")
+    add("--compression", choices=("snappy", "zstd", "gzip", "lz4", "none"), default="snappy")
+    limit = "of the process, on several nodes of each (default: %(default)s)"
+    add("--memory-limit", type=_finite, default=4, metavar="GB", help=limit)
+    add("--temp-dir", type=Path, metavar="T", help="gets as many bytes as the dataset has unpacked")
+    add("--threads", type=int, default=1, metavar="N", help="at most, as memory allows (default: %(default)s)")
+    bad = "skip-line: leave out lines and rows without a text in UTF-8, and count them (default: %(default)s)"
+    add("--on-error", choices=("fail", "skip-line"), default=default("on_error"), help=bad)
+    add("--stage", choices=SHUFFLE_STAGES, help="one of several tasks of Slurm: see submit_reshard.sh")
     parser.set_defaults(run=run_shuffle)
 
 
@@ -173,15 +148,11 @@ def run_shuffle(given: argparse.Namespace) -> int:
 
 def add_tokenize_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("--output-folder", "--path", required=True, metavar="O", help="gets the shards")
-    parser.add_argument(
-        "--dataset",
-        required=True,
-        metavar="D",
-        help="folder that the paths start at, or a URL that fsspec knows (s3://bucket/x)",
-    )
-    parser.add_argument("--paths-file", required=True, metavar="P", help="paths below D, one a line")
-    parser.add_argument("--logging-dir", metavar="L", help="gets a copy of the tokenizer (default: logs in O)")
+    add, place = parser.add_argument, "folder that the paths start at, or a URL that fsspec knows (s3://bucket/x)"
+    add("--output-folder", "--path", required=True, metavar="O", help="gets the shards")
+    add("--dataset", required=True, metavar="D", help=place)
+    add("--paths-file", required=True, metavar="P", help="paths below D, one a line")
+    add("--logging-dir", metavar="L", help="gets a copy of the tokenizer (default: logs in O)")
     add_tokenize_flags(parser)
     parser.set_defaults(run=run_tokenize)
 
@@ -209,22 +180,13 @@ def run_tokenize(given: argparse.Namespace) -> int:
 
 def add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument(
-        "--dataset-folder",
-        nargs="+",
-        metavar="D",
-        help="folders or URLs with the files that `relayrun dumps prepare` takes; each gives an equal share",
-    )
-    parser.add_argument("--output-folder", required=True, type=Path, metavar="T", help="gets tokenizer.json")
-    parser.add_argument(
-        "--vocabulary-size", type=int, default=4096, metavar="N", help="with 256 bytes (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--column", default=TokenizeOptions.default("column"), help="of the text (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--bytes", action="store_true", help="without training: every byte is a token, as models of genomes have it"
-    )
+    add, column = parser.add_argument, TokenizeOptions.default("column")
+    folders = "folders or URLs with the files that `relayrun dumps prepare` takes; each gives an equal share"
+    add("--dataset-folder", nargs="+", metavar="D", help=folders)
+    add("--output-folder", required=True, type=Path, metavar="T", help="gets tokenizer.json")
+    add("--vocabulary-size", type=int, default=4096, metavar="N", help="with 256 bytes (default: %(default)s)")
+    add("--column", default=column, help="of the text (default: %(default)s)")
+    add("--bytes", action="store_true", help="without training: every byte is a token, as models of genomes have it")
     parser.set_defaults(run=run_tokenizer)
 
 
@@ -234,11 +196,8 @@ def run_tokenizer(options: argparse.Namespace) -> int:
     if options.bytes:
         if options.dataset_folder:
             raise ConfigError("--bytes reads no text", where="--dataset-folder", hint="leave one of the two out")
-        made = write_byte_tokenizer(options.output_folder)
-        print(
-            f"{made}: a token for each byte, its id the byte; {', '.join(BYTE_SPECIAL_TOKENS.values())} are "
-            "the tokens 0 to 3"
-        )
+        made, special = write_byte_tokenizer(options.output_folder), ", ".join(BYTE_SPECIAL_TOKENS.values())
+        print(f"{made}: a token for each byte, its id the byte; {special} are the tokens 0 to 3")
         return 0
     if not options.dataset_folder:
         raise ConfigError(

@@ -7,7 +7,7 @@ describe text files; their names are those of fairseq2's parquet pipeline.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -65,6 +65,7 @@ class DocumentWindowSection(Section):
 
 TOKEN_SHARDS = "tokens"
 SourceKind = Literal["tokens", "parquet", "jsonl", "arrow"]
+"""Token shards, and the formats of text (`relayrun.tokens.readers.inputs`) that a run can tokenize while training."""
 OnError = Literal["fail", "skip-file", "skip-line"]
 
 DEFAULT_LANES = 64
@@ -396,8 +397,9 @@ class DataSection(Section):
         source = self.sources[name]
         if not source.is_stream:
             if source.stream is not None:
+                _, *kinds, last = get_args(SourceKind)
                 raise ValueError(
-                    f"mixture.{name}: stream belongs to source: parquet, jsonl or arrow, not {TOKEN_SHARDS}"
+                    f"mixture.{name}: stream belongs to source: {', '.join(kinds)} or {last}, not {TOKEN_SHARDS}"
                 )
             return
         if order not in ("window", DOCUMENT_WINDOW):

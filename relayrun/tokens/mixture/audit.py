@@ -42,10 +42,9 @@ def lane_positions_before(
     `schedule` and `record` are the run's phases and the stream's record. Damaged records, and records of phases that a
     rollback has replaced, are skipped.
     """
-    for path in _lane_record_paths(run, k):
+    for state, found in _lane_records(run, k):
+        positions = found.get(name)
         try:
-            state = read_json(path)
-            positions = read_lane_positions(state.get("streams", {}), state["consumed_samples"]).get(name)
             known, phases = state["datasets"].get(name, {}), Schedule.from_json(state["phases"])
         except _DAMAGED_RECORD_ERRORS:
             continue
@@ -56,15 +55,15 @@ def lane_positions_before(
     return None
 
 
-def newest_lane_positions(run: Run, consumed: int) -> dict[str, LanePositions]:
-    """Return the lane positions of all streams at the newest record up to sample `consumed`; empty if there is none."""
-    for path in _lane_record_paths(run, consumed):
+def _lane_records(run: Run, k: int) -> Iterator[tuple[Any, dict[str, LanePositions]]]:
+    """Yield the undamaged records up to sample k, newest first, each with the lane positions of all streams."""
+    for path in _lane_record_paths(run, k):
         try:
             state = read_json(path)
-            return read_lane_positions(state.get("streams", {}), state["consumed_samples"])
+            found = read_lane_positions(state.get("streams", {}), state["consumed_samples"])
         except _DAMAGED_RECORD_ERRORS:
             continue
-    return {}
+        yield state, found
 
 
 def lane_samples(schedule: Schedule, name: str, lane: int, lanes: int, first: int, end: int) -> Iterator[int]:
@@ -211,10 +210,7 @@ def _native_config(run: Run, revision: int) -> RunConfig:
 
 
 def audited_samples(audited: AuditedRun, numbers: range) -> Iterator[AuditedSample]:
-    """Yield the given global samples with origins and tokens.
-
-    Raises InputError for a sample of a stream without an earlier record of lane positions.
-    """
+    """Yield samples with origins and tokens. Raises InputError for a stream without an earlier record of lanes."""
     for k in numbers:
         name, epoch, i = audited.order.locate(k)
         dataset = audited.datasets[name]
@@ -236,11 +232,9 @@ def _stream_sample(
     stream, schedule = audited.datasets[name], audited.order.schedule
     positions = lane_positions_before(audited.run, schedule, name, audited.order.records[name], k)
     if not isinstance(stream, TextStream) or positions is None:
-        raise InputError(
-            f"sample {k} is of the stream {name!r}, and no record says where its lanes stood before it",
-            where=audited.run.path,
-            hint="attempts/*/data.json and checkpoints/*/data.json are these records; ask for a later sample",
-        )
+        words = f"sample {k} is of the stream {name!r}, and no record says where its lanes stood before it"
+        hint = "attempts/*/data.json and checkpoints/*/data.json are these records; ask for a later sample"
+        raise InputError(words, where=audited.run.path, hint=hint)
     lane = schedule.number_in_phase(k) % stream.lanes
     with contextlib.closing(stream.open_lanes({lane: positions.cursors[lane]})) as lanes:
         for _ in lane_samples(schedule, name, lane, stream.lanes, positions.at, k):
@@ -254,7 +248,7 @@ def dataset_ledgers(audited: AuditedRun) -> list[DatasetLedger]:
     schedule = audited.order.schedule
     total = sum(schedule.phases[-1].weights.values())
     gaps = [(schedule.counts(first), schedule.counts(end)) for first, end in audited.progress.untrained]
-    rows, newest = [], newest_lane_positions(audited.run, audited.consumed_samples)
+    rows, newest = [], next((found for _, found in _lane_records(audited.run, audited.consumed_samples)), {})
     for name, count in schedule.counts(audited.consumed_samples).items():
         windows = audited.order.records[name]["windows"]
         last = None if windows is None else schedule.sample_of(name, windows - 1)
@@ -303,10 +297,8 @@ def data_differences(a: AuditedRun, b: AuditedRun) -> list[str]:
         first_place, second_place = a.order.locate(k), b.order.locate(k)
         same_data = a.order.records[first_place[0]] == b.order.records[second_place[0]]
         if first_place != second_place or not same_data or a.order.settings != b.order.settings:
-            return [
-                *lines,
-                f"first different sample: {k}: {_location_text(first_place)} | {_location_text(second_place)}",
-            ]
+            places = f"{_location_text(first_place)} | {_location_text(second_place)}"
+            return [*lines, f"first different sample: {k}: {places}"]
     return [*lines, f"the first {end:,} samples are the same"] if lines else []
 
 

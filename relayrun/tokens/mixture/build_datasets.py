@@ -7,9 +7,10 @@ audit make data sets; a submit does not.
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 from relayrun.config.compose.schema import MOCK_ORDER, RunConfig
 from relayrun.config.sections.data import DocumentWindowSection
@@ -22,15 +23,17 @@ from relayrun.tokens.shards.manifest import DatasetManifest, Manifest
 
 VALIDATION_SEED = 0
 """Fixed, so runs with other seeds are evaluated on the same windows."""
+_OWN_ORDERS = {
+    "megatron": "relayrun.tokens.order.megatron:MegatronOrder",
+    MOCK_ORDER: "relayrun.tokens.order.datasets:MockDataset",
+}
 
 
 def training_order(
     config: RunConfig, manifest: Manifest, *, opening: str | None = None, cache: Path | None = None
 ) -> MixtureSampler:
-    """Return the samples of a run from its beginning. `opening`: see `DatasetSpec`. Raises ConfigError.
-
-    `cache`: folder for counts of rows if data.data_cache_dir is not set.
-    """
+    """Return the samples of a run from its beginning. `opening`: see `DatasetSpec`. Raises ConfigError. `cache`: folder
+    for counts of rows if data.data_cache_dir is not set."""
     data, training = config.data, config.training
     parts = {}
     for name, source in data.sources.items():
@@ -59,25 +62,16 @@ def validation_sets(
     config: RunConfig, manifest: Manifest, *, opening: str | None = None, cache: Path | None = None
 ) -> dict[str, ValidationSet]:
     """Return the held-out sets: those given by path, and the share of each data set that `data.split` holds out.
-
-    `opening`, `cache`: see `training_order`. Raises ConfigError.
-    """
+    `opening`, `cache`: see `training_order`. Raises ConfigError."""
     length, split = config.training.seq_length, config.data.split
     orders = {
         name: validation_set(config, manifest, name, opening=opening, cache=cache) for name in manifest.validation
     }
-    if split:
-        for name, source in config.data.sources.items():
-            share = WindowOrder(
-                manifest.datasets[source.identity(name)],
-                seq_length=length,
-                name=name,
-                seed=VALIDATION_SEED,
-                split=split,
-                held_out=True,
-                blocks=open_block_cache(config.data, manifest.datasets[source.identity(name)]),
-            )
-            orders[name] = ValidationSet(name=name, dataset=share)
+    for name, source in config.data.sources.items() if split else ():
+        shards = manifest.datasets[source.identity(name)]
+        blocks, seed = open_block_cache(config.data, shards), VALIDATION_SEED
+        share = WindowOrder(shards, seq_length=length, name=name, seed=seed, split=split, held_out=True, blocks=blocks)
+        orders[name] = ValidationSet(name=name, dataset=share)
     return orders
 
 
@@ -86,14 +80,13 @@ def validation_set(
 ) -> ValidationSet:
     """Return the validation set `name`, given by path. Raises ConfigError."""
     shards, length = manifest.validation[name], config.training.seq_length
-    cut = config.data.validation_cut
+    cut, kept, seed = config.data.validation_cut, _index_folder(config, cache), VALIDATION_SEED
     dataset: Dataset
     if cut is None:
-        dataset = WindowOrder(shards, seq_length=length, seed=VALIDATION_SEED, name=name)
+        dataset = WindowOrder(shards, seq_length=length, seed=seed, name=name)
     else:
-        kept = _index_folder(config, cache)
         dataset = _document_window_order(
-            config, manifest, shards, cut, name=name, seed=VALIDATION_SEED, cache=kept, opening=opening
+            config, manifest, shards, cut, name=name, seed=seed, cache=kept, opening=opening
         )
     return ValidationSet(name=name, dataset=dataset)
 
@@ -177,9 +170,7 @@ def document_order(
     opening: str | None = None,
 ) -> DocumentWindowOrder:
     """Return the data set `name` of the config, with `order: document-window`, over `shards`. Raises ConfigError.
-
-    `cache`: folder for the counts of rows; None: rows are counted here.
-    """
+    `cache`: folder for the counts of rows; None: rows are counted here."""
     cut, identity = config.data.cut_by_document[name], config.data.sources[name].identity(name)
     seed = config.training.seed
     return _document_window_order(config, manifest, shards, cut, name=identity, seed=seed, cache=cache, opening=opening)
@@ -216,29 +207,11 @@ def _index_folder(config: RunConfig, cache: Path | None) -> Path | None:
 
 
 def _dataset_factory(order: str, where: str) -> Callable[[DatasetSpec], Dataset]:
-    """Import the callable of an order when it is needed."""
-    if order == "megatron":
-        from relayrun.tokens.order.megatron import MegatronOrder
-
-        return MegatronOrder
-    if order == MOCK_ORDER:
-        from relayrun.tokens.order.datasets import MockDataset
-
-        return MockDataset
-    return _imported_factory(order, where)
-
-
-def _imported_factory(path: str, where: str) -> Callable[[DatasetSpec], Dataset]:
-    module, _, name = path.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name)
+        found = pkgutil.resolve_name(_OWN_ORDERS.get(order, order))
     except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"order {path!r} cannot be imported: {error}",
-            where=where,
-            hint="write module:callable, and put its folder on PYTHONPATH",
-        ) from None
+        hint = "write module:callable, and put its folder on PYTHONPATH"
+        raise ConfigError(f"order {order!r} cannot be imported: {error}", where=where, hint=hint) from None
     if not callable(found):
-        raise ConfigError(f"order {path!r} is no callable", where=where)
-    made: Callable[[DatasetSpec], Dataset] = found
-    return made
+        raise ConfigError(f"order {order!r} is no callable", where=where)
+    return cast(Callable[[DatasetSpec], Dataset], found)

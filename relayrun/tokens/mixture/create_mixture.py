@@ -14,8 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from relayrun.errors import ConfigError, InputError, refuse_unwritable, refuse_urls
 from relayrun.files import RealPathCache, fsync_directory, replaced_folder, write_atomic
 from relayrun.tokens.mixture import shard_selection
@@ -53,10 +51,8 @@ def refuse_repeats(datasets: Sequence[MixtureDataset], targets: Sequence[int], *
 def refuse_empty_datasets(
     datasets: Sequence[MixtureDataset], targets: Sequence[int], *, tokens: int | None, repeat: bool, most: int
 ) -> None:
-    """Raise ConfigError if one of the selected `datasets` contributes no token.
-
-    Its target is then less than half of its first document. The hint lists only remedies that work.
-    """
+    """Raise ConfigError if one of the selected `datasets` contributes no token. Its target is then less than half of
+    its first document. The hint lists only remedies that work."""
     found = next(((d, target) for d, target in zip(datasets, targets, strict=True) if not d.tokens), None)
     if found is None:
         return
@@ -96,11 +92,9 @@ def refuse_two_tokenizers(datasets: Sequence[MixtureDataset], *, allow: bool = F
             first = first or (shard.prefix, record.made)
             if record.made.ids == first[1].ids:
                 continue
-            error = InputError(
-                f"another tokenizer made this shard than {first[0]}: ids mean other text",
-                where=shard.prefix,
-                hint="tokenize one of them again, or leave it out; if it is meant, --allow-other-tokenizer",
-            )
+            words = f"another tokenizer made this shard than {first[0]}: ids mean other text"
+            hint = "tokenize one of them again, or leave it out; if it is meant, --allow-other-tokenizer"
+            error = InputError(words, where=shard.prefix, hint=hint)
             if not allow:
                 raise error
             log.warning("taken, as --allow-other-tokenizer says: %s: %s", shard.prefix, error.message)
@@ -116,10 +110,8 @@ def _first_document(dataset: MixtureDataset) -> int:
     """Return the tokens of the first non-empty document, in the order in which the mixture takes them."""
     for shard in dataset.shards:
         if shard.tokens:
-            ends = np.zeros(shard.sequences + 1, np.int64)
-            np.cumsum(shard.lengths(), out=ends[1:])
-            at_ends = ends[np.asarray(shard.bounds())]
-            return int(at_ends[at_ends > 0][0])
+            ends = shard.document_ends()
+            return int(ends[ends > 0][0])
     return 0
 
 
@@ -158,17 +150,11 @@ def create_mixture(
     folders, torn shards, or two tokenizers.
     """
     if len(folders) != len(weights):
-        raise ConfigError(
-            f"{len(folders)} folders but {len(weights)} weights",
-            where="--weights",
-            hint="give one weight a folder, in the same order",
-        )
+        hint = "give one weight a folder, in the same order"
+        raise ConfigError(f"{len(folders)} folders but {len(weights)} weights", where="--weights", hint=hint)
     if whole_shards and (tokens is not None or allow_repeats):
-        raise ConfigError(
-            "a number of tokens and repeats are for shards that may be cut",
-            where="--whole-shards",
-            hint="leave out one of the options",
-        )
+        words = "a number of tokens and repeats are for shards that may be cut"
+        raise ConfigError(words, where="--whole-shards", hint="leave out one of the options")
     shares = shard_selection.normalise_weights(weights)
     check_mixture_output(output, folders)
     if not dry_run:
@@ -190,11 +176,8 @@ def create_mixture(
         refuse_empty_datasets(datasets, targets, tokens=tokens, repeat=allow_repeats, most=most_repeats)
     links = sum(dataset.prefixes for dataset in datasets)
     if links > MAX_LINKS:
-        raise ConfigError(
-            f"{links:,} shards would be linked, because a small dataset is repeated often",
-            where="--weights",
-            hint="give it less weight, or merge its shards first",
-        )
+        words = f"{links:,} shards would be linked, because a small dataset is repeated often"
+        raise ConfigError(words, where="--weights", hint="give it less weight, or merge its shards first")
     summary = summarise_mixture(datasets, seed)
     if dry_run:
         return summary
@@ -234,11 +217,8 @@ def check_mixture_output(output: Path, folders: Sequence[Path]) -> None:
     for folder in folders:
         real = Path(os.path.realpath(folder))
         if final == real or real in final.parents or final in real.parents:
-            raise InputError(
-                "output and input lie inside each other",
-                where=f"{output} and {folder}",
-                hint="give an output folder of its own",
-            )
+            words = "output and input lie inside each other"
+            raise InputError(words, where=f"{output} and {folder}", hint="give an output folder of its own")
     if not final.exists():
         return
     if not final.is_dir():
@@ -251,11 +231,8 @@ def check_mixture_output(output: Path, folders: Sequence[Path]) -> None:
             for entry in entries:
                 name, link = entry.path[start:], entry.is_symlink()
                 if name not in expected or (expected[name] and not link):
-                    raise InputError(
-                        f"the output holds something that no former mixture left there: {entry.name}",
-                        where=output,
-                        hint=hint,
-                    )
+                    words = f"the output holds something that no former mixture left there: {entry.name}"
+                    raise InputError(words, where=output, hint=hint)
                 if entry.is_dir(follow_symlinks=False):
                     waiting.append(entry.path)
 
@@ -283,11 +260,9 @@ def _read_datasets(
         bin_paths = [real_path(shard.prefix + ".bin") for shard in shards]
         for shard, real in zip(shards, bin_paths, strict=True):
             if real in owners:
-                raise InputError(
-                    "this shard stands in the mixture twice",
-                    where=f"{shard.prefix} and {owners[real]}",
-                    hint="remove one of the links, or give folders that do not overlap",
-                )
+                words = "this shard stands in the mixture twice"
+                hint = "remove one of the links, or give folders that do not overlap"
+                raise InputError(words, where=f"{shard.prefix} and {owners[real]}", hint=hint)
             owners[real] = shard.prefix
         if not any(shard.tokens for shard in shards):
             raise InputError("the shards of this folder hold no tokens", where=root, hint="leave it out")
@@ -326,18 +301,12 @@ def _take_tokens(dataset: MixtureDataset, target: int) -> MixtureDataset:
 
 def _cut_shard(shard: Shard, tokens: int) -> CutShard:
     """Return the first documents of `shard`, with about `tokens` tokens."""
-    lengths = np.asarray(shard.lengths())
-    ends = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=ends[1:])
-    if not np.array_equal(shard.offsets(), ends[:-1] * shard.dtype.itemsize):
-        raise InputError(
-            "this shard cannot be cut: its sequences do not lie one behind the other",
-            where=shard.prefix + ".idx",
-            hint="write it again, or use --whole-shards",
-        )
-    bounds = np.asarray(shard.bounds())
-    documents = shard_selection.nearest_end(ends[bounds], tokens)
-    return CutShard(documents=documents, tokens=int(ends[bounds[documents]]), of=shard)
+    if shard.first_gap() is not None:
+        words = "this shard cannot be cut: its sequences do not lie one behind the other"
+        raise InputError(words, where=shard.prefix + ".idx", hint="write it again, or use --whole-shards")
+    ends = shard.document_ends()
+    documents = shard_selection.nearest_end(ends, tokens)
+    return CutShard(documents=documents, tokens=int(ends[documents]), of=shard)
 
 
 def _link_shards(dataset: MixtureDataset, folder: Path) -> None:

@@ -1,18 +1,7 @@
 """Changes of a run's data at a submit: a pure function of manifests and configs.
 
-| change | |
-|---|---|
-| weights, data sets added or left out, batch size, number of ranks | taken: this is what a mixture is for |
-| folders moved, files the same | taken |
-| other files under the same name | refused; accepted, the data set begins anew as its next edition, in a new phase |
-| files of an earlier edition are back | refused; accepted, that edition goes on at its position |
-| a new name for files that the run knows | refused; accepted, it begins at 0 and the windows come again |
-| a data set's own order or options, source, stream or lanes | refused; accepted, as other files |
-| other files in a validation set | refused; accepted, they replace it |
-| other files under the same name, with `data.split` | refused; cannot be accepted: held-out windows would move |
-| tokenizer, sequence length, seed, split, of a run with a checkpoint | refused; cannot be accepted |
-
-A refusal names each difference.
+The table in docs/data-order.md ("What is refused") lists which changes are taken, which are refused unless they are
+accepted, and which cannot be accepted. A refusal names each difference.
 """
 
 from __future__ import annotations
@@ -52,10 +41,8 @@ def apply_data_change(
     """
     fixed = _fixed_differences(frozen, history[0], found, config)
     if fixed and trained:
-        raise InputError(
-            "these cannot change in a run that has trained, not even accepted:\n  " + "\n  ".join(fixed),
-            hint="restore them, or start a run with another name",
-        )
+        words = "these cannot change in a run that has trained, not even accepted:\n  " + "\n  ".join(fixed)
+        raise InputError(words, hint="restore them, or start a run with another name")
     changes = list(fixed)
     datasets, sources = dict(frozen.datasets), {}
     for name, source in config.data.sources.items():
@@ -69,10 +56,8 @@ def apply_data_change(
             changes += [f"validation {name!r}: {line}" for line in _shard_differences(before, held_out)]
     if changes and not accept:
         how = "see docs/data-order.md for how it would go on" if trained else "it has not trained, and would begin anew"
-        raise InputError(
-            "the data are not those that this run began with:\n  " + "\n  ".join(changes),
-            hint=f"restore them, or submit with {ACCEPT_OPTION}: {how}",
-        )
+        hint = f"restore them, or submit with {ACCEPT_OPTION}: {how}"
+        raise InputError("the data are not those that this run began with:\n  " + "\n  ".join(changes), hint=hint)
     if changes and not trained:
         return AcceptedData(config=config, manifest=found, notes=changes)
     _refuse_leak(frozen, sources, found, config.data.split)

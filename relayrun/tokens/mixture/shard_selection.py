@@ -56,11 +56,8 @@ def normalise_weights(weights: Sequence[float]) -> list[float]:
     """Return the weights divided by their sum. Raises ConfigError unless all are positive and finite."""
     for weight in weights:
         if not (math.isfinite(weight) and weight > 0):
-            raise ConfigError(
-                f"a weight must be a positive number, not {weight:g}",
-                where="--weights",
-                hint="leave a dataset out to give it no weight",
-            )
+            hint = "leave a dataset out to give it no weight"
+            raise ConfigError(f"a weight must be a positive number, not {weight:g}", where="--weights", hint=hint)
     largest = max(weights, default=1.0)  # first, lest the sum of huge weights be infinite
     total = math.fsum(weight / largest for weight in weights)
     shares = [weight / largest / total for weight in weights]
@@ -83,11 +80,8 @@ def shuffled_order(names: Sequence[str], *, seed: int, dataset: int) -> list[int
 def tokens_per_dataset(
     available: Sequence[int], weights: Sequence[float], *, tokens: int | None = None, repeat: bool = False
 ) -> list[int]:
-    """Return the target tokens of each dataset.
-
-    With `tokens` they sum to it, within rounding, and smaller datasets are repeated. Without, the mixture ends with the
-    first dataset that is used up, or, with `repeat`, the last.
-    """
+    """Return the target tokens of each dataset. With `tokens` they sum to it, within rounding, and smaller datasets are
+    repeated. Without, the mixture ends with the first dataset that is used up, or, with `repeat`, the last."""
     if tokens is not None:
         return [round(weight * tokens) for weight in weights]
     lasts = [have / weight for have, weight in zip(available, weights, strict=True)]
@@ -165,10 +159,7 @@ class CutShard:
 
     def longest(self) -> int:
         """Return the tokens of the longer of the two documents at the cut."""
-        bounds = np.asarray(self.of.bounds())
-        lengths = self.of.lengths()
-        around = [(bounds[at], bounds[at + 1]) for at in (self.documents - 1, self.documents) if at >= 0]
-        return max(int(np.sum(lengths[first:end])) for first, end in around)
+        return int(np.diff(self.of.document_ends())[max(0, self.documents - 1) : self.documents + 1].max())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,43 +237,19 @@ def pass_folder(number: int) -> str:
 
 
 def summarise_mixture(datasets: Sequence[MixtureDataset], seed: int) -> str:
-    """Return the printed table, which is also written beside the links: a line for each dataset, and the total.
-
-    `lasts` forecasts the tokens of the mixture after which a dataset has been read once.
-    """
+    """Return the printed table, which is also written beside the links: a line for each dataset, and the total. `lasts`
+    forecasts the tokens of the mixture after which a dataset has been read once."""
     total = sum(dataset.tokens for dataset in datasets)
-    rows = [("dataset", "tokens", "of", "epochs", "lasts", "prefixes", "of", "GB", "wanted", "reached", "folder")]
-    rows += [
-        (
-            d.name,
-            f"{d.tokens:,}",
-            f"{d.available:,}",
-            f"{d.epochs:.3f}",
-            f"{d.available / d.weight:,.0f}",
-            f"{d.prefixes:,}",
-            f"{len(d.shards):,}",
-            f"{d.size / 1e9:.3f}",
-            f"{d.weight:.4f}",
-            f"{d.tokens / total:.4f}",
-            d.folder,
-        )
-        for d in datasets
-    ]
-    rows.append(
-        (
-            "total",
-            f"{total:,}",
-            f"{sum(d.available for d in datasets):,}",
-            "",
-            "",
-            f"{sum(d.prefixes for d in datasets):,}",
-            f"{sum(len(d.shards) for d in datasets):,}",
-            f"{sum(d.size for d in datasets) / 1e9:.3f}",
-            "1.0000",
-            "1.0000",
-            "",
-        )
-    )
+    head = ("dataset", "tokens", "of", "epochs", "lasts", "prefixes", "of", "GB", "wanted", "reached", "folder")
+    rows: list[tuple[str, ...]] = [head]
+    for d in datasets:
+        tokens = f"{d.tokens:,}", f"{d.available:,}", f"{d.epochs:.3f}", f"{d.available / d.weight:,.0f}"
+        files = f"{d.prefixes:,}", f"{len(d.shards):,}", f"{d.size / 1e9:.3f}"
+        rows.append((d.name, *tokens, *files, f"{d.weight:.4f}", f"{d.tokens / total:.4f}", d.folder))
+    prefixes, shards = sum(d.prefixes for d in datasets), sum(len(d.shards) for d in datasets)
+    tokens = f"{total:,}", f"{sum(d.available for d in datasets):,}", "", ""
+    files = f"{prefixes:,}", f"{shards:,}", f"{sum(d.size for d in datasets) / 1e9:.3f}"
+    rows.append(("total", *tokens, *files, "1.0000", "1.0000", ""))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:

@@ -40,14 +40,7 @@ from relayrun.config.compose.schema import RunConfig
 from relayrun.errors import RelayrunError, log_to_stderr
 from relayrun.tokens.mixture.build_datasets import text_stream
 from relayrun.tokens.order.sample_rows import SampleRow
-from relayrun.tokens.order.sampler import (
-    Cursor,
-    LaneOpener,
-    LaneReader,
-    MixtureSampler,
-    Stream,
-    read_lane_positions,
-)
+from relayrun.tokens.order.sampler import Cursor, LaneOpener, LaneReader, MixtureSampler, Stream, read_lane_positions
 from relayrun.tokens.order.schedule import Schedule
 from relayrun.tokens.shards.manifest import Manifest
 
@@ -126,10 +119,7 @@ class StreamWorker:
         return {name: partial(_ReceivedLanes, self, name) for name in self._names}
 
     def take(self, name: str, lane: int) -> tuple[SampleRow, Cursor]:
-        """Return the next sample, which must be of this lane, and the cursor of the lane behind it.
-
-        Raises errors of the worker, and StreamWorkerDied.
-        """
+        """Return the next sample, of this lane, and the lane's cursor behind it. Raises the worker's errors."""
         if not self._samples:
             self._samples.extend(self._next_piece())
         of, number, row, cursor = self._samples.popleft()
@@ -174,13 +164,9 @@ class StreamWorker:
             code = self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             code = None
-        how = (
-            "closed its pipe"
-            if code is None
-            else f"was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"ended with exit code {code}"
-        )
+        how = "closed its pipe" if code is None else f"ended with exit code {code}"
+        if code is not None and code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
         raise StreamWorkerDied(
             f"the process that reads this rank's streams (pid {self.pid}) {how}",
             hint="SIGKILL: look for a lack of memory on the node; else its words stand in the rank's log. "
@@ -291,12 +277,10 @@ def send_samples(job: Mapping[str, Any], sender: _Sender) -> None:
     manifest = Manifest.read(job["manifest"])
     schedule = Schedule.from_json(job["phases"])
     names = {config.data.sources[name].identity(name): name for name in config.data.streams}
-    openers = {
-        identity: partial(
-            _SentLanes, sender, number, text_stream(config, manifest, names[identity], manifest.datasets[identity])
-        )
-        for number, identity in enumerate(job["positions"])
-    }
+    openers = {}
+    for number, identity in enumerate(job["positions"]):
+        stream = text_stream(config, manifest, names[identity], manifest.datasets[identity])
+        openers[identity] = partial(_SentLanes, sender, number, stream)
     reading = LaneReader(
         schedule,
         openers,

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from relayrun.config.sections.training import BatchSizes, IterationRange
@@ -39,11 +38,8 @@ class SampleSource(Protocol):
 
 
 def check_row(row: SampleRow, order: SampleSource, k: int, vocabulary_size: int | None) -> SampleRow:
-    """Return `row`, which is sample k. Raises FatalTrainingError for an id outside of the vocabulary.
-
-    Without the check the padding of an embedding would accept some ids, and a GPU would report the others only as a
-    failure.
-    """
+    """Return `row`, which is sample k. Raises FatalTrainingError for an id outside of the vocabulary. Without the check
+    the padding of an embedding would accept some ids, and a GPU would report the others only as a failure."""
     tokens = row.tokens
     if vocabulary_size is not None and (tokens.max() >= vocabulary_size or tokens.min() < 0):
         wrong = int(tokens[(tokens >= vocabulary_size) | (tokens < 0)][0])
@@ -78,15 +74,11 @@ class BatchReader(Iterator[Batch]):
         if not 0 <= data_parallel_rank < data_parallel_size:
             raise ValueError(f"data-parallel rank {data_parallel_rank} of {data_parallel_size}")
         if micro_batch_size < 1 or consumed_samples < 0:
-            raise ValueError(
-                f"micro_batch_size must be positive and consumed_samples not negative, not "
-                f"{micro_batch_size}, {consumed_samples}"
-            )
+            wrong = f"{micro_batch_size}, {consumed_samples}"
+            raise ValueError(f"micro_batch_size must be positive and consumed_samples not negative, not {wrong}")
         if (stage := batch_sizes.indivisible(micro_batch_size * data_parallel_size, consumed_samples)) is not None:
-            raise ConfigError(
-                f"{stage} is no multiple of micro_batch_size x data-parallel size = "
-                f"{micro_batch_size} x {data_parallel_size}"
-            )
+            product = f"{micro_batch_size} x {data_parallel_size}"
+            raise ConfigError(f"{stage} is no multiple of micro_batch_size x data-parallel size = {product}")
         self.consumed_samples = consumed_samples
         """Number of the first sample, over all ranks, that `next` has not returned."""
         self._order = order
@@ -116,9 +108,7 @@ class BatchReader(Iterator[Batch]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _batches(self, consumed: int) -> Iterator[Batch]:
@@ -136,8 +126,7 @@ class BatchReader(Iterator[Batch]):
     def _numbers(self, first: int, end: int) -> Sequence[int]:
         """Return this rank's samples of the range."""
         if (own := getattr(self._order, "numbers", None)) is not None:
-            numbers: Sequence[int] = own(first, end)
-            return numbers
+            return list[int](own(first, end))
         size = self._micro_batch_size
         starts = range(first + self._rank * size, end, self._size * size)
         return [k for start in starts for k in range(start, start + size)]
@@ -184,8 +173,7 @@ class TrainingProgress:
         self._begin_leg(self.legs[-1].sizes)
 
     def reaches(self, samples: int) -> int:
-        """Return the iterations done once `samples` were consumed: recorded ones in the past, expected ones in the
-        future."""
+        """Return the iterations done, or expected, once `samples` are consumed."""
         for leg, after in pairwise(self.legs):
             if samples <= after.consumed_samples:
                 return min(leg.reaches(samples), after.iteration)

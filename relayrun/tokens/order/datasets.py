@@ -57,23 +57,16 @@ MAX_OPEN_FILES = 128
 
 
 class WindowDataset:
-    """Windows of `seq_length` + 1 tokens. Thread-safe; holds at most `open_files` files open."""
+    """Windows of `seq_length` + 1 tokens. Thread-safe; holds at most `MAX_OPEN_FILES` files open."""
 
-    def __init__(
-        self,
-        manifest: DatasetManifest,
-        seq_length: int,
-        *,
-        open_files: int = MAX_OPEN_FILES,
-        blocks: BlockCache | None = None,
-    ) -> None:
+    def __init__(self, manifest: DatasetManifest, seq_length: int, *, blocks: BlockCache | None = None) -> None:
         """`blocks` is the cache for shards below URLs; without it all shards must be local."""
         if seq_length < 1:
             raise ValueError(f"seq_length must be positive, not {seq_length}")
         self.manifest = manifest
         self.seq_length = seq_length
         self._starts = list(accumulate((shard.tokens for shard in manifest.shards), initial=0))
-        self._file = lru_cache(open_files)(lambda number: _BinFile(manifest.shards[number], blocks))
+        self._file = lru_cache(MAX_OPEN_FILES)(lambda number: _BinFile(manifest.shards[number], blocks))
         self._blocks = blocks
 
     def __len__(self) -> int:
@@ -81,10 +74,8 @@ class WindowDataset:
         return max(0, self._starts[-1] - 1) // self.seq_length
 
     def read(self, i: int) -> npt.NDArray[np.int64]:
-        """Return the token ids of window i, int64 [seq_length + 1].
-
-        Raises IndexError outside of 0..len-1, InputError if a shard was truncated, OSError if it cannot be read.
-        """
+        """Return the token ids of window i, int64 [seq_length + 1]. Raises IndexError outside of 0..len-1, InputError
+        if a shard was truncated, OSError if it cannot be read."""
         if not 0 <= i < len(self):
             raise IndexError(f"window {i} is outside of range({len(self)})")
         return self.tokens(i * self.seq_length, self.seq_length + 1)
@@ -113,21 +104,20 @@ class WindowDataset:
             number = bisect_right(self._starts, at) - 1
             entry = self.manifest.shards[number]
             itemsize = np.dtype(entry.dtype).itemsize
-            offsets = _sequence_offsets(entry, self._blocks)
+            offsets = self._offsets(entry)
             within = at - self._starts[number]
             document = int(np.searchsorted(offsets, within * itemsize, side="right")) - 1
             stop = int(offsets[document + 1]) // itemsize if document + 1 < len(offsets) else entry.tokens
-            count = min(end - at, stop - within)
-            found.append(
-                DocumentOrigin(
-                    prefix=entry.prefix,
-                    document=document,
-                    tokens=count,
-                    offset=within - int(offsets[document]) // itemsize,
-                )
-            )
+            count, offset = min(end - at, stop - within), within - int(offsets[document]) // itemsize
+            found.append(DocumentOrigin(prefix=entry.prefix, document=document, offset=offset, tokens=count))
             at += count
         return found
+
+    def _offsets(self, shard: ShardEntry) -> npt.NDArray[np.int64]:
+        if not is_url(shard.prefix):
+            return Shard.open(shard.prefix).offsets()  # in memory are the pages that are looked at
+        index = IndexFile(shard, self._blocks)
+        return index.offsets(0, index.sequences)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,21 +140,35 @@ class _BinFile:
         size = count * self._dtype.itemsize
         data = self._bytes.pread(size, start * self._dtype.itemsize)
         if len(data) != size:
-            raise InputError(
-                f"token file has become shorter: no token {start + len(data) // self._dtype.itemsize}",
-                where=self._path,
-                hint="put the shard back as it was",
-            )
+            words = f"token file has become shorter: no token {start + len(data) // self._dtype.itemsize}"
+            raise InputError(words, where=self._path, hint="put the shard back as it was")
         return np.frombuffer(data, dtype=self._dtype)
 
 
-def _sequence_offsets(shard: ShardEntry, blocks: BlockCache | None) -> npt.NDArray[np.int64]:
-    """Return the byte offset of each sequence of a shard in its .bin."""
-    if not is_url(shard.prefix):
-        return Shard.open(shard.prefix).offsets()
-    index = open_shard_file(shard.prefix + ".idx", shard.idx_bytes, shard.fingerprint, blocks)
-    sequences = INDEX_HEADER.unpack(index.pread(INDEX_HEADER.size, 0))[3]
-    return np.frombuffer(index.pread(8 * sequences, INDEX_HEADER.size + 4 * sequences), "<i8")
+class IndexFile:
+    """The .idx of a shard, local or below a URL, read on demand."""
+
+    def __init__(self, shard: ShardEntry, blocks: BlockCache | None) -> None:
+        """Raises InputError for an index that is missing or was truncated."""
+        if not is_url(shard.prefix):
+            Shard.open(shard.prefix)  # checks the index with clear errors
+        self._path = shard.prefix + ".idx"
+        self._bytes = open_shard_file(self._path, shard.idx_bytes, shard.fingerprint, blocks)
+        self.sequences: int = INDEX_HEADER.unpack(self._read(INDEX_HEADER.size, 0))[3]
+
+    def lengths(self, first: int, end: int) -> npt.NDArray[np.int32]:
+        """Return the tokens of the sequences first .. end - 1."""
+        return np.frombuffer(self._read(4 * (end - first), INDEX_HEADER.size + 4 * first), "<i4")
+
+    def offsets(self, first: int, end: int) -> npt.NDArray[np.int64]:
+        """Return the byte offsets in the .bin of the sequences first .. end - 1."""
+        return np.frombuffer(self._read(8 * (end - first), INDEX_HEADER.size + 4 * self.sequences + 8 * first), "<i8")
+
+    def _read(self, size: int, at: int) -> bytes:
+        data = self._bytes.pread(size, at)
+        if len(data) != size:
+            raise InputError("index has become shorter", where=self._path, hint="put the shard back as it was")
+        return data
 
 
 MOCK_WINDOWS = 1 << 20
@@ -222,11 +226,7 @@ class WindowOrder:
         held_out: bool = False,
         blocks: BlockCache | None = None,
     ) -> None:
-        self.manifest = manifest
-        self.seq_length = seq_length
-        self.seed = seed
-        self.name = name
-        self.shuffle = shuffle
+        self._shuffle = shuffle
         self.windows = WindowDataset(manifest, seq_length, blocks=blocks)
         training = len(self.windows) - held_out_window_count(len(self.windows), split)
         self._first = training if held_out else 0
@@ -247,7 +247,7 @@ class WindowOrder:
         """Return the window of `WindowDataset` that is number i of an epoch."""
         if epoch < 0 or not 0 <= i < self.windows_per_epoch:
             raise IndexError(f"epoch {epoch}, window {i}: outside of range({self.windows_per_epoch})")
-        return self._first + (self._permutation(epoch)(i) if self.shuffle else i)
+        return self._first + (self._permutation(epoch)(i) if self._shuffle else i)
 
     def read(self, epoch: int, i: int) -> npt.NDArray[np.int64]:
         """Return token ids, int64 [seq_length + 1]; inputs are [:-1], labels [1:]."""

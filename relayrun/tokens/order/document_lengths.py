@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +20,7 @@ from relayrun.errors import ConfigError, InputError
 from relayrun.tokens.order.document_packing import WINDOWS_PER_BLOCK, assign_rows
 from relayrun.tokens.order.document_windows import DocumentCut
 from relayrun.tokens.readers.columns import read_column
-from relayrun.tokens.readers.inputs import DATA_SUFFIXES, find_data_files
+from relayrun.tokens.readers.inputs import data_suffixes, find_data_files
 from relayrun.tokens.readers.texts import Texts
 from relayrun.tokens.shards.prefixes import find_prefixes
 from relayrun.tokens.shards.shard import Shard
@@ -60,9 +59,6 @@ class LengthOrder:
     batch_mean_variance_ratio: float | None
     """None for fewer than two whole batches."""
     curves: list[LengthCurve]
-
-    def record(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def measure_length_order(files: Sequence[tuple[str, LengthArray]], *, batch: int) -> LengthOrder:
@@ -137,7 +133,7 @@ def lengths_by_file(
         ], "tokens"
     files = find_data_files(place)
     if not files:
-        raise InputError(f"no file below this folder ends in .idx, {', '.join(DATA_SUFFIXES)}", where=place)
+        raise InputError(f"no file below this folder ends in .idx, {', '.join(data_suffixes())}", where=place)
     engine = load_tokenizer(TokenizeOptions(tokenizer=tokenizer, append_eod="no")).tokenizer if tokenizer else None
     found = [
         (file.path, join_lengths(_text_lengths(urls.join_path(place, file.path), column, engine))) for file in files
@@ -162,9 +158,7 @@ def join_lengths(parts: Iterable[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64
 
 def summarize_lengths(lengths: npt.NDArray[np.int64], cut: DocumentCut, room: int) -> LengthSummary:
     """Summarize lengths for documents cut by `cut` into rows of `room` tokens. Documents of length 0 give no window.
-
-    Raises InputError if no document has a token.
-    """
+    Raises InputError if no document has a token."""
     if not lengths.any():
         raise InputError("there is no document with any text")
     counts = cut.windows(lengths)
@@ -216,11 +210,8 @@ MAX_CURVES = 100
 def check_picture_name(picture: Path) -> None:
     """Raise ConfigError for a file name without a suffix of `PICTURE_SUFFIXES`."""
     if picture.suffix not in PICTURE_SUFFIXES:
-        raise ConfigError(
-            f"{picture.name!r} names no kind of picture",
-            where="--picture",
-            hint=f"end it in {', '.join(PICTURE_SUFFIXES)}",
-        )
+        hint = f"end it in {', '.join(PICTURE_SUFFIXES)}"
+        raise ConfigError(f"{picture.name!r} names no kind of picture", where="--picture", hint=hint)
 
 
 def draw_length_picture(orders: Mapping[str, LengthOrder], picture: Path, *, unit: str) -> None:
@@ -238,19 +229,14 @@ def draw_length_picture(orders: Mapping[str, LengthOrder], picture: Path, *, uni
             for index in np.linspace(0, max(0, len(order.curves) - 1), number).round().astype(int).tolist():
                 curve = order.curves[index]
                 panel.plot(curve.positions, curve.means, linewidth=0.8, alpha=max(0.15, 1 / number**0.5))
-            lines = [title, *_figures(order)]
+            lines = [title]
+            if order.lag_1_correlation is not None:
+                lines.append(f"lag-1 correlation {order.lag_1_correlation:.3f}")
+            if (ratio := order.batch_mean_variance_ratio) is not None:
+                lines.append(f"variance of batch means / of independent draws {ratio:.2f}")
             panel.set(title="\n".join(lines), xlabel="position in the file", xlim=(0, 1), yscale="log")
             panel.title.set_fontsize(9)
             panel.grid(visible=True, linewidth=0.3)
         panels[0].set_ylabel(f"mean length, {unit}")
         metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(picture.suffix)
         figure.savefig(picture, metadata=metadata)
-
-
-def _figures(order: LengthOrder) -> list[str]:
-    found = []
-    if order.lag_1_correlation is not None:
-        found.append(f"lag-1 correlation {order.lag_1_correlation:.3f}")
-    if order.batch_mean_variance_ratio is not None:
-        found.append(f"variance of batch means / of independent draws {order.batch_mean_variance_ratio:.2f}")
-    return found

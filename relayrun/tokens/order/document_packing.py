@@ -6,18 +6,8 @@
 
 Blocks of `WINDOWS_PER_BLOCK` windows are packed separately. The number of rows before each block is kept (8 bytes), and
 a block is packed again when one of its rows is read. Rows are shuffled anew in every epoch; their content is equal in
-all epochs and does not depend on the seed. The last token of a window has no target.
-
-| packing | row of a window | cost of a window |
-|---|---|---|
-| none, pad | a row of its own | |
-| split | rows are cut from the windows in order; the last row of a block is not full | |
-| greedy | the row before, if it fits; else a new row | below 1 µs |
-| first_fit | the first row with room | about 3 µs |
-| best_fit | longest window first: the fullest row with room, of several the first | about 1 µs |
-
-Rejected: a packing over a whole epoch (a row would depend on all rows before it, so a resume would pack them again);
-shuffling windows before packing (every window of a block would be read from another position).
+all epochs and does not depend on the seed. The last token of a window has no target. docs/data-order.md lists the
+packings; greedy, first_fit and best_fit cost below 1, about 3 and about 1 µs a window.
 """
 
 from __future__ import annotations
@@ -27,6 +17,7 @@ import json
 import logging
 from bisect import bisect_left, insort
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -58,10 +49,8 @@ RowPieces = list[tuple[int, int, int]]
 
 
 def assign_rows(sizes: npt.NDArray[np.int64], room: int, packing: Packing) -> npt.NDArray[np.int64]:
-    """Return the row of each window, int64 [windows], numbered from 0 without gaps. Sizes are at most `room`.
-
-    Not for `split`, which may put a window into several rows.
-    """
+    """Return the row of each window, int64 [windows], numbered from 0 without gaps. Sizes are at most `room`. Not for
+    `split`, which may put a window into several rows."""
     if packing in ("none", "pad"):
         return np.arange(len(sizes))
     if packing == "greedy":
@@ -144,10 +133,7 @@ class PackedRows:
         cache: Path | None = None,
         opening: str | None = None,
     ) -> None:
-        """Pack every block once to count its rows, or take the counts from `cache`.
-
-        `room`: tokens of a row. `opening`: see `DatasetSpec`.
-        """
+        """Count the rows of every block, or take the counts from `cache`. `room`: tokens of a row."""
         self.windows = windows
         self.packing = packing
         self._room = room
@@ -180,8 +166,7 @@ class PackedRows:
         return found
 
     def _kept(self, cache: Path | None, opening: str | None) -> npt.NDArray[np.int64]:
-        """Return the number of rows before each block, and in all; int64 [blocks + 1]. An unusable cache is only
-        logged."""
+        """Return the rows before each block, and in all; int64 [blocks + 1]. An unusable cache is only logged."""
         if cache is None:
             return self._counted()
         try:
@@ -215,9 +200,7 @@ class PackedRows:
 
     def _packed(self, block: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return the sizes of the block's windows, the windows sorted by row, and the first of each row among these.
-
-        With `split` the second is empty, and the third is the first token of each window in the block.
-        """
+        With `split` the second is empty, and the third is the first token of each window in the block."""
         first = block * WINDOWS_PER_BLOCK
         sizes = self.windows.sizes(first, min(first + WINDOWS_PER_BLOCK, len(self.windows)))
         if self.packing == "split":
@@ -229,16 +212,11 @@ class PackedRows:
 def document_cut(
     settings: DocumentWindowSection, *, seq_length: int, eod: int | None, vocabulary_size: int | None, where: str
 ) -> DocumentCut:
-    """Return the cut of `settings`; `eod` is the tokenizer's end of document.
-
-    Raises ConfigError if `eod` is needed and missing, or if bos or eos is not below `vocabulary_size`.
-    """
+    """Return the cut of `settings`; `eod` is the tokenizer's end of document. Raises ConfigError if `eod` is needed and
+    missing, or if bos or eos is not below `vocabulary_size`."""
     if eod is None and (settings.eos is True or settings.drop_eod):
-        raise ConfigError(
-            "document_window.eos: true and drop_eod need an end-of-document token, and this tokenizer has none",
-            where=where,
-            hint="give eos as the id of a token",
-        )
+        words = "document_window.eos: true and drop_eod need an end-of-document token, and this tokenizer has none"
+        raise ConfigError(words, where=where, hint="give eos as the id of a token")
     cut = DocumentCut(
         window=settings.window or seq_length,
         overlap=settings.overlap,
@@ -248,11 +226,8 @@ def document_cut(
     )
     for what, token in (("bos", cut.bos), ("eos", cut.eos)):
         if token is not None and vocabulary_size is not None and token >= vocabulary_size:
-            raise ConfigError(
-                f"document_window.{what} {token} is beyond the vocabulary of {vocabulary_size}",
-                where=where,
-                hint="give the id of a token of data.tokenizer",
-            )
+            words = f"document_window.{what} {token} is beyond the vocabulary of {vocabulary_size}"
+            raise ConfigError(words, where=where, hint="give the id of a token of data.tokenizer")
     return cut
 
 
@@ -274,10 +249,8 @@ class DocumentWindowOrder:
         opening: str | None = None,
         blocks: BlockCache | None = None,
     ) -> None:
-        """`padding`: id that fills rows. `cache`, `opening`: see `PackedRows`; `blocks`: see `WindowDataset`.
-
-        Raises ConfigError like `document_cut`, and if there is no window.
-        """
+        """`padding`: id that fills rows. `cache`, `opening`: see `PackedRows`; `blocks`: see `WindowDataset`. Raises
+        ConfigError like `document_cut`, and if there is no window."""
         where = f"data set {name!r}"
         self.cut = document_cut(settings, seq_length=seq_length, eod=eod, vocabulary_size=vocabulary_size, where=where)
         self.seq_length = seq_length
@@ -322,14 +295,7 @@ class DocumentWindowOrder:
             whole = self.rows.windows.origin(window)
             first, end = max(start - before, 0), min(stop - before, whole.tokens)
             if end > first:
-                found.append(
-                    DocumentOrigin(
-                        prefix=whole.prefix,
-                        document=whole.document,
-                        offset=whole.offset + first,
-                        tokens=end - first,
-                    )
-                )
+                found.append(replace(whole, offset=whole.offset + first, tokens=end - first))
         return found
 
 

@@ -8,9 +8,6 @@ numbered through the documents and shards of a data set, in the manifest's order
 A table keeps the number of windows before every 128th document: 8 bytes, so 62 MB for 10^9 documents. Lengths of the
 documents between are read from the .idx on demand (512 bytes). Opening reads all lengths once, 4 bytes a document. A
 "document" is a sequence of the .idx; an empty one has no window.
-
-Rejected: a list of windows (12 bytes for each, like Megatron's list of samples); bisecting the .idx, which knows tokens
-but not windows.
 """
 
 from __future__ import annotations
@@ -24,12 +21,10 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from relayrun.errors import FatalTrainingError, InputError
-from relayrun.tokens.order.datasets import MAX_OPEN_FILES, DocumentOrigin, WindowDataset
-from relayrun.tokens.order.remote_shards import BlockCache, open_shard_file
-from relayrun.tokens.shards.manifest import DatasetManifest, ShardEntry
-from relayrun.tokens.shards.shard import INDEX_HEADER, Shard
-from relayrun.tokens.stores.urls import is_url
+from relayrun.errors import FatalTrainingError
+from relayrun.tokens.order.datasets import MAX_OPEN_FILES, DocumentOrigin, IndexFile, WindowDataset
+from relayrun.tokens.order.remote_shards import BlockCache
+from relayrun.tokens.shards.manifest import DatasetManifest
 
 DOCUMENTS_PER_BLOCK = 128
 """Documents between two entries of the table."""
@@ -78,18 +73,15 @@ class DocumentCut:
     def windows(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the number of windows of documents with `tokens` tokens, int64 [documents]."""
         rest = tokens - self.overlap
-        found: npt.NDArray[np.int64] = np.where(tokens > 0, np.maximum(1, -(-rest // self.step)), 0)
-        return found
+        return np.asarray(np.where(tokens > 0, np.maximum(1, -(-rest // self.step)), 0), np.int64)
 
     def sizes(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the tokens of every window of these documents, with BOS and EOS; int64 [windows]."""
         counts = self.windows(tokens)
         ends = np.cumsum(counts)
         numbers = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
-        sizes: npt.NDArray[np.int64] = (
-            np.minimum(self.content, np.repeat(tokens, counts) - numbers * self.step) + self.specials
-        )
-        return sizes
+        sizes = np.minimum(self.content, np.repeat(tokens, counts) - numbers * self.step) + self.specials
+        return np.asarray(sizes, np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,35 +100,25 @@ class WindowLocation:
 
 
 class DocumentWindows:
-    """The windows of a data set. Thread-safe; holds at most 2 x `open_files` files open."""
+    """The windows of a data set. Thread-safe; holds at most 2 x `MAX_OPEN_FILES` files open."""
 
-    def __init__(
-        self,
-        manifest: DatasetManifest,
-        cut: DocumentCut,
-        *,
-        open_files: int = MAX_OPEN_FILES,
-        blocks: BlockCache | None = None,
-    ) -> None:
-        """Read the lengths of all documents. `blocks`: see `WindowDataset`.
-
-        Raises InputError if a shard is missing or was truncated.
-        """
+    def __init__(self, manifest: DatasetManifest, cut: DocumentCut, *, blocks: BlockCache | None = None) -> None:
+        """Read the lengths of all documents. Raises InputError if a shard is missing or was truncated."""
         self.manifest = manifest
         self.cut = cut
-        self._stream = WindowDataset(manifest, 1, open_files=open_files, blocks=blocks)
+        self._stream = WindowDataset(manifest, 1, blocks=blocks)
         self._stream_starts = list(accumulate((shard.tokens for shard in manifest.shards), initial=0))
-        self._file = lru_cache(open_files)(lambda number: _IndexFile(manifest.shards[number], blocks))
+        self._file = lru_cache(MAX_OPEN_FILES)(lambda number: IndexFile(manifest.shards[number], blocks))
         self._tables = [self._table(number) for number in range(len(manifest.shards))]
         self._starts = list(accumulate((int(table[-1]) for table in self._tables), initial=0))
 
     def _table(self, shard: int) -> npt.NDArray[np.int64]:
         """Return the windows of the shard before each block of documents, and in all; int64 [blocks + 1]."""
         index = self._file(shard)
-        table = np.zeros(-(-index.documents // DOCUMENTS_PER_BLOCK) + 1, np.int64)
-        for first in range(0, index.documents, _DOCUMENTS_READ_AT_ONCE):
+        table = np.zeros(-(-index.sequences // DOCUMENTS_PER_BLOCK) + 1, np.int64)
+        for first in range(0, index.sequences, _DOCUMENTS_READ_AT_ONCE):
             counts = self.cut.windows(
-                self.cut.tokens(index.lengths(first, min(first + _DOCUMENTS_READ_AT_ONCE, index.documents)))
+                self.cut.tokens(index.lengths(first, min(first + _DOCUMENTS_READ_AT_ONCE, index.sequences)))
             )
             blocks = np.add.reduceat(counts, np.arange(0, len(counts), DOCUMENTS_PER_BLOCK))
             table[first // DOCUMENTS_PER_BLOCK + 1 :][: len(blocks)] = blocks
@@ -146,11 +128,6 @@ class DocumentWindows:
         """Windows of the data set."""
         return self._starts[-1]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tables in memory."""
-        return sum(table.nbytes for table in self._tables)
-
     def locate(self, i: int) -> WindowLocation:
         """Return the origin of window i. Raises IndexError outside of 0..len-1, OSError and InputError like `read`."""
         if not 0 <= i < len(self):
@@ -159,7 +136,7 @@ class DocumentWindows:
         i -= self._starts[shard]
         table, index = self._tables[shard], self._file(shard)
         block = int(np.searchsorted(table, i, side="right")) - 1
-        lengths = index.lengths(block * DOCUMENTS_PER_BLOCK, min((block + 1) * DOCUMENTS_PER_BLOCK, index.documents))
+        lengths = index.lengths(block * DOCUMENTS_PER_BLOCK, min((block + 1) * DOCUMENTS_PER_BLOCK, index.sequences))
         tokens = self.cut.tokens(lengths)
         ends = table[block] + np.cumsum(self.cut.windows(tokens))
         at = int(np.searchsorted(ends, i, side="right"))
@@ -181,7 +158,9 @@ class DocumentWindows:
         FatalTrainingError if a document does not end with `drop_end`.
         """
         place = self.locate(i)
-        start = self._stream_starts[place.shard] + self._file(place.shard).start(place.document) + place.offset
+        offset = int(self._file(place.shard).offsets(place.document, place.document + 1)[0])
+        itemsize = np.dtype(self.manifest.shards[place.shard].dtype).itemsize
+        start = self._stream_starts[place.shard] + offset // itemsize + place.offset
         cut, dropped = self.cut, place.ends and self.cut.drop_end is not None
         text = self._stream.tokens(start, place.tokens + dropped)
         if dropped and text[-1] != cut.drop_end:
@@ -219,7 +198,7 @@ class DocumentWindows:
                 low = int(np.searchsorted(table, first - start, side="right")) - 1
                 high = int(np.searchsorted(table, stop - start, side="left"))
                 tokens = self.cut.tokens(
-                    index.lengths(low * DOCUMENTS_PER_BLOCK, min(high * DOCUMENTS_PER_BLOCK, index.documents))
+                    index.lengths(low * DOCUMENTS_PER_BLOCK, min(high * DOCUMENTS_PER_BLOCK, index.sequences))
                 )
                 found.append(self.cut.sizes(tokens)[first - start - int(table[low]) :][: stop - first])
                 first = stop
@@ -233,28 +212,3 @@ class DocumentWindows:
             sizes = self.sizes(first, min(first + step, len(self)))
             for at in range(0, len(sizes), each):
                 yield sizes[at : at + each]
-
-
-class _IndexFile:
-    def __init__(self, shard: ShardEntry, blocks: BlockCache | None) -> None:
-        if not is_url(shard.prefix):
-            Shard.open(shard.prefix)  # checks the index with clear errors
-        self._path = shard.prefix + ".idx"
-        self._bytes = open_shard_file(self._path, shard.idx_bytes, shard.fingerprint, blocks)
-        self.documents: int = INDEX_HEADER.unpack(self._read(INDEX_HEADER.size, 0))[3]
-        self._itemsize = np.dtype(shard.dtype).itemsize
-
-    def lengths(self, first: int, end: int) -> npt.NDArray[np.int32]:
-        """Return the tokens of the documents first .. end - 1."""
-        return np.frombuffer(self._read(4 * (end - first), INDEX_HEADER.size + 4 * first), "<i4")
-
-    def start(self, document: int) -> int:
-        """Return the first token of a document in the shard."""
-        offset = self._read(8, INDEX_HEADER.size + 4 * self.documents + 8 * document)
-        return int.from_bytes(offset, "little") // self._itemsize
-
-    def _read(self, size: int, at: int) -> bytes:
-        data = self._bytes.pread(size, at)
-        if len(data) != size:
-            raise InputError("index has become shorter", where=self._path, hint="put the shard back as it was")
-        return data

@@ -23,10 +23,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from relayrun.files import atomic_file, read_json, write_json
-from relayrun.tokens.stores.direct_io import HashingFile
+from relayrun.tokens.stores.direct_io import HashingFile, file_checksum
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +42,8 @@ class IndexCache:
     def __init__(
         self, folder: Path, name: str, *, opening: str | None = None, parts: Sequence[str] = INDEX_NAMES
     ) -> None:
-        """`name`: the hash of everything that the indices depend on. `parts`: the name of each index.
-
-        `opening`: the identity of the ranks that open the cache together; None for a single process.
-        """
+        """`name`: the hash of everything that the indices depend on. `parts`: the name of each index. `opening`: the
+        identity of the ranks that open the cache together; None for a single process."""
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = folder / f"{name}.lock"
         self._paths = [folder / f"{name}-{part}.npy" for part in parts]
@@ -59,15 +56,17 @@ class IndexCache:
         with self._lock.open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH)
             if not self._is_verified() and (self._opening is not None or self._fault() is not None):
-                fcntl.flock(
-                    lock, fcntl.LOCK_EX
-                )  # the upgrade releases the lock in between: another process may build first
+                # the upgrade releases the lock in between: another process may build first
+                fcntl.flock(lock, fcntl.LOCK_EX)
                 if not self._is_verified():
                     if (fault := self._fault()) is not None:
                         if any(path.exists() for path in self._paths):
                             log.warning("the index cache is built anew: %s", fault)
                         self._build(build)
-                    self._record_opening()
+                    if self._opening is not None:
+                        openings = {**self._openings(), self._opening: self._stamps()}
+                        with contextlib.suppress(OSError):  # on a full disk each process verifies for itself
+                            write_json(self._checked, dict([*openings.items()][-KEPT_OPENINGS:]), durable=False)
             return [np.load(path, mmap_mode="r", allow_pickle=False) for path in self._paths]
 
     def _is_verified(self) -> bool:
@@ -76,12 +75,6 @@ class IndexCache:
             return False
         stamps = self._stamps()
         return stamps is not None and self._openings().get(self._opening) == stamps
-
-    def _record_opening(self) -> None:
-        if self._opening is not None:
-            openings = {**self._openings(), self._opening: self._stamps()}
-            with contextlib.suppress(OSError):  # on a full disk each process verifies for itself
-                write_json(self._checked, dict(list(openings.items())[-KEPT_OPENINGS:]), durable=False)
 
     def _openings(self) -> dict[str, Any]:
         """Return size and time of change (ns) of the verified files by opening, oldest first."""
@@ -103,11 +96,11 @@ class IndexCache:
         try:
             record = read_json(self._record)
             for path in self._paths:
-                if _checksum(np.memmap(path, np.uint8, "r")) != record[path.name]:
+                if {"bytes": path.stat().st_size, "xxh3_128": file_checksum(path)} != record[path.name]:
                     return f"{path} is not what was built"
         except FileNotFoundError as error:
             return f"{error.filename} is missing"
-        except (ValueError, KeyError, TypeError):  # an empty file, too
+        except (ValueError, KeyError, TypeError):
             return f"{self._record} does not fit its files"
         return None
 
@@ -120,7 +113,3 @@ class IndexCache:
                 np.save(hashed, index, allow_pickle=False)
             record[path.name] = {"bytes": hashed.bytes, "xxh3_128": hashed.hexdigest()}
         write_json(self._record, record)
-
-
-def _checksum(data: npt.NDArray[np.uint8]) -> dict[str, int | str]:
-    return {"bytes": data.nbytes, "xxh3_128": xxhash.xxh3_128_hexdigest(data.data)}

@@ -48,10 +48,8 @@ class MegatronOrder:
         tokens = int(ends[len(indices) - 1]) if len(indices) else 0
         self._length = max(0, tokens - 1) // source.seq_length
         if not self._length:
-            raise ConfigError(
-                f"the data set {source.name!r} has {tokens} tokens to train on, fewer than one sample",
-                hint="give more data or a smaller seq_length",
-            )
+            words = f"the data set {source.name!r} has {tokens} tokens to train on, fewer than one sample"
+            raise ConfigError(words, hint="give more data or a smaller seq_length")
         self._epoch: Callable[[int], MegatronEpoch] = lru_cache(2)(
             partial(_open_epoch, source, self._documents, indices)
         )
@@ -63,8 +61,7 @@ class MegatronOrder:
         """Return the token ids, int64 [seq_length + 1], of sample i of Megatron's order in this epoch."""
         if epoch < 0 or not 0 <= i < self._length:
             raise IndexError(f"epoch {epoch}, window {i}: outside of range({self._length})")
-        text: npt.NDArray[np.int64] = self._epoch(epoch)._query_document_sample_shuffle_indices(i)[0]
-        return text
+        return np.asarray(self._epoch(epoch)._query_document_sample_shuffle_indices(i)[0], np.int64)
 
     def origins(self, epoch: int, i: int) -> list[DocumentOrigin]:
         """Return the origins of the tokens of a sample: documents and offsets."""
@@ -80,13 +77,6 @@ class MegatronOrder:
                 found.append(DocumentOrigin(prefix=prefix, document=number, offset=offset, tokens=count))
             left, at, offset = left - count, at + 1, 0
         return found
-
-
-def megatron_epoch_seed(seed: int, name: str, epoch: int) -> int:
-    """Return the seed of numpy's generator in GPTDataset, below 2^32: the run's seed for epoch 0, later derived."""
-    if epoch == 0:
-        return seed % (1 << 32)
-    return int.from_bytes(hashlib.sha256(f"{seed}/{name}/{epoch}".encode()).digest()[:4], "little")
 
 
 class MegatronDocuments:
@@ -115,16 +105,12 @@ class MegatronDocuments:
 class MegatronEpoch(GPTDataset):  # type: ignore[misc]  # megatron-core has no types
     """GPTDataset with a cache that ranks, nodes and threads can share."""
 
-    def _build_document_sample_shuffle_indices(self) -> tuple[Any, Any, Any]:
-        build = super()._build_document_sample_shuffle_indices
-        if self.config.relayrun_cache is None:
-            document, sample, shuffle = build()
-            return document, sample, shuffle
-        cache = IndexCache(
-            Path(self.config.relayrun_cache), self.unique_description_hash, opening=self.config.relayrun_opening
-        )
-        document, sample, shuffle = cache.read_or_build(build)
-        return document, sample, shuffle
+    def _build_document_sample_shuffle_indices(self) -> tuple[Any, ...]:
+        build, folder = super()._build_document_sample_shuffle_indices, self.config.relayrun_cache
+        if folder is None:
+            return tuple(build())
+        cache = IndexCache(Path(folder), self.unique_description_hash, opening=self.config.relayrun_opening)
+        return tuple(cache.read_or_build(build))
 
 
 @dataclass
@@ -138,8 +124,9 @@ class MegatronEpochConfig(GPTDatasetConfig):  # type: ignore[misc]
 def _open_epoch(
     source: DatasetSpec, documents: MegatronDocuments, indices: npt.NDArray[np.int32], epoch: int
 ) -> MegatronEpoch:
+    derived = hashlib.sha256(f"{source.seed}/{source.name}/{epoch}".encode()).digest()[:4]
     config = MegatronEpochConfig(
-        random_seed=megatron_epoch_seed(source.seed, source.name, epoch),
+        random_seed=int.from_bytes(derived, "little") if epoch else source.seed % (1 << 32),  # numpy takes 32 bits
         sequence_length=source.seq_length,
         split="1",
         reset_position_ids=False,

@@ -8,13 +8,7 @@ place of xor (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA
 domain to n: ab < n + a, so walking is rare at every n; a power of four would cost up to four walks.
 
 Cost: twelve integers of memory, one hash of set-up; about 5 µs for an index in Python, below 0.1 µs an index for many
-at once in numpy, at any n.
-
-Rejected: a shuffled index array (8 bytes per window, seconds to build at 10^9, and another length is another order); a
-linear congruence (visible lag-1 correlation); four rounds (in the index shuffle of grain they leave a lag-1 correlation
-of 0.40 at n = 1,000,003); eight rounds (clean at that n, but with halves of three values a bias shows over many epochs:
-at n = 8 the frequency of successors is off by 2 %, 26 standard deviations over 100,000 keys; twelve are within noise
-from n = 3).
+at once in numpy, at any n. docs/decisions/0006 lists rejected ways.
 """
 
 from __future__ import annotations
@@ -40,10 +34,8 @@ def permutation_key(seed: int, name: str, epoch: int) -> bytes:
 
 
 def epoch_permutations(n: int, seed: int, name: str) -> Callable[[int], Permutation]:
-    """Return a function from an epoch of a data set to its permutation of range(n).
-
-    The latest two are kept: readers can stand on both sides of an epoch's end.
-    """
+    """Return a function from an epoch of a data set to its permutation of range(n). The latest two are kept: readers
+    can stand on both sides of an epoch's end."""
     return lru_cache(2)(lambda epoch: Permutation(n, permutation_key(seed, name, epoch)))
 
 
@@ -66,7 +58,8 @@ class Permutation:
         self._numpy_keys = np.array(self._keys, dtype=np.uint64)
 
     def __call__(self, i: int) -> int:
-        self._check(i)
+        if not 0 <= i < self.n:
+            raise IndexError(f"{i} is outside of range({self.n})")
         while True:
             i = self._forward(i)
             if i < self.n:
@@ -82,10 +75,6 @@ class Permutation:
         while (outside := np.flatnonzero(flat >= self.n)).size:
             flat[outside] = self._forward_many(flat[outside])
         return i
-
-    def _check(self, i: int) -> None:
-        if not 0 <= i < self.n:
-            raise IndexError(f"{i} is outside of range({self.n})")
 
     def _forward(self, i: int) -> int:
         left, right = divmod(i, self._b)

@@ -101,8 +101,7 @@ _started_prefetchers: weakref.WeakSet[Prefetcher[Any]] = weakref.WeakSet()
 
 @atexit.register
 def _close_prefetchers() -> None:
-    """Stop the threads first: one that reads below a URL calls Python from Arrow and hangs or kills a dying
-    interpreter."""
+    """Stop the threads first: a read below a URL calls Python from Arrow, and hangs or kills a dying interpreter."""
     end = time.monotonic() + _EXIT_SECONDS
     found = [*_started_prefetchers]
     for ahead in found:

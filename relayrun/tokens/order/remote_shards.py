@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
 
 import xxhash
 
@@ -64,11 +63,9 @@ class BlockCache:
                 (self._folder / f"{number:02x}").mkdir(mode=0o700, exist_ok=True)
             self._remove_others(folder)
         except OSError as error:
-            raise ConfigError(
-                f"the cache of shards cannot be made: {error.strerror}",
-                where=error.filename or folder,
-                hint="set data.shard_cache_dir to a folder of each node's own disk",
-            ) from None
+            words = f"the cache of shards cannot be made: {error.strerror}"
+            hint = "set data.shard_cache_dir to a folder of each node's own disk"
+            raise ConfigError(words, where=error.filename or folder, hint=hint) from None
 
     def get(self, name: str, fetch: Callable[[], bytes]) -> bytes:
         """Return the block `name`, from the cache or from `fetch`. Raises errors of `fetch`."""
@@ -177,11 +174,9 @@ def _remote_prefixes(url: str) -> dict[str, tuple[int, int]]:
         try:
             files = {url + suffix: urls.stat_url(url + suffix)[0] for suffix in SHARD_SUFFIXES}
         except urls.MissingInput:
-            raise InputError(
-                "there is neither a folder with .bin and .idx files nor a shard of this name",
-                where=url,
-                hint="give a folder, or a shard without its suffix; patterns are for local folders",
-            ) from None
+            words = "there is neither a folder with .bin and .idx files nor a shard of this name"
+            hint = "give a folder, or a shard without its suffix; patterns are for local folders"
+            raise InputError(words, where=url, hint=hint) from None
     prefixes = sorted({name.rpartition(".")[0] for name in files})
     for prefix in prefixes:
         for suffix in SHARD_SUFFIXES:
@@ -206,15 +201,9 @@ def _remote_entry(prefix: str, bin_bytes: int) -> ShardEntry:
             raise InputError(error.message, where=prefix, hint=error.hint) from None
 
 
-class ShardFile(Protocol):
-    """An open file. Several threads may read it."""
-
-    def pread(self, count: int, at: int) -> bytes:
-        """Return `count` bytes from offset `at` on; fewer only at the end of the file."""
-        ...
-
-
-def open_shard_file(path: str, size: int, fingerprint: str, blocks: BlockCache | None) -> ShardFile:
+def open_shard_file(
+    path: str, size: int, fingerprint: str, blocks: BlockCache | None
+) -> LocalShardFile | RemoteShardFile:
     """Open a local or remote file of a shard.
 
     `size` of the file and `fingerprint` of the shard when the run began, which name the blocks in the cache. A URL
@@ -228,13 +217,14 @@ def open_shard_file(path: str, size: int, fingerprint: str, blocks: BlockCache |
 
 
 class LocalShardFile:
-    """A local file. The last reference closes it, so a thread cannot close it under another."""
+    """A local file that several threads may read. The last reference closes it."""
 
     def __init__(self, path: str) -> None:
         self._fd = -1
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def pread(self, count: int, at: int) -> bytes:
+        """Return `count` bytes from offset `at` on; fewer only at the end of the file."""
         return os.pread(self._fd, count, at)
 
     def __del__(self) -> None:
@@ -258,6 +248,7 @@ class RemoteShardFile:
         self._store, self._path = fsspec.core.url_to_fs(url)
 
     def pread(self, count: int, at: int) -> bytes:
+        """Return as `LocalShardFile.pread`."""
         end = min(at + count, self._size)
         parts = []
         while at < end:

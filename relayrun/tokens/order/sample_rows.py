@@ -17,29 +17,13 @@ import numpy.typing as npt
 
 from relayrun.errors import FatalTrainingError
 
-
-def document_starts(inputs: npt.NDArray[np.int64], eod: int) -> npt.NDArray[np.int64]:
-    """Return for each token the index of its document's first token in the row; int64 [batch, sequence], like `inputs`.
-
-    A token's position in its document is its index minus this start; attention reaches from the start to the token.
-    """
-    batch, length = inputs.shape
-    starts = np.zeros((batch, length), dtype=np.int64)
-    if length > 1:
-        begins = np.where(inputs[:, :-1] == eod, np.arange(1, length), 0)
-        np.maximum.accumulate(begins, axis=1, out=starts[:, 1:])
-    return starts
-
-
 DocumentLengths = Sequence[Sequence[int] | None] | None
 """Tokens of each document for rows that know them; None: unknown."""
 
 
 def document_lengths(inputs: npt.NDArray[np.int64], eod: int, own: DocumentLengths = None) -> list[list[int]]:
     """Return the tokens of each document, row by row: `reset_attention_mask`. `inputs` is int64 [batch, sequence].
-
-    `own` takes precedence for rows that have it.
-    """
+    `own` takes precedence for rows that have it."""
     rows = []
     for number, row in enumerate(inputs):
         if own is not None and (known := own[number]) is not None:
@@ -51,26 +35,19 @@ def document_lengths(inputs: npt.NDArray[np.int64], eod: int, own: DocumentLengt
 
 
 def document_positions(inputs: npt.NDArray[np.int64], eod: int, own: DocumentLengths = None) -> npt.NDArray[np.int64]:
-    """Return positions that restart at 0 in each document, int64 [batch, sequence]: `reset_position_ids`. `own`: see
-    `document_lengths`."""
-    result: npt.NDArray[np.int64] = np.arange(inputs.shape[1]) - document_starts(inputs, eod)
-    for number, known in enumerate(own or ()):
-        if known is not None:
-            result[number] = np.concatenate([np.arange(length) for length in known])
-    return result
+    """Return positions in documents, int64 [batch, sequence]: `reset_position_ids`. `own` as in `document_lengths`."""
+    rows = document_lengths(inputs, eod, own)
+    return np.stack([np.concatenate([np.arange(length) for length in row]) for row in rows])
 
 
 def eod_loss_mask(inputs: npt.NDArray[np.int64], eod: int) -> npt.NDArray[np.float32]:
     """Return 0 where the input is an end of document, else 1; float32 [batch, sequence]: `eod_mask_loss`."""
-    result: npt.NDArray[np.float32] = (inputs != eod).astype(np.float32)
-    return result
+    return np.asarray(inputs != eod, np.float32)
 
 
 def target_loss_mask(targets: npt.NDArray[np.int64], counted: npt.NDArray[np.bool_]) -> npt.NDArray[np.float32]:
-    """Return 1 where the loss of the target counts, else 0; float32 [batch, sequence]: `mask_tokens_except`.
-
-    `counted`: for each token of the vocabulary, True if its loss counts.
-    """
+    """Return 1 where the loss of the target counts, else 0; float32 [batch, sequence]: `mask_tokens_except`. `counted`:
+    for each token of the vocabulary, True if its loss counts."""
     return counted[targets].astype(np.float32)
 
 
@@ -123,10 +100,8 @@ class RowBatch:
 
 
 def read_row(dataset: Any, epoch: int, i: int) -> SampleRow:
-    """Return row i of an epoch of a `relayrun.tokens.order.datasets.Dataset`, from its `row` or its `read`.
-
-    Raises FatalTrainingError for a loss mask that does not fit the tokens.
-    """
+    """Return row i of an epoch of a `relayrun.tokens.order.datasets.Dataset`, from its `row` or its `read`. Raises
+    FatalTrainingError for a loss mask that does not fit the tokens."""
     if (row := getattr(dataset, "row", None)) is not None:
         found: SampleRow = row(epoch, i)
         return found
@@ -148,8 +123,4 @@ def row_statistics(counts: Sequence[int], *, tokens: int, samples: int) -> dict[
     if not counts:
         return {}
     padding, windows = counts
-    return {
-        "useful_tokens": tokens - padding,
-        "padding_share": padding / tokens,
-        "windows_per_row": windows / samples,
-    }
+    return {"useful_tokens": tokens - padding, "padding_share": padding / tokens, "windows_per_row": windows / samples}

@@ -99,11 +99,8 @@ class LaneReader:
         replica: int,
         replicas: int,
     ) -> None:
-        """`openers` open all streams; `indexed` returns samples of other data sets.
-
-        Samples that were passed over are read and dropped here, up to `consumed`. Raises ConfigError if `replicas` does
-        not divide lanes.
-        """
+        """`openers` open all streams; `indexed` returns samples of other data sets. Samples that were passed over are
+        read and dropped here, up to `consumed`. Raises ConfigError if `replicas` does not divide lanes."""
         if lanes % replicas:
             raise ConfigError(
                 f"the {lanes} lanes of this run's streams cannot be divided among {replicas} data-parallel replicas",
@@ -123,7 +120,10 @@ class LaneReader:
             for name, opener in openers.items()
         }
         for name in openers:
-            self._catch_up(name, positions[name].at, consumed)
+            for k in range(positions[name].at, consumed):
+                mine = schedule.number_in_phase(k) % replicas == replica
+                if mine and schedule.locate(k)[0] == name:
+                    self._take(name, k)
 
     def numbers(self, first: int, end: int) -> range:
         """Return the numbers of this replica's samples in the range, which lies in one phase."""
@@ -136,10 +136,8 @@ class LaneReader:
         return self._take(name, k) if name in self._open else self._indexed(k)
 
     def cursors(self, consumed: int) -> dict[str, dict[int, Cursor]]:
-        """Return the cursors of this replica when sample `consumed` is next, by data set and lane.
-
-        Forgets older positions. May run in another thread than the reader.
-        """
+        """Return the cursors of this replica when sample `consumed` is next, by data set and lane. Forgets older
+        positions. May run in another thread than the reader."""
         found: dict[str, dict[int, Cursor]] = {}
         with self._lock:
             for (name, lane), taken in self._taken.items():
@@ -153,14 +151,6 @@ class LaneReader:
         for lanes in self._open.values():
             lanes.close()
 
-    def _catch_up(self, name: str, at: int, consumed: int) -> None:
-        for k in range(at, consumed):
-            if (
-                self._schedule.number_in_phase(k) % self._replicas == self._replica
-                and self._schedule.locate(k)[0] == name
-            ):
-                self._take(name, k)
-
     def _take(self, name: str, k: int) -> SampleRow:
         lane = self._schedule.number_in_phase(k) % self._lanes
         row = self._open[name].take(lane)
@@ -173,9 +163,7 @@ def read_lane_positions(
     value: Mapping[str, Any], consumed: int, streamed: Collection[str] = ()
 ) -> dict[str, LanePositions]:
     """Read the lane positions from a checkpoint at sample `consumed`. Raises FatalTrainingError if they are damaged.
-
-    `streamed`: data sets that must be present, since samples of their lanes were consumed.
-    """
+    `streamed`: data sets that must be present, since samples of their lanes were consumed."""
     found = {}
     for name in dict.fromkeys([*streamed, *value]):
         try:
@@ -206,10 +194,7 @@ class MixturePart:
 
 
 class MixtureSampler:
-    """The samples of a run in order; sample k is any k >= 0.
-
-    `settings` determine the order of all parts (seed, sequence length, tokenizer), plain JSON.
-    """
+    """The samples of a run in order. `settings` determine the order of all parts, plain JSON."""
 
     def __init__(self, parts: Mapping[str, MixturePart], settings: Mapping[str, Any], *, name: str = "train") -> None:
         self.name = name
@@ -230,20 +215,14 @@ class MixtureSampler:
         """Lane positions at the start of this attempt, including streams that left the mixture."""
 
     def locate(self, k: int) -> tuple[str, int, int]:
-        """Return (data set, epoch, i) of global sample k; (name, 0, position) for a stream.
-
-        Raises IndexError if k < 0.
-        """
+        """Return (data set, epoch, i) of sample k; (name, 0, position) for a stream. Raises IndexError if k < 0."""
         name, position = self.schedule.locate(k)
         windows = self.records[name]["windows"]
         epoch, i = (0, position) if windows is None else divmod(position, int(windows))
         return name, epoch, i
 
     def row(self, k: int) -> SampleRow:
-        """Return global sample k. Not for samples of a stream.
-
-        Raises IndexError if k < 0, KeyError for a sample of a data set that left the mixture.
-        """
+        """Return sample k, not of a stream. Raises IndexError if k < 0, KeyError if its data set left the mixture."""
         name, epoch, i = self.locate(k)
         return read_row(self.parts[name].dataset, epoch, i)
 
@@ -251,9 +230,7 @@ class MixtureSampler:
         self, consumed_samples: int, replica: int, replicas: int, *, openers: Mapping[str, LaneOpener] | None = None
     ) -> LaneReader:
         """Return the samples of a data-parallel replica from `consumed_samples` on. Only for a mixture with streams.
-
-        `openers` replace those of the streams.
-        """
+        `openers` replace those of the streams."""
         assert self.lanes is not None
         return LaneReader(
             self.schedule,
@@ -270,10 +247,8 @@ class MixtureSampler:
     def state(
         self, consumed_samples: int, cursors: Sequence[Mapping[str, Mapping[int, Cursor]]] = ()
     ) -> dict[str, Any]:
-        """Return the state for a checkpoint, plain JSON; the next sample is `consumed_samples`.
-
-        `cursors`: results of `LaneReader.cursors` of all ranks; empty: lanes stand at the start of the attempt.
-        """
+        """Return the state for a checkpoint, plain JSON; the next sample is `consumed_samples`. `cursors`: results of
+        `LaneReader.cursors` of all ranks; empty: lanes stand at the start of the attempt."""
         newer: dict[str, dict[int, Cursor]] = {}
         for part in cursors:
             for name, lanes in part.items():
@@ -310,10 +285,8 @@ class MixtureSampler:
             try:
                 self.streams[name].check_cursors(standing[name].cursors)
             except ValueError as error:
-                raise FatalTrainingError(
-                    f"the lanes of data set {name!r} in the checkpoint are damaged: {error}",
-                    hint="resume from an older checkpoint",
-                ) from None
+                words = f"the lanes of data set {name!r} in the checkpoint are damaged: {error}"
+                raise FatalTrainingError(words, hint="resume from an older checkpoint") from None
         begun = {name: LanePositions(consumed, stream.first_cursors()) for name, stream in self.streams.items()}
         self.schedule = schedule.with_phase(consumed, self.weights, self.lanes)
         self.records = records | self.records
@@ -337,9 +310,7 @@ class MixtureSampler:
         return differences
 
 
-def _read_state(
-    state: Mapping[str, Any],
-) -> tuple[int, Schedule, dict[str, dict[str, Any]], dict[str, LanePositions]]:
+def _read_state(state: Mapping[str, Any]) -> tuple[int, Schedule, dict[str, dict[str, Any]], dict[str, LanePositions]]:
     """Return consumed samples, schedule, records and lane positions. Raises FatalTrainingError for damage."""
     try:
         if state.get("version") != SAMPLER_STATE_VERSION:

@@ -11,10 +11,7 @@ matters least: a count is never further than 2 from weight x n, within about 1 i
 
 A dataset's position is its count in this phase plus its counts of all earlier phases. A dataset that leaves the mixture
 keeps its count, and continues there when it returns. Cost of `locate`: a step for each level of the tree, about 1 µs;
-of `counts`: a step for each dataset and phase.
-
-Rejected: Megatron's array with the dataset of every sample (built at start for a fixed length); random draws (counts
-deviate by the root of n); a low-discrepancy sequence (its error grows with log n).
+of `counts`: a step for each dataset and phase. docs/decisions/0010 lists rejected ways.
 """
 
 from __future__ import annotations
@@ -178,10 +175,8 @@ class Phase:
 
 
 class Schedule:
-    """Phases from sample 0 on. Immutable; `with_phase` makes another one.
-
-    Raises ValueError for phases that do not begin at 0 and rise, or whose weights do not sum to 2^32.
-    """
+    """Phases from sample 0 on. Immutable; `with_phase` makes another one. Raises ValueError for phases that do not
+    begin at 0 and rise, or whose weights do not sum to 2^32."""
 
     def __init__(self, phases: Sequence[Phase]) -> None:
         starts = [phase.start for phase in phases]
@@ -207,10 +202,7 @@ class Schedule:
         return sorted({name for phase in self.phases for name in phase.weights})
 
     def locate(self, k: int) -> tuple[str, int]:
-        """Return (dataset, position) of global sample k. Positions of a dataset count from 0 without a gap.
-
-        Raises IndexError if k < 0.
-        """
+        """Return (dataset, position) of sample k. Positions have no gaps. Raises IndexError if k < 0."""
         if k < 0:
             raise IndexError(f"sample {k}: samples are numbered from 0")
         number = bisect_right(self._starts, k) - 1
@@ -228,8 +220,7 @@ class Schedule:
         return dict.fromkeys(self.names, 0) | dict(sorted(_sum(self._before[number], within).items()))
 
     def sample_of(self, name: str, position: int) -> int | None:
-        """Return the global sample at this position of a dataset; None if it never comes (the dataset left the
-        mixture)."""
+        """Return the global sample at this position of a dataset; None if the dataset left the mixture before."""
         last = self.phases[-1]
         if name not in last.weights and self._before[-1].get(name, 0) <= position:
             return None
@@ -242,10 +233,8 @@ class Schedule:
         return low
 
     def with_phase(self, start: int, weights: Mapping[str, int], lanes: int | None = None) -> Schedule:
-        """Return the schedule of a run that resumes at sample `start` with these integer weights and lanes.
-
-        Phases that begin at `start` or later gave no sample and are dropped; unchanged weights make no new phase.
-        """
+        """Return the schedule of a run that resumes at sample `start` with these integer weights and lanes. Phases that
+        begin at `start` or later gave no sample and are dropped; unchanged weights make no new phase."""
         kept = [phase for phase in self.phases if phase.start < start]
         if not kept or (kept[-1].weights, kept[-1].lanes) != (dict(weights), lanes):
             kept.append(Phase(start=start, weights=dict(weights), lanes=lanes))
@@ -261,12 +250,7 @@ class Schedule:
     @classmethod
     def from_json(cls, value: Iterable[Mapping[str, Any]]) -> Self:
         """Read the result of `to_json`. Raises ValueError, KeyError or TypeError for anything else."""
-        return cls(
-            [
-                Phase(start=int(entry["start"]), weights=dict(entry["weights"]), lanes=entry.get("lanes"))
-                for entry in value
-            ]
-        )
+        return cls([Phase(start=int(e["start"]), weights=dict(e["weights"]), lanes=e.get("lanes")) for e in value])
 
 
 def _sum(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:

@@ -1,9 +1,11 @@
 """Read the files of a data set as texts and rows of bounded size.
 
-    inputs     names of data files, paths files, and lines that cannot be read
-    columns    the text column of a file, or all columns, as Arrow data
-    json_csv   lines of JSON and rows of CSV to texts
-    texts      texts in memory: Arrow arrays, and buffers without a Python object per text
+    inputs        formats and names of data files, paths files
+    columns       the text column of a file, or all columns, as Arrow data
+    arrow_files   Parquet and Arrow files
+    json_csv      lines of JSON and rows of CSV
+    texts         texts in memory: Arrow arrays, and buffers without a Python object per text
+    faults        lines and rows that cannot be read
 
 In: paths below a folder or URL. Out: Arrow arrays and tables, all texts UTF-8; a bad line is named or counted.
 """

@@ -7,35 +7,28 @@ dictionaries become plain values, whose bytes in a file do not depend on the sur
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-from collections.abc import Generator, Iterator, Sequence
+import pkgutil
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import BinaryIO
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from relayrun.errors import InputError, RelayrunError, combined_error
-from relayrun.tokens.readers.inputs import BadLine, LineFaults, file_compression, file_kind
-from relayrun.tokens.readers.json_csv import MAX_ROWS, read_csv, read_jsonl
-from relayrun.tokens.readers.texts import find_field, keep_utf8, keep_utf8_rows, row_namer, text_array
+from relayrun.tokens.readers.arrow_files import open_parquet, read_batches, unreadable_file_error
+from relayrun.tokens.readers.faults import BadLine, LineFaults
+from relayrun.tokens.readers.inputs import PARQUET, file_format
+from relayrun.tokens.readers.json_csv import file_compression
+from relayrun.tokens.readers.texts import find_field, keep_utf8_rows
 from relayrun.tokens.stores import urls
-from relayrun.tokens.stores.urls import MissingInput, first_line, open_input, printable
+from relayrun.tokens.stores.urls import MissingInput, open_input, printable
 
 log = logging.getLogger(__name__)
 
-_MAX_REPEATED_ROWS = 128
-"""Rows of an array if the file may store a text once for many rows: file size then says little about text size."""
-
-_COLUMN_READ_AHEAD = 1 << 20
 _FILES_AT_A_TIME = 8
-
-_ARROW_FILE = b"ARROW1"
-"""First bytes of an IPC file; an IPC stream begins differently."""
 
 
 def read_column(
@@ -49,23 +42,13 @@ def read_column(
     `faults` skips it; and InputError that names a file that cannot be read at all.
     """
     faults = faults or LineFaults()
-    kind = file_kind(path)
+    read = pkgutil.resolve_name(file_format(path).reader)
     try:
         with open_input(path) as raw:
-            if kind == "parquet":
-                yield from _read_parquet(raw, path, column, batch_bytes, faults)
-            elif kind == "arrow":
-                yield from _read_arrow(raw, path, column, faults)
-            elif kind == "csv":
-                yield from read_csv(raw, path, column, file_compression(path), batch_bytes, faults)
-            else:
-                yield from read_jsonl(raw, path, column, file_compression(path), batch_bytes, scratch, faults)
+            yield from read(raw, path, column, batch_bytes=batch_bytes, scratch=scratch, faults=faults)
     except FileNotFoundError:
-        raise MissingInput(
-            "this file of the dump is missing",
-            where=printable(path),
-            hint="run prepare_dumps.py again if the dataset has changed",
-        ) from None
+        hint = "run prepare_dumps.py again if the dataset has changed"
+        raise MissingInput("this file of the dump is missing", where=printable(path), hint=hint) from None
     except (pa.ArrowException, OSError) as error:
         raise unreadable_file_error(
             path, error, hint="fetch the file again, then run again: what is done is kept"
@@ -95,9 +78,7 @@ class _FirstBadLines(LineFaults):
 
 def check_column(path: str, column: str, *, skip_lines: bool = False) -> None:
     """Read the schema or the first lines of a file, and the first texts. Raises InputError as `read_column`.
-
-    `skip_lines`: some bad lines at the beginning are accepted.
-    """
+    `skip_lines`: some bad lines at the beginning are accepted."""
     faults = _FirstBadLines(skip=skip_lines)
     arrays = read_column(path, column, batch_bytes=1, faults=faults)
     if next(arrays, None) is None:
@@ -150,58 +131,6 @@ def _file_fault(path: str, column: str, *, skip_lines: bool) -> InputError | Non
     return None
 
 
-def unreadable_file_error(path: str, error: Exception, *, hint: str | None = None) -> InputError:
-    """Return the error for a file that Arrow or the store cannot read."""
-    return InputError(f"cannot be read, it may be torn: {first_line(error)}", where=printable(path), hint=hint)
-
-
-def _read_parquet(raw: BinaryIO, path: str, column: str, batch_bytes: int, faults: LineFaults) -> Iterator[pa.Array]:
-    # buffered pages: without a buffer the column of a whole row group is read at once
-    with pq.ParquetFile(raw, buffer_size=_COLUMN_READ_AHEAD, pre_buffer=False) as file:
-        fields = find_field(file.schema_arrow, path, column)
-        leaves = [file.metadata.schema.column(i).path for i in range(file.metadata.num_columns)]
-        leaf = leaves.index(".".join(fields))
-        for group in range(file.num_row_groups):
-            chunk = file.metadata.row_group(group).column(leaf)
-            average = chunk.total_uncompressed_size / max(chunk.num_values, 1)
-            most = _MAX_REPEATED_ROWS if chunk.has_dictionary_page else MAX_ROWS
-            most = int(max(1, min(most, batch_bytes / max(average, 1))))
-            first = 0
-            # one thread: the workers share the cores already
-            for batch in file.iter_batches(most, [group], [".".join(fields)], use_threads=False):
-                rows = len(batch)
-                array = text_array(batch, fields)
-                del batch
-                array = keep_utf8(array, faults, row_namer(path, group, first))
-                yield array
-                del array  # frees a long document before the next one is read
-                first += rows
-
-
-def _read_arrow(raw: BinaryIO, path: str, column: str, faults: LineFaults) -> Iterator[pa.Array]:
-    """Yield the texts of an IPC file or stream, a record batch at a time, as the format stores them."""
-    is_file = raw.read(len(_ARROW_FILE)) == _ARROW_FILE
-    raw.seek(0)
-    # two readers: the schema says which column to read, so that the other columns stay on disk
-    with pa.ipc.open_file(raw) if is_file else pa.ipc.open_stream(raw) as reader:
-        schema = reader.schema
-    fields = find_field(schema, path, column)
-    raw.seek(0)
-    options = pa.ipc.IpcReadOptions(included_fields=[schema.get_field_index(fields[0])])
-    reader = pa.ipc.open_file(raw, options=options) if is_file else pa.ipc.open_stream(raw, options=options)
-    batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else iter(reader)
-    for number, batch in enumerate(batches):
-        batch.validate()  # before its texts are read: offsets come unchecked from the file
-        array = text_array(batch, fields)
-        del batch
-        array = keep_utf8(array, faults, row_namer(path, number, 0, what="record batch"))
-        yield array
-        del array
-
-
-_ROWS_READ_AHEAD = 1 << 18
-"""Bytes read at a time per column."""
-
 _BATCH_BYTES = 4_000_000
 _MAX_TABLE_ROWS = 4096
 _FIRST_ROWS = 128
@@ -229,10 +158,8 @@ class RowFile:
 
 
 def inspect_files(files: Sequence[tuple[str, int]], column: str) -> list[RowFile]:
-    """Return a RowFile for each (path, bytes on disk), from the footers of parquet files.
-
-    Raises InputError that names the files that are torn, lack the column, or have other columns than the first one.
-    """
+    """Return a RowFile for each (path, bytes on disk), from the footers of parquet files. Raises InputError that names
+    the files that are torn, lack the column, or have other columns than the first one."""
     bad: list[RelayrunError] = []
 
     def tried(file: tuple[str, int]) -> RowFile | None:
@@ -262,7 +189,7 @@ def inspect_files(files: Sequence[tuple[str, int]], column: str) -> list[RowFile
 
 
 def _inspect_file(path: str, size: int, column: str) -> RowFile:
-    if file_kind(path) != "parquet":
+    if file_format(path) is not PARQUET:
         size *= 1 if file_compression(path) is None else _COMPRESSION_FACTOR
         return RowFile(path=path, size=size, rows=None, page=0, schema=pa.schema([(column, pa.string())]))
     with open_parquet(path) as file:
@@ -282,50 +209,30 @@ def _inspect_file(path: str, size: int, column: str) -> RowFile:
 
 
 def read_rows(file: RowFile, column: str, faults: LineFaults | None = None) -> Iterator[pa.Table]:
-    """Yield all rows of a file in order, some megabytes at a time, in the types of `wide_schema`; texts are UTF-8.
-
-    Raises InputError as `read_column`.
-    """
+    """Yield all rows of a file in order, some megabytes at a time, in `wide_schema`. Raises as `read_column`."""
     schema, faults = wide_schema(file.schema), faults or LineFaults()
     if file.rows is None:
         for array in read_column(file.path, column, batch_bytes=_BATCH_BYTES, faults=faults):
             yield pa.table([array.cast(pa.large_string())], schema)
         return
+    measured = 0.0  # bytes of a row in memory, in the largest group so far
+    size = rows = 0
+
+    def rows_at_once(group: pq.RowGroupMetaData) -> float:
+        nonlocal measured, size, rows
+        measured, size, rows = max(measured, size / max(rows, 1)), 0, 0
+        average: float = max(group.total_byte_size / max(group.num_rows, 1), measured, 1)
+        return min(_MAX_TABLE_ROWS if measured else _FIRST_ROWS, _BATCH_BYTES / average)
+
+    def take(batch: pa.RecordBatch, where: Callable[[int], str]) -> pa.Table:
+        nonlocal size, rows
+        size, rows = size + batch.nbytes, rows + len(batch)
+        kept = keep_utf8_rows(batch, fields, faults, where)
+        return pa.Table.from_batches([kept]).replace_schema_metadata().cast(schema)
+
     with open_parquet(file.path) as source:
         fields = find_field(source.schema_arrow, file.path, column)
-        measured = 0.0
-        for group in range(source.num_row_groups):
-            part = source.metadata.row_group(group)
-            average = max(part.total_byte_size / max(part.num_rows, 1), measured, 1)
-            most = int(max(1, min(_MAX_TABLE_ROWS if measured else _FIRST_ROWS, _BATCH_BYTES / average)))
-            size = first = 0
-            # one thread: the callers share the cores already
-            for batch in source.iter_batches(most, [group], use_threads=False):
-                rows = len(batch)
-                size += batch.nbytes
-                batch = keep_utf8_rows(batch, fields, faults, row_namer(file.path, group, first))
-                first += rows
-                yield pa.Table.from_batches([batch]).replace_schema_metadata().cast(schema)
-            measured = max(measured, size / max(part.num_rows, 1))
-
-
-@contextlib.contextmanager
-def open_parquet(path: str) -> Iterator[pq.ParquetFile]:
-    """Open a parquet file, local or below a URL. Raises InputError that names an unreadable file."""
-    try:
-        # buffered pages: without a buffer a whole row group is read at once
-        with (
-            _open_source(path) as source,
-            pq.ParquetFile(source, buffer_size=_ROWS_READ_AHEAD, pre_buffer=False) as file,
-        ):
-            yield file
-    except (pa.ArrowException, OSError) as error:
-        raise unreadable_file_error(path, error) from None
-
-
-def _open_source(path: str) -> pa.NativeFile:
-    utf8 = path == printable(path)  # Arrow accepts UTF-8 names only
-    return pa.OSFile(path) if utf8 and not urls.is_url(path) else pa.PythonFile(urls.open_input(path), "r")
+        yield from read_batches(source, file.path, range(source.num_row_groups), None, rows_at_once, take)
 
 
 def wide_schema(schema: pa.Schema) -> pa.Schema:
@@ -339,15 +246,6 @@ def narrow_table(table: pa.Table, schema: pa.Schema) -> pa.Table:
         return table.cast(schema)
     half = len(table) // 2
     return pa.concat_tables([narrow_table(table.slice(0, half), schema), narrow_table(table.slice(half), schema)])
-
-
-def text_column(table: pa.Table, column: str) -> pa.ChunkedArray:
-    """Return the text column, which may be nested."""
-    first, *others = find_field(table.schema, "", column)
-    found = table[first]
-    for name in others:
-        found = pc.struct_field(found, name)
-    return found
 
 
 def _wide_field(field: pa.Field) -> pa.Field:

@@ -1,123 +1,61 @@
-"""Input files of a data set: formats by file name, paths files, and lines that cannot be read.
+"""Input files of a data set: their formats, and paths files.
 
-The suffix of a name gives the format, in any case of letters. A line of a paths file is a path, taken literally:
-blanks, quotes and undecodable bytes included (`os.fsencode`); only a newline ends it. The first bad line or row raises
-an error that names it, or all bad lines are counted by reason (`LineFaults`). This module does not import Arrow.
+`FORMATS` alone lists the formats. The suffix of a name gives the format, in any case of letters. A line of a paths file
+is a path, taken literally: blanks, quotes and undecodable bytes included (`os.fsencode`); only a newline ends it. This
+module does not import Arrow.
 """
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 from relayrun.errors import InputError, RelayrunError, combined_error, did_you_mean_path
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.urls import MissingInput, printable
 
-MAX_EXAMPLES = 5
-"""Skipped lines that are quoted, at most."""
+
+@dataclass(frozen=True, kw_only=True)
+class FileFormat:
+    """A format of data files."""
+
+    name: str
+    """Name in messages, and as `data.mixture.NAME.source` if `relayrun.config.sections.data.SourceKind` lists it."""
+    suffixes: tuple[str, ...]
+    reader: str
+    """`module:function` with the arguments of `arrow_files.read_parquet`, imported when a file is opened."""
+    by_line: bool = False
+    """The reader shows every row to `LineFaults.look`, by which a stream filters rows."""
 
 
-def describe_bad_lines(counts: Mapping[str, int]) -> str:
-    """Describe the number of skipped lines for a message: `3 lines (2 not UTF-8, 1 not JSON)`."""
-    total = sum(counts.values())
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items(), key=lambda each: -each[1]))
-    return f"{total:,} line{'s' if total != 1 else ''} ({reasons})"
-
-
-class BadLine(Exception):
-    """A line without a usable text: a `reason` of few words, which is counted, and the whole `message`."""
-
-    def __init__(self, reason: str, message: str, *, hint: str | None = None) -> None:
-        super().__init__(message)
-        self.reason, self.message, self.hint = reason, message, hint
-
-
-class LineFaults:
-    """Policy for bad lines and rows: raise, or skip and count."""
-
-    def __init__(self, *, skip: bool = False, keep: bool = False) -> None:
-        """`skip`: leave bad lines out and count them; else the first one raises InputError.
-
-        `keep`: keep a null in place of each bad row, so that rows keep their numbers; see `take_marks`.
-        """
-        self._skip = skip
-        self.keep = keep
-        self._marks: list[tuple[int, str]] = []
-        self.counts: dict[str, int] = {}
-        """Skipped lines by reason."""
-        self.examples: list[str] = []
-        """The first skipped lines, each with its file and line."""
-
-    def add(self, bad: BadLine, where: str) -> None:
-        """Count the line at `where` as skipped. Raises InputError that names it unless lines may be skipped."""
-        error = InputError(printable(bad.message), where=printable(where), hint=bad.hint)
-        if not self._skip:
-            raise error from None
-        self.counts[bad.reason] = self.counts.get(bad.reason, 0) + 1
-        if len(self.examples) < MAX_EXAMPLES:
-            self.examples.append(f"{error.where}: {error.message}")
-
-    def look(self, row: Mapping[str, Any], long: Mapping[str, Any]) -> None:
-        """Inspect the object of a JSON line before its text is taken; overrides raise BadLine to skip the line.
-
-        `long`: the long strings of the line, by the placeholders that replace them (`json_csv`).
-        """
-
-    def mark(self, row: int, reason: str) -> None:
-        """Remember why row number `row` of the array being read has no text."""
-        self._marks.append((row, reason))
-
-    def take_marks(self) -> list[tuple[int, str]]:
-        """Return and clear the rows of the last array that were kept without a text, with the reasons."""
-        marks, self._marks = self._marks, []
-        return marks
-
-
-DATA_SUFFIXES = (
-    ".parquet",
-    ".jsonl",
-    ".jsonl.gz",
-    ".jsonl.zst",
-    ".json",
-    ".json.gz",
-    ".json.zst",
-    ".csv",
-    ".csv.gz",
-    ".arrow",
+_TEXT_READERS = "relayrun.tokens.readers.json_csv"
+PARQUET = FileFormat(name="parquet", suffixes=(".parquet",), reader="relayrun.tokens.readers.arrow_files:read_parquet")
+JSON_LINES = FileFormat(
+    name="jsonl",
+    suffixes=(".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz", ".json.zst"),
+    reader=f"{_TEXT_READERS}:read_jsonl",
+    by_line=True,
 )
-"""Suffixes of the data files of a data set."""
+CSV = FileFormat(name="csv", suffixes=(".csv", ".csv.gz"), reader=f"{_TEXT_READERS}:read_csv")
+ARROW = FileFormat(name="arrow", suffixes=(".arrow",), reader="relayrun.tokens.readers.arrow_files:read_arrow")
+FORMATS = {each.name: each for each in (PARQUET, JSON_LINES, CSV, ARROW)}
+"""All formats by name. A new format is an entry here and its reader; for streams, also a value of `SourceKind`."""
 
 METADATA_FILE_NAMES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Files that Hugging Face's datasets writes beside its data; they hold no documents."""
 
-FileKind = Literal["parquet", "arrow", "csv", "json lines"]
+
+def data_suffixes() -> tuple[str, ...]:
+    """Return the suffixes of all formats."""
+    return tuple(suffix for each in FORMATS.values() for suffix in each.suffixes)
 
 
-def is_data_file(path: str) -> bool:
-    """True if this file of a data set's folder holds documents."""
-    name = path.lower()
-    return name.endswith(DATA_SUFFIXES) and name.rsplit("/", 1)[-1] not in METADATA_FILE_NAMES
-
-
-def file_kind(path: str) -> FileKind:
-    """Return the format of a file by its name; JSON lines for any other name."""
-    name = path.lower()
-    if name.endswith(".parquet"):
-        return "parquet"
-    if name.endswith(".arrow"):
-        return "arrow"
-    return "csv" if name.removesuffix(".gz").endswith(".csv") else "json lines"
-
-
-def file_compression(path: str) -> Literal["gzip", "zstd"] | None:
-    """Return the compression of a text file by its name."""
-    name = path.lower()
-    return "gzip" if name.endswith(".gz") else "zstd" if name.endswith(".zst") else None
+def file_format(path: str) -> FileFormat:
+    """Return the format of a file by its suffix; JSON lines for any other name."""
+    return next((each for each in FORMATS.values() if path.lower().endswith(each.suffixes)), JSON_LINES)
 
 
 InputFile = tuple[str, int, int]
@@ -128,10 +66,8 @@ MISSING_FILE = (0, -1)
 
 
 def read_paths_file(path: str | os.PathLike[str]) -> list[str]:
-    """Return the paths of a paths file in its order, without empty lines.
-
-    Raises InputError for a missing file, an absolute path, a path given twice, or a file without paths.
-    """
+    """Return the paths of a paths file in its order, without empty lines. Raises InputError for a missing file, an
+    absolute path, a path given twice, or a file without paths."""
     try:
         content = Path(path).read_bytes()
     except (FileNotFoundError, IsADirectoryError):
@@ -156,18 +92,15 @@ def read_paths_file(path: str | os.PathLike[str]) -> list[str]:
 
 
 def stat_inputs(dataset: str | os.PathLike[str], names: list[str], *, missing_ok: bool = False) -> list[InputFile]:
-    """Return size and modification time of `names` below `dataset`, a folder or a URL (see `urls.stat_url`).
-
-    Raises InputError that names the missing files. With `missing_ok`, missing files have the size and time
-    `MISSING_FILE`.
-    """
+    """Return size and modification time of `names` below `dataset`, a folder or a URL (see `urls.stat_url`). Raises
+    InputError that names the missing files. With `missing_ok`, missing files have the size and time `MISSING_FILE`."""
     if not urls.is_url(dataset) and not os.path.isdir(dataset):
         raise InputError("there is no such dataset folder", where=dataset, hint=did_you_mean_path(dataset) or None)
     inputs: list[InputFile] = []
     missing: list[RelayrunError] = []
     for name in names:
         try:
-            inputs.append((name, *_stat_input(os.fspath(dataset), name)))
+            inputs.append((name, *urls.stat_file(urls.join_path(os.fspath(dataset), name))))
         except MissingInput as error:
             missing.append(error)
             inputs.append((name, *MISSING_FILE))
@@ -176,30 +109,13 @@ def stat_inputs(dataset: str | os.PathLike[str], names: list[str], *, missing_ok
     return inputs
 
 
-def _stat_input(dataset: str, name: str) -> tuple[int, int]:
-    if urls.is_url(dataset):
-        return urls.stat_url(urls.join_path(dataset, name))
-    try:
-        status = os.stat(os.path.join(dataset, name))
-    except (FileNotFoundError, NotADirectoryError):
-        raise MissingInput(
-            "this file of the paths file is missing",
-            where=printable(os.path.join(dataset, name)),
-            hint="run prepare_dumps.py again if the dataset has changed",
-        ) from None
-    return status.st_size, status.st_mtime_ns
-
-
 def paths_file_bytes(names: Iterable[str]) -> bytes:
     """Return the content of a paths file. Raises InputError for a name that holds a newline."""
     lines = []
     for name in names:
         if "\n" in name:
-            raise InputError(
-                "a file name with a newline cannot stand in a paths file",
-                where=repr(name),
-                hint="rename the file, or leave it out with --filter-out",
-            )
+            hint = "rename the file, or leave it out with --filter-out"
+            raise InputError("a file name with a newline cannot stand in a paths file", where=repr(name), hint=hint)
         lines.append(os.fsencode(name) + b"\n")
     return b"".join(lines)
 
@@ -223,10 +139,13 @@ def find_data_files(
     given, and none of `filter_out`. Links in a local folder are followed, except to a parent folder. Raises InputError
     if the folder is missing or cannot be listed, or a link to a data file is broken.
     """
+    suffixes = data_suffixes()
 
     def is_wanted(path: str) -> bool:
+        name = path.lower()
         return (
-            is_data_file(path)
+            name.endswith(suffixes)
+            and name.rsplit("/", 1)[-1] not in METADATA_FILE_NAMES
             and (not filter_in or any(text in path for text in filter_in))
             and not any(text in path for text in filter_out)
         )
@@ -240,11 +159,8 @@ def _find_below_url(url: str, is_wanted: Callable[[str], bool]) -> list[DataFile
     found = [DataFile(path=path, size=size, identity=path) for path, size in urls.list_url(url) if is_wanted(path)]
     for file in found:
         if "::" in file.path:
-            raise InputError(
-                "fsspec cannot open a name with `::`",
-                where=urls.join_path(url, file.path),
-                hint="rename the file, or leave it out with --filter-out",
-            )
+            hint = "rename the file, or leave it out with --filter-out"
+            raise InputError("fsspec cannot open a name with `::`", where=urls.join_path(url, file.path), hint=hint)
     return found
 
 

@@ -18,18 +18,15 @@ import json
 import re
 import uuid
 from collections.abc import Iterator, Mapping
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, Literal, cast
 
 import orjson
 import pyarrow as pa
 
 from relayrun.errors import InputError
-from relayrun.tokens.readers.inputs import BadLine, LineFaults
-from relayrun.tokens.readers.texts import LongText, large_strings, missing_column_error
+from relayrun.tokens.readers.faults import BadLine, LineFaults
+from relayrun.tokens.readers.texts import MAX_ROWS, LongText, large_strings, missing_column_error
 from relayrun.tokens.stores.urls import printable
-
-MAX_ROWS = 1024
-"""Rows of an array, at most."""
 
 _LONG_BYTES = 1 << 20
 """Bytes of a line, or of a block of a string."""
@@ -43,29 +40,28 @@ _CUT_PATTERN = re.compile(
 )
 """Positions where the inside of a JSON string may be cut into two."""
 
-
 _BOM = b"\xef\xbb\xbf"
 
 
 def read_jsonl(
-    raw: BinaryIO,
-    path: str,
-    column: str,
-    compression: str | None,
-    batch_bytes: int,
-    scratch: str | None = None,
-    faults: LineFaults | None = None,
+    raw: BinaryIO, path: str, column: str, *, batch_bytes: int, scratch: str | None, faults: LineFaults
 ) -> Iterator[pa.Array]:
-    """Yield texts as `columns.read_column`. Raises InputError that names the line, or the file if it does not hold JSON
-    lines."""
-    with open_decompressed(raw, compression) as lines:
-        yield from _read_texts(lines, printable(path), column, batch_bytes, scratch, faults or LineFaults())
+    """Yield texts as `columns.read_column`. Raises InputError that names the line, or a file of another kind."""
+    with open_decompressed(raw, path) as lines:
+        yield from _read_texts(lines, printable(path), column, batch_bytes, scratch, faults)
 
 
-def open_decompressed(raw: BinaryIO, compression: str | None) -> io.BufferedReader:
-    """Return a buffered file of the decompressed bytes of `raw`."""
+def file_compression(path: str) -> Literal["gzip", "zstd"] | None:
+    """Return the compression of a text file by its name."""
+    name = path.lower()
+    return "gzip" if name.endswith(".gz") else "zstd" if name.endswith(".zst") else None
+
+
+def open_decompressed(raw: BinaryIO, path: str) -> io.BufferedReader:
+    """Return a buffered file of the decompressed bytes of `raw`; the name `path` tells the compression."""
     stream: Any = raw
-    if compression is not None:  # Arrow detects a truncated stream, the zstandard package does not
+    if (compression := file_compression(path)) is not None:
+        # Arrow detects a truncated stream, the zstandard package does not
         stream = pa.CompressedInputStream(raw, compression)
     own = isinstance(stream, (io.BufferedReader, io.BytesIO))
     return cast(io.BufferedReader, stream if own else io.BufferedReader(stream, _LONG_BYTES))
@@ -113,7 +109,7 @@ def _read_texts(
             del array  # frees it before the next one is read
             continue
         if reason is not None:
-            faults.mark(len(texts), reason)
+            faults.marks[len(texts)] = reason
         texts.append(text)
         size += length
     if texts:
@@ -129,17 +125,11 @@ def _refuse_other_kinds(first: bytes, file: str) -> None:
         )
     of_json = file.lower().removesuffix(".gz").removesuffix(".zst").endswith(".json")
     if begin == b"[" or (begin.startswith(b"[") and (of_json or begin.endswith(b","))):
-        raise InputError(
-            "this file is one JSON array; it must hold a JSON object on every line",
-            where=file,
-            hint="convert it with `jq -c '.[]'`",
-        )
+        hint = "convert it with `jq -c '.[]'`"
+        raise InputError("this file is one JSON array; it must hold a JSON object on every line", where=file, hint=hint)
     if begin == b"{":
-        raise InputError(
-            "this file holds JSON over several lines; it must hold a JSON object on every line",
-            where=file,
-            hint="convert it with `jq -c .`",
-        )
+        words = "this file holds JSON over several lines; it must hold a JSON object on every line"
+        raise InputError(words, where=file, hint="convert it with `jq -c .`")
 
 
 def _line_text(line: bytes, column: str, faults: LineFaults, long: Mapping[str, LongText | None]) -> str | None:
@@ -160,24 +150,18 @@ def _line_text(line: bytes, column: str, faults: LineFaults, long: Mapping[str, 
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            if _is_utf8(line):
-                found = f"\\u{ord(text[error.start]):04x}"
-                raise BadLine("lone surrogate", f"{column!r} holds a lone surrogate ({found})") from None
-            raise BadLine("not UTF-8", f"{column!r} holds a byte that is not UTF-8") from None
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                raise BadLine("not UTF-8", f"{column!r} holds a byte that is not UTF-8") from None
+            found = f"\\u{ord(text[error.start]):04x}"
+            raise BadLine("lone surrogate", f"{column!r} holds a lone surrogate ({found})") from None
     return text
 
 
 def _parse_leniently(line: bytes) -> Any:
     """Parse JSON with NaN, integers of any length, lone surrogates, and non-UTF-8 bytes as lone surrogates."""
     return json.loads(line.decode("utf-8", "surrogateescape"), parse_int=float)
-
-
-def _is_utf8(line: bytes) -> bool:
-    try:
-        line.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _column_value(row: Any, column: str) -> str | None:
@@ -272,20 +256,21 @@ _MAX_FIELD_CHARACTERS = (1 << 31) - 1
 
 
 def read_csv(
-    raw: BinaryIO, path: str, column: str, compression: str | None, batch_bytes: int, faults: LineFaults
+    raw: BinaryIO, path: str, column: str, *, batch_bytes: int, scratch: str | None, faults: LineFaults
 ) -> Iterator[pa.Array]:
     """Yield texts as `columns.read_column`. Raises InputError that names the line where the row begins."""
     file = printable(path)
     csv.field_size_limit(_MAX_FIELD_CHARACTERS)
-    with open_decompressed(raw, compression) as lines:
+    with open_decompressed(raw, path) as content:
         # drops a byte order mark; a byte that is not UTF-8 becomes a lone surrogate, which valid UTF-8 never yields
-        decoded = io.TextIOWrapper(lines, "utf-8-sig", errors="surrogateescape", newline="")
+        decoded = io.TextIOWrapper(content, "utf-8-sig", errors="surrogateescape", newline="")
         reader = csv.reader(decoded, strict=True)
         names: list[str] | None = None
         texts: list[bytes] = []
         size = 0
         while True:
             before = reader.line_num
+            where = f"{file}:{before + 1}"
             try:
                 row = next(reader)
                 if not row:
@@ -299,11 +284,13 @@ def read_csv(
                 break
             except csv.Error as error:
                 if names is None:
-                    raise InputError(f"its first row is not CSV: {error}", where=f"{file}:{before + 1}") from None
-                faults.add(_bad_row(error, reader.line_num - before), f"{file}:{before + 1}")
+                    raise InputError(f"its first row is not CSV: {error}", where=where) from None
+                lines = reader.line_num - before
+                whole = f"this row of {lines:,} lines is" if lines > 1 else "this row is"
+                faults.add(BadLine("not CSV", f"{whole} not CSV: {error}"), where)
                 continue
             except BadLine as bad:
-                faults.add(bad, f"{file}:{before + 1}")
+                faults.add(bad, where)
                 continue
             if texts and (size + len(text) > batch_bytes or len(texts) == MAX_ROWS):
                 yield large_strings(texts)
@@ -329,8 +316,3 @@ def _row_text(row: list[str], names: list[str], place: int, column: str) -> byte
         return row[place].encode()
     except UnicodeEncodeError:
         raise BadLine("not UTF-8", f"{column!r} holds a byte that is not UTF-8") from None
-
-
-def _bad_row(error: csv.Error, lines: int) -> BadLine:
-    whole = f"this row of {lines:,} lines is" if lines > 1 else "this row is"
-    return BadLine("not CSV", f"{whole} not CSV: {error}")

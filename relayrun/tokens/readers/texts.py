@@ -8,6 +8,7 @@ schema and check that its texts are UTF-8.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import mmap
 import tempfile
@@ -22,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from relayrun.errors import InputError, RelayrunError
-from relayrun.tokens.readers.inputs import BadLine, LineFaults
+from relayrun.tokens.readers.faults import BadLine, LineFaults
 from relayrun.tokens.stores.urls import printable
 
 
@@ -39,7 +40,7 @@ def large_strings(texts: Sequence[str | bytes | None]) -> pa.Array:
     return pa.LargeStringArray.from_buffers(len(encoded), pa.py_buffer(_offsets(encoded)), data, valid)
 
 
-def _offsets(encoded: Sequence[bytes]) -> npt.NDArray[np.int64]:
+def _offsets(encoded: Sequence[bytes | memoryview]) -> npt.NDArray[np.int64]:
     offsets = np.zeros(len(encoded) + 1, np.int64)
     np.cumsum([*map(len, encoded)], out=offsets[1:])
     return offsets
@@ -56,7 +57,11 @@ class Texts:
     @classmethod
     def of(cls, texts: Sequence[str]) -> Texts:
         """Encode strings. Raises UnicodeEncodeError for a lone surrogate."""
-        encoded = [text.encode() for text in texts]
+        return cls.join([text.encode() for text in texts])
+
+    @classmethod
+    def join(cls, encoded: Sequence[bytes | memoryview]) -> Texts:
+        """Join texts in UTF-8."""
         return cls(data=np.frombuffer(b"".join(encoded), np.uint8), offsets=_offsets(encoded))
 
     @classmethod
@@ -101,11 +106,8 @@ class Texts:
 
     def take(self, mask: npt.NDArray[np.bool_]) -> Texts:
         """Return the texts where `mask`, shape [texts], is set."""
-        offsets = np.zeros(int(mask.sum()) + 1, np.int64)
-        np.cumsum(self.sizes[mask], out=offsets[1:])
         bounds = zip(self.offsets[:-1][mask].tolist(), self.offsets[1:][mask].tolist(), strict=True)
-        pieces = [self.data[begin:end] for begin, end in bounds]
-        return Texts(data=np.concatenate(pieces) if pieces else np.empty(0, np.uint8), offsets=offsets)
+        return Texts.join([self.data[begin:end].data for begin, end in bounds])
 
     def split(self, most_bytes: int, most_texts: int) -> Iterator[Texts]:
         """Yield slices within both bounds, without copying; a text longer than `most_bytes` is alone."""
@@ -128,10 +130,12 @@ MAX_BYTES_IN_MEMORY = 16 << 20
 _mapped: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
 """Texts in files, by their address."""
 
+MAX_ROWS = 1024
+"""Rows of an array of texts, at most."""
+
 
 class LongText:
-    """The bytes of one text; above `MAX_BYTES_IN_MEMORY` in an unnamed temporary file, which vanishes with its last
-    reader."""
+    """The bytes of one text; above `MAX_BYTES_IN_MEMORY` in an unnamed temporary file."""
 
     def __init__(self, folder: str | None) -> None:
         """`folder` gets the file; None: the text stays in memory at any length."""
@@ -194,28 +198,30 @@ def find_field(schema: pa.Schema, path: str, column: str) -> list[str]:
             raise missing_column_error(path, column, _leaf_names(schema))
         kind = kind.field(name).type
     inner = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if not (_is_text(inner) or pa.types.is_string_view(inner) or pa.types.is_null(inner)):
+    if not (is_text(inner) or pa.types.is_string_view(inner) or pa.types.is_null(inner)):
         raise InputError(f"column {column!r} holds {inner}, not text", where=printable(path))
     return names
 
 
-def missing_column_error(where: str, column: str, columns: Sequence[str]) -> InputError:
+def missing_column_error(
+    where: str, column: str, columns: Sequence[str], hint: str | None = "name the column of the text with --column"
+) -> InputError:
     """Return the error for a file without the column."""
-    return InputError(
-        f"no column {column!r}; there are: {', '.join(columns)}",
-        where=printable(where),
-        hint="name the column of the text with --column",
-    )
+    return InputError(f"no column {column!r}; there are: {', '.join(columns)}", where=printable(where), hint=hint)
+
+
+def text_column(table: pa.Table, column: str) -> pa.ChunkedArray:
+    """Return the text column, which may be nested."""
+    first, *others = find_field(table.schema, "", column)
+    return functools.reduce(pc.struct_field, others, table[first])
 
 
 def text_array(batch: pa.RecordBatch, fields: Sequence[str]) -> pa.Array:
     """Return the texts of a batch as a string or large_string array; `fields` as returned by `find_field`."""
-    array = batch.column(fields[0])
-    for field in fields[1:]:
-        array = pc.struct_field(array, field)
+    array = functools.reduce(pc.struct_field, fields[1:], batch.column(fields[0]))
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
-    return array if _is_text(array.type) else array.cast(pa.large_string())
+    return array if is_text(array.type) else array.cast(pa.large_string())
 
 
 def keep_utf8(array: pa.Array, faults: LineFaults, where: Callable[[int], str]) -> pa.Array:
@@ -239,7 +245,7 @@ def keep_utf8_rows(
 
 
 def _utf8_mask(array: pa.Array, faults: LineFaults, where: Callable[[int], str]) -> pa.Array | None:
-    """Mask of the rows that are UTF-8; None if all are, which is cheap to find out."""
+    """Return the mask of the rows that are UTF-8; None if all are, which is cheap to find out."""
     try:
         array.validate(full=True)
         return None
@@ -256,7 +262,7 @@ def _utf8_mask(array: pa.Array, faults: LineFaults, where: Callable[[int], str])
                 bad = BadLine("not UTF-8", f"the text is not UTF-8 ({found})")
                 faults.add(bad, where(row))
                 if faults.keep:
-                    faults.mark(row, bad.reason)
+                    faults.marks[row] = bad.reason
     mask = pa.array(good)
     array.filter(mask).validate(full=True)
     return mask
@@ -267,15 +273,14 @@ def row_namer(path: str, group: int, first: int, *, what: str = "row group") -> 
     return lambda row: f"{path}: {what} {group}, row {first + row} of it (both counted from 0)"
 
 
-def _is_text(kind: pa.DataType) -> bool:
+def is_text(kind: pa.DataType) -> bool:
+    """Return whether a column of this type holds texts with 32-bit or 64-bit offsets."""
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
 def _leaf_names(schema: pa.Schema) -> list[str]:
     names = []
     for field in schema:
-        inner = (
-            [field.type.field(i).name for i in range(field.type.num_fields)] if pa.types.is_struct(field.type) else []
-        )
+        inner = [each.name for each in field.type] if pa.types.is_struct(field.type) else []
         names += [f"{field.name}.{name}" for name in inner] or [field.name]
     return names

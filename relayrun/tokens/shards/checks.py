@@ -43,10 +43,8 @@ SAMPLED_IDS = 1 << 16
 def check_tokenizer(
     manifest: Manifest, mixture: Iterable[str] | None = None, *, ends_matter: bool = False, allow: bool = False
 ) -> int:
-    """Raise InputError if a shard was made with another tokenizer than the run's; with `allow`, warn.
-
-    Parameters as in `tokenizer_differences`. Returns the number of shards without a record.
-    """
+    """Raise InputError if a shard was made with another tokenizer than the run's; with `allow`, warn. Parameters as in
+    `tokenizer_differences`. Returns the number of shards without a record."""
     errors, without = tokenizer_differences(manifest, mixture, ends_matter=ends_matter)
     for error in errors:
         if not allow:
@@ -98,22 +96,16 @@ def iterate_data_sets(manifest: Manifest, mixture: Iterable[str] | None) -> Iter
 
 def _tokenizer_difference(made: TokenizerRecord, manifest: Manifest, ends_matter: bool) -> str | None:
     """Describe how the tokenizer of a record differs from the run's; None if equal or unknown."""
-    if (words := _vocabulary_difference(made, manifest)) is not None:
-        return words
+    size, own = made.size, manifest.vocabulary_size
+    if manifest.tokenizer_ids not in ("", made.ids):
+        if size == own:
+            return f"both have {own:,} entries, and ids mean other text"
+        small = ", and ids beyond it end the run" if size > own else ""
+        return f"that one has {size:,} entries, the run's {own:,}{small}"
     if ends_matter and made.eos != manifest.eod:
         there = "no token" if made.eos is None else f"the token {made.eos}"
         return f"{there} ends documents there, and the run takes {manifest.eod} for their end"
     return None
-
-
-def _vocabulary_difference(made: TokenizerRecord, manifest: Manifest) -> str | None:
-    if manifest.tokenizer_ids in ("", made.ids):
-        return None
-    size, own = made.size, manifest.vocabulary_size
-    if size == own:
-        return f"both have {own:,} entries, and ids mean other text"
-    small = ", and ids beyond it end the run" if size > own else ""
-    return f"that one has {size:,} entries, the run's {own:,}{small}"
 
 
 def check_first_ids(prefixes: Sequence[str], what: str, vocabulary_size: int) -> None:
@@ -124,11 +116,8 @@ def check_first_ids(prefixes: Sequence[str], what: str, vocabulary_size: int) ->
         ids: npt.NDArray[np.int64] = np.asarray(Shard.open(prefix).ids()[:SAMPLED_IDS], np.int64)
         if len(ids) and (ids.max() >= vocabulary_size or ids.min() < 0):
             wrong = int(ids[(ids >= vocabulary_size) | (ids < 0)][0])
-            raise InputError(
-                f"{what}: this shard holds the id {wrong}, which is beyond the vocabulary of {vocabulary_size:,}",
-                where=prefix,
-                hint="set data.tokenizer to the one that made it",
-            )
+            words = f"{what}: this shard holds the id {wrong}, which is beyond the vocabulary of {vocabulary_size:,}"
+            raise InputError(words, where=prefix, hint="set data.tokenizer to the one that made it")
 
 
 _READ_BYTES = 1 << 20
@@ -187,15 +176,15 @@ def _verify_shard(
     digest = xxhash.xxh3_128() if expected else None
     faults += _id_faults(shard, vocabulary_size, digest)
     index = (shard if whole is None else whole).prefix + ".idx"
-    if digest is not None and digest.hexdigest() != expected.get("bin"):
-        faults.append("the .bin is not what its record says (xxh3-128)")
-    if digest is not None and xxhash.xxh3_128_hexdigest(Path(index).read_bytes()) != expected.get("idx"):
-        faults.append("the .idx is not what its record says (xxh3-128)")
+    if digest is not None:
+        found = {"bin": digest.hexdigest(), "idx": xxhash.xxh3_128_hexdigest(Path(index).read_bytes())}
+        wrong = [suffix for suffix in found if found[suffix] != expected.get(suffix)]
+        faults += [f"the .{suffix} is not what its record says (xxh3-128)" for suffix in wrong]
     return VerifiedShard(prefix=prefix, tokens=shard.tokens, bytes=shard.bin_bytes, faults=tuple(faults))
 
 
 def _uncut_shard(shard: Shard) -> Shard | None:
-    """The shard that a mixture cut: its .bin is the target of a link beside a shorter .idx."""
+    """Return the shard that a mixture cut: its .bin is the target of a link beside a shorter .idx."""
     tokens, index = shard.prefix + ".bin", shard.prefix + ".idx"
     if not shard.cut or not os.path.islink(tokens) or os.path.islink(index):
         return None
@@ -219,20 +208,18 @@ def _index_faults(shard: Shard, *, cut: bool) -> list[str]:
     lengths, bounds = np.asarray(shard.lengths()), np.asarray(shard.bounds())
     if (lengths <= 0).any():
         faults.append(f"sequence {int(np.argmax(lengths <= 0))} has no tokens")
-    ends = np.cumsum(lengths, dtype=np.int64) * shard.dtype.itemsize
-    wrong = np.asarray(shard.offsets()) != ends - lengths.astype(np.int64) * shard.dtype.itemsize
-    if wrong.any():
-        faults.append(f"sequence {int(np.argmax(wrong))} does not begin where the one before it ends")
-    elif not cut and shard.bin_bytes != (ends[-1] if len(ends) else 0):
-        faults.append(f"the .bin has {shard.bin_bytes} bytes, its index ends at {int(ends[-1]) if len(ends) else 0}")
+    end = shard.tokens * shard.dtype.itemsize
+    if (gap := shard.first_gap()) is not None:
+        faults.append(f"sequence {gap} does not begin where the one before it ends")
+    elif not cut and shard.bin_bytes != end:
+        faults.append(f"the .bin has {shard.bin_bytes} bytes, its index ends at {end}")
     if bounds[0] != 0 or bounds[-1] != shard.sequences or (np.diff(bounds) < 0).any():
         faults.append("the documents' bounds do not run from the first sequence to the last")
     return faults
 
 
 def _document_end_faults(shard: Shard, eod: int) -> list[str]:
-    bounds = np.unique(np.asarray(shard.bounds()))[1:]
-    ends = np.cumsum(shard.lengths(), dtype=np.int64)[bounds - 1] - 1
+    ends = np.unique(shard.document_ends())[1:] - 1
     without = np.flatnonzero(np.asarray(shard.ids())[ends] != eod) if len(ends) else ends
     if not without.size:
         return []

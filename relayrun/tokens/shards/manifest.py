@@ -32,7 +32,6 @@ from relayrun.tokens.stores.direct_io import file_checksum
 
 MANIFEST_VERSION = 2
 _TOKENIZER_FIELDS = ("tokenizer", "tokenizer_fingerprint", "tokenizer_ids", "vocabulary_size", "eod")
-_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +51,8 @@ class ShardEntry:
 
     @classmethod
     def build(cls, prefix: str | os.PathLike[str]) -> ShardEntry:
-        """Open a shard and read its whole index.
-
-        Raises InputError if the shard is torn, holds no integers, or if its .bin is not the contiguous documents in the
-        order of the index (windows read the .bin straight through).
-        """
+        """Open a shard and read its whole index. Raises InputError if the shard is torn, holds no integers, or if its
+        .bin is not the contiguous documents in the order of the index (windows read the .bin straight through)."""
         prefix = os.fspath(Path(prefix).absolute())
         try:
             prefix.encode()
@@ -66,23 +62,19 @@ class ShardEntry:
             ) from None
         shard = Shard.open(prefix)
         if not np.issubdtype(shard.dtype, np.integer):
+            hint = "tokenize it again, or leave this prefix out"
+            raise InputError(f"token ids must be integers, these are {shard.dtype}", where=prefix + ".idx", hint=hint)
+        if (gap := shard.first_gap()) is not None:
             raise InputError(
-                f"token ids must be integers, these are {shard.dtype}",
+                f"the token file is not its documents one behind the other: sequence {gap} of the index "
+                "does not begin where the one before it ends",
                 where=prefix + ".idx",
-                hint="tokenize it again, or leave this prefix out",
+                hint="write the shard again in the order of its index, or leave it out",
             )
-        _check_contiguous(shard)
         with open(prefix + ".idx", "rb") as file:
             fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
-        return cls(
-            prefix=prefix,
-            dtype=shard.dtype.name,
-            tokens=shard.tokens,
-            documents=shard.documents,
-            bin_bytes=shard.bin_bytes,
-            idx_bytes=shard.idx_bytes,
-            fingerprint=fingerprint,
-        )
+        sizes = {name: getattr(shard, name) for name in ("tokens", "documents", "bin_bytes", "idx_bytes")}
+        return cls(prefix=prefix, dtype=shard.dtype.name, fingerprint=fingerprint, **sizes)
 
     def differences(self) -> list[str]:
         """Describe each missing file and changed size on disk. Shards below URLs are compared when they are opened."""
@@ -120,11 +112,8 @@ class FileEntry:
     """Only the first rows up to this number are read; None: all."""
 
     def differences(self) -> list[str]:
-        """Describe a missing file, a changed size, or a changed modification time on disk.
-
-        A file of another time is read whole, and is unchanged if its content is known and equal. URLs are compared when
-        opened.
-        """
+        """Describe a missing file, a changed size, or a changed modification time on disk. A file of another time is
+        read whole, and is unchanged if its content is known and equal. URLs are compared when opened."""
         if "://" in self.path:
             return []
         try:
@@ -165,10 +154,8 @@ class DatasetManifest:
         """SHA-256, hexadecimal, over type, sizes and fingerprint of every shard in order."""
         digest = hashlib.sha256()
         for shard in self.shards:
-            digest.update(
-                f"{shard.dtype} {shard.tokens} {shard.documents} {shard.bin_bytes} "
-                f"{shard.idx_bytes} {shard.fingerprint}\n".encode()
-            )
+            sizes = f"{shard.tokens} {shard.documents} {shard.bin_bytes} {shard.idx_bytes}"
+            digest.update(f"{shard.dtype} {sizes} {shard.fingerprint}\n".encode())
         for file in self.files:
             digest.update(f"{file.size} {file.fingerprint} {file.fragments} {file.rows}\n".encode())
         return digest.hexdigest()
@@ -180,8 +167,7 @@ class DatasetManifest:
 
     @classmethod
     def build(cls, prefixes: Sequence[str | os.PathLike[str]]) -> DatasetManifest:
-        """Read the indices of `prefixes` in their order. Raises the errors of `ShardEntry.build` for all of them at
-        once."""
+        """Read the indices of `prefixes`, in order. Raises the errors of `ShardEntry.build` for all of them."""
         shards: list[ShardEntry] = []
         bad: list[RelayrunError] = []
         for prefix in prefixes:
@@ -265,11 +251,8 @@ class Manifest:
             for identity, prefix in _file_identities(name, dataset, missing_ok=name not in together).items():
                 other, first = in_training.setdefault(identity, (name, prefix))
                 if other != name and {name, other} <= together:
-                    raise InputError(
-                        f"stands in the data sets {other!r} ({first}) and {name!r}",
-                        where=prefix,
-                        hint="name each shard once, or its tokens are repeated",
-                    )
+                    words = f"stands in the data sets {other!r} ({first}) and {name!r}"
+                    raise InputError(words, where=prefix, hint="name each shard once, or its tokens are repeated")
         for name, dataset in self.validation.items():
             _file_identities(f"validation {name!r}", dataset)
         training, validation = (
@@ -293,11 +276,8 @@ class Manifest:
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             what = "it is no JSON" if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)) else repr(error)
-            raise InputError(
-                f"cannot be read as a manifest: {what}",
-                where=path,
-                hint="it is written once and never edited; restore it from a copy",
-            ) from None
+            hint = "it is written once and never edited; restore it from a copy"
+            raise InputError(f"cannot be read as a manifest: {what}", where=path, hint=hint) from None
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write as JSON, atomically."""
@@ -317,10 +297,8 @@ class Manifest:
     def verify(self, mixture: Iterable[str] | None = None) -> None:
         """Raise InputError that names every difference on disk. `mixture` as in `differences`; None: all."""
         if found := self.differences(self.datasets if mixture is None else mixture):
-            raise InputError(
-                "\n  ".join([f"the data differ from the manifest in {len(found)} file(s):", *found]),
-                hint="put these files back as they were, or start a new run",
-            )
+            words = "\n  ".join([f"the data differ from the manifest in {len(found)} file(s):", *found])
+            raise InputError(words, hint="put these files back as they were, or start a new run")
 
 
 def check_held_out(
@@ -330,10 +308,8 @@ def check_held_out(
     files: Iterable[FileEntry] = (),
     split: Collection[str] = (),
 ) -> None:
-    """Raise InputError if held-out text is trained on (`ShardRecords.texts`); the sets are prefixes by name.
-
-    `files`: training data that are read as text. `split`: the training sets of which a share is held out.
-    """
+    """Raise InputError if held-out text is trained on (`ShardRecords.texts`); the sets are prefixes by name. `files`:
+    training data that are read as text. `split`: the training sets of which a share is held out."""
     records = ShardRecords()
     texts = records.texts(prefix for sets in (training, validation) for each in sets.values() for prefix in each)
     held: dict[str, str] = {}
@@ -356,29 +332,8 @@ def check_held_out(
         if shared:
             first = min(shared)
             there = "" if shared[first] == first else f", whose text is that of {shared[first]}"
-            raise InputError(
-                f"{len(shared)} training shard(s) also stand in validation {name!r}; the first is this one{there}",
-                where=first,
-                hint="held-out data must not be trained on: mend one set",
-            )
-
-
-def _check_contiguous(shard: Shard) -> None:
-    lengths, offsets = shard.lengths(), shard.offsets()
-    expected = 0
-    for start in range(0, shard.sequences, _CHUNK):
-        sizes = lengths[start : start + _CHUNK].astype(np.int64) * shard.dtype.itemsize
-        ends = expected + np.cumsum(sizes)
-        wrong = np.flatnonzero(offsets[start : start + _CHUNK] != ends - sizes)
-        if len(wrong) or sizes.min() < 0:
-            at = start + int(wrong[0] if len(wrong) else sizes.argmin())
-            raise InputError(
-                f"the token file is not its documents one behind the other: sequence {at} of the index "
-                "does not begin where the one before it ends",
-                where=shard.prefix + ".idx",
-                hint="write the shard again in the order of its index, or leave it out",
-            )
-        expected = int(ends[-1])
+            words = f"{len(shared)} training shard(s) also stand in validation {name!r}; the first is this one{there}"
+            raise InputError(words, where=first, hint="held-out data must not be trained on: mend one set")
 
 
 def _file_identities(name: str, dataset: DatasetManifest, *, missing_ok: bool = False) -> dict[tuple[int, int], str]:
@@ -399,11 +354,8 @@ def _file_identities(name: str, dataset: DatasetManifest, *, missing_ok: bool = 
             raise
         other = found.setdefault((status.st_dev, status.st_ino), prefix)
         if other is not prefix and not is_repeated_pass(prefix, other):
-            raise InputError(
-                f"stands twice in {name}, also as {other}",
-                where=prefix,
-                hint="name each shard once, or its tokens are repeated within an epoch",
-            )
+            hint = "name each shard once, or its tokens are repeated within an epoch"
+            raise InputError(f"stands twice in {name}, also as {other}", where=prefix, hint=hint)
     return found
 
 

@@ -19,15 +19,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from relayrun import files
 from relayrun.errors import InputError, refuse_unwritable, refuse_urls
-from relayrun.files import (
-    RealPathCache,
-    exclusive_maker,
-    fsync_directory,
-    remove_leftovers,
-    rename_to_unused_name,
-    temporary_prefix,
-)
 from relayrun.tokens.shards.shard import (
     RECORD_SUFFIX,
     Shard,
@@ -55,12 +48,12 @@ def merge_shards(prefixes: Sequence[str], output: str | os.PathLike[str], *, mul
     """
     target = os.path.abspath(output)
     inputs = inspect_inputs(prefixes, output, multimodal=multimodal)
-    with exclusive_maker(Path(target)) as held:
+    with files.exclusive_maker(Path(target)) as held:
         if not held:
             hint = "wait for it, or choose another name"
             raise InputError("another merge writes this output", where=target, hint=hint)
         _refuse_existing(target)  # again: another merge may have ended since
-        remove_leftovers(Path(target).parent, shared=True)
+        files.remove_leftovers(Path(target).parent, shared=True)
         _write_merged(inputs, target, [os.path.abspath(prefix) for prefix in prefixes], multimodal=multimodal)
     return Shard.open(target, multimodal=multimodal)
 
@@ -69,7 +62,7 @@ def _write_merged(inputs: MergeInputs, target: str, prefixes: list[str], *, mult
     """Write temporary files, then rename them; remove all of them on a failure."""
     shards, known, dtype = inputs.shards, inputs.records, inputs.shards[0].dtype
     folder = Path(target).parent
-    tokens, index_file = (str(folder / f"{temporary_prefix()}{secrets.token_hex(8)}") for _ in range(2))
+    tokens, index_file = (str(folder / f"{files.temporary_prefix()}{secrets.token_hex(8)}") for _ in range(2))
     made = [tokens, index_file]
     try:
         with DirectFile(tokens) as out:
@@ -93,10 +86,10 @@ def _write_merged(inputs: MergeInputs, target: str, prefixes: list[str], *, mult
         largest = _largest_id(shards, known)
         own = ShardRecord(made=inputs.made, xxh3_128=sums, largest_id=largest, texts=inputs.texts)
         try:
-            rename_to_unused_name(tokens, target + ".bin")
+            files.rename_to_unused_name(tokens, target + ".bin")
             made += [target + ".bin", target + RECORD_SUFFIX]
             write_shard_record(target, own, merged=prefixes)
-            rename_to_unused_name(index_file, target + ".idx")
+            files.rename_to_unused_name(index_file, target + ".idx")
         except FileExistsError:
             _refuse_existing(target)
             raise
@@ -105,7 +98,7 @@ def _write_merged(inputs: MergeInputs, target: str, prefixes: list[str], *, mult
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
         raise
-    fsync_directory(folder)
+    files.fsync_directory(folder)
 
 
 @dataclass(frozen=True)
@@ -125,8 +118,7 @@ class MergeInputs:
 
 
 def inspect_inputs(prefixes: Sequence[str], output: str | os.PathLike[str], *, multimodal: bool = False) -> MergeInputs:
-    """Check the inputs of a merge and the place of its output, without reading tokens. Raises InputError as
-    `merge_shards`."""
+    """Check inputs and output of a merge, without reading tokens. Raises InputError as `merge_shards`."""
     refuse_urls(output)
     target = os.path.abspath(output)
     shards = [Shard.open(prefix, multimodal=multimodal) for prefix in prefixes]
@@ -136,12 +128,9 @@ def inspect_inputs(prefixes: Sequence[str], output: str | os.PathLike[str], *, m
     refuse_unwritable(Path(target).parent)
     dtype = shards[0].dtype
     if other := next((shard for shard in shards if shard.dtype != dtype), None):
-        raise InputError(
-            f"token types differ: {other.dtype} here, {dtype} in {shards[0].prefix}",
-            where=other.prefix,
-            hint="merge shards of one tokenizer alone",
-        )
-    records, real_path = ShardRecords(), RealPathCache()
+        words = f"token types differ: {other.dtype} here, {dtype} in {shards[0].prefix}"
+        raise InputError(words, where=other.prefix, hint="merge shards of one tokenizer alone")
+    records, real_path = ShardRecords(), files.RealPathCache()
     known = [records.of(real_path(prefix + ".bin").removesuffix(".bin")) for prefix in prefixes]
     texts = frozenset().union(*records.texts(prefixes).values())
     return MergeInputs(shards, known, _common_tokenizer(prefixes, known, target), texts)
@@ -156,10 +145,8 @@ def _refuse_existing(target: str) -> None:
 def _common_tokenizer(
     prefixes: Sequence[str], records: Sequence[ShardRecord | None], target: str
 ) -> TokenizerRecord | None:
-    """The tokenizer that all inputs have on record; None, with a warning, if an input has none.
-
-    Raises InputError if two differ, or end documents with different tokens.
-    """
+    """The tokenizer that all inputs have on record; None, with a warning, if an input has none. Raises InputError if
+    two differ, or end documents with different tokens."""
     found = [(prefix, record.made) for prefix, record in zip(prefixes, records, strict=True) if record is not None]
     known = [(prefix, made) for prefix, made in found if made is not None]
     for prefix, made in known:
@@ -172,23 +159,16 @@ def _common_tokenizer(
             continue
         raise InputError(f"{what} {first}", where=prefix, hint="merge shards of one tokenizer alone")
     if len(known) < len(prefixes):
-        log.warning(
-            "%s: its record will name no tokenizer, since %d of %d inputs have none on record",
-            target,
-            len(prefixes) - len(known),
-            len(prefixes),
-        )
+        why = f"{len(prefixes) - len(known)} of {len(prefixes)} inputs have none on record"
+        log.warning("%s: its record will name no tokenizer, since %s", target, why)
         return None
     return known[0][1]
 
 
 def _largest_id(shards: Sequence[Shard], records: Sequence[ShardRecord | None]) -> int | None:
-    """The largest id of all inputs; None if unknown for any of them, or all are empty."""
-    noted = [
-        None if record is None else record.largest_id
-        for shard, record in zip(shards, records, strict=True)
-        if shard.tokens
-    ]
+    """Return the largest id of all inputs; None if unknown for any of them, or all are empty."""
+    full = [record for shard, record in zip(shards, records, strict=True) if shard.tokens]
+    noted = [None if record is None else record.largest_id for record in full]
     known = [largest for largest in noted if largest is not None]
     return max(known) if known and len(known) == len(noted) else None
 
@@ -198,13 +178,10 @@ def _describe_token(id_: int | None) -> str:
 
 
 def _append_shard(shard: Shard, sums: dict[str, str], out: DirectFile, digest: xxhash.xxh3_128) -> None:
-    """Append the tokens of `shard` to `out`; its offsets must be contiguous from 0.
-
-    Raises InputError if its files do not have the checksums `sums` of its record, if any.
-    """
+    """Append the tokens of `shard` to `out`; its offsets must be contiguous from 0. Raises InputError if its files do
+    not have the checksums `sums` of its record, if any."""
     left = shard.tokens * shard.dtype.itemsize
-    lengths = np.asarray(shard.lengths(), np.int64)
-    if len(lengths) and not np.array_equal(shard.offsets(), (np.cumsum(lengths) - lengths) * shard.dtype.itemsize):
+    if shard.first_gap() is not None:
         raise InputError("sequences of this shard do not lie one behind the other", where=shard.prefix)
     own = xxhash.xxh3_128()
     with open(shard.prefix + ".bin", "rb", buffering=0) as source:
@@ -223,8 +200,6 @@ def _append_shard(shard: Shard, sums: dict[str, str], out: DirectFile, digest: x
     index = xxhash.xxh3_128_hexdigest(Path(shard.prefix + ".idx").read_bytes())
     for suffix, found in (("bin", own.hexdigest()), ("idx", index)):
         if sums.get(suffix, found) != found:
-            raise InputError(
-                f"the .{suffix} is not what its record says (xxh3-128)",
-                where=f"{shard.prefix}.{suffix}",
-                hint="tokenize its dump again, which makes this shard anew, or leave it out",
-            )
+            words = f"the .{suffix} is not what its record says (xxh3-128)"
+            hint = "tokenize its dump again, which makes this shard anew, or leave it out"
+            raise InputError(words, where=f"{shard.prefix}.{suffix}", hint=hint)

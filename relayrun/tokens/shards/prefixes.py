@@ -66,7 +66,7 @@ def expand_paths(paths: Sequence[str]) -> list[str]:
 
 
 def _match_path(path: str) -> tuple[list[Path], set[str]]:
-    """Folders and prefixes that one path of `expand_paths` matches. Raises InputError for none."""
+    """Return the folders and prefixes that a path of `expand_paths` matches. Raises InputError for none."""
     if os.path.isdir(path):
         return [Path(path).absolute()], set()
     exists = any(os.path.lexists(path + suffix) for suffix in SHARD_SUFFIXES)
@@ -86,10 +86,8 @@ def _match_path(path: str) -> tuple[list[Path], set[str]]:
 
 
 def escape_literal_front(path: str) -> str:
-    """Return `path` as a pattern whose longest existing front is literal.
-
-    The start of a name before its first `*` or `?` is literal, too, if an existing name begins with it: `web[2024]-*`.
-    """
+    """Return `path` as a pattern whose longest existing front is literal. The start of a name before its first `*` or
+    `?` is literal, too, if an existing name begins with it: `web[2024]-*`."""
     parts = path.split("/")
     fronts = ("/".join(parts[:length]) for length in range(len(parts), 0, -1))
     front = next(filter(os.path.lexists, fronts), "")
@@ -119,25 +117,17 @@ def _prefixes_below(root: Path, seen: set[tuple[int, int]]) -> set[str]:
 
 
 def _half_shard_error(missing: str) -> InputError:
-    return InputError(
-        "a shard needs both its .bin and its .idx file; this one is missing",
-        where=missing,
-        hint="wait until it is written, tokenize it again, or remove its other half",
-    )
+    words = "a shard needs both its .bin and its .idx file; this one is missing"
+    hint = "wait until it is written, tokenize it again, or remove its other half"
+    return InputError(words, where=missing, hint=hint)
 
 
 def join_prefixes(prefixes: Sequence[str]) -> str:
-    """Join the prefixes with spaces, for Megatron's `--data-path $(...)`.
-
-    Raises InputError for a prefix with a blank: a shell would split it.
-    """
+    """Join the prefixes for Megatron's `--data-path $(...)`. Raises InputError for a prefix with a blank."""
     for prefix in prefixes:
         if prefix.split() != [prefix]:
-            raise InputError(
-                "this prefix holds a blank and cannot stand in a space-separated line",
-                where=repr(prefix),
-                hint="use --json or --null",
-            )
+            words = "this prefix holds a blank and cannot stand in a space-separated line"
+            raise InputError(words, where=repr(prefix), hint="use --json or --null")
     return " ".join(prefixes)
 
 
@@ -178,10 +168,7 @@ SUMMARY_JSON = "dataset_mixture_summary.json"
 
 
 def mixture_files(mixture: Path) -> dict[str, bool]:
-    """Return the files of the mixture in this folder by its summary: path below it → True for a link.
-
-    Empty if the folder is not a mixture.
-    """
+    """Return the files of a mixture by its summary: path below it → True for a link. Empty for any other folder."""
     try:
         former = read_json(mixture / SUMMARY_JSON)
         if former["format"] != MIXTURE_FORMAT:

@@ -80,11 +80,6 @@ def write_shard_record(prefix: str, shard: ShardRecord, *, merged: Sequence[str]
     write_json(prefix + RECORD_SUFFIX, record)
 
 
-def remove_shard_record(prefix: str) -> None:
-    """Remove the record of a shard that is about to be replaced."""
-    Path(prefix + RECORD_SUFFIX).unlink(missing_ok=True)
-
-
 class ShardRecords:
     """Records of shards; reads each folder once."""
 
@@ -199,8 +194,9 @@ DTYPE_CODES: dict[int, type[np.generic]] = {
     8: np.uint16,
 }
 
-
 _TOKENIZE_AGAIN = "tokenize it again, or leave this prefix out"
+_INDEX_CHUNK = 1 << 20
+"""Sequences of an index that are compared at a time."""
 
 
 def token_dtype(vocabulary_size: int) -> type[np.generic]:
@@ -280,6 +276,22 @@ class Shard:
             self.prefix + ".idx", np.dtype("<i8"), "r", INDEX_HEADER.size + 12 * self.sequences, (self.documents + 1,)
         )
 
+    def document_ends(self) -> npt.NDArray[np.int64]:
+        """Tokens before the end of each document, after a leading 0; shape [documents + 1]."""
+        return np.append(np.int64(0), np.cumsum(self.lengths(), dtype=np.int64))[self.bounds()]
+
+    def first_gap(self) -> int | None:
+        """Return the first sequence that does not begin in the .bin where the one before ends; None for no gap."""
+        lengths, offsets, end = self.lengths(), self.offsets(), 0
+        for start in range(0, self.sequences, _INDEX_CHUNK):
+            sizes = lengths[start : start + _INDEX_CHUNK].astype(np.int64) * self.dtype.itemsize
+            ends = end + np.cumsum(sizes)
+            wrong = np.flatnonzero((offsets[start : start + _INDEX_CHUNK] != ends - sizes) | (sizes < 0))
+            if len(wrong):
+                return start + int(wrong[0])
+            end = int(ends[-1])
+        return None
+
     def modes(self) -> npt.NDArray[np.int8]:
         """Mode of each sequence of a multimodal shard, shape [sequences], memory-mapped."""
         place = INDEX_HEADER.size + 12 * self.sequences + 8 * (self.documents + 1)
@@ -291,7 +303,7 @@ class Shard:
 
 
 def _check_header(index: str, header: bytes, idx_bytes: int, multimodal: bool) -> tuple[np.dtype[np.generic], int, int]:
-    """Token type, sequences and entries of the document index. Raises InputError for a header or size that is wrong."""
+    """Return token type, sequences and entries of the document index. Raises InputError for a wrong header or size."""
     if len(header) < INDEX_HEADER.size or header[:9] != INDEX_MAGIC:
         raise InputError("not a Megatron index", where=index, hint=_TOKENIZE_AGAIN)
     _, version, code, sequences, bounds = INDEX_HEADER.unpack(header)
@@ -299,11 +311,9 @@ def _check_header(index: str, header: bytes, idx_bytes: int, multimodal: bool) -
         raise InputError(f"unknown index version {version} or token type {code}", where=index, hint=_TOKENIZE_AGAIN)
     wanted = INDEX_HEADER.size + (13 if multimodal else 12) * sequences + 8 * bounds
     if idx_bytes != wanted and bounds and idx_bytes == wanted + (-sequences if multimodal else sequences):
-        raise InputError(
-            "the index has no modes of sequences" if multimodal else "the index has modes of sequences: multimodal",
-            where=index,
-            hint="merge without --multimodal" if multimodal else "only merge_datasets.py --multimodal takes it",
-        )
+        words = "the index has no modes of sequences" if multimodal else "the index has modes of sequences: multimodal"
+        hint = "merge without --multimodal" if multimodal else "only merge_datasets.py --multimodal takes it"
+        raise InputError(words, where=index, hint=hint)
     if idx_bytes != wanted or bounds == 0:
         torn = f"index is torn: {idx_bytes} bytes, its header asks for {wanted}"
         raise InputError(torn, where=index, hint=_TOKENIZE_AGAIN)
@@ -311,7 +321,7 @@ def _check_header(index: str, header: bytes, idx_bytes: int, multimodal: bool) -
 
 
 def _last_sequence(idx: int, header: bytes, idx_bytes: int) -> tuple[int, int]:
-    """Length in tokens and offset in bytes of the last sequence of the open index; zeros for an empty index."""
+    """Return tokens and offset (bytes) of the last sequence of the open index; zeros for an empty index."""
     sequences = INDEX_HEADER.unpack(header)[3] if len(header) == INDEX_HEADER.size else 0
     place = INDEX_HEADER.size + 4 * sequences
     if not sequences or place + 8 * sequences > idx_bytes:
@@ -423,11 +433,10 @@ class ShardWriter:
             self._bin.close()
             if self._made is not None:
                 largest = self.largest_id if self.tokens else None
-                write_shard_record(
-                    self.prefix, ShardRecord(made=self._made, xxh3_128=self.xxh3_128, largest_id=largest)
-                )
+                record = ShardRecord(made=self._made, xxh3_128=self.xxh3_128, largest_id=largest)
+                write_shard_record(self.prefix, record)
             else:
-                remove_shard_record(self.prefix)
+                Path(self.prefix + RECORD_SUFFIX).unlink(missing_ok=True)  # of a former shard
         except BaseException:
             self.abort()
             raise

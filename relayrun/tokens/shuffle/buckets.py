@@ -31,8 +31,9 @@ import pyarrow.parquet as pq
 
 from relayrun.errors import RelayrunError
 from relayrun.files import atomic_file
-from relayrun.tokens.readers.columns import RowFile, narrow_table, read_rows, text_column, wide_schema
-from relayrun.tokens.readers.inputs import LineFaults
+from relayrun.tokens.readers.columns import RowFile, narrow_table, read_rows, wide_schema
+from relayrun.tokens.readers.faults import LineFaults
+from relayrun.tokens.readers.texts import text_column
 from relayrun.tokens.shuffle.text_lengths import LengthProfile, RowSplit
 
 _KEY = pa.field("__relayrun_key", pa.uint64(), nullable=False)
@@ -41,8 +42,7 @@ BINS_PER_BUCKET = 64
 
 
 def row_keys(seed: int, file: int, rows: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return the keys of these rows of file number `file`: two rounds of the splitmix64 finaliser (Steele et al.,
-    2014)."""
+    """Return the keys of rows of file number `file`: two rounds of the splitmix64 finaliser (Steele et al., 2014)."""
     start = np.random.SeedSequence([seed, file]).generate_state(1, np.uint64)[0]
     mixed = rows * np.uint64(0x9E3779B97F4A7C15) + start
     for _ in range(2):
@@ -117,10 +117,8 @@ class BucketSplitter:
 def scatter_rows(
     tables: Iterable[pa.Table], stem: Path, partition: BucketSplitter, lengths: LengthProfile
 ) -> Iterator[None]:
-    """Write the part `stem` (.arrow, .npz) with the rows of `tables`, and yield after every table.
-
-    Both files appear whole, the .npz last: a part with an .npz is done.
-    """
+    """Write the part `stem` (.arrow, .npz) with the rows of `tables`, and yield after every table. Both files appear
+    whole, the .npz last: a part with an .npz is done."""
     segments: list[tuple[int, int, int]] = []
 
     def write(pieces: Iterable[tuple[int, pa.Table]]) -> None:
@@ -295,10 +293,7 @@ def output_file_name(number: int) -> str:
 
 
 class ShuffleWriter:
-    """Writes files of the rows of `buckets` into `folder`, and the lengths of their texts into `notes`.
-
-    For one thread: it caches the last bucket.
-    """
+    """Writes files of rows into `folder`, and the lengths of their texts into `notes`. For one thread."""
 
     def __init__(self, buckets: Buckets, form: OutputFormat, folder: Path, notes: Path) -> None:
         self._buckets, self._form, self._folder, self._notes = buckets, form, folder, notes

@@ -37,18 +37,8 @@ import pyarrow as pa
 from relayrun.errors import InputError, RelayrunError, refuse_unwritable
 from relayrun.files import free_space, fsync_directory, read_json, write_atomic, write_json
 from relayrun.tokens.readers.columns import RowFile, check_files
+from relayrun.tokens.shuffle import reshard
 from relayrun.tokens.shuffle.buckets import output_file_name
-from relayrun.tokens.shuffle.reshard import (
-    LENGTHS_PICTURE,
-    ReshardOptions,
-    ShufflePlan,
-    count_files,
-    make_shuffle_plan,
-    open_buckets,
-    scatter_parts,
-    write_files,
-    write_first_file,
-)
 from relayrun.tokens.shuffle.text_lengths import draw_lengths
 from relayrun.tokens.stores import urls
 
@@ -61,7 +51,7 @@ _LOCAL_SETTINGS = {"output", "memory_limit", "temp_dir", "threads"}
 class ReshardTask:
     """Task `task` of `tasks`. Raises InputError if the options name no folder for temporary files."""
 
-    def __init__(self, options: ReshardOptions, *, task: int, tasks: int) -> None:
+    def __init__(self, options: reshard.ReshardOptions, *, task: int, tasks: int) -> None:
         if options.temp_dir is None:
             raise InputError("several tasks need a folder that all of them see", where="--temp-dir")
         self.options, self.task, self.tasks = options, task, tasks
@@ -86,27 +76,20 @@ class ReshardTask:
         return does[stage]()
 
     def check(self) -> None:
-        """Check before the job is queued that it can run, without writing. Raises RelayrunError.
-
-        A shuffle that has begun is not checked again.
-        """
+        """Check, before the job is queued, a shuffle that has not begun. Writes nothing. Raises RelayrunError."""
         if self.building.exists() or self._is_named():
             return
-        plan = make_shuffle_plan(self.options, tasks=self.tasks)
+        plan = reshard.make_shuffle_plan(self.options, tasks=self.tasks)
         refuse_unwritable(self.work)
-        lines = [
-            file.path for file in plan.files if file.rows is None
-        ]  # make_shuffle_plan has checked the columns of parquet
+        # `make_shuffle_plan` has checked the columns of parquet
+        lines = [file.path for file in plan.files if file.rows is None]
         skips = self.options.on_error == "skip-line"
         check_files(lines, self.options.column, skip_lines=skips, what="files cannot be shuffled")
         needed, free = sum(file.size for file in plan.files), free_space(self.work)
         if needed <= free:
             return
-        error = InputError(
-            f"the rows take {needed / 1e9:,.1f} GB unpacked, and {free / 1e9:,.1f} GB are free",
-            where="--temp-dir",
-            hint="make room, or name a folder on another file system",
-        )
+        words = f"the rows take {needed / 1e9:,.1f} GB unpacked, and {free / 1e9:,.1f} GB are free"
+        error = InputError(words, where="--temp-dir", hint="make room, or name a folder on another file system")
         if not lines:
             raise error
         log.warning("%s", error)  # the size of unpacked lines is an estimate
@@ -115,7 +98,7 @@ class ReshardTask:
         return self.output.exists() and (self.work / "plan.json").exists() and not self.building.exists()
 
     def _begin(self) -> None:
-        plan = make_shuffle_plan(self.options, tasks=self.tasks)
+        plan = reshard.make_shuffle_plan(self.options, tasks=self.tasks)
         record = _plan_to_json(plan)
         with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
             former = read_json(self.work / "plan.json")
@@ -127,7 +110,7 @@ class ReshardTask:
             folder.mkdir(parents=True)
         write_atomic(self.work / "plan.json", json.dumps(record))  # ASCII: names may hold bytes that are not UTF-8
 
-    def _plan(self) -> ShufflePlan:
+    def _plan(self) -> reshard.ShufflePlan:
         try:
             record = read_json(self.work / "plan.json")
         except FileNotFoundError:
@@ -136,14 +119,14 @@ class ReshardTask:
 
     def _scatter(self) -> None:
         plan = self._plan()
-        scatter_parts(plan, range(self.task, len(plan.parts), self.tasks), self.work)
+        reshard.scatter_parts(plan, range(self.task, len(plan.parts), self.tasks), self.work)
 
     def _measure(self) -> None:
         if not (self.work / "rows.json").exists():
             plan = self._plan()
-            buckets = open_buckets(plan, self.work)
-            rows = write_first_file(plan, buckets, self.building, self.work)
-            found = {"of_a_file": rows, "files": count_files(buckets, rows), "all": int(buckets.counts.sum())}
+            buckets = reshard.open_buckets(plan, self.work)
+            rows = reshard.write_first_file(plan, buckets, self.building, self.work)
+            found = {"of_a_file": rows, "files": reshard.count_files(buckets, rows), "all": int(buckets.counts.sum())}
             write_json(self.work / "rows.json", found)
 
     def _write(self) -> None:
@@ -152,25 +135,21 @@ class ReshardTask:
         mine = range(1 + self.task * count // self.tasks, 1 + (self.task + 1) * count // self.tasks)
         missing = [number for number in mine if not (self.building / output_file_name(number)).exists()]
         if missing:
-            write_files(plan, open_buckets(plan, self.work), missing, rows["of_a_file"], self.building, self.work)
+            buckets = reshard.open_buckets(plan, self.work)
+            reshard.write_files(plan, buckets, missing, rows["of_a_file"], self.building, self.work)
 
     def _finish(self) -> int:
         rows: dict[str, int] = read_json(self.work / "rows.json")
         if not self._is_named():
             names = [output_file_name(number) for number in range(rows["files"])]
             if missing := [name for name in names if not (self.building / name).exists()]:
-                raise RelayrunError(
-                    f"{len(missing)} files are missing, the first is {missing[0]}",
-                    where=self.building,
-                    hint="submit again: what is done is kept",
-                )
-            before = open_buckets(self._plan(), self.work).before
+                words = f"{len(missing)} files are missing, the first is {missing[0]}"
+                raise RelayrunError(words, where=self.building, hint="submit again: what is done is kept")
+            before = reshard.open_buckets(self._plan(), self.work).before
             after = [np.load(self.work / f"after-{number}.npy") for number in range(rows["files"])]
-            draw_lengths(before, after, self.building / LENGTHS_PICTURE)
-            for name in set(os.listdir(self.building)) - {
-                *names,
-                LENGTHS_PICTURE,
-            }:  # a killed task left it half written
+            draw_lengths(before, after, self.building / reshard.LENGTHS_PICTURE)
+            # a killed task left the others half written
+            for name in {*os.listdir(self.building)} - {*names, reshard.LENGTHS_PICTURE}:
                 os.unlink(self.building / name)
             fsync_directory(self.building)
             if self.output.exists():
@@ -183,24 +162,22 @@ class ReshardTask:
         return rows["all"]
 
 
-def _plan_to_json(plan: ShufflePlan) -> dict[str, Any]:
+def _plan_to_json(plan: reshard.ShufflePlan) -> dict[str, Any]:
     """Return the content of plan.json; `of` holds everything that the output bytes depend on."""
     names = [field.name for field in fields(plan.options) if field.name not in _LOCAL_SETTINGS]
     options = {name: getattr(plan.options, name) for name in names}
     options["dataset_folder"] = urls.absolute_path(plan.options.dataset_folder)
-    files: list[list[Any]] = []
-    for file in plan.files:
-        changed = 0 if urls.is_url(file.path) else os.stat(file.path).st_mtime_ns
-        files.append([file.path, file.size, file.rows, file.page, changed])
+    changed = (0 if urls.is_url(file.path) else os.stat(file.path).st_mtime_ns for file in plan.files)
+    files = [[file.path, file.size, file.rows, file.page, at] for file, at in zip(plan.files, changed, strict=True)]
     schema = plan.files[0].schema.serialize().to_pybytes().hex()
     return {"of": {**options, "files": files, "schema": schema}, "parts": plan.parts, "buckets": plan.buckets}
 
 
-def _plan_from_json(record: dict[str, Any], options: ReshardOptions) -> ShufflePlan:
+def _plan_from_json(record: dict[str, Any], options: reshard.ReshardOptions) -> reshard.ShufflePlan:
     schema = pa.ipc.read_schema(pa.py_buffer(bytes.fromhex(record["of"]["schema"])))
     files = tuple(
         RowFile(path=path, size=size, rows=rows, page=page, schema=schema)
         for path, size, rows, page, _ in record["of"]["files"]
     )
     parts = tuple((first, last) for first, last in record["parts"])
-    return ShufflePlan(options=options, files=files, parts=parts, buckets=record["buckets"])
+    return reshard.ShufflePlan(options=options, files=files, parts=parts, buckets=record["buckets"])

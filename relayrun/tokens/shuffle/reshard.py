@@ -28,7 +28,8 @@ import pyarrow as pa
 from relayrun.errors import InputError, refuse_unwritable
 from relayrun.files import exclusive_maker, remove_leftovers, replaced_folder, temporary_prefix
 from relayrun.tokens.readers.columns import RowFile, inspect_files
-from relayrun.tokens.readers.inputs import DATA_SUFFIXES, LineFaults, describe_bad_lines, find_data_files
+from relayrun.tokens.readers.faults import LineFaults, describe_bad_lines
+from relayrun.tokens.readers.inputs import data_suffixes, find_data_files
 from relayrun.tokens.shuffle.buckets import (
     Buckets,
     BucketSplitter,
@@ -77,7 +78,7 @@ Array = npt.NDArray[np.float64]
 class ReshardOptions:
     """Options of a shuffle. Sizes are in bytes; `row_group_size` in rows.
 
-    Parquet files keep all their columns, which must be equal in all files; of jsonl files only `column` is kept.
+    Parquet files keep all their columns, which must be equal in all files; of other files only `column` is kept.
 
     `file_size`: minimum of an output file, checked after every row group of the first file.
     `row_group_bytes`: of the text of a row group before compression, about; replaces `row_group_size`.
@@ -147,10 +148,7 @@ class ShufflePlan:
         return _shares(self.options, _THREAD + _PAGES * max(file.page for file in self.files), _LEAST)
 
     def writers(self, size: int, rows: int, text: int) -> ThreadShares:
-        """Return the threads of pass 2, if `rows` rows take `size` bytes, `text` of them in texts.
-
-        Raises InputError if not even one fits into memory.
-        """
+        """Return the threads of pass 2. `size`, `text`: bytes of all rows, of texts. Raises as `readers`."""
         group = size / max(rows, 1) * min(self.options.group_rows(rows, text), rows)
         return _shares(self.options, _THREAD, max(_LEAST, int(2 * _GROUP_COPIES * group)))  # half of it for buckets
 
@@ -167,19 +165,15 @@ def _shares(options: ReshardOptions, fixed: int, least: int) -> ThreadShares:
     room = options.memory_limit - _BASE
     if (threads := min(options.threads, room // (fixed + least))) < 1:
         option = "--row-group-size" if options.row_group_bytes is None else "--row-group-mb"
-        raise InputError(
-            f"a thread that shuffles these rows takes at least {(_BASE + fixed + least) / 1e9:.2f} GB",
-            where="--memory-limit",
-            hint=f"give more, or, where rows are long, make {option} smaller",
-        )
+        words = f"a thread that shuffles these rows takes at least {(_BASE + fixed + least) / 1e9:.2f} GB"
+        hint = f"give more, or, where rows are long, make {option} smaller"
+        raise InputError(words, where="--memory-limit", hint=hint)
     return ThreadShares(threads, room // threads - fixed)
 
 
 def reshard(options: ReshardOptions) -> int:
     """Write all rows, shuffled, to `output/data_{i}.parquet`, and return their number. The folder appears at once.
-
-    Raises InputError if `output` exists, a file is torn or has other columns, or memory does not suffice.
-    """
+    Raises InputError if `output` exists, a file is torn or has other columns, or memory does not suffice."""
     plan = make_shuffle_plan(options, tasks=1)
     remove_leftovers(options.temp_dir or tempfile.gettempdir(), shared=True)
     with exclusive_maker(Path(os.path.realpath(options.output))) as held:
@@ -231,7 +225,7 @@ def make_shuffle_plan(options: ReshardOptions, *, tasks: int) -> ShufflePlan:
         raise InputError("the output would lie in the dataset folder, and join its files", where=options.output)
     found = find_data_files(folder)
     if not found:
-        raise InputError(f"no file below this folder ends in {', '.join(DATA_SUFFIXES)}", where=folder)
+        raise InputError(f"no file below this folder ends in {', '.join(data_suffixes())}", where=folder)
     files = inspect_files([(urls.join_path(folder, file.path), file.size) for file in found], options.column)
     if cut is not None:
         files = [replace(file, size=math.ceil(file.size * cut.growth)) for file in files]

@@ -102,13 +102,9 @@ def draw_lengths(
     FigureCanvasAgg(figure).print_png(file)
 
 
-def length_points(
-    stretches: npt.NDArray[np.float64],
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], float]:
+def length_points(stretches: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], float]:
     """Return the middles, in rows, and mean lengths of equal shares of the data set, and the mean length of all texts.
-
-    If a share ends inside a stretch, the bytes of the stretch are split by rows.
-    """
+    If a share ends inside a stretch, the bytes of the stretch are split by rows."""
     rows, sizes = (np.concatenate([[0.0], np.cumsum(column)]) for column in stretches.T)
     edges = np.linspace(0, rows[-1], min(int(rows[-1]), _POINTS) + 1)
     means = np.diff(np.interp(edges, rows, sizes)) / np.diff(edges)

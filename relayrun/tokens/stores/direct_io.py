@@ -83,10 +83,8 @@ class DirectFile(io.RawIOBase):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._block, self._other = (
-            mmap.mmap(-1, BLOCK_BYTES),
-            mmap.mmap(-1, BLOCK_BYTES),
-        )  # begin at a page, as direct writes must
+        # both begin at a page, as direct writes must
+        self._block, self._other = mmap.mmap(-1, BLOCK_BYTES), mmap.mmap(-1, BLOCK_BYTES)
         self._begin = self._filled = 0
         """File offset of the current block, and bytes in it."""
         self._dirty = False

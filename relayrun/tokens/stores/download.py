@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 CHECKSUMS_FILE = "SHA256SUMS"
 RETRY_PAUSES = (1.0, 4.0, 16.0, 60.0)
 """Seconds between the tries of a file whose connection fails."""
-_CHUNK = 1 << 22
 T = TypeVar("T")
 
 
@@ -44,14 +43,12 @@ class HubFile:
 
     def check(self, file: Path) -> str | None:
         """Return the SHA-256 of a file on disk; None if it is another file."""
-        sha256, blob = hashlib.sha256(), hashlib.sha1(f"blob {self.size}\0".encode(), usedforsecurity=False)
         with file.open("rb") as data:
-            while chunk := data.read(_CHUNK):
-                sha256.update(chunk)
-                if not self.large:
-                    blob.update(chunk)
-        found = sha256.hexdigest()
-        return found if (found if self.large else blob.hexdigest()) == self.digest else None
+            found = own = hashlib.file_digest(data, "sha256").hexdigest()
+        if not self.large:
+            blob = f"blob {self.size}\0".encode() + file.read_bytes()
+            own = hashlib.sha1(blob, usedforsecurity=False).hexdigest()
+        return found if own == self.digest else None
 
 
 def download_dataset(
@@ -76,9 +73,9 @@ def download_dataset(
     commit, files = _retry(lambda: _list_files(api, repository, revision), repository)
     chosen = [file for file in files if any(fnmatch.fnmatchcase(file.path, pattern) for pattern in include)]
     if not chosen:
-        raise InputError(
-            f"none of its {len(files):,} files fits {', '.join(include)}", where=repository, hint=_folders_hint(files)
-        )
+        folders = sorted({file.path.rpartition("/")[0] or "." for file in files})
+        hint = f"its folders: {', '.join(folders[:8])}{' ...' if len(folders) > 8 else ''}"
+        raise InputError(f"none of its {len(files):,} files fits {', '.join(include)}", where=repository, hint=hint)
     output.mkdir(parents=True, exist_ok=True)
     sums = _read_sums(output / CHECKSUMS_FILE)
     missing = [file for file in chosen if not _is_downloaded(file, output, sums)]
@@ -122,70 +119,47 @@ def _list_files(api: Any, repository: str, revision: str) -> tuple[str, list[Hub
 
 def _fetch_file(api: Any, repository: str, commit: str, file: HubFile, output: Path) -> str:
     """Fetch a file and return its SHA-256. A file with a wrong checksum is fetched once more."""
+    place = {"repo_type": "dataset", "revision": commit, "local_dir": output}
     for force in (False, True):
-        fetch = functools.partial(
-            api.hf_hub_download,
-            repository,
-            file.path,
-            repo_type="dataset",
-            revision=commit,
-            local_dir=output,
-            force_download=force,
-        )
+        fetch = functools.partial(api.hf_hub_download, repository, file.path, **place, force_download=force)
         here = Path(_retry(fetch, f"{repository}/{file.path}"))
         if (found := file.check(here)) is not None:
             return found
         here.unlink()
         log.warning("%s: its checksum is wrong; %s", file.path, "given up" if force else "fetched once more")
-    raise InputError(
-        "this file arrived twice with a checksum that is not the hub's",
-        where=f"{repository}/{file.path}",
-        hint="run again later, or tell the owner of the data set",
-    )
+    words = "this file arrived twice with a checksum that is not the hub's"
+    hint = "run again later, or tell the owner of the data set"
+    raise InputError(words, where=f"{repository}/{file.path}", hint=hint)
 
 
 def _retry(call: Callable[[], T], where: str) -> T:
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        GatedRepoError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import errors
 
+    missing = errors.RepositoryNotFoundError, errors.RevisionNotFoundError
     reason: Exception
     for pause in (*RETRY_PAUSES, None):
         try:
             return call()
-        except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError, OfflineModeIsEnabled) as error:
+        except (*missing, errors.HFValidationError, errors.OfflineModeIsEnabled) as error:
             hint = "look at its name and revision; a closed data set needs HF_TOKEN in the environment"
-            if isinstance(error, GatedRepoError):
+            if isinstance(error, errors.GatedRepoError):
                 hint = "accept its terms on the hub's page, and set HF_TOKEN in the environment"
             raise InputError(f"the hub does not give this: {first_line(error)}", where=where, hint=hint) from None
-        except LocalEntryNotFoundError as error:
+        except errors.LocalEntryNotFoundError as error:
             reason = error
-        except EntryNotFoundError:
+        except errors.EntryNotFoundError:
             raise InputError("the hub lists this file and does not have it", where=where) from None
         except Exception as error:  # OSError, and httpx's errors, which do not derive from it
-            if isinstance(error, OSError) and _is_local(error):
+            # of this machine's file system: only its errors carry a number and a name
+            if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
                 raise InputError(f"cannot be written: {error}", where=error.filename or where) from None
             reason = error
         if pause is None:
-            raise InputError(
-                f"the hub does not answer: {first_line(reason)} (tried {len(RETRY_PAUSES) + 1} times)",
-                where=where,
-                hint="run again: what has arrived is kept",
-            ) from None
+            words = f"the hub does not answer: {first_line(reason)} (tried {len(RETRY_PAUSES) + 1} times)"
+            raise InputError(words, where=where, hint="run again: what has arrived is kept") from None
         log.warning("%s: %s; tried again in %g s", where, first_line(reason), pause)
         time.sleep(pause)
     raise AssertionError("the last pause is None")
-
-
-def _is_local(error: OSError) -> bool:
-    """True if this machine's file system failed: only its errors carry a number and a name."""
-    return error.errno is not None and error.filename is not None
 
 
 def _is_downloaded(file: HubFile, output: Path, sums: dict[str, str]) -> bool:
@@ -208,8 +182,3 @@ def _read_sums(path: Path) -> dict[str, str]:
 
 def _write_sums(path: Path, sums: dict[str, str]) -> None:
     write_atomic(path, "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
-
-
-def _folders_hint(files: Sequence[HubFile]) -> str:
-    folders = sorted({file.path.rpartition("/")[0] or "." for file in files})
-    return f"its folders: {', '.join(folders[:8])}{' ...' if len(folders) > 8 else ''}"

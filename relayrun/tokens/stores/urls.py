@@ -55,10 +55,8 @@ class StoreError(RelayrunError):
 
 
 def retry_transient(call: Callable[[], T], url: str) -> T:
-    """Return what `call` returns; after a transient failure, call it again after each of `RETRY_PAUSES`.
-
-    Raises permanent errors unchanged, and StoreError when the last try fails.
-    """
+    """Return what `call` returns; after a transient failure, call it again after each of `RETRY_PAUSES`. Raises
+    permanent errors unchanged, and StoreError when the last try fails."""
     for number, pause in enumerate((*RETRY_PAUSES, None), start=1):
         try:
             return call()
@@ -68,21 +66,15 @@ def retry_transient(call: Callable[[], T], url: str) -> T:
                 raise
             text = mask_tokens(first_line(reason))[0]
             if pause is None:
-                raise StoreError(
-                    f"the store does not answer: {text} (tried {number} times)",
-                    where=url,
-                    hint="run again: what is done is kept",
-                ) from None
+                words = f"the store does not answer: {text} (tried {number} times)"
+                raise StoreError(words, where=url, hint="run again: what is done is kept") from None
             log.warning("%s: %s; tried again in %g s (%d of %d)", url, text, pause, number, len(RETRY_PAUSES))
         time.sleep(pause)
     raise AssertionError("the last pause is None")
 
 
 def _transient_error(error: Exception) -> Exception | None:
-    """Return the transient error, or None.
-
-    fsspec reports FileNotFoundError for any web page that it cannot reach: the cause decides.
-    """
+    """Return the transient error, or None. fsspec raises FileNotFoundError for any page that it cannot reach."""
     cause = error.__cause__
     if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and _is_connection_error(cause):
         return cause
@@ -110,7 +102,7 @@ def _is_refusal(error: Exception) -> bool:
 
 
 def _http_status(error: BaseException) -> int:
-    """HTTP status of an error of aiohttp, huggingface_hub, botocore or azure, or 0."""
+    """Return the HTTP status of an error of aiohttp, huggingface_hub, botocore or azure, or 0."""
     response: Any = getattr(error, "response", None)
     places = (error, "status"), (error, "status_code"), (response, "status_code")
     found = next((value for place, name in places if (value := getattr(place, name, None))), None)
@@ -217,11 +209,8 @@ class RemoteFile(io.RawIOBase):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._url) from None
             if not _is_refusal(error):
                 raise
-            raise StoreError(
-                f"the store refuses this: {first_line(error.__cause__ or error)}",
-                where=self._url,
-                hint="look at your access, then run again",
-            ) from None
+            words = f"the store refuses this: {first_line(error.__cause__ or error)}"
+            raise StoreError(words, where=self._url, hint="look at your access, then run again") from None
 
     def _open(self) -> Any:
         import fsspec
@@ -265,8 +254,7 @@ def is_url(place: str | os.PathLike[str]) -> bool:
 
 
 def resolve_url_link(folder: str | os.PathLike[str]) -> str:
-    """Return the folder as given, or the URL that a link leads to, directly or through other links
-    (`raw-dataset-link`)."""
+    """Return the folder as given, or the URL that it links to, also through other links (`raw-dataset-link`)."""
     given = os.fspath(folder)
     link = given.rstrip("/")
     with contextlib.suppress(OSError):  # not a link, or missing
@@ -279,20 +267,15 @@ def resolve_url_link(folder: str | os.PathLike[str]) -> str:
 
 
 def absolute_path(folder: str | os.PathLike[str]) -> str:
-    """Return an absolute local path, or a URL without trailing slashes; links to URLs are resolved.
-
-    Raises InputError for a URL with a password, which would be written into files.
-    """
+    """Return an absolute local path, or a URL without trailing slashes; links to URLs are resolved. Raises InputError
+    for a URL with a password, which would be written into files."""
     folder = resolve_url_link(folder)
     if not is_url(folder):
         return os.path.abspath(folder)
     scheme, _, rest = folder.partition("://")
     if re.match(r"[^/]*:[^/]*@", rest):
-        raise InputError(
-            "a URL with a password in it would be written into files",
-            where=f"{scheme}://...",
-            hint="give credentials in the environment",
-        )
+        hint = "give credentials in the environment"
+        raise InputError("a URL with a password in it would be written into files", where=f"{scheme}://...", hint=hint)
     if scheme in ("file", "local"):
         rest = os.path.abspath(rest)  # fsspec would read it from the working directory
     return f"{scheme}://{rest.rstrip('/')}"
@@ -319,11 +302,8 @@ def hash_file_ends(path: str) -> str:
 
 
 def list_url(url: str) -> list[tuple[str, int]]:
-    """List all files below a URL: paths below it, and bytes.
-
-    Raises InputError for an unknown scheme or a missing package, for lack of access to any folder, and for an empty
-    URL.
-    """
+    """List all files below a URL: paths below it, and bytes. Raises InputError for an unknown scheme or a missing
+    package, for lack of access to any folder, and for an empty URL."""
     with _explain_store_errors(url, missing="there is no such dataset folder"):
         import fsspec
 
@@ -336,9 +316,7 @@ def list_url(url: str) -> list[tuple[str, int]]:
 
 def list_store_sizes(store: Any, root: str) -> dict[str, int]:
     """Map all files below a path of fsspec's `store` to bytes, by path below it; the name of a file itself is empty.
-
-    Raises what the store raises, also for lack of access to any folder.
-    """
+    Raises what the store raises, also for lack of access to any folder."""
     return {info["name"].removeprefix(root).lstrip("/"): _store_size(store, info) for info in _walk_store(store, root)}
 
 
@@ -350,6 +328,18 @@ def stat_url(url: str) -> tuple[int, int]:
         store, path = fsspec.core.url_to_fs(url)
         info = retry_transient(lambda: store.info(path), url)
         return _store_size(store, info), modified_time(info)
+
+
+def stat_file(path: str) -> tuple[int, int]:
+    """Return bytes and modification time (ns) of a file, local or at a URL. Raises MissingInput, and as `stat_url`."""
+    if is_url(path):
+        return stat_url(path)
+    try:
+        status = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        hint = "run prepare_dumps.py again if the dataset has changed"
+        raise MissingInput("this file of the paths file is missing", where=printable(path), hint=hint) from None
+    return status.st_size, status.st_mtime_ns
 
 
 def modified_time(info: Mapping[str, Any]) -> int:
@@ -407,17 +397,11 @@ def _explain_store_errors(url: str, *, missing: str) -> Iterator[None]:
     except FileNotFoundError:
         raise MissingInput(missing, where=url) from None
     except ImportError as error:
-        raise InputError(
-            f"the package of this scheme cannot be imported: {first_line(error)}",
-            where=url,
-            hint=f"pip install {_scheme_package(url.partition('://')[0])}",
-        ) from None
+        words = f"the package of this scheme cannot be imported: {first_line(error)}"
+        raise InputError(words, where=url, hint=f"pip install {_scheme_package(url.partition('://')[0])}") from None
     except Exception as error:  # unknown scheme, no access: each package has its own errors
-        raise InputError(
-            f"fsspec cannot look at this: {first_line(error)}",
-            where=url,
-            hint="install fsspec's package of the scheme, and set its credentials",
-        ) from None
+        hint = "install fsspec's package of the scheme, and set its credentials"
+        raise InputError(f"fsspec cannot look at this: {first_line(error)}", where=url, hint=hint) from None
 
 
 def _scheme_package(scheme: str) -> str:

@@ -5,19 +5,17 @@ later, so the position of a block does not depend on them. A permutation shuffle
 the lanes of the group in turn: a cursor needs the position of the block and a sample number inside it.
 
 A call of an engine costs as much as encoding 50 kB, so texts of several lanes are encoded together.
-
-Rejected: a buffer from which random rows are drawn (its content would be state of the checkpoint); rows dealt by
-fragments alone (unequal shares if fragments are few).
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +30,7 @@ from relayrun.tokens.streams.lane_cursor import BlockPosition, LaneCursor
 from relayrun.tokens.streams.samples import ENCODE_BATCH_BYTES, EncodeFunction, LaneSamples, SampleShape, encode_texts
 
 MIN_ROWS_PER_LANE = 256
-"""Minimum rows of a block for each lane. The last sample of a lane's block is padded, which must stay rare. Part of the
-order."""
+"""Minimum rows of a block for each lane, whose last sample is padded, which must stay rare. Part of the order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +68,8 @@ class RowBlocks:
         return Prefetcher(self.read(group, position), self._stream.nb_prefetch, name=f"{self._name}-{group}")
 
     def read(self, group: int, position: BlockPosition) -> Iterator[RowBlock]:
-        """Yield the blocks of a group from `position` on, up to the end of the last epoch.
-
-        Raises InputError like `FragmentReader.read`, and FatalTrainingError for an epoch without rows.
-        """
+        """Yield the blocks of a group from `position` on, up to the end of the last epoch. Raises InputError like
+        `FragmentReader.read`, and FatalTrainingError for an epoch without rows."""
         epochs = self._stream.nb_epochs
         while epochs is None or position.epoch < epochs:
             some = position.number > 0
@@ -127,11 +122,6 @@ class RowBlocks:
         all_origins = np.concatenate([np.zeros((0, 3), np.int64), *origins])
         return RowBlock(position=position, rows=rows, origins=all_origins, order=order, files_left_out=files_left_out)
 
-    def lane_rows(self, block: RowBlock, lane: int) -> tuple[pa.Table, npt.NDArray[np.int64]]:
-        """Return the rows of a block for `lane` in the lane's order, and their origins."""
-        chosen = block.order[lane // self.groups :: self.lanes_per_group]
-        return block.rows.take(arrow_integers(chosen)), block.origins[chosen]
-
     def group_of(self, lane: int) -> int:
         """Return the group of a lane."""
         return lane % self.groups
@@ -177,27 +167,11 @@ class LaneBlock:
     samples: LaneSamples
 
 
-@dataclass(frozen=True, kw_only=True)
-class _LaneTexts:
-    """The share of one lane in a block, before encoding."""
-
-    texts: pa.Array
-    """Arrow's large_string, without nulls."""
-    rows: int
-    left_out: Counter[str]
-    origins: npt.NDArray[np.int64]
-
-
 class LaneGroup:
     """The lanes of a group that this process reads."""
 
     def __init__(
-        self,
-        group: int,
-        lanes: Mapping[int, LaneCursor],
-        blocks: RowBlocks,
-        shape: SampleShape,
-        encode: EncodeFunction,
+        self, group: int, lanes: Mapping[int, LaneCursor], blocks: RowBlocks, shape: SampleShape, encode: EncodeFunction
     ) -> None:
         self._group = group
         self._from = {lane: cursor.position for lane, cursor in lanes.items()}
@@ -212,10 +186,7 @@ class LaneGroup:
         """Readers of lanes that are too far behind the others, by lane."""
 
     def next_block(self, lane: int) -> LaneBlock | None:
-        """Return the next block of a lane; None behind the last epoch.
-
-        Raises like `RowBlocks.read` and `FragmentReader.texts`.
-        """
+        """Return the next block of a lane; None behind the last epoch. Raises as `RowBlocks.read`."""
         if lane in self._catching_up:
             return self._next_catching_up(lane)
         while not self._waiting[lane]:
@@ -265,7 +236,7 @@ class LaneGroup:
     def _make(self, lane: int, block: RowBlock) -> None:
         """Encode the block of a lane, together with other lanes that wait for the same block."""
         found = {lane: self._texts(block, lane)}
-        size = found[lane].texts.nbytes
+        size = found[lane][0].nbytes
         order = [*self._waiting]
         at = order.index(lane) + 1
         for other in (*order[at:], *order[: at - 1]):
@@ -275,21 +246,18 @@ class LaneGroup:
                 continue
             with contextlib.suppress(FatalTrainingError):  # raised again when that lane reaches the block
                 found[other] = self._texts(block, other)
-                size += found[other].texts.nbytes
-        ids = encode_texts([part.texts for part in found.values()], self._encode)
-        for (other, part), (tokens, lengths) in zip(found.items(), ids, strict=True):
+                size += found[other][0].nbytes
+        ids = encode_texts([texts for texts, _ in found.values()], self._encode)
+        for (other, (_, lane_block)), (tokens, lengths) in zip(found.items(), ids, strict=True):
             samples = LaneSamples(tokens, lengths, self._shape)
-            part.left_out["no token"] = samples.empty
-            self._made[other] = LaneBlock(
-                position=block.position,
-                rows=part.rows,
-                left_out=part.left_out,
-                files_left_out=block.files_left_out if other == self._group else 0,  # counted by the first lane
-                origins=part.origins,
-                samples=samples,
-            )
+            self._made[other] = made = lane_block(samples=samples)
+            made.left_out["no token"] = samples.empty
 
-    def _texts(self, block: RowBlock, lane: int) -> _LaneTexts:
-        rows, origins = self._blocks.lane_rows(block, lane)
-        texts, chosen, left_out = self._blocks.reader.texts(rows)
-        return _LaneTexts(texts=texts, rows=len(rows), left_out=left_out, origins=origins[chosen])
+    def _texts(self, block: RowBlock, lane: int) -> tuple[pa.Array, Callable[..., LaneBlock]]:
+        """Return the texts (large_string, without nulls) of a lane, and its LaneBlock as a function of `samples`."""
+        of_lane = block.order[lane // self._blocks.groups :: self._blocks.lanes_per_group]
+        texts, chosen, left_out = self._blocks.reader.texts(block.rows.take(arrow_integers(of_lane)))
+        origins = block.origins[of_lane][chosen]
+        files = block.files_left_out if lane == self._group else 0  # counted by the first lane
+        counts: dict[str, Any] = {"rows": len(of_lane), "left_out": left_out, "files_left_out": files}
+        return texts, partial(LaneBlock, position=block.position, origins=origins, **counts)

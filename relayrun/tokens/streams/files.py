@@ -16,23 +16,21 @@ import pyarrow as pa
 from relayrun.config.sections.conditions import Condition, condition_columns, parse_row_condition
 from relayrun.config.sections.data import DataSource, StreamLimit, StreamSection
 from relayrun.errors import ConfigError, InputError, did_you_mean_path
-from relayrun.tokens.readers.columns import check_column, open_parquet, read_column
-from relayrun.tokens.readers.inputs import file_kind, find_data_files
+from relayrun.tokens.readers.arrow_files import open_parquet
+from relayrun.tokens.readers.columns import check_column, read_column
+from relayrun.tokens.readers.inputs import FORMATS, PARQUET, FileFormat, data_suffixes, file_format, find_data_files
 from relayrun.tokens.shards.manifest import DatasetManifest, FileEntry
 from relayrun.tokens.shards.prefixes import escape_literal_front, literal_name_start
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.direct_io import file_checksum
 from relayrun.tokens.streams.row_filters import RowFaults, arrow_expression, is_content_fault, stream_filter
 
-FILE_KINDS = {"parquet": "parquet", "jsonl": "json lines", "arrow": "arrow"}
-"""The kind that `file_kind` returns for each `data.mixture.NAME.source`."""
 _BATCH_BYTES = 1 << 16
 _AT_A_TIME = 16
 """Files that are examined in parallel; the file system dominates the time."""
 
 MAX_COUNTED_FILES = 64
 """Row counts are checked at the submit for at most this many files."""
-
 
 MAX_HASHED_BYTES = 4_000_000_000
 """Files are hashed whole at the first submit if the data set has at most this many bytes."""
@@ -51,16 +49,15 @@ def freeze_text_files(name: str, source: DataSource, lanes: int, known: Sequence
     stream, where = source.stream or StreamSection(), f"data set {name!r}"
     found = find_text_files(source, where)
     first = _first_good([file.path for file in found], stream)
-    if source.source == "parquet":
+    is_parquet = FORMATS[source.source] is PARQUET
+    if is_parquet:
         _try_columns(first, stream, where)
     elif stream.filters is not None:
         _try_lines(first, stream, where)
-    counted = source.source == "parquet" and len(found) <= MAX_COUNTED_FILES and stream.on_error == "fail"
+    counted = is_parquet and len(found) <= MAX_COUNTED_FILES and stream.on_error == "fail"
     if counted and (rows := sum(map(_rows_of, found))) < lanes:
-        raise ConfigError(
-            f"{where}: its {rows:,} rows are fewer than data.lanes {lanes}, each of which needs one in every epoch",
-            hint="set data.lanes lower, or give more rows",
-        )
+        words = f"{where}: its {rows:,} rows are fewer than data.lanes {lanes}, each of which needs one in every epoch"
+        raise ConfigError(words, hint="set data.lanes lower, or give more rows")
     whole = sum(file.size for file in found) <= MAX_HASHED_BYTES
     by_name: dict[tuple[str, int], list[FileEntry]] = {}
     for file in known:
@@ -74,11 +71,9 @@ def freeze_text_files(name: str, source: DataSource, lanes: int, known: Sequence
 
 def _frozen(file: FileEntry, known: Sequence[FileEntry], *, whole: bool) -> FileEntry:
     """Return a file as it is now, with the fingerprint of a `known` file of this name and size if the content is equal.
-
-    With `whole`, a new file is hashed whole.
-    """
+    With `whole`, a new file is hashed whole."""
     local = not urls.is_url(file.path)
-    changed = os.stat(file.path).st_mtime_ns if local else urls.stat_url(file.path)[1]
+    changed = urls.stat_file(file.path)[1]
     ends = urls.hash_file_ends(file.path)
     now = replace(file, fingerprint=ends, changed=changed)
     alike = [one for one in known if one.fingerprint in (ends, _whole_fingerprint(ends, one))]
@@ -93,8 +88,7 @@ def _frozen(file: FileEntry, known: Sequence[FileEntry], *, whole: bool) -> File
 
 
 def _whole_fingerprint(ends: str, file: FileEntry) -> str:
-    """Return a fingerprint for a file whose ends equal those of another file; below a URL the time stands for the
-    content."""
+    """Return a fingerprint for a file whose ends equal another's; below a URL the time stands for the content."""
     return hashlib.sha256(f"{ends} {file.content or file.changed}".encode()).hexdigest()
 
 
@@ -117,7 +111,7 @@ def find_text_files(source: DataSource, where: str) -> list[FileEntry]:
     stream = source.stream or StreamSection()
     found: dict[str, int] = {}
     for path in source.paths:
-        for file, size in _matches(path, FILE_KINDS[source.source], source.source):
+        for file, size in _matches(path, FORMATS[source.source]):
             if file in found:
                 raise InputError(f"{where}: two of its paths lead to this file", where=file, hint="name each file once")
             found[file] = size
@@ -130,13 +124,12 @@ def find_text_files(source: DataSource, where: str) -> list[FileEntry]:
     return [*_cut(files[: limit.nb_files], limit, stream)]
 
 
-def _matches(path: str, kind: str, source: str) -> list[tuple[str, int]]:
-    """Return path and bytes of the files of `kind` at a path, sorted."""
+def _matches(path: str, wanted: FileFormat) -> list[tuple[str, int]]:
+    """Return path and bytes of the files of a format at a path, sorted."""
     is_pattern = glob.has_magic(path) and not os.path.lexists(path) and not urls.is_url(path)
+    places = sorted(glob.glob(escape_literal_front(path), recursive=True)) if is_pattern else [path]
     found = []
-    for match in map(
-        urls.resolve_url_link, sorted(glob.glob(escape_literal_front(path), recursive=True)) if is_pattern else [path]
-    ):
+    for match in map(urls.resolve_url_link, places):
         if urls.is_url(match):
             found += _below_url(match)
         elif os.path.isdir(match):
@@ -145,16 +138,13 @@ def _matches(path: str, kind: str, source: str) -> list[tuple[str, int]]:
             found.append((os.path.abspath(match), os.stat(match).st_size))
         elif os.path.islink(match):  # its target may be unmounted: its rows would silently be missing
             raise InputError("this link leads nowhere", where=match, hint="mend or remove it")
-    fitting = [(file, size) for file, size in found if file_kind(file) == kind]
+    fitting = [(file, size) for file, size in found if file_format(file) is wanted]
     if not fitting:
-        others = sorted({file_kind(file) for file, _ in found})
+        others = sorted({file_format(file).name for file, _ in found})
         what = f"; there are files of {', '.join(others)}" if others else ""
         near = "" if found or urls.is_url(path) else did_you_mean_path(path)
-        raise InputError(
-            f"source: {source} finds no such file here{what}",
-            where=path,
-            hint=near or "give a folder, a file or a pattern of either, and the source that they are of",
-        )
+        hint = near or "give a folder, a file or a pattern of either, and the source that they are of"
+        raise InputError(f"source: {wanted.name} finds no such file here{what}", where=path, hint=hint)
     return fitting
 
 
@@ -162,7 +152,7 @@ def _below_url(url: str) -> list[tuple[str, int]]:
     """Return path and bytes of the files at a URL, below it, or matching its pattern. Raises like `absolute_path`."""
     url = urls.absolute_path(url)
     if not glob.has_magic(url):
-        if url.lower().endswith((".parquet", ".jsonl", ".arrow", ".gz", ".zst", ".json")):
+        if url.lower().endswith((*data_suffixes(), ".gz", ".zst")):
             return [(url, urls.stat_url(url)[0])]
         return [(urls.join_path(url, file.path), file.size) for file in find_data_files(url)]
     folder = re.split(r"[*?[]", url, maxsplit=1)[0].rpartition("/")[0]
@@ -190,11 +180,9 @@ def _in_partitions(paths: list[str], text: str, where: str) -> Iterator[str]:
     names = condition_columns(condition := parse_row_condition(text))
     if missing := [name for name in names if not any(name in part for part in parts)]:
         known = sorted({name for part in parts for name in part})
-        raise ConfigError(
-            f"stream.partition_filters: no path has a part {missing[0]}=...; there are: {', '.join(known) or 'none'}",
-            where=where,
-            hint="filter columns of the files with stream.filters",
-        )
+        words = f"no path has a part {missing[0]}=...; there are: {', '.join(known) or 'none'}"
+        hint = "filter columns of the files with stream.filters"
+        raise ConfigError(f"stream.partition_filters: {words}", where=where, hint=hint)
     columns = {name: _typed([part.get(name) for part in parts]) for name in names}
     table = pa.table({**columns, "path": paths})
     chosen: list[str] = _filtered(table, condition, "stream.partition_filters", where)["path"].to_pylist()
@@ -223,10 +211,8 @@ def _try_columns(path: str, stream: StreamSection, where: str) -> None:
         schema = file.schema_arrow
     for option, names in (("filters", condition_columns(condition)), ("extra_columns", stream.extra_columns)):
         if missing := [name for name in names if name not in schema.names]:
-            raise ConfigError(
-                f"stream.{option}: no column {missing[0]!r}; there are: {', '.join(schema.names)}",
-                where=f"{where}, {path}",
-            )
+            words = f"stream.{option}: no column {missing[0]!r}; there are: {', '.join(schema.names)}"
+            raise ConfigError(words, where=f"{where}, {path}")
     if condition is not None:
         _filtered(schema.empty_table(), condition, "stream.filters", where)
 
@@ -274,7 +260,7 @@ def _rows_of(entry: FileEntry) -> int:
 
 def _size_of(path: str, stream: StreamSection) -> tuple[int, int]:
     """Return the number of fragments and of rows."""
-    if file_kind(path) == "parquet":
+    if file_format(path) is PARQUET:
         with open_parquet(path) as file:
             groups, rows = int(file.metadata.num_row_groups), int(file.metadata.num_rows)
             return groups if stream.split_to_row_groups else 1, rows

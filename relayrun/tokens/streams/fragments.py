@@ -8,9 +8,8 @@ reaches their file; a shuffle over all fragments (`fragment_shuffle_window: -1`)
 
 from __future__ import annotations
 
-import importlib
 import logging
-import os
+import pkgutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -29,9 +28,17 @@ from relayrun.config.sections.conditions import condition_columns
 from relayrun.config.sections.data import StreamSection
 from relayrun.errors import FatalTrainingError, InputError
 from relayrun.tokens.order.permutation import Permutation, permutation_key
-from relayrun.tokens.readers.columns import open_parquet, read_column
-from relayrun.tokens.readers.inputs import file_kind
-from relayrun.tokens.readers.texts import find_field, keep_utf8, large_strings, row_namer, text_array
+from relayrun.tokens.readers.arrow_files import open_parquet, read_batches
+from relayrun.tokens.readers.columns import read_column
+from relayrun.tokens.readers.inputs import PARQUET, file_format
+from relayrun.tokens.readers.texts import (
+    MAX_ROWS,
+    find_field,
+    keep_utf8,
+    large_strings,
+    missing_column_error,
+    text_array,
+)
 from relayrun.tokens.shards.manifest import FileEntry
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.direct_io import file_checksum
@@ -76,7 +83,7 @@ class FragmentOrder:
         self._stream = stream
         self._name = name
         self._seed = seed
-        self._fragments_of: dict[int, list[Fragment]] = {}
+        self._file_fragments = lru_cache(None)(self._fragments_of)
         self._all = lru_cache(1)(self._every_fragment)
         self._lock = threading.Lock()
 
@@ -121,17 +128,11 @@ class FragmentOrder:
     def _permutation(self, count: int, what: str, epoch: int) -> list[int]:
         """Return a permutation of range(count) for `what` and epoch."""
         key = permutation_key(self._seed, f"{self._name}/{what}", epoch)
-        found: list[int] = Permutation(count, key).map(np.arange(count)).tolist() if count else []
-        return found
+        return list(Permutation(count, key).map(np.arange(count)).tolist()) if count else []
 
-    def _file_fragments(self, number: int) -> list[Fragment]:
-        if number not in self._fragments_of:
-            self._fragments_of[number] = self._look_at(number)
-        return self._fragments_of[number]
-
-    def _look_at(self, number: int) -> list[Fragment]:
+    def _fragments_of(self, number: int) -> list[Fragment]:
         entry = self.files[number]
-        if file_kind(entry.path) != "parquet" or not self._stream.split_to_row_groups:
+        if file_format(entry.path) is not PARQUET or not self._stream.split_to_row_groups:
             return [Fragment(number, None, entry.rows)]
         try:
             with open_parquet(entry.path) as file:
@@ -157,7 +158,7 @@ TEXT_COLUMN = "__text"
 _REASON_COLUMN = "__reason"
 _ROW_COLUMN = "__row"
 _READ_BATCH_BYTES = 4_000_000
-_MAX_BATCH_ROWS = 1024
+_ALL_ROWS = 1 << 62
 
 
 class FragmentReader:
@@ -167,7 +168,7 @@ class FragmentReader:
         self._files = files
         self._stream = stream
         self._condition = stream_filter(stream)
-        self._by_line = any(file_kind(file.path) == "json lines" for file in files)
+        self._by_line = any(file_format(file.path).by_line for file in files)
         """True if the condition is checked while lines are parsed, not on tables."""
         self._filter = None if self._condition is None or self._by_line else arrow_expression(self._condition)
         columns = dict.fromkeys([*condition_columns(self._condition), *stream.extra_columns])
@@ -190,21 +191,15 @@ class FragmentReader:
         """
         entry = self._files[fragment.file]
         self._check(entry)
-        left = None if fragment.rows is None else fragment.rows - start
-        if left is not None and left <= 0:
-            return
-        for batch in self._read(entry, fragment, start):
+        left = _ALL_ROWS if fragment.rows is None else fragment.rows - start
+        batches = self._read(entry, fragment, start)
+        while left > 0 and (batch := next(batches, None)) is not None:
             yield batch.slice(0, left)
-            if left is not None:
-                left -= len(batch)
-                if left <= 0:
-                    return
+            left -= len(batch)
 
     def why_left_out(self, number: int) -> str | None:
-        """Return why a whole file is left out; None: it is read. The first call for a file reads it to its end.
-
-        Raises InputError for a missing or changed file, and StoreError for a store that does not answer.
-        """
+        """Return why a whole file is left out; None: it is read. The first call for a file reads it to its end. Raises
+        InputError for a missing or changed file, and StoreError for a store that does not answer."""
         if self._stream.on_error == "fail":
             return None
         if number not in self._left_out:
@@ -222,15 +217,13 @@ class FragmentReader:
         return self._left_out[number]
 
     def keep(self, rows: pa.Table) -> tuple[npt.NDArray[np.int64], Counter[str]]:
-        """Return the indices of rows to train on (ascending int64), and the number of skipped rows by reason.
-
-        Raises FatalTrainingError for a missing text without `drop_null`, and for columns that the filter does not fit.
-        """
+        """Return the indices of rows to train on (ascending int64), and the number of skipped rows by reason. Raises
+        FatalTrainingError for a missing text without `drop_null`, and for columns that the filter does not fit."""
         reasons, texts = rows[_REASON_COLUMN], rows[TEXT_COLUMN]
         found: Counter[str] = Counter(reasons.drop_null().to_pylist())
         chosen = np.arange(len(rows))
         if found:
-            chosen = chosen[_arrow_bools(reasons.is_null())]
+            chosen = chosen[np.asarray(reasons.is_null(), np.bool_)]
         if self._filter is not None and len(chosen):
             asked = rows.select(self._columns).append_column(_ROW_COLUMN, arrow_integers(np.arange(len(rows))))
             try:
@@ -243,7 +236,7 @@ class FragmentReader:
             found[FILTER_REASON] += len(chosen) - len(kept)
             chosen = np.sort(np.asarray(kept, np.int64))  # Arrow does not promise an order
         if texts.null_count:
-            there = _arrow_bools(texts.is_valid())[chosen]
+            there = np.asarray(texts.is_valid(), np.bool_)[chosen]
             if not self._stream.drop_null and not there.all():
                 raise FatalTrainingError(
                     f"a row has no text in the column {self._stream.column!r}", hint="set stream.drop_null=true"
@@ -282,9 +275,8 @@ class FragmentReader:
         """Return the user's `stream.map` with checks of its result."""
         path = self._stream.map
         assert path is not None
-        module, _, name = path.partition(":")
         try:
-            function = getattr(importlib.import_module(module), name)
+            function = pkgutil.resolve_name(path)
         except (ImportError, AttributeError) as error:
             raise FatalTrainingError(
                 f"stream.map {path!r} cannot be imported: {error}", hint="put its folder on PYTHONPATH of the ranks"
@@ -304,31 +296,27 @@ class FragmentReader:
 
     def _check(self, entry: FileEntry) -> None:
         """Raise InputError for a missing or changed file."""
-        path, local = entry.path, not urls.is_url(entry.path)
-        what = None
+        path, what = entry.path, None
         try:
-            size, changed = _stat_local(path) if local else urls.stat_url(path)
+            size, changed = urls.stat_file(path)
             if size != entry.size:
                 what = f"has {size:,} bytes, had {entry.size:,} when the run began"
             elif 0 not in (changed, entry.changed) and changed not in (entry.changed, self._same.get(path)):
-                if local and entry.content and file_checksum(path) == entry.content:
+                if entry.content and not urls.is_url(path) and file_checksum(path) == entry.content:
                     self._same[path] = changed
                 else:
                     what = f"was changed: {entry.other_time()}"
-        except (MissingInput, FileNotFoundError, NotADirectoryError):
+        except MissingInput:
             what = "is missing"
         if what is not None:
             raise InputError(f"this file {what}", where=path, hint="put it back as it was")
 
     def _read(self, entry: FileEntry, fragment: Fragment, start: int) -> Iterator[pa.RecordBatch]:
         faults = RowFaults(self._condition if self._by_line else None, skip=self._stream.on_error == "skip-line")
-        if file_kind(entry.path) == "parquet":
+        if file_format(entry.path) is PARQUET:
             yield from self._parquet(entry.path, fragment.group, start, faults)
-        else:
-            yield from self._texts(entry.path, start, faults)
-
-    def _texts(self, path: str, start: int, faults: RowFaults) -> Iterator[pa.RecordBatch]:
-        for array in read_column(path, self._stream.column, batch_bytes=_READ_BATCH_BYTES, faults=faults):
+            return
+        for array in read_column(entry.path, self._stream.column, batch_bytes=_READ_BATCH_BYTES, faults=faults):
             reasons = _fault_reasons(len(array), faults)
             if start < len(array):
                 texts = array.slice(start).cast(pa.large_string())
@@ -336,36 +324,22 @@ class FragmentReader:
             start = max(0, start - len(array))
 
     def _parquet(self, path: str, group: int | None, start: int, faults: RowFaults) -> Iterator[pa.RecordBatch]:
+        def rows_at_once(part: Any) -> float:
+            return float(min(MAX_ROWS, _READ_BATCH_BYTES * part.num_rows / max(part.total_byte_size, 1)))
+
+        def take(batch: pa.RecordBatch, where: Callable[[int], str]) -> pa.RecordBatch:
+            texts = keep_utf8(text_array(batch, fields), faults, where)
+            columns = {TEXT_COLUMN: texts.cast(pa.large_string()), _REASON_COLUMN: _fault_reasons(len(batch), faults)}
+            columns |= {name: batch.column(batch.schema.get_field_index(name)) for name in self._columns}
+            return pa.record_batch(columns)
+
         with open_parquet(path) as file:
             fields = find_field(file.schema_arrow, path, self._stream.column)
             if missing := [name for name in self._columns if name not in file.schema_arrow.names]:
-                raise InputError(
-                    f"no column {missing[0]!r}; there are: {', '.join(file.schema_arrow.names)}", where=path
-                )
-            wanted = [".".join(fields), *(name for name in self._columns if name != ".".join(fields))]
-            for number in range(file.metadata.num_row_groups) if group is None else [group]:
-                part = file.metadata.row_group(number)
-                if start >= part.num_rows:
-                    start -= part.num_rows
-                    continue
-                most = int(
-                    max(1, min(_MAX_BATCH_ROWS, _READ_BATCH_BYTES * part.num_rows / max(part.total_byte_size, 1)))
-                )
-                first = 0
-                # one thread: ranks share the cores already
-                for batch in file.iter_batches(most, [number], wanted, use_threads=False):
-                    if start < len(batch):
-                        yield self._named(batch.slice(start), fields, row_namer(path, number, first + start), faults)
-                    start = max(0, start - len(batch))
-                    first += len(batch)
-
-    def _named(
-        self, batch: pa.RecordBatch, fields: list[str], where: Callable[[int], str], faults: RowFaults
-    ) -> pa.RecordBatch:
-        texts = keep_utf8(text_array(batch, fields), faults, where)
-        columns = {TEXT_COLUMN: texts.cast(pa.large_string()), _REASON_COLUMN: _fault_reasons(len(batch), faults)}
-        columns |= {name: batch.column(batch.schema.get_field_index(name)) for name in self._columns}
-        return pa.record_batch(columns)
+                raise missing_column_error(path, missing[0], file.schema_arrow.names, hint=None)
+            wanted = dict.fromkeys([".".join(fields), *self._columns])
+            groups = range(file.metadata.num_row_groups) if group is None else [group]
+            yield from read_batches(file, path, groups, [*wanted], rows_at_once, take, start)
 
 
 def arrow_integers(numbers: npt.NDArray[np.int64]) -> pa.Array:
@@ -373,17 +347,7 @@ def arrow_integers(numbers: npt.NDArray[np.int64]) -> pa.Array:
     return pa.Array.from_buffers(pa.int64(), len(numbers), [None, pa.py_buffer(np.ascontiguousarray(numbers))])
 
 
-def _arrow_bools(column: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
-    return np.asarray(column, np.bool_)
-
-
-def _stat_local(path: str) -> tuple[int, int]:
-    """Return bytes and time of change (ns) of a file."""
-    status = os.stat(path)
-    return status.st_size, status.st_mtime_ns
-
-
 def _fault_reasons(rows: int, faults: RowFaults) -> pa.Array:
     """Return the reasons for skipping rows of the last array that was read; null: kept."""
-    marks = dict(faults.take_marks())
+    marks, faults.marks = faults.marks, {}
     return pa.array([marks.get(row) for row in range(rows)], pa.string()) if marks else pa.nulls(rows, pa.string())

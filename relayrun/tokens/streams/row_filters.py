@@ -30,7 +30,7 @@ from relayrun.config.sections.conditions import (
 )
 from relayrun.config.sections.data import StreamSection
 from relayrun.errors import InputError
-from relayrun.tokens.readers.inputs import BadLine, LineFaults
+from relayrun.tokens.readers.faults import BadLine, LineFaults
 from relayrun.tokens.readers.texts import LongText
 from relayrun.tokens.stores.urls import MissingInput
 
@@ -66,10 +66,7 @@ class ConditionMisfit(Exception):
 
 
 def row_fulfils(condition: Condition, row: Mapping[str, Any]) -> bool | None:
-    """Return what Arrow decides for a row of JSON; None if a null leaves the condition open.
-
-    A missing name is null. Raises ConditionMisfit.
-    """
+    """Return Arrow's decision for a row of JSON; None if a missing value leaves it open. Raises ConditionMisfit."""
     match condition:
         case Compare(left, sign, right):
             return _compare_values(_operand_value(left, row), sign, _operand_value(right, row))
@@ -133,8 +130,7 @@ class RowFaults(LineFaults):
     """Counts the bad rows of a file and skips JSON lines by the filter; skipped rows keep their positions."""
 
     def __init__(self, condition: Condition | None, *, skip: bool) -> None:
-        """`condition` is checked for lines of JSON. With `skip`, bad rows are skipped; otherwise the first one is an
-        InputError."""
+        """`condition`: checked for lines of JSON. `skip`: skip bad rows; otherwise the first one raises InputError."""
         super().__init__(skip=skip, keep=True)
         self._condition = condition
         self._columns = condition_columns(condition)

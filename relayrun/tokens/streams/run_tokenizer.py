@@ -13,35 +13,25 @@ from relayrun.tokens.tokenize.options import TokenizeOptions
 
 
 def load_run_tokenizer(name: str, manifest: Manifest) -> DocumentTokenizer:
-    """Load the tokenizer `data.tokenizer`.
-
-    Raises FatalTrainingError if its ids changed since the run began, InputError if it does not exist.
-    """
+    """Load `data.tokenizer`. Raises FatalTrainingError if its ids changed since the start, InputError if missing."""
     tokenizer = load_tokenizer(TokenizeOptions(tokenizer=name))
     if tokenizer.ids_fingerprint != manifest.tokenizer_ids:
-        raise FatalTrainingError(
-            "data.tokenizer is not what it was when the run began: its ids would mean other text",
-            where=name,
-            hint="put it back",
-        )
+        words = "data.tokenizer is not what it was when the run began: its ids would mean other text"
+        raise FatalTrainingError(words, where=name, hint="put it back")
     return tokenizer
 
 
 def character_token_ids(characters: str, tokenizer: DocumentTokenizer) -> npt.NDArray[np.int64]:
-    """Return the token ids of the characters in `data.mask_tokens_except`, int64 [distinct characters].
-
-    Raises ConfigError for a character that is not exactly one token.
-    """
+    """Return the token ids of the characters in `data.mask_tokens_except`, int64 [distinct characters]. Raises
+    ConfigError for a character that is not exactly one token."""
     found = []
     for character in dict.fromkeys(characters):
         ids = tokenizer.tokenizer.encode(character, add_special_tokens=False).ids
         # an unknown character is one token, too
         if len(ids) != 1 or tokenizer.tokenizer.decode(ids, skip_special_tokens=False) != character:
-            raise ConfigError(
-                f"the character {character!r} is no token of this tokenizer",
-                where="data.mask_tokens_except",
-                hint="name characters that are tokens, or take a tokenizer of bytes: relayrun dumps tokenizer --bytes",
-            )
+            words = f"the character {character!r} is no token of this tokenizer"
+            hint = "name characters that are tokens, or take a tokenizer of bytes: relayrun dumps tokenizer --bytes"
+            raise ConfigError(words, where="data.mask_tokens_except", hint=hint)
         found += ids
     return np.array(found, np.int64)
 

@@ -40,8 +40,7 @@ class StreamEncoder:
         self._column = column
 
     def __call__(self, texts: Texts) -> Encoded:
-        """Return the ids of all texts, and the number of ids of each. Raises FatalTrainingError if the tokenizer
-        changed."""
+        """Return the ids of all texts, and the number of each. Raises FatalTrainingError for a changed tokenizer."""
         return self._engine.encode(texts)
 
     @cached_property
@@ -85,8 +84,7 @@ class SampleShape:
         vocabulary_size: int,
         where: str,
     ) -> SampleShape:
-        """Return the shape for `document_window`; None: that of `order: window`. Raises ConfigError like
-        `document_cut`."""
+        """Return the shape for `document_window`; None: `order: window`. Raises ConfigError like `document_cut`."""
         if settings is None:
             return cls(seq_length=seq_length, eod=eod, padding=eod or 0)
         cut = document_cut(settings, seq_length=seq_length, eod=eod, vocabulary_size=vocabulary_size, where=where)

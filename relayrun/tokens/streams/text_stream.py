@@ -98,11 +98,8 @@ class OpenTextLanes:
         }
 
     def take(self, lane: int) -> SampleRow:
-        """Return the next sample of a lane.
-
-        Raises FatalTrainingError behind the last epoch and for a lane without samples in a whole epoch; InputError for
-        an unreadable file.
-        """
+        """Return the next sample of a lane. Raises FatalTrainingError behind the last epoch and for a lane without
+        samples in a whole epoch; InputError for an unreadable file."""
         now = self._lanes[lane]
         while now.block is None or now.taken >= len(now.block.samples):
             self._next_block(lane, now)
@@ -145,10 +142,8 @@ class OpenTextLanes:
         if now.block is not None:
             now.cursor, now.taken = _cursor_after(now.cursor, now.block)._replace(**block.position._asdict()), 0
         elif block.position != now.cursor.position:
-            raise FatalTrainingError(
-                f"data set {stream.name!r}: lane {lane} stood at {now.cursor.position}, where no block begins",
-                hint="the files are not those of the checkpoint; put them back",
-            )
+            words = f"data set {stream.name!r}: lane {lane} stood at {now.cursor.position}, where no block begins"
+            raise FatalTrainingError(words, hint="the files are not those of the checkpoint; put them back")
         now.block = block
         if len(block.samples):
             return

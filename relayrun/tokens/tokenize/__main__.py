@@ -50,7 +50,7 @@ def main() -> int:
 
 def _begin(settings: TokenizationSettings) -> None:
     metadata = MetadataFolder(settings.metadata_folder)
-    check_outputs({name: getattr(settings, name) for name in ("metadata_folder", "output_folder", "logs")})
+    check_outputs(settings.outputs)
     with metadata.hold():
         metadata.refuse_live_jobs()
         indices = prepare_submission(settings)

@@ -21,7 +21,7 @@ from datatrove.utils.stats import PipelineStats
 from fsspec.implementations.local import LocalFileSystem
 
 from relayrun.errors import InputError, refuse_urls
-from relayrun.tokens.readers.inputs import BadLine, LineFaults
+from relayrun.tokens.readers.faults import BadLine, LineFaults
 from relayrun.tokens.readers.texts import Texts
 from relayrun.tokens.shards.shard import ShardWriter, TokenizerRecord
 from relayrun.tokens.tokenize.encode.engines import select_engine
@@ -114,7 +114,7 @@ class MegatronTokenWriter(PipelineStep):  # type: ignore[misc]  # datatrove is u
             "tokenizer_name_or_path", tokenizer_name_or_path, "model_identifier", model_identifier
         )
         given = {
-            "tokenizer": None if tokenizer is None else os.fspath(tokenizer),
+            "tokenizer": os.fspath(tokenizer),
             "eos_token": eos_token,
             "append_eod": append_eod,
             "bos": add_bos,
@@ -128,9 +128,8 @@ class MegatronTokenWriter(PipelineStep):  # type: ignore[misc]  # datatrove is u
         }
         self.output_folder = os.fspath(_one_of_two_names("output_folder", output_folder, "path", path))
         refuse_urls(self.output_folder)
-        self.options = validate_options(
-            {name: value for name, value in given.items() if value is not None}, _ARGUMENT_NAMES
-        )
+        chosen = {name: value for name, value in given.items() if value is not None}
+        self.options = validate_options(chosen, _ARGUMENT_NAMES)
         if self.options.skips_files and not self.options.skips_lines:
             raise InputError("on_error is 'fail' or 'skip-line' here: the reader of a pipeline decides about files")
 

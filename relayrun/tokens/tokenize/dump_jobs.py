@@ -26,17 +26,11 @@ from relayrun.files import write_atomic
 from relayrun.slurmtime import parse_time
 from relayrun.tokens.readers.inputs import read_paths_file
 from relayrun.tokens.stores.urls import join_path
+from relayrun.tokens.tokenize import processes
 from relayrun.tokens.tokenize.dump_status import ERROR_FILE, finished_shards
 from relayrun.tokens.tokenize.dumps import MetadataFolder, replace_link
 from relayrun.tokens.tokenize.job_config import TokenizationConfig, TokenizationSettings
 from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.tokens.tokenize.processes import (
-    JobRequeued,
-    file_lock,
-    requeue_before_time_limit,
-    slurm_job_id,
-    use_one_thread,
-)
 
 CSV_COLUMNS = (
     "slurm_job_id",
@@ -81,11 +75,8 @@ def prepare_submission(settings: TokenizationSettings) -> list[int]:
     _check_inputs(metadata, indices, settings)
     link = metadata.tokenized_link
     if metadata.finished() and link.is_symlink() and os.readlink(link) != str(output):
-        raise InputError(
-            f"finished dumps of this folder went to {os.readlink(link)}, not to {output}",
-            where=link,
-            hint="use another metadata folder, or the same output folder and names",
-        )
+        words = f"finished dumps of this folder went to {os.readlink(link)}, not to {output}"
+        raise InputError(words, where=link, hint="use another metadata folder, or the same output folder and names")
     output.mkdir(parents=True, exist_ok=True)
     settings.job_logs.mkdir(parents=True, exist_ok=True)
     for index in indices:
@@ -105,17 +96,15 @@ def _check_inputs(metadata: MetadataFolder, indices: Sequence[int], options: Tok
 
 
 def tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]:
-    """Tokenize dump `index`, add its row to the CSV, and move its paths file to the finished ones; return the row.
-
-    The message of a RelayrunError or OSError is written beside the dump's shards, too.
-    """
+    """Tokenize dump `index`, add its row to the CSV, and move its paths file to the finished ones; return the row. The
+    message of a RelayrunError or OSError is written beside the dump's shards, too."""
     settings.dump_logs(index).mkdir(parents=True, exist_ok=True)
     output = settings.dump_output(index)
     output.mkdir(parents=True, exist_ok=True)
     (output / ERROR_FILE).unlink(missing_ok=True)
     try:
         return _tokenize_dump(settings, index)
-    except JobRequeued:
+    except processes.JobRequeued:
         raise
     except (RelayrunError, OSError) as error:
         with contextlib.suppress(OSError):
@@ -124,14 +113,14 @@ def tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]:
 
 
 def _tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]:
-    use_one_thread()
+    processes.use_one_thread()
     from relayrun.tokens.tokenize.pipeline import tokenize_paths_file
 
     metadata = MetadataFolder(settings.metadata_folder)
     with metadata.in_use():
         start = datetime.now()
         paths_file, output = metadata.paths_file(index), settings.dump_output(index)
-        with requeue_before_time_limit(lambda: finished_shards(output)):
+        with processes.requeue_before_time_limit(lambda: finished_shards(output)):
             result = tokenize_paths_file(
                 settings,
                 output_folder=output,
@@ -142,7 +131,7 @@ def _tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]
         print(result.summary(), flush=True)
         seconds = max(result.seconds, 1e-3)
         row = {
-            "slurm_job_id": slurm_job_id() or "local",
+            "slurm_job_id": processes.slurm_job_id() or "local",
             "node": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
             "start": start.isoformat(timespec="seconds"),
             "end": datetime.now().isoformat(timespec="seconds"),
@@ -163,7 +152,7 @@ def _tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]
 
 def append_csv_row(path: Path, row: dict[str, Any]) -> None:
     """Append one row under a lock, in one synced write; a new file gets the header."""
-    with file_lock(path), open(path, "rb+") as file:
+    with processes.file_lock(path), open(path, "rb+") as file:
         text = io.StringIO()
         writer = csv.DictWriter(text, CSV_COLUMNS, lineterminator="\n")
         if file.seek(0, os.SEEK_END) == 0:
@@ -288,7 +277,7 @@ def _slurm_executor(config: TokenizationConfig, settings: TokenizationSettings) 
 def _sbatch_parameters(
     config: TokenizationConfig, settings: TokenizationSettings, wait: Sequence[str | None]
 ) -> dict[str, Any]:
-    """Options of sbatch for which submitit has no parameters."""
+    """Return options of sbatch for which submitit has no parameters."""
     log = settings.job_logs / "R-%x-%j"
     found: dict[str, Any] = {"output": f"{log}.out", "error": f"{log}.err"}
     if config.job.reservation is not None:
@@ -305,7 +294,5 @@ def _raise_failures(settings: TokenizationSettings, failed: Sequence[int], total
     with contextlib.suppress(FileNotFoundError):
         message = (settings.dump_output(failed[0]) / ERROR_FILE).read_text(encoding="utf-8").strip()
     numbers = ", ".join(map(str, failed))
-    raise RelayrunError(
-        f"{len(failed)} of {total} dumps failed (dump {numbers}). Dump {failed[0]}: {message}",
-        hint=f"logs: {settings.job_logs}; submit again when it is mended: what is done is kept",
-    )
+    words = f"{len(failed)} of {total} dumps failed (dump {numbers}). Dump {failed[0]}: {message}"
+    raise RelayrunError(words, hint=f"logs: {settings.job_logs}; submit again when it is mended: what is done is kept")

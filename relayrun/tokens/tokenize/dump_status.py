@@ -9,15 +9,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from relayrun.errors import InputError
-from relayrun.files import read_json
-from relayrun.tokens.readers.inputs import MAX_EXAMPLES, describe_bad_lines
-from relayrun.tokens.shards.shard import FOLDER_RECORD
+from relayrun.tokens.readers.faults import MAX_EXAMPLES, describe_bad_lines
 from relayrun.tokens.tokenize import shard_folder
 from relayrun.tokens.tokenize.dumps import MetadataFolder
-from relayrun.tokens.tokenize.shard_folder import STALE_SECONDS, RunningTask
+from relayrun.tokens.tokenize.shard_folder import STALE_SECONDS, FolderRecord, RunningTask, TaskRecord
 
 ERROR_FILE = "error.txt"
 """Error message of a failed dump, beside its shards."""
@@ -32,7 +29,7 @@ class DumpStatus:
 
     index: int
     state: str
-    """One of: done, running, stalled (tasks have reported nothing for a minute), failed, open (some shards are done, no
+    """State: done, running, stalled (tasks have reported nothing for a minute), failed, open (some shards are done, no
     job works on the others), waiting."""
     shards: int
     """Shards recorded as finished."""
@@ -86,10 +83,8 @@ class DumpStatus:
 def read_status(metadata_folder: str | os.PathLike[str], *, now: float | None = None) -> list[DumpStatus]:
     """Return the status of all dumps of a metadata folder, by number. `now`: seconds since 1970. Raises InputError."""
     metadata = MetadataFolder(metadata_folder)
-    pending, finished = (
-        set(metadata.pending()),
-        set(metadata.finished()),
-    )  # in this order: a dump that moves in between is in both
+    # in this order: a dump that moves in between is in both
+    pending, finished = set(metadata.pending()), set(metadata.finished())
     if not finished and not pending:
         raise InputError("there are no dumps here", where=metadata.path, hint="prepare_dumps.py makes them")
     now, sizes = time.time() if now is None else now, metadata.sizes()
@@ -120,38 +115,20 @@ def mean_tokens_per_byte(dumps: Sequence[DumpStatus]) -> float:
 def status_table(dumps: Sequence[DumpStatus]) -> str:
     """Format a line per dump, the totals, and the failures for the terminal."""
     density = mean_tokens_per_byte(dumps)
-    rows = [("dump", "state", "shards", "tokens", "Mtok/s node", "Mtok/s core", "ETA", "node", "left out")]
+    rows: list[tuple[str, ...]] = [
+        ("dump", "state", "shards", "tokens", "Mtok/s node", "Mtok/s core", "ETA", "node", "left out")
+    ]
     for d in dumps:
         left = seconds_left([d], tokens_per_byte=density, rate=d.node_rate) if d.running else None
-        rows.append(
-            (
-                str(d.index),
-                d.state,
-                f"{d.shards}/{d.of}" if d.of else "-",
-                f"{d.tokens:,}",
-                _rate(d.node_rate),
-                _rate(d.core_rate),
-                _duration(left),
-                d.nodes or "-",
-                _left_out([d]),
-            )
-        )
+        state = str(d.index), d.state, f"{d.shards}/{d.of}" if d.of else "-"
+        speed = f"{d.tokens:,}", _rate(d.node_rate), _rate(d.core_rate), _duration(left)
+        rows.append((*state, *speed, d.nodes or "-", _left_out([d])))
     now = sum(dump.node_rate for dump in dumps if dump.running)
     seconds = sum(d.worker_seconds + sum(task.at - task.started for task in d.running) for d in dumps)
-    tokens = sum(dump.tokens for dump in dumps)
-    rows.append(
-        (
-            "total",
-            f"{sum(d.state == 'done' for d in dumps)}/{len(dumps)} done",
-            "",
-            f"{tokens:,}",
-            _rate(now),
-            _rate(tokens / seconds if seconds > 0 else 0.0),
-            _duration(seconds_left(dumps, tokens_per_byte=density, rate=now)),
-            f"{len({task.node for d in dumps for task in d.running})} nodes",
-            _left_out(dumps),
-        )
-    )
+    tokens, left = sum(dump.tokens for dump in dumps), seconds_left(dumps, tokens_per_byte=density, rate=now)
+    done, nodes = sum(d.state == "done" for d in dumps), {task.node for d in dumps for task in d.running}
+    speed = f"{tokens:,}", _rate(now), _rate(tokens / seconds if seconds > 0 else 0.0), _duration(left)
+    rows.append(("total", f"{done}/{len(dumps)} done", "", *speed, f"{len(nodes)} nodes", _left_out(dumps)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([*lines, *_failures(dumps)])
@@ -170,10 +147,8 @@ def all_dumps_done(dumps: Sequence[DumpStatus], *, now: float) -> bool | None:
 
 
 def watch_status(metadata_folder: str | os.PathLike[str], seconds: float) -> bool:
-    """Print the table every `seconds`, on a terminal in place, until no dump is left to wait for.
-
-    Returns True if all dumps are done; the others have failed. Raises InputError.
-    """
+    """Print the table every `seconds`, on a terminal in place, until no dump is left to wait for. Returns True if all
+    dumps are done; the others have failed. Raises InputError."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
@@ -204,17 +179,14 @@ def _failures(dumps: Iterable[DumpStatus]) -> Iterable[str]:
             )
         for error in dump.skipped:
             yield f"dump {dump.index} left out: {error}"
-
         if dump.bad_lines:
             examples = "; ".join(dump.bad_line_examples)
             yield f"dump {dump.index} left out: {describe_bad_lines(dump.bad_lines)}, for example {examples}"
 
 
 def _left_out(dumps: Iterable[DumpStatus]) -> str:
-    files, lines = (
-        sum(len(dump.skipped) for dump in dumps),
-        sum(sum(dump.bad_lines.values()) for dump in dumps),
-    )
+    files = sum(len(dump.skipped) for dump in dumps)
+    lines = sum(sum(dump.bad_lines.values()) for dump in dumps)
     return f"{files} files" + (f", {lines:,} lines" if lines else "")
 
 
@@ -231,8 +203,7 @@ def _duration(seconds: float | None) -> str:
 
 def _read_dump(metadata: MetadataFolder, index: int, now: float, *, done: bool, size: int) -> DumpStatus:
     output = metadata.tokenized_link / f"dump-{index}"
-    record = _read_record(output)
-    shards: Mapping[str, Any] = record.get("shards", {})
+    shards, parts = _read_record(output)
     tasks = [] if done else [task for task in shard_folder.read_progress(output) if task.shard not in shards]
     running = tuple(task for task in tasks if now - task.at < STALE_SECONDS)
     silent = tuple(task for task in tasks if now - task.at >= STALE_SECONDS)
@@ -251,18 +222,18 @@ def _read_dump(metadata: MetadataFolder, index: int, now: float, *, done: bool, 
         index=index,
         state=state,
         shards=len(shards),
-        of=len(record.get("parts", {})),
-        finished_tokens=sum(task["tokens"] for task in shards.values()),
-        finished_bytes=sum(file[1] for task in shards.values() for file in task["inputs"]),
+        of=len(parts),
+        finished_tokens=sum(task.tokens for task in shards.values()),
+        finished_bytes=sum(file[1] for task in shards.values() for file in task.inputs),
         bytes=size,
-        worker_seconds=sum(task["seconds"] for task in shards.values()),
-        busy_seconds=_covered_seconds((task["started"], task["started"] + task["seconds"]) for task in shards.values()),
+        worker_seconds=sum(task.seconds for task in shards.values()),
+        busy_seconds=_covered_seconds((task.started, task.started + task.seconds) for task in shards.values()),
         running=running,
         silent=silent,
-        skipped=tuple(file["error"] for task in shards.values() for file in task["skipped"]),
+        skipped=tuple(file.error for task in shards.values() for file in task.skipped),
         error=error,
-        bad_lines=sum((Counter(task["bad_lines"]) for task in shards.values()), Counter()),
-        bad_line_examples=tuple(e for task in shards.values() for e in task["bad_line_examples"])[:MAX_EXAMPLES],
+        bad_lines=sum((Counter(task.bad_lines) for task in shards.values()), Counter()),
+        bad_line_examples=tuple(e for task in shards.values() for e in task.bad_line_examples)[:MAX_EXAMPLES],
     )
 
 
@@ -276,14 +247,13 @@ def _covered_seconds(spans: Iterable[tuple[float, float]]) -> float:
 
 def finished_shards(output: Path) -> int:
     """Return the number of finished shards in the folder of a dump."""
-    return len(_read_record(output).get("shards", {}))
+    return len(_read_record(output)[0])
 
 
-def _read_record(output: Path) -> dict[str, Any]:
+def _read_record(output: Path) -> tuple[dict[str, TaskRecord], dict[str, list[str]]]:
+    """Return the finished tasks, and the files of all shards; empty without a record."""
     try:
-        record: dict[str, Any] = read_json(output / FOLDER_RECORD)
+        record = FolderRecord.read(output)
     except FileNotFoundError:
-        return {}
-    except ValueError:
-        raise InputError("not a record of tokenization", where=output / FOLDER_RECORD) from None
-    return record
+        return {}, {}
+    return record.tasks, record.parts

@@ -40,14 +40,7 @@ from relayrun.files import (
     write_atomic,
     write_json,
 )
-from relayrun.tokens.readers.inputs import (
-    DATA_SUFFIXES,
-    DataFile,
-    find_data_files,
-    paths_file_bytes,
-    read_paths_file,
-    stat_inputs,
-)
+from relayrun.tokens.readers import inputs
 from relayrun.tokens.stores import urls
 from relayrun.tokens.tokenize.processes import file_lock
 
@@ -112,11 +105,8 @@ class MetadataFolder:
         """Lock this folder while its dumps are prepared or submitted. Raises RelayrunError if the lock is taken."""
         with file_lock(self.path / ".lock", wait=False) as held:
             if not held:
-                raise RelayrunError(
-                    "the dumps of this folder are being prepared or tokenized by another process",
-                    where=self.path,
-                    hint="wait until it has ended",
-                )
+                words = "the dumps of this folder are being prepared or tokenized by another process"
+                raise RelayrunError(words, where=self.path, hint="wait until it has ended")
             remove_leftovers(self.path)
             yield
 
@@ -141,10 +131,8 @@ class MetadataFolder:
         append_line(self._jobs, {"slurm_job_id": job_id, "dump": dump})
 
     def live_jobs(self) -> list[str]:
-        """Return the recorded jobs of unfinished dumps that are pending or running.
-
-        Raises SchedulerError if there are such records and Slurm cannot be asked.
-        """
+        """Return the recorded jobs of unfinished dumps that are pending or running. Raises SchedulerError if there are
+        such records and Slurm cannot be asked."""
         unfinished = set(self.pending())
         ids = [str(record["slurm_job_id"]) for record in read_lines(self._jobs) if record.get("dump") in unfinished]
         live = slurm_scheduler().live_ids() if ids else set()  # one query for thousands of jobs
@@ -154,11 +142,8 @@ class MetadataFolder:
         """Raise RelayrunError while Slurm jobs of this folder are pending or running."""
         if live := self.live_jobs():
             names = ", ".join(live[:8]) + (f" and {len(live) - 8} others" if len(live) > 8 else "")
-            raise RelayrunError(
-                f"dumps of this folder are pending or running as Slurm jobs {names}",
-                where=self.path,
-                hint="wait for them, or cancel them with scancel",
-            )
+            words = f"dumps of this folder are pending or running as Slurm jobs {names}"
+            raise RelayrunError(words, where=self.path, hint="wait for them, or cancel them with scancel")
 
 
 def _dump_numbers(folder: Path) -> list[int]:
@@ -170,10 +155,9 @@ def _dump_numbers(folder: Path) -> list[int]:
 
 
 def dump_size(paths_file: str | os.PathLike[str]) -> int:
-    """Return the bytes of all files of a paths file in `dumps/` or `completed-dumps/`. Raises InputError if one is
-    missing."""
+    """Return the bytes of all files of a paths file of a metadata folder. Raises InputError for a missing file."""
     metadata = MetadataFolder(Path(os.path.abspath(paths_file)).parent.parent)
-    return sum(size for _, size, _ in stat_inputs(metadata.dataset(), read_paths_file(paths_file)))
+    return sum(size for _, size, _ in inputs.stat_inputs(metadata.dataset(), inputs.read_paths_file(paths_file)))
 
 
 log = logging.getLogger(__name__)
@@ -187,17 +171,17 @@ class Dump:
     """One unit of tokenization. `files` are ordered largest first."""
 
     index: int
-    files: tuple[DataFile, ...]
+    files: tuple[inputs.DataFile, ...]
 
     @property
     def size(self) -> int:
         return sum(file.size for file in self.files)
 
 
-def split_files(files: Sequence[DataFile], n_dumps: int, *, first_index: int = 0) -> list[Dump]:
+def split_files(files: Sequence[inputs.DataFile], n_dumps: int, *, first_index: int = 0) -> list[Dump]:
     """Deal `files` onto `n_dumps` dumps (at most one per file), numbered from `first_index`."""
     count = min(n_dumps, len(files))
-    parts: list[list[DataFile]] = [[] for _ in range(count)]
+    parts: list[list[inputs.DataFile]] = [[] for _ in range(count)]
     heap = [(0, 0, part) for part in range(count)]  # (bytes, files, part): files of 0 bytes are spread too
     for file in sorted(files, key=lambda file: (-file.size, os.fsencode(file.path))):
         size, number, part = heap[0]
@@ -224,7 +208,7 @@ def prepare_dumps(
     if n_dumps is not None and n_dumps < 1:
         raise InputError("the number of dumps must be at least 1", where="--n-dumps")
     dataset = urls.absolute_path(dataset_folder)
-    found = find_data_files(dataset, filter_in=filter_in, filter_out=filter_out)
+    found = inputs.find_data_files(dataset, filter_in=filter_in, filter_out=filter_out)
     metadata = MetadataFolder(metadata_folder)
     refuse_unwritable(metadata.path)
     metadata.path.mkdir(parents=True, exist_ok=True)
@@ -232,23 +216,18 @@ def prepare_dumps(
         metadata.refuse_live_jobs()
         finished = metadata.finished()
         if finished and metadata.raw_link.is_symlink() and os.readlink(metadata.raw_link) != dataset:
-            raise InputError(
-                f"finished dumps of this folder belong to {os.readlink(metadata.raw_link)}",
-                where=metadata.path,
-                hint="use one metadata folder per dataset",
-            )
-        done = {name for index in finished for name in read_paths_file(metadata.completed / f"paths_file_{index}.txt")}
+            words = f"finished dumps of this folder belong to {os.readlink(metadata.raw_link)}"
+            raise InputError(words, where=metadata.path, hint="use one metadata folder per dataset")
+        done_files = [metadata.completed / f"paths_file_{index}.txt" for index in finished]
+        done = {name for file in done_files for name in inputs.read_paths_file(file)}
         files = [file for file in found if file.path not in done]
         if not files:
             why = f"all {len(found)} files are in finished dumps" if found else "no file fits"
-            raise InputError(
-                f"nothing to tokenize: {why}",
-                where=dataset,
-                hint=f"files end in {', '.join(DATA_SUFFIXES)}; look at the filters",
-            )
+            hint = f"files end in {', '.join(inputs.data_suffixes())}; look at the filters"
+            raise InputError(f"nothing to tokenize: {why}", where=dataset, hint=hint)
         number = n_dumps or sum(file.size for file in files) // BYTES_PER_DUMP + 1
         dumps = split_files(files, number, first_index=finished[-1] + 1 if finished else 0)
-        contents = {dump.index: paths_file_bytes(file.path for file in dump.files) for dump in dumps}
+        contents = {dump.index: inputs.paths_file_bytes(file.path for file in dump.files) for dump in dumps}
         _refuse_to_change_half_done(metadata, contents)
         replace_link(metadata.raw_link, dataset)
         metadata.write_sizes({dump.index: dump.size for dump in dumps})
@@ -263,21 +242,18 @@ def estimated_hours(size: int, *, seconds_per_gb: float) -> float:
     return size / 1e9 * seconds_per_gb / 3600
 
 
-def count_files_linked_twice(files: Sequence[DataFile]) -> int:
+def count_files_linked_twice(files: Sequence[inputs.DataFile]) -> int:
     """Count the `files` with more than one path, which are tokenized more than once."""
     return len(files) - len({file.identity for file in files})
 
 
 def _refuse_to_change_half_done(metadata: MetadataFolder, contents: dict[int, bytes]) -> None:
-    """Shards of a half-tokenized dump are valid only for the paths file they were made from."""
+    """Raise RelayrunError: the shards of a half-tokenized dump are valid only for its present paths file."""
     for index in metadata.pending():
         output = metadata.tokenized_link / f"dump-{index}"
         if contents.get(index) != metadata.paths_file(index).read_bytes() and any(output.glob("*.bin")):
-            raise RelayrunError(
-                f"dump {index} is half tokenized, and would now hold other files",
-                where=output,
-                hint="finish it by submitting again, or delete this folder",
-            )
+            words = f"dump {index} is half tokenized, and would now hold other files"
+            raise RelayrunError(words, where=output, hint="finish it by submitting again, or delete this folder")
 
 
 def print_dumps(dumps: Sequence[Dump], *, seconds_per_gb: float) -> None:
@@ -299,10 +275,8 @@ def merged_prefix(dataset: Path, dump: str) -> Path:
 
 
 def unmerged_dumps(dataset: Path) -> list[str]:
-    """Return the names of the dumps that are not merged yet.
-
-    Raises RelayrunError for torn shards, for different tokenizers or token types, and for lack of space.
-    """
+    """Return the names of the dumps that are not merged yet. Raises RelayrunError for torn shards, for different
+    tokenizers or token types, and for lack of space."""
     from relayrun.tokens.shards.merge import inspect_inputs  # on demand: numpy
     from relayrun.tokens.shards.prefixes import find_prefixes
 
@@ -326,9 +300,7 @@ def unmerged_dumps(dataset: Path) -> list[str]:
     if errors:
         raise combined_error(errors, "dumps cannot be merged")
     if names and (free := free_space(merged_prefix(dataset, names[0]))) < size:
-        raise InputError(
-            f"the merged shards take {size / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free",
-            where=merged_prefix(dataset, names[0]).parent,
-            hint="make room; or make that folder a link to one on another file system",
-        )
+        words = f"the merged shards take {size / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free"
+        hint = "make room; or make that folder a link to one on another file system"
+        raise InputError(words, where=merged_prefix(dataset, names[0]).parent, hint=hint)
     return names

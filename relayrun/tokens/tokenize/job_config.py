@@ -42,6 +42,11 @@ class TokenizationSettings(TokenizeOptions):
     """Folder for slurm/tokenization-T-D/ and datatrove/T/D/dump-i/."""
 
     @property
+    def outputs(self) -> dict[str, str]:
+        """Folders to which jobs write, by setting."""
+        return {name: getattr(self, name) for name in ("metadata_folder", "output_folder", "logs")}
+
+    @property
     def name(self) -> str:
         """Name of the jobs."""
         return f"tokenization-{self.tokenizer_name}-{self.dataset_name}"
@@ -71,15 +76,10 @@ class TokenizationSettings(TokenizeOptions):
 
     def absolute(self, base: str | os.PathLike[str]) -> Self:
         """Resolve relative paths from the folder `base`; a tokenizer that is not a path stays a name."""
-        tokenizer = os.path.join(base, self.tokenizer)
-        return self.model_copy(
-            update={
-                "tokenizer": os.path.abspath(tokenizer) if os.path.exists(tokenizer) else self.tokenizer,
-                "metadata_folder": os.path.abspath(os.path.join(base, self.metadata_folder)),
-                "output_folder": os.path.abspath(os.path.join(base, self.output_folder)),
-                "logs": os.path.abspath(os.path.join(base, self.logs)),
-            }
-        )
+        changed = {name: os.path.abspath(os.path.join(base, place)) for name, place in self.outputs.items()}
+        if os.path.exists(tokenizer := os.path.join(base, self.tokenizer)):
+            changed["tokenizer"] = os.path.abspath(tokenizer)
+        return self.model_copy(update=changed)
 
 
 class TokenizationJob(JobPlacement):
@@ -134,9 +134,7 @@ class TokenizationConfig(TokenizationSettings):
         site = self.cluster
         if site is None:
             return [sys.executable]
-        container = site.container.with_mounts(
-            [str(places.CODE_ROOT), self.metadata_folder, self.output_folder, self.logs]
-        )
+        container = site.container.with_mounts([str(places.CODE_ROOT), *self.outputs.values()])
         options = [*site.srun_options, *container.srun_options] if container.srun_options else []
         starter = whole_job_command(options) if options else []
         return [*starter, *container.command, *site.command_prefix, site.python or sys.executable]
@@ -144,18 +142,15 @@ class TokenizationConfig(TokenizationSettings):
     @property
     def preparation(self) -> list[str]:
         """Lines of the job before Python starts: the site's environment and modules, then the user's own."""
-        lines: list[str] = []
-        if self.cluster is not None or self.job.setup:
-            lines.append("set -euo pipefail")
-        return lines + site_setup_lines(self.cluster, self.job.setup)
+        lines = site_setup_lines(self.cluster, self.job.setup)
+        return ["set -euo pipefail", *lines] if self.cluster is not None or self.job.setup else lines
 
     def check(self) -> None:
         """Raise ConfigError for outputs that are not writable, and for options that Slurm or Bash would refuse."""
-        outputs = {name: getattr(self, name) for name in ("metadata_folder", "output_folder", "logs")}
         if self.cluster is None:
-            check_outputs(outputs)
+            check_outputs(self.outputs)
         else:
-            check_writable(outputs, cluster=self.cluster.name, read_only_paths=self.cluster.read_only_paths)
+            check_writable(self.outputs, cluster=self.cluster.name, read_only_paths=self.cluster.read_only_paths)
         check_setup_lines(self.job.setup, where="job.setup")
         if self.executor == "slurm":
             slurm_commands.check_sbatch_options(self.job.sbatch, where="job.sbatch")
@@ -205,19 +200,14 @@ def load_tokenization_config(path: str | os.PathLike[str]) -> TokenizationConfig
 
 
 def settings_from_environment(environment: Mapping[str, str]) -> TokenizationSettings:
-    """Read the settings of the Bash launcher. Relative paths start at the working directory.
-
-    Raises ConfigError for a missing or wrong value, and for a variable whose name is close to that of a setting.
-    """
+    """Read the settings of the Bash launcher. Relative paths start at the working directory. Raises ConfigError for a
+    missing or wrong value, and for a variable whose name is close to that of a setting."""
     for name in environment:
         if name not in ENVIRONMENT_SETTINGS and (
             near := difflib.get_close_matches(name, ENVIRONMENT_SETTINGS, n=1, cutoff=0.8)
         ):
-            raise ConfigError(
-                f"{name} is no setting; did you mean {near[0]}?",
-                where="environment",
-                hint=f"rename it, or `unset {name}` if it is for another program",
-            )
+            hint = f"rename it, or `unset {name}` if it is for another program"
+            raise ConfigError(f"{name} is no setting; did you mean {near[0]}?", where="environment", hint=hint)
     given = {name: environment[name] for name in ENVIRONMENT_SETTINGS if environment.get(name)}
     for name in ("NUMBER_OF_DATATROVE_TASKS", "NUMBER_OF_DATATROVE_WORKERS", "TOKENIZER_BATCH_BYTES"):
         if name in given and not given[name].removeprefix("-").isdecimal():
@@ -236,11 +226,9 @@ def _validate(model: type[_Settings], source: yaml_file.LocatedSettings) -> _Set
         if other in source.values:
             place = source.place((other,))
             if name in source.values:
-                raise ConfigError(
-                    f"{other}: this is another name of {name}, which is given too",
-                    where=place,
-                    hint=f"{name} is given at {source.place((name,))}; keep one of them",
-                )
+                words = f"{other}: this is another name of {name}, which is given too"
+                hint = f"{name} is given at {source.place((name,))}; keep one of them"
+                raise ConfigError(words, where=place, hint=hint)
             source.values[name] = source.values.pop(other)
             source.places[(name,)] = place or other
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
@@ -33,10 +33,8 @@ def _nonzero_workers(workers: int) -> int:
 
 
 class TokenizeOptions(Section):
-    """Options of tokenization: the tokenizer, the framing of documents, and the division of the work.
-
-    Options above `workers` change the shards; the others change speed, memory and the treatment of bad files.
-    """
+    """Options of tokenization: the tokenizer, the framing of documents, and the division of the work. Options above
+    `workers` change the shards; the others change speed, memory and the treatment of bad files."""
 
     tokenizer: str
     """A tokenizer.json, a folder that holds one, or a name on the Hugging Face hub."""
@@ -62,8 +60,7 @@ class TokenizeOptions(Section):
     batch_documents: Positive = 10_000
     """Documents that a worker tokenizes at a time, at most. A batch costs 0.15 ms: as much as 20 kB of text."""
     batch_bytes: Positive = 4_000_000
-    """Bytes of UTF-8 that a worker tokenizes at a time, at most; a longer document is alone, in pieces. See `relayrun
-    dumps tune`."""
+    """Maximum bytes of UTF-8 tokenized at a time; a longer document is alone, in pieces. See `relayrun dumps tune`."""
     on_error: OnError = "fail"
     """Treatment of unreadable input. fail: an error, once the other shards are done. skip-file: skip the whole file and
     record it. skip-line: skip and count a line or row without a text in UTF-8, and skip an unreadable file."""
@@ -106,11 +103,12 @@ OPTION_FLAGS = {name: f"--{name.replace('_', '-')}" for name in TokenizeOptions.
 """Flag of every field."""
 
 
-def add_tokenize_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for every field to `parser`, with the names of NeMo Curator too. Defaults are those of the fields."""
+def add_tokenize_flags(parser: argparse.ArgumentParser, names: Collection[str] = OPTION_FLAGS) -> None:
+    """Add a flag for each of these fields to `parser`, with the names of NeMo Curator too, and the fields' defaults."""
 
     def add(name: str, explanation: str, *other_names: str, **how: Any) -> None:
-        parser.add_argument(OPTION_FLAGS[name], *other_names, dest=name, help=explanation, **how)
+        if name in names:
+            parser.add_argument(OPTION_FLAGS[name], *other_names, dest=name, help=explanation, **how)
 
     number, default = {"type": int, "metavar": "N"}, "(default: %(default)s)"
     hub = "a tokenizer.json, a folder that holds one, or a hub name"
@@ -131,8 +129,8 @@ def add_tokenize_flags(parser: argparse.ArgumentParser) -> None:
     bad = f"leave out files that cannot be read, or lines without a text in UTF-8 {default}"
     add("on_error", bad, choices=typing.get_args(OnError))
     add("cache_dir", "where tokenizers of the Hugging Face hub are kept", metavar="C")
-    fields = TokenizeOptions.model_fields.items()
-    parser.set_defaults(**{name: field.default for name, field in fields if not field.is_required()})
+    fields = TokenizeOptions.model_fields
+    parser.set_defaults(**{name: fields[name].default for name in names if not fields[name].is_required()})
 
 
 def options_from_flags(given: argparse.Namespace) -> TokenizeOptions:

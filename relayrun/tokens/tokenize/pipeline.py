@@ -15,7 +15,8 @@ from pathlib import Path
 
 from relayrun.errors import InputError, RelayrunError, refuse_urls
 from relayrun.files import remove_leftovers, write_atomic
-from relayrun.tokens.readers.inputs import InputFile, describe_bad_lines, read_paths_file, stat_inputs
+from relayrun.tokens.readers.faults import describe_bad_lines
+from relayrun.tokens.readers.inputs import InputFile, read_paths_file, stat_inputs
 from relayrun.tokens.stores.urls import absolute_path, join_path, resolve_url_link
 from relayrun.tokens.tokenize import shard_folder
 from relayrun.tokens.tokenize.encode.engines import select_engine
@@ -190,7 +191,7 @@ def _run_tasks(folder: ShardFolder, todo: Sequence[ShardTask], context: Tokenize
 
 
 def _unfinished_tasks(folder: ShardFolder, parts: Sequence[ShardTask], source: str, threads: int) -> list[ShardTask]:
-    """The parts that are not done; warns why a part is made again. Reads every file of a finished shard once."""
+    """Return the parts that are not done; warn why a part is made again. Reads every file of a finished shard."""
     with ThreadPoolExecutor(threads) as pool:
         faults = list(pool.map(lambda part: folder.fault(part.name, part.inputs, source), parts))
     for part, fault in zip(parts, faults, strict=True):

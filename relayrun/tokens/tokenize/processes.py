@@ -45,11 +45,8 @@ class _TimeIsUp(BaseException):
 
 
 def slurm_job_id() -> str | None:
-    """Return the id of the Slurm job of this process; None outside Slurm.
-
-    An array element is ARRAY_TASK (`12_3`): the plain id of its last element is that of the whole array, and requeueing
-    that id would end all the others.
-    """
+    """Return the id of the Slurm job of this process; None outside Slurm. An array element is ARRAY_TASK (`12_3`): the
+    plain id of its last element is that of the whole array, and requeueing that id would end all the others."""
     array, element = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{element}" if array else os.environ.get("SLURM_JOB_ID")
 
@@ -60,11 +57,8 @@ class JobRequeued(RelayrunError):
 
 @contextlib.contextmanager
 def requeue_before_time_limit(progress: Callable[[], int]) -> Iterator[None]:
-    """In a Slurm job, stop the work and requeue the job at SIGUSR2 or shortly before the time limit.
-
-    `progress` counts the finished shards. Raises RelayrunError at the limit. Does nothing outside Slurm. Main thread
-    only.
-    """
+    """In a Slurm job, stop the work and requeue the job at SIGUSR2 or shortly before the time limit. `progress` counts
+    the finished shards. Raises RelayrunError at the limit. Does nothing outside Slurm. Main thread only."""
     job = slurm_job_id()
     if job is None:
         yield
@@ -87,11 +81,9 @@ def requeue_before_time_limit(progress: Callable[[], int]) -> Iterator[None]:
     except _TimeIsUp:
         whole = time.time() - began > left / 2  # else the signal came early, perhaps for a preemption
         if whole and progress() == before and int(os.environ.get("SLURM_RESTART_COUNT") or 0):
-            raise RelayrunError(
-                "no shard was finished before the time limit, for the second time",
-                where=f"Slurm job {job}",
-                hint="give the jobs more time, or more tasks (smaller shards)",
-            ) from None
+            words = "no shard was finished before the time limit, for the second time"
+            hint = "give the jobs more time, or more tasks (smaller shards)"
+            raise RelayrunError(words, where=f"Slurm job {job}", hint=hint) from None
         slurm_scheduler().requeue(job)  # tokenize.sh asks for --no-requeue, so that nothing else starts it again
         raise JobRequeued(
             "the time limit is near; the job is queued again and goes on with what is missing", where=f"Slurm job {job}"
@@ -103,7 +95,7 @@ def requeue_before_time_limit(progress: Callable[[], int]) -> Iterator[None]:
 
 
 def _job_end_time(job: str) -> float:
-    """End of the time limit, in seconds since 1970. Slurm 22.05 does not export it."""
+    """Return the end of the time limit, in seconds since 1970. Slurm 22.05 does not export it."""
     if given := os.environ.get("SLURM_JOB_END_TIME"):
         return float(given)
     with contextlib.suppress(SchedulerError):
@@ -122,9 +114,8 @@ def _close_locks_in_child() -> None:
     _held_locks.clear()
 
 
-os.register_at_fork(
-    after_in_child=_close_locks_in_child
-)  # a worker may outlive its parent by a moment, and must not keep the lock
+# a worker may outlive its parent by a moment, and must not keep the lock
+os.register_at_fork(after_in_child=_close_locks_in_child)
 
 _NO_LOCKS_HERE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
@@ -222,11 +213,9 @@ def _run_on_processes(
             try:
                 result = future.result()
             except BrokenProcessPool:
-                raise RelayrunError(
-                    "a tokenization worker was killed; most often the memory is used up",
-                    where=where,
-                    hint="run again: finished tasks are kept, and fewer workers need less memory",
-                ) from None
+                words = "a tokenization worker was killed; most often the memory is used up"
+                hint = "run again: finished tasks are kept, and fewer workers need less memory"
+                raise RelayrunError(words, where=where, hint=hint) from None
             except Exception as error:
                 errors[futures[future]] = error
             else:

@@ -16,6 +16,7 @@ the end. A file older than `STALE_SECONDS` belongs to a task that was killed, or
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -30,7 +31,8 @@ from typing import Any
 
 from relayrun.errors import InputError
 from relayrun.files import read_json, write_atomic
-from relayrun.tokens.readers.inputs import MAX_EXAMPLES, InputFile, LineFaults
+from relayrun.tokens.readers.faults import MAX_EXAMPLES, LineFaults
+from relayrun.tokens.readers.inputs import InputFile
 from relayrun.tokens.shards.shard import FOLDER_RECORD, Shard
 from relayrun.tokens.stores.direct_io import file_checksum
 from relayrun.tokens.stores.urls import hash_file_ends, is_url, join_path, printable
@@ -70,16 +72,8 @@ class TaskProgress:
         self._next = 0.0
         self.bytes_read = 0
         """Bytes of the finished files; the task updates it."""
-        self._last = RunningTask(
-            shard=shard,
-            node=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
-            job=slurm_job_id() or "",
-            started=time.time(),
-            at=time.time(),
-            documents=0,
-            tokens=0,
-            bytes_read=0,
-        )
+        node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        self._task = {"shard": shard, "node": node, "job": slurm_job_id() or "", "started": time.time()}
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(exist_ok=True)
         self.say(documents=0, tokens=0)
@@ -90,14 +84,9 @@ class TaskProgress:
         if now < self._next:
             return
         self._next = now + self._seconds
-        record = asdict(self._last) | {
-            "at": time.time(),
-            "documents": documents,
-            "tokens": tokens,
-            "bytes_read": self.bytes_read,
-        }
+        counts = {"documents": documents, "tokens": tokens, "bytes_read": self.bytes_read}
         with contextlib.suppress(OSError):
-            write_atomic(self._path, json.dumps(record) + "\n", durable=False)
+            write_atomic(self._path, json.dumps({**self._task, "at": time.time(), **counts}) + "\n", durable=False)
 
     def end(self) -> None:
         with contextlib.suppress(OSError):
@@ -121,7 +110,9 @@ def clear_progress(output: str | os.PathLike[str]) -> None:
 log = logging.getLogger(__name__)
 
 RECORD_FORMAT = "relayrun tokenization, version 3"
+_TEMPORARY = (".idx.tmp", ".bin.tmp")
 _WHOLE, _ENDS = "xxh3-128:", "ends:"
+_BEGIN_AGAIN = "use another output folder, or delete this one to begin again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +158,7 @@ class TaskRecord:
     seconds: float = 0.0
 
     def counts(self) -> tuple[int, int, int]:
-        """Documents of all three kinds, for `restore`."""
+        """Return the documents of all three kinds, for `restore`."""
         return self.documents, self.empty_documents, self.null_documents
 
     def restore(self, counts: tuple[int, int, int]) -> None:
@@ -233,19 +224,10 @@ class ShardFolder:
         self._file = self.path / FOLDER_RECORD
         self.parts: dict[str, list[str]] = {}
         self.tasks: dict[str, TaskRecord] = {}
-        hint = "use another output folder, or delete this one to begin again"
-        known: dict[str, Any] = {}
-        try:
-            record = read_json(self._file)
-            if record.get("format") != RECORD_FORMAT:
-                raise InputError("the record of tokenization here is of another version", where=self._file, hint=hint)
-            known = record["settings"]
-            self.parts = record["parts"]
-            self.tasks = {name: _task_from_json(task) for name, task in record["shards"].items()}
-        except FileNotFoundError:
-            known = settings
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise InputError("not a record of tokenization", where=self._file, hint=hint) from None
+        known, hint = settings, _BEGIN_AGAIN
+        with contextlib.suppress(FileNotFoundError):
+            record = FolderRecord.read(self.path)
+            known, self.parts, self.tasks = record.settings, record.parts, record.tasks
         different = sorted(name for name in settings.keys() | known.keys() if settings.get(name) != known.get(name))
         if {name for part in self.parts.values() for name in part} - set(files):
             different.append("paths")
@@ -258,11 +240,8 @@ class ShardFolder:
             self.parts, self.tasks = {}, {}
         self._deal(files)
         if strange := sorted(shards - set(self.parts)):
-            raise InputError(
-                f"this folder holds shards that are not of this run, for example {strange[0]}",
-                where=self.path,
-                hint=hint,
-            )
+            words = f"this folder holds shards that are not of this run, for example {strange[0]}"
+            raise InputError(words, where=self.path, hint=hint)
 
     def _deal(self, files: Sequence[str]) -> None:
         """Deal every file without a part onto new parts: file i of them into part i mod `tasks`."""
@@ -273,10 +252,8 @@ class ShardFolder:
             self.parts[shard_name(first + number)] = new[number::count]
 
     def fault(self, name: str, inputs: Sequence[InputFile], dataset: str) -> str | None:
-        """Return why shard `name` must be made (again); None if it is whole and made from exactly these inputs.
-
-        Reads its files in full, and compares them with the recorded checksums.
-        """
+        """Return why shard `name` must be made (again); None if it is whole and made from exactly these inputs. Reads
+        its files in full, and compares them with the recorded checksums."""
         task = self.tasks.get(name)
         if task is None:
             return "not made yet"
@@ -300,14 +277,13 @@ class ShardFolder:
     def drop(self, name: str) -> None:
         """Remove shard `name` from the record in memory and its files, the .idx first: a .bin alone is not a shard."""
         self.tasks.pop(name, None)
-        for suffix in (".idx", ".bin", ".idx.tmp", ".bin.tmp"):
+        for suffix in (".idx", ".bin", *_TEMPORARY):
             (self.path / f"{name}{suffix}").unlink(missing_ok=True)
 
     def drop_temporary(self) -> None:
         """Remove the files of killed workers."""
-        for name in self.parts:
-            for suffix in (".idx.tmp", ".bin.tmp"):
-                (self.path / f"{name}{suffix}").unlink(missing_ok=True)
+        for name, suffix in itertools.product(self.parts, _TEMPORARY):
+            (self.path / f"{name}{suffix}").unlink(missing_ok=True)
 
     def add(self, name: str, task: TaskRecord) -> None:
         """Record a finished task."""
@@ -333,6 +309,7 @@ class FolderRecord:
     """The record of a folder of shards, for reading."""
 
     settings: dict[str, Any]
+    parts: dict[str, list[str]]
     tasks: dict[str, TaskRecord]
     dataset: str
     """Folder or URL that the paths of the inputs start at."""
@@ -345,14 +322,18 @@ class FolderRecord:
         file = Path(folder, FOLDER_RECORD)
         try:
             record = read_json(file)
+            if record["format"] != RECORD_FORMAT:
+                words = "the record of tokenization here is of another version"
+                raise InputError(words, where=file, hint=_BEGIN_AGAIN)
             return cls(
                 settings=record["settings"],
+                parts=record["parts"],
                 tasks={name: _task_from_json(task) for name, task in record["shards"].items()},
                 dataset=record["source"]["dataset"],
                 tokenizer=record["source"]["tokenizer"],
             )
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise InputError("not a record of tokenization", where=file) from None
+            raise InputError("not a record of tokenization", where=file, hint=_BEGIN_AGAIN) from None
 
 
 def remove_from_record(folder: str | os.PathLike[str], name: str) -> None:
@@ -369,7 +350,7 @@ def remove_from_record(folder: str | os.PathLike[str], name: str) -> None:
 
 
 def shard_name(rank: int) -> str:
-    """Name of the shard of task `rank`, without suffix."""
+    """Return the name of the shard of task `rank`, without suffix."""
     return f"{rank:05d}_tokens"
 
 

@@ -28,7 +28,8 @@ import pyarrow as pa
 
 from relayrun.errors import InputError, RelayrunError, combined_error
 from relayrun.tokens.readers.columns import read_column
-from relayrun.tokens.readers.inputs import InputFile, LineFaults, stat_inputs
+from relayrun.tokens.readers.faults import LineFaults
+from relayrun.tokens.readers.inputs import InputFile, stat_inputs
 from relayrun.tokens.readers.texts import Texts, release_pages
 from relayrun.tokens.shards.shard import ShardWriter
 from relayrun.tokens.stores.urls import MissingInput, is_url, join_path, printable
@@ -49,15 +50,12 @@ _LETTERS = (
 _LINE_CUT = re.compile(f"[{_LETTERS}]\n(?=[{_LETTERS}])")
 _WINDOW = 1 << 16
 
-
 CutUnit = Literal["lines", "characters"]
 
 
 def cut_unit(known: dict[str, Any], *, merges: bool) -> CutUnit | None:
-    """Return the units between which documents of this tokenizer may be cut; None: they may not be cut.
-
-    `known` is its tokenizer.json, with or without the vocabulary; `merges`: whether its BPE has any.
-    """
+    """Return the units between which documents of this tokenizer may be cut; None: they may not be cut. `known` is its
+    tokenizer.json, with or without the vocabulary; `merges`: whether its BPE has any."""
     model, normalizer, before = known["model"], known.get("normalizer"), known.get("pre_tokenizer") or {}
     *splits, last = before.get("pretokenizers") or [before]
     added = [token for token in known.get("added_tokens", []) if not token["special"]]
@@ -97,14 +95,14 @@ def split_points(text: npt.NDArray[np.uint8], size: int, where: CutUnit = "lines
 
 
 def _next_character_cut(text: npt.NDArray[np.uint8], begin: int) -> int | None:
-    """The first position from `begin` where a character other than the first begins."""
+    """Return the first position from `begin` on where a character other than the first begins."""
     window = text[max(begin, 1) : begin + 5]
     heads = np.flatnonzero(window & 0xC0 != 0x80)
     return max(begin, 1) + int(heads[0]) if heads.size else None
 
 
 def _next_line_cut(text: npt.NDArray[np.uint8], begin: int) -> int | None:
-    """The first position after `begin` where `text` may be cut."""
+    """Return the first position after `begin` where `text` may be cut."""
     for start in range(begin, text.size, _WINDOW - 16):  # windows overlap by the longest match
         window = text[start : start + _WINDOW].tobytes()
         inside = next((byte for byte in range(min(4, len(window))) if window[byte] & 0xC0 != 0x80), 0)
@@ -146,10 +144,8 @@ class TokenizeContext:
 
 
 def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
-    """Write the shard of `part`; its final name appears when it is whole.
-
-    Raises InputError for all bad files at once: after the first one the others are still read.
-    """
+    """Write the shard of `part`; its final name appears when it is whole. Raises InputError for all bad files at once:
+    after the first one the others are still read."""
     started = time.time()
     engine = process_engine(job.definition, job.fingerprint, job.selection)
     routed = engine.routed
@@ -199,7 +195,7 @@ def tokenize_shard(job: TokenizeContext, part: ShardTask) -> TaskRecord:
 
 
 def _file_faults(job: TokenizeContext, file: InputFile) -> list[RelayrunError]:
-    """Faults of a file, read to its end or its first fault without tokenizing."""
+    """Return the faults of a file, read to its end or its first fault without tokenizing."""
     path, options, faults = join_path(job.dataset, file[0]), job.options, LineFaults(skip=job.options.skips_lines)
     arrays = read_column(path, options.column, batch_bytes=options.batch_bytes, scratch=job.output, faults=faults)
     try:
@@ -305,10 +301,7 @@ def _text_batches(arrays: Iterator[pa.Array], job: TokenizeContext, record: Task
 
 
 def sample_texts(job_column: str, paths: list[str], *, most_bytes: int, scratch: str | None = None) -> Texts:
-    """Return the first texts of at most eight of the files, evenly chosen; unreadable texts are skipped.
-
-    `scratch`: see `read_column`.
-    """
+    """Return the first readable texts of at most eight files, evenly chosen. `scratch`: see `read_column`."""
     paths = [path for path in paths if is_url(path) or os.path.isfile(path)]  # a pipe can be read only once
     chosen = paths[:: max(1, len(paths) // 8)][:8]
     texts: list[str] = []

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from relayrun.errors import ConfigError, InputError
-from relayrun.files import write_atomic, write_json
 from relayrun.tokens.readers.columns import read_column
-from relayrun.tokens.readers.inputs import DATA_SUFFIXES, find_data_files
+from relayrun.tokens.readers.inputs import data_suffixes, find_data_files
 from relayrun.tokens.stores import urls
-from relayrun.tokens.tokenize.encode.tokenizer_files import hold_tokenizer_folder
+from relayrun.tokens.tokenize.encode.tokenizer_files import hold_tokenizer_folder, write_tokenizer_folder
 from relayrun.tokens.tokenize.options import TokenizeOptions
 
 BOS_TOKEN, EOS_TOKEN = "<|begin_of_text|>", "<|end_of_text|>"
@@ -21,7 +20,6 @@ SAMPLE_CHARACTERS = 8_000_000
 _LONGEST = 20_000
 """Characters taken from a document, so that no long document outweighs the others."""
 _BATCH_BYTES = 1 << 20
-
 
 DEFAULT_COLUMN: str = TokenizeOptions.default("column")
 
@@ -61,7 +59,7 @@ def _train(folders: Sequence[str | os.PathLike[str]], output: Path, *, column: s
             if left <= 0:
                 break
         if left == share:
-            raise InputError(f"no file with text below this folder ends in {', '.join(DATA_SUFFIXES)}", where=folder)
+            raise InputError(f"no file with text below this folder ends in {', '.join(data_suffixes())}", where=folder)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -73,12 +71,7 @@ def _train(folders: Sequence[str | os.PathLike[str]], output: Path, *, column: s
         show_progress=False,
     )
     tokenizer.train_from_iterator(sample, trainer)
-    output.mkdir(parents=True, exist_ok=True)
-    names = {"bos_token": BOS_TOKEN, "eos_token": EOS_TOKEN}
-    write_json(output / "special_tokens_map.json", names)
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    write_json(output / "tokenizer_config.json", settings | names)
-    write_atomic(output / "tokenizer.json", tokenizer.to_str(pretty=True))
+    write_tokenizer_folder(output, tokenizer, {"bos_token": BOS_TOKEN, "eos_token": EOS_TOKEN})
     return output
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from relayrun import places
 from relayrun.errors import InputError, RelayrunError
 from relayrun.files import read_json, remove_leftovers, temporary_prefix
-from relayrun.tokens.readers.inputs import DATA_SUFFIXES, paths_file_bytes, read_paths_file
+from relayrun.tokens.readers.inputs import data_suffixes, paths_file_bytes, read_paths_file
 from relayrun.tokens.shards.shard import FOLDER_RECORD
 from relayrun.tokens.stores import urls
 from relayrun.tokens.tokenize import shard_folder
@@ -104,23 +104,10 @@ def trial_row(trial: TuningTrial | None) -> str:
     """Format a line of the table; None: its head."""
     cells = ("workers", "batch bytes", "Mtok/s node", "Mtok/s core", "GB a worker")
     if trial is not None:
-        rate = trial.tokens_per_second / 1e6
-        cells = (
-            f"{trial.workers}",
-            f"{trial.batch_bytes:,}",
-            f"{rate:.2f}",
-            f"{rate / trial.workers:.2f}",
-            f"{trial.worker_bytes / 1e9:.2f}",
-        )
+        rate, memory = trial.tokens_per_second / 1e6, trial.worker_bytes / 1e9
+        speed = f"{rate:.2f}", f"{rate / trial.workers:.2f}"
+        cells = (f"{trial.workers}", f"{trial.batch_bytes:,}", *speed, f"{memory:.2f}")
     return "  ".join(cell.rjust(11) for cell in cells)
-
-
-def config_advice(trial: TuningTrial) -> str:
-    """Describe the settings for a config."""
-    return (
-        f"recommended for this node: workers: {trial.workers}, batch_bytes: {trial.batch_bytes}, "
-        f"and tasks: {trial.workers} or more"
-    )
 
 
 def _run_trial(
@@ -135,17 +122,9 @@ def _run_trial(
         os.mkdir(dataset)
         names = _link_files(files, Path(dataset), least=workers, most_bytes=most_bytes)
     (place / "paths").write_bytes(paths_file_bytes(names))
-    command = [
-        sys.executable,
-        str(places.shared_file("scripts/tokenization/preprocess_megatron.py")),
-        "--output-folder",
-        str(output),
-        "--dataset",
-        dataset,
-        "--paths-file",
-        str(place / "paths"),
-        *options_to_flags(options),
-    ]
+    program = [sys.executable, str(places.shared_file("scripts/tokenization/preprocess_megatron.py"))]
+    given = ["--output-folder", str(output), "--dataset", dataset, "--paths-file", str(place / "paths")]
+    command = [*program, *given, *options_to_flags(options)]
     environment = os.environ | {shard_folder.PROGRESS_VARIABLE: "0.5"}
     with open(log, "wb") as file, subprocess.Popen(command, stdout=file, stderr=file, env=environment) as process:
         try:
@@ -164,13 +143,10 @@ def _run_trial(
 
 
 def _first_files(url: str, names: Sequence[str], *, least: int, most_bytes: float) -> list[str]:
-    """The first of the files below a URL, which cannot be linked: as many as the trial can read."""
+    """Return the first files below a URL, which cannot be linked: as many as the trial can read."""
     if len(names) < least:
-        raise InputError(
-            f"{least} workers need as many files, and the first dump has {len(names)}",
-            where=url,
-            hint="give fewer --workers, or prepare fewer dumps",
-        )
+        words = f"{least} workers need as many files, and the first dump has {len(names)}"
+        raise InputError(words, where=url, hint="give fewer --workers, or prepare fewer dumps")
     total, chosen = 0, list[str]()
     for name in names:
         if len(chosen) >= least and total >= most_bytes:
@@ -187,14 +163,14 @@ def _link_files(files: Sequence[str], folder: Path, *, least: int, most_bytes: f
     while len(names) < least or (total < most_bytes and len(names) < _LINKS):
         file = files[len(names) % len(files)]
         total += os.stat(file).st_size
-        suffix = max((each for each in DATA_SUFFIXES if file.lower().endswith(each)), key=len)
+        suffix = max((each for each in data_suffixes() if file.lower().endswith(each)), key=len)
         names.append(f"{len(names):06d}{suffix}")
         os.symlink(file, folder / names[-1])
     return names
 
 
 def _measure(process: subprocess.Popen[bytes], output: Path, workers: int, seconds: float) -> tuple[float | None, int]:
-    """Tokens per second of all workers, None if the program ended by itself; and the memory of the largest worker."""
+    """Return tokens per second (None if the program ended by itself) and the memory of the largest worker."""
     first: dict[str, shard_folder.RunningTask] = {}
     last: dict[str, shard_folder.RunningTask] = {}
     begun, counting, memory = time.monotonic(), 0.0, 0
@@ -208,16 +184,11 @@ def _measure(process: subprocess.Popen[bytes], output: Path, workers: int, secon
         if len(first) >= workers:
             counting = counting or now
             if now - counting >= seconds:
-                return sum(
-                    (last[name].tokens - first[name].tokens) / (last[name].at - first[name].at)
-                    for name in first
-                    if last[name].at > first[name].at
-                ), memory
+                pairs = [(task, last[name]) for name, task in first.items()]
+                return sum((b.tokens - a.tokens) / (b.at - a.at) for a, b in pairs if b.at > a.at), memory
         elif now - begun > _START_SECONDS:
-            raise RelayrunError(
-                f"not all of {workers} workers tokenized anything within {_START_SECONDS:.0f} s",
-                hint="give fewer --workers; is the file system slow?",
-            )
+            words = f"not all of {workers} workers tokenized anything within {_START_SECONDS:.0f} s"
+            raise RelayrunError(words, hint="give fewer --workers; is the file system slow?")
         time.sleep(0.2)
     return None, memory
 

@@ -27,7 +27,8 @@ from tokenizers import Tokenizer
 from relayrun.errors import InputError, RelayrunError
 from relayrun.files import temporary_prefix
 from relayrun.tokens.readers.columns import read_column
-from relayrun.tokens.readers.inputs import LineFaults, stat_inputs
+from relayrun.tokens.readers.faults import LineFaults
+from relayrun.tokens.readers.inputs import stat_inputs
 from relayrun.tokens.readers.texts import Texts
 from relayrun.tokens.shards.checks import verify_shards
 from relayrun.tokens.shards.prefixes import find_prefixes
@@ -38,12 +39,7 @@ from relayrun.tokens.tokenize.encode.engines import select_engine
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentFraming, load_tokenizer
 from relayrun.tokens.tokenize.options import OnError, TokenizeOptions
 from relayrun.tokens.tokenize.processes import run_tasks
-from relayrun.tokens.tokenize.shard_folder import (
-    FolderRecord,
-    TaskRecord,
-    is_unchanged,
-    remove_from_record,
-)
+from relayrun.tokens.tokenize.shard_folder import FolderRecord, TaskRecord, is_unchanged, remove_from_record
 from relayrun.tokens.tokenize.shard_task import ShardTask, TokenizeContext, tokenize_shard
 
 log = logging.getLogger(__name__)
@@ -128,12 +124,8 @@ def _compare_shard(prefix: str, *, full: bool, tokenizer: str | None, temp_dir: 
         return SourceComparison(prefix=prefix, note="its record does not know it")
     try:
         definition = _recorded_tokenizer(record, tokenizer)
-        for now, then, digest in zip(
-            stat_inputs(record.dataset, [file[0] for file in task.inputs], missing_ok=True),
-            task.inputs,
-            task.fingerprints,
-            strict=True,
-        ):
+        files = stat_inputs(record.dataset, [file[0] for file in task.inputs], missing_ok=True)
+        for now, then, digest in zip(files, task.inputs, task.fingerprints, strict=True):
             if not is_unchanged(join_path(record.dataset, now[0]), now, then, digest):
                 return SourceComparison(prefix=prefix, note=f"{printable(now[0])} is gone, or not what it was")
         source = _Source(record=record, task=task, definition=definition, shard=Shard.open(prefix))
@@ -143,7 +135,7 @@ def _compare_shard(prefix: str, *, full: bool, tokenizer: str | None, temp_dir: 
 
 
 def _recorded_tokenizer(record: FolderRecord, given: str | None) -> str:
-    """The serialized tokenizer that made a folder's shards. Raises InputError if it is not available."""
+    """Return the serialized tokenizer that made a folder's shards. Raises InputError if it is not available."""
     wanted = record.settings["tokenizer"]
     if given is not None:
         for special_text in (False, True):
@@ -154,11 +146,8 @@ def _recorded_tokenizer(record: FolderRecord, given: str | None) -> str:
         text = Path(record.tokenizer).read_text(encoding="utf-8")
         if hashlib.sha256(text.encode()).hexdigest() == wanted:
             return text
-    raise InputError(
-        "this is not the tokenizer that made the shards" if given else "the copy of their tokenizer is gone",
-        where=given or record.tokenizer,
-        hint="give the one that made them with --tokenizer",
-    )
+    words = "this is not the tokenizer that made the shards" if given else "the copy of their tokenizer is gone"
+    raise InputError(words, where=given or record.tokenizer, hint="give the one that made them with --tokenizer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,15 +186,12 @@ class _Source:
             expected, _ = self.framing.apply(ids, np.array([len(ids)], np.int64))
             if not np.array_equal(expected, _document_ids(self.shard, first + place)):
                 file = printable(self.task.inputs[number][0])
-                return SourceComparison(
-                    prefix=prefix,
-                    documents=len(texts),
-                    fault=f"document {first + place} has other ids than its text, document {place} of {file}",
-                )
+                fault = f"document {first + place} has other ids than its text, document {place} of {file}"
+                return SourceComparison(prefix=prefix, documents=len(texts), fault=fault)
         return SourceComparison(prefix=prefix, documents=len(texts))
 
     def _chosen(self, number: int, wanted: set[int]) -> tuple[dict[int, str], int]:
-        """The texts of the documents `wanted` of a file, by number, and the number of documents of the file."""
+        """Return the texts of the documents `wanted` of a file, by number, and the file's number of documents."""
         texts: dict[int, str] = {}
         count = 0
         for piece in self._texts(number):
@@ -234,18 +220,13 @@ class _Source:
         with tempfile.TemporaryDirectory(dir=temp_dir, prefix=f"{temporary_prefix()}verify-") as folder:
             definition = Path(folder, "tokenizer.json")
             definition.write_text(self.definition, encoding="utf-8")
+            tokenizer, sample = _reference_tokenizer(self.definition), Texts.of([])
             job = TokenizeContext(
                 dataset=self.record.dataset,
                 output=folder,
                 definition=str(definition),
                 fingerprint=self.record.settings["tokenizer"],
-                selection=select_engine(
-                    "huggingface",
-                    _reference_tokenizer(self.definition),
-                    Texts.of([]),
-                    log.warning,
-                    definition=self.definition,
-                ),
+                selection=select_engine("huggingface", tokenizer, sample, log.warning, definition=self.definition),
                 framing=self.framing,
                 options=options,
             )
@@ -291,7 +272,7 @@ class VerifiedDump:
     """Documents that were tokenized again from their files."""
     faults: tuple[str, ...]
     closed: str | None = None
-    """Why a dump with faults could not be opened again."""
+    """Reason for which a dump with faults could not be opened again."""
 
     def summary(self) -> str:
         """Return one line for the terminal, and one for each fault."""

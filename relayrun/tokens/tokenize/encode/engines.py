@@ -66,7 +66,7 @@ def edge_cases(tokenizer: Tokenizer) -> list[str]:
 
 @functools.cache
 def _character_texts() -> list[str]:
-    """Every assigned character except letters in a few contexts, and some of the letters; 32 of them a text."""
+    """Return texts of 32 characters each in a few contexts: all assigned ones, but of letters only some."""
     category, point = unicode_categories(0, 0x34000), np.arange(0x34000)
     letters = np.isin(category, (b"Lo", b"Ll", b"Lu"))
     every = np.select([point < 0x530, point < 0x3000], [1, 4], 64)
@@ -93,9 +93,7 @@ class EngineSelection:
 
     def build(self, definition: str, tokenizer: TokenizerLoader | None = None) -> Engine:
         """Return the engine for a serialized tokenizer without truncation and padding. The last one built is cached.
-
-        `tokenizer` returns the loaded tokenizer, if the caller has it; called when the first text needs it.
-        """
+        `tokenizer` returns the loaded tokenizer, if the caller has it; called when the first text needs it."""
         return _build_engine(self, definition, _Reference(tokenizer))
 
     def __str__(self) -> str:
@@ -178,7 +176,7 @@ def select_engine(
 def _prove_engine(
     wanted: EngineName, reference: _Reference, sample: Texts, report: Callable[[str], None], definition: str
 ) -> EngineSelection | None:
-    """The fast engine, or None after `report` got the reason."""
+    """Return the fast engine, or None after `report` got the reason."""
     plan = plan_engine(definition)
     if plan is None or wanted not in ("auto", plan.engine):
         what = "no fast engine is" if wanted == "auto" else f"{wanted} is not"

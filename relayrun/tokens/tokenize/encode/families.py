@@ -56,8 +56,7 @@ class TokenizerFamily:
     name: str
     engine: FastEngineName
     doubtful: str = ""
-    """Characters whose class depends on the version of Unicode or on case folding: the reference encodes texts with
-    them."""
+    """Characters whose class depends on Unicode's version or on case folding: the reference encodes their texts."""
 
 
 _FOLDED = "\u017f\u212a"
@@ -141,7 +140,7 @@ _ONE_BYTE = bytes(range(0x21, 0x7F))
 
 
 def _foreign(entries: str) -> tuple[str, ...] | None:
-    """Entries of a byte-level vocabulary that are not spelled in bytes; None if unclear.
+    """Return the entries of a byte-level vocabulary that are not spelled in bytes; None if unclear.
 
     `tokenizers` never finds them in a text. gigatoken reads their letters as text and finds them: the reference encodes
     such a text. Special tokens stand in many vocabularies, and some of them hold other letters (`<｜User｜>`).
@@ -163,10 +162,8 @@ _MERGE_TO_BYTE = re.compile(r'\["(<[0x0-9A-F]*)","([x0-9A-F]*>)"\]')
 
 
 def _merges_bytes(merges: str) -> bool:
-    """True if a merge of SentencePiece's BPE takes or makes the token of a byte.
-
-    For gigatoken that token is the byte. For `tokenizers` it is a byte only in place of an unknown character.
-    """
+    """True if a merge of SentencePiece's BPE takes or makes the token of a byte. For gigatoken that token is the byte.
+    For `tokenizers` it is a byte only in place of an unknown character."""
     made = (f'"{left}{right}"' for left, right in _MERGE_TO_BYTE.findall(merges))
     return bool(_MERGE_OF_BYTE.search(merges)) or any(map(_MERGE_OF_BYTE.fullmatch, made))
 
@@ -268,7 +265,9 @@ def _plan(
     parts: Json = {"added_tokens": [], **changes}
     # the text after a cut must be encoded like the beginning of a text
     cuts_allowed = family is SENTENCEPIECE_FAMILY and (known.get("pre_tokenizer") or {}).get("prepend_scheme") is None
-    cut = tuple((token["content"], token["id"]) for token in tokens if cuts_allowed and _is_plain(token))
+    rules = ("special", "normalized", "single_word", "lstrip", "rstrip")
+    everywhere = [each for each in tokens if each["content"] and not any(each[rule] for rule in rules)]
+    cut = tuple((token["content"], token["id"]) for token in everywhere if cuts_allowed)
     gone = {content for content, _ in cut}
     plain = [token["content"] for token in tokens if not token["special"]]
     return EnginePlan(
@@ -284,12 +283,6 @@ def _plan(
     )
 
 
-def _is_plain(token: Json) -> bool:
-    """True if its text is a token everywhere, independent of its surroundings."""
-    rules = ("special", "normalized", "single_word", "lstrip", "rstrip")
-    return bool(token["content"]) and not any(token[rule] for rule in rules)
-
-
 def _alone(step: Json | None, name: str) -> Json | None:
     """Unwrap a sequence of one step or of none."""
     steps = _flat(step, name)
@@ -297,7 +290,7 @@ def _alone(step: Json | None, name: str) -> Json | None:
 
 
 def _flat(step: Json | None, name: str = "pretokenizers") -> list[Json]:
-    """The steps of a sequence, including nested sequences; never empty for a pre-tokenizer."""
+    """Return the steps of a sequence, including nested sequences; never empty for a pre-tokenizer."""
     if step and step.get("type") == "Sequence":
         return [each for part in step[name] for each in _flat(part, name)]
     return [step or {}]
@@ -308,7 +301,7 @@ _COVERING = frozenset({GPT2, CL100K, QWEN2, O200K, TEKKEN})
 
 
 def _pattern(step: Json) -> str:
-    """The split pattern of this step, in one spelling; "" for any other step."""
+    """Return the split pattern of this step, in one spelling; "" for any other step."""
     if step.get("type") != "Split":
         return ""
     pattern = normalize_pattern(str(step["pattern"].get("Regex", "")))

@@ -36,9 +36,7 @@ def parse_without_vocabulary(definition: str) -> dict[str, Any]:
 
 def vocabulary_and_merges(definition: str) -> tuple[str, str]:
     """Return the JSON of the vocabulary's entries and of the merges of a BPE, without the brackets around the entries.
-
-    In a JSON string the quotes of both names would be escaped.
-    """
+    In a JSON string the quotes of both names would be escaped."""
     entries, _, merges = definition.partition(_VOCABULARY)[2].partition('},"merges":[')
     return entries, merges
 
@@ -61,10 +59,8 @@ def load_normalizer(definition: str) -> Callable[[str], str]:
 
 
 def _parse_definition(definition: str) -> tuple[dict[str, Any], str | None]:
-    """Parse without the vocabulary, and return the text from its first entry; or parse everything, and return None.
-
-    In a JSON string the quotes of the name would be escaped.
-    """
+    """Parse without the vocabulary, and return the text from its first entry; or parse everything, and return None. In
+    a JSON string the quotes of the name would be escaped."""
     head, found, rest = definition.partition(_VOCABULARY)
     if found:
         with contextlib.suppress(ValueError, KeyError):
@@ -144,9 +140,8 @@ class ByteEngine:
         model = json.loads(definition)["model"]
         unknown = model["vocab"].get(model["unk_token"])
         ids = [model["vocab"].get(letter, unknown) for letter in byte_letters()]
-        self._ids = np.array(
-            [0 if id_ is None else id_ for id_ in ids], np.uint32
-        )  # None: bytes that never occur in UTF-8
+        # None: bytes that never occur in UTF-8
+        self._ids = np.array([0 if id_ is None else id_ for id_ in ids], np.uint32)
 
     def encode(self, texts: Texts) -> Encoded:
         return self._ids[texts.used], texts.sizes

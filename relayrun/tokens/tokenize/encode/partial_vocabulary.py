@@ -62,7 +62,7 @@ class PartialVocabularyEngine:
         return engine.encode(texts)
 
     def _part(self, texts: Texts) -> Engine | None:
-        """The reference with the entries that these texts can use; None if they need the whole one."""
+        """Return the reference with the entries that these texts can use; None if they need the whole one."""
         if len(texts.used) > self._left:
             return None
         head = parse_without_vocabulary(self._definition) | {"added_tokens": []}
@@ -77,13 +77,11 @@ class PartialVocabularyEngine:
             entries, merges = self._items
             wanted = _parts_of_words(words, max(entries.longest, merges.longest))
             return HuggingFaceEngine(_load_part(head, entries.find(wanted), merges.find(wanted)))
-        except (
-            Exception
-        ):  # written in another way than by `tokenizers`; or a collision of hashes leaves a merge without its parts
+        except Exception:  # not written as by `tokenizers`; or a collision of hashes leaves a merge without its parts
             return None
 
     def _words(self, cut: Tokenizer, texts: Texts) -> set[str] | None:
-        """The words of the texts, escaped, as the reference's normalizer and pre-tokenizer write them."""
+        """Return the words of the texts, escaped, as the reference's normalizer and pre-tokenizer write them."""
 
         def normal(text: str) -> str:
             return text if cut.normalizer is None else str(cut.normalizer.normalize_str(text))
@@ -126,10 +124,8 @@ class _Items:
 
 
 def _items_of(definition: str) -> tuple[_Items, _Items]:
-    """Index the entries of the vocabulary by their names, and the merges by their products.
-
-    Raises ValueError if either is not written as `tokenizers` writes it.
-    """
+    """Index the entries of the vocabulary by their names, and the merges by their products. Raises ValueError if either
+    is not written as `tokenizers` writes it."""
     entries, merges = vocabulary_and_merges(definition)
     letters, quotes = _quotes(entries)
     opened, closed = quotes[::2], quotes[1::2]
@@ -165,7 +161,7 @@ def _items_of(definition: str) -> tuple[_Items, _Items]:
 
 
 def _quotes(text: str) -> tuple[npt.NDArray[np.uint32], _Places]:
-    """Letters of a text of JSON, escapes replaced, and positions of its quotes."""
+    """Return the letters of a text of JSON, escapes replaced, and the positions of its quotes."""
     escaped = text.replace(r"\\", _BACKSLASH).replace(r"\"", _QUOTE)
     letters = np.frombuffer(escaped.encode("utf-32-le"), np.uint32)
     return letters, np.flatnonzero(letters == ord('"'))
@@ -187,7 +183,7 @@ def _hashed(
 
 
 def _parts_of_words(words: Iterable[str], longest: int) -> Hashes:
-    """Hashes of the words, of their parts of up to `longest` letters, and of all bytes; ascending, unique."""
+    """Return hashes of the words, of their parts of up to `longest` letters, and of all bytes; ascending, unique."""
     every = [*words, *map(_escaped, BYTE_LETTERS)]
     sizes = np.array([*map(len, every)], np.int64)
     ends = np.cumsum(sizes)
@@ -207,7 +203,7 @@ def _sums(letters: npt.NDArray[np.uint32]) -> Hashes:
 
 
 def _span_hashes(sums: Hashes, begins: _Places, ends: _Places) -> Hashes:
-    """A polynomial of the letters in each span, modulo 2**64: independent of its position."""
+    """Return a polynomial of the letters in each span, modulo 2**64: independent of its position."""
     return np.asarray((sums[ends] - sums[begins]) * _INVERSES[begins], np.uint64)
 
 

@@ -80,10 +80,8 @@ class CharacterSet:
 
 
 def find_characters(texts: Texts, table: CharacterSet, first_lead: int) -> npt.NDArray[np.int64]:
-    """Return the positions where characters of `table` begin, ascending, in `texts.data`.
-
-    `first_lead`, at least 0xC2, is the lowest first byte of any of them: other bytes are skipped.
-    """
+    """Return the positions where characters of `table` begin, ascending, in `texts.data`. `first_lead`, at least 0xC2,
+    is the lowest first byte of any of them: other bytes are skipped."""
     used = np.append(texts.used, np.zeros(3, np.uint8))  # the bytes after the last character may be read
     leads = np.flatnonzero(used >= first_lead)
     pairs = used[leads].astype(np.int64)
@@ -94,8 +92,7 @@ def find_characters(texts: Texts, table: CharacterSet, first_lead: int) -> npt.N
     points = np.where(used[leads] < 0xE0, first << 6 | second, (first & 0x0F) << 12 | second << 6 | third)
     long = used[leads] >= 0xF0
     points[long] = ((first & 7) << 18 | second << 12 | third << 6 | fourth)[long]
-    places: npt.NDArray[np.int64] = leads[table.points[points]] + texts.offsets[0]
-    return places
+    return np.asarray(leads[table.points[points]] + texts.offsets[0], np.int64)
 
 
 def texts_holding(texts: Texts, table: CharacterSet, first_lead: int) -> npt.NDArray[np.bool_]:
@@ -157,10 +154,7 @@ def unicode_categories(begin: int, end: int) -> npt.NDArray[np.bytes_]:
 
 
 class AddedTokenEngine:
-    """Encodes the pieces between added tokens by `engine`.
-
-    `tokens`: text and id of each added token; `special`: texts of special tokens.
-    """
+    """Encodes the pieces between added tokens by `engine`. `tokens`: text and id of each; `special`: texts."""
 
     def __init__(self, engine: Engine, tokens: Iterable[tuple[str, int]], special: Iterable[str]) -> None:
         self.routed = 0
@@ -182,8 +176,7 @@ class AddedTokenEngine:
 
 
 def longest_match_pattern(words: Iterable[bytes]) -> bytes:
-    """Return a pattern that matches the longest of `words`, none empty: it decides byte by byte, however many there
-    are."""
+    """Return a pattern that matches the longest of `words`, none empty, deciding byte by byte."""
     tree: dict[int, set[bytes]] = {}
     for word in words:
         tree.setdefault(word[0], set()).add(word[1:])
@@ -223,7 +216,7 @@ class DigitEngine:
 
 
 def _other_digits(texts: Texts) -> tuple[Positions, Positions]:
-    """Begins and ends of numeric characters beyond ASCII, in the bytes used."""
+    """Return begins and ends of numeric characters beyond ASCII, in the bytes used."""
     begins = find_characters(texts, numeric_table(), _FIRST_NUMERIC_LEAD) - texts.offsets[0]
     lead = texts.used[begins]
     return begins, begins + 2 + (lead >= 0xE0) + (lead >= 0xF0)
@@ -231,23 +224,6 @@ def _other_digits(texts: Texts) -> tuple[Positions, Positions]:
 
 _FIRST_CHANGED_LEAD: dict[UnicodeForm, int] = {"NFC": 0xCC, "NFD": 0xC3, "NFKC": 0xC2, "NFKD": 0xC2}
 """Lead byte of the first character that the form changes, alone or after another."""
-
-
-class RoutingRules:
-    """Rules for the texts that an engine must not encode."""
-
-    def __init__(self, plan: EnginePlan) -> None:
-        late = "".join(point for point in plan.doubtful if point.encode()[0] >= FIRST_UNASSIGNED_LEAD)
-        self._table = unassigned_table(late)
-        self._early = tuple(point.encode() for point in plan.doubtful if point not in late)
-        forms = {form for form in (plan.normalize,) if form}
-        plain = {*plan.plain, *(unicodedata.normalize(form, token) for form in forms for token in plan.plain)}
-        self._plain = tuple(sorted(token.encode() for token in plain if token))
-
-    def elsewhere(self, texts: Texts) -> npt.NDArray[np.bool_]:
-        """Return which texts the engine must not encode, shape [texts]."""
-        routed = texts_holding(texts, self._table, FIRST_UNASSIGNED_LEAD)
-        return routed | texts_holding_bytes(texts, (*self._early, *self._plain))
 
 
 class RoutedEngine:
@@ -267,16 +243,23 @@ class RoutedEngine:
             self._fast = DigitEngine(fast, each=plan.digits == "each")
         elif plan.cut:
             self._fast = AddedTokenEngine(fast, plan.cut, plan.special)
-        self._plan, self._route = plan, RoutingRules(plan)
+        late = "".join(point for point in plan.doubtful if point.encode()[0] >= FIRST_UNASSIGNED_LEAD)
+        self._table = unassigned_table(late)
+        plain = {*plan.plain}
+        if plan.normalize is not None:
+            plain |= {unicodedata.normalize(plan.normalize, token) for token in plan.plain}
+        early = (point for point in plan.doubtful if point not in late)
+        self._needles = tuple(word.encode() for word in (*early, *sorted(plain)) if word)
+        self._form = plan.normalize
         self._make_normalizer, self._make_other = normalizer, other
         self._normalizer: Callable[[str], str] | None = None
         self._other: Engine | None = None
 
     def encode(self, texts: Texts) -> Encoded:
-        elsewhere = self._route.elsewhere(texts)
+        elsewhere = self._doubtful(texts)
         kept = texts.take(~elsewhere) if elsewhere.any() else texts
-        if self._plan.normalize is not None:
-            kept, unsure = self._normalized(kept, self._plan.normalize)
+        if self._form is not None:
+            kept, unsure = self._normalized(kept, self._form)
             if unsure.any():
                 elsewhere[np.flatnonzero(~elsewhere)[unsure]] = True
                 kept = kept.take(~unsure)
@@ -293,8 +276,12 @@ class RoutedEngine:
         ids[~from_other], ids[from_other] = fast_ids, other_ids
         return ids, lengths
 
+    def _doubtful(self, texts: Texts) -> npt.NDArray[np.bool_]:
+        """Return which texts the fast engine must not encode, shape [texts]."""
+        return texts_holding(texts, self._table, FIRST_UNASSIGNED_LEAD) | texts_holding_bytes(texts, self._needles)
+
     def _normalized(self, texts: Texts, form: UnicodeForm) -> tuple[Texts, npt.NDArray[np.bool_]]:
-        """Texts after the tokenizer's own normalizer, and which of them the engine must not encode then.
+        """Return the texts after the tokenizer's own normalizer, and which of them the engine must not encode then.
 
         The normalizer does not change a text that Python finds in the form: both know all its characters, and Unicode
         never changes the normal form of an assigned character.
@@ -310,10 +297,7 @@ class RoutedEngine:
         unsure = np.zeros(len(texts), np.bool_)
         if not new:
             return texts, unsure
-        pieces = [new.get(index, view) for index, view in enumerate(texts.views())]
-        offsets = np.zeros(len(pieces) + 1, np.int64)
-        np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
-        made = Texts(data=np.frombuffer(b"".join(pieces), np.uint8), offsets=offsets)
+        made = Texts.join([new.get(index, view) for index, view in enumerate(texts.views())])
         unsure[[*new]] = True
-        unsure[unsure] = self._route.elsewhere(made.take(unsure))
+        unsure[unsure] = self._doubtful(made.take(unsure))
         return made, unsure

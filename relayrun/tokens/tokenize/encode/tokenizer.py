@@ -38,10 +38,8 @@ from relayrun.tokens.tokenize.options import AppendEod, TokenizeOptions
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentFraming:
-    """Ids before and after every document, the type of the ids, and the treatment of a document without ids.
-
-    A kept empty document gets neither BOS nor EOD, as in Megatron-LM's `preprocess_data.py`.
-    """
+    """Ids before and after every document, the type of the ids, and the treatment of a document without ids. A kept
+    empty document gets neither BOS nor EOD, as in Megatron-LM's `preprocess_data.py`."""
 
     bos_id: int | None
     eod_id: int | None
@@ -55,10 +53,7 @@ class DocumentFraming:
         lengths: npt.NDArray[np.int64],
         room: Callable[[int], npt.NDArray[np.generic]] | None = None,
     ) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.int64]]:
-        """Return the framed `ids`, shape [tokens], and `lengths`, shape [documents], for the shard.
-
-        `room` allocates the array for the ids, of `dtype`.
-        """
+        """Return the framed `ids` [tokens] and `lengths` [documents] for the shard. `room` allocates the ids' array."""
         if not self.keep_empty:
             lengths = lengths[lengths > 0]
         inside = lengths > 0
@@ -112,7 +107,7 @@ def _hash_definition(definition: str) -> str:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Without null and false: newer versions of the library write more of them."""
+    """Drop null and false: newer versions of the library write more of them."""
     if isinstance(value, dict):
         return {name: _without_nulls(part) for name, part in value.items() if part is not None and part is not False}
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
@@ -193,7 +188,7 @@ class _FoundTokenizer:
 
 
 def _convert_or_fetch(path: Path, file: Path, options: TokenizeOptions) -> _FoundTokenizer:
-    """The tokenizer of a folder without `file`, a tokenizer.json, or of the hub. Raises InputError."""
+    """Return the tokenizer of a folder without `file`, a tokenizer.json, or of the hub. Raises InputError."""
     name = options.tokenizer
     if path.is_dir():
         check_convertible(path)
@@ -212,11 +207,8 @@ def _prepare(found: _FoundTokenizer, options: TokenizeOptions, key: str | None =
     eos_token = _find_eos(tokenizer, options.eos_token or found.eos, options.append_eod, where)
     eos_id = tokenizer.token_to_id(eos_token) if eos_token is not None else None
     if eos_token is not None and eos_id is None:
-        raise InputError(
-            f"the tokenizer has no token {eos_token!r} to end documents with",
-            where=where,
-            hint="name one of its tokens with --eos-token",
-        )
+        hint = "name one of its tokens with --eos-token"
+        raise InputError(f"the tokenizer has no token {eos_token!r} to end documents with", where=where, hint=hint)
     bos_id = _find_bos(tokenizer, found.bos, where) if options.bos else None
     random = _switch_off_dropout(tokenizer, where)
     if options.special_text:
@@ -243,14 +235,11 @@ def _prepare(found: _FoundTokenizer, options: TokenizeOptions, key: str | None =
 
 
 def _switch_off_dropout(tokenizer: Tokenizer, where: str) -> bool:
-    """True, with a warning, if the tokenizer had a dropout."""
+    """Return whether the tokenizer had a dropout, with a warning."""
     dropout = isinstance(tokenizer.model, BPE) and tokenizer.model.dropout
     if dropout:
-        log.warning(
-            "%s: its dropout %g is switched off: merges left out at random would give a text other ids each time",
-            where,
-            dropout,
-        )
+        why = "merges left out at random would give a text other ids each time"
+        log.warning("%s: its dropout %g is switched off: %s", where, dropout, why)
         tokenizer.model.dropout = None
     return bool(dropout)
 
@@ -258,11 +247,8 @@ def _switch_off_dropout(tokenizer: Tokenizer, where: str) -> bool:
 def _find_bos(tokenizer: Tokenizer, named: str | None, where: str) -> int:
     bos_id: int | None = None if named is None else tokenizer.token_to_id(named)
     if bos_id is None:
-        raise InputError(
-            "the tokenizer names no token to begin documents with",
-            where=where,
-            hint="leave --bos out, or put a bos_token into its tokenizer_config.json",
-        )
+        hint = "leave --bos out, or put a bos_token into its tokenizer_config.json"
+        raise InputError("the tokenizer names no token to begin documents with", where=where, hint=hint)
     return bos_id
 
 
@@ -293,11 +279,8 @@ def _from_file(file: Path, data: bytes) -> Tokenizer:
         return Tokenizer.from_buffer(data)
     except Exception as error:  # the library raises Exception itself
         refuse_unconvertible(file)
-        raise InputError(
-            f"not a tokenizer.json of the tokenizers library: {error}",
-            where=file,
-            hint="fetch it again, or save it again with the library that made it",
-        ) from None
+        hint = "fetch it again, or save it again with the library that made it"
+        raise InputError(f"not a tokenizer.json of the tokenizers library: {error}", where=file, hint=hint) from None
 
 
 def _from_transformers(name: str, cache_dir: str | None, *, only_here: bool = False) -> _FoundTokenizer:
@@ -309,18 +292,12 @@ def _from_transformers(name: str, cache_dir: str | None, *, only_here: bool = Fa
             name, cache_dir=cache_dir, trust_remote_code=False, local_files_only=only_here
         )
     except Exception as error:  # OSError, ValueError, ImportError, ...
-        raise InputError(
-            f"no such tokenizer: {first_line(error)}",
-            where=name,
-            hint="give a tokenizer.json, a folder that holds one, or a name on the Hugging Face hub",
-        ) from None
+        hint = "give a tokenizer.json, a folder that holds one, or a name on the Hugging Face hub"
+        raise InputError(f"no such tokenizer: {first_line(error)}", where=name, hint=hint) from None
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
-        raise InputError(
-            "this tokenizer has no fast version (no tokenizer.json)",
-            where=name,
-            hint="take a tokenizer.json of the same model",
-        )
+        hint = "take a tokenizer.json of the same model"
+        raise InputError("this tokenizer has no fast version (no tokenizer.json)", where=name, hint=hint)
     return _FoundTokenizer(Tokenizer.from_str(backend.to_str()), loaded.eos_token, loaded.bos_token, len(loaded))
 
 

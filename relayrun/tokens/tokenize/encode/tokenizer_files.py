@@ -28,8 +28,9 @@ import time
 import unicodedata
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from relayrun.errors import InputError, did_you_mean_path, refuse_urls
 from relayrun.files import exclusive_maker, write_atomic, write_json
@@ -39,10 +40,8 @@ BYTE_SPECIAL_TOKENS = {"eos_token": "<EOS>", "pad_token": "<PAD>", "bos_token": 
 
 
 def write_byte_tokenizer(output: Path) -> Path:
-    """Write the tokenizer as a folder that `transformers.AutoTokenizer.from_pretrained` opens; return `output`.
-
-    The tokenizer adds nothing to a text. Raises InputError if `output` holds a tokenizer.
-    """
+    """Write the tokenizer as a folder that `transformers.AutoTokenizer.from_pretrained` opens; return `output`. The
+    tokenizer adds nothing to a text. Raises InputError if `output` holds a tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     ids = {token: number for number, token in enumerate(BYTE_SPECIAL_TOKENS.values())}
@@ -51,13 +50,18 @@ def write_byte_tokenizer(output: Path) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([*ids])
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     with hold_tokenizer_folder(output):
-        output.mkdir(parents=True, exist_ok=True)
-        write_json(output / "special_tokens_map.json", BYTE_SPECIAL_TOKENS)
-        write_json(output / "tokenizer_config.json", settings | BYTE_SPECIAL_TOKENS)
-        write_atomic(output / "tokenizer.json", tokenizer.to_str(pretty=True))
+        write_tokenizer_folder(output, tokenizer, BYTE_SPECIAL_TOKENS)
     return output
+
+
+def write_tokenizer_folder(output: Path, tokenizer: Any, special_tokens: Mapping[str, str]) -> None:
+    """Write tokenizer.json and the two settings files of transformers, with the special tokens by their names there."""
+    output.mkdir(parents=True, exist_ok=True)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **special_tokens}
+    write_json(output / "special_tokens_map.json", special_tokens)
+    write_json(output / "tokenizer_config.json", settings)
+    write_atomic(output / "tokenizer.json", tokenizer.to_str(pretty=True))
 
 
 @contextlib.contextmanager
@@ -100,21 +104,16 @@ def check_convertible(folder: Path) -> None:
     """Raise InputError with the way out, unless transformers can make a tokenizer.json from the files in `folder`."""
     if not (folder / "tokenizer_config.json").is_file() and not (folder / "config.json").is_file():
         found = [name for name in _CONVERTIBLE_FILES if (folder / name).is_file()]
-        raise InputError(
-            "there is no tokenizer.json here"
-            + (f"; {', '.join(found)} alone do not say how to split" if found else ""),
-            where=folder,
-            hint="give the folder with tokenizer_config.json, too: from it transformers converts the tokenizer",
-        )
+        alone = f"; {', '.join(found)} alone do not say how to split" if found else ""
+        hint = "give the folder with tokenizer_config.json, too: from it transformers converts the tokenizer"
+        raise InputError(f"there is no tokenizer.json here{alone}", where=folder, hint=hint)
     for file in sorted([*folder.glob("*.model"), *folder.glob("*.tiktoken")]):
         refuse_unconvertible(file, in_folder=True)
 
 
 def refuse_unconvertible(file: Path, *, in_folder: bool = False) -> None:
-    """Raise InputError with the way out for a tiktoken or SentencePiece file that cannot be converted exactly here.
-
-    A SentencePiece model in a folder with its configuration can be converted if its package is installed.
-    """
+    """Raise InputError with the way out for a tiktoken or SentencePiece file that cannot be converted exactly here. A
+    SentencePiece model in a folder with its configuration can be converted if its package is installed."""
     with open(file, "rb") as opened:
         first = opened.readline(1000)
     if _TIKTOKEN.fullmatch(first):
@@ -126,17 +125,12 @@ def refuse_unconvertible(file: Path, *, in_folder: bool = False) -> None:
             "vocab_file=..., pattern=...).converted().save(...), or take a tokenizer.json of the same model",
         )
     if file.suffix == ".model" and not in_folder:
-        raise InputError(
-            "this is a model of SentencePiece, not a tokenizer.json",
-            where=file,
-            hint="give the folder that holds it and tokenizer_config.json",
-        )
+        hint = "give the folder that holds it and tokenizer_config.json"
+        raise InputError("this is a model of SentencePiece, not a tokenizer.json", where=file, hint=hint)
     if file.suffix == ".model" and importlib.util.find_spec("sentencepiece") is None:
-        raise InputError(
-            "there is no tokenizer.json, and to convert this model takes the package sentencepiece",
-            where=file,
-            hint=f"`pip install sentencepiece`, or convert it where it is installed: {_SAVE_COMMAND}",
-        )
+        words = "there is no tokenizer.json, and to convert this model takes the package sentencepiece"
+        hint = f"`pip install sentencepiece`, or convert it where it is installed: {_SAVE_COMMAND}"
+        raise InputError(words, where=file, hint=hint)
 
 
 HUB_TIMEOUT_SECONDS = 5.0
@@ -144,15 +138,7 @@ HUB_TIMEOUT_SECONDS = 5.0
 
 _HUB_NAME_PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
 _HUB_NAME = re.compile(rf"(?:{_HUB_NAME_PART}/)?{_HUB_NAME_PART}")
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "config.json",
-)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "config.json", *_CONVERTIBLE_FILES)
 """A copy of a tokenizer on this machine has at least one of these files."""
 
 
@@ -170,10 +156,7 @@ def missing_tokenizer_error(path: str | os.PathLike[str]) -> InputError:
 
 
 def check_hub(name: str, cache_dir: str | None) -> bool:
-    """Return whether only the copy on this machine may be read, since the hub is away.
-
-    Raises InputError if neither the hub nor this machine has the tokenizer.
-    """
+    """Return whether the hub is away, and this machine has a copy. Raises InputError if neither has the tokenizer."""
     from huggingface_hub import constants, get_token, try_to_load_from_cache
 
     copied = any(isinstance(try_to_load_from_cache(name, file, cache_dir=cache_dir), str) for file in _TOKENIZER_FILES)
@@ -259,7 +242,7 @@ def _cache_folder() -> Path | None:
 
 @functools.cache
 def _code_and_machine() -> bytes:
-    """Hash of the code of tokenization, Python's tables and the processor."""
+    """Return a hash of the code of tokenization, Python's tables and the processor."""
     known = hashlib.sha256()
     for file in sorted(_CODE_FOLDER.rglob("*.py")):
         known.update(file.relative_to(_CODE_FOLDER).as_posix().encode() + b"\0" + file.read_bytes())
@@ -272,7 +255,7 @@ def _code_and_machine() -> bytes:
 
 @functools.cache
 def _package_record(package: str) -> bytes:
-    """The installed version, and the hashes of its files as its record lists them."""
+    """Return the installed version, and the hashes of its files as its record lists them."""
     try:
         found = importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,0 +1,124 @@
+"""Parquet files, and Arrow's IPC files and streams: their texts, and batches of their rows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import BinaryIO, TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from relayrun.errors import InputError
+from relayrun.tokens.readers.faults import LineFaults
+from relayrun.tokens.readers.texts import MAX_ROWS, find_field, keep_utf8, row_namer, text_array
+from relayrun.tokens.stores import urls
+from relayrun.tokens.stores.urls import first_line, printable
+
+T = TypeVar("T")
+
+_MAX_REPEATED_ROWS = 128
+"""Rows of an array if the file may store a text once for many rows: file size then says little about text size."""
+
+_COLUMN_READ_AHEAD = 1 << 20
+_ROWS_READ_AHEAD = 1 << 18
+"""Bytes read at a time per column."""
+
+_ARROW_FILE = b"ARROW1"
+"""First bytes of an IPC file; an IPC stream begins differently."""
+
+
+def unreadable_file_error(path: str, error: Exception, *, hint: str | None = None) -> InputError:
+    """Return the error for a file that Arrow or the store cannot read."""
+    return InputError(f"cannot be read, it may be torn: {first_line(error)}", where=printable(path), hint=hint)
+
+
+def read_parquet(
+    raw: BinaryIO, path: str, column: str, *, batch_bytes: int, scratch: str | None, faults: LineFaults
+) -> Iterator[pa.Array]:
+    """Yield the texts of an open file as `read_column` does."""
+
+    def rows_at_once(group: pq.RowGroupMetaData) -> float:
+        chunk = group.column(leaf)
+        average: float = chunk.total_uncompressed_size / max(chunk.num_values, 1)
+        return min(_MAX_REPEATED_ROWS if chunk.has_dictionary_page else MAX_ROWS, batch_bytes / max(average, 1))
+
+    def take(batch: pa.RecordBatch, where: Callable[[int], str]) -> pa.Array:
+        return keep_utf8(text_array(batch, fields), faults, where)
+
+    # buffered pages: without a buffer the column of a whole row group is read at once
+    with pq.ParquetFile(raw, buffer_size=_COLUMN_READ_AHEAD, pre_buffer=False) as file:
+        fields = find_field(file.schema_arrow, path, column)
+        leaves = [file.metadata.schema.column(i).path for i in range(file.metadata.num_columns)]
+        leaf = leaves.index(".".join(fields))
+        yield from read_batches(file, path, range(file.num_row_groups), [".".join(fields)], rows_at_once, take)
+
+
+def read_batches(
+    file: pq.ParquetFile,
+    path: str,
+    groups: Iterable[int],
+    columns: Sequence[str] | None,
+    rows_at_once: Callable[[pq.RowGroupMetaData], float],
+    take: Callable[[pa.RecordBatch, Callable[[int], str]], T],
+    start: int = 0,
+) -> Iterator[T]:
+    """Yield the result of `take` for each batch of these row groups, from row `start` of them on. `columns`: None for
+    all. `take` gets a batch and a function that names row i of the batch."""
+    for group in groups:
+        part = file.metadata.row_group(group)
+        if start >= part.num_rows:
+            start -= part.num_rows
+            continue
+        first = 0
+        # one thread: the callers share the cores already
+        for batch in file.iter_batches(int(max(1, rows_at_once(part))), [group], columns, use_threads=False):
+            rows = len(batch)
+            if start < rows:
+                found = take(batch.slice(start), row_namer(path, group, first + start))
+                del batch
+                yield found
+                del found  # frees a long document before the next one is read
+            start, first = max(0, start - rows), first + rows
+
+
+def read_arrow(
+    raw: BinaryIO, path: str, column: str, *, batch_bytes: int, scratch: str | None, faults: LineFaults
+) -> Iterator[pa.Array]:
+    """Yield the texts of an IPC file or stream, a record batch at a time, as the format stores them."""
+    is_file = raw.read(len(_ARROW_FILE)) == _ARROW_FILE
+    open_ipc = pa.ipc.open_file if is_file else pa.ipc.open_stream
+    raw.seek(0)
+    # two readers: the schema says which column to read, so that the other columns stay on disk
+    with open_ipc(raw) as reader:
+        schema = reader.schema
+    fields = find_field(schema, path, column)
+    raw.seek(0)
+    reader = open_ipc(raw, options=pa.ipc.IpcReadOptions(included_fields=[schema.get_field_index(fields[0])]))
+    batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else iter(reader)
+    for number, batch in enumerate(batches):
+        batch.validate()  # before its texts are read: offsets come unchecked from the file
+        array = text_array(batch, fields)
+        del batch
+        array = keep_utf8(array, faults, row_namer(path, number, 0, what="record batch"))
+        yield array
+        del array
+
+
+@contextlib.contextmanager
+def open_parquet(path: str) -> Iterator[pq.ParquetFile]:
+    """Open a parquet file, local or below a URL. Raises InputError that names an unreadable file."""
+    try:
+        # buffered pages: without a buffer a whole row group is read at once
+        with (
+            _open_source(path) as source,
+            pq.ParquetFile(source, buffer_size=_ROWS_READ_AHEAD, pre_buffer=False) as file,
+        ):
+            yield file
+    except (pa.ArrowException, OSError) as error:
+        raise unreadable_file_error(path, error) from None
+
+
+def _open_source(path: str) -> pa.NativeFile:
+    utf8 = path == printable(path)  # Arrow accepts UTF-8 names only
+    return pa.OSFile(path) if utf8 and not urls.is_url(path) else pa.PythonFile(urls.open_input(path), "r")
