@@ -26,16 +26,16 @@ import sys
 import time
 
 FOLDER = "RELAYRUN_CLIENT"
-"""Environment variable: the folder in which program and chain leave each other word."""
+"""Environment variable: the folder of messages between program and chain."""
 
 STOP = "RELAYRUN_STOP"
 """Environment variable: the file whose existence asks the program to save and leave."""
 
 CHECKPOINT = "RELAYRUN_CHECKPOINT"
-"""Environment variable: the checkpoint to go on from; not set where the run begins."""
+"""Environment variable: the checkpoint to resume from; not set at the beginning of the run."""
 
 SECONDS = 1.0
-"""Between two looks at a file: more often a file system of many nodes need not be asked."""
+"""Interval of looks at a file: a file system of many nodes must not be asked more often."""
 
 _looked: dict[str, float] = {}
 _answers: dict[str, bool] = {}
@@ -52,7 +52,7 @@ def checkpoint_done(iteration: int, path: str | os.PathLike[str]) -> None:
 
 
 def should_save() -> bool:
-    """Whether somebody wants a checkpoint now. True once for each time that somebody asks, and on rank 0 alone."""
+    """Return whether somebody wants a checkpoint now: True once per request, and on rank 0 alone."""
     if not _first() or not _exists("save"):
         return False
     try:
@@ -64,12 +64,12 @@ def should_save() -> bool:
 
 
 def should_leave() -> bool:
-    """Whether to save and end with exit code 0: the time limit is near, or somebody ends the run."""
+    """Return whether to save and end with exit code 0: the time limit is near, or somebody ends the run."""
     return _exists("leave")
 
 
 def checkpoint() -> str | None:
-    """The checkpoint to go on from; None: from the beginning."""
+    """Return the checkpoint to resume from; None: from the beginning."""
     return os.environ.get(CHECKPOINT) or None
 
 

@@ -28,14 +28,14 @@ from pathlib import Path
 
 
 class RelayrunError(Exception):
-    """What is wrong (`message`), `where` (file, line, name) and what to do (`hint`)."""
+    """An error with a message, `where` (file, line, name) and a `hint` what to do."""
 
     def __init__(self, message: str, *, where: object = None, hint: str | None = None) -> None:
         self.message = message
         self.where = None if where is None else str(where)
         self.hint = hint
         self.parts: list[RelayrunError] = []
-        """The errors that this one names, see `combined_error`."""
+        """The errors that this one combines, see `combined_error`."""
         super().__init__(str(self))
 
     def __str__(self) -> str:
@@ -64,14 +64,14 @@ class FatalTrainingError(RelayrunError):
 
 
 MAX_NAMED_ERRORS = 10
-"""How many errors of one kind are named; the others are counted."""
+"""Number of errors of one kind that are named; the others are counted."""
 
 
 def combined_error(errors: Sequence[RelayrunError], what: str | None = None) -> RelayrunError:
-    """One error for all of them; a single one as it is.
+    """Return one error for all of them; a single error as it is.
 
-    `what`, as in `shards are damaged`: they are of one kind, each is named, up to `MAX_NAMED_ERRORS`, and a remedy is
-    told once. None: they are of several kinds, and each is told in full.
+    `what`, as in `shards are damaged`: they are of one kind, each is named, up to `MAX_NAMED_ERRORS`, and each hint
+    appears once. None: they are of several kinds, and each appears in full.
     """
     if len(errors) == 1:
         return errors[0]
@@ -90,20 +90,18 @@ def combined_error(errors: Sequence[RelayrunError], what: str | None = None) -> 
 
 
 def split_error(error: RelayrunError) -> list[RelayrunError]:
-    """The errors that `combined_error` has put into one, or the one that it is."""
+    """Return the errors that `combined_error` has combined, or the error alone."""
     return error.parts or [error]
 
 
 def did_you_mean(word: str, known: Iterable[str], *, most: int = 3, cutoff: float = 0.6) -> str:
-    """`did you mean 'a', 'b' or 'c'?`, of what is `known` and nearest to a word; empty where nothing is near.
-
-    `cutoff`: how near, from 0 (anything) to 1 (the same).
-    """
+    """Return `did you mean 'a', 'b' or 'c'?` with the nearest of the `known` words; empty if none is near. `cutoff`:
+    minimum similarity, from 0 (anything) to 1 (equal)."""
     return _question(_close_matches(word, known, most, cutoff))
 
 
 def did_you_mean_path(path: str | os.PathLike[str]) -> str:
-    """What could be meant by a path of which a part is missing, in words as of `did_you_mean`."""
+    """Return `did_you_mean` for a path of which a part is missing."""
     missing = Path(os.path.abspath(path))
     while not missing.parent.exists():
         missing = missing.parent
@@ -128,7 +126,7 @@ def _question(names: Sequence[str]) -> str:
 
 
 def user_name(uid: int) -> str:
-    """The user's name, or the number as text: containers often lack the site's user database."""
+    """Return the user's name, or the number as text: containers often lack the site's user database."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -136,7 +134,7 @@ def user_name(uid: int) -> str:
 
 
 def group_name(gid: int) -> str:
-    """The group's name, or the number as text."""
+    """Return the group's name, or the number as text."""
     try:
         return grp.getgrgid(gid).gr_name
     except KeyError:
@@ -144,14 +142,12 @@ def group_name(gid: int) -> str:
 
 
 URL_WRITE_HINT = "write into a folder, and copy it from there"
-"""What to do instead of writing to a URL."""
+"""Hint for an attempt to write to a URL."""
 
 
 def why_url_is_refused(path: str | os.PathLike[str]) -> str | None:
-    """Return why nothing is written to a place that is a URL; None where it is a path.
-
-    pathlib makes s3:/bucket of s3://bucket, and a local folder of that name would be made.
-    """
+    """Return why nothing is written to a place that is a URL; None if it is a path. pathlib makes s3:/bucket of
+    s3://bucket, and a local folder of that name would be made."""
     text = os.fspath(path)
     if (found := re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/+", text)) is None:
         return None
@@ -160,14 +156,14 @@ def why_url_is_refused(path: str | os.PathLike[str]) -> str | None:
 
 
 def refuse_urls(*paths: str | os.PathLike[str]) -> None:
-    """Raise InputError where a place that is to be written to is a URL."""
+    """Raise InputError if a place that is to be written to is a URL."""
     for path in paths:
         if (refusal := why_url_is_refused(path)) is not None:
             raise InputError(refusal, hint=URL_WRITE_HINT)
 
 
 def refuse_unwritable(*paths: str | os.PathLike[str]) -> None:
-    """Raise InputError where this user may not write a file or into a folder, or make it where it is missing."""
+    """Raise InputError if this user may not write a file or into a folder, or create it."""
     refuse_urls(*paths)
     for path in paths:
         place = _nearest_existing(path)
@@ -177,7 +173,7 @@ def refuse_unwritable(*paths: str | os.PathLike[str]) -> None:
 
 
 def describe_owner(path: str | os.PathLike[str], *, closed: Path | None = None) -> str:
-    """Whose file or folder a path is, with group and mode; of the nearest one that is there, or of `closed`."""
+    """Return owner, group and mode of a path, of its nearest existing folder, or of `closed`."""
     place = closed or _nearest_existing(path)
     found = os.stat(place)
     which = "it" if place == Path(os.path.abspath(path)) else str(place)
@@ -193,7 +189,7 @@ def _nearest_existing(path: str | os.PathLike[str]) -> Path:
 
 
 def _how_to_write(place: Path) -> str:
-    """What a person can do who may not write at `place`."""
+    """Return a hint for a person who may not write at `place`."""
     if os.statvfs(place).f_flag & os.ST_RDONLY:
         return "its file system is mounted read-only here; choose another place"
     name = user_name(os.stat(place).st_uid)
@@ -224,7 +220,7 @@ EXTRAS = {
 
 
 def missing_extra(error: ModuleNotFoundError) -> RelayrunError | None:
-    """Return what to say where a module of an extra is missing; None for any other module."""
+    """Return an error that names the extra of a missing module; None for any other module."""
     name = (error.name or "").partition(".")[0]
     if name not in EXTRAS:
         return None
@@ -245,10 +241,8 @@ class _StderrLines(logging.Handler):
 
 
 def log_to_stderr() -> None:
-    """Send what relayrun's modules and the program itself log, from INFO on, to standard error.
-
-    The loggers of other libraries stay as they are. A second call changes nothing.
-    """
+    """Send the log of relayrun's modules and of the program itself, from INFO on, to standard error. The loggers of
+    other libraries stay as they are. A second call changes nothing."""
     for name in ("relayrun", "__main__"):  # a module that runs as a program has the second name
         log = logging.getLogger(name)
         if not any(isinstance(handler, _StderrLines) for handler in log.handlers):
@@ -288,7 +282,7 @@ def run_main(main: Callable[[], int | None]) -> int:
 
 
 def _explain_os_error(error: OSError) -> RelayrunError:
-    """What the system said, with whose the place is where it is closed to this user."""
+    """Return the system's error, with the owner of the place if it is closed to this user."""
     text = error.strerror or str(error)
     if error.filename is None:
         return RelayrunError(text)
@@ -303,7 +297,7 @@ def _explain_os_error(error: OSError) -> RelayrunError:
 
 
 def _inaccessible_part(path: str) -> Path:
-    """The part of a path that is closed to this user: a folder that may not be passed, or the nearest that is there."""
+    """Return the folder of a path that this user may not pass, or the nearest part that exists."""
     for folder in reversed(Path(os.path.abspath(path)).parents):
         if folder.is_dir() and not os.access(folder, os.X_OK, effective_ids=True):
             return folder

@@ -29,7 +29,7 @@ from relayrun.errors import RelayrunError
 
 
 def sync_data(path: str | os.PathLike[str]) -> None:
-    """Have on disk what has been written to a file, by whomever; a missing one has nothing. Raises OSError."""
+    """Sync a file that any process has written to disk; a missing file has nothing to sync. Raises OSError."""
     try:
         fd = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -65,7 +65,7 @@ class RealPathCache:
 
 
 def umask() -> int:
-    """The umask of this process: asking for it by setting it would change it for other threads."""
+    """Return the umask of this process; a query by `os.umask` would change it for other threads."""
     with open("/proc/self/status", "rb") as status:
         return next((int(line.split()[1], 8) for line in status if line.startswith(b"Umask:")), 0o022)
 
@@ -81,10 +81,8 @@ def write_atomic(path: str | os.PathLike[str], data: str | bytes, *, mode: int =
 
 @contextlib.contextmanager
 def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a name to write a file under, beside `path`; on leaving without an error it is synced and becomes `path`.
-
-    For content that does not fit into memory. Raises RelayrunError, naming `path`, where it cannot be written.
-    """
+    """Yield a name to write a file under, beside `path`; after an exit without error it is synced and becomes `path`.
+    For content that does not fit into memory. Raises RelayrunError, naming `path`, if it cannot be written."""
     try:
         with _temporary_file_for(Path(path), mode=0o666, durable=True) as (_, temporary):
             yield temporary
@@ -95,7 +93,7 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _temporary_file_for(path: Path, *, mode: int, durable: bool) -> Iterator[tuple[int, Path]]:
-    """A temporary file beside `path`, open and by name, which takes its place on leaving without an error."""
+    """Yield an open temporary file beside `path` and its name; after an exit without error it replaces `path`."""
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=temporary_prefix())
     try:
         os.fchmod(fd, mode & ~umask())
@@ -110,13 +108,13 @@ def _temporary_file_for(path: Path, *, mode: int, durable: bool) -> Iterator[tup
 
 
 REPLACED_PREFIX = ".relayrun-aside-"
-"""Names of folders begin so that are to replace others, or were replaced."""
+"""Prefix of the names of folders that will replace others, or were replaced."""
 _ORIGINAL_NAME_MARK = "-formerly-"
-"""Behind it stands the name that such a folder had, where a kill could leave it without a successor."""
+"""The former name of such a folder stands behind it, if a kill could leave that name without a folder."""
 
 
 def temporary_prefix() -> str:
-    """What the name of a temporary file or folder begins with: it tells which process owns it, and on which machine."""
+    """Return the prefix of a temporary name, which identifies the owning process and its machine."""
     return f".tmp-{_owner()}-"
 
 
@@ -125,22 +123,17 @@ def _owner() -> str:
 
 
 _OWNED = re.compile(rf"(?:\.tmp-|{re.escape(REPLACED_PREFIX)})([0-9a-f]{{8}}-[0-9]+)-([0-9]+)-([0-9]+)-.+")
-_FORMER, _FORMER_ASIDE = re.compile(r"\.tmp-[a-z0-9_]{8}"), re.compile(rf"{re.escape(REPLACED_PREFIX)}[0-9a-f]{{16}}")
-"""Names of earlier versions, which tell no owner."""
-
 LEFTOVER_SECONDS = 86_400.0
-"""After so long without a change a temporary file belongs to nobody, where its owner cannot be looked at."""
+"""Seconds without a change after which a temporary file is a leftover, if its owner cannot be examined."""
 
 
 def remove_leftovers(folder: str | os.PathLike[str], *, shared: bool = False) -> list[str]:
     """Remove temporary files and folders in `folder` that killed processes left; return their names.
 
-    A folder that was set aside, and whose name nothing has since, gets its name back.
-
-    The owner is looked at where it ran on this machine (since its last boot, in this namespace of processes).
-    Elsewhere, perhaps on another node that shares the file system, a file is left alone until it has not changed for a
-    day; so is one of an earlier version, which names no owner. `shared`: in a folder such as /tmp, which other programs
-    and other people write into, only what is of this user, and certainly of relayrun, is looked at.
+    A folder that was set aside gets its name back if nothing has the name since. The owner is examined if it ran on
+    this machine (since its last boot, in this namespace of processes). Elsewhere, perhaps on another node that shares
+    the file system, a file is kept until it has not changed for a day. `shared`: in a folder such as /tmp only files of
+    this user count.
     """
     removed = []
     try:
@@ -148,15 +141,12 @@ def remove_leftovers(folder: str | os.PathLike[str], *, shared: bool = False) ->
     except (FileNotFoundError, NotADirectoryError):
         return []
     for entry in entries:
-        owner = _OWNED.fullmatch(entry.name)
-        former = _FORMER_ASIDE.fullmatch(entry.name) or (not shared and _FORMER.fullmatch(entry.name))
-        if owner is None and not former:
+        if (owner := _OWNED.fullmatch(entry.name)) is None:
             continue
         with contextlib.suppress(OSError):  # gone, or not ours to remove
             if shared and entry.stat(follow_symlinks=False).st_uid != os.geteuid():
                 continue
-            here = owner is not None and owner[1] == _machine()
-            if _is_alive(int(owner[2]), owner[3]) if owner is not None and here else _changed_lately(entry.path):
+            if _is_alive(int(owner[2]), owner[3]) if owner[1] == _machine() else _changed_lately(entry.path):
                 continue
             if name := entry.name.partition(_ORIGINAL_NAME_MARK)[2]:
                 with contextlib.suppress(FileExistsError):
@@ -172,7 +162,7 @@ def remove_leftovers(folder: str | os.PathLike[str], *, shared: bool = False) ->
 
 @functools.cache
 def _machine() -> str:
-    """The boot of this machine's kernel and the namespace of process numbers, in hexadecimal and decimal digits."""
+    """Return boot and process namespace of this machine, in hexadecimal and decimal digits."""
     boot, namespace = "0" * 8, 0
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8]
@@ -181,7 +171,7 @@ def _machine() -> str:
 
 
 def _state_and_start(pid: int) -> tuple[str, str]:
-    """A process's state (`Z`: it has ended) and when it began, in ticks since the boot; empty and 0 if unknown."""
+    """Return a process's state (`Z`: it has ended) and its start in ticks since the boot; empty and 0 if unknown."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
         return fields[0].decode(), fields[19].decode()
@@ -190,7 +180,7 @@ def _state_and_start(pid: int) -> tuple[str, str]:
 
 
 def _is_alive(pid: int, started: str) -> bool:
-    """Whether the process that began at `started` lives; also where only somebody else may look at it."""
+    """Return whether the process that began at `started` lives, or another user's process that cannot be examined."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -202,7 +192,7 @@ def _is_alive(pid: int, started: str) -> bool:
 
 
 def _changed_lately(path: str) -> bool:
-    """Whether a file, or what is directly inside a folder, changed within `LEFTOVER_SECONDS`."""
+    """Return whether a file, or an entry directly inside a folder, changed within `LEFTOVER_SECONDS`."""
     times = [os.lstat(path).st_mtime]
     if os.path.isdir(path):
         times += [entry.stat(follow_symlinks=False).st_mtime for entry in os.scandir(path)]
@@ -225,14 +215,12 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
 
 
 FileIdentity = tuple[int, int]
-"""Inode and time of a change, in nanoseconds: what tells one file from another that was put in its place."""
+"""Inode and time of a change in nanoseconds: they differ for a file that replaces another."""
 
 
 def read_with_identity(path: str | os.PathLike[str]) -> tuple[bytes, FileIdentity]:
-    """Read a small file, and tell which one it was; see `file_identity`. Raises OSError as it comes.
-
-    A look at a thousand runs reads ten of each, for which `open` takes twice as long.
-    """
+    """Read a small file; return its identity too, see `file_identity`. Raises OSError. A look at a thousand runs reads
+    ten files of each, for which `open` takes twice as long."""
     fd, found = _open_for_reading(path)
     try:
         text = os.read(fd, found.st_size)
@@ -246,13 +234,13 @@ def read_with_identity(path: str | os.PathLike[str]) -> tuple[bytes, FileIdentit
 
 
 def file_identity(path: str | os.PathLike[str]) -> FileIdentity:
-    """Which file it is now. Raises OSError as it comes."""
+    """Return the identity of the file that has this name now. Raises OSError."""
     found = os.stat(path)
     return found.st_ino, found.st_mtime_ns
 
 
 def _open_for_reading(path: str | os.PathLike[str]) -> tuple[int, os.stat_result]:
-    """A descriptor to read from, which who asks closes, and what it is of. Raises OSError as `open` does."""
+    """Return an open descriptor, which the caller closes, and its status. Raises OSError as `open` does."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     found = os.fstat(fd)
     if stat.S_ISDIR(found.st_mode):
@@ -262,7 +250,7 @@ def _open_for_reading(path: str | os.PathLike[str]) -> tuple[int, os.stat_result
 
 
 def path_exists(path: str | os.PathLike[str]) -> bool:
-    """Whether there is such a file or folder. Raises OSError for another reason, which `os.path.exists` hides."""
+    """Return whether a file or folder exists. Raises OSError for other errors, which `os.path.exists` hides."""
     try:
         os.stat(path)
     except OSError as error:
@@ -273,11 +261,8 @@ def path_exists(path: str | os.PathLike[str]) -> bool:
 
 
 def append_line(path: str | os.PathLike[str], record: dict[str, Any], *, durable: bool = True) -> None:
-    """Append one record as one JSON line with one write. `durable` syncs it to disk.
-
-    Where the last writer was killed inside a line, a newline is put first, so that the torn line
-    stays alone and the new one whole.
-    """
+    """Append one record as one JSON line with one write. `durable` syncs it to disk. If the last writer was killed
+    inside a line, a newline comes first, so that the torn line stays alone."""
     line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
@@ -294,25 +279,28 @@ def append_line(path: str | os.PathLike[str], record: dict[str, Any], *, durable
 
 
 def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yield the whole records of a file written by `append_line`; a missing file has none.
-
-    A line that is not whole JSON is skipped: it is what a killed writer left.
-    """
+    """Yield the complete records of a file written by `append_line`; a missing file has none. A line that is not valid
+    JSON is skipped: a killed writer left it."""
     try:
         file = open(path, encoding="utf-8", errors="replace")  # noqa: SIM115 - closed below, where the generator is
     except FileNotFoundError:  # and no other error: a file system that is away for a moment does not empty a record
         return
     with file:
         for line in file:
-            if line.endswith("\n"):
-                with contextlib.suppress(json.JSONDecodeError):
-                    value = json.loads(line)
-                    if isinstance(value, dict):
-                        yield value
+            if line.endswith("\n") and (value := parse_record(line)) is not None:
+                yield value
+
+
+def file_size(path: str | os.PathLike[str]) -> int:
+    """Return the bytes of a file; 0 if it does not exist. Raises OSError."""
+    try:
+        return os.path.getsize(path)
+    except FileNotFoundError:
+        return 0
 
 
 def file_sizes(path: str | os.PathLike[str]) -> dict[str, int]:
-    """Bytes of every file below a folder, by its name relative to it; of a single file under the name `.`."""
+    """Return the bytes of every file below a folder, by relative name; of a single file under the name `.`."""
     top = Path(path)
     if top.is_file():
         return {".": top.stat().st_size}
@@ -320,13 +308,13 @@ def file_sizes(path: str | os.PathLike[str]) -> dict[str, int]:
 
 
 READ_BLOCK = 65_536
-"""Bytes that are taken at a time, at most, where a file is read from its end."""
+"""Maximum bytes per read of a file from its end."""
 FIRST_READ_BLOCK = 4096
-"""Bytes that are taken first: most who ask want the last line."""
+"""Bytes of the first read: most callers want the last line."""
 
 
 def last_lines(path: str | os.PathLike[str], count: int) -> tuple[bytes, int]:
-    """The last lines of a file and its size; nothing of one that is not there. Only its end is read."""
+    """Return the last lines of a file and its size; nothing of a missing file. Only its end is read."""
     try:
         fd, found = _open_for_reading(path)
     except FileNotFoundError:
@@ -344,7 +332,7 @@ def last_lines(path: str | os.PathLike[str], count: int) -> tuple[bytes, int]:
 
 
 def last_bytes(path: str | os.PathLike[str], most: int, *, since: int = 0) -> bytes:
-    """The end of a file, at most so many bytes, and nothing before byte `since`. Raises OSError."""
+    """Return at most the last `most` bytes of a file, and nothing before byte `since`. Raises OSError."""
     with open(path, "rb") as file:
         file.seek(max(since, file.seek(0, os.SEEK_END) - most))
         return file.read()
@@ -353,10 +341,10 @@ def last_bytes(path: str | os.PathLike[str], most: int, *, since: int = 0) -> by
 def read_lines_backwards(
     path: str | os.PathLike[str], *, end: int | None = None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the whole records of a file written by `append_line`, the last one first, each with where it ends (bytes).
+    """Yield the complete records of a file written by `append_line`, newest first, each with the byte where it ends.
 
-    Only as much is read as is asked for. A line that is not whole JSON is skipped, a missing file has none.
-    `end`: as if the file had only this many bytes.
+    Only as much is read as needed. An invalid line is skipped, a missing file has none. `end`: as if the file had only
+    this many bytes.
     """
     try:
         fd, found = _open_for_reading(path)
@@ -374,7 +362,7 @@ def read_lines_backwards(
             rest = lines.pop(0) if lines and at else b""
             behind = at + len(rest) + sum(map(len, lines))
             for line in reversed(lines):
-                value = _parsed(line)
+                value = parse_record(line)
                 if value is not None:
                     yield behind, value
                 behind -= len(line)
@@ -383,7 +371,7 @@ def read_lines_backwards(
 
 
 def _blocks_backwards(fd: int, at: int) -> Iterator[tuple[int, bytes]]:
-    """The bytes before `at`, block by block from the end, each with where it begins."""
+    """Yield the bytes before `at`, block by block from the end, each with its position."""
     size = min(FIRST_READ_BLOCK, READ_BLOCK)
     while at:
         start = max(0, at - size)
@@ -395,8 +383,8 @@ def _blocks_backwards(fd: int, at: int) -> Iterator[tuple[int, bytes]]:
         yield at, data
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    """The record of a line; None where it is what a killed writer left."""
+def parse_record(line: str | bytes) -> dict[str, Any] | None:
+    """Return the record in a line; None if a killed writer left it."""
     try:
         value = json.loads(line)
     except ValueError:
@@ -405,7 +393,7 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 
 def free_space(path: str | os.PathLike[str]) -> int:
-    """Bytes that this user may still write to the file system on which a path lies, or would lie."""
+    """Return the bytes that this user may still write to the file system of a path, which need not exist."""
     place = os.path.abspath(path)
     while not os.path.lexists(place):
         place = os.path.dirname(place)
@@ -414,7 +402,7 @@ def free_space(path: str | os.PathLike[str]) -> int:
 
 
 def unused_name(folder: Path, name: str) -> Path:
-    """A path in `folder` that is not taken: `name`, or `name` with `-2`, `-3`, ... behind it."""
+    """Return a path in `folder` that does not exist: `name`, or `name` with `-2`, `-3`, ... appended."""
     candidates = (folder / (name if number == 1 else f"{name}-{number}") for number in count(1))
     return next(path for path in candidates if not os.path.lexists(path))
 
@@ -440,10 +428,8 @@ def folder_lock(folder: Path, *, patience: float = 20.0) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def exclusive_maker(final: Path) -> Iterator[bool]:
-    """Yield whether this process alone makes `final`: as long as it does, others get False. Raises OSError.
-
-    Meanwhile `.NAME.lock` stands beside `final`. On a file system without locks everybody gets True.
-    """
+    """Yield whether this process alone makes `final`; meanwhile other processes get False. Raises OSError. Meanwhile
+    `.NAME.lock` lies beside `final`. On a file system without locks every process gets True."""
     final.parent.mkdir(parents=True, exist_ok=True)
     lock, held = final.with_name(f".{final.name}.lock"), True
     while True:
@@ -474,7 +460,7 @@ _NO_REPLACE, _EXCHANGE = 1, 2
 
 
 def _rename(source: str | os.PathLike[str], target: str | os.PathLike[str], flag: int) -> bool:
-    """Call renameat2(2); return False where the C library, the kernel or the file system has no such call."""
+    """Call renameat2(2); return False if the C library, the kernel or the file system lacks it."""
     try:
         import ctypes  # a Python may have been built without it
 
@@ -491,7 +477,7 @@ def _rename(source: str | os.PathLike[str], target: str | os.PathLike[str], flag
 
 
 def rename_to_unused_name(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    """Give a file or folder a name that nothing has. Raises FileExistsError where something has it, and OSError."""
+    """Give a file or folder a name that does not exist. Raises FileExistsError if it exists, and OSError."""
     if not _rename(source, target, _NO_REPLACE):
         if os.path.lexists(target):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(target))
@@ -500,14 +486,13 @@ def rename_to_unused_name(source: str | os.PathLike[str], target: str | os.PathL
 
 @contextlib.contextmanager
 def replaced_folder(final: Path, *, new: bool = False) -> Iterator[Path]:
-    """Yield an empty folder to fill; on leaving without an error it replaces `final`.
+    """Yield an empty folder to fill; after an exit without error it replaces `final`.
 
-    A kill leaves the old folder or the new one, never a mix of both; where the file system cannot exchange two names
-    at once, the old one may stand aside until the next run beside it gives its name back. What a killed run
-    left aside is removed by the next run beside it; `shards.prefixes.find_prefixes` never looks into it.
-    The caller has made sure that what stands at `final` may be deleted. `new`: nothing may stand there, and
-    FileExistsError is raised where something came meanwhile. Links in the path of `final`
-    are followed, so that a link to a folder keeps pointing to it. Raises OSError as it comes.
+    A kill leaves the old folder or the new one, never a mix. If the file system cannot exchange two names at once, the
+    old folder may stand aside until the next call beside it gives its name back; that call also removes leftovers of
+    killed ones, and `shards.prefixes.find_prefixes` never reads them. The caller has checked that `final` may be
+    deleted. `new`: nothing may exist there, and FileExistsError is raised if something has come meanwhile. Links in the
+    path of `final` are followed, so that a link to a folder keeps pointing to it. Raises OSError.
     """
     final = Path(os.path.realpath(final))
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -528,7 +513,7 @@ def replaced_folder(final: Path, *, new: bool = False) -> Iterator[Path]:
 
 
 def _swap(building: Path, final: Path) -> None:
-    """Rename `building` to `final`, then delete what stood there."""
+    """Rename `building` to `final`, then delete the old folder."""
     old = building
     if not os.path.lexists(final):
         rename_to_unused_name(building, final)

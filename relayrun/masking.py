@@ -1,6 +1,6 @@
-"""What looks like a secret: names of files, and tokens that are known by their form.
+"""Forms of secrets: names of files, and tokens that are known by their form.
 
-Neither list is whole. They keep what people leave in a checkout by habit out of run directories, which others may read.
+Neither list is complete. They keep common secrets of a checkout out of run directories, which others may read.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ TOKEN_FORMS = {
     r"|(?i:(?<=wandb_api_key)|(?<=wandb.login)|(?<=password)|(?<=api_key))[\"']?[\s=:(\"']{1,5}(?:key=)?[\"']?[0-9a-f]{40}\b",
     "private key": r"-----BEGIN (?:[A-Z]+ )*PRIVATE KEY-----[\s\S]*?(?:-----END (?:[A-Z]+ )*PRIVATE KEY-----|\Z)",
 }
-"""Patterns of tokens, by what they are."""
+"""Patterns of tokens, by kind."""
 
 _TOKEN = re.compile("|".join(f"(?P<_{number}>{form})" for number, form in enumerate(TOKEN_FORMS.values())))
 _KINDS = list(TOKEN_FORMS)
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a file of this name, a path with slashes, is likely to hold secrets alone; code never is."""
+    """Return whether a file of this name, a path with slashes, is likely to hold only secrets; code never is."""
     path = PurePosixPath(name)
     return bool(_NAMES.fullmatch(path.name)) or not _FOLDERS.isdisjoint(path.parts[:-1])
 
 
 def mask_tokens(text: str) -> tuple[str, list[str]]:
-    """Return `text` with every token replaced by what it is in angle brackets, and what they were."""
+    """Return `text` with every token replaced by its kind in angle brackets, and the kinds."""
     found: list[str] = []
 
     def replace(match: re.Match[str]) -> str:

@@ -1,8 +1,8 @@
-"""Where things lie: the code, the files that belong to it (launchers, configs, scripts), and the person's project.
+"""Places: the code, the files that belong to it (launchers, configs, scripts), and the person's project.
 
 In a checkout all three are the checkout. An installed package carries its files in `relayrun/share/`, and the project
-is the folder that `relayrun init` made: the nearest one, at or above the place where somebody stands, with a file
-`.relayrun`. Nothing else in relayrun looks for a file relative to a root.
+is the folder that `relayrun init` made: the nearest one, at or above the working directory, with a file `.relayrun`.
+Nothing else in relayrun looks for a file relative to a root.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""Slurm's way to write a duration."""
+"""Slurm's form of a duration."""
 
 from __future__ import annotations
 
 
 def parse_time(text: str) -> int:
-    """`MM`, `MM:SS`, `HH:MM:SS`, `D-HH`, `D-HH:MM` or `D-HH:MM:SS` to seconds, as `sbatch --time` reads them.
-
-    Raises ValueError.
-    """
+    """Convert `MM`, `MM:SS`, `HH:MM:SS`, `D-HH`, `D-HH:MM` or `D-HH:MM:SS` to seconds, as `sbatch --time` reads them.
+    Raises ValueError."""
     days, dash, rest = text.rpartition("-")
     parts = rest.split(":")
     if (dash and not days.isdecimal()) or not all(part.isdecimal() for part in parts) or len(parts) > 3:
@@ -22,7 +20,7 @@ def parse_time(text: str) -> int:
 
 
 def format_time(seconds: int) -> str:
-    """Seconds as `D-HH:MM:SS`."""
+    """Format seconds as `D-HH:MM:SS`."""
     minutes, second = divmod(seconds, 60)
     hours, minute = divmod(minutes, 60)
     day, hour = divmod(hours, 24)

@@ -88,18 +88,13 @@ class Cost:
         }
 
 
-def make_history(folder: Path, *, lines: int, attempts: int, package_root: Path = ROOT) -> Run:
-    """A run of so many attempts with so many metrics lines over all, two saves each; the next job runs already."""
-    run = Run(folder)
-    run.path.mkdir(parents=True)
-    triggers.create_trigger_folder(run)
-    run.checkpoints.mkdir()
-    each = lines // attempts
-    plan = Plan(
+def history_plan(run: Run, *, total_steps: int, package_root: Path = ROOT) -> Plan:
+    """The plan of a run with one node on this machine, whose ranks do nothing."""
+    return Plan(
         run="tests/history",
         job_name=chain_job_name("tests", "history", run.path),
         scheduler="local",
-        total_steps=10 * lines,
+        total_steps=total_steps,
         config_revision=1,
         submitted_after_attempt=0,
         chain=ChainSection(
@@ -121,8 +116,18 @@ def make_history(folder: Path, *, lines: int, attempts: int, package_root: Path 
         modules=[],
         host_python=sys.executable,
         package_root=str(package_root),
-        log_folder=str(folder.parent / "logs"),
+        log_folder=str(run.path.parent / "logs"),
     )
+
+
+def make_history(folder: Path, *, lines: int, attempts: int, package_root: Path = ROOT) -> Run:
+    """A run of so many attempts with so many metrics lines over all, two saves each; the next job runs already."""
+    run = Run(folder)
+    run.path.mkdir(parents=True)
+    triggers.create_trigger_folder(run)
+    run.checkpoints.mkdir()
+    each = lines // attempts
+    plan = history_plan(run, total_steps=10 * lines, package_root=package_root)
     plan.write(run.plan)
     run.job_script.write_text(job_script.job_script(plan, run))
     queue = LocalQueue(run.path / "local")

@@ -12,7 +12,6 @@ from typing import Any
 
 from relayrun import places
 from relayrun.config.compose import resolve
-from relayrun.control.rundir import restarts
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import (
     AttemptEnd,
@@ -189,7 +188,7 @@ def _starts_a_rank_again(run: Run, clock: _Clock, *, at: int, back: int) -> None
         steps_lost=at - back,
         seconds={"end": 3.1, "records": 0.2, "fork": 1.0, "groups": 4.8, "load": 9.2, "step": 61.0, "all": 79.3},
     )
-    restarts.record_failed_restart(run.attempt(3), failed)
+    failed.append(run.attempt(3).failed_restarts)
     append_line(run.attempt(3).metrics, {"iteration": back, "restart": 2})
     clock.at += 20
 

@@ -1,13 +1,16 @@
-"""Plans and checks of nodes for tests, whose settings are given by name, wherever they stand."""
+"""Plans for tests, whose settings are given by name, wherever they stand."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 from relayrun.config.sections.chain import NodeHealthLimits
-from relayrun.control.rundir.node_health import NodeChecks
 from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
+from tests.history import history_plan
 
 _PLAN = {each.name for each in fields(Plan)}
 _LIMITS = {each.name for each in fields(NodeHealthLimits)}
@@ -22,7 +25,7 @@ def plan_with(plan: Plan, **changes: Any) -> Plan:
     return replace(plan, **({"chain": section} | changes))
 
 
-def node_checks(**values: Any) -> NodeChecks:
-    """Checks of a node with these values and limits."""
-    limits = {name: values.pop(name) for name in [*values] if name in _LIMITS}
-    return NodeChecks(**values, limits=NodeHealthLimits(**limits))
+def node_checks(*, mode: str = "warn", gpus: int = 0, command: Sequence[str] = (), **values: Any) -> Plan:
+    """A plan with these checks of nodes and limits."""
+    plan = history_plan(Run(Path("run")), total_steps=100)
+    return plan_with(plan, node_health=mode, gpus_per_node=gpus, node_health_command=[*command], **values)

@@ -1,6 +1,6 @@
-"""What decides and survives: the chain, the agents, notices, trainers, the scheduler, the run directory.
+"""Control of a run: the chain, the agents, notices, trainers, the scheduler, the run directory.
 
-In: `plan.json` and the facts of the scheduler and the run directory. Out: queued jobs, running ranks, records,
-notices. Order of imports: chain, agent, notify, decisions, trainers, chain_state, job_log, scheduler, rundir.
-Standard library only, Python 3.9 and newer. docs/chain.md and docs/run-directory.md explain it.
+In: `plan.json` and the facts of the scheduler and the run directory. Out: queued jobs, running ranks, records, notices.
+Order of imports: chain, agent, notify, decisions, trainers, chain_state, job_log, scheduler, rundir. Standard library
+only, Python 3.10 and newer. docs/chain.md and docs/run-directory.md explain it.
 """

@@ -1,9 +1,9 @@
 """The state of a chain by its records: failed attempts in a row, signs of life, the owner, and the times of its jobs.
 
 Reads the run directory and the scheduler, and changes nothing. Slurm may hide the jobs of other users
-(PrivateData=jobs), so whether an attempt is alive follows from its own heartbeats. A run may be taken over by
-another user while a job begins: the job writes begin.json and then reads the plan, the submit writes the plan and
-then looks for begin.json, so at least one of them sees the other.
+(PrivateData=jobs), so the heartbeats of an attempt show whether it is alive. A run may be taken over by another user
+while a job begins: the job writes begin.json and then reads the plan, the submit writes the plan and then looks for
+begin.json, so at least one of them sees the other.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ from relayrun.errors import RelayrunError, user_name
 
 
 def count_failed_attempts(run: Run, plan: Plan, *, last: int | None = None) -> int:
-    """Attempts in a row, up to `last`, that ended without durable progress since the last explicit submit.
-
-    `last`: the number of an attempt; None: the newest. One that has no end yet counts too.
-    """
+    """Return the number of attempts in a row without durable progress since the last explicit submit. `last`: number of
+    the last attempt to count; None: the newest. An attempt without an end counts too."""
     count = 0
     for number in reversed(run.attempt_numbers()):
         if last is not None and number > last:
@@ -45,21 +43,19 @@ def count_failed_attempts(run: Run, plan: Plan, *, last: int | None = None) -> i
 
 
 SCRIPT_TIME_VARIABLE = "RELAYRUN_SCRIPT_TIME"
-"""Where job.sh keeps when it began, in seconds since 1970."""
+"""Environment variable in which job.sh keeps its start, in seconds since 1970."""
 
 
 def job_script_time() -> float | None:
-    """When the first lines of this job's script ran, in seconds since 1970; None in a job of an earlier version."""
+    """Return the start of this job's script, in seconds since 1970; None if it is unknown."""
     with contextlib.suppress(ValueError):
         return float(os.environ.get(SCRIPT_TIME_VARIABLE, ""))
     return None
 
 
 def previous_job_end(previous: Attempt, scheduler: Scheduler, *, own: str) -> float | None:
-    """When the job of the attempt before ended, in seconds since 1970, while the scheduler still knows it.
-
-    None where nobody does, and where that job is this one, queued again.
-    """
+    """Return the end of the previous attempt's job, in seconds since 1970. None if the scheduler does not know it, or
+    if that job is this one, requeued."""
     started = previous.read_begin()
     if started is None or started.job_id == own:
         return None
@@ -82,10 +78,8 @@ class LifeSign:
 
 
 def newest_life_sign(run: Run, plan: Plan, *, now: float) -> LifeSign | None:
-    """The newest attempt's last sign, if it has no end and may still live. Raises RunDirError for a damaged record.
-
-    `now`: seconds since 1970.
-    """
+    """Return the newest attempt's last sign of life; None if it has ended, or is silent for too long. `now`: seconds
+    since 1970. Raises RunDirError for a damaged record."""
     attempt = run.newest_begun()
     begin = None if attempt is None else attempt.read_begin()
     if attempt is None or begin is None or attempt.read_end() is not None:
@@ -98,21 +92,21 @@ def newest_life_sign(run: Run, plan: Plan, *, now: float) -> LifeSign | None:
 
 
 def longest_heartbeat_interval(beats: Sequence[Heartbeat]) -> float:
-    """Seconds for which nodes that go on may leave no sign of life: those between two of their heartbeats."""
+    """Return the longest interval of rare heartbeats, for which a healthy node is silent."""
     return max((beat.interval for beat in beats), default=0.0)
 
 
 def is_owned_by_another_user(plan: Plan) -> bool:
-    """Whether another user than this process's owns the run."""
+    """Return whether another user than this process's owns the run."""
     return plan.owner not in (None, os.geteuid())
 
 
 TAKE_OVER_SECONDS = 10.0
-"""How long the submit has to put the plan back."""
+"""Seconds for the submit to put the plan back."""
 
 
 def is_taken_over(plan: Plan, job_id: str) -> bool:
-    """Whether the plan is another user's; then the log of the job says whose."""
+    """Return whether another user owns the plan, and log the owner."""
     if plan.owner is None or not is_owned_by_another_user(plan):
         return False
     log_line(f"this run has been taken over by {user_name(plan.owner)}; job {job_id} leaves it alone")
@@ -120,7 +114,7 @@ def is_taken_over(plan: Plan, job_id: str) -> bool:
 
 
 def is_taken_over_meanwhile(run: Run, job_id: str) -> bool:
-    """Whether another user has taken the run over while this job began, and stays its owner."""
+    """Return whether another user has taken the run over while this job began, and stays its owner."""
     plan = Plan.load(run)
     if is_owned_by_another_user(plan):
         log_line("another user is about to take this run over; a submit that finds this attempt puts the plan back")

@@ -27,68 +27,68 @@ _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 @dataclass(frozen=True, kw_only=True)
 class Death:
-    """The end of a rank, of the server that forks a node's ranks, with which they all die, or of a whole node."""
+    """The end of a rank, of the server that forks a node's ranks, or of a whole node."""
 
     rank: int
-    """-1: the server; or nobody in particular, where nothing moved any more."""
+    """-1: the server, with which all ranks of its node die; or a hang of no known rank."""
     node: str
     code: int
-    """Its exit code; negative: the signal that ended it."""
+    """Exit code; negative: the signal that ended it."""
     error: str = ""
-    """Its own last words, if it left some."""
+    """Its own last words, if any."""
     repeats: bool = False
-    """Every start of it would meet that error, says the rank."""
+    """Every start would meet this error, by the rank's own record."""
     lost: bool = False
     """Its node is given up."""
     sick: bool = False
-    """For its health."""
+    """The node is given up for its health."""
     unended: bool = False
-    """For its ranks, which did not end."""
+    """The node is given up because its ranks did not end."""
     late: int | None = None
-    """Nothing moved any more, and the others waited for this rank."""
+    """Rank that the others waited for in a hang."""
     noticed: float = 0.0
-    """When, by the coordinator's `time.monotonic`; of a lost node about when it was last heard."""
+    """Time of the notice by the coordinator's `time.monotonic`; for a lost node about its last message."""
 
     @property
     def words(self) -> str:
-        """How it ended, in a few words."""
+        """Its end in a few words."""
         if self.error and (self.code >= 0 or self.rank < 0):
             return self.error
         return f"killed by {signal_name(-self.code)}" if self.code < 0 else f"ended with exit code {self.code}"
 
     @property
     def exit_code(self) -> int:
-        """As a shell reports it: 128 and the signal's number for a killed process."""
+        """Exit code as a shell reports it: 128 + signal for a killed process."""
         return self.code if self.code >= 0 else 128 - self.code
 
 
 @dataclass(frozen=True, kw_only=True)
 class RestartFacts:
-    """What is known of a restart that has failed, when none of its ranks lives any more."""
+    """Facts about a failed restart, when none of its ranks lives any more."""
 
     death: Death
-    """Who failed first."""
+    """The first failure."""
     iteration: int
-    """The newest one on record."""
+    """The newest recorded iteration."""
     next_iteration: int
-    """From which another restart would start."""
+    """Iteration from which another restart would start."""
     base_iteration: int
-    """From which the restart started."""
+    """Iteration from which this restart started."""
     left: bool
-    """Rank 0 has said how it leaves."""
+    """Rank 0 has recorded its outcome."""
     asked: str
-    """Why the ranks were asked to leave, in words; empty where they were not."""
+    """Reason for which the ranks were asked to leave; empty if they were not."""
     lost: str
-    """What is gone and cannot be replaced, in words: a node, where no spare one is left; empty where nothing is."""
+    """Loss that cannot be replaced, in words: a node without a spare node; empty without one."""
     earlier: Sequence[FailedRestart]
-    """The failed restarts of this attempt before this one, oldest first."""
+    """Earlier failed restarts of this attempt, oldest first."""
     chain: ChainSection
     complete: bool = False
-    """Nothing is left to train behind what is saved."""
+    """The run ends at the saved checkpoint."""
 
 
 def why_no_restart(facts: RestartFacts) -> str | None:
-    """Why the attempt ends with this restart, in words; None where the ranks are to be started again."""
+    """Return in words why the attempt ends with this restart; None if the ranks start again."""
     if facts.left:
         return "rank 0 had said how it leaves"
     if facts.complete:
@@ -113,24 +113,23 @@ def why_no_restart(facts: RestartFacts) -> str | None:
 
 
 def failed_restarts_in_a_row(earlier: Sequence[FailedRestart]) -> int:
-    """How many of the newest restarts brought no later state to start from."""
+    """Return the number of newest restarts that brought no later state to start from."""
     return sum(1 for _ in takewhile(lambda known: known.next_iteration <= known.base_iteration, reversed(earlier)))
 
 
 def failure_signature(death: Death) -> str:
-    """Words by which the same failure is known again, without their numbers.
-
-    Empty for SIGKILL, which anybody sends, and for a node that is given up: it does not come back.
-    """
+    """Return words that identify the same failure, without their numbers. Empty for SIGKILL, which anybody sends, and
+    for a node that is given up: it does not come back."""
     return "" if death.lost or death.code == -signal.SIGKILL else _without_numbers(death.words)
 
 
 def first_death(deaths: Sequence[Death], said_at: dict[int, float]) -> Death:
-    """Who failed first, of ranks that ended by themselves, in the order in which their ends were noticed.
+    """Return the first failure among ranks that ended by themselves, in the order in which they were noticed.
 
-    A rank that is killed closes its connections, and its neighbours fail in their collectives: so a killed one comes
-    first. Where none was, it is the one that wrote down its error first; `said_at`: when each rank did so. What is no
-    rank's own end, and was noticed first, is the cause of all others; a lost node is that of all behind it.
+    A killed rank closes its connections, and its neighbours fail in their collectives: so a killed rank comes first.
+    Without one, the rank that recorded its error first does; `said_at`: time of each rank's record. A death of no rank
+    (a server, a node, a hang) that was noticed first is the cause of all others; a lost node is the cause of all deaths
+    after it.
     """
     if deaths[0].rank < 0:
         return deaths[0]
@@ -143,7 +142,7 @@ def first_death(deaths: Sequence[Death], said_at: dict[int, float]) -> Death:
 
 
 def signal_name(number: int) -> str:
-    """`SIGKILL` for 9; `signal 70` for one without a name."""
+    """Return `SIGKILL` for 9, and `signal 70` for a signal without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -151,22 +150,16 @@ def signal_name(number: int) -> str:
 
 
 def _without_numbers(words: str) -> str:
-    """Words without process ids, ports and addresses, which differ each time."""
+    """Remove process ids, ports and addresses, which differ each time."""
     return _NUMBER.sub("#", words)
 
 
 Action = Literal["run", "stop", "continue", "retry", "end"]
-"""What the supervisor does next.
-
-run         start the ranks
-stop        end the chain, write STOP, leave nothing queued
-continue    the successor goes on
-retry       a successor goes on after a delay
-end         this job was the only one; nothing is queued
-"""
+"""The supervisor's next step. run: start the ranks. stop: end the chain, write STOP, leave nothing queued. continue:
+the successor goes on. retry: a successor goes on after a delay. end: this job was the only one; nothing is queued."""
 
 UNKNOWN_EXIT_CODE = -1
-"""The exit code of an attempt whose end nobody saw."""
+"""Exit code of an attempt whose end no process saw."""
 
 BACKOFF_SECONDS = 30
 BACKOFF_CEILING_SECONDS = 1800
@@ -174,7 +167,7 @@ BACKOFF_CEILING_SECONDS = 1800
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What to do, why, and for `retry` after how many seconds."""
+    """An action, its reason, and the delay of a `retry` in seconds."""
 
     action: Action
     reason: str
@@ -185,7 +178,7 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True)
 class StartFacts:
-    """What is known before the ranks of a job start."""
+    """Facts before the ranks of a job start."""
 
     stopped: ChainEnd | None
     """The content of STOP; None if the chain has not ended."""
@@ -193,26 +186,26 @@ class StartFacts:
     total_steps: int | None
     stop_after: int | None = None
     exit_trigger: str | None
-    """Who touched triggers/exit."""
+    """User who touched triggers/exit."""
     predecessor_cancelled: bool
     """The job of the newest attempt was cancelled and could not record it."""
     verdict: ChainEnd | None
     """How the chain ends by the record of the newest attempt, which may have been killed before it wrote STOP."""
     failed_attempts: int
-    """Attempts in a row, up to now, without durable progress."""
+    """Attempts in a row so far without durable progress."""
     chain: ChainSection
 
 
 @dataclass(frozen=True, kw_only=True)
 class EndFacts:
-    """What is known after the ranks of a job have gone."""
+    """Facts after the ranks of a job have gone."""
 
     outcome: AttemptOutcomeName | None
-    """What rank 0 left; None where it left nothing (crash, kill, node failure)."""
+    """Outcome of rank 0; None without one (crash, kill, node failure)."""
     outcome_reason: str
     exit_code: int
     hang: str | None
-    """Where the supervisor ended the ranks because nothing moved any more."""
+    """The hang for which the supervisor ended the ranks, in words."""
     cancelled: bool
     base_iteration: int
     durable_iteration: int
@@ -222,13 +215,13 @@ class EndFacts:
     """Attempts in a row before this one without durable progress."""
     chain: ChainSection
     failure: str = ""
-    """Who failed first and how, in words, where that is known."""
+    """The first failure in words, if it is known."""
     reservation: str = ""
-    """That the reservation which the chain's jobs ask for has ended or is about to, in words; empty otherwise."""
+    """Sentence about the end of the chain's reservation, if it is over or nearly so; else empty."""
 
 
 def decide_at_start(facts: StartFacts) -> Decision:
-    """Whether to start the ranks."""
+    """Decide whether the ranks start."""
     if facts.stopped is not None:
         return _stop(facts.stopped.state, facts.stopped.reason)
     if (reason := _all_done_reason(facts)) is not None:
@@ -245,7 +238,7 @@ def decide_at_start(facts: StartFacts) -> Decision:
 
 
 def decide_at_end(facts: EndFacts) -> Decision:
-    """Whether the successor goes on, goes on later, or must not start."""
+    """Decide whether the successor goes on, goes on later, or must not start."""
     if facts.outcome == "done" and facts.total_steps is None:
         return _stop("done", facts.outcome_reason)
     if facts.outcome in ("done", "saved") and (all_done := _all_done_reason(facts)) is not None:
@@ -276,7 +269,7 @@ def _stop(state: ChainEndState, reason: str) -> Decision:
 
 
 def end_cause(facts: EndFacts) -> str:
-    """The end of an attempt in one word: done, saved, exit, fatal, cancelled, hang, failed or unknown."""
+    """Return the end of an attempt in one word: done, saved, exit, fatal, cancelled, hang, failed or unknown."""
     if facts.cancelled and facts.outcome in (None, "saved"):
         return "cancelled"
     if facts.outcome is not None:
@@ -287,25 +280,20 @@ def end_cause(facts: EndFacts) -> str:
 
 
 def default_signal_seconds(grace_period: float) -> int:
-    """Seconds for `--signal`, the backstop of rank 0's own clock.
-
-    Slurm may send it up to 60 s early, so it is set 60 s later than the deadline inside, where there is room.
-    """
+    """Return the seconds for `--signal`, the backstop of rank 0's own clock. Slurm may send it up to 60 s early, so it
+    comes 60 s after the grace period begins, if that is long enough."""
     return max(1, round(max(grace_period - 60, grace_period / 2)))
 
 
 def done_reason(iteration: int) -> str:
-    """The reason of a chain that has done all it was asked for."""
     return f"the last iteration, {iteration}, is durable"
 
 
 def stop_after_reason(iteration: int) -> str:
-    """The reason of a chain that went as far as `training.stop_after` asks."""
     return f"iteration {iteration} is durable, and training.stop_after ends the run there"
 
 
 def _all_done_reason(facts: StartFacts | EndFacts) -> str | None:
-    """Why nothing is left to do; None where something is."""
     if facts.total_steps is not None and facts.durable_iteration >= facts.total_steps:
         return done_reason(facts.durable_iteration)
     if facts.stop_after is not None and facts.durable_iteration >= facts.stop_after:

@@ -13,34 +13,30 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Queue
 
 from relayrun.control.rundir.records import AttemptStart
 
 LOG_FINISH_SECONDS = 2.0
-"""How long the last lines may take."""
+"""Maximum seconds for the last lines."""
 LOG_PAUSE = 0.01
 
 
 class AgentLog:
-    """A file to which lines are added, in their order; those that cannot be written are lost."""
+    """A file to which lines are appended in order; lines that cannot be written are lost."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._lines = path, SimpleQueue[str]()
-        self._left = 0
-        self._lock = threading.Lock()
+        self._path, self._lines = path, Queue[str]()
         threading.Thread(target=self._run, name="journal", daemon=True).start()
 
     def write(self, line: str) -> None:
-        """Have this line written soon."""
-        with self._lock:
-            self._left += 1
+        """Append this line soon."""
         self._lines.put(line)
 
     def finish(self) -> None:
-        """Wait for what is under way, but not for long."""
+        """Wait until every line is written, at most LOG_FINISH_SECONDS."""
         until = time.monotonic() + LOG_FINISH_SECONDS
-        while self._left and time.monotonic() < until:
+        while self._lines.unfinished_tasks and time.monotonic() < until:
             time.sleep(LOG_PAUSE)
 
     def _run(self) -> None:
@@ -48,12 +44,11 @@ class AgentLog:
             line = self._lines.get()
             with contextlib.suppress(OSError), open(self._path, "a", encoding="utf-8") as file:
                 file.write(f"{line}\n")
-            with self._lock:
-                self._left -= 1
+            self._lines.task_done()
 
 
 def log_node_line(name: str, text: str, *, log: AgentLog | None = None) -> None:
-    """A line in the job's log, with the time and the node; and in that of this agent."""
+    """Write a line with time and node into the job's log, and into the log of this agent."""
     line = f"[relayrun {time.strftime('%Y-%m-%dT%H:%M:%S')} {name}] {text}"
     with contextlib.suppress(OSError):  # srun has gone with the batch host, or the disk is full
         print(line, file=sys.stderr, flush=True)
@@ -65,34 +60,34 @@ LOG_PREFIX = "[relayrun "
 
 
 def log_line(text: str) -> None:
-    """One line on standard error, with the time. Nobody ends of a file system of the log that is full, or away."""
+    """Write one line with the time to standard error. A full or silent disk of the log raises no error."""
     with contextlib.suppress(OSError):
         print(f"{LOG_PREFIX}{time.strftime('%Y-%m-%dT%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 
 def stdout_beside(log: str | None) -> str | None:
-    """Standard output of the job whose standard error is `log`: `launchers/lib/log.sh` opens both side by side."""
+    """Return the standard output beside a standard error: `launchers/lib/log.sh` opens both side by side."""
     return log.removesuffix(".err") + ".out" if log is not None and log.endswith(".err") else None
 
 
 def job_logs(begin: AttemptStart) -> list[tuple[str, int]]:
-    """Standard output and error of the attempt's job, with their bytes when the attempt began; none without a log."""
+    """Return standard output and error of the attempt's job, and their bytes when it began; empty without a log."""
     output = stdout_beside(begin.log)
     if begin.log is None or output is None:
         return []
     return [(output, begin.output_offset), (begin.log, begin.log_offset)]
 
 
-def file_size(path: str) -> int:
-    """Return the bytes of a file, 0 where there is none. Raises OSError."""
+def log_size(log: str | os.PathLike[str] | None) -> int:
+    """Return the present bytes of a log; 0 if there is none, or if it cannot be looked at."""
     try:
-        return os.path.getsize(path)
-    except FileNotFoundError:
+        return 0 if log is None else os.path.getsize(log)
+    except OSError:
         return 0
 
 
 LONGEST_LINE = 1 << 16
-"""A longer line is no line of progress: its rest is left out."""
+"""Maximum bytes of a line of progress; the rest of a longer line is left out."""
 
 READ_BYTES = 1 << 20
 
@@ -101,10 +96,10 @@ _LINE_END = re.compile(rb"[\r\n]")
 
 
 class LogFollower:
-    """Whole lines of a file, each given once, from byte `offset` on; empty ones are left out.
+    """Yields the complete lines of a file, each once, from byte `offset` on, without empty lines.
 
-    What has no end of line yet is kept for later, and what never gets one is never given: half a number is another
-    number. A file that has become shorter is read from its beginning.
+    An incomplete line is kept until its end comes: half a number is another number. A file that has become shorter is
+    read from its beginning.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, offset: int = 0) -> None:
@@ -113,7 +108,7 @@ class LogFollower:
         self._rest = b""
 
     def read(self) -> Iterator[str]:
-        """The lines that are new and whole; none while there is no file. Raises OSError."""
+        """Yield the new complete lines; none without a file. Raises OSError."""
         try:
             file = self._path.open("rb")
         except FileNotFoundError:

@@ -22,12 +22,12 @@ from relayrun import places
 from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import CommandConfig, CommonConfig, MegatronConfig, RunConfig
 from relayrun.config.compose.yaml_file import LocatedSettings
-from relayrun.control.chain import fallback, job_script, jobs
+from relayrun.control.chain import job_script, jobs
 from relayrun.control.chain.campaign import condition_readiness
 from relayrun.control.notify import notices
 from relayrun.control.rundir import campaign, mirror, triggers
 from relayrun.control.rundir.campaign import Campaign, CampaignMembership
-from relayrun.control.rundir.checkpoint_records import BEGINNING, ResumePoint, lineage_commits, resume_point
+from relayrun.control.rundir.checkpoint_records import BEGINNING, Lineage, ResumePoint, resume_point
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler import job_history
@@ -97,7 +97,7 @@ def adopt_job(config: CommonConfig, intent: SubmitIntent, *, host_python: str | 
     config = type(config).model_validate(config.model_copy(update={"job": nodes, "cluster": cluster}).model_dump())
     with prepared_run(config, intent, adopted=job.options) as (run, plan):
         scheduler.adopt(job, plan)  # under the lock: a second first job sees this one
-        fallback.queue_fallback_job(run, plan, job.id, options=job.options)
+        jobs.queue_fallback_job(run, plan, job.id, options=job.options)
         return run
 
 
@@ -291,7 +291,7 @@ def _freeze_data(run: Run, config: RunConfig, found: Manifest, *, accept: bool) 
         return evolved.config
     changed = integer_mixture_weights(evolved.config) != integer_mixture_weights(before)
     if changed and resume_point(run).path is not None:
-        consumed = lineage_commits(run)[-1].consumed_samples
+        consumed = Lineage(run).line()[-1].consumed_samples
         log.info("the mixture changes: its phase begins where the next attempt resumes, now sample %s", consumed)
     return evolved.config
 

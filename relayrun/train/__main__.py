@@ -22,10 +22,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relayrun.control.agent import node_facts, node_findings
-from relayrun.control.rundir import node_health
+from relayrun.control.agent import node_facts
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.control.rundir.node_health import NodeChecks, NodeHistory
+from relayrun.control.rundir.node_health import NodeHistory
 from relayrun.control.rundir.plan import Plan, read_plan_format
 from relayrun.control.rundir.records import AttemptOutcome, RankFailure
 from relayrun.control.rundir.run import Run
@@ -170,16 +169,16 @@ def check_node_at_start(run: Run, attempt: Attempt, node: str) -> None:
     """Record the findings about this node. Raises UnhealthyNode if ranks cannot train on it."""
     if not run.plan.exists():  # started by hand: no plan says what to check
         return
-    checks = NodeChecks.of_plan(Plan.load(run))
-    if checks is None:
+    plan = Plan.load(run)
+    if plan.chain.node_health == "off":
         return
-    facts = node_facts.gather_facts(checks, attempt.path)
+    facts = node_facts.gather_facts(plan, attempt.path)
     sick = ""
-    for found in node_findings.findings_of_facts(node, facts, checks, NodeHistory.of(run)):
+    for found in node_facts.findings_of_facts(node, facts, plan, NodeHistory.of(run)):
         seen = replace(found, time=time.time(), action="ended" if found.hard else "warned")
         log.warning("%s", seen.told)
         try:
-            node_health.record_finding(attempt, seen)
+            seen.append(attempt.node_health)
         except OSError as error:
             log.warning("that is not on record: %s", error)
         sick = sick or (found.words if found.hard else "")

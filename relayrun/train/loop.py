@@ -400,7 +400,7 @@ class TrainingLoop:
                 next_sample=self.position.consumed_samples,
                 time=time.time(),
             )
-            self.ranks.on_first_rank(partial(restarts.record_rollback, self.attempt, rollback), RollbackFailed)
+            self.ranks.on_first_rank(partial(rollback.append, self.attempt.rollbacks), RollbackFailed)
             self.saver.saved_iteration = taken.iteration
         self.hooks.at_rollback(rollback)
         self.reader = self._open_reader()
@@ -482,7 +482,7 @@ def record_rollback(run: Run, attempt: Attempt, rollback: Rollback) -> str:
             f"{rollback.base_iteration}, to go back to, is not the newest of this run",
             where=run.checkpoints,
         )
-    restarts.record_rollback(attempt, rollback)
+    rollback.append(attempt.rollbacks)
     return newest.commit.path
 
 

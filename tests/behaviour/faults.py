@@ -78,7 +78,7 @@ FAULTS = (
     Fault(
         name="the fallback job tries once more",
         room="chain",
-        function="_why_it_ends",
+        function="_chain_end",
         old="if count >= MAX_FAILED_BEGINS:",
         new="if count > MAX_FAILED_BEGINS:",
         tests=("test_it_is_counted_and_not_for_ever",),
@@ -174,7 +174,7 @@ FAULTS = (
     Fault(
         name="a queued job is not found again",
         room="scheduler",
-        function="Slurm.submit_once",
+        function="SlurmCommands.submit_once",
         old='if row.partition("|")[2] == comment',
         new='if row.partition("|")[2] == name',
         tests=("test_a_job_that_was_queued_in_spite_of_an_error_is_found",),
@@ -255,8 +255,8 @@ FAULTS = (
         name="one checkpoint too many is kept",
         room="trainers",
         function="CheckpointRetention._take_away",
-        old="line[: -self._keep_last]",
-        new="line[: -self._keep_last - 1]",
+        old="line[: -self.keep_last]",
+        new="line[: -self.keep_last - 1]",
         tests=("test_the_newest_stay",),
     ),
     Fault(

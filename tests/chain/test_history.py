@@ -82,7 +82,9 @@ def test_a_view_that_cannot_be_written_does_not_keep_the_chain_from_going_on(
     assert run.attempt(4).end.exists()
     assert "the merged views are left for later" in capsys.readouterr().err
     path.rmdir()
-    Watch(run, 4)._follow_to_the_end()  # the next job's
+    following = Watch(run, 4)  # the next job's
+    following._follow()
+    following._views.note()
     MergedViews(run).update()
     assert_views_hold_what_counts(run)
 
@@ -168,7 +170,7 @@ def test_a_newer_format_is_refused_by_every_entry(run: Run, tmp_path: Path, caps
     began(run, 4, base=300)
     message = f"this run directory has format {PLAN_FORMAT + 1}"
     for entry in (
-        lambda: supervisor.watch_attempt(run, 4, batch_pid=1),
+        lambda: watch.Watch(run, 4),
         lambda: supervisor.end_attempt(run, 4, 0),
         lambda: watch.run_guard(run, 4, batch_pid=1),
         lambda: Plan.load(run),

@@ -13,7 +13,6 @@ from unittest.mock import Mock
 import pytest
 
 from relayrun.control.chain import excluded_nodes, job_script, jobs, supervisor, watch
-from relayrun.control.rundir import restarts
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.restarts import FailedRestart
 from relayrun.control.scheduler.factory import scheduler_for_plan
@@ -119,7 +118,7 @@ def lost(stage: Stage, **nodes_lost: str) -> None:  # noqa: F811
         steps_lost=1,
         lost=nodes_lost,
     )
-    restarts.record_failed_restart(stage.run.attempt(4), failed_restart)
+    failed_restart.append(stage.run.attempt(4).failed_restarts)
 
 
 def test_a_lost_node_takes_no_bad_ones_place_though_slurm_takes_it_to_be_up(stage: Stage) -> None:  # noqa: F811

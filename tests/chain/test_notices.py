@@ -23,12 +23,11 @@ from relayrun.control.chain.background import NoticeSender
 from relayrun.control.notify import notices
 from relayrun.control.notify.events import write_due_notices
 from relayrun.control.notify.notices import NoticePolicy, NoticeTarget
-from relayrun.control.rundir import node_health
 from relayrun.control.rundir.evaluations import EvaluationResult
 from relayrun.control.rundir.node_health import HealthFinding
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptEnd, ChainEnd, Hang
-from relayrun.control.rundir.restarts import Rollback, record_rollback
+from relayrun.control.rundir.restarts import Rollback
 from relayrun.control.rundir.run import Run, is_owned_by_this_user, write_stop
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.errors import RunDirError
@@ -190,7 +189,7 @@ def test_bad_losses_and_rollbacks(run: Run) -> None:
     assert noted(run) == {"anomaly-0004-303": "iteration 303: loss nan"}
     assert notices.pending_notices(run)[0][0].count == 2
     append_line(attempt.metrics, json.loads(STEP.format(304)) | {"skipped": "loss 98 is a spike"})
-    record_rollback(attempt, Rollback(iteration=305, reason="loss nan", base_iteration=300, next_sample=9, time=7e8))
+    Rollback(iteration=305, reason="loss nan", base_iteration=300, next_sample=9, time=7e8).append(attempt.rollbacks)
     told = noted(run)
     assert told["anomaly-0004-304"] == "iteration 304: loss 98 is a spike"
     assert told["anomaly-0004-rollback-700000000"] == "training went back to iteration 300 from iteration 305: loss nan"
@@ -216,8 +215,9 @@ def test_a_sick_node(run: Run) -> None:
     began(run, 4, base=300)
     found = HealthFinding(node="n1", check="gpus", value=3, limit=4, words="3 GPUs answer", hard=True, time=1e9)
     soft = HealthFinding(node="n2", check="tmp", value=0, limit=1, words="0 GB are free", hard=False, time=1e9)
-    for each in (soft, found.done("left out"), soft.done("left out"), found.done("ended", "nobody is left")):
-        node_health.record_finding(run.attempt(4), each)
+    left_out = [replace(each, action="left out") for each in (found, soft)]
+    for each in (soft, *left_out, replace(found, action="ended", reason="nobody is left")):
+        each.append(run.attempt(4).node_health)
     assert noted(run) == {
         "node-0004-2": "attempt 4: n1: 3 GPUs answer; left out",
         "node-0004-3": "attempt 4: n2: 0 GB are free; left out",

@@ -226,7 +226,7 @@ def test_a_connection_that_cannot_be_accepted_is_tried_now_and_then(
 ) -> None:
     full = Full(desk.listener)
     desk.selector.unregister(desk.listener)
-    desk.reception._listener = full  # type: ignore[assignment]
+    desk.reception.listener = full  # type: ignore[assignment]
     desk.selector.register(full, selectors.EVENT_READ, desk.reception._accept)
     lines = desk.connect()
     desk.turn()

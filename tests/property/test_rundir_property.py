@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relayrun.control.rundir import merged_metrics, restarts
-from relayrun.control.rundir.checkpoint_records import ResumePoint, lineage_commits
+from relayrun.control.rundir.checkpoint_records import Lineage, ResumePoint
 from relayrun.control.rundir.merged_metrics import MergedViews, newest_valid_lines, valid_lines
 from relayrun.control.rundir.records import AttemptEnd, AttemptStart, CheckpointCommit
-from relayrun.control.rundir.restarts import FailedRestart, Rollback, record_rollback
+from relayrun.control.rundir.restarts import FailedRestart, Rollback
 from relayrun.control.rundir.run import Run
 from relayrun.files import append_line, read_lines, read_lines_backwards
 from tests.history import began
@@ -83,7 +83,7 @@ def test_the_line_read_from_its_end_is_the_line_read_from_the_beginning(
                         iteration=at, path=str(run.checkpoint(at)), consumed_samples=at, time=number, seconds=1.0
                     )
                 )
-        assert lineage_commits(run) == line_from_the_beginning(run)
+        assert Lineage(run).line() == line_from_the_beginning(run)
 
 
 LINES = st.lists(
@@ -154,16 +154,15 @@ def test_the_appended_views_hold_what_counts(steps: list[tuple[str, int]]) -> No
                     file.write(b'{"iteration": ')
             elif what.startswith("rollback") and not bare and at > base:
                 at = max(base, at - much)
-                record_rollback(
-                    run.attempt(number), Rollback(iteration=9, reason="", base_iteration=at, next_sample=1, time=1.0)
-                )
+                rollback = Rollback(iteration=9, reason="", base_iteration=at, next_sample=1, time=1.0)
+                rollback.append(run.attempt(number).rollbacks)
                 if what == "rollback":
                     append_line(metrics, {"iteration": at, "rollback": {}}, durable=False)
                 else:
                     bare = True  # it was killed between the two
             elif what == "next restart":  # its ranks were killed wherever they were, and are started again
                 at, bare = max(base, at - much), False
-                restarts.record_failed_restart(run.attempt(number), failed_restart(at))
+                failed_restart(at).append(run.attempt(number).failed_restarts)
                 restarts.prepare_restart(run, run.attempt(number), ResumePoint(iteration=at, path=None), next_restart=2)
             elif what == "next attempt":
                 newest += 1

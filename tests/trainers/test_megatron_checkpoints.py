@@ -42,7 +42,7 @@ BLOCKS = [Info("__0_0.distcp", 0, 7), Info("__0_0.distcp", 7, 5), Info("__1_0.di
 
 def save(folder: Path, iteration: int, *, without: str = "", track: bool = True) -> Path:
     """A checkpoint as Megatron leaves it; `without`: a file that is missing."""
-    path = folder / megatron_lm_program.checkpoint_folder_name(iteration)
+    path = folder / f"iter_{iteration:07d}"
     path.mkdir(parents=True)
     for name in (*megatron_lm_program.TORCH_DIST_FILES, "__0_0.distcp", "__1_0.distcp"):
         if name != without:

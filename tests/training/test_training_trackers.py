@@ -61,7 +61,7 @@ def test_one_run_over_three_attempts_without_gap_or_repeat_and_no_secret(
     assert set(files) == set((made.run.path / "wandb").glob("offline-run-*/*.wandb"))
     rows = [row for path in files for row in wandb_history(path)]
     assert [row["_step"] for row in rows] == list(range(1, 61))
-    merged = {line["iteration"]: line for line in merged_metrics.merged_metrics(made.run) if "loss" in line}
+    merged = {line["iteration"]: line for line in merged_metrics.valid_lines(made.run) if "loss" in line}
     assert [row["train/loss"] for row in rows] == [merged[k]["loss"] for k in range(1, 61)]
     assert [row["_timestamp"] for row in rows[:40]] == pytest.approx(
         [merged[k]["time"] for k in range(1, 41)], abs=0.01
@@ -109,6 +109,6 @@ def test_a_rollback_by_policy_is_a_fork(harness: Callable[..., Harness], monkeyp
     old = [row["_step"] for row in rows[first["id"]]]
     assert old == list(range(1, len(old) + 1))
     assert len(old) <= 7  # fewer where the feed started after the rollback
-    merged = [(line["iteration"], line["loss"]) for line in merged_metrics.merged_metrics(made.run) if "loss" in line]
+    merged = [(line["iteration"], line["loss"]) for line in merged_metrics.valid_lines(made.run) if "loss" in line]
     assert [(row["_step"], row["train/loss"]) for row in rows[fork["id"]]] == merged
     assert len(merged) == 16

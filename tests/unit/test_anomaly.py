@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from relayrun.config.compose.schema import TrainingSection
-from relayrun.control.rundir.merged_metrics import merged_metrics
+from relayrun.control.rundir.merged_metrics import valid_lines
 from relayrun.control.rundir.records import CheckpointCommit
-from relayrun.control.rundir.restarts import Rollback, pending_rollbacks, record_rollback
+from relayrun.control.rundir.restarts import Rollback, pending_rollbacks
 from relayrun.control.rundir.run import Run
 from relayrun.train.hooks import Action
 from relayrun.train.loss_guard import LossGuard
@@ -101,7 +101,7 @@ def trained(run: Run, number: int, first: int, last: int, mark: str) -> None:
 
 def rollback(run: Run, number: int, at: int, base: int, sample: int, time: float) -> None:
     found = Rollback(iteration=at, reason="loss nan", base_iteration=base, next_sample=sample, time=time)
-    record_rollback(run.attempt(number), found)
+    found.append(run.attempt(number).rollbacks)
     with run.attempt(number).metrics.open("a") as file:
         file.write(json.dumps({"iteration": base, "rollback": found.words}) + "\n")
 
@@ -146,6 +146,6 @@ def test_the_merged_view_holds_what_counts_after_rollbacks(tmp_path: Any) -> Non
     trained(run, 1, 31, 36, "d")
     begin(run, 2, 30)
     trained(run, 2, 31, 32, "e")
-    lines = merged_metrics(run)
+    lines = list(valid_lines(run))
     assert [line["iteration"] for line in lines] == list(range(1, 33))
     assert "".join(line["loss"] for line in lines) == "a" * 10 + "c" * 20 + "e" * 2

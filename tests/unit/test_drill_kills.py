@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import xxhash
 
-from relayrun.control.rundir import restarts
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.restarts import FailedRestart
 from relayrun.control.rundir.run import Run
@@ -65,7 +64,7 @@ def test_a_run_without_a_step_has_no_timeline(tmp_path: Path) -> None:
 
 def test_the_way_back_is_lost_where_no_step_is(run: Run) -> None:
     """No line of the metrics says that a restart began: it begins behind the newest iteration."""
-    restarts.record_failed_restart(run.attempt(1), replace(FAILED, time=100.2))
+    replace(FAILED, time=100.2).append(run.attempt(1).failed_restarts)
     step(run, 5, 104.0)
     step(run, 6, 105.5)
     line = random_kills.measure_timeline(run)
@@ -73,14 +72,14 @@ def test_the_way_back_is_lost_where_no_step_is(run: Run) -> None:
 
 
 def test_a_step_that_is_done_while_the_round_ends_does_not_count_the_way_back(run: Run) -> None:
-    restarts.record_failed_restart(run.attempt(1), replace(FAILED, time=100.2))
+    replace(FAILED, time=100.2).append(run.attempt(1).failed_restarts)
     step(run, 5, 100.4, seconds=0.4)  # rank 0 comes so far before it is ended
     step(run, 6, 105.0)
     assert random_kills.measure_timeline(run).effective == pytest.approx(4 + 0.4 + 1)
 
 
 def test_steps_that_are_done_again_count_once(run: Run) -> None:
-    restarts.record_failed_restart(run.attempt(1), replace(FAILED, time=100.2, next_iteration=2))
+    replace(FAILED, time=100.2, next_iteration=2).append(run.attempt(1).failed_restarts)
     append_line(run.attempt(1).metrics, {"iteration": 2, "restart": 2})
     for iteration in (3, 4, 5):
         step(run, iteration, 100.0 + iteration)

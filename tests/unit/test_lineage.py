@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.rundir.checkpoint_records import BEGINNING, Lineage, ResumePoint, lineage_commits, resume_point
+from relayrun.control.rundir.checkpoint_records import BEGINNING, Lineage, ResumePoint, resume_point
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RunDirError
@@ -48,7 +48,7 @@ def test_the_newest_commit_of_the_newest_attempt_counts(run: Run) -> None:
     assert resume_point(run) == at(run, 20)
     commit(run, 2, 30)
     assert resume_point(run) == at(run, 30)
-    assert [entry.iteration for entry in lineage_commits(run)] == [10, 20, 30]
+    assert [entry.iteration for entry in Lineage(run).line()] == [10, 20, 30]
 
 
 def test_what_an_overtaken_attempt_commits_is_never_seen(run: Run) -> None:
@@ -69,13 +69,13 @@ def test_an_attempt_that_went_back_behind_a_damaged_checkpoint_has_a_line_that_r
     for iteration in (10, 20):
         commit(run, 1, iteration)
     run.checkpoint(20).rename(run.path / "quarantine")
-    assert [entry.iteration for entry in lineage_commits(run)] == [10, 20], "as long as nothing newer is saved"
+    assert [entry.iteration for entry in Lineage(run).line()] == [10, 20], "as long as nothing newer is saved"
     commit(run, 1, 15, time=200.0)
-    assert [(entry.iteration, entry.time) for entry in lineage_commits(run)] == [(10, 100.0), (15, 200.0)]
+    assert [(entry.iteration, entry.time) for entry in Lineage(run).line()] == [(10, 100.0), (15, 200.0)]
     commit(run, 1, 20, time=300.0)
-    assert [(entry.iteration, entry.time) for entry in lineage_commits(run)] == [(10, 100.0), (15, 200.0), (20, 300.0)]
+    assert [(entry.iteration, entry.time) for entry in Lineage(run).line()] == [(10, 100.0), (15, 200.0), (20, 300.0)]
     begin(run, 2, base=20)
-    assert [entry.iteration for entry in lineage_commits(run)] == [10, 15, 20]
+    assert [entry.iteration for entry in Lineage(run).line()] == [10, 15, 20]
 
 
 def test_a_torn_checkpoint_is_quarantined_and_the_one_before_counts(run: Run) -> None:

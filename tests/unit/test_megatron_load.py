@@ -28,7 +28,7 @@ def checkout(folder: Path) -> dict[str, Any]:
 
 
 def save(folder: Path, iteration: int) -> Path:
-    rank = folder / megatron_lm_program.checkpoint_folder_name(iteration) / "mp_rank_00"
+    rank = folder / f"iter_{iteration:07d}" / "mp_rank_00"
     rank.mkdir(parents=True)
     (rank / "model_optim_rng.pt").write_text("x")
     megatron_lm_program.write_tracker(folder, iteration)

@@ -21,6 +21,7 @@ import pytest
 from relayrun.cli import main
 from relayrun.cli.model import checkpoint as command
 from relayrun.control.rundir import mirror as records
+from relayrun.control.rundir import records as every_record
 from relayrun.control.rundir.checkpoint_records import newest_commit_at, resume_point
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
@@ -137,7 +138,7 @@ def cut_at(number: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             (os, "fsync"),
             (os, "unlink"),
             (shutil, "rmtree"),
-            (records, "append_line"),
+            (every_record, "append_line"),
         ):
             patch.setattr(module, name, counted(name, getattr(module, name)))
         patch.setattr(CopyRateLimit, "spend", counted("spend", CopyRateLimit.spend))

@@ -25,13 +25,16 @@ from relayrun.control.agent import health as health_module
 from relayrun.control.agent.health import CLOCK_QUESTIONS, BackgroundWork, ClockOffsets, JobHealth, LocalNodeHealth
 from relayrun.control.agent.job_nodes import NodeRanks
 from relayrun.control.agent.messages import MessageSocket
-from relayrun.control.agent.node_facts import TimedProgram, available_memory, gather_facts, quick_facts
-from relayrun.control.agent.node_findings import (
+from relayrun.control.agent.node_facts import (
+    TimedProgram,
+    available_memory,
     decide_actions,
     findings_of_clock,
     findings_of_facts,
     findings_of_probe,
+    gather_facts,
     judge_findings,
+    quick_facts,
 )
 from relayrun.control.chain import excluded_nodes
 from relayrun.control.rundir import node_health
@@ -189,11 +192,10 @@ def nvmlDeviceGetRemappedRows(handle):
 def test_gpus_that_are_lost_or_have_errors_are_found(tmp_path: Path) -> None:
     (tmp_path / "pynvml.py").write_text(PYNVML)
     program = TimedProgram([sys.executable, "-m", "relayrun.train.gpu_health"], 60.0)
-    assert "gpu_error" in node_facts.wait_for_gpu_facts(program)  # this machine has none, or says so
+    assert "gpu_error" in node_facts.gpu_facts(*program.wait())  # this machine has none, or says so
     environment = f"PYTHONPATH={tmp_path}:{os.environ.get('PYTHONPATH', '')}"
-    facts = node_facts.wait_for_gpu_facts(
-        TimedProgram(["env", environment, sys.executable, "-m", "relayrun.train.gpu_health"], 60.0)
-    )
+    program = TimedProgram(["env", environment, sys.executable, "-m", "relayrun.train.gpu_health"], 60.0)
+    facts = node_facts.gpu_facts(*program.wait())
     there = found(facts, gpus=3)
     assert {check: each.hard for check, each in there.items() if check != "gpu_xid"} == {
         "gpus": True,
@@ -475,7 +477,7 @@ def test_what_is_done_is_on_record_and_said(tmp_path: Path) -> None:
     left_out, ends = health.look({0: "n0", 1: "n1"}, NodeRanks(2), ended_restart=3)
     assert (left_out, ends) == ({1: "cannot be written: /r: Read-only (node health)"}, True)
     first, second = node_health.read_findings(run.attempt(1))
-    assert (first.check, first.action, first.reason, first.round) == (
+    assert (first.check, first.action, first.reason, first.restart) == (
         "run_dir",
         "ended",
         "no other node takes its place",

@@ -13,7 +13,7 @@ from relayrun.config.sections.chain import ChainSection
 from relayrun.control.decisions import Death, RestartFacts, first_death, why_no_restart
 from relayrun.control.rundir import restarts
 from relayrun.control.rundir.checkpoint_records import ResumePoint
-from relayrun.control.rundir.merged_metrics import MergedViews, merged_metrics, newest_valid_lines, valid_lines
+from relayrun.control.rundir.merged_metrics import MergedViews, newest_valid_lines, valid_lines
 from relayrun.control.rundir.records import CheckpointCommit, RankFailure
 from relayrun.control.rundir.restarts import FailedRestart
 from relayrun.control.rundir.run import Run
@@ -129,11 +129,11 @@ def test_the_records_of_a_failed_round_are_read_with_what_getting_back_took(tmp_
     attempt = run.attempt(1)
     assert restarts.read_failed_restarts(attempt) == []
     one = failed(1, base=0, durable=40, seconds={"end": 0.5}, steps_lost=5)
-    restarts.record_failed_restart(attempt, one)
+    one.append(attempt.failed_restarts)
     assert one.told == "restart 1: rank 3 on n1: killed by SIGKILL, at iteration 45; again from iteration 40"
     restarts.amend_failed_restart(attempt, 1, seconds={"step": 1.0, "all": 2.04})
     two = failed(2, base=40, durable=40, again=False, reason="enough", rank=None, node="", words="the agent is gone")
-    restarts.record_failed_restart(attempt, two)
+    two.append(attempt.failed_restarts)
     assert [each.seconds for each in restarts.read_failed_restarts(attempt)] == [
         {"end": 0.5, "step": 1.0, "all": 2.04},
         {},
@@ -159,21 +159,21 @@ def test_a_round_goes_back_to_the_newest_whole_checkpoint_and_the_view_has_each_
     RankFailure(rank=1, node="n", error="OSError: away", time=1.0).write(attempt.failures / "rank-0001.json")
     base = restarts.restart_checkpoint(run, attempt)
     assert base == ResumePoint(iteration=10, path=str(run.checkpoint(10)))
-    restarts.record_failed_restart(attempt, failed(1, base=0, durable=10))
+    failed(1, base=0, durable=10).append(attempt.failed_restarts)
     (moved,) = restarts.prepare_restart(run, attempt, base, next_restart=2)
     assert "iter_0000020" in moved
     assert not run.checkpoint(20).exists()
     assert list(attempt.failures.glob("*.json")) == []
     assert (attempt.failures / "restart-0001/rank-0001.json").exists()
     train(run, 1, 11, 15)
-    restarts.record_failed_restart(attempt, failed(2, base=10, durable=10, next_iteration=13, source="memory"))
+    failed(2, base=10, durable=10, next_iteration=13, source="memory").append(attempt.failed_restarts)
     restarts.prepare_restart(run, attempt, base, next_restart=3, next_iteration=13)
     assert restarts.read_failed_restarts(attempt)[-1].told.endswith("again from iteration 13 (memory)")
     train(run, 1, 14, 14)
     views.update(attempt=1)
     iterations = [line["iteration"] for line in read_lines(run.metrics_view)]
     assert iterations == list(range(1, 15))
-    assert [line["iteration"] for line in merged_metrics(run)] == iterations
+    assert [line["iteration"] for line in valid_lines(run)] == iterations
     assert [line["iteration"] for line in newest_valid_lines(run)] == iterations[::-1]
     assert restarts.newest_recorded_iteration(attempt) == 14
     commit(run, 1, 20)  # computed again: the newer line counts
@@ -209,15 +209,15 @@ def test_a_rollback_whose_line_its_writer_could_not_leave_keeps_its_place_before
     train(run, 1, 1, 15)
     commit(run, 1, 10)
     rollback = restarts.Rollback(iteration=15, reason="nan", base_iteration=10, next_sample=15, time=2e9)
-    restarts.record_rollback(attempt, rollback)  # and then it was killed
-    restarts.record_failed_restart(attempt, failed(1, base=0, durable=10))
+    rollback.append(attempt.rollbacks)  # and then it was killed
+    failed(1, base=0, durable=10).append(attempt.failed_restarts)
     restarts.prepare_restart(run, attempt, restarts.restart_checkpoint(run, attempt), next_restart=2)
     assert [line.keys() & {"rollback", "restart"} for line in read_lines(attempt.metrics)][-1:] == [{"rollback"}]
     train(run, 1, 11, 18)
-    restarts.record_failed_restart(attempt, failed(2, base=10, durable=10))
+    failed(2, base=10, durable=10).append(attempt.failed_restarts)
     restarts.prepare_restart(run, attempt, restarts.restart_checkpoint(run, attempt), next_restart=3)
     assert list(read_lines(attempt.metrics))[-1] == {"iteration": 10, "restart": 3}
     train(run, 1, 11, 12)
-    assert [line["iteration"] for line in merged_metrics(run)] == list(range(1, 13))
+    assert [line["iteration"] for line in valid_lines(run)] == list(range(1, 13))
     before = valid_lines(run, before=(1, 1))  # the stream of trackers that ended with the rollback
     assert [line["iteration"] for line in before] == list(range(1, 16))

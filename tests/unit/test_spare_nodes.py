@@ -10,17 +10,15 @@ from typing import Any, cast
 
 import pytest
 
-from relayrun.config.sections.chain import ChainSection
 from relayrun.control.agent import coordinator as module
 from relayrun.control.agent import hang_detection, job_nodes
 from relayrun.control.agent.coordinator import Coordinator
 from relayrun.control.agent.hang_detection import RankActivity
-from relayrun.control.agent.health import JobHealth
 from relayrun.control.agent.job_nodes import SILENT_BEATS
 from relayrun.control.agent.messages import MessageSocket
 from relayrun.control.chain.failover import lost_batch_host
 from relayrun.control.rundir import restarts
-from relayrun.control.rundir.node_health import NodeChecks
+from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import Job
@@ -28,6 +26,7 @@ from relayrun.control.scheduler.slurm import Slurm
 from relayrun.control.scheduler.slurm_commands import parse_job
 from relayrun.files import append_line
 from tests.history import began
+from tests.plans import node_checks, plan_with
 
 NAMES = ("n0", "n1", "n2", "n3", "n4")
 
@@ -50,26 +49,25 @@ class Link:
 class Nodes:
     """A coordinator, and agents that answer as real ones do: two nodes train with two ranks each, others are spare."""
 
-    def __init__(
-        self, folder: Path, *, spare: int, max_failed_restarts: int = 5, health: NodeChecks | None = None
-    ) -> None:
+    def __init__(self, folder: Path, *, spare: int, max_failed_restarts: int = 5, health: Plan | None = None) -> None:
+        """`health`: a plan with checks of nodes; None: there are none."""
         self.run = Run(folder / "run")
         began(self.run, 1)
         self.attempt = self.run.attempt(1)
         self.attempt.failures.mkdir()
         self.said: list[str] = []
         self.links: dict[int, Link] = {}
-        self.coordinator = Coordinator(
-            self.run,
-            self.attempt,
+        plan = plan_with(
+            health or node_checks(mode="off"),
             nodes=2,
             spare_nodes=spare,
-            ranks_per_node=2,
-            names=dict(enumerate(NAMES[: 2 + spare])),
-            links=cast("dict[int, MessageSocket]", self.links),
-            say=self.said.append,
-            chain=ChainSection(max_failed_restarts=max_failed_restarts),
-            health=None if health is None else JobHealth(self.run, self.attempt, health, say=self.said.append),
+            ntasks_per_node=2,
+            max_failed_restarts=max_failed_restarts,
+        )
+        links = cast("dict[int, MessageSocket]", self.links)
+        names = NAMES[: 2 + spare]
+        self.coordinator = Coordinator(
+            self.run, plan, self.attempt, nodes=len(names), names=names, links=links, say=self.said.append
         )
         self.facts: dict[str, Any] = {}
         """What nodes say of themselves at the end of a restart."""

@@ -85,9 +85,9 @@ def test_a_rank_whose_round_is_over_publishes_nothing_and_ends(run: Run, monkeyp
         next_iteration=0,
         again=True,
     )
-    restarts.record_failed_restart(run.attempt(1), over)
+    over.append(run.attempt(1).failed_restarts)
     save(run, 1, 7)
-    restarts.record_failed_restart(run.attempt(1), replace(over, restart=2))
+    replace(over, restart=2).append(run.attempt(1).failed_restarts)
     with pytest.raises(Ended):
         save(run, 1, 8)
     assert resume_point(run).iteration == 7

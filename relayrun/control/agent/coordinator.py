@@ -1,23 +1,19 @@
 """The agreement of the agents on restarts.
 
-It lives in the agent of the job's first node or, where there are spare nodes, beside the batch script
-(`agent.step_per_node`).
-
     agent → coordinator    hello {port, probe_port} · dead {restart, rank, code, error, told}
                            · ended {restart, memory, port, facts}
-                           · asked {why} · beat {restart, standing} · started, stepped {restart, ...} (rank 0's words)
+                           · asked {why} · beat {restart, standing} · started, stepped {restart, ...} (from rank 0)
     coordinator → agent    start {restart, place, nodes, base_iteration, base_path, memory, address, port}
                            · end {restart} · stacks: ask the ranks for their Python stacks · leave {code}
-                           · requests {asked}, to rank 0's, each second
+                           · requests {asked}, to rank 0's agent, each second; `health` has further messages
 
-A restart: a rank dies, a node is lost, or the supervisor finds that nothing moves → every agent ends its ranks and says
-when none is left → `decisions` judges → the records are made ready → every agent starts its ranks again. Messages of a
-restart that is over are not heard.
+The coordinator lives in the agent of the first node or, with spare nodes, beside the batch script
+(`agent.step_per_node`). A restart: a rank dies, a node is lost, or the ranks hang → every agent ends its ranks and says
+when none is left → `decisions` judges → the records are prepared → every agent starts its ranks again. Messages of an
+earlier restart are ignored.
 
-Where nodes are looked at, `health` has further messages. A sick node is given up before the first start or another.
-
-Each agent has a *place*: the number by which its ranks are counted; a spare one has none. An agent that says nothing
-is given up with its node, and not heard again. Its place goes to a spare one in the next restart.
+Each agent has a *place*, its node rank; a spare node has none. A silent or sick node is given up for good, and a spare
+node takes its place in the next restart.
 """
 
 from __future__ import annotations
@@ -25,10 +21,9 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
-from relayrun.config.sections.chain import ChainSection
 from relayrun.control.agent import hang_detection
 from relayrun.control.agent.health import JobHealth
 from relayrun.control.agent.job_nodes import AGENT_BEAT_SECONDS, SILENT_BEATS, AgentContacts, NodeRanks
@@ -38,78 +33,67 @@ from relayrun.control.agent.requests import Requests
 from relayrun.control.agent.restart import (
     RECORD_PAUSE,
     CurrentRestart,
-    ForeignRestart,
     conclude_restart,
+    foreign_restart_of,
     record_too_few_nodes,
 )
 from relayrun.control.decisions import Death
 from relayrun.control.rundir import restarts
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.checkpoint_records import ResumePoint
+from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import Hang
 from relayrun.control.rundir.run import Run
-from relayrun.errors import RelayrunError, RunDirError
+from relayrun.errors import RelayrunError
 
 EXIT_FAILED = 1
-"""Exit code of the agents where no rank's own says why the attempt failed."""
+"""Exit code of the agents if no rank's own exit code explains the failure."""
 GATHER_SECONDS = 60.0
-"""How long the first start waits for the rest, when enough nodes are there. The rest are spare ones when they come."""
+"""Seconds for which the first start waits for all nodes if enough are there; late nodes become spare nodes."""
 LONGEST_GATHER_SECONDS = 300.0
-"""How long it waits where they are not enough; then those that have not come are given up."""
+"""Seconds for which it waits if too few are there; then the missing nodes are given up."""
 ENDING_SECONDS = 60.0
-"""How long the ranks of a node may take to end; then it is given up. One that waits in the kernel does not end."""
+"""Seconds for the ranks of a node to end; then the node is given up. A rank that waits in the kernel does not end."""
 
 
 class Coordinator:
-    """Gives out rounds to the agents of an attempt.
+    """Gives out restarts to the agents of an attempt.
 
     Args:
-        nodes: how many nodes train. spare_nodes: how many more there are. elastic_nodes: smaller numbers of nodes with
-            which training may go on.
-        ranks_per_node: of each node that trains.
-        names: of the nodes, as far as they are known before their agents say hello.
-        links: to the agents, by node number; filled by who accepts their connections, before their `hello`.
+        nodes: number of the job's nodes; names: their names, if they are known before the agents say hello.
+        links: connections to the agents by node number, filled before their `hello`.
         say: writes a line into the job's log.
-        chain: the settings of the run's jobs.
-        health: what is known of the nodes; None: nothing is looked for.
-        between: the records and files of a foreign program; None: the ranks write them themselves.
     """
 
     def __init__(
         self,
         run: Run,
+        plan: Plan,
         attempt: Attempt,
         *,
         nodes: int,
-        spare_nodes: int = 0,
-        elastic_nodes: Sequence[int] = (),
-        ranks_per_node: int,
-        names: Mapping[int, str] | None = None,
+        names: Sequence[str] = (),
         links: dict[int, MessageSocket],
         say: Callable[[str], None],
-        chain: ChainSection,
-        health: JobHealth | None = None,
-        between: ForeignRestart | None = None,
     ) -> None:
-        self._between, self._health = between, health
-        begin = attempt.read_begin()
-        if begin is None:
-            raise RunDirError("this attempt has not begun", where=attempt.begin)
-        self._run, self._attempt, self._links, self._say = run, attempt, links, say
-        self._places = NodeRanks(nodes, spare=spare_nodes, elastic=elastic_nodes)
-        self._heard = AgentContacts(names or {})
+        begin = attempt.started_record()
+        self._health = None if plan.chain.node_health == "off" else JobHealth(run, attempt, plan, say=say)
+        self._between = foreign_restart_of(run, plan, attempt, say=say)
+        self._run, self._plan, self._attempt, self._links, self._say = run, plan, attempt, links, say
+        wanted = plan.nodes if plan.outlives_nodes else nodes
+        self._places = NodeRanks(wanted, spare=nodes - wanted, elastic=plan.elastic_nodes)
+        self._heard = AgentContacts(dict(enumerate(names)))
         self.code: int | None = None
-        """The exit code of the attempt, when all agents have been told to leave."""
-        self._ranks_per_node, self._chain = ranks_per_node, chain
+        """Exit code of the attempt, once all agents were told to leave."""
         self._base = ResumePoint(iteration=begin.base_iteration, path=begin.base_path)
         self._phase: Literal["gathering", "measuring", "running", "ending", "recording", "leaving"] = "gathering"
         self._current = CurrentRestart(base=self._base.iteration)
         self._asked = ""
         self._hangs = hang_detection.HangDetector()
-        self._requests = Requests(run, attempt, of_ranks=between is None, say=say)
+        self._requests = Requests(run, attempt, of_ranks=self._between is None, say=say)
 
     def hear(self, node: int, message: Message) -> None:
-        """Take a message of the agent of this node."""
+        """Handle a message of the agent of this node."""
         kind = message["kind"]
         if node in self._places.lost:  # it has been told to leave
             return
@@ -154,7 +138,7 @@ class Coordinator:
             self._current.ended.add(node)
 
     def look(self) -> None:
-        """Now and then: see whether nothing moves any more, by where the ranks stand or by the supervisor's word."""
+        """Handle everything that time brings: hangs, requests, late nodes, late records; called now and then."""
         if self._phase == "running":
             self._look_for_hang()
         if self._requests.look():
@@ -177,11 +161,11 @@ class Coordinator:
 
     @property
     def pause(self) -> float:
-        """Seconds after which `look` is to be called again."""
+        """Seconds after which `look` must be called again."""
         return RECORD_PAUSE if self._phase == "recording" else AGENT_BEAT_SECONDS
 
     def _look_for_hang(self) -> None:
-        found, ask = self._hangs.look(self._places.nodes, ranks=len(self._places.nodes) * self._ranks_per_node)
+        found, ask = self._hangs.look(self._places.nodes, ranks=len(self._places.nodes) * self._plan.ntasks_per_node)
         for link in self._links.values() if ask else ():
             link.send("stacks")
         if found is not None:
@@ -197,23 +181,23 @@ class Coordinator:
             self._leave(EXIT_FAILED)
             return
         who = hang.culprit
-        node = None if who is None else self._places.at(who // self._ranks_per_node)
+        node = None if who is None else self._places.at(who // self._plan.ntasks_per_node)
         name = "" if node is None else self._name(node)
         self._dead(Death(rank=-1, node=name, code=EXIT_FAILED, error=hang.words, late=who))
 
     def silent(self) -> list[tuple[int, float]]:
-        """Nodes whose agents have said nothing for too long, with the seconds; to be asked for at each beat."""
+        """Return the nodes with silent agents and the seconds of silence; called at each beat."""
         silent = [] if self._phase == "leaving" else self._heard.silent(self._links)
         return [(node, SILENT_BEATS * AGENT_BEAT_SECONDS) for node in silent]
 
     def expects(self, node: int) -> bool:
-        """Whether the agent of this node may say hello; one that was given up is never taken in again."""
+        """Return whether the agent of this node may say hello: never after its node was given up."""
         if (lost := self._places.lost.get(node)) is not None:
             self._say(f"{self._name(node)} was given up, and is not taken in again: {lost.words}")
         return node in self._places.missing(self._links)
 
     def given_up(self) -> set[int]:
-        """Nodes that were given up."""
+        """Return the nodes that were given up."""
         return set(self._places.lost)
 
     def ask(self, why: str) -> None:
@@ -246,7 +230,7 @@ class Coordinator:
         self._places.lost[node] = Death(rank=-1, node=self._name(node), code=EXIT_FAILED, error=why, lost=True, **kind)
 
     def _dismiss(self, node: int, why: str, **kind: bool) -> None:
-        """Give up a node whose agent may be there; `kind`: `sick` or `unended`."""
+        """Give up a node whose agent may still be there. `kind`: `sick` or `unended`."""
         self._give_up_node(node, why, **kind)
         if (link := self._links.pop(node, None)) is not None:
             link.send("leave", code=EXIT_FAILED)
@@ -255,7 +239,7 @@ class Coordinator:
         return self._heard.name(node)
 
     def _gather(self) -> None:
-        """Begin the first start when all nodes are there that may still come, or those that are there must do."""
+        """Begin the first start when every expected node is there, or when the wait for the others is over."""
         there = [node for node in self._there() if self._health is None or self._health.knows(node)]
         places, waited = self._places, time.monotonic() - self._heard.greeted
         enough = waited > GATHER_SECONDS and len(there) >= places.wanted
@@ -276,7 +260,7 @@ class Coordinator:
                 self._first_start()
 
     def _there(self) -> list[int]:
-        """Nodes that have said hello, and are not given up; those last that came late."""
+        """Return the nodes that said hello and are not given up; late ones last."""
         there = self._heard.ports.keys() & self._links.keys() - self._places.lost.keys()
         return sorted(there, key=lambda node: (node in self._places.late, node))
 
@@ -289,7 +273,7 @@ class Coordinator:
             self._too_few()
 
     def _too_few(self) -> None:
-        """End the attempt, in which no restart can begin."""
+        """End the attempt: too few nodes are left for a restart."""
         with contextlib.suppress(OSError):
             record_too_few_nodes(self._attempt, self._places, there=self._there(), name=self._name, base=self._base)
         self._leave(EXIT_FAILED)
@@ -304,7 +288,7 @@ class Coordinator:
             self._look_for_probes()
 
     def _measure(self) -> bool:
-        """Have the nodes measured before the first start; False where nobody looks."""
+        """Start the measurement of the nodes before the first start; return False without health checks."""
         there = self._there()
         if self._health is None:
             return False
@@ -314,13 +298,13 @@ class Coordinator:
         return True
 
     def _look_for_probes(self) -> None:
-        """Begin the first start when all nodes have been measured; or end, where too few are left."""
+        """Begin the first start when all nodes are measured; end the attempt if too few are left."""
         assert self._health is not None
         if self._health.probed(self._there()) and self._leave_out_sick():
             self._first_start()
 
     def _leave_out_sick(self) -> bool:
-        """Give up the nodes that are sick; return False where the attempt ends with that before its first start."""
+        """Give up sick nodes; return False if the attempt ends for that reason before its first start."""
         if self._health is None:
             return True
         names = {node: self._name(node) for node in self._there()}
@@ -333,13 +317,13 @@ class Coordinator:
         return True
 
     def _look_for_end(self) -> None:
-        """See whether none of the restart's ranks is left. Every agent is waited for that was told to end."""
+        """Check whether no rank of the restart is left; every agent that was told to end must say so."""
         waits = self._places.nodes if self._phase == "running" else self._links
         if self._current.ended.issuperset(waits):
             self._all_gone()
 
     def _look_for_unended(self) -> None:
-        """Give up the nodes whose ranks do not end: others must not wait for them for ever."""
+        """Give up nodes whose ranks do not end: others must not wait for them without end."""
         if time.monotonic() - self._current.told_to_end <= ENDING_SECONDS:
             return
         for node in sorted(self._links.keys() - self._current.ended):
@@ -348,7 +332,7 @@ class Coordinator:
         self._look_for_end()
 
     def _start(self, base: ResumePoint, *, memory: int | None, source: str = "disk") -> None:
-        """Give out the next restart: from copies in memory of iteration `memory`, or else from `base`."""
+        """Give out the next restart: from the copies in memory of iteration `memory`, or else from `base`."""
         start = base.iteration if memory is None else memory
         self._current = self._current.following(base=start, source=source, given_out=time.time())
         self._phase, self._hangs = "running", hang_detection.HangDetector()
@@ -393,7 +377,7 @@ class Coordinator:
             self._look_for_records()
 
     def _look_for_records(self) -> None:
-        """Conclude the restart when all that it left is on record; the ranks of a foreign program write none."""
+        """Conclude the restart when its records are complete; the ranks of a foreign program write none."""
         if self._between is not None:
             ended = self._current.ended
             nodes = [self._name(node) for node in self._places.nodes if node in ended and node in self._links]
@@ -407,29 +391,27 @@ class Coordinator:
         self._conclude()
 
     def _give_up(self, error: OSError | RelayrunError) -> None:
-        """End the attempt, since its records cannot be made ready for another restart."""
+        """End the attempt, because its records cannot be prepared for another restart."""
         number, deaths = self._current.number, self._current.deaths
         self._say(f"restart {number} failed, and no other one can begin: {error}")
         with contextlib.suppress(OSError):
-            restarts.amend_failed_restart(
-                self._attempt, number, again=False, reason=f"no other restart can begin: {error}"
-            )
+            why = f"no other restart can begin: {error}"
+            restarts.amend_failed_restart(self._attempt, number, again=False, reason=why)
         self._leave(deaths[0].exit_code if deaths else EXIT_FAILED)
 
     def _conclude(self) -> None:
-        """No rank lives: begin another restart, or end the attempt."""
+        """Begin another restart or end the attempt; no rank lives."""
         try:
             self._leave_out_sick()
             found = conclude_restart(
                 self._run,
+                self._plan,
                 self._attempt,
                 self._current,
                 self._places,
                 there=self._links,
                 name=self._name,
-                ranks_per_node=self._ranks_per_node,
                 asked=self._asked,
-                chain=self._chain,
                 between=self._between,
             )
         except (OSError, RelayrunError) as error:
@@ -438,13 +420,13 @@ class Coordinator:
         for text in (*found.moved, found.failed.told):
             self._say(text)
         if found.failed.again:
-            self._places.nodes = list(found.nodes)
-            self._start(found.base, memory=found.memory, source=found.source)
+            self._places.nodes = found.start.nodes
+            self._start(found.start.base, memory=found.start.memory, source=found.start.source)
         else:
             self._leave(found.exit_code or EXIT_FAILED)
 
     def _stepped(self, stepped: float) -> None:
-        """The first step of a restart is done: add to the record of the one before what getting back took."""
+        """Add the measured times to the record of the restart before: the first step of this one is done."""
         number = self._current.number
         if number == 1:
             return

@@ -1,9 +1,9 @@
-"""What each rank does now, and whether the ranks hang.
+"""Activity of each rank, and the detection of hangs.
 
-A rank writes a page in its node's memory when it enters a section (forward, optimizer, save, ...); the agent reads
-it. No message and no file system is involved. The ranks hang if the rank that progressed last is still for longer
-than the longest limit of any rank's section. Before the first step there is no limit, except for a rank whose
-process is stopped.
+A rank writes a page in its node's memory when it enters a section (forward, optimizer, save, ...); the agent reads it.
+No message and no file system is involved. The ranks hang if the rank that progressed last is still for longer than the
+longest limit of any rank's section. Before the first step there is no limit, except for a rank whose process is
+stopped.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from relayrun.control.rundir import node_health as of_ranks
 from relayrun.control.rundir.records import Hang
 
 _RECORD = struct.Struct("<QqddQ24s")
-"""Sections entered, iteration, since when (by time.monotonic, which is one clock a node), limit, process, name."""
+"""Sections entered, iteration, start of the section (by time.monotonic, one clock per node), limit, process, name."""
 QUIET_SECONDS = 2.0
-"""An agent says how its ranks stand when none of them has come further for so long."""
+"""An agent reports its ranks' activity if none of them progressed for this time."""
 STOPPED_STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting in the kernel", "Z": "dead"}
-"""States of a process in which it does nothing, by the letter of /proc/PID/stat."""
+"""States of a process in which it is idle, by the letter of /proc/PID/stat."""
 SET_UP = "set-up"
-"""The section of a rank from its fork to the first that it enters itself."""
+"""The section of a rank from its fork to the first section that it enters itself."""
 UNLIMITED_SECTIONS = (SET_UP, "start")
-"""Sections that may last for as long as they like, as far as the agent knows."""
+"""Sections without a time limit, as far as the agent knows."""
 STOPPED_SECONDS = 120.0
-"""A rank that does nothing at all in one of these for so long hangs: its process neither runs nor takes CPU time."""
+"""A rank hangs in one of these if its process neither runs nor takes CPU time for this time."""
 
 
 class RankActivity(NamedTuple):
-    """Where a rank is."""
+    """Activity of a rank."""
 
     rank: int
     entered: int
-    """How many sections it has entered since it started; the same on ranks that wait for each other."""
+    """Number of sections entered since its start; equal on ranks that wait for each other."""
     section: str
     iteration: int
-    """Iterations behind it."""
+    """Completed iterations."""
     seconds: float
-    """Since it last came further."""
+    """Seconds since its last progress."""
     limit: float
     """Seconds in this section after which it hangs."""
     state: str
-    """How its process does nothing (`STOPPED_STATES`); empty where it may do something."""
+    """State of its process if that is idle (`STOPPED_STATES`); empty otherwise."""
 
 
 class ActivityPage:
     """A rank's page."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        """Make it, or go on with that which this process has made. Raises OSError."""
+        """Create the page, or take over the page that this process has created. Raises OSError."""
         fd = os.open(_page_path(folder, rank), os.O_RDWR | os.O_CREAT, 0o600)
         try:
             os.posix_fallocate(fd, 0, mmap.PAGESIZE)
@@ -66,13 +66,13 @@ class ActivityPage:
         self._last = iteration, limit, name
 
     def enter(self, section: str, iteration: int, limit: float) -> None:
-        """This rank is now in another section."""
+        """Record that this rank enters another section."""
         self._entered += 1
         self._last = iteration, limit, section.encode()
         self.touch()
 
     def touch(self) -> None:
-        """This rank came further within its section."""
+        """Record progress of this rank within its section."""
         iteration, limit, name = self._last
         _RECORD.pack_into(self._map, 0, self._entered, iteration, time.monotonic(), limit, self._pid, name)
 
@@ -84,14 +84,15 @@ def remove_pages(folder: Path) -> None:
 
 
 class StoppedProcesses:
-    """For how long ranks do nothing at all; asked now and then, in one restart."""
+    """Measures for how long ranks of one restart are idle; asked now and then."""
 
     def __init__(self) -> None:
         self._since: dict[int, tuple[int, float]] = {}
-        """The CPU time of each, in ticks, and since when it neither runs nor has more, by `time.monotonic`."""
+        """CPU time of each process in ticks, and the time since which it neither runs nor takes more, by
+        `time.monotonic`."""
 
     def seconds(self, pid: int, state: str, ticks: int) -> float:
-        """How long this process has been seen in such a state alone, without more CPU time."""
+        """Return the seconds for which this process was idle in every look, without more CPU time."""
         known, since = self._since.get(pid, (-1, 0.0))
         if not state or ticks != known:
             since = time.monotonic()
@@ -100,7 +101,7 @@ class StoppedProcesses:
 
 
 def read_activity(folder: Path, ranks: Iterable[int], stopped: StoppedProcesses | None = None) -> list[RankActivity]:
-    """Where these ranks of this node are; without those that have no page yet."""
+    """Return the activity of these ranks of this node; ranks without a page are left out."""
     found = []
     for rank in ranks:
         try:
@@ -120,7 +121,7 @@ def read_activity(folder: Path, ranks: Iterable[int], stopped: StoppedProcesses 
 
 
 def _process_state(pid: int) -> tuple[str, int]:
-    """How a process does nothing, and the CPU time of its threads in ticks."""
+    """Return the idle state of a process, and the CPU time of its threads in ticks."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -133,26 +134,27 @@ def _page_path(folder: Path, rank: int) -> Path:
 
 
 STACKS_SECONDS = 2.0
-"""How long ranks that hang have to write their Python stacks."""
+"""Seconds for ranks that hang to write their Python stacks."""
 
 
 class HangDetector:
-    """What agents say of where their ranks stand, in one restart."""
+    """Collects the activity that agents report in one restart."""
 
     def __init__(self) -> None:
         self._nodes: dict[int, Sequence[RankActivity]] = {}
         self._asked: float | None = None
-        """When ranks that hang were asked for their stacks."""
+        """Time at which ranks that hang were asked for their stacks."""
 
     def hear(self, node: int, standing: Iterable[Sequence[object]] | None) -> None:
-        """Take the word of an agent; None: its ranks come further, or have not begun."""
+        """Take an agent's report; None: its ranks progress, or have not begun."""
         if standing is None:
             self._nodes.pop(node, None)
         else:
             self._nodes[node] = [RankActivity(*values) for values in standing]  # type: ignore[arg-type]
 
     def look(self, nodes: Iterable[int], *, ranks: int) -> tuple[Sequence[RankActivity] | None, bool]:
-        """Where ranks stand that hang and have had the time to write their stacks; whether to ask for these now."""
+        """Return the activity of ranks that hang, once they had time to write stacks; and whether to ask for stacks
+        now."""
         found = self.judge(nodes, ranks=ranks)
         if found is None:
             self._asked = None
@@ -164,7 +166,7 @@ class HangDetector:
         return None, False
 
     def judge(self, nodes: Iterable[int], *, ranks: int) -> Sequence[RankActivity] | None:
-        """Where all ranks stand if they hang; None where they do not. `nodes`: those that train."""
+        """Return the activity of all ranks if they hang; else None. `nodes`: the nodes that train."""
         found = sorted(standing for node in nodes for standing in self._nodes.get(node, ()))
         if len(found) != ranks:
             return None
@@ -174,10 +176,10 @@ class HangDetector:
 
 
 def hang_record(found: Sequence[RankActivity], stacks: Path) -> Hang:
-    """The record of a hang; `stacks`: what ranks wrote when they were asked for theirs.
+    """Return the record of a hang; `stacks`: the folder of the Python stacks.
 
-    Who is late: a rank whose process does nothing at all; else who has entered fewer sections than others; else whose
-    stack is in no collective while others' are.
+    Late is a rank whose process is idle; else a rank that entered fewer sections than others; else a rank whose stack
+    is in no collective while other stacks are.
     """
     stopped = {one.rank: f"{one.section}, {one.state}" for one in found if one.state}
     most = max(one.entered for one in found)

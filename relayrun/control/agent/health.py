@@ -5,7 +5,7 @@
     coordinator → agent    clock {sent} · probe {place, nodes, address, port}
 
 Before the first start of the ranks each node reports its facts and is measured; between restarts it reports what
-takes milliseconds. An agent gathers facts in threads, since a file system may hang. `agent.node_findings` judges.
+takes milliseconds. An agent gathers facts in threads, since a file system may hang. `agent.node_facts` judges.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from relayrun.control.agent import node_facts, node_findings
+from relayrun.control.agent import node_facts
 from relayrun.control.agent.job_nodes import NodeRanks
 from relayrun.control.agent.messages import Message, MessageSocket
 from relayrun.control.agent.node_facts import NodeFacts, TimedProgram
-from relayrun.control.agent.node_findings import MEMORY_OF_RANKS
 from relayrun.control.rundir import node_health
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.control.rundir.node_health import HealthFinding, NodeChecks, NodeHistory
+from relayrun.control.rundir.node_health import HealthFinding, NodeHistory
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 
@@ -39,16 +39,16 @@ T = TypeVar("T")
 
 
 class BackgroundWork:
-    """What is done beside the thread that made this, and what that thread does with it then.
+    """Runs work in threads; the thread that made this object gets the results.
 
     Args:
-        watch: where the end of each piece is registered; the data of each key is what to call then.
+        watch: the end of each piece is registered here; the data of its key is the function to call.
     """
 
     def __init__(self, watch: selectors.BaseSelector) -> None:
         self._done: SimpleQueue[tuple[int, Callable[[], None]]] = SimpleQueue()
         self._until: dict[int, tuple[float, Callable[[], None]]] = {}
-        """When each piece has had its time, by `time.monotonic`, and what to do then."""
+        """Deadline of each piece by `time.monotonic`, and the function to call then."""
         self._number = 0
         self._heard, self._told = os.pipe()
         os.set_blocking(self._heard, False)
@@ -56,23 +56,13 @@ class BackgroundWork:
         watch.register(self._heard, selectors.EVENT_READ, self._take)
 
     def start(
-        self,
-        work: Callable[[], T],
-        then: Callable[[T], None],
-        *,
-        seconds: float,
-        otherwise: Callable[[str], T],
+        self, work: Callable[[], T], then: Callable[[T], None], *, seconds: float, otherwise: Callable[[str], T]
     ) -> None:
-        """Do `work` in a thread, and call `then` with its result in this one, by `attend` or the selector.
-
-        After so many `seconds`, or where it raises, `then` is called with what `otherwise` makes of the words for that.
-        """
+        """Run `work` in a thread, and call `then` with its result in this thread, by `attend` or the selector. After
+        `seconds`, or after an error, `then` gets the result of `otherwise` for the error's words."""
         self._number += 1
         number = self._number
-        self._until[number] = (
-            time.monotonic() + seconds,
-            lambda: then(otherwise(f"no answer within {seconds:g} s")),
-        )
+        self._until[number] = time.monotonic() + seconds, lambda: then(otherwise(f"no answer within {seconds:g} s"))
 
         def run() -> None:
             try:
@@ -88,7 +78,7 @@ class BackgroundWork:
         threading.Thread(target=run, name="aside", daemon=True).start()
 
     def attend(self) -> None:
-        """Now and then: take what is done, and see whose time is over."""
+        """Take finished work, and end overdue work; called now and then."""
         self._take()
         now = time.monotonic()
         for number, (until, late) in [*self._until.items()]:
@@ -106,7 +96,7 @@ class BackgroundWork:
 
 
 CLOCK_QUESTIONS = 5
-"""So many are asked at a time."""
+"""Number of questions to one clock at a time."""
 
 
 class ClockOffsets:
@@ -114,10 +104,10 @@ class ClockOffsets:
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[float, float]] = {}
-        """Half of the time that the fastest answer took, and the offset by it."""
+        """Half of the fastest answer's round trip, and the offset by that answer."""
 
     def ask(self, links: Mapping[int, MessageSocket], nodes: Collection[int]) -> None:
-        """Ask these nodes anew; what was known of them is forgotten."""
+        """Ask these nodes again; earlier answers are forgotten."""
         for node in nodes:
             self._found.pop(node, None)
             for _ in range(CLOCK_QUESTIONS):
@@ -130,7 +120,7 @@ class ClockOffsets:
         self._found[node] = min(self._found.get(node, (float("inf"), 0.0)), (half, here - sent - half))
 
     def offsets(self) -> dict[int, tuple[float, float]]:
-        """Offset of each node against the median of all, and how uncertain it is; seconds. Empty below two nodes."""
+        """Return each node's offset from the median and its uncertainty, in seconds; empty below two nodes."""
         if len(self._found) < 2:
             return {}
         middle = statistics.median(offset for _, offset in self._found.values())
@@ -138,13 +128,13 @@ class ClockOffsets:
 
 
 FACTS_SECONDS = 10.0
-"""How much longer than the site's own check the whole look may take: a disk may hang."""
+"""Seconds for all facts, besides the limit of the site's own check: a disk may hang."""
 BETWEEN_SECONDS = 5.0
-"""How long GPUs may take to answer between two restarts."""
+"""Seconds for GPUs to answer between two restarts."""
 FOLDERS_SECONDS = 10.0
-"""How long the file systems may take to answer between two restarts."""
+"""Seconds for file systems to answer between two restarts."""
 MARGIN_SECONDS = 2.0
-"""How much longer a program is waited for than it has itself."""
+"""Seconds of waiting for a program beyond its own time limit."""
 
 
 class LocalNodeHealth:
@@ -153,50 +143,50 @@ class LocalNodeHealth:
     Args:
         arguments: of a program of this run and attempt.
         attempt: the folder of the attempt.
-        aside: where programs and file systems are waited for.
+        aside: waits for programs and file systems.
     """
 
-    def __init__(self, checks: NodeChecks, arguments: list[str], attempt: Path, *, aside: BackgroundWork) -> None:
-        self._checks, self._arguments, self._attempt, self._aside = checks, arguments, attempt, aside
+    def __init__(self, plan: Plan, arguments: list[str], attempt: Path, *, aside: BackgroundWork) -> None:
+        self._plan, self._arguments, self._attempt, self._aside = plan, arguments, attempt, aside
         self._running = False
-        """Whether a program is waited for; and which it is, when it has been started."""
+        """A program is awaited; `_program` is set once it has started."""
         self._program: TimedProgram | None = None
         self._then: Callable[[NodeFacts], None] | None = None
-        """What is told what is found, once the program has answered."""
+        """Gets the facts when the program has answered."""
         self._found: Callable[[int | None, str], NodeFacts] = _facts_of_answer
         self._early: NodeFacts = {}
-        """What was found before anybody was to be told."""
+        """Facts that were found before `_then` was set."""
         self._unknown = False
-        """Whether nothing is known of GPUs here; it has been said once."""
+        """GPUs cannot be examined here; people were told once."""
         self._most = self._least = 0
-        """Free memory when ranks were started, and the least since then."""
+        """Free memory at the start of the ranks (`_least`: the minimum since then)."""
 
     def look(self, then: Callable[[NodeFacts], None]) -> None:
-        """Look at all, and call `then` with it."""
+        """Gather all facts, and call `then` with them."""
         command = [sys.executable, "-P", "-m", "relayrun.control.agent.node_facts", *self._arguments]
         self._found, self._then = _facts_of_answer, then
-        self._begin(command, FACTS_SECONDS + self._checks.limits.command_seconds * bool(self._checks.command))
+        chain = self._plan.chain
+        seconds = chain.node_health_limits.command_seconds if chain.node_health_command else 0.0
+        self._begin(command, FACTS_SECONDS + seconds)
 
     def ranks_start(self) -> None:
-        """Ranks are about to take memory."""
+        """Note the free memory before ranks take it."""
         self._most = self._least = node_facts.available_memory() or 0
 
     def ranks_run(self) -> None:
-        """Now and then: see how much they have taken."""
+        """Note how much memory the ranks take; called now and then."""
         if self._most:
             self._least = min(self._least, node_facts.available_memory() or self._least)
 
     def ranks_end(self) -> None:
-        """Ranks are being ended: GPUs can be asked meanwhile."""
-        if self._checks.gpus and self._checks.gpu_program and not self._running and not self._unknown:
+        """Ask GPUs while the ranks are ended."""
+        if self._plan.gpus_per_node and self._plan.gpu_program and not self._running and not self._unknown:
             self._found, self._early = node_facts.gpu_facts, {}
-            self._begin(self._checks.gpu_program, BETWEEN_SECONDS)
+            self._begin(self._plan.gpu_program, BETWEEN_SECONDS)
 
     def look_between(self, then: Callable[[NodeFacts], None], *, copies: Path | None) -> None:
-        """No rank is left: look at what takes milliseconds, and call `then` with it when GPUs have answered, too.
-
-        `copies`: the folder of ranks' copies in memory, which the next ranks take over.
-        """
+        """Gather quick facts after the end of all ranks; call `then` with them when GPUs have answered, too. `copies`:
+        the folder of ranks' copies in memory, which the next ranks take over."""
         taken, self._most, self._least = self._most - self._least, 0, 0
 
         def look(found: NodeFacts) -> None:
@@ -204,30 +194,26 @@ class LocalNodeHealth:
                 with contextlib.suppress(OSError):
                     found["memory"] += sum(path.stat().st_size for path in copies.glob("*"))
             if taken > 0:
-                found[MEMORY_OF_RANKS] = taken
+                found[node_facts.MEMORY_OF_RANKS] = taken
             if self._running:
                 self._then = lambda of_gpus: then(found | of_gpus)
             else:
                 early, self._early = self._early, {}
                 then(found | early)
 
-        self._aside.start(
-            lambda: node_facts.quick_facts(self._attempt),
-            look,
-            seconds=FOLDERS_SECONDS,
-            otherwise=lambda words: {
-                "memory": node_facts.available_memory(),
-                "answer": f"its folders cannot be looked at: {words}",
-            },
-        )
+        def failed(words: str) -> NodeFacts:
+            return {"memory": node_facts.available_memory(), "answer": f"its folders cannot be looked at: {words}"}
+
+        quick_facts = partial(node_facts.quick_facts, self._attempt)
+        self._aside.start(quick_facts, look, seconds=FOLDERS_SECONDS, otherwise=failed)
 
     def end(self) -> None:
-        """Wait for nothing any more."""
+        """End the program that is awaited."""
         if self._program is not None:
             self._program.end()
 
     def _begin(self, command: Sequence[str], seconds: float) -> None:
-        """Start a program, aside: what it is loaded from may hang, too."""
+        """Start a program in the background: the disk that it is loaded from may hang, too."""
         self._running = True
 
         def run() -> tuple[int | None, str]:
@@ -237,7 +223,6 @@ class LocalNodeHealth:
         self._aside.start(run, self._ended, seconds=seconds + MARGIN_SECONDS, otherwise=lambda words: (None, words))
 
     def _ended(self, answer: tuple[int | None, str]) -> None:
-        """It has said something, or its time is over."""
         self._running, self._program = False, None
         found, then, self._then = self._found(*answer), self._then, None
         self._unknown = self._unknown or "gpu_error" in found
@@ -248,7 +233,7 @@ class LocalNodeHealth:
 
 
 def _facts_of_answer(code: int | None, output: str) -> NodeFacts:
-    """What `agent.node_facts` printed; `answer` in words where it did not."""
+    """Return the facts that `agent.node_facts` printed; without them `answer` has the error."""
     try:
         found = json.loads(output.splitlines()[-1]) if code == 0 else None
     except (ValueError, IndexError):
@@ -260,43 +245,32 @@ def _facts_of_answer(code: int | None, output: str) -> NodeFacts:
 
 
 PROBE_SECONDS = 60.0
-"""How long the measurement may take from when it has begun on every node; imports before that may take long."""
-
-
-def job_health_of(run: Run, plan: Plan, attempt: Attempt, *, say: Callable[[str], None]) -> JobHealth | None:
-    """Return what sees to the health of this attempt's nodes; None where the plan has nobody look."""
-    looked_for = NodeChecks.of_plan(plan)
-    return None if looked_for is None else JobHealth(run, attempt, looked_for, say=say)
+"""Seconds for the measurement after its begin on every node; the imports before it may take longer."""
 
 
 class JobHealth:
-    """What is known of the nodes of an attempt.
+    """The health of the nodes of an attempt. `say`: writes a line into the job's log."""
 
-    Args:
-        plan: what is looked for.
-        say: writes a line into the job's log.
-    """
-
-    def __init__(self, run: Run, attempt: Attempt, checks: NodeChecks, *, say: Callable[[str], None]) -> None:
-        self._run, self._attempt, self._checks, self._say = run, attempt, checks, say
+    def __init__(self, run: Run, attempt: Attempt, plan: Plan, *, say: Callable[[str], None]) -> None:
+        self._run, self._attempt, self._plan, self._say = run, attempt, plan, say
         self._history = NodeHistory.of(run)
         self._clocks = ClockOffsets()
         self._facts: dict[int, Mapping[str, Any]] = {}
         self._probes: dict[int, Mapping[str, Any]] = {}
         self._asked: set[int] = set()
-        """Nodes that are to be measured."""
+        """Nodes to measure."""
         self._begun: dict[int, float] = {}
-        """When each of them began with it, by `time.monotonic`."""
+        """Start of the measurement on each of them, by `time.monotonic`."""
 
     def hear(self, node: int, message: Message, *, name: str) -> None:
-        """Take what a node says of itself, of its clock, or what was measured on it."""
+        """Take a node's facts, its clock, or its measurements."""
         if message["kind"] == "clock":
             self._clocks.hear(node, message)
         elif message["kind"] == "health":
             self._facts[node] = message["facts"]
-            taken = message["facts"].get(node_findings.MEMORY_OF_RANKS)
+            taken = message["facts"].get(node_facts.MEMORY_OF_RANKS)
             if taken:
-                self._remember(name, "", **{node_findings.MEMORY_OF_RANKS: float(taken)})
+                self._remember(name, "", **{node_facts.MEMORY_OF_RANKS: float(taken)})
         elif message["kind"] == "probing":
             self._begun[node] = time.monotonic()
         elif message["kind"] == "probed" and node in self._asked and node not in self._probes:
@@ -304,23 +278,23 @@ class JobHealth:
             self._probes[node] = message
 
     def ask_for_clocks(self, links: Mapping[int, MessageSocket], nodes: Collection[int]) -> None:
-        """Ask these nodes what time it is; what they say is there soon."""
+        """Ask these nodes for their time."""
         self._clocks.ask(links, nodes)
 
     def knows(self, node: int) -> bool:
-        """Whether this node has said how it is."""
+        """Return whether this node has reported its facts."""
         return node in self._facts
 
     def probe(
         self, links: Mapping[int, MessageSocket], nodes: Collection[int], *, address: str | None, port: int
     ) -> None:
-        """Have these nodes measured. `address`, `port`: where they meet; None: at MASTER_ADDR."""
+        """Have these nodes measured. `address`, `port`: their meeting point; None: MASTER_ADDR."""
         self._asked = set(nodes)
         for place, node in enumerate(sorted(nodes)):
             links[node].send("probe", place=place, nodes=len(nodes), address=address, port=port)
 
     def probed(self, nodes: Collection[int]) -> bool:
-        """Whether those of these nodes that are measured have said how it went, or have had the time."""
+        """Return whether the measured nodes among these have answered, or are overdue."""
         asked = self._asked & set(nodes)
         missing = asked - self._probes.keys()
         begun = [self._begun[node] for node in asked if node in self._begun]
@@ -331,30 +305,32 @@ class JobHealth:
         return not missing
 
     def look(self, names: Mapping[int, str], places: NodeRanks, *, ended_restart: int) -> tuple[dict[int, str], bool]:
-        """Judge these nodes by what was heard since the last look, and put on record what is wrong with them.
+        """Judge these nodes by the facts since the last look, and record the findings.
 
-        Returns the nodes that are to be left out, each with the reason, and whether the attempt ends: where a sick one
-        cannot be spared. `ended_restart`: the one that is over; 0 before the first.
+        Returns the nodes to exclude, each with the reason, and whether the attempt ends because a sick node cannot be
+        spared. `ended_restart`: the restart that is over; 0 before the first.
         """
         found: list[HealthFinding] = []
         offsets = self._clocks.offsets()
         for node, name in names.items():
             if (facts := self._facts.pop(node, None)) is not None:
-                found += node_findings.findings_of_facts(name, facts, self._checks, self._history)
+                found += node_facts.findings_of_facts(name, facts, self._plan, self._history)
                 if node in offsets:
-                    found += node_findings.findings_of_clock(name, *offsets[node], self._checks)
+                    found += node_facts.findings_of_clock(name, *offsets[node], self._plan)
             if (probe := self._probes.pop(node, None)) is not None:
-                found += node_findings.findings_of_probe(name, probe, self._checks, self._history)
-                values = {key: float(probe[key]) for key in node_findings.MEASUREMENTS if probe.get(key) is not None}
+                found += node_facts.findings_of_probe(name, probe, self._plan, self._history)
+                values = {key: float(probe[key]) for key in node_facts.MEASUREMENTS if probe.get(key) is not None}
                 if values:
                     self._remember(name, str(probe.get("on", "")), **values)
         now = time.time()
         found = [replace(each, restart=ended_restart, time=now) for each in found]
-        found, sick = node_findings.judge_findings(found, nodes=len(names), mode=self._checks.mode)
-        actions = node_findings.decide_actions(sick, left=places.left, fitting=places.fitting)
+        found, sick = node_facts.judge_findings(found, nodes=len(names), mode=self._plan.chain.node_health)
+        actions = node_facts.decide_actions(sick, left=places.left, fitting=places.fitting)
         for each in found:
-            chosen = sick.get(each.node) is each
-            self._record(each.done(*actions[each.node]) if chosen else each)
+            if sick.get(each.node) is each:
+                action, reason = actions[each.node]
+                each = replace(each, action=action, reason=reason)
+            self._record(each)
         left_out = {
             node: f"{sick[name].words} (node health)"
             for node, name in names.items()
@@ -363,15 +339,14 @@ class JobHealth:
         return left_out, any(action == "ended" for action, _ in actions.values())
 
     def _record(self, found: HealthFinding) -> None:
-        """Put a finding on record, and tell people of it."""
+        """Record a finding and log it."""
         self._say(found.told)
         try:
-            node_health.record_finding(self._attempt, found)
+            found.append(self._attempt.node_health)
         except OSError as error:
             self._say(f"that is not on record: {error}")
 
     def _remember(self, name: str, on: str, **values: float) -> None:
         with contextlib.suppress(OSError):
-            node_health.record_measurement(
-                self._run, attempt=self._attempt.number, time=time.time(), node=name, on=on, **values
-            )
+            number, now = self._attempt.number, time.time()
+            node_health.record_measurement(self._run, attempt=number, time=now, node=name, on=on, **values)

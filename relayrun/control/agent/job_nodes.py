@@ -12,31 +12,27 @@ from relayrun.control.agent.messages import Message
 from relayrun.control.decisions import Death
 
 AGENT_BEAT_SECONDS = 1.0
-"""Between two words of an agent that has nothing to say, and between two looks at who has said none."""
+"""Seconds between two messages of an idle agent, and between two looks for silent agents."""
 SILENT_BEATS = 20
-"""An agent of which so many looks in a row found no word is given up. Looks are counted and no seconds: the coordinator
+"""Consecutive looks without a message after which an agent is given up. Looks are counted, not seconds: the coordinator
 itself may have waited for a file system."""
 
 
 class AgentContacts:
-    """The names and free ports of nodes, and when their agents were last heard.
-
-    Args:
-        names: of the nodes, as far as they are known before their agents say hello.
-    """
+    """Names and free ports of nodes, and the last message of each agent. `names`: known before the agents say hello."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         self._names = dict(names)
         self.ports: dict[int, int] = {}
-        """A port that was free on each node when its agent last said so; of those that have said hello."""
+        """A port that was free on each node when its agent last reported; of nodes that said hello."""
         self.probe_ports: dict[int, int] = {}
-        """Another one."""
+        """A second free port of each node."""
         self._silent: dict[int, int] = {}
-        """How many looks in a row found no word of each node."""
+        """Consecutive looks without a message of each node."""
         self._words: dict[int, float] = {}
-        """When each last said something."""
+        """Time of each agent's last message."""
         self._looked = self.greeted = time.monotonic()
-        """When that was last counted; when the last agent said hello."""
+        """Time of the last look (`greeted`: of the last hello)."""
 
     def hello(self, node: int, message: Message) -> None:
         """Take the first message of an agent."""
@@ -45,19 +41,19 @@ class AgentContacts:
         self.greeted = time.monotonic()
 
     def word(self, node: int) -> None:
-        """Its agent has said something."""
+        """Note a message of this node's agent."""
         self._silent[node], self._words[node] = 0, time.monotonic()
 
     def last_word(self, node: int) -> float:
-        """When its agent was last heard, by `time.monotonic`; 0 where it never was."""
+        """Return the time of its agent's last message by `time.monotonic`; 0 without one."""
         return self._words.get(node, 0.0)
 
     def name(self, node: int) -> str:
-        """The name of a node; its number where that is not known."""
+        """Return the name of a node; its number if the name is unknown."""
         return self._names.get(node, f"node {node}")
 
     def silent(self, nodes: Iterable[int]) -> list[int]:
-        """Those whose agents have said nothing for too long; to be asked for at each beat."""
+        """Return the nodes of these whose agents are silent for too long; called at each beat."""
         if time.monotonic() - self._looked < AGENT_BEAT_SECONDS:
             return []
         self._looked = time.monotonic()
@@ -67,31 +63,31 @@ class AgentContacts:
 
 
 class NodeRanks:
-    """The places of the nodes that train, and the nodes that were given up. Nodes are numbers, from 0 on.
+    """The node ranks of a job, and the nodes that were given up. Nodes are numbers, from 0 on.
 
     Args:
-        wanted: how many nodes train. spare: how many more the job has. elastic: smaller numbers of nodes with which
-            training may go on.
+        wanted: number of nodes that train; spare: number of further nodes.
+        elastic: smaller numbers of nodes with which training may continue.
     """
 
     def __init__(self, wanted: int, *, spare: int = 0, elastic: Sequence[int] = ()) -> None:
         self.wanted, self.spare, self._elastic = wanted, spare, elastic
         self.nodes: list[int] = []
-        """Which node has each place; at first none has."""
+        """The node of each node rank; empty before the first start."""
         self.lost: dict[int, Death] = {}
-        """Nodes that were given up, each with the reason. None is taken in again."""
+        """Nodes that were given up, with the reason; they never come back."""
         self.absent: set[int] = set()
-        """Nodes that have not come yet, and without which the others began."""
+        """Nodes that had not come when the others began."""
         self.late: set[int] = set()
-        """Those of them that came later, as spare ones."""
+        """Absent nodes that came later, as spare nodes."""
 
     @property
     def left(self) -> int:
-        """How many nodes of the job are there or expected: neither given up nor absent."""
+        """Number of nodes that are there or expected: neither given up nor absent."""
         return self.wanted + self.spare - len(self.lost) - len(self.absent - self.lost.keys())
 
     def came(self, node: int) -> bool:
-        """Its agent has said hello; whether that was late."""
+        """Note a hello; return whether it came late."""
         if node not in self.absent:
             return False
         self.absent.remove(node)
@@ -100,37 +96,37 @@ class NodeRanks:
 
     @property
     def outlive_nodes(self) -> bool:
-        """Whether another node may have the first place."""
+        """The first node rank may move to another node."""
         return self.spare > 0 or bool(self._elastic)
 
     def at(self, place: int) -> int | None:
-        """The node that has this place; None where no node has it, as of a rank of an earlier layout."""
+        """Return the node with this node rank; None without one, as for a rank of an earlier layout."""
         return self.nodes[place] if 0 <= place < len(self.nodes) else None
 
     def missing(self, there: Collection[int]) -> set[int]:
-        """Nodes that are neither `there` nor given up."""
+        """Return nodes that are neither `there` nor given up."""
         return set(range(self.wanted + self.spare)) - set(there) - self.lost.keys()
 
     def fitting(self, available: int) -> int:
-        """With how many of so many nodes training may go on; 0: with none."""
+        """Return the number of nodes, out of `available`, with which training can continue; 0: none."""
         return max((nodes for nodes in (self.wanted, *self._elastic) if nodes <= available), default=0)
 
     def gone(self) -> list[int]:
-        """Nodes that have a place and were given up."""
+        """Return nodes with a node rank that were given up."""
         return [node for node in self.nodes if node in self.lost]
 
     def taken(self, there: Collection[int]) -> dict[int, int]:
-        """For each of these the node that may have its place, as far as there are some that are `there` without one."""
+        """Return the spare node that replaces each lost node, as far as spare nodes are `there`."""
         spare = sorted(set(there) - set(self.nodes))
         return dict(zip(self.gone(), spare, strict=False))
 
     def following(self, taken: dict[int, int]) -> list[int]:
-        """Return the nodes of another restart, by place: with those that have `taken` one, or fewer; or none."""
+        """Return the nodes of the next restart by node rank: with replacements, or fewer; empty if it is impossible."""
         left = [taken.get(node, node) for node in self.nodes if node in taken or node not in self.lost]
         return left if len(left) == len(self.nodes) else left[: self.fitting(len(left))]
 
     def why_none(self, names: str) -> str:
-        """Why there can be no other restart, in words; `names`: of the nodes whose places nobody can have."""
+        """Return in words why no restart is possible. `names`: of the lost nodes without a replacement."""
         if sick := [death for node in self.gone() if (death := self.lost[node]).sick]:
             return f"{sick[0].node} is sick: {sick[0].error}"
         if self._elastic:

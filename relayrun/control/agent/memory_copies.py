@@ -1,12 +1,12 @@
 """Copies of ranks' states in the memory of their node and of the next one, which outlive the ranks.
 
-Standard library only. Each rank has two slots, files in a folder of /dev/shm that belongs to the node's agent, and two
-more for the copies that it keeps of a rank of the node before. Two take turns, so that one is whole while the other is
-written. A slot has a header of one line of JSON, which is there from the moment it counts:
+Each rank has two slots, files in a folder of /dev/shm that belongs to the node's agent, and two more for the copies
+that it keeps of a rank of the node before; one is complete while the other is written. A slot has a header of one line
+of JSON, which is there from the moment it counts:
 
     {"rank": 3, "ranks": 8, "iteration": 447, "size": 123456, "plain": 789, "layout": "...", "hash": "..."}
 
-The agent removes the folder when it ends; one that a killed agent left is removed by the next one on its node.
+The agent removes the folder when it ends; the next agent on a node removes that of a killed one. Standard library only.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from relayrun.files import free_space, temporary_prefix
 
 SHARED_MEMORY = Path("/dev/shm")
 MEMORY_FOLDER_VARIABLE = "RELAYRUN_MEMORY"
-"""Environment variable of the ranks that has the folder; empty where there is none."""
+"""Environment variable of the ranks: the folder; empty without one."""
 MEMORY_ITERATION_VARIABLE = "RELAYRUN_MEMORY_ITERATION"
-"""Environment variable of the ranks that has the iteration whose copies a restart starts from; none: from the disk."""
+"""Environment variable of the ranks: the iteration whose copies a restart starts from; empty: from the disk."""
 HEADER_BYTES = 4096
-"""Bytes before a copy; a page, so that the copy begins with one."""
+"""Bytes before a copy: one page, so that the copy is aligned."""
 SLOTS_PER_RANK = 2
 OWN, KEPT = "rank", "kept"
-"""What the names of a rank's own copies begin with, and of those that are kept for a rank of another node."""
+"""Prefix of the name of a rank's own copies, and of copies kept for a rank of another node."""
 _NAME = re.compile(rf"({OWN}|{KEPT})-(\d+)\.(\d)")
 
 
@@ -42,11 +42,8 @@ class NodeMemoryFullError(RelayrunError):
 
 
 def make_memory_folder() -> Path:
-    """Make the folder of this process's ranks, for this user alone.
-
-    Its name tells `files.remove_leftovers` whose it is. Raises OSError where that cannot be, or where somebody has
-    made it before.
-    """
+    """Create the folder of this process's ranks, for this user alone. Raises OSError. `files.remove_leftovers` sees its
+    owner in its name."""
     folder = SHARED_MEMORY / f"{temporary_prefix()}relayrun-ranks"
     folder.mkdir(mode=0o700)
     return folder
@@ -56,15 +53,15 @@ class NodeMemoryCopy(NamedTuple):
     """A whole copy in the memory of a node."""
 
     rank: int
-    """Whose state it is."""
+    """The rank whose state it is."""
     iteration: int
     hash: str
     kept: bool
-    """Whether it is kept for a rank of another node."""
+    """It is kept for a rank of another node."""
 
 
 def read_copies(folder: Path) -> list[NodeMemoryCopy]:
-    """The copies in this folder; what has no whole header is none."""
+    """Return the copies in this folder; files without a complete header are left out."""
     found = []
     for path in sorted(folder.glob("*-*.*")):
         if (name := _NAME.fullmatch(path.name)) is None:
@@ -84,10 +81,10 @@ def remove_copies(folder: Path) -> None:
 
 
 def newest_complete_copy(copies: Iterable[NodeMemoryCopy], *, ranks: int, after: int) -> tuple[int, str] | None:
-    """The newest iteration after `after` of which there is a copy for each of these ranks, and where most are from.
+    """Return the newest iteration after `after` with a copy for each of these ranks, and the source of most copies.
 
-    That is `memory` where each rank has its own, and `neighbour` where one has lost it and another node keeps it. Two
-    copies of one rank must agree on the hash, or that iteration does not count. None where there is no such iteration.
+    The source is `memory` if each rank has its own copy, and `neighbour` if another node keeps a copy that a rank has
+    lost. An iteration with two different hashes for one rank does not count. None if no iteration counts.
     """
     found: dict[int, dict[int, dict[bool, str]]] = {}
     for copy in copies:
@@ -100,7 +97,7 @@ def newest_complete_copy(copies: Iterable[NodeMemoryCopy], *, ranks: int, after:
 
 
 class MemorySlot:
-    """One of a rank's files; nothing of it is made before `reserve`."""
+    """One of a rank's files; it does not exist before `reserve`."""
 
     def __init__(self, folder: Path, rank: int, number: int, *, kept: bool = False) -> None:
         """`kept`: on another node than the rank's own."""
@@ -108,7 +105,7 @@ class MemorySlot:
         self.map: mmap.mmap | None = None
 
     def header(self) -> dict[str, Any] | None:
-        """What the slot holds; None where it holds nothing whole."""
+        """Return the header of the slot; None if it holds no complete copy."""
         with contextlib.suppress(OSError, ValueError):
             with open(self.path, "rb") as file:
                 found = json.loads(file.read(HEADER_BYTES).partition(b"\n")[0])
@@ -117,10 +114,11 @@ class MemorySlot:
         return None
 
     def reserve(self, size: int, *, spare: int = 0) -> mmap.mmap:
-        """Return the slot with room for a copy of `size` bytes behind the header; `spare`: so much more where it grows.
+        """Return the slot with room for a copy of `size` bytes behind the header; `spare`: further bytes if it must
+        grow.
 
-        The room is allocated at once: else a full file system would end the rank in the middle of a copy (SIGBUS).
-        Raises NoRoom with the figures.
+        The room is allocated at once: else a full file system would end the rank inside a copy (SIGBUS). Raises
+        NodeMemoryFullError with the figures.
         """
         if self.map is not None and len(self.map) >= HEADER_BYTES + size:
             return self.map
@@ -141,7 +139,7 @@ class MemorySlot:
         return self.map
 
     def void(self) -> None:
-        """Let it hold nothing: before it is written, and where what it holds must not be taken up."""
+        """Mark the slot as empty: before a write, and if its content must not be used."""
         if self.map is None:
             with contextlib.suppress(FileNotFoundError), open(self.path, "r+b") as file:
                 file.write(b"\0")
@@ -149,7 +147,7 @@ class MemorySlot:
             self.map[:1] = b"\0"
 
     def commit(self, **header: object) -> None:
-        """Let what was written count."""
+        """Mark the written copy as valid."""
         assert self.map is not None
         line = json.dumps(header).encode() + b"\n"
         assert len(line) <= HEADER_BYTES
@@ -157,7 +155,7 @@ class MemorySlot:
         self.map[:1] = line[:1]  # one byte makes it count
 
     def open(self) -> mmap.mmap:
-        """Return what lies in it, header included. Raises OSError."""
+        """Return the content, header included. Raises OSError."""
         if self.map is None:
             with open(self.path, "r+b") as file:
                 self.map = mmap.mmap(file.fileno(), 0)

@@ -19,13 +19,14 @@ Message = dict[str, Any]
 
 RECEIVE_BYTES = 1 << 16
 SILENCE_SECONDS = 20
-"""After so long without an answer the other machine is gone. The kernel asks it: its process may be busy."""
+"""Seconds without an answer of the other machine after which it is lost; the kernel asks, since a process may be busy.
+"""
 LONGEST_MESSAGE = 1 << 20
-"""Bytes of a line: who sends more is none of ours."""
+"""Maximum bytes of a line; a longer one does not come from relayrun."""
 
 
 class MessageSocket:
-    """A socket that gives and takes messages."""
+    """A socket that sends and receives messages."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -39,16 +40,15 @@ class MessageSocket:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENCE_SECONDS)
 
     def fileno(self) -> int:
-        """For selectors."""
         return self.connection.fileno()
 
     def send(self, kind: str, **values: object) -> None:
-        """Send a message. Whether the other side is gone is seen where it is read from."""
+        """Send a message. A lost peer is noticed by `receive`."""
         with contextlib.suppress(OSError):
             self.connection.sendall(json.dumps({"kind": kind, **values}).encode() + b"\n")
 
     def receive(self) -> list[Message]:
-        """Return the whole messages that have come. Raises EOFError where the other side is gone, or talks nonsense."""
+        """Return the complete messages that have come. Raises EOFError if the peer is gone or sends anything else."""
         try:
             data = self.connection.recv(RECEIVE_BYTES)
         except OSError:
@@ -65,7 +65,6 @@ class MessageSocket:
         return found
 
     def close(self) -> None:
-        """Close the socket."""
         self.connection.close()
 
 
@@ -83,7 +82,7 @@ MESSAGE_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "probing": {},
     "probed": {},
 }
-"""By kind; every value must be there. What is of no such kind is not heard by the coordinator."""
+"""Required fields by kind. The coordinator ignores other kinds."""
 MESSAGE_ROWS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "ended": {"memory": (int, int, str, bool)},
     "beat": {"standing": (int, int, str, int, NUMBER, NUMBER, str)},
@@ -96,7 +95,7 @@ assert len(MESSAGE_ROWS["beat"]["standing"]) == len(RankActivity._fields)
 
 
 def message_error(message: Message) -> str:
-    """What is wrong with a message, in a few words; empty where nothing is, or where it is of an unknown kind."""
+    """Return the defect of a message in a few words; empty if it is valid or of an unknown kind."""
     kind = message["kind"]
     for name, wanted in MESSAGE_FIELDS.get(kind, {}).items():
         if not _has_type(message.get(name), wanted):

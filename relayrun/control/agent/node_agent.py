@@ -14,7 +14,7 @@ import selectors
 import shutil
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -34,135 +34,98 @@ from relayrun.control.agent.memory_copies import (
 from relayrun.control.agent.messages import Message, MessageSocket
 from relayrun.control.agent.node_facts import NodeFacts
 from relayrun.control.agent.rank_server import RankServerProcess
+from relayrun.control.agent.restart import ranks_gone_line
 from relayrun.control.rundir import restarts
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.control.rundir.node_health import NodeChecks
+from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import RankFailure
+from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler import tasks
 from relayrun.control.scheduler.tasks import free_port
+from relayrun.control.trainers.base import Trainer
 from relayrun.files import remove_leftovers
 
-
-def rank_environment(
-    rank: int, start: Message, *, local: int, per_node: int, keep_address: bool, memory: Path | None
-) -> Mapping[str, str]:
-    """Return the variables of this rank.
-
-    Args:
-        start: the coordinator's order. local: its number on its node, of `per_node`.
-        keep_address: MASTER_ADDR is as the site says, wherever rank 0 is.
-        memory: where ranks keep copies of their state; None: nowhere.
-    """
-    size, keep = str(start["nodes"] * per_node), keep_address or start["address"] is None
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(local),
-        "WORLD_SIZE": size,
-        "SLURM_PROCID": str(rank),
-        "SLURM_LOCALID": str(local),
-        "SLURM_NTASKS": size,
-        **({"SLURM_NODEID": str(rank // per_node)} if "SLURM_NODEID" in os.environ else {}),
-        **({} if keep else {"MASTER_ADDR": start["address"]}),
-        "MASTER_PORT": str(start["port"]),
-        restarts.RESTART_VARIABLE: str(start["restart"]),
-        MEMORY_FOLDER_VARIABLE: str(memory or ""),
-        MEMORY_ITERATION_VARIABLE: "" if start["memory"] is None else str(start["memory"]),
-    }
-
-
 FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
-"""Signals that are for the ranks, whatever the program; its own come to these."""
+"""Signals for the ranks of any program; a trainer may add others."""
 MARK_VARIABLE = "RELAYRUN_AGENT"
-"""Marks what the ranks of one agent start, so that nothing of it lives on beside the next restart."""
+"""Marks all processes of one agent's ranks, so that none of them survives into the next restart."""
 FORK_SERVER_ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",  # numpy's: the server must have one thread, as a fork has no other
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # libraries that ask for CUDA while they are imported must not start it
     "TORCH_GLOO_LAZY_INIT": "1",  # a group connects only ranks that talk; connecting all is the longest part
 }
-"""What a server that forks and its ranks have."""
+"""Default variables of a server that forks, and of its ranks."""
 ERROR_WRITE_SECONDS = 10.0
-"""How long the words of a server that could not import may take to be written down."""
+"""Seconds to record the error of a server that could not import."""
 
 
 class NodeAgent:
     """One node of an attempt.
 
     Args:
-        hello: what the coordinator is told first: the number of this node in the job, from 0 on, its name, the job.
-        place: the number by which its ranks are counted, until the coordinator gives it another one; None: it is a
-            spare one. ranks_per_node: how many it has.
-        server: the command of the server that forks or starts ranks, and `defaults`: what it and they have in their
-            environment, where nothing else is set. arguments: of the program that each of them becomes.
-        upward: to the coordinator.
-        keep_address: MASTER_ADDR is as the site says, wherever rank 0 is.
-        handed_on: signals that are for the ranks. leave_signals: those of them that ask the ranks to leave.
-        health: what is looked for on this node; None: nothing.
-        last_words: said in both of the job's logs when no rank is left here; None: nobody reads them there.
-        import_seconds: how long the server may take until it hears orders.
+        job: `job` and `attempt`, by which the coordinator recognizes its agents.
+        node: number of this node in the job, from 0 on; name: its name.
+        upward: connection to the coordinator.
         say: writes a line into the job's log.
     """
 
     def __init__(
         self,
+        run: Run,
+        plan: Plan,
         attempt: Attempt,
+        trainer: Trainer,
         *,
-        hello: Message,
-        place: int | None,
-        ranks_per_node: int,
-        server: Sequence[str],
-        defaults: Mapping[str, str] = FORK_SERVER_ENVIRONMENT,
-        arguments: Sequence[str],
+        job: Message,
+        node: int,
+        name: str,
         upward: MessageSocket,
-        keep_address: bool = False,
-        handed_on: Collection[signal.Signals] = FORWARDED_SIGNALS,
-        leave_signals: Collection[signal.Signals] = (signal.SIGUSR2, signal.SIGTERM),
-        health: NodeChecks | None = None,
-        last_words: Callable[[int], str] | None = None,
-        import_seconds: float = math.inf,
         say: Callable[[str], None],
     ) -> None:
-        self._handed_on, self._leave_signals, self._last_words = handed_on, leave_signals, last_words
-        self._attempt, self._hello, self._say = attempt, hello, say
-        self._ranks_per_node, self._ranks = ranks_per_node, ranks_of_node(place, ranks_per_node)
+        self._plan, self._attempt, self._say = plan, attempt, say
+        self._hello = {**job, "node": node, "name": name}
+        self._handed_on = {*FORWARDED_SIGNALS, *trainer.asked_by}
+        self._leave_signals = {signal.SIGTERM, trainer.leave_signal}
+        self._forks = plan.trainer == "native"
+        spare = plan.spare_nodes > 0 and node >= plan.nodes
+        self._ranks = ranks_of_node(None if spare else node, plan.ntasks_per_node)
         self._world_size = 0
-        self._keep_address = keep_address
+        self._keep_address = "MASTER_ADDR" in plan.environment
+        """The site sets MASTER_ADDR, on whatever node rank 0 is."""
         self.orphaned = False
-        """Whether it left because the coordinator was gone."""
+        """It left because the coordinator was gone."""
         self._beat = 0.0
-        """When the coordinator last heard that this agent lives."""
-        self._command, self._defaults, self._arguments = server, defaults, arguments
+        """Time of the last beat to the coordinator."""
+        self._arguments = [f"--run-dir={run.path}", f"--attempt={attempt.number}"]
         self._upward = upward
         self._mark = f"{os.getpid()}-{time.time_ns()}"
         self._memory: Path | None = None
-        """Where the ranks keep copies of their state."""
+        """Folder for copies of the ranks' states."""
         self._server: RankServerProcess | None = None
         self._unable = ""
-        """What the server said of imports that failed."""
-        self._import_seconds = import_seconds
+        """Error of the server's failed imports."""
         self._hung = ""
-        """Why the server is being killed."""
+        """Reason for which the server is being killed."""
         self.restart = 0
-        """The newest restart that it knows of, counted from 1."""
+        """The newest known restart, counted from 1."""
         self._alive: set[int] = set()
         self._told_to_end = False
         self._said_ended = 0
-        """The restart of which the coordinator knows that none of its ranks lives here."""
+        """The restart whose end on this node the coordinator knows."""
         self._watch = selectors.DefaultSelector()
         self._watch.register(upward, selectors.EVENT_READ, self._from_coordinator)
         self._code: int | None = None
         self._aside = BackgroundWork(self._watch)
         self._health: LocalNodeHealth | None = None
-        if health is not None:
-            self._health = LocalNodeHealth(health, [*arguments], attempt.path, aside=self._aside)
+        if plan.chain.node_health != "off":
+            self._health = LocalNodeHealth(plan, self._arguments, attempt.path, aside=self._aside)
         self._stopped = hang_detection.StoppedProcesses()
         self._probed: Message | None = None
-        """What was measured on this node; sent when nothing of the measurement runs any more."""
+        """Measurements of this node; sent when no process of the measurement is left."""
 
     def run(self, reception: AgentConnections | None = None) -> int:
-        """Until the coordinator says leave, or is gone; return the exit code of this node.
-
-        `reception`: of the coordinator, where it lives in this process.
-        """
+        """Run until the coordinator says leave, or is gone; return the exit code of this node. `reception`: connections
+        of a coordinator in this process."""
         heard, told = os.pipe()
         os.set_blocking(told, False)
         signal.set_wakeup_fd(told)
@@ -201,25 +164,25 @@ class NodeAgent:
         return self._code
 
     def _start_server(self) -> None:
-        environment = {name: value for name, value in self._defaults.items() if name not in os.environ}
-        environment[MARK_VARIABLE] = (
-            self._mark
-        )  # of what its ranks fork, too, which keeps the environment of this program
-        self._server = server = RankServerProcess(self._command, environment, ignored=self._handed_on)
+        defaults = FORK_SERVER_ENVIRONMENT if self._forks else {}
+        environment = {name: value for name, value in defaults.items() if name not in os.environ}
+        environment[MARK_VARIABLE] = self._mark  # also of processes that ranks fork, which keep this environment
+        self._server = server = RankServerProcess(self._plan.fork_server, environment, ignored=self._handed_on)
         self._watch.register(server.lines, selectors.EVENT_READ, partial(self._from_server, server))
         self._watch.register(server.ends, selectors.EVENT_READ, partial(self._server_ended, server))
 
     def _look_at_server(self) -> None:
-        """Kill a server that hangs; what follows is as where it dies by itself."""
+        """Kill a server that hangs; the rest happens as after any death of it."""
         if self._server is None or self._hung:
             return
-        self._hung = self._server.hangs(import_seconds=self._import_seconds)
+        # before the supervisor takes it for a hang of no known rank
+        self._hung = self._server.hangs(import_seconds=self._plan.chain.start_timeout / 2)
         if self._hung:
             self._say(f"{self._hung}; it is killed")
             self._server.kill()
 
     def _server_ended(self, server: RankServerProcess) -> None:
-        """Hear its last words: what its ranks have left may hold its socket open."""
+        """Read the last messages of the server: processes of its ranks may hold its socket open."""
         while self._server is server and select.select([server.lines], [], [], 0)[0]:
             self._from_server(server)
         if self._server is server:
@@ -264,7 +227,7 @@ class NodeAgent:
                 self._code = int(message["code"])
 
     def _standing(self) -> list[hang_detection.RankActivity] | None:
-        """Where the ranks stand, if none of them has come further for a while; None where one has, or not all began."""
+        """Return the activity of the ranks if none has progressed for a while; None if one has, or not all began."""
         if self._memory is None or len(self._alive) < len(self._ranks):
             return None
         found = hang_detection.read_activity(self._memory, self._ranks, self._stopped)
@@ -272,10 +235,9 @@ class NodeAgent:
         return found if found and still else None
 
     def _start(self, message: Message) -> None:
-        self._ranks = ranks_of_node(message["place"], self._ranks_per_node)
-        world_size, before = message["nodes"] * self._ranks_per_node, self._world_size
-        self._world_size = world_size
-        if before not in (0, world_size) and self._memory is not None:
+        self._ranks = ranks_of_node(message["place"], self._plan.ntasks_per_node)
+        before, self._world_size = self._world_size, message["nodes"] * self._plan.ntasks_per_node
+        if before not in (0, self._world_size) and self._memory is not None:
             remove_copies(self._memory)  # copies of another layout
         self.restart, self._told_to_end, self._alive = message["restart"], False, set(self._ranks)
         if self._server is None:
@@ -291,24 +253,35 @@ class NodeAgent:
             hang_detection.remove_pages(self._memory)
         arguments = [*self._arguments, f"--base-iteration={message['base_iteration']}"]
         arguments += [] if message["base_path"] is None else [f"--base-path={message['base_path']}"]
+        if self.restart == 1:
+            arguments = list(self._arguments)
         for rank in self._ranks:
+            environment = self._rank_environment(rank, message)
             self._server.lines.send(
-                "fork",
-                restart=self.restart,
-                rank=rank,
-                arguments=arguments if self.restart > 1 else list(self._arguments),
-                environment={
-                    **rank_environment(
-                        rank,
-                        message,
-                        local=rank - self._ranks[0],
-                        per_node=self._ranks_per_node,
-                        keep_address=self._keep_address,
-                        memory=self._memory,
-                    ),
-                    MARK_VARIABLE: self._mark,
-                },
+                "fork", restart=self.restart, rank=rank, arguments=arguments, environment=environment
             )
+
+    def _rank_environment(self, rank: int, start: Message) -> dict[str, str]:
+        """Return the variables of this rank. `start`: the coordinator's order."""
+        size, local = str(self._world_size), str(rank - self._ranks[0])
+        found = {
+            "RANK": str(rank),
+            "LOCAL_RANK": local,
+            "WORLD_SIZE": size,
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": local,
+            "SLURM_NTASKS": size,
+            "MASTER_PORT": str(start["port"]),
+            restarts.RESTART_VARIABLE: str(start["restart"]),
+            MEMORY_FOLDER_VARIABLE: str(self._memory or ""),
+            MEMORY_ITERATION_VARIABLE: "" if start["memory"] is None else str(start["memory"]),
+            MARK_VARIABLE: self._mark,
+        }
+        if "SLURM_NODEID" in os.environ:
+            found["SLURM_NODEID"] = str(rank // self._plan.ntasks_per_node)
+        if start["address"] is not None and not self._keep_address:
+            found["MASTER_ADDR"] = start["address"]
+        return found
 
     def _probe(self, message: Message) -> None:
         """Have this node measured."""
@@ -351,7 +324,7 @@ class NodeAgent:
             self._ended()
 
     def _server_gone(self) -> None:
-        """With it all its ranks; the next restart starts another one."""
+        """Handle the death of the server, with which all its ranks die; the next restart starts another server."""
         assert self._server is not None
         self._watch.unregister(self._server.lines)
         self._watch.unregister(self._server.ends)
@@ -404,15 +377,16 @@ class NodeAgent:
         )
 
     def _none_left(self, number: int, commands: Sequence[str]) -> None:
-        """Nothing of the ranks of this restart lives here."""
+        """Report that no process of this restart's ranks lives here."""
         if number != self.restart:
             return
         for command in commands:
             self._say(f"a process that the ranks left behind is ended: {command}")
-        if self._last_words is not None:  # behind all that the ranks said: the streams are the same
-            self._say(self._last_words(self.restart))
+        if not self._forks:  # after all output of the ranks, which uses the same streams
+            words = ranks_gone_line(self.restart)
+            self._say(words)
             with contextlib.suppress(OSError):
-                print(f"\n[relayrun {self._hello['name']}] {self._last_words(self.restart)}", flush=True)
+                print(f"\n[relayrun {self._hello['name']}] {words}", flush=True)
         if self._health is not None:
             self._health.look_between(self._say_ended, copies=self._memory)
         else:
@@ -424,5 +398,5 @@ class NodeAgent:
 
 
 def ranks_of_node(place: int | None, ranks_per_node: int) -> range:
-    """The ranks of the agent that has this place; none for a spare one."""
+    """Return the ranks of the agent with this node rank; none for a spare node."""
     return range(0) if place is None else range(place * ranks_per_node, (place + 1) * ranks_per_node)

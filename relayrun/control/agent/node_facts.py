@@ -1,10 +1,13 @@
-"""What a node says of itself, in numbers: memory, disk, open files, GPUs, and the site's own check.
+"""Facts of a node in numbers (memory, disk, open files, GPUs, the site's own check), and its defects by them.
 
     python -m relayrun.control.agent.node_facts --run-dir R --attempt N
 
-prints them as one JSON object, before the first ranks. It is a program of its own since a disk that hangs would hold up
-who asks it. Between restarts the agent asks for what takes no more than milliseconds. `agent.node_findings` judges.
-Standard library only.
+prints the facts as one JSON object, before the first ranks. It is a program of its own since a disk that hangs would
+delay the caller. Between restarts the agent asks only for facts that take milliseconds.
+
+The findings are pure functions of facts, measurements and limits. A hard finding: ranks cannot train there, or their
+results cannot be trusted. A finding on every node of several counts on none: a wrong limit must end no run. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -20,12 +23,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from relayrun.config.sections.chain import NodeHealthLimits
 from relayrun.control.agent.memory_copies import SHARED_MEMORY
-from relayrun.control.rundir.node_health import NodeChecks
+from relayrun.control.rundir.node_health import HealthAction, HealthFinding, NodeHistory
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.tasks import die_with_parent
@@ -34,20 +41,20 @@ from relayrun.files import free_space, temporary_prefix
 
 NodeFacts = dict[str, Any]
 GPU_SECONDS = 10.0
-"""How long NVIDIA's library may take to answer."""
+"""Seconds for NVIDIA's library to answer."""
 OUTPUT_CHARACTERS = 300
-"""Characters at most of what a program says."""
+"""Maximum characters of a program's output in a finding."""
 OUTPUT_BYTES = 1 << 20
-"""Bytes at most of what a program prints."""
+"""Maximum bytes of a program's output."""
 PROGRAM_PAUSE = 0.02
 """Seconds between two looks at a program that has not ended."""
 CGROUPS = Path("/sys/fs/cgroup")
 UNLIMITED = 1 << 60
-"""From so many bytes on a limit of memory is none."""
+"""A memory limit from this many bytes on is no limit."""
 
 
 def quick_facts(attempt: Path) -> NodeFacts:
-    """What takes milliseconds. `attempt`: the folder of the attempt, which must be writable."""
+    """Return the facts that take milliseconds. `attempt`: the folder of the attempt, which must be writable."""
     tmp = temporary_folder()
     unwritable = {name: words for name, path in (("run_dir", attempt), ("tmp", tmp)) if (words := write_error(path))}
     room = {name: _free_space(path) for name, path in (("shm", SHARED_MEMORY), ("tmp", tmp))}
@@ -61,13 +68,13 @@ def quick_facts(attempt: Path) -> NodeFacts:
 
 
 def temporary_folder() -> Path:
-    """Where programs put temporary files. `tempfile` would try another folder where this one cannot be written."""
+    """Return the folder for temporary files; `tempfile` would choose another one if this one cannot be written."""
     named = os.environ.get("TMPDIR", "")
     return Path(named) if os.path.isdir(named) else Path("/tmp")  # that of a login node may be on no other node
 
 
 def write_error(folder: Path) -> str:
-    """Why nothing can be written into this folder; empty where something can."""
+    """Return why this folder cannot be written; empty if it can."""
     try:
         fd, name = tempfile.mkstemp(dir=folder, prefix=temporary_prefix())
         try:
@@ -90,10 +97,8 @@ def _free_space(folder: Path) -> int | None:
 def available_memory(
     meminfo: Path = Path("/proc/meminfo"), own: Path = Path("/proc/self/cgroup"), groups: Path = CGROUPS
 ) -> int | None:
-    """Bytes that a program may still take on this node, and in the job where it is limited to less; None: unknown.
-
-    `own`: the groups of this process. `groups`: where all of them are.
-    """
+    """Return the free bytes of memory on this node, or of the job's limit if that is less; None: unknown. `own`: the
+    control groups of this process. `groups`: the folder of all control groups."""
     found = []
     with contextlib.suppress(OSError, ValueError, IndexError):
         line = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:"))
@@ -110,7 +115,7 @@ def available_memory(
 
 
 def _left_in_groups(top: Path, path: str, limit_name: str, usage_name: str, cache_name: str) -> list[int]:
-    """What is left below the limit of this group and of each that it lies in."""
+    """Return the free bytes below the limit of this group and of each parent."""
     found = []
     folder = top / path.lstrip("/")
     while folder != top.parent:
@@ -125,7 +130,7 @@ def _left_in_groups(top: Path, path: str, limit_name: str, usage_name: str, cach
 
 
 class TimedProgram:
-    """A program whose answer is awaited for a time; it starts with this object, in a session of its own."""
+    """A program with a time limit; it starts with this object, in a session of its own."""
 
     def __init__(self, command: Sequence[str], seconds: float) -> None:
         self._seconds, self._began = seconds, time.monotonic()
@@ -140,7 +145,7 @@ class TimedProgram:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_prepare,
+                preexec_fn=partial(die_with_parent, signal.SIGKILL),
             )
         except OSError as error:
             self._error = f"{command[0]}: {error.strerror}"
@@ -149,42 +154,28 @@ class TimedProgram:
             self._fd = self._process.stdout.fileno()
             os.set_blocking(self._fd, False)
 
-    def fileno(self) -> int:
-        """For selectors: readable when it says something or has ended. Negative where it did not start."""
-        return self._fd
-
-    def answer(self) -> tuple[int | None, str] | None:
-        """Its exit code and what it printed; None: it has still time. The code is None where it did not answer.
-
-        What it has left running that holds its output open is not waited for.
-        """
+    def wait(self) -> tuple[int | None, str]:
+        """Wait for its exit code and output; the code is None if it did not answer. Processes that it left running with
+        its output open are not awaited."""
         if self._process is None or self._process.stdout is None:
             return None, self._error
-        ended = self._process.poll() is not None
-        with contextlib.suppress(BlockingIOError):
-            while data := os.read(self._fd, 1 << 16):
-                self._output = (self._output + data)[-OUTPUT_BYTES:]
-        if not ended and time.monotonic() - self._began <= self._seconds:
-            return None
+        output, ended, late = select.poll(), False, False  # `select.select` takes no descriptor above 1023
+        output.register(self._fd, select.POLLIN)
+        while not (ended or late):
+            output.poll(PROGRAM_PAUSE * 1000)
+            ended, late = self._process.poll() is not None, time.monotonic() - self._began > self._seconds
+            with contextlib.suppress(BlockingIOError):
+                while data := os.read(self._fd, 1 << 16):
+                    self._output = (self._output + data)[-OUTPUT_BYTES:]
         self.end()
         self._process.stdout.close()
         if not ended:
             return None, f"no answer within {self._seconds:g} s"
         return self._process.returncode, self._output.decode(errors="replace")
 
-    def wait(self) -> tuple[int | None, str]:
-        """Wait for its answer."""
-        output = select.poll()  # `select.select` takes no descriptor above 1023
-        while (found := self.answer()) is None:
-            output.register(self._fd, select.POLLIN)
-            output.poll(PROGRAM_PAUSE * 1000)
-        return found
-
     def end(self) -> None:
-        """Kill the program and what it has started; any thread may. One that waits for a disk ends later.
-
-        `answer` closes the descriptor: a number that is closed beside a thread that reads it is soon another file's.
-        """
+        """Kill the program and its children, from any thread. A process that waits for a disk ends later. `answer`
+        closes the descriptor: a number that is closed while another thread reads it soon belongs to another file."""
         if self._process is not None and self._process.stdout is not None and not self._process.stdout.closed:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -192,17 +183,8 @@ class TimedProgram:
                 self._process.wait(PROGRAM_PAUSE * 10)
 
 
-def _prepare() -> None:
-    die_with_parent(signal.SIGKILL)
-
-
-def wait_for_gpu_facts(program: TimedProgram) -> NodeFacts:
-    """Wait for what `train.gpu_health` finds; `gpu_error` where it finds nothing out."""
-    return gpu_facts(*program.wait())
-
-
 def gpu_facts(code: int | None, output: str) -> NodeFacts:
-    """The same, from its answer."""
+    """Return the facts in the answer of `train.gpu_health`; `gpu_error` if it found nothing out."""
     with contextlib.suppress(ValueError):
         found = json.loads(output.splitlines()[-1]) if code == 0 and output else None
         if isinstance(found, dict):
@@ -210,23 +192,22 @@ def gpu_facts(code: int | None, output: str) -> NodeFacts:
     return {"gpu_error": _shortened(output) or f"exit code {code}"}
 
 
-def wait_for_command_facts(program: TimedProgram) -> NodeFacts:
-    """What the site's own check said."""
-    code, output = program.wait()
+def _command_facts(code: int | None, output: str) -> NodeFacts:
     return {"command": {"code": code, "words": _shortened(output)}}
 
 
-def gather_facts(checks: NodeChecks, attempt: Path) -> NodeFacts:
-    """All that is known of this node before its first ranks."""
-    began = time.monotonic()
+def gather_facts(plan: Plan, attempt: Path) -> NodeFacts:
+    """Return all facts of this node before its first ranks. `attempt`: the folder of the attempt."""
+    began, chain = time.monotonic(), plan.chain
     programs = []
-    if checks.gpus and checks.gpu_program:
-        programs.append((wait_for_gpu_facts, TimedProgram(checks.gpu_program, GPU_SECONDS)))
-    if checks.command:
-        programs.append((wait_for_command_facts, TimedProgram(checks.command, checks.limits.command_seconds)))
+    if plan.gpus_per_node and plan.gpu_program:
+        programs.append((gpu_facts, TimedProgram(plan.gpu_program, GPU_SECONDS)))
+    if chain.node_health_command:
+        seconds = chain.node_health_limits.command_seconds
+        programs.append((_command_facts, TimedProgram(chain.node_health_command, seconds)))
     found = quick_facts(attempt)
-    for answer, program in programs:
-        found |= answer(program)
+    for facts_of, program in programs:
+        found |= facts_of(*program.wait())
     return found | {"seconds": round(time.monotonic() - began, 4)}
 
 
@@ -235,17 +216,180 @@ def _shortened(words: str) -> str:
     return text if len(text) <= OUTPUT_CHARACTERS else text[: OUTPUT_CHARACTERS - 3] + "..."
 
 
-def main() -> int:
-    """Print what is known of this node; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="relayrun.control.agent.node_facts", description="What a node says of itself."
+SLOWDOWN_REASONS = {
+    0x8: "by hardware",
+    0x40: "by heat (hardware)",
+    0x80: "by the power brake",
+    0x20: "by heat (software)",
+}
+"""NVML's reasons for a reduced clock by their bit, except those of a usual load."""
+MEMORY_OF_RANKS = "ranks_memory"
+"""Name of the memory that the ranks of a node took, in the run's history."""
+MEASUREMENTS = {"matmul": "a matrix product", "exchange": "an exchange with its neighbours"}
+FEW_NODES = 2
+"""From this number of nodes on, a finding on all of them counts on none."""
+
+
+def findings_of_facts(node: str, facts: Mapping[str, Any], plan: Plan, history: NodeHistory) -> Iterator[HealthFinding]:
+    """Yield the defects of a node by its own facts (`agent.node_facts`)."""
+    limits = plan.chain.node_health_limits
+    if "answer" in facts:
+        yield HealthFinding(node=node, check="answer", value=0, limit=1, hard=False, words=str(facts["answer"]))
+    yield from _memory_findings(node, facts, limits, history)
+    unwritable: Mapping[str, str] = facts.get("unwritable") or {}
+    for check, why in unwritable.items():
+        yield HealthFinding(node=node, check=check, value=0, limit=1, hard=True, words=f"cannot be written: {why}")
+    for check, limit, what in (
+        ("shm", limits.shm_gb * 1e9, "/dev/shm"),
+        ("tmp", limits.tmp_gb * 1e9, "the folder for temporary files"),
+    ):
+        room = facts.get(check)
+        if room is not None and room < limit and check not in unwritable:
+            words = f"{_gb(room)} GB are free in {what}, {_gb(limit)} GB wanted"
+            yield HealthFinding(node=node, check=check, value=room, limit=limit, hard=False, words=words)
+    files = facts.get("open_files")
+    if files is not None and files < limits.open_files:
+        words = f"a process may open {files} files, {limits.open_files} wanted (`ulimit -Hn`)"
+        yield HealthFinding(
+            node=node, check="open_files", value=files, limit=limits.open_files, hard=False, words=words
+        )
+    if "gpus" in facts:
+        yield from _gpu_findings(node, facts, plan.gpus_per_node)
+    elif facts.get("gpu_error"):
+        words = f"its GPUs are not known: {facts['gpu_error']}"
+        yield HealthFinding(node=node, check="gpus", value=0, limit=plan.gpus_per_node, hard=False, words=words)
+    if (own := facts.get("command")) is not None and own["code"] != 0:
+        words = f"the site's own check ({plan.chain.node_health_command[0]}): {own['words'] or 'no words'}"
+        words += "" if own["code"] is None else f" (exit status {own['code']})"
+        value = -1 if own["code"] is None else own["code"]
+        hard = own["code"] is not None  # one that does not answer says nothing of the node
+        yield HealthFinding(node=node, check="command", value=value, limit=0, hard=hard, words=words)
+
+
+def _memory_findings(
+    node: str, facts: Mapping[str, Any], limits: NodeHealthLimits, history: NodeHistory
+) -> Iterator[HealthFinding]:
+    free = facts.get("memory")
+    taken = history.median(MEMORY_OF_RANKS)
+    wanted = None if limits.memory_gb == "auto" else limits.memory_gb * 1e9
+    limit = taken if wanted is None else wanted
+    if free is None or limit is None or free >= limit:
+        return
+    words = f"{_gb(free)} GB of memory are free, " + (
+        f"{_gb(limit)} GB wanted" if wanted is not None else f"and ranks of this run took {_gb(limit)} GB before"
     )
+    hard = wanted is not None or free < limit / 2
+    yield HealthFinding(node=node, check="memory", value=free, limit=limit, hard=hard, words=words)
+
+
+def _gpu_findings(node: str, facts: Mapping[str, Any], wanted: int) -> Iterator[HealthFinding]:
+    gpus: Sequence[Mapping[str, Any]] = facts["gpus"]
+    there = [gpu for gpu in gpus if not gpu.get("error")]
+    if len(there) < wanted:
+        errors = "".join(f"; GPU {gpu['index']}: {gpu['error']}" for gpu in gpus if gpu.get("error"))
+        words = f"{len(there)} GPUs answer, and the job asks for {wanted}{errors}"
+        yield HealthFinding(node=node, check="gpus", value=len(there), limit=wanted, hard=True, words=words)
+    for gpu in there:
+        name = f"GPU {gpu['index']}"
+        if (count := gpu.get("ecc_uncorrected") or 0) > 0:
+            words = f"{name}: {count} uncorrected ECC errors since the driver was loaded"
+            yield HealthFinding(node=node, check="gpu_ecc", value=count, limit=0, hard=True, words=words)
+        if gpu.get("rows_failed"):
+            words = f"{name}: a row of its memory could not be remapped"
+            yield HealthFinding(node=node, check="gpu_rows", value=1, limit=0, hard=True, words=words)
+        elif gpu.get("rows_pending"):
+            words = f"{name}: rows of its memory wait to be remapped, by a reset"
+            yield HealthFinding(node=node, check="gpu_rows", value=1, limit=0, hard=False, words=words)
+        slowed = [words for bit, words in SLOWDOWN_REASONS.items() if (gpu.get("slowed") or 0) & bit]
+        if slowed:
+            words = f"{name}: its clock is held down {', '.join(slowed)}"
+            yield HealthFinding(node=node, check="gpu_slowed", value=gpu["slowed"], limit=0, hard=False, words=words)
+    xids: Sequence[str] = facts.get("xids") or []
+    if xids:
+        words = f"{len(xids)} Xid errors in the kernel's log; the newest: {xids[-1]}"
+        yield HealthFinding(node=node, check="gpu_xid", value=len(xids), limit=0, hard=False, words=words)
+
+
+def findings_of_clock(node: str, offset: float, uncertainty: float, plan: Plan) -> Iterator[HealthFinding]:
+    """Yield a finding if a node's clock is certainly off by more than the limit; seconds from the median of all."""
+    limit = plan.chain.node_health_limits.clock_seconds
+    if abs(offset) - uncertainty > limit:
+        words = f"its clock is {abs(offset):.3g} s {'ahead' if offset > 0 else 'behind'} (± {uncertainty:.2g} s), "
+        words += f"{limit:g} s allowed"
+        yield HealthFinding(node=node, check="clock", value=abs(offset), limit=limit, hard=False, words=words)
+
+
+def findings_of_probe(node: str, probe: Mapping[str, Any], plan: Plan, history: NodeHistory) -> Iterator[HealthFinding]:
+    """Yield the defects of a node by its measurements (`train.node_benchmark`)."""
+    if (error := probe.get("error")) is not None:
+        words = f"it could not be measured: {error}"
+        yield HealthFinding(node=node, check="answer", value=0, limit=1, hard=False, words=words)
+    if (devices := probe.get("devices")) is not None and devices < plan.gpus_per_node:
+        words = f"torch sees {devices} GPUs, and the job asks for {plan.gpus_per_node}"
+        yield HealthFinding(node=node, check="gpus", value=devices, limit=plan.gpus_per_node, hard=True, words=words)
+    if (wrong := probe.get("wrong")) is not None:
+        words = f"it computes wrong numbers: {wrong}"
+        yield HealthFinding(node=node, check="result", value=1, limit=0, hard=True, words=words)
+    slower = plan.chain.node_health_limits.slower
+    for name, what in MEASUREMENTS.items():
+        usual, seconds = history.median(name, on=str(probe.get("on", ""))), probe.get(name)
+        if usual and seconds is not None and seconds > slower * usual:
+            words = f"{what} takes {1000 * seconds:.3g} ms, {seconds / usual:.1f} times this run's median of "
+            words += f"{1000 * usual:.3g} ms ({slower:g} times allowed)"
+            yield HealthFinding(node=node, check=name, value=seconds, limit=slower * usual, hard=False, words=words)
+
+
+def judge_findings(
+    findings: Sequence[HealthFinding], *, nodes: int, mode: str
+) -> tuple[list[HealthFinding], dict[str, HealthFinding]]:
+    """Return the findings, and the finding for which each sick node must be excluded.
+
+    `nodes`: number of nodes examined. In mode `warn` only hard findings make a node sick, in mode `exclude` all do. A
+    finding on each of several nodes makes none of them sick.
+    """
+    having = Counter(check for _, check in {(found.node, found.check) for found in findings})
+    of_all = {check for check, count in having.items() if nodes >= FEW_NODES and count >= nodes}
+    seen = [replace(found, reason="every node has it") if found.check in of_all else found for found in findings]
+    sick: dict[str, HealthFinding] = {}
+    for found in sorted(seen, key=lambda each: not each.hard):
+        if found.check not in of_all and (found.hard or mode == "exclude"):
+            sick.setdefault(found.node, found)
+    return seen, sick
+
+
+def decide_actions(
+    sick: Mapping[str, HealthFinding], *, left: int, fitting: Callable[[int], int]
+) -> dict[str, tuple[HealthAction, str]]:
+    """Return the action for each sick node, and why it is not excluded if it is not.
+
+    `left`: nodes of the job that are not given up. `fitting`: number of nodes, out of so many, with which training can
+    continue. A node with a hard finding is excluded if training can continue without it, and ends the attempt
+    otherwise; another node is excluded only if as many nodes train without it.
+    """
+    actions: dict[str, tuple[HealthAction, str]] = {}
+    for node, found in sick.items():
+        without = fitting(left - 1)
+        if without == 0 and found.hard:
+            actions[node] = ("ended", "no other node takes its place")
+        elif not found.hard and without < fitting(left):
+            actions[node] = ("warned", "no other node takes its place")
+        else:
+            actions[node], left = ("left out", ""), left - 1
+    return actions
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.3g}"
+
+
+def main() -> int:
+    """Print the facts of this node; return the exit code."""
+    parser = argparse.ArgumentParser("relayrun.control.agent.node_facts", description="What a node says of itself.")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--attempt", type=int, required=True)
     options = parser.parse_args()
     run = Run(options.run_dir.absolute())
-    checks = NodeChecks.of_plan(Plan.load(run)) or NodeChecks()
-    print(json.dumps(gather_facts(checks, run.attempt(options.attempt).path)))
+    print(json.dumps(gather_facts(Plan.load(run), run.attempt(options.attempt).path)))
     return 0
 
 

@@ -4,8 +4,8 @@
     server → agent    dead {restart, rank, code, told} · unable {error} · serving {pid} · probed, probe ended {...}
     rank 0 → agent    started, stepped {restart, ...}
 
-`train.fork_server` forks the ranks from itself; `agent.spawn_server` starts a program for each. The agent may
-send orders while the server still imports. The ranks hold the same socket: its end says that no rank lives.
+`train.fork_server` forks the ranks from itself; `agent.spawn_server` starts a program for each. The agent may send
+orders while the server still imports. The ranks hold the same socket: its end says that no rank lives.
 """
 
 from __future__ import annotations
@@ -26,34 +26,32 @@ from relayrun.control.scheduler.tasks import die_with_parent, is_dying
 
 
 class StartedProcess(NamedTuple):
-    """A process that was started for an order."""
+    """A process started by an order."""
 
     pid: int
     wait: Callable[[], int]
-    """Waits for its end, once, and returns its exit code; negative: the signal that ended it. Nothing else waits."""
+    """Waits for its end, once, and returns its exit code; negative: the signal that ended it."""
 
 
 class RankServer(ABC):
-    """The children that it started, by the descriptor that tells of their end, and the socket of the agent."""
+    """The started children, by the descriptor that reports their end, and the socket of the agent."""
 
     def __init__(self, agent: socket.socket) -> None:
         self.agent = MessageSocket(agent)
         self._children: dict[int, tuple[StartedProcess, Message]] = {}
-        """Each child that has not been waited for, with its order."""
+        """Each child that was not waited for, with its order."""
         self._ended: set[int] = set()
-        """Those of them that lived when they were to be ended."""
+        """Children that were alive when they were told to end."""
         self._poll = select.poll()
         self._poll.register(self.agent, select.POLLIN)
 
     @abstractmethod
     def start(self, order: Message) -> StartedProcess | None:
-        """Start what an order asks for: a rank (`fork`), or the measurements of this node (`probe`).
-
-        None: nothing was started, and the agent has been told so.
-        """
+        """Start what an order asks for: a rank (`fork`), or the measurements of this node (`probe`). None: nothing was
+        started, and the agent has been told so."""
 
     def serve(self) -> None:
-        """Do what the agent orders until it is gone; its children go with this process."""
+        """Obey the agent until it is gone; the children die with this process."""
         self.agent.send("serving", pid=os.getpid())
         while True:
             for fd, _ in self._poll.poll():
@@ -68,7 +66,7 @@ class RankServer(ABC):
                     self._obey(order)
 
     def descriptors(self) -> Collection[int]:
-        """Descriptors of other children, which a child that is forked must close."""
+        """Descriptors of other children, which a forked child must close."""
         return self._children.keys()
 
     def _obey(self, order: Message) -> None:
@@ -98,12 +96,12 @@ class RankServer(ABC):
 
 
 RANK_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
-"""Signals that are for the ranks; some sites' Slurm sends them to every process of a step."""
+"""Signals for the ranks; the Slurm of some sites sends them to every process of a step."""
 
 SERVER_OBEY_SECONDS = 30.0
-"""How long a server may take to end its ranks; then it is killed. It may be stopped, or still import."""
+"""Seconds for a server to end its ranks; then it is killed. It may be stopped, or still import."""
 SERVER_GONE_SECONDS = 2.0
-"""How long a server may take to end when its socket is closed; then it is killed, and waited for once more."""
+"""Seconds for a server to end after its socket is closed; then it is killed, and waited for once more."""
 
 
 def _prepare_server(ignored: Collection[signal.Signals]) -> None:
@@ -113,15 +111,13 @@ def _prepare_server(ignored: Collection[signal.Signals]) -> None:
 
 
 class RankServerProcess:
-    """One server; it starts with this object."""
+    """One server, as its agent sees it; it starts with this object."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], *, ignored: Collection[signal.Signals] = ()
     ) -> None:
-        """Start `command` with these variables besides the agent's own. Its standard input is the socket.
-
-        `ignored`: signals that are for the ranks, besides the usual ones.
-        """
+        """Start `command` with these variables besides the agent's own; the socket is its standard input. `ignored`:
+        signals for the ranks, besides the usual ones."""
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -131,16 +127,16 @@ class RankServerProcess:
                 preexec_fn=partial(_prepare_server, {*RANK_SIGNALS, *ignored}),
             )
         self.lines, self.pids = MessageSocket(ours), {self._process.pid}
-        """Processes of the server: what was started, and what says that it serves."""
+        """Connection to the server, and its processes: the started one, and the one that says that it serves."""
         self.serving = False
-        """Whether its imports are done."""
+        """Its imports are done."""
         self._began = time.monotonic()
         self._told_to_end: float | None = None
         self.ends = os.pidfd_open(self._process.pid)
-        """Readable when it has ended; its socket may be held open by what its ranks have left."""
+        """Readable when it has ended; processes of its ranks may hold its socket open."""
 
     def serves(self, pid: int) -> None:
-        """It has said so."""
+        """Note that it serves."""
         self.serving = True
         self.pids.add(pid)
 
@@ -150,11 +146,11 @@ class RankServerProcess:
         self.lines.send("end")
 
     def ranks_ended(self) -> None:
-        """They have ended."""
+        """Note that they have ended."""
         self._told_to_end = None
 
     def hangs(self, *, import_seconds: float) -> str:
-        """Why it is to be killed, in words: it does not do what it is told; empty where it may still."""
+        """Return in words why it must be killed; empty if it may still obey."""
         now = time.monotonic()
         if not self.serving and now - self._began > import_seconds:
             return f"the server that forks ranks has not done its imports within {import_seconds:g} s"
@@ -165,7 +161,7 @@ class RankServerProcess:
         return f"the server that forks ranks did not end them within {SERVER_OBEY_SECONDS:g} s"
 
     def kill(self) -> None:
-        """Kill it, and with it its ranks; `ends` tells when it is gone."""
+        """Kill it, and with it its ranks; `ends` reports its end."""
         self._process.kill()
 
     def end(self) -> None:
@@ -174,14 +170,12 @@ class RankServerProcess:
         self.gone()
 
     def gone(self) -> int:
-        """Its socket is closed, or it has ended; return how it ended, as `subprocess` says it."""
+        """Close its socket, and return how it ended, as `subprocess` reports it."""
         self.lines.close()
         os.close(self.ends)
-        for last in (False, True):
+        for _ in range(2):
             try:
                 return self._process.wait(SERVER_GONE_SECONDS)
             except subprocess.TimeoutExpired:
                 self._process.kill()
-                if last:
-                    break
         return -signal.SIGKILL

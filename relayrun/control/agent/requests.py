@@ -1,11 +1,10 @@
-"""Whether anybody asks the ranks of an attempt for something: one process looks, and ranks are told without files.
+"""Requests to the ranks of an attempt: one process looks for them, and ranks are told without files.
 
     attempts/N/stop, triggers/exit, triggers/save  →  coordinator, once a second
                                                    →  the agent of rank 0's node  →  a mark in its memory  →  rank 0
 
-The mark says that *nothing* is asked, and holds for seconds. So whatever is late or lost on the way lets rank 0 look at
-the files itself, which it also does where something is asked: who answers, and what counts, is as without agents.
-Standard library only.
+The mark says that there is *no* request, and holds for seconds. Without it rank 0 looks at the files itself, and it
+also does so to answer a request. Standard library only.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from relayrun.control.rundir.run import Run
 from relayrun.errors import RunDirError
 
 LOOK_SECONDS = 1.0
-"""Between two looks of one process at the files."""
+"""Seconds between two looks of one process at the files."""
 MARK_VALID_SECONDS = 10.0
-"""After so long a mark says nothing any more: the coordinator may stand still."""
+"""Seconds for which a mark counts: the coordinator may stand still."""
 
 
 class Requests:
     """The coordinator's look at files of the run directory that others leave there.
 
     Args:
-        of_ranks: look for what ranks are asked as well; those of a foreign program know nothing of it.
+        of_ranks: look for requests to ranks as well; those of a foreign program do not use them.
         say: writes a line into the job's log.
     """
 
@@ -41,12 +40,12 @@ class Requests:
         self._looked: float | None = None
         self._complaint = ""
         self.hang: Hang | None = None
-        """The supervisor's word that nothing moves, at the last look."""
+        """The supervisor's record of a hang, at the last look."""
         self.asked = of_ranks
-        """Whether ranks are asked for something, as far as is known."""
+        """The ranks may have a request."""
 
     def look(self) -> bool:
-        """Look, at most every LOOK_SECONDS; return whether it was time to."""
+        """Look, at most every LOOK_SECONDS; return whether it was time for a look."""
         now = time.monotonic()
         if self._looked is not None and now - self._looked < LOOK_SECONDS:
             return False
@@ -71,7 +70,7 @@ class Requests:
 
 
 def tell_ranks(folder: Path, *, asked: bool) -> None:
-    """Tell the ranks of this node whether they are asked for something; `folder`: of its agent."""
+    """Tell the ranks of this node whether they have a request. `folder`: of their agent."""
     mark = _mark(folder)
     with contextlib.suppress(OSError):  # without a mark ranks look at the files
         if asked:
@@ -83,7 +82,7 @@ def tell_ranks(folder: Path, *, asked: bool) -> None:
 
 
 def nothing_asked(folder: Path) -> bool:
-    """Whether the agent of this node said a moment ago that ranks are asked for nothing."""
+    """Return whether the agent of this node reported a moment ago that ranks have no request."""
     try:
         return time.monotonic() - os.stat(_mark(folder)).st_mtime < MARK_VALID_SECONDS
     except OSError:

@@ -1,95 +1,79 @@
 """A restart of the ranks inside a job: its facts, its record, and the preparation of the next restart.
 
-If the ranks belong to a foreign program, which writes no records itself, the coordinator first waits until the log
-is complete and the watch has recorded it, and then moves what lies beyond the next start (`ForeignRestart`).
+For a foreign program, which writes no records itself, the coordinator first waits until the log is complete and the
+watch has recorded it, and then moves everything beyond the next start (`ForeignRestart`).
 """
 
 from __future__ import annotations
 
-import os
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from relayrun.config.sections.chain import ChainSection
 from relayrun.control.agent.job_nodes import AGENT_BEAT_SECONDS, NodeRanks
 from relayrun.control.agent.memory_copies import NodeMemoryCopy, newest_complete_copy
 from relayrun.control.agent.messages import Message
 from relayrun.control.decisions import Death, RestartFacts, first_death, why_no_restart
-from relayrun.control.job_log import LogFollower, file_size, job_logs
+from relayrun.control.job_log import LogFollower, job_logs, log_size
 from relayrun.control.rundir import restarts
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.checkpoint_records import ResumePoint
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.records import AttemptStart, RankFailure
+from relayrun.control.rundir.records import RankFailure
 from relayrun.control.rundir.restarts import FailedRestart, RestartBase, RestartHandOver
 from relayrun.control.rundir.run import Run
-from relayrun.control.trainers.base import Trainer
 from relayrun.control.trainers.registry import trainer_of
 from relayrun.errors import RunDirError
-from relayrun.files import read_lines
+from relayrun.files import file_size, read_lines
 
 RECORD_PAUSE = 0.1
-"""Seconds between two looks while the watch is waited for."""
+"""Seconds between two looks during the wait for the watch."""
 LOG_COMPLETE_SECONDS = 10.0
-"""How long the words of the agents may take into the log; a lost node's never come."""
+"""Seconds for the agents' last lines to reach the log; a lost node's never do."""
 WATCH_RECORD_SECONDS = 60.0
-"""How long the watch may take to record what a restart left; it is started again where it is killed."""
+"""Seconds for the watch to record a restart; a killed watch is started again."""
 
 
 def ranks_gone_line(number: int) -> str:
-    """What an agent says when no rank of restart `number` is left on its node."""
+    """Return the line of an agent when no rank of restart `number` is left on its node."""
     return f"restart {number}: no rank is left here"
 
 
-def foreign_restart_of(
-    run: Run, plan: Plan, attempt: Attempt, begin: AttemptStart, *, say: Callable[[str], None]
-) -> ForeignRestart | None:
+def foreign_restart_of(run: Run, plan: Plan, attempt: Attempt, *, say: Callable[[str], None]) -> ForeignRestart | None:
     """Return the work between two restarts of this run; None if its ranks write their records themselves."""
-    if plan.trainer == "native":
-        return None
-    last = min((step for step in (plan.total_steps, plan.stop_after) if step is not None), default=None)
-    return ForeignRestart(attempt, begin, trainer_of(plan, run), last=last, say=say)
+    return None if plan.trainer == "native" else ForeignRestart(run, plan, attempt, say=say)
 
 
 class ForeignRestart:
-    """The records and files of a foreign program, between its restarts.
+    """The records and files of a foreign program, between its restarts. `say`: writes a line into the job's log."""
 
-    Args:
-        trainer: makes the program start from the next restart's base.
-        last: the last iteration of the run; None: the program knows itself.
-        say: writes a line into the job's log.
-    """
-
-    def __init__(
-        self, attempt: Attempt, begin: AttemptStart, trainer: Trainer, *, last: int | None, say: Callable[[str], None]
-    ) -> None:
-        self._attempt, self._begin, self._trainer, self._say = attempt, begin, trainer, say
-        self._last = last
+    def __init__(self, run: Run, plan: Plan, attempt: Attempt, *, say: Callable[[str], None]) -> None:
+        self._attempt, self._begin, self._say = attempt, attempt.started_record(), say
+        self._trainer = trainer_of(plan, run)
+        self._last = min((step for step in (plan.total_steps, plan.stop_after) if step is not None), default=None)
+        """The last iteration of the run; None: the program knows itself."""
         self._logs: list[tuple[LogFollower, set[str]]] = []
-        """What has been written since the restart was ended, and whose last words were found in it."""
+        """Log lines since the end of the restart, and the nodes whose last line was found."""
         self._since = 0.0
         self._asked: RestartHandOver | None = None
 
     def ended(self) -> None:
-        """The agents are told to end a restart: from here on their words are looked for."""
+        """Look for the agents' last lines from here on: they are told to end a restart."""
         self._logs = [(LogFollower(path, offset=file_size(path)), set()) for path, _ in job_logs(self._begin)]
         self._asked, self._since = None, time.monotonic()
 
     def recorded(self, number: int, *, exit_code: int, nodes: Collection[str]) -> bool:
-        """Return whether all that restart `number` left is on record; ask again soon where not.
-
-        No rank lives. `nodes`: those whose agents have said so. Raises OSError, and RunDirError where nobody records.
-        """
+        """Return whether restart `number` is completely on record; ask again soon if not. No rank lives. `nodes`: nodes
+        whose agents have said so. Raises OSError, and RunDirError if the watch does not record."""
         if self._asked is None:
             if not self._log_is_whole(number, nodes):
                 return False
             self._asked = RestartHandOver(restart=number, exit_code=exit_code)
             self._asked.write(self._attempt.hand_over)
             self._since = time.monotonic()
-        found = restarts.pending_hand_over(self._attempt)
+        found = RestartHandOver.read(self._attempt.hand_over)
         if found is not None and found.restart == number and found.recorded:
             self._asked = found
             return True
@@ -114,13 +98,13 @@ class ForeignRestart:
         return not missing
 
     def complete(self, base: ResumePoint) -> bool:
-        """Whether nothing is left to train behind this checkpoint."""
+        """Return whether the run ends at this checkpoint."""
         return self._last is not None and base.iteration >= self._last
 
     def prepare(self, base: ResumePoint, *, number: int) -> list[str]:
-        """Make the program start from `base` alone in restart `number`; return what was done, in words.
+        """Make the program start from `base` alone in restart `number`; return one line per action.
 
-        The restart's start goes on record first: whoever concludes the attempt from here on must not take words of the
+        The restart's start is recorded first: whoever concludes the attempt from here on must not take log lines of the
         restart before for its own.
         """
         assert self._asked is not None
@@ -139,7 +123,7 @@ class ForeignRestart:
         self._attempt.hand_over.unlink(missing_ok=True)
 
     def first_step(self, *, after: int) -> float | None:
-        """When the program was seen to have done an iteration behind `after`, in seconds since 1970; None: not yet."""
+        """Return the time, in seconds since 1970, of the first observed iteration after `after`; None before it."""
         for line in self._attempt.metrics_backwards():
             if "restart" not in line and int(line.get("iteration", 0)) > after:
                 return float(line["time"])
@@ -148,8 +132,7 @@ class ForeignRestart:
 
 
 START_PHASES = ("process", "initialised", "loaded")
-"""What rank 0 says of its start, as in `rundir.records.StartTimes`: its program began, groups and model are made, the
-checkpoint is in place."""
+"""Phases of rank 0's start, as in `rundir.records.StartTimes`."""
 
 
 @dataclass(kw_only=True)
@@ -157,13 +140,13 @@ class CurrentRestart:
     """A restart of an attempt; number 0 before the first one. Times are seconds since 1970."""
 
     base: int
-    """The iteration from which it started."""
+    """Iteration from which it started."""
     number: int = 0
     source: str = "disk"
-    """Where its state is from: `disk`, `memory` or `neighbour`."""
+    """Source of its state: `disk`, `memory` or `neighbour`."""
     given_out: float = 0.0
     failed_before: float = 0.0
-    """When the first failure of the restart before was noticed; `over_before`: when none of its ranks was left."""
+    """Time of the previous restart's first failure (`over_before`: time at which none of its ranks was left)."""
     over_before: float = 0.0
     started: Message = field(default_factory=dict)
     """Rank 0's times of its start."""
@@ -171,18 +154,18 @@ class CurrentRestart:
     """It has done a step, or is the first one, or over."""
     deaths: list[Death] = field(default_factory=list)
     noticed: float = 0.0
-    """When its first failure was noticed."""
+    """Time of its first failure."""
     told_to_end: float = 0.0
-    """When its ranks were to be ended, by `time.monotonic`."""
+    """Time at which its ranks were told to end, by `time.monotonic`."""
     ended: set[int] = field(default_factory=set)
     """Nodes on which none of its ranks is left."""
     over: float = 0.0
-    """When that was so of all."""
+    """Time at which no rank was left on any node."""
     memory: dict[int, list[NodeMemoryCopy]] = field(default_factory=dict)
-    """The copies in the memory of each node."""
+    """Copies in the memory of each node."""
 
     def following(self, *, base: int, source: str, given_out: float) -> CurrentRestart:
-        """The next restart."""
+        """Return the next restart."""
         return CurrentRestart(
             number=self.number + 1,
             base=base,
@@ -194,14 +177,14 @@ class CurrentRestart:
         )
 
     def died(self, death: Death) -> None:
-        """Note the end of a rank, or of what is the end of several, as it is noticed."""
+        """Note the end of a rank, or of something that ends several ranks."""
         self.deaths.append(replace(death, noticed=time.monotonic()))
 
     def lost(self, death: Death, *, last_word: float) -> None:
-        """Note the loss of a node of which nothing was heard since `last_word`, by `time.monotonic`.
+        """Note the loss of a node without a message since `last_word`, by `time.monotonic`.
 
-        It comes before what others died of since then: they may say no more than that a connection is closed. A rank
-        that died before, or on that node itself, did so by itself.
+        It comes before deaths noticed since then, which may only report a closed connection. A rank that died earlier,
+        or on that node, died by itself.
         """
         since = last_word - AGENT_BEAT_SECONDS  # words of different agents are heard in any order
         before = [known.node == death.node or known.noticed <= since for known in self.deaths]
@@ -209,89 +192,23 @@ class CurrentRestart:
         self.deaths.insert(at, replace(death, noticed=since))
 
     def copies(self, nodes: Collection[int]) -> list[NodeMemoryCopy]:
-        """The copies in the memory of these nodes."""
+        """Return the copies in the memory of these nodes."""
         return [copy for node, copies in self.memory.items() if node in nodes for copy in copies]
 
     def first_death(self, attempt: Attempt) -> Death:
-        """Who failed first, with its own last words."""
+        """Return the first failure, with the rank's own last words."""
         found = [RankFailure.read(path) for path in attempt.failures.glob("rank-*.json")]
         failures = {failure.rank: failure for failure in found if failure is not None}
         first = first_death(self.deaths, {rank: failure.time for rank, failure in failures.items()})
         own = failures.get(first.rank)
         return first if own is None else replace(first, error=" ".join(own.error.split()), repeats=own.repeats)
 
-    def judged(
-        self,
-        attempt: Attempt,
-        death: Death,
-        *,
-        durable: int,
-        start: int,
-        source: str,
-        lost: Mapping[str, str],
-        why_none: str,
-        fewer: int,
-        asked: str,
-        chain: ChainSection,
-        complete: bool,
-    ) -> FailedRestart:
-        """The record of this restart, which has failed, and whether another one begins.
-
-        Args:
-            death: who failed first.
-            durable: the newest whole checkpoint's iteration.
-            start: the iteration from which another restart would start, and `source` where it has that from.
-            lost: nodes that were given up, each with the one that takes its place.
-            why_none: why there can be no other restart, in words; empty where there can be one.
-            fewer: how many nodes another restart has, where it has fewer; else 0.
-            asked: why the ranks were asked to leave.
-            complete: nothing is left to train.
-        """
-        iteration = restarts.newest_recorded_iteration(attempt)
-        terminated = "SIGTERM" if death.code == -signal.SIGTERM else ""  # before it could heed it
-        facts = RestartFacts(
-            death=death,
-            iteration=iteration,
-            next_iteration=start,
-            base_iteration=self.base,
-            left=attempt.outcome.exists(),
-            asked=asked or ("the stop file" if attempt.stop.exists() else "") or terminated,
-            lost=why_none,
-            earlier=restarts.read_failed_restarts(attempt),
-            chain=chain,
-            complete=complete,
-        )
-        reason = why_no_restart(facts)
-        begin = attempt.read_begin()
-        return FailedRestart(
-            restart=self.number,
-            time=self.noticed,
-            rank=death.rank if death.rank >= 0 else death.late,
-            node=death.node,
-            words=death.words,
-            iteration=iteration,
-            base_iteration=self.base,
-            durable_iteration=durable,
-            next_iteration=start,
-            source=source,
-            again=reason is None,
-            reason=reason or "",
-            steps_lost=max(0, iteration - start),
-            lost=dict(lost),
-            nodes=fewer if reason is None else 0,
-            log_size=_log_size(None if begin is None else begin.log),
-            seconds={"end": self.over - self.noticed},
-        )
-
     def first_step(self, attempt: Attempt, stepped: float) -> dict[str, Any]:
-        """Its first step was done at `stepped`: return what getting back took, for the record of the restart before.
-
-        That is `seconds`, and what differs where the restart did not start from what it was given.
-        """
+        """Return what getting back took, for the record of the restart before: the first step was done at `stepped`.
+        Besides `seconds` it holds the fields that differ if the restart did not start as planned."""
         self.stepped = True
-        parts = (
-            [float(self.started[name]) for name in START_PHASES] if self.started else []
-        )  # a foreign program says none
+        # a foreign program reports none
+        parts = [float(self.started[name]) for name in START_PHASES] if self.started else []
         times = [self.given_out, *parts, stepped]
         names = ("fork", "groups", "load", "step") if parts else ("step",)
         seconds = {name: later - earlier for name, earlier, later in zip(names, times, times[1:], strict=False)}
@@ -299,107 +216,141 @@ class CurrentRestart:
         source, reached = self.started.get("source", "disk"), int(self.started.get("iteration", self.base))
         if (reached, source) == (self.base, self.source):
             return {"seconds": seconds}
-        lost = (
-            restarts.read_failed_restarts(attempt)[-1].iteration - reached
-        )  # copies that were not whole, or a damaged checkpoint
+        # copies were not whole, or a checkpoint was damaged
+        lost = restarts.read_failed_restarts(attempt)[-1].iteration - reached
         self.base, self.source = reached, source
         return {"seconds": seconds, "source": source, "next_iteration": reached, "steps_lost": lost}
 
 
-def _log_size(log: str | None) -> int:
-    try:
-        return 0 if log is None else os.path.getsize(log)
-    except OSError:
-        return 0
+class NextStart(NamedTuple):
+    """The state and the nodes with which another restart would start."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class RestartConclusion:
-    """What is on record of a failed restart, and what another one is given; whether there is one says the record."""
-
-    failed: FailedRestart
-    exit_code: int
-    """That of the rank that failed first."""
     base: ResumePoint
     """The newest whole checkpoint."""
     memory: int | None
-    """The iteration whose copies in memory are newer than that; None: there are none."""
+    """A later iteration of which all ranks have a copy in memory; None without one."""
     source: str
-    """Where the state comes from: `disk`, `memory` or `neighbour`."""
-    nodes: Sequence[int]
-    """Those of another restart, by place."""
-    moved: Sequence[str]
-    """What was moved away for it, in words."""
+    """Source of the state: `disk`, `memory` or `neighbour`."""
+    nodes: list[int]
+    """The nodes by node rank; empty if too few are left."""
+    taken: dict[int, int]
+    """The spare node that replaces each lost node."""
+
+    @property
+    def iteration(self) -> int:
+        """The iteration of the state."""
+        return self.base.iteration if self.memory is None else self.memory
+
+
+class RestartConclusion(NamedTuple):
+    """The record of a failed restart, and the start of the next one if `failed.again`."""
+
+    failed: FailedRestart
+    exit_code: int
+    """Exit code of the rank that failed first."""
+    start: NextStart
+    moved: list[str]
+    """One line per checkpoint that was moved away for it."""
 
 
 def conclude_restart(
     run: Run,
+    plan: Plan,
     attempt: Attempt,
     current: CurrentRestart,
     places: NodeRanks,
     *,
     there: Collection[int],
     name: Callable[[int], str],
-    ranks_per_node: int,
     asked: str,
-    chain: ChainSection,
     between: ForeignRestart | None,
 ) -> RestartConclusion:
     """Judge and record the failed restart and prepare the records for the next one. Raises OSError and RelayrunError.
 
     Args:
-        there: nodes with an agent that is heard. name: of a node.
-        asked: why the ranks were asked to leave; empty where they were not.
-        between: the records of a foreign program; None: ranks write them themselves.
+        there: nodes with a connected agent; name: returns the name of a node.
+        asked: reason for which the ranks were asked to leave; empty if they were not.
+        between: records of a foreign program; None: ranks write them themselves.
     """
-    death = current.first_death(attempt)
-    base = restarts.restart_checkpoint(run, attempt)
-    ranks = len(places.nodes) * ranks_per_node
-    memory, source = newest_complete_copy(current.copies(there), ranks=ranks, after=base.iteration) or (None, "disk")
-    taken = places.taken(there)
-    following = places.following(taken)
-    if len(following) != len(places.nodes):
-        memory, source = None, "disk"  # copies are of as many ranks as made them
-    gone = places.gone()
-    failed = current.judged(
-        attempt,
-        death,
-        durable=base.iteration,
-        start=base.iteration if memory is None else memory,
-        source=source,
-        lost={name(node): name(taken[node]) if node in taken else "" for node in gone},
-        why_none="" if following else places.why_none(", ".join(name(node) for node in gone if node not in taken)),
-        fewer=len(following) if len(following) < len(places.nodes) else 0,
-        asked=asked,
-        chain=chain,
-        complete=between is not None and between.complete(base),
-    )
-    restarts.record_failed_restart(attempt, failed)
+    death, start = current.first_death(attempt), _next_start(run, plan, attempt, current, places, there)
+    complete = between is not None and between.complete(start.base)
+    failed = _judge_restart(plan, attempt, current, places, death, start, name=name, asked=asked, complete=complete)
+    failed.append(attempt.failed_restarts)
     moved: list[str] = []
     if failed.again:
         number = current.number + 1
-        moved += [] if between is None else between.prepare(base, number=number)
-        moved += restarts.prepare_restart(run, attempt, base, next_restart=number, next_iteration=memory)
+        moved += [] if between is None else between.prepare(start.base, number=number)
+        moved += restarts.prepare_restart(run, attempt, start.base, next_restart=number, next_iteration=start.memory)
         if between is not None:
             between.go_on()
-    return RestartConclusion(
-        failed=failed,
-        exit_code=death.exit_code,
-        base=base,
-        memory=memory,
-        source=source,
-        nodes=following,
-        moved=moved,
+    return RestartConclusion(failed, death.exit_code, start, moved)
+
+
+def _next_start(
+    run: Run, plan: Plan, attempt: Attempt, current: CurrentRestart, places: NodeRanks, there: Collection[int]
+) -> NextStart:
+    base, taken = restarts.restart_checkpoint(run, attempt), places.taken(there)
+    nodes, ranks = places.following(taken), len(places.nodes) * plan.ntasks_per_node
+    found = newest_complete_copy(current.copies(there), ranks=ranks, after=base.iteration)
+    if found is None or len(nodes) != len(places.nodes):  # copies are of as many ranks as made them
+        return NextStart(base, None, "disk", nodes, taken)
+    return NextStart(base, *found, nodes, taken)
+
+
+def _judge_restart(
+    plan: Plan,
+    attempt: Attempt,
+    current: CurrentRestart,
+    places: NodeRanks,
+    death: Death,
+    start: NextStart,
+    *,
+    name: Callable[[int], str],
+    asked: str,
+    complete: bool,
+) -> FailedRestart:
+    """Return the record of a failed restart, with the decision whether another one begins."""
+    iteration, gone = restarts.newest_recorded_iteration(attempt), places.gone()
+    terminated = "SIGTERM" if death.code == -signal.SIGTERM else ""  # before it could heed it
+    facts = RestartFacts(
+        death=death,
+        iteration=iteration,
+        next_iteration=start.iteration,
+        base_iteration=current.base,
+        left=attempt.outcome.exists(),
+        asked=asked or ("the stop file" if attempt.stop.exists() else "") or terminated,
+        lost="" if start.nodes else places.why_none(", ".join(name(node) for node in gone if node not in start.taken)),
+        earlier=restarts.read_failed_restarts(attempt),
+        chain=plan.chain,
+        complete=complete,
+    )
+    reason = why_no_restart(facts)
+    return FailedRestart(
+        restart=current.number,
+        time=current.noticed,
+        rank=death.rank if death.rank >= 0 else death.late,
+        node=death.node,
+        words=death.words,
+        iteration=iteration,
+        base_iteration=current.base,
+        durable_iteration=start.base.iteration,
+        next_iteration=start.iteration,
+        source=start.source,
+        again=reason is None,
+        reason=reason or "",
+        steps_lost=max(0, iteration - start.iteration),
+        lost={name(node): name(start.taken[node]) if node in start.taken else "" for node in gone},
+        nodes=len(start.nodes) if reason is None and len(start.nodes) < len(places.nodes) else 0,
+        log_size=log_size(attempt.started_record().log),
+        seconds={"end": current.over - current.noticed},
     )
 
 
 def record_too_few_nodes(
     attempt: Attempt, places: NodeRanks, *, there: Collection[int], name: Callable[[int], str], base: ResumePoint
 ) -> FailedRestart:
-    """Put on record that no restart can begin, since too few nodes are left, as restart 0. Raises OSError.
-
-    Nodes that never came count as lost, unless none came at all: then none of them is to blame.
-    """
+    """Record as restart 0 that too few nodes are left to begin. Raises OSError. Nodes that never came count as lost,
+    unless none came at all: then none of them is to blame."""
     gone = sorted(places.lost)
     words = {places.lost[node].error for node in gone}
     failed = FailedRestart(
@@ -416,5 +367,5 @@ def record_too_few_nodes(
         reason=f"{places.wanted} nodes are to train, and {len(there)} are left",
         lost={name(node): "" for node in gone if there and not places.lost[node].sick},
     )
-    restarts.record_failed_restart(attempt, failed)
+    failed.append(attempt.failed_restarts)
     return failed

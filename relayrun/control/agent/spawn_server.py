@@ -1,9 +1,8 @@
-"""`python -m relayrun.control.agent.spawn_server`: starts the ranks of its node where the program is not relayrun's
-own.
+"""`python -m relayrun.control.agent.spawn_server`: starts the ranks of its node for a foreign trainer.
 
-It stands in the place of the server that forks ranks, and hears the same orders (`agent.rank_server`), but each rank is
-the trainer's own command, started anew: nothing is known of what such a program may import. Ranks die with this
-process; what they have started carries the agent's mark. Standard library only.
+It replaces the server that forks ranks, and obeys the same orders (`agent.rank_server`), but starts the trainer's own
+command for each rank, since the imports of such a program are unknown. Ranks die with this process; processes that they
+started carry the agent's mark. Standard library only.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.tasks import die_with_parent
 from relayrun.control.trainers.registry import trainer_of
-from relayrun.errors import RunDirError, run_main
+from relayrun.errors import run_main
 
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
 """Exit codes of a shell for a program that it does not find, or may not execute."""
 
 
 class SpawnServer(RankServer):
-    """The ranks that it started, each the trainer's command."""
+    """Starts each rank as the trainer's command."""
 
     def __init__(self, agent: socket.socket, run: Run) -> None:
         super().__init__(agent)
         self._run, self._plan = run, Plan.load(run)
         self._trainer = trainer_of(self._plan, run)
         self._heard = frozenset([*RANK_SIGNALS, *self._trainer.asked_by]) - {signal.SIGUSR1, signal.SIGUSR2}
-        """Signals that this process ignores and its ranks do not; those two would kill a Python that starts."""
+        """Signals that this process ignores and its ranks do not; the other two would kill a Python that starts."""
 
     def start(self, order: Message) -> StartedProcess | None:
         return self._measure(order) if order["kind"] == "probe" else self._start(order)
@@ -85,7 +84,7 @@ class SpawnServer(RankServer):
         return StartedProcess(process.pid, process.wait)
 
     def _begins(self, arguments: list[str]) -> tuple[AttemptStart, AttemptStart]:
-        """The begin of the attempt, and the same with the base of the restart that these arguments are for."""
+        """Return the attempt's begin, and the same with the base of the restart that these arguments are for."""
         parser = argparse.ArgumentParser()
         parser.add_argument("--run-dir", type=Path)
         parser.add_argument("--attempt", type=int)
@@ -93,16 +92,14 @@ class SpawnServer(RankServer):
         parser.add_argument("--base-path")
         options = parser.parse_args(arguments)
         attempt = self._run.attempt(options.attempt)
-        begin = attempt.read_begin()
-        if begin is None:
-            raise RunDirError("this attempt has not begun", where=attempt.begin)
+        begin = attempt.started_record()
         if options.base_iteration is None:
             return begin, begin
         return begin, replace(begin, base_iteration=options.base_iteration, base_path=options.base_path)
 
 
 def _become_rank(server: int, heard: frozenset[signal.Signals]) -> None:
-    """In the child: as `launchers/lib/rank.sh` has it, where no agent is."""
+    """Prepare the child as `launchers/lib/rank.sh` does without an agent."""
     die_with_parent(signal.SIGKILL)
     if os.getppid() != server:
         os._exit(1)

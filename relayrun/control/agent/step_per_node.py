@@ -1,14 +1,11 @@
-"""The starter of agents where a job has spare nodes, beside the batch script: a step a node, and the coordinator.
+"""The starter of agents in a job with spare nodes, beside the batch script: a step per node, and the coordinator.
 
-    python -m relayrun.control.agent.step_per_node --run-dir R --attempt N --nodes n0,n1,n2 -- srun OPTION ...
-    PROGRAM ARGUMENT ...
+    python -m relayrun.control.agent.step_per_node --run-dir R --attempt N --nodes n0,n1,n2 -- srun OPTION ... PROGRAM
 
 `--nodelist=NODE` is put behind the first word of the command; RELAYRUN_NODE has the number of the node. In one step for
-all nodes the loss of one would end the agents of all, so each is a step of its own. Exit code: as `agent.__main__` has
-it.
-
-The coordinator is beside the batch script, and not in an agent that could be lost without it: nobody needs to elect
-another one, and there are never two. Where this node is lost, the job is; its agents see to that (`chain.failover`).
+all nodes the loss of one would end all agents, so each is a step of its own. The coordinator is beside the batch
+script: no election is needed, and there are never two. If this node is lost, the job is, and its agents act
+(`chain.failover`). Exit code: as of `agent.__main__`.
 """
 
 from __future__ import annotations
@@ -27,45 +24,38 @@ from pathlib import Path
 
 from relayrun.control.agent.connections import AgentConnections
 from relayrun.control.agent.coordinator import EXIT_FAILED, Coordinator
-from relayrun.control.agent.health import job_health_of
 from relayrun.control.agent.messages import MessageSocket
-from relayrun.control.agent.restart import foreign_restart_of
 from relayrun.control.job_log import log_node_line
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.tasks import die_with_parent
-from relayrun.errors import RunDirError, run_main
+from relayrun.errors import run_main
 
 NODE_VARIABLE = "RELAYRUN_NODE"
 """Environment variable of an agent that is a step of its own: the number of its node in the job, from 0 on."""
 LEAVE_SECONDS = 60.0
-"""How long steps may take to end when their agents were told to leave; then they are ended."""
-
-
-def _prepare_step() -> None:
-    die_with_parent(signal.SIGTERM)  # with it srun ends its step
+"""Seconds for steps to end after their agents were told to leave; then they are ended."""
 
 
 HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class AgentSteps:
-    """The steps of the agents, by node number; `port`: where the coordinator of this node hears them."""
+    """The agents' steps, by node number. `port`: port of the coordinator on this node."""
 
     def __init__(self, command: Sequence[str], nodes: Sequence[str], *, port: int) -> None:
         self._names = nodes
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._ended: set[int] = set()
-        """Those that were ended by a signal."""
+        """Steps that were ended by a signal."""
         for number, name in enumerate(nodes):
             step = [command[0], f"--nodelist={name}", *command[1:]]
             environment = os.environ | {NODE_VARIABLE: str(number), "MASTER_PORT": str(port)}
-            self._running[number] = subprocess.Popen(
-                step, env=environment, stdin=subprocess.DEVNULL, preexec_fn=_prepare_step
-            )
+            die = partial(die_with_parent, signal.SIGTERM)  # with it srun ends its step
+            self._running[number] = subprocess.Popen(step, env=environment, stdin=subprocess.DEVNULL, preexec_fn=die)
 
     def watch(self, selector: selectors.BaseSelector, reception: AgentConnections) -> None:
-        """Have the end of each step heard of."""
+        """Register the end of each step."""
         for number, process in self._running.items():
             fd = os.pidfd_open(process.pid)
             selector.register(fd, selectors.EVENT_READ, partial(self._gone, selector, fd, number, reception))
@@ -77,22 +67,20 @@ class AgentSteps:
         reception.lose(number, f"the step of its agent ended with exit code {code}")
 
     def end(self, numbers: set[int], *, how: signal.Signals = signal.SIGTERM) -> None:
-        """End the steps of these nodes, so that nothing of them lives on where the node does. Each is told once."""
+        """End the steps of these nodes, so that none of their processes survives. Each is signalled once."""
         for number in numbers & self._running.keys():
             if number not in self._ended or how == signal.SIGKILL:
                 self._running[number].send_signal(how)
                 self._ended.add(number)
 
     def left(self) -> set[int]:
-        """Nodes whose steps run."""
+        """Return the nodes whose steps run."""
         return set(self._running)
 
 
 def main() -> int:
-    """Start the agents, coordinate them, and wait for their end. Raises RunDirError where the attempt has not begun."""
-    parser = argparse.ArgumentParser(
-        prog="relayrun.control.agent.step_per_node", description="Starts agents, a step each."
-    )
+    """Start the agents, coordinate them, and wait for their end. Raises RunDirError if the attempt has not begun."""
+    parser = argparse.ArgumentParser("relayrun.control.agent.step_per_node", description="Starts agents, a step each.")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--nodes", required=True, help="names of the job's nodes, separated by commas")
@@ -101,29 +89,14 @@ def main() -> int:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     run = Run(options.run_dir.absolute())
     plan, attempt = Plan.load(run), run.attempt(options.attempt)
-    begin = attempt.read_begin()
-    if begin is None:
-        raise RunDirError("this attempt has not begun", where=attempt.begin)
+    begin = attempt.started_record()
     names = options.nodes.split(",")
-    name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    say = partial(log_node_line, os.environ.get("SLURMD_NODENAME") or socket.gethostname())
     links: dict[int, MessageSocket] = {}
-    coordinator = Coordinator(
-        run,
-        attempt,
-        nodes=plan.nodes,
-        spare_nodes=len(names) - plan.nodes,
-        names=dict(enumerate(names)),
-        elastic_nodes=plan.elastic_nodes,
-        ranks_per_node=plan.ntasks_per_node,
-        links=links,
-        say=partial(log_node_line, name),
-        chain=plan.chain,
-        health=job_health_of(run, plan, attempt, say=partial(log_node_line, name)),
-        between=foreign_restart_of(run, plan, attempt, begin, say=partial(log_node_line, name)),
-    )
+    coordinator = Coordinator(run, plan, attempt, nodes=len(names), names=names, links=links, say=say)
     listener = socket.create_server(("", 0), backlog=len(names))
     job = {"job": begin.job_id, "attempt": attempt.number}
-    reception = AgentConnections(coordinator, links, listener=listener, job=job, say=partial(log_node_line, name))
+    reception = AgentConnections(coordinator, links, listener=listener, job=job, say=say)
     for number in HANDLED_SIGNALS:  # the agents hear those that are for the ranks
         signal.signal(number, lambda heard, _frame: coordinator.ask("SIGTERM") if heard == signal.SIGTERM else None)
     selector = selectors.DefaultSelector()

@@ -2,6 +2,5 @@
 
 In it: the supervisor beside the ranks, the watch, the jobs in the queue, nodes to exclude, evaluation jobs, campaigns.
 In: `plan.json`, the records of the run directory, the answers of the scheduler. Out: records, queued jobs, STOP.
-Standard library only: the supervisor may run on the host's Python while the training environment is a container.
-docs/chain.md explains it, docs/failure-modes.md the ways it can end.
+Standard library only. docs/chain.md explains it, docs/failure-modes.md the ways it can end.
 """

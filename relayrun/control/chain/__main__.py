@@ -33,7 +33,8 @@ def main() -> int:
     if options.command == "begin":
         return supervisor.begin_attempt(run)
     if options.command == "watch":
-        return supervisor.watch_attempt(run, options.attempt, batch_pid=options.batch_pid)
+        watch.Watch(run, options.attempt).loop(options.batch_pid)
+        return 0
     if options.command == "guard":
         return watch.run_guard(run, options.attempt, batch_pid=options.batch_pid)
     if options.command == "orphaned":

@@ -1,11 +1,9 @@
 """Starts the members (runs) of a campaign, each exactly once: at the end of a chain, from its watch, or from a command.
 
-No process lives as long as the campaign. The records alone decide which members may start, and every process that looks
-starts them under the campaign's lock. A process that is killed between the order to Slurm and its record leaves a job
-with the name of the run, which the next look finds; two such jobs would be a singleton in one run directory.
-
-Members are judged separately. A member whose records cannot be read, that Slurm refuses, or whose condition can never
-hold is stuck: it is reported and does not delay the others.
+The records alone decide which members may start, and every process that looks starts them under the campaign's lock. A
+process that is killed between the order to Slurm and its record leaves a job with the name of the run, which the next
+look finds. A member whose records cannot be read, that Slurm refuses, or whose condition can never hold is stuck: it is
+reported and does not delay the others.
 """
 
 from __future__ import annotations
@@ -80,8 +78,8 @@ class CampaignPass:
 def start_due_members_of(run: Run, *, leaves: bool = False, patience: float = PATIENCE) -> None:
     """Start the due members of the campaign that a run belongs to, if any. Errors are logged and left for later.
 
-    `leaves`: this is the last job of the run's chain, even without STOP. `patience`: seconds of waiting for a
-    controller that does not answer, and for another process that holds the campaign's lock.
+    `leaves`: this is the last job of the run's chain, even without STOP. `patience`: seconds of waiting for the
+    controller and for the campaign's lock.
     """
     with contextlib.suppress(OSError):
         leaves = leaves or is_stopped(run)
@@ -112,11 +110,10 @@ def start_due_members(
 def start_due_in_campaign(
     folder: Path, *, from_terminal: bool = False, leaving: Run | None = None, patience: float = PATIENCE
 ) -> CampaignPass:
-    """Start every due member of a campaign; return the result.
+    """Start every due member of a campaign; return the result. Raises RunDirError, SchedulerError and OSError.
 
     `from_terminal`: this process runs the local queue; no other process would start local members. `leaving`: the run
-    whose last job this is: a member that Slurm refused is tried at once, since no later look is certain. Raises
-    RunDirError, SchedulerError and OSError; members started before the error are on record.
+    whose last job this is: a member that Slurm refused is tried at once, since no later look is certain.
     """
     if not campaign.is_campaign(folder):  # its submit was killed or still runs
         return CampaignPass(stuck={"": "there is no campaign.json: its submit was killed, or it was moved or removed"})
@@ -309,10 +306,7 @@ def _readiness_after_evaluation(before: str, run: Run, base: ResumePoint) -> Rea
 
 
 def _living(folder: Path, whole: Campaign, leaving: Run | None, patience: float) -> int:
-    """Return how many chains live, without the one that is `leaving`. A broken chain delays no other.
-
-    If the scheduler does not answer, or STOP cannot be read, every started chain counts as living.
-    """
+    """Return how many chains live, without the one that is `leaving`; all started ones if the scheduler is silent."""
     unknown = 0
     runs: list[tuple[CampaignMember, Run]] = []
     for member in whole.members:

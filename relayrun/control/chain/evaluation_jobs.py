@@ -1,8 +1,7 @@
 """Evaluation jobs: one job for each due checkpoint, beside the chain and never in its way.
 
-There is exactly one, over any number of attempts: the process that makes the checkpoint's folder submits; if a
-supervisor is killed before it records the job, the next one looks for the job by name and submits only if none exists;
-and if two jobs exist all the same, the second finds the claim of the first and ends.
+The process that makes the checkpoint's folder submits; if it is killed before it records the job, the next one looks
+for the job by name. If two jobs exist all the same, the second finds the claim of the first and ends.
 """
 
 from __future__ import annotations
@@ -39,10 +38,8 @@ def submit_due_evaluations(run: Run, plan: Plan, scheduler: Scheduler) -> None:
 
 
 def submit_awaited_evaluation(run: Run, folder: EvaluationDir) -> None:
-    """Submit an evaluation that a stage waits for, whatever the policy says; resubmit it if its job died.
-
-    The run's chain may have ended, so that no other process would submit it. Errors are logged and left for later.
-    """
+    """Submit an evaluation that a stage waits for, whatever the policy says; resubmit it if its job died. The run's
+    chain may have ended, so that no other process would submit it. Errors are logged and left for later."""
     with _evaluation_lock(run, patience=0) as mine:
         if not mine:
             return
@@ -64,10 +61,7 @@ def submit_awaited_evaluation(run: Run, folder: EvaluationDir) -> None:
 
 @contextlib.contextmanager
 def _evaluation_lock(run: Run, *, patience: float) -> Iterator[bool]:
-    """Hold the lock of a run's evaluations, which other processes than its chain submit too; yield whether it is held.
-
-    A file system without locks gives it to everybody: of two jobs, the second finds the claim of the first.
-    """
+    """Hold the lock of a run's evaluations, or none on a file system without locks; yield whether it is held."""
     with contextlib.ExitStack() as stack:
         try:
             held = stack.enter_context(folder_lock(run.evaluations, patience=patience))
@@ -101,18 +95,16 @@ def _attend(run: Run, plan: Plan, scheduler: Scheduler, folder: EvaluationDir) -
     began = folder.claim.exists()
     how = "is not known to the scheduler any more" if job is None else f"ended ({job.state.lower()})"
     error = f"job {known.job_id} {how} {'without a result' if began else 'before it began'}"
-    evaluations.record_result(
-        run,
-        EvaluationResult(
-            iteration=folder.iteration,
-            attempt=folder.attempt,
-            status="failed",
-            time=time.time(),
-            job_id=known.job_id,
-            error=error,
-            died=job is None or job.state != "CANCELLED",  # a person's cancellation stands
-        ),
+    result = EvaluationResult(
+        iteration=folder.iteration,
+        attempt=folder.attempt,
+        status="failed",
+        time=time.time(),
+        job_id=known.job_id,
+        error=error,
+        died=job is None or job.state != "CANCELLED",  # a person's cancellation stands
     )
+    evaluations.record_result(run, result)
     log_line(f"evaluation of iteration {folder.iteration} failed: {error}")
 
 

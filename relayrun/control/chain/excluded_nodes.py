@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from relayrun.control.job_log import log_line
 from relayrun.control.rundir import restarts
@@ -20,7 +20,7 @@ from relayrun.control.rundir.records import RankFailure, Record
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import MinimumNodes, NodeControl, Scheduler
 from relayrun.errors import SchedulerError
-from relayrun.files import append_line, read_lines
+from relayrun.files import read_lines
 
 FAILURES_TO_EXCLUDE = 2
 FAILURE_EXPIRE_SECONDS = 24 * 3600.0
@@ -39,7 +39,7 @@ class NodeFailureRecord(Record):
     """The node failed its health check, so that ranks cannot train there: it counts as FAILURES_TO_EXCLUDE failures."""
 
 
-_TASK_END = re.compile(r"^(?:.*\s)?srun: error: (\S+): tasks? ([\d,\-\[\]]+): (.+)$")
+TASK_END = re.compile(r"^(?:.*\s)?srun: error: (\S+): tasks? ([\d,\-\[\]]+): (.+)$")
 _NODE_FAILURE = re.compile(r"^(?:.*[ \t])?(?:(?:srun|slurmstepd\S*): .*[Nn]|error: N)ode failure on (\S+)", re.M)
 _LAUNCH_FAILURE = re.compile(r"^(?:.*[ \t])?srun: error: Task launch for \S+ failed on node (\S+): (.+)$", re.M)
 _TERMINATING = re.compile(r"^(?:.*\s)?(?:srun: .*\bTerminating Step|error: \*\*\* (?:STEP|JOB) )")
@@ -65,8 +65,8 @@ _LAST_WORDS = re.compile(
     r"(?:[\w.]*(?:Error|Exception|gaierror)(?::| \()|The (?:IPv4|server socket) "
     r"|(?:.*/)?(?:python[\d.]*|(?:ba|da|z|k)?sh|curl|wget|ssh): )"
 )
-"""The last line of a traceback, torch's message about a socket, an interpreter's message about its script; after rank
-labels."""
+"""After rank labels: the last line of a traceback, torch's message about a socket, an interpreter's about its script.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,10 +96,8 @@ def is_not_node_related(words: str) -> bool:
 
 
 def cause_outside_nodes(log: str, first: TaskEnd | RankFailure | None) -> str:
-    """Return the words of a cause that lies in no node; empty if the cause is another. `first`: the first failure.
-
-    A rank's record counts; without one the last words in the log, unless a task was ended by a signal of its own.
-    """
+    """Return the words of a cause that lies in no node; empty if the cause is another. `first`: the first failure. A
+    rank's record counts; without one the last words in the log, unless a task was ended by a signal of its own."""
     if isinstance(first, RankFailure):
         return first.error if is_not_node_related(first.error) else ""
     if (first is not None and first.signalled and not first.ended) or _HARDWARE_ERROR.search(log):
@@ -113,15 +111,10 @@ def task_ends(log: str) -> list[TaskEnd]:
     found, ended = [], False
     for line in log.splitlines():
         ended = ended or _TERMINATING.match(line) is not None
-        if task := _TASK_END.match(line):
+        if task := TASK_END.match(line):
             nodes, tasks = expand_nodelist(task[1]), set(map(int, expand_nodelist(task[2])))
             found.append(TaskEnd(nodes=nodes, tasks=tasks, what=task[3].strip(), ended=ended))
     return found
-
-
-def without_task_ends(log: str) -> str:
-    """Return a job's standard error without srun's lines about the ends of tasks."""
-    return "\n".join(line for line in log.splitlines() if not _TASK_END.match(line))
 
 
 def expand_nodelist(text: str) -> list[str]:
@@ -143,8 +136,7 @@ def first_failure(log: str, failures: Sequence[RankFailure]) -> TaskEnd | RankFa
     """Return the end of the task that failed first by itself: its rank's record or, without one, srun's line.
 
     srun ends the other tasks, and their ranks see a connection closed: neither is evidence. So srun's order counts,
-    except for tasks whose words are secondary, since srun may report the end of a peer before the end that the peer
-    noticed. None if no task can be named.
+    except for tasks with secondary words: srun may report a peer first. None if no task can be named.
     """
     ends = task_ends(log)
     primary = sorted((entry for entry in failures if not is_secondary_error(entry.error)), key=lambda entry: entry.time)
@@ -160,11 +152,8 @@ def first_failure(log: str, failures: Sequence[RankFailure]) -> TaskEnd | RankFa
 
 
 def _killed_by_itself(ends: Sequence[TaskEnd]) -> TaskEnd | None:
-    """Return the killed task if only its peers left words.
-
-    A task that ignores srun's SIGTERM is killed too, but KillWait later: if others were terminated before, or if
-    several tasks were killed, the two cases cannot be told apart.
-    """
+    """Return the killed task if only its peers left words and no other task was terminated or killed before. A task
+    that ignores srun's SIGTERM is killed too, KillWait later: then the two cases cannot be told apart."""
     killed = []
     for end in ends:
         if end.what.startswith("Terminated"):
@@ -175,12 +164,11 @@ def _killed_by_itself(ends: Sequence[TaskEnd]) -> TaskEnd | None:
 
 
 def blamed_nodes(log: str, failures: Sequence[RankFailure], *, ntasks: int) -> dict[str, str]:
-    """Return the nodes to blame for a failed attempt, with the reason in words.
+    """Return the nodes to blame for a failed attempt, with the reason in words. `log`: standard error of its job.
 
-    `log` is the standard error of its job. A node failure that Slurm reports always counts. Otherwise the node is
-    blamed whose task failed first by itself (`first_failure`) or could not be started. No node is blamed if all tasks
-    ended in the same way, if several nodes had the same error, if the cause lies in no node (`cause_outside_nodes`), or
-    if no task can be named.
+    A node failure that Slurm reports always counts. Otherwise the node is blamed whose task failed first by itself
+    (`first_failure`) or could not be started. No node is blamed if all tasks ended in the same way, if several nodes
+    had the same error, if the cause lies in no node (`cause_outside_nodes`), or if no task can be named.
     """
     if lost := [node for nodes in _NODE_FAILURE.findall(log) for node in expand_nodelist(nodes.strip(":,."))]:
         return dict.fromkeys(lost, "node failure")
@@ -211,10 +199,9 @@ def record_node_failures(run: Run, attempt: int, blame: dict[str, str], *, now: 
     """Record failures of nodes, once per attempt and node: an end that was killed is written again."""
     known = {entry.node for entry in read_node_failures(run) if entry.attempt == attempt}
     for node, reason in blame.items():
-        if node in known:
-            continue
-        entry = NodeFailureRecord(node=node, attempt=attempt, reason=reason[:200], time=now, sick=sick)
-        append_line(run.node_failures, asdict(entry))
+        if node not in known:
+            entry = NodeFailureRecord(node=node, attempt=attempt, reason=reason[:200], time=now, sick=sick)
+            entry.append(run.node_failures)
 
 
 def worst_nodes(failures: Iterable[NodeFailureRecord], *, nodes: int, now: float | None = None) -> list[str]:
@@ -236,10 +223,8 @@ def read_node_failures(run: Run) -> list[NodeFailureRecord]:
 def next_job_options(
     run: Run, plan: Plan, scheduler: Scheduler, options: Mapping[str, str], *, tried: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Return the options for the next job from the options of a job: with its excluded nodes and its number of nodes.
-
-    `tried`: nodes on which `begin` has just failed. Raises SchedulerError.
-    """
+    """Return a job's options with the excluded nodes and the number of nodes of the next job. Raises SchedulerError.
+    `tried`: nodes on which `begin` has just failed."""
     failures = read_node_failures(run)
     found = _without_reduced_nodes(plan, options)
     if scheduler.nodes is None or not (failures or tried or plan.outlives_nodes):
@@ -269,11 +254,8 @@ def next_job_options(
 
 
 def update_pending_job_nodes(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) -> None:
-    """Exclude nodes that are bad now from a queued job, and let it start with the nodes that are up.
-
-    A node that it excludes stays excluded, which may be a person's wish, unless we recorded failures of it and it is
-    needed now. Raises SchedulerError.
-    """
+    """Exclude nodes that are bad now from a queued job, and let it start with the nodes that are up. A node that a
+    person may have excluded stays excluded. Raises SchedulerError."""
     control, failures = scheduler.nodes, read_node_failures(run)
     if control is None or not (failures or plan.outlives_nodes):  # nothing to ask Slurm for
         return
@@ -319,11 +301,8 @@ def _minimum(plan: Plan, count: int, *, wanted: int) -> MinimumNodes:
 
 
 def _startable_node_count(run: Run, plan: Plan, control: NodeControl, options: Mapping[str, str]) -> int | None:
-    """Return the largest number of nodes with which a job that survives the loss of nodes can start now.
-
-    None if a person has chosen the number, or if no number can start. `options`: the job's options, without `nodes` if
-    the plan decides the number.
-    """
+    """Return the largest number of nodes with which a job that survives the loss of nodes can start now. None if a
+    person has chosen the number (`nodes` in `options`), or if no number can start."""
     if not plan.outlives_nodes or "nodes" in options:
         return None
     without = [*filter(None, [options.get("exclude")]), *sorted(_lost_nodes(run))]
@@ -348,10 +327,7 @@ def _lost_nodes(run: Run) -> set[str]:
 
 
 def _without_reduced_nodes(plan: Plan, options: Mapping[str, str]) -> dict[str, str]:
-    """Return the options without a number of nodes below the plan's, so that the script's own number holds.
-
-    A lower number comes from a loss. Slurm also counts the remaining nodes of a job that ends.
-    """
+    """Return the options without a number of nodes below the plan's, which comes from a loss."""
     ours = plan.outlives_nodes and int(options.get("nodes", "1").partition("-")[0]) <= plan.nodes_of_job
     return {name: value for name, value in options.items() if not (ours and name == "nodes")}
 

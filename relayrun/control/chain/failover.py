@@ -1,11 +1,9 @@
 """Failover: two programs that continue a chain whose batch script is gone.
 
-The fallback job starts if a job of the chain fails. If another job of the chain is queued or runs, the fallback job
-waits behind that one again. If not, it writes STOP if a person ended the chain, and otherwise queues the next job.
-
-An orphaned agent has lost its coordinator. It asks Slurm whether the batch host is lost; if so it closes the attempt
-and queues the job again, or cancels it if another job continues. Every node may do this; the records make it happen
-once.
+The fallback job starts if a job of the chain fails. It waits again behind another job of the chain, writes STOP if a
+person ended the chain, or queues the next job. An orphaned agent has lost its coordinator. If Slurm says that the batch
+host is lost, it closes the attempt and queues the job again, or cancels it if another job continues. Every node may do
+this; the records make it happen once.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from __future__ import annotations
 import time
 
 from relayrun.control import chain_state, decisions
-from relayrun.control.chain import background, campaign, excluded_nodes, fallback, jobs, supervisor
+from relayrun.control.chain import background, campaign, excluded_nodes, jobs, supervisor
 from relayrun.control.job_log import log_line
 from relayrun.control.rundir import restarts
 from relayrun.control.rundir.attempt import Attempt
@@ -54,7 +52,7 @@ def run_fallback_job(run: Run) -> int:
         last = next((job for job in live if job.waits), live[-1])
         known = scheduler.query(last.id)
         options, failed_begins = (known.options, known.failed_begins) if known else (plan.sbatch_options, 0)
-        fallback.queue_fallback_job(run, plan, last.id, options=options, failed_begins=failed_begins)
+        jobs.queue_fallback_job(run, plan, last.id, options=options, failed_begins=failed_begins)
         return 0
     failed = scheduler.query(order.job_id)
     ended = _chain_end(run, scheduler, order, failed)
@@ -108,7 +106,7 @@ def _queue_next(
     delay = BEGIN_BACKOFF << (count - 1)
     job_id = scheduler.submit(plan, run.job_script, options=options, delay=delay)
     log_line(f"job {order.job_id} failed and left no successor; job {job_id} goes on, not before {delay} s from now")
-    fallback.queue_fallback_job(run, plan, job_id, options=options, failed_begins=count)
+    jobs.queue_fallback_job(run, plan, job_id, options=options, failed_begins=count)
     try:
         fallback_jobs.count_failed_begins(job_id, count, ",".join(tried))
     except SchedulerError as error:  # a site may forbid changes of jobs; the new fallback job knows the count
@@ -137,10 +135,8 @@ RETRY_SECONDS = 30.0
 def close_orphaned_attempt(run: Run, number: int, *, node: int, restart_number: int) -> int:
     """Wait until this job is over or its batch host is lost, then see that the job ends. Returns the agent's exit code.
 
-    Every error is retried: no other process is left. The agent has left the signals that ask ranks to leave ignored.
-
-    `node`: number of this node in the job. `restart_number`: the newest restart that its agent knew, 0 before the
-    first.
+    Every error is retried: no other process is left. `node`: number of this node in the job. `restart_number`: the
+    newest restart that its agent knew, 0 before the first.
     """
     log_line(f"attempt {number}: the coordinator is gone; Slurm is asked whether the batch host is")
     told = False
@@ -205,7 +201,7 @@ def _record_lost_batch_host(attempt: Attempt, host: str, number: int, run: Run) 
         steps_lost=max(0, iteration - durable),
         lost={host: ""},
     )
-    restarts.record_failed_restart(attempt, failed)
+    failed.append(attempt.failed_restarts)
 
 
 def _end_job(run: Run, plan: Plan, attempt: Attempt, own: str) -> None:

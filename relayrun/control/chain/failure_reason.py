@@ -52,11 +52,6 @@ def stderr_file() -> str | None:
     return path if os.path.isfile(path) else None
 
 
-def log_size(log: str | None) -> int:
-    """Return the current size of a log in bytes."""
-    return os.path.getsize(log) if log is not None and os.path.exists(log) else 0
-
-
 def log_tail(log: str | None, *, since: int = 0) -> str:
     """Return at most the last TAIL_BYTES of a log, from byte `since` on; empty if there is no log."""
     if log is None:
@@ -68,11 +63,8 @@ def log_tail(log: str | None, *, since: int = 0) -> str:
 
 
 def log_excerpt(log: str) -> str:
-    """Return the relevant lines: from the first traceback or error on, without the supervisor's own and most of srun's.
-
-    At most EXCERPT_LINES; of a longer traceback, its beginning and its end. If no line looks like an error, the last
-    lines.
-    """
+    """Return at most EXCERPT_LINES relevant lines: from the first traceback or error on, or else the last ones. The
+    supervisor's lines and most of srun's are left out; a longer traceback keeps its beginning and its end."""
     lines, of_scheduler = [], 0
     for line in log.splitlines():
         if not line.strip() or line.startswith(LOG_PREFIX):
@@ -127,12 +119,14 @@ def why_failed(run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, ex
         return line, line
     log, failures = first_failure_log(plan, attempt), read_failures(attempt)
     earlier = range(plan.submitted_after_attempt + 1, attempt.number)
+    # a foreign trainer's heartbeat is the observer's, so it proves nothing
+    began = any(attempt.heartbeats.glob("*.json")) if plan.trainer == "native" else attempt.started.exists()
     fatal = fatal_reason(
         log,
         failures,
         exit_code=exit_code,
         ntasks=plan.rank_count(started.options),
-        began=_any_rank_was_alive(plan, attempt),
+        began=began,
         worked_before=any(run.attempt(number).started.exists() for number in earlier),
         program=[*plan.command_prefix, *trainer_of(plan, run).command(started)][0],
     )
@@ -141,11 +135,6 @@ def why_failed(run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, ex
         return who, fatal
     short = time_limit.why_time_was_short(attempt, now=time.time(), asked=plan.time_limit)
     return "; ".join(filter(None, [who, short])), fatal
-
-
-def _any_rank_was_alive(plan: Plan, attempt: Attempt) -> bool:
-    """Return whether a rank was ever alive. A foreign trainer's heartbeat is the observer's, so it proves nothing."""
-    return any(attempt.heartbeats.glob("*.json")) if plan.trainer == "native" else attempt.started.exists()
 
 
 def _why_no_restart(attempt: Attempt) -> str:
@@ -163,7 +152,9 @@ def attempt_log(attempt: Attempt) -> str:
 def first_failure_log(plan: Plan, attempt: Attempt) -> str:
     """Return the log used to find the first failure, without srun's lines about agents, which all exit together."""
     log = attempt_log(attempt)
-    return log if plan.chain.recovery == "job" else excluded_nodes.without_task_ends(log)
+    if plan.chain.recovery == "job":
+        return log
+    return "\n".join(line for line in log.splitlines() if not excluded_nodes.TASK_END.match(line))
 
 
 def fatal_reason(
@@ -178,9 +169,8 @@ def fatal_reason(
 ) -> str | None:
     """Return in one sentence why every other attempt would fail in the same way; None if that is not certain.
 
-    Certain are: an error that a rank itself declares so (`RankFailure.repeats`); a program that no rank could start,
-    and a module that every rank lacks, unless an attempt since the last submit had them: then a file system may be
-    away.
+    Certain are: an error that a rank itself declares so (`RankFailure.repeats`); and, unless an earlier attempt worked,
+    a program that no rank could start and a module that every rank lacks.
 
     Args:
         log: standard error of the attempt's job.

@@ -214,8 +214,8 @@ def attempt_environment(
 ) -> str:
     """Return the text of an attempt's job.env, which job.sh sources: variables, three arrays, and the signal to leave.
 
-    `leave_signal`: a signal's name without SIG; empty if only a file asks the ranks to leave. `leave_from`: seconds
-    since 1970, before which Slurm's warning of the time limit comes too early.
+    `leave_signal`: name without SIG; empty if only a file asks the ranks to leave. `leave_from`: seconds since 1970
+    before which Slurm's warning comes too early.
     """
     return _text(
         *export_lines(environment),
@@ -258,10 +258,8 @@ def rank_program(plan: Plan, command: Sequence[str], *, where: Sequence[str]) ->
 def task_command(
     plan: Plan, starter: Sequence[str], program: Sequence[str], *, setup: Path, nodes: Sequence[str] = ()
 ) -> list[str]:
-    """Return the whole command that starts `program` on the ranks.
-
-    `setup`: the file with the lines of `job.setup`, if any. `nodes`: nodes on each of which `starter` starts one step.
-    """
+    """Return the command that starts `program` on the ranks. `setup`: the file of `job.setup`, if any. `nodes`: nodes
+    on each of which `starter` starts one step."""
     rank = Path(plan.package_root) / "launchers" / "lib" / "rank.sh"
     before = ["bash", str(setup)] if plan.setup else []
     if nodes:

@@ -1,8 +1,9 @@
 """The jobs of a chain in the queue: the successor, the fallback job, and the cancellation by a person.
 
-A successor is a pending job of this chain; a job that is still completing does not count. The fallback job waits for
-the failure of the chain's newest job (`chain.failover` says what it does then). A person may cancel the chain on a full
-disk: cancelling needs no file, and if STOP cannot be written the comments of the jobs hold the order.
+A successor is a pending job of this chain; a completing job does not count. The fallback job, one small job behind the
+chain's newest job, starts only if that job fails: its batch script was killed inside `begin`, or somebody cancelled a
+waiting job while no job runs (`chain.failover` is its program). A person may cancel the chain on a full disk: if STOP
+cannot be written, the comments of the jobs hold the order.
 """
 
 from __future__ import annotations
@@ -13,17 +14,79 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from relayrun.control.chain import excluded_nodes
-from relayrun.control.chain.fallback import cancel_fallback_jobs, queue_fallback_job
+from relayrun.control.chain.job_script import FALLBACK_TIME_LIMIT
 from relayrun.control.job_log import log_line
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import ChainEnd, SuccessorJob
 from relayrun.control.rundir.run import Run, stop_reason, write_stop
-from relayrun.control.scheduler.base import RESERVATION_GONE, Job, Scheduler
+from relayrun.control.scheduler import slurm_commands
+from relayrun.control.scheduler.base import RESERVATION_GONE, FallbackJobs, FallbackOrder, Job, Scheduler
+from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.control.trainers.registry import trainer_of
 from relayrun.errors import RunDirError, SchedulerError, describe_owner
 from relayrun.files import write_atomic
+from relayrun.slurmtime import parse_time
+
+
+def queue_fallback_job(
+    run: Run, plan: Plan, job_id: str, *, options: Mapping[str, str | None], failed_begins: int = 0
+) -> None:
+    """Queue a fallback job behind the chain's newest job, after `failed_begins` jobs in a row that could not begin."""
+    scheduler = scheduler_for_plan(plan, run, patience=0)
+    jobs = scheduler.fallback_jobs
+    if not plan.fallback_job or jobs is None:
+        return
+    order = FallbackOrder(job_id=job_id, failed_begins=failed_begins)
+    try:
+        former = [job.id for job in scheduler.live_fallback_jobs(plan) if job.waits]
+        if former and _move_fallback_job(jobs, former[0], order):
+            return
+        given = {name: value for name, value in options.items() if value is not None}
+        jobs.queue(
+            run.fallback_script,
+            name=plan.fallback_job_name,
+            order=order,
+            options=_chain_options(plan, given),
+            limit=_fallback_time_limit(plan, given),
+        )
+        for job in scheduler.live_fallback_jobs(plan) if former else []:
+            if job.waits and job.id in former:
+                scheduler.cancel(job.id)
+    except SchedulerError as error:
+        log_line(f"no fallback job behind job {job_id}: {error.message}")
+
+
+def _move_fallback_job(jobs: FallbackJobs, job_id: str, order: FallbackOrder) -> bool:
+    try:
+        jobs.move(job_id, order)
+    except SchedulerError as error:  # a site may forbid changes of jobs; or it has just started
+        log_line(f"fallback job {job_id} stays as it is, and another one is queued: {error.message}")
+        return False
+    return True
+
+
+def _chain_options(plan: Plan, given: Mapping[str, str]) -> dict[str, str | None]:
+    """Return all options of the chain's jobs: `given`, read back from one of them, overrides the plan."""
+    planned = {"nodes": str(plan.nodes_of_job), "cpus-per-task": str(plan.cpus_per_task), **plan.sbatch_options}
+    return planned | slurm_commands.gpu_options_like_script(given, plan.sbatch_options)
+
+
+def _fallback_time_limit(plan: Plan, given: Mapping[str, str]) -> int:
+    try:
+        asked = parse_time(given["time"])
+    except (KeyError, ValueError):  # not given, or UNLIMITED
+        asked = plan.time_limit
+    return min(FALLBACK_TIME_LIMIT, asked)
+
+
+def cancel_fallback_jobs(plan: Plan, scheduler: Scheduler, *, anyone: bool = False) -> list[str]:
+    """Cancel the pending fallback jobs: this user's, or `anyone`'s; return their ids. Raises SchedulerError."""
+    waiting = [job.id for job in scheduler.live_fallback_jobs(plan, anyone=anyone) if job.waits]
+    for job_id in waiting:
+        scheduler.cancel(job_id)
+    return waiting
 
 
 def queue_first_job(run: Run, plan: Plan, scheduler: Scheduler) -> str:
@@ -80,11 +143,8 @@ def cancel_job(scheduler: Scheduler, job: Job) -> None:
 
 
 def successor_options(job: Job, scheduler: Scheduler) -> dict[str, str]:
-    """Return the options of the running job that hold for its successors.
-
-    Its time limit is not among them: Slurm or a person may have lowered it, and successors ask for the plan's. Nor are
-    the excluded nodes on which its `begin` failed.
-    """
+    """Return the options of the running job that hold for its successors: neither its time limit, which Slurm or a
+    person may have lowered, nor the excluded nodes on which its `begin` failed."""
     options = {name: value for name, value in job.options.items() if name != "time"}
     if not job.begin_failed_on or scheduler.nodes is None or "exclude" not in options:
         return options
@@ -175,7 +235,7 @@ def requeue_job(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *,
     """Requeue the running job under its id, with the nodes that it can have; return the id of the job that goes on.
 
     That is another job if this one cannot start with fewer nodes and too few are up. A repeated call returns the same
-    job: this job, queued in front of it, would delay it. Raises SchedulerError.
+    job. Raises SchedulerError.
     """
     if other := _replacement_of(plan, scheduler, attempt, own):
         return other
@@ -231,10 +291,8 @@ def cancel_replaced_job(attempt: Attempt, scheduler: Scheduler, *, own: str, job
 
 
 def cancel_chain(run: Run, scheduler: Scheduler, *, user: str) -> str:
-    """End the chain and cancel its jobs, without waiting for a checkpoint; return a sentence about it.
-
-    Raises RunDirError if this user may not write STOP or this is no run, SchedulerError if a job stays.
-    """
+    """End the chain and cancel its jobs, without waiting for a checkpoint; return a sentence about it. Raises
+    RunDirError if this user may not write STOP or this is no run, SchedulerError if a job stays."""
     plan, unwritten = Plan.load(run), ""
     try:
         write_stop(run, ChainEnd("stopped", f"cancelled by {user}"))
@@ -260,11 +318,8 @@ def cancel_chain(run: Run, scheduler: Scheduler, *, user: str) -> str:
 
 
 def stop_chain_without_files(run: Run, plan: Plan, scheduler: Scheduler, error: OSError, *, user: str) -> str:
-    """End a chain whose run directory accepts neither trigger nor STOP; return a sentence about it.
-
-    Pending jobs are cancelled, and a signal asks the ranks of the running job to save and leave. Raises SchedulerError
-    if a pending job stays.
-    """
+    """End a chain whose run directory accepts neither trigger nor STOP; return a sentence about it. Pending jobs are
+    cancelled, and a signal asks the ranks to save and leave. Raises SchedulerError if a pending job stays."""
     unwritten = note_stop_in_jobs(run, plan, scheduler, error, user=user)
     with contextlib.suppress(SchedulerError):
         cancel_fallback_jobs(plan, scheduler, anyone=True)

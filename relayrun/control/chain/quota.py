@@ -1,7 +1,6 @@
-"""Measures how full the file system of a run is, and the quotas on it.
+"""Measures how full the file system of a run is, and the quotas on it, by `lfs quota`, `quota` or a site's command.
 
-Asks `lfs quota` and `quota`, or the site's command (`cluster.quota_command`), and reads their tables or JSON. The
-question runs in a thread: a command that hangs blocks nobody.
+The commands run in a thread: one that hangs blocks nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from relayrun.control.rundir import storage_limits
 from relayrun.control.rundir.checkpoint_records import Lineage
@@ -92,33 +91,31 @@ def measure_quotas(run: Run, plan: Plan, *, now: float) -> None:
     for each in found:
         sizes = [sum(commit.files.values()) if each.kind == "bytes" else len(commit.files) for commit in own]
         one, rolling = (sizes[0], sum(sizes[:kept])) if sizes else (0, 0)
-        points.append(
-            UsageSample(
-                time=now,
-                source=each.source,
-                kind=each.kind,
-                used=each.used,
-                limit=each.limit,
-                own=sum(sizes),
-                rolling=rolling,
-                to_come=max(0, kept - len(sizes)) * one,
-                one=one,
-                saves=len(line),
-            )
+        point = UsageSample(
+            time=now,
+            source=each.source,
+            kind=each.kind,
+            used=each.used,
+            limit=each.limit,
+            own=sum(sizes),
+            rolling=rolling,
+            to_come=max(0, kept - len(sizes)) * one,
+            one=one,
+            saves=len(line),
         )
+        points.append(point)
     storage_limits.record_usage(run, points, complaint=complaint, now=now)
 
 
 def read_quotas(place: Path, command: Sequence[str] = ()) -> list[QuotaLimit]:
     """Return the quotas on this user's files at a path: the user's, a group's and a project's.
 
-    `command`: the site's command instead of `lfs quota` and `quota`, with `{path}` and `{user}` filled in. If `lfs` and
-    `quota` are missing, or print an unknown format, the list is empty. Raises RelayrunError for the site's command.
+    `command`: the site's command instead of `lfs quota` and `quota`, with `{path}` and `{user}` filled in; only its
+    errors raise RelayrunError.
     """
     user = str(os.getuid())  # it may have no name here
     if command:
-        filled = [word.replace("{path}", str(place)).replace("{user}", user) for word in command]
-        return _site_quotas(filled)
+        return _site_quotas([word.replace("{path}", str(place)).replace("{user}", user) for word in command])
     found: list[QuotaLimit] = []
     if shutil.which("lfs") is not None:
         asked = [
@@ -129,9 +126,8 @@ def read_quotas(place: Path, command: Sequence[str] = ()) -> list[QuotaLimit]:
         for of, option, who in asked:
             if who:
                 source = f"lfs quota{of}{who}" if of else "lfs quota"
-                found += (
-                    parse_quota_output(source, _program_answer(["lfs", "quota", "-q", option, who, str(place)])) or []
-                )
+                answer = _program_answer(["lfs", "quota", "-q", option, who, str(place)])
+                found += parse_quota_output(source, answer) or []
     if shutil.which("quota") is not None:
         command = ["quota", "--no-wrap", "--raw-grace", "--nfs-all", "-f", str(_mount_point(place))]
         found += parse_quota_output("quota", _program_answer(command)) or []
@@ -164,9 +160,8 @@ def _site_quotas(command: list[str]) -> list[QuotaLimit]:
     try:
         text = _program_output(command)
     except subprocess.TimeoutExpired:
-        raise RelayrunError(
-            f"it did not answer within {QUOTA_QUESTION_SECONDS:.0f} s", where=command[0], hint=hint
-        ) from None
+        words = f"it did not answer within {QUOTA_QUESTION_SECONDS:.0f} s"
+        raise RelayrunError(words, where=command[0], hint=hint) from None
     except OSError as error:
         raise RelayrunError(f"it cannot be run: {error.strerror}", where=command[0], hint=hint) from None
     found = parse_quota_output(source, text)
@@ -199,14 +194,9 @@ def _program_output(command: list[str]) -> str:
 def file_system_limit(place: Path) -> list[QuotaLimit]:
     """Return the limits of `df` for this user: blocks reserved for root do not count."""
     found = os.statvfs(place)
-    used = (found.f_blocks - found.f_bfree) * found.f_frsize
-    return make_limits(
-        FILE_SYSTEM,
-        used,
-        used + found.f_bavail * found.f_frsize,
-        found.f_files - found.f_ffree,
-        found.f_files - found.f_ffree + found.f_favail if found.f_files else 0,
-    )
+    used, files = (found.f_blocks - found.f_bfree) * found.f_frsize, found.f_files - found.f_ffree
+    most_files = files + found.f_favail if found.f_files else 0
+    return make_limits(FILE_SYSTEM, used, used + found.f_bavail * found.f_frsize, files, most_files)
 
 
 BLOCK = 1024
@@ -221,8 +211,7 @@ _QUOTA_OWNER = re.compile(r"\s*Disk quotas for (?P<kind>usr|user|grp|group|prj|p
 _KINDS = {"usr": "", "user": "", "grp": "group", "group": "group", "prj": "project", "project": "project"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class QuotaTableRow:
+class QuotaTableRow(NamedTuple):
     """A table's row of one file system (`name`) and one user, group or project, in bytes and files; 0 is no limit."""
 
     of: str
@@ -235,11 +224,8 @@ class QuotaTableRow:
 
 
 def parse_quota_output(source: str, text: str) -> list[QuotaLimit] | None:
-    """Parse `{"used": BYTES, "limit": BYTES, "used_files": N, "limit_files": N}` or a table; None if it is neither.
-
-    A limit of 0 is no limit. `source`: name of the program; the owner of the quota, and the file system if the table
-    has several, are appended.
-    """
+    """Parse `{"used": BYTES, "limit": BYTES, "used_files": N, "limit_files": N}` or a table; None if it is neither. A
+    limit of 0 is no limit. `source`: name of the program, to which owner and file system are appended."""
     try:
         value = json.loads(text)
         used, limit = int(value["used"]), int(value["limit"])
@@ -273,14 +259,8 @@ def _table_rows(text: str) -> Iterator[QuotaTableRow]:
             _, *numbers = row.groups()
             used, soft, hard = (_parse_number(number, BLOCK_UNITS) for number in numbers[:3])
             files, soft_files, hard_files = (_parse_number(number, FILE_UNITS) for number in numbers[3:])
-            yield QuotaTableRow(
-                of=of,
-                name=row["name"].strip() or before,
-                used=used,
-                limit=hard or soft,
-                files=files,
-                most_files=hard_files or soft_files,
-            )
+            name = row["name"].strip() or before
+            yield QuotaTableRow(of, name, used, hard or soft, files, hard_files or soft_files)
         before = line.strip()
 
 

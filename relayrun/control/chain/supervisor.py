@@ -1,10 +1,9 @@
 """The supervisor, a small program beside the ranks: `begin` before them, `watch` beside them, `end` after them.
 
-It gathers facts, lets `decisions` judge, and acts: records, the successor, the end of the chain. Its only state is the
-run directory, so it may be killed at any point; the next job's `begin` completes a killed `end`.
-
-An error is raised and ends the program: the batch script then retries `end`, and finally requeues the job itself
-(`launchers/lib/again.sh`). STOP is written only if another try would end in the same way.
+It gathers facts, lets `decisions` judge, and acts. Its only state is the run directory, so it may be killed at any
+point; the next job's `begin` completes a killed `end`. An error ends the program: the batch script then retries `end`,
+and finally requeues the job itself (`launchers/lib/again.sh`). STOP is written only if another try would end in the
+same way.
 """
 
 from __future__ import annotations
@@ -24,13 +23,11 @@ from relayrun.control.chain import (
     evaluation_jobs,
     excluded_nodes,
     failure_reason,
-    fallback,
     job_script,
     jobs,
 )
-from relayrun.control.chain.watch import Watch
 from relayrun.control.chain_state import count_failed_attempts
-from relayrun.control.job_log import log_line, stdout_beside
+from relayrun.control.job_log import log_line, log_size, stdout_beside
 from relayrun.control.rundir import checkpoint_records, merged_metrics, node_health, restarts, time_limit, triggers
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.checkpoint_records import Lineage
@@ -53,10 +50,8 @@ USEFUL_RESERVATION_SECONDS = 60.0
 
 
 def begin_attempt(run: Run) -> int:
-    """Open an attempt, or end the chain. Prints the attempt's directory for job.sh; returns the exit code.
-
-    Raises SchedulerError and OSError, for which the caller retries; RunDirError after STOP is written.
-    """
+    """Open an attempt, or end the chain. Prints the attempt's directory for job.sh; returns the exit code. Raises
+    SchedulerError and OSError, for which the caller retries; RunDirError after STOP is written."""
     try:
         plan = Plan.load(run)
     except RunDirError as error:
@@ -136,17 +131,11 @@ def _decide_and_open(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) ->
     return 0
 
 
-def watch_attempt(run: Run, number: int, *, batch_pid: int) -> int:
-    """Watch the ranks until SIGTERM, or until the batch script ends; see `chain.watch`."""
-    Watch(run, number).loop(batch_pid)
-    return 0
-
-
 def end_attempt(run: Run, number: int, exit_code: int) -> int:
     """Record how the attempt ended, and continue or end the chain; safe to call again. Returns the exit code."""
     plan = Plan.load(run)
     attempt = run.attempt(number)
-    started = _attempt_start(attempt)
+    started = attempt.started_record()
     newest = run.newest_begun()
     if newest is not None and newest.number != number:
         log_line(f"attempt {number} has been overtaken; its end changes nothing")
@@ -269,8 +258,8 @@ def _open_attempt(
         min_grace_period=plan.min_grace_period,
         max_grace_period=plan.max_grace_period,
         log=stderr,
-        log_offset=failure_reason.log_size(stderr),
-        output_offset=failure_reason.log_size(stdout_beside(stderr)),
+        log_offset=log_size(stderr),
+        output_offset=log_size(stdout_beside(stderr)),
         options=options,
         previous_end=None if previous_end is None else f"{previous_end.cause}: {previous_end.reason}",
     )
@@ -312,13 +301,6 @@ def _acknowledge(run: Run, trigger: triggers.Trigger, iteration: int, result: st
         log_line(f"trigger {trigger.name} not acknowledged: {error}")
 
 
-def _attempt_start(attempt: Attempt) -> AttemptStart:
-    started = attempt.read_begin()
-    if started is None:
-        raise RunDirError("this attempt never began", where=attempt.path)
-    return started
-
-
 def _reservation_over(run: Run, plan: Plan, started: AttemptStart, scheduler: Scheduler, own: str) -> str:
     """Return a sentence if the job's reservation, which Slurm may have removed from it, ends too soon; else ""."""
     name = started.options.get("reservation")
@@ -343,7 +325,7 @@ def _reservation_over(run: Run, plan: Plan, started: AttemptStart, scheduler: Sc
 def _close(
     run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled: bool, reservation: str = ""
 ) -> AttemptEnd:
-    started = _attempt_start(attempt)
+    started = attempt.started_record()
     _conclude(run, plan, attempt, started, exit_code)
     outcome, hang = AttemptOutcome.read(attempt.outcome), Hang.read(attempt.hang)
     failure, fatal = "", None
@@ -412,15 +394,12 @@ def _conclude(run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, exi
 
 
 def _close_predecessor(run: Run, plan: Plan, scheduler: Scheduler) -> tuple[bool, ChainEnd | None]:
-    """Write the end that a killed batch script left out; return whether its job was cancelled, and its verdict.
-
-    The scheduler is asked even if an end exists: a script can be killed, or misled, in the last seconds of its job. And
-    the end may have decided that the chain ends, and been killed before STOP.
-    """
+    """Write the end that a killed batch script left out; return whether its job was cancelled, and its verdict. The
+    scheduler is asked even if an end exists: a script can be killed, or misled, in the last seconds of its job."""
     attempt = run.newest_begun()
     if attempt is None or attempt.number <= plan.submitted_after_attempt:
         return False, None
-    started = _attempt_start(attempt)
+    started = attempt.started_record()
     cancelled = _cancelled(attempt, started, scheduler)
     record = attempt.read_end() or _close(run, plan, attempt, decisions.UNKNOWN_EXIT_CODE, cancelled=cancelled)
     return cancelled, record.verdict or jobs.end_by_cancelled_successor(attempt, scheduler)
@@ -468,13 +447,11 @@ def _environment(
 
 def stop_chain(run: Run, plan: Plan, scheduler: Scheduler, ended: ChainEnd, *, own_job: str, words: str = "") -> None:
     """Write the reason to STOP first, so that a successor that starts meanwhile stops too; then cancel the queued jobs.
-
-    Raises OSError if STOP cannot be written: then no job is cancelled, and the next job decides the same.
-    """
+    Raises OSError if STOP cannot be written: then no job is cancelled, and the next job decides the same."""
     write_stop(run, ended, words=words)
     log_line(f"the chain ends: {ended.reason}")
     try:
-        fallback.cancel_fallback_jobs(plan, scheduler)
+        jobs.cancel_fallback_jobs(plan, scheduler)
         for job in jobs.pending_jobs(plan, scheduler, own=own_job):
             jobs.cancel_job(scheduler, job)
     except SchedulerError as error:  # every job that starts finds STOP

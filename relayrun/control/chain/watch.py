@@ -1,10 +1,9 @@
 """The watch and the guard: two programs that run beside the ranks of an attempt.
 
 The watch updates the merged metrics, ends an attempt that hangs, and queues a missing successor. A duty that fails does
-not keep the watch from the other duties, and no duty waits long for the scheduler: a rank that hangs must be seen. An
-attempt hangs if no node's heartbeat changes for `hang_timeout` seconds, or for ten times the usual duration of a step
-(while saving: of a save), if that is longer. The watch measures with its own clock, so the clocks of the nodes need not
-agree. Before it ends the ranks it asks each one for its Python stacks.
+not keep the watch from the others, and none waits long for the scheduler. An attempt hangs if no node's heartbeat
+changes for `hang_timeout` seconds, or for ten times the usual duration of a step (while saving: of a save), if that is
+longer, by the watch's own clock. Before it ends the ranks it asks each one for its Python stacks.
 
 The guard is a step of its own in a job that has no successor. If the batch script is killed, or the time limit comes,
 Slurm sends the guard SIGTERM and waits KillWait seconds; in that time the guard requeues the job.
@@ -26,7 +25,7 @@ from relayrun.control.chain import campaign, evaluation_jobs, excluded_nodes, fa
 from relayrun.control.chain.background import CheckpointCopier, NoticeSender
 from relayrun.control.chain.quota import QuotaMonitor
 from relayrun.control.chain_state import longest_heartbeat_interval
-from relayrun.control.job_log import log_line
+from relayrun.control.job_log import log_line, log_size
 from relayrun.control.rundir.merged_metrics import MergedViews
 from relayrun.control.rundir.node_health import late_ranks, ranks_with_stacks
 from relayrun.control.rundir.plan import Plan
@@ -112,7 +111,8 @@ class Watch:
                 break  # other signals belong to a duty
         self._notices.finish()
         self._copier.finish()
-        self._try("the merged views", self._follow_to_the_end)
+        self._try("the merged views", self._follow)
+        self._try("the merged views", self._views.note)
 
     def look(self, batch_pid: int) -> None:
         """Do every duty once."""
@@ -124,7 +124,7 @@ class Watch:
         self._try("the end of the reservation", lambda: self._look_at_reservation(batch_pid))
         self._try("the successor", self._look_after_successor)
         self._try("evaluations, and the runs behind this one", self._look_at_saves)
-        saved = failure_reason.log_size(str(self.attempt.commits))
+        saved = log_size(self.attempt.commits)
         self._try("the copies of checkpoints", lambda: self._copier.look(saved))
         self._try("how full the disk is", lambda: self._quota.look(saved))
         self._notices.look()
@@ -156,10 +156,6 @@ class Watch:
 
     def _follow(self) -> None:
         self._views.update(attempt=self.attempt.number)
-
-    def _follow_to_the_end(self) -> None:
-        self._follow()
-        self._views.note()
 
     def _look_for_hang(self) -> None:
         if self._ended_hang:
@@ -285,7 +281,7 @@ class Watch:
 
     def _look_at_saves(self) -> None:
         """Submit evaluations and start waiting runs after a save, and from time to time without one."""
-        size = failure_reason.log_size(str(self.attempt.commits))
+        size = log_size(self.attempt.commits)
         if size == self._commits and time.monotonic() < self._next_look:
             return
         self._commits, self._next_look = size, time.monotonic() + RETRY_SECONDS

@@ -1,7 +1,7 @@
-"""What somebody is to be told of a chain, as it follows from the run directory's records.
+"""Due notices of a chain, from the records of the run directory.
 
-The records are the truth, and a notice has a name that follows from what happened. So whoever looks next, a job or a
-person's command, writes what a killed supervisor, a full disk or a batch script's STOP left out, and nothing twice.
+The records are the truth, and the name of a notice follows from its event. So the next job or command writes the
+notices that a killed supervisor, a full disk or a batch script's STOP left out, and none twice.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from relayrun.errors import RelayrunError
 from relayrun.files import free_space, read_lines_backwards
 
 METRICS_LINES = 500
-"""The newest lines of metrics that are looked at, at a time."""
+"""Maximum number of newest lines of metrics that are examined at a time."""
 EVALUATION_RESULTS = 10
-"""The newest results that are looked at."""
+"""Number of newest results that are examined."""
 NoticeSource = Callable[[Run, Plan, NoticePolicy, float], Iterator[Notice]]
-"""What gives the notices of one kind, of a run, its plan, who is told, and the time."""
+"""Yields the notices of one kind, from a run, its plan, its policy and the time."""
 DISK_FULL_ERRORS = ("No space left on device", "Disk quota exceeded")
-"""What a save says that met a full disk."""
+"""Errors of a save on a full disk."""
 
 
 def write_due_notices(
     run: Run, plan: Plan, policy: NoticePolicy, *, now: float, at_work: bool, more: Sequence[Notice] = ()
 ) -> list[str]:
-    """Write the notices that are due and not there; return what could not be looked at or written, in words.
+    """Write due notices that do not exist yet; return the errors in words.
 
-    `at_work`: a job of the chain runs, and how it goes is looked at; a person's command looks at what has ended alone.
-    `more`: what the caller has seen that follows from no record.
+    `at_work`: a job of the chain runs, and its progress is examined too; a person's command examines only ended
+    attempts. `more`: further notices, which follow from no record.
     """
     there = notices.known_notices(run)
     sources: list[NoticeSource] = [_stop_notices, _attempt_notices, _node_notices, _evaluation_notices]
@@ -58,7 +58,7 @@ def write_due_notices(
 
 
 def _stop_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:
-    """The chain has ended: done, or for another reason."""
+    """Yield the end of the chain."""
     try:
         ended, words = parse_stop(run.stop.read_text(encoding="utf-8", errors="replace"))
         seen = run.stop.stat().st_mtime
@@ -68,19 +68,13 @@ def _stop_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Ite
         ended, words, seen = STOP_IS_A_DIRECTORY, "", now
     done = ended.state == "done"
     name = hashlib.sha256(f"{policy.since} {ended.reason}".encode()).hexdigest()[:12]
-    yield make_notice(
-        run,
-        plan,
-        f"{'done' if done else 'stopped'}-{name}",
-        cause="done" if done else f"stopped-{name}",
-        time=seen,
-        reason=ended.reason,
-        words=words.strip(),
-    )
+    stopped, words = f"stopped-{name}", words.strip()
+    notice, cause = (f"done-{name}", "done") if done else (stopped, stopped)
+    yield make_notice(run, plan, notice, cause=cause, time=seen, reason=ended.reason, words=words)
 
 
 def _attempt_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:
-    """The newest attempt that has ended hung, or was the last of several that failed."""
+    """Yield a hang or a series of failures that ends with the newest ended attempt."""
     for number in islice(reversed(run.attempt_numbers()), 2):  # of the newest two one may run
         record = run.attempt(number).read_end()
         if record is None:
@@ -99,25 +93,18 @@ def _attempt_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> 
 
 
 def _node_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:
-    """Nodes of the newest two attempts on which ranks cannot train, or that were left out."""
+    """Yield sick or excluded nodes of the newest two attempts."""
     if not policy.wants("node"):
         return
     for number in run.attempt_numbers()[-2:]:
         found = node_health.read_findings(run.attempt(number))
         for count, each in enumerate(found, start=1):
             if (each.hard or each.action != "warned") and each.time >= policy.since:
-                yield make_notice(
-                    run,
-                    plan,
-                    f"node-{number:04}-{count}",
-                    time=each.time,
-                    reason=f"attempt {number}: {each.told}",
-                    attempt=number,
-                )
+                name, words = f"node-{number:04}-{count}", f"attempt {number}: {each.told}"
+                yield make_notice(run, plan, name, time=each.time, reason=words, attempt=number)
 
 
 def _evaluation_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:
-    """Evaluations that have finished."""
     for _, line in islice(read_lines_backwards(run.evaluations_view), EVALUATION_RESULTS):
         result = EvaluationResult.of(line)
         if result.time < policy.since:
@@ -129,31 +116,22 @@ def _evaluation_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) 
             if "stderr" not in name
         )
         what = scores if result.status == "done" else f"failed: {result.error}"
-        yield make_notice(
-            run,
-            plan,
-            f"evaluation-{result.iteration:07}-{result.attempt:04}",
-            cause=f"evaluation-{result.iteration}-{result.attempt}",
-            time=result.time,
-            reason=f"evaluation of iteration {result.iteration}: {what}",
-        )
+        reason = f"evaluation of iteration {result.iteration}: {what}"
+        name = f"evaluation-{result.iteration:07}-{result.attempt:04}"
+        cause = f"evaluation-{result.iteration}-{result.attempt}"
+        yield make_notice(run, plan, name, cause=cause, time=result.time, reason=reason)
 
 
 def _progress_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:
-    """Nothing durable came for long while jobs ran."""
     if not policy.wants("stalled") or run.stop.exists():
         return
-    found = stalled_notice(run, since=policy.since, patience=policy.no_progress, now=now)
-    if found is not None:
-        name, reason = found
-        yield make_notice(run, plan, name, time=now, reason=reason)
+    if found := stalled_notice(run, since=policy.since, patience=policy.no_progress, now=now):
+        yield make_notice(run, plan, found[0], time=now, reason=found[1])
 
 
 def stalled_notice(run: Run, *, since: float, patience: float, now: float) -> tuple[str, str] | None:
-    """Return the id and the words of a notice, where nothing durable came for `patience` seconds while jobs ran.
-
-    The time in the queue before the first of them does not count, nor what was before `since`.
-    """
+    """Return id and words of a notice if `patience` seconds of jobs brought no durable iteration; else None. Time in
+    the queue before the first of these jobs does not count, and neither does time before `since`."""
     newest = next(Lineage(run).backwards(), None)
     numbers = run.attempt_numbers()
     first = next((number for number in numbers if newest is None or number > newest.attempt), None)
@@ -168,7 +146,7 @@ def stalled_notice(run: Run, *, since: float, patience: float, now: float) -> tu
 
 
 def _loss_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:
-    """Iterations whose loss is no number, that were left out, or before which training went back."""
+    """Yield iterations with a loss that is no number, skipped iterations, and rollbacks."""
     attempt = run.newest_begun()
     if attempt is None or not policy.wants("anomaly"):
         return
@@ -181,7 +159,7 @@ def _loss_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Ite
 
 
 def _skipped_iterations(attempt: Attempt, noted: int) -> tuple[str, str, int]:
-    """The newest iteration behind `noted` that was left out or whose loss is no number, and how many there are."""
+    """Return the newest iteration after `noted` that was skipped or whose loss is no number, and their count."""
     found = [
         line
         for _, line in islice(read_lines_backwards(attempt.metrics), METRICS_LINES)
@@ -203,7 +181,7 @@ def _rolled_back(attempt: Attempt) -> tuple[str, str, int]:
 
 
 def _disk_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:
-    """The disk has room for few more checkpoints, or a save met its end."""
+    """Yield a disk with room for few more checkpoints, and a save that failed on a full disk."""
     attempt = run.newest_begun()
     if attempt is None or not policy.wants("disk"):
         return
@@ -213,13 +191,12 @@ def _disk_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Ite
         if any(words in error for words in DISK_FULL_ERRORS):
             reason = f"a save of iteration {line['iteration']} failed: {error}"
             yield make_notice(run, plan, f"{name}-{line['iteration']}", time=now, reason=reason)
-    words = low_disk_text(run, checkpoints=policy.disk_checkpoints)
-    if words is not None:
+    if words := low_disk_text(run, checkpoints=policy.disk_checkpoints):
         yield make_notice(run, plan, name, time=now, reason=words)
 
 
 def _quota_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:
-    """A quota, or the disk, will be full soon: told once a week as long as that lasts."""
+    """Yield a quota or disk that will be full soon, once a week."""
     if not policy.wants("disk") or run.stop.exists():
         return
     for each in storage_limits.quota_forecasts(storage_limits.read_usage(run), now=now):
@@ -228,21 +205,19 @@ def _quota_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> It
 
 
 def quota_notice_id(foreseen: QuotaForecast, now: float) -> str:
-    """Return the id of the notice that tells it."""
+    """Return the id of the notice about this forecast."""
     return f"disk-quota-{foreseen.name}-{int(now // storage_limits.USAGE_WINDOW_SECONDS)}"
 
 
 def low_disk_text(run: Run, *, checkpoints: int) -> str | None:
-    """Say that the disk has room for fewer than so many more checkpoints; None where it has, or none is known."""
+    """Return a warning if the disk has room for fewer than `checkpoints` more; else None."""
     newest = next(Lineage(run).backwards(), None)
     size = 0 if newest is None else sum(newest.commit.files.values())
     free = free_space(run.checkpoints) if size else 0
     if not size or free >= checkpoints * size:
         return None
-    return (
-        f"{free / 1e9:.1f} GB are free at {run.checkpoints}: room for {free // size} more checkpoints of "
-        f"{size / 1e9:.1f} GB"
-    )
+    room = f"room for {free // size} more checkpoints of {size / 1e9:.1f} GB"
+    return f"{free / 1e9:.1f} GB are free at {run.checkpoints}: {room}"
 
 
 def make_notice(
@@ -258,11 +233,8 @@ def make_notice(
     count: int = 1,
     go_on: str | None = None,
 ) -> Notice:
-    """Return a notice with what is known of the attempt (the newest, where none is given) and of how far the run is.
-
-    `name`: its id, which begins with the event. `cause`: the event, where none is given. `go_on`: the command that goes
-    on, where it is not the usual one.
-    """
+    """Return a notice with the facts of an attempt (default: the newest) and the progress of the run. `name`: its id,
+    which begins with the event. `cause`: default: the event. `go_on`: default: the usual command."""
     event = name.partition("-")[0]
     of = run.newest_begun() if attempt is None else run.attempt(attempt)
     begin = None if of is None else of.read_begin()

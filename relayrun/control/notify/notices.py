@@ -1,10 +1,10 @@
-"""Notices: what somebody is to be told of a run, and what became of telling it. Standard library only.
+"""Notices: messages to people about a run, and the state of their delivery. Standard library only.
 
-notices/policy.json              who is told of what, by the newest submit
-notices/stopped-1f2e3d4c.json    one notice; its name follows from what happened, so that it is written once
-notices/stopped-1f2e3d4c.tried   what became of it, target by target, by the process whose turn it is to send
+notices/policy.json              recipients and their events, by the newest submit
+notices/stopped-1f2e3d4c.json    one notice; its name follows from its event, so that it is written once
+notices/stopped-1f2e3d4c.tried   its delivery by target, written by the process that sends
 notices/stopped-1f2e3d4c.told    the same, once nothing is left to do
-notices/sender-0000017           whose turn it is; the highest number counts
+notices/sender-0000017           the process that sends; the highest number counts
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
 from relayrun.control.rundir.records import Record
 from relayrun.control.rundir.run import Run
@@ -25,31 +25,31 @@ from relayrun.errors import RunDirError
 from relayrun.files import write_atomic
 
 NOTICE_EVENTS = ("stopped", "failed", "hang", "stalled", "anomaly", "disk", "node", "done", "evaluation")
-"""What a notice can be about."""
+"""Subjects of notices."""
 
 NOTICE_POLICY_NAME = "notices/policy.json"
 
 QUIET_SECONDS = 3600.0
-"""A target is told of one cause at most once in so many seconds; what comes meanwhile is counted."""
+"""A target gets one message per cause in this time; further notices are counted."""
 KEEP_SECONDS = 7 * 86400.0
-"""A notice that could not be sent for so long is given up."""
+"""A notice that could not be sent for this time is given up."""
 MAX_NOTICES = 500
-"""Notices of a run at most; what comes on top waits until some are told."""
+"""Maximum number of notices of a run; further ones wait until some are sent."""
 MAX_SENT_NOTICES = 200
-"""Notices that stay, the newest, once they are told."""
+"""Number of newest sent notices that are kept."""
 MAX_WORDS = 3000
-"""Characters at most of any text in a notice."""
+"""Maximum characters of any text in a notice."""
 SENDER_LOCK_SECONDS = 180.0
-"""After so long a process that sends has certainly gone."""
+"""Seconds after which a process that sends has certainly gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoticeTarget(Record):
-    """Who is told."""
+    """A recipient of notices."""
 
     name: str
     url: str | None = None
-    """Where to, as apprise writes it; `${VARIABLE}` stands for what the environment says when it is sent."""
+    """Address in apprise's form; `${VARIABLE}` is filled in from the environment of the sender."""
     command: list[str] = field(default_factory=list)
     """The user's own program, instead of a URL."""
     events: list[str] = field(default_factory=list)
@@ -57,48 +57,48 @@ class NoticeTarget(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class NoticePolicy(Record):
-    """`policy.json`: who is told of what, as the newest submit says. Nothing in it is secret."""
+    """`policy.json`: recipients and their events, by the newest submit. It holds no secret."""
 
     run: str
     """Project and name."""
     cluster: str
     since: float
-    """When that was submitted, in seconds since 1970: what happened before is old."""
+    """Time of that submit in seconds since 1970; earlier events are old."""
     targets: list[dict[str, object]]
     """A `NoticeTarget` each."""
     failed_attempts: int
-    """Attempts in a row without a new durable iteration of which somebody is told."""
+    """Attempts in a row without a new durable iteration that are an event."""
     no_progress: float
-    """Seconds without a new durable iteration, while jobs run, of which somebody is told."""
+    """Seconds of jobs without a new durable iteration that are an event."""
     disk_checkpoints: int
-    """Somebody is told when the disk has room for fewer checkpoints than this; 0: never."""
+    """Room for fewer checkpoints than this on the disk is an event; 0: never."""
     program: list[str]
-    """What sends the notices of the run directory that is named behind it."""
+    """Command of the sender; the run directory is appended."""
 
     def every_target(self) -> list[NoticeTarget]:
-        """The targets. Raises TypeError where one is none."""
+        """Return the targets. Raises TypeError if one is invalid."""
         return [NoticeTarget.of(entry) for entry in self.targets]
 
     def wants(self, event: str) -> bool:
-        """Whether anybody is told of such an event."""
+        """Return whether any target gets this event."""
         return any(event in target.events for target in self.every_target())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Notice(Record):
-    """What somebody is to be told."""
+    """A message to people about one event."""
 
     id: str
-    """Follows from what happened: who sees the same thing writes the same notice."""
+    """Follows from the event: whoever sees it writes the same notice."""
     event: str
     cause: str
-    """Notices of one cause are told once an hour."""
+    """Notices of one cause are sent once an hour."""
     time: float
-    """When it was seen, in seconds since 1970."""
+    """Time of its observation in seconds since 1970."""
     reason: str
-    """What happened, in one line."""
+    """The event in one line."""
     words: str = ""
-    """More of it: the last lines of a log."""
+    """Further lines: the end of a log."""
     attempt: int | None = None
     job_id: str | None = None
     nodes: str | None = None
@@ -108,56 +108,67 @@ class Notice(Record):
     log: str | None = None
     """The job's log."""
     go_on: str | None = None
-    """The command that goes on."""
+    """The command that continues the run."""
     count: int = 1
-    """How often it happened."""
+    """Number of occurrences."""
 
 
 DeliveryState = Literal["waits", "sent", "counted", "old"]
-"""What became of a notice at one target: not yet sent; sent; told as a number in a later one; given up."""
+"""State of a notice at one target: not yet sent; sent; counted in a later message; given up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoticeDelivery(Record):
-    """`ID.tried` and `ID.told`: what became of a notice."""
+    """`ID.tried` and `ID.told`: the delivery of a notice."""
 
     cause: str
-    targets: dict[str, dict[str, object]] = field(default_factory=dict)
-    """By target: state (`DeliveryState`), time of the last try, number of tries, and why it failed."""
+    targets: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By target: state (`DeliveryState`), time of the last try, number of tries, and the last error."""
 
     def state(self, target: str) -> DeliveryState:
-        return self.targets.get(target, {}).get("state", "waits")  # type: ignore[return-value]
+        return cast(DeliveryState, self.targets.get(target, {}).get("state", "waits"))
 
     def last(self, target: str) -> float:
-        """When it was last tried, in seconds since 1970; 0: never."""
-        return float(str(self.targets.get(target, {}).get("time", 0.0)))
+        """Return the time of the last try, in seconds since 1970; 0 before the first."""
+        return float(self.targets.get(target, {}).get("time", 0.0))
 
     def tries(self, target: str) -> int:
-        return int(str(self.targets.get(target, {}).get("tries", 0)))
+        return int(self.targets.get(target, {}).get("tries", 0))
 
     def reason(self, target: str) -> str:
-        """Why the last try failed; empty where it did not, or there was none."""
+        """Return the error of the last try; empty without one."""
         return str(self.targets.get(target, {}).get("reason", ""))
 
     def note(self, target: str, state: DeliveryState, *, now: float, reason: str = "", tried: bool = False) -> None:
-        """Change what became of it at one target. `tried`: this begins another try."""
+        """Set the state at one target. `tried`: this begins another try."""
         tries = self.tries(target) + tried
         self.targets[target] = {"state": state, "time": now, "tries": tries, "reason": reason[:MAX_WORDS]}
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoticeMessage:
-    """What one target is to be told now."""
+    """One message to one target."""
 
     target: NoticeTarget
     notice: Notice
-    """The newest one of its cause."""
+    """The newest notice of its cause."""
     settles: list[str]
-    """Ids of the notices that are told with it, its own included."""
+    """Ids of all notices that it reports."""
     count: int
-    """How often it happened, with all that was not told yet."""
+    """Number of occurrences in all of them."""
     since: float
-    """When it happened first, of these."""
+    """Time of the first of them."""
+
+    @classmethod
+    def of(cls, target: NoticeTarget, notices: Sequence[Notice]) -> NoticeMessage:
+        """Return the message about notices of one cause."""
+        return cls(
+            target=target,
+            notice=max(notices, key=lambda notice: notice.time),
+            settles=[notice.id for notice in notices],
+            count=sum(notice.count for notice in notices),
+            since=min(notice.time for notice in notices),
+        )
 
 
 def notices_folder(run: Run) -> Path:
@@ -165,12 +176,12 @@ def notices_folder(run: Run) -> Path:
 
 
 def read_notice_policy(run: Run) -> NoticePolicy | None:
-    """Who is told of what; None where nobody is. Raises RunDirError where the record is damaged."""
+    """Return the notice policy; None without one. Raises RunDirError if the record is damaged."""
     return NoticePolicy.read(f"{run.path}/{NOTICE_POLICY_NAME}")
 
 
 def read_trusted_notice_policy(run: Run) -> NoticePolicy | None:
-    """Read the policy in order to send by it. Raises RunDirError where it is damaged or another user's file."""
+    """Return the policy for sending. Raises RunDirError if it is damaged or another user's file."""
     return NoticePolicy.read_own(notice_policy_path(run))
 
 
@@ -179,13 +190,13 @@ def notice_policy_path(run: Run) -> Path:
 
 
 def write_notice_policy(run: Run, policy: NoticePolicy) -> None:
-    """Say who is told of what from now on."""
+    """Set the recipients from now on."""
     notices_folder(run).mkdir(exist_ok=True)
     policy.write(notice_policy_path(run))
 
 
 def known_notices(run: Run) -> dict[str, set[str]]:
-    """Suffixes of the files that there are (`json`, `tried`, `told`) by the id of their notice."""
+    """Return, by notice id, the suffixes of its files (`json`, `tried`, `told`)."""
     found: dict[str, set[str]] = {}
     try:
         names = os.listdir(notices_folder(run))
@@ -199,11 +210,8 @@ def known_notices(run: Run) -> dict[str, set[str]]:
 
 
 def add_notice(run: Run, notice: Notice, there: Mapping[str, set[str]]) -> bool:
-    """Write a notice, unless it is there already or there are too many; return whether it was. `there`: see
-    `known_notices`.
-
-    Raises OSError where it cannot be written.
-    """
+    """Write a notice unless it exists or there are too many; return whether it was written. Raises OSError. `there`:
+    result of `known_notices`."""
     if notice.id in there or len(there) >= MAX_NOTICES:
         return False
     short = {
@@ -216,7 +224,7 @@ def add_notice(run: Run, notice: Notice, there: Mapping[str, set[str]]) -> bool:
 
 
 def pending_notices(run: Run) -> list[tuple[Notice, NoticeDelivery]]:
-    """What is not told yet, oldest first, and what became of it up to now. A damaged notice is left out."""
+    """Return the notices that are not settled, oldest first, with their delivery; damaged ones are left out."""
     found = []
     for name, suffixes in known_notices(run).items():
         if "json" not in suffixes or "told" in suffixes:
@@ -239,7 +247,7 @@ def _delivery(run: Run, notice: Notice) -> NoticeDelivery:
 def last_sent_times(
     run: Run, waiting: Iterable[tuple[Notice, NoticeDelivery]], *, now: float
 ) -> dict[tuple[str, str], float]:
-    """When each target was last told of each cause, where that was lately; by (target, cause)."""
+    """Return the recent times at which each target was last told of each cause, by (target, cause)."""
     deliveries = [delivery for _, delivery in waiting]
     for name, suffixes in known_notices(run).items():
         path = notices_folder(run) / f"{name}.told"
@@ -262,7 +270,7 @@ def due_messages(
     *,
     now: float,
 ) -> list[NoticeMessage]:
-    """What each target is to be told now, in order of time: one message a cause, and none in its quiet hour."""
+    """Return the due messages, oldest first: one per cause and target, none in the target's quiet hour."""
     messages = []
     for target in targets:
         causes: dict[str, list[Notice]] = {}
@@ -273,23 +281,14 @@ def due_messages(
         for cause, notices in causes.items():
             if now - told.get((target.name, cause), -math.inf) < QUIET_SECONDS:
                 continue
-            newest = max(notices, key=lambda notice: notice.time)
-            messages.append(
-                NoticeMessage(
-                    target=target,
-                    notice=newest,
-                    settles=[notice.id for notice in notices],
-                    count=sum(notice.count for notice in notices),
-                    since=min(notice.time for notice in notices),
-                )
-            )
+            messages.append(NoticeMessage.of(target, notices))
     return sorted(messages, key=lambda message: message.notice.time)
 
 
 def must_wait_for_retry(
     message: NoticeMessage, waiting: Sequence[tuple[Notice, NoticeDelivery]], *, now: float
 ) -> bool:
-    """Whether a job leaves a message alone for now: each failed try doubles the pause from a minute up to an hour."""
+    """Return whether a job must not retry yet: each failed try doubles the pause, from a minute up to an hour."""
     delivery = next(delivery for notice, delivery in waiting if notice.id == message.notice.id)
     tries = delivery.tries(message.target.name)
     pause = min(60.0 * 2 ** (tries - 1), QUIET_SECONDS) if tries else 0.0
@@ -297,7 +296,7 @@ def must_wait_for_retry(
 
 
 def record_delivery(run: Run, notice: Notice, delivery: NoticeDelivery, targets: Sequence[NoticeTarget]) -> None:
-    """Write what became of a notice; it is settled where no target waits for it. Raises OSError."""
+    """Write the delivery of a notice; it is settled if no target waits for it. Raises OSError."""
     path = notices_folder(run) / f"{notice.id}.tried"
     delivery.write(path)
     waits = [t for t in targets if notice.event in t.events and delivery.state(t.name) == "waits"]
@@ -306,7 +305,7 @@ def record_delivery(run: Run, notice: Notice, delivery: NoticeDelivery, targets:
 
 
 def remove_old_notices(run: Run) -> None:
-    """Remove the oldest notices that are told, and keep the newest ones. By the process whose turn it is."""
+    """Remove the oldest sent notices. Only the process that sends calls it."""
     told = [name for name, suffixes in known_notices(run).items() if "told" in suffixes]
     age = {name: (notices_folder(run) / f"{name}.told").stat().st_mtime for name in told}
     for name in sorted(told, key=lambda name: age[name])[: max(0, len(told) - MAX_SENT_NOTICES)]:
@@ -315,10 +314,10 @@ def remove_old_notices(run: Run) -> None:
 
 
 def take_sender_lock(run: Run, *, now: float) -> Path | None:
-    """Make this process the only one that sends; None where another one is. Give it back with `release_sender_lock`.
+    """Make this process the only sender; return None if another one sends. `release_sender_lock` releases it.
 
-    A turn is a file that one process alone can make, with a number above all others; one that was killed loses its turn
-    after TURN_SECONDS. No lock of the file system is needed, which sites mount in different ways.
+    The lock is a file with the highest number, which only one process can make; a killed process loses it after
+    SENDER_LOCK_SECONDS. File systems differ in their own locks.
     """
     turns = _sender_locks(run)
     newest = turns[-1] if turns else None
@@ -327,11 +326,10 @@ def take_sender_lock(run: Run, *, now: float) -> Path | None:
     number = int(newest.name.rpartition("-")[2]) + 1 if newest is not None else 1
     own = notices_folder(run) / f"sender-{number:07}"
     try:
-        fd = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        with open(own, "x", encoding="utf-8") as file:
+            json.dump({"time": now, "host": os.uname().nodename, "pid": os.getpid()}, file)
     except FileExistsError:
         return None
-    with os.fdopen(fd, "w", encoding="utf-8") as file:
-        json.dump({"time": now, "host": os.uname().nodename, "pid": os.getpid()}, file)
     if _sender_locks(run)[-1] != own:  # what was read above was old already
         own.unlink(missing_ok=True)
         return None
@@ -341,17 +339,14 @@ def take_sender_lock(run: Run, *, now: float) -> Path | None:
 
 
 def release_sender_lock(own: Path) -> None:
-    """Let others send. The file stays, so that the next number is a higher one."""
+    """Let other processes send. The file stays, so that the next number is higher."""
     with contextlib.suppress(OSError):
         write_atomic(own, "{}\n", durable=False)
 
 
 def is_time_to_send(run: Run, policy: NoticePolicy, *, now: float, again_and_again: bool = False) -> bool:
-    """Whether something is due, and no other process sends now.
-
-    `again_and_again`: who asks does so every few minutes, so that what failed a moment ago is left alone for longer and
-    longer. Raises OSError, and RunDirError for a damaged record.
-    """
+    """Return whether a message is due, and no other process sends now. Raises OSError, RunDirError. `again_and_again`:
+    the caller asks every few minutes, so that failed messages wait longer each time."""
     waiting = pending_notices(run)
     if not waiting or is_being_sent(run):
         return False
@@ -360,7 +355,7 @@ def is_time_to_send(run: Run, policy: NoticePolicy, *, now: float, again_and_aga
 
 
 def is_being_sent(run: Run) -> bool:
-    """Whether a process sends now."""
+    """Return whether a process sends now."""
     turns = _sender_locks(run)
     return bool(turns) and not _is_sender_lock_free(turns[-1], time.time())
 
@@ -370,10 +365,9 @@ def _sender_locks(run: Run) -> list[Path]:
 
 
 def _is_sender_lock_free(turn: Path, now: float) -> bool:
-    """Whether the process whose turn it was has given it back, or has certainly gone."""
+    """Return whether the process has released the lock, or has certainly gone."""
     try:
-        text = turn.read_text(encoding="utf-8")
-        value = json.loads(text)
+        value = json.loads(turn.read_text(encoding="utf-8"))
         return "time" not in value or now - float(value["time"]) > SENDER_LOCK_SECONDS
     except FileNotFoundError:
         return True

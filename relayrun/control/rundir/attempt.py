@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -14,7 +14,6 @@ from relayrun.control.rundir.records import AttemptEnd, AttemptStart, Checkpoint
 from relayrun.errors import RunDirError
 from relayrun.files import (
     FileIdentity,
-    append_line,
     file_identity,
     read_lines,
     read_lines_backwards,
@@ -44,12 +43,8 @@ class PathIn:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of the run inside one Slurm job: the names of its files, and its records.
-
-    The object caches begin.json and end.json until the files change: end.json is written once, begin.json a second time
-    if its checkpoint turns out to be damaged. All other files may change while the attempt lives and are always read
-    anew.
-    """
+    """One start of the run inside one Slurm job: the names of its files, and its records. The object caches begin.json
+    and end.json until the files change. All other files may change while the attempt lives and are always read anew."""
 
     folder: str
     _kept: dict[str, tuple[FileIdentity, Record]] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -101,10 +96,8 @@ class Attempt:
     successor = PathIn("successor.json")
     """The job that waits behind this attempt's, and whether it was cancelled; see `rundir.records.SuccessorJob`."""
     replaced_by = PathIn("made_place")
-    """Id of the job that replaces this attempt's job, which the chain itself, and no person, cancels.
-
-    Several agents may write `successor` at the same time; only this file is never overwritten with an older state.
-    """
+    """Id of the job that replaces this attempt's job, which the chain itself cancels. Several agents may write
+    `successor` at the same time; only this file is never overwritten with an older state."""
     client = PathIn("client")
     """A folder of messages between a foreign program and the supervisor; see `relayrun.control.trainers`."""
     data_paths = PathIn("data_paths")
@@ -126,11 +119,15 @@ class Attempt:
         """Return begin.json; None while the attempt has not begun. Raises RunDirError if the record is damaged."""
         return self._once(AttemptStart, "begin.json")
 
+    def started_record(self) -> AttemptStart:
+        """Return begin.json. Raises RunDirError if the attempt has not begun, or if the record is damaged."""
+        if (begin := self.read_begin()) is None:
+            raise RunDirError("this attempt has not begun", where=self.begin)
+        return begin
+
     def fall_back(self, iteration: int, path: str | None) -> AttemptStart:
         """Record that the attempt starts from another checkpoint than begin.json names; return the new record."""
-        begin = self.read_begin()
-        assert begin is not None
-        changed = replace(begin, base_iteration=iteration, base_path=path)
+        changed = replace(self.started_record(), base_iteration=iteration, base_path=path)
         changed.write(self.begin)
         return changed
 
@@ -143,10 +140,7 @@ class Attempt:
         return [self.commit_of(line) for line in read_lines(self.commits)]
 
     def commit_of(self, line: Mapping[str, Any]) -> CheckpointCommit:
-        """Parse a line of commits.jsonl and move its path to the present run directory.
-
-        Lines hold absolute paths, and a run directory may be moved or copied. An attempt publishes only below it.
-        """
+        """Parse a line of commits.jsonl and move its absolute path to the present place of the run directory."""
         commit = CheckpointCommit.of(line)
         folder, name = os.path.split(commit.path)
         if os.path.basename(folder) != "checkpoints":
@@ -165,7 +159,7 @@ class Attempt:
 
     def append_commit(self, commit: CheckpointCommit) -> None:
         """Record a published checkpoint: from here on it counts."""
-        append_line(self.commits, asdict(commit))
+        commit.append(self.commits)
 
     def read_heartbeats(self) -> list[Heartbeat]:
         """Return the newest heartbeat of every node, by name; unreadable ones are left out."""

@@ -162,10 +162,7 @@ def waits_for_campaign(run: Run) -> bool:
 
 
 def members_that_need(run: Run) -> list[str]:
-    """Return the members that need a run in its place: they wait for it, or have no checkpoint of their own yet.
-
-    Raises RunDirError and OSError if a record cannot be read.
-    """
+    """Return the members that wait for a run, or have no checkpoint of their own yet. Raises RunDirError, OSError."""
     membership = read_membership(run)
     if membership is None or not is_campaign(folder := Path(membership.folder)):
         return []
@@ -183,11 +180,8 @@ def _has_checkpoint(run: Run) -> bool:
 
 
 def iterations_held_by_campaign(run: Run) -> set[int]:
-    """Return iterations whose checkpoints must stay because members will start from them.
-
-    A checkpoint for an unreadable member stays. Raises RunDirError if the campaign cannot be read: then nothing may be
-    removed.
-    """
+    """Return iterations whose checkpoints must stay because members, perhaps unreadable ones, will start from them.
+    Raises RunDirError if the campaign cannot be read: then nothing may be removed."""
     membership = read_membership(run)
     if membership is None or not is_campaign(folder := Path(membership.folder)):
         return set()

@@ -1,10 +1,8 @@
 """The checkpoints on record: which ones count, where the next attempt resumes, which ones are quarantined.
 
 The lineage of a run is the commits of its attempts in order. Each attempt cuts off every commit beyond the base that it
-froze at its start, and each commit cuts off every commit beyond itself. A commit of an older attempt that appears after
-a newer attempt has started is cut off by the base of the newer one.
-
-A reader needs the newest end of the lineage, so it is read backwards: the cost does not grow with the age of the run.
+froze at its start, and each commit cuts off every commit beyond itself; so a late commit of an older attempt does not
+count. The lineage is read backwards: the cost does not grow with the age of the run.
 
 Broken checkpoints are moved to checkpoints/.quarantine, never deleted. `Lineage.quarantine` finds a torn checkpoint by
 the sizes of its files before an attempt starts; the ranks that load a checkpoint find wrong bytes, and a record beside
@@ -19,7 +17,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice, takewhile
+from itertools import islice, takewhile, tee
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -35,19 +33,11 @@ class ReadOnce(Generic[T]):
     """The items of an iterator, iterable any number of times, even while another iteration is under way."""
 
     def __init__(self, items: Iterable[T]) -> None:
-        self._read: list[T] = []
-        self._rest = iter(items)
+        self._items = iter(items)
 
     def __iter__(self) -> Iterator[T]:
-        number = 0
-        while True:
-            if number == len(self._read):
-                found = next(self._rest, None)
-                if found is None:
-                    return
-                self._read.append(found)
-            yield self._read[number]
-            number += 1
+        self._items, found = tee(self._items)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +62,8 @@ class LineageCommit:
     attempt: int
     commit: CheckpointCommit
     published: bool
-    """This attempt published it. Otherwise the attempt began with it, and no attempt of this run has a record of it:
-    another run's checkpoint, or a converted one."""
+    """This attempt published it. Otherwise the attempt began with a checkpoint of which this run has no record: another
+    run's, or a converted one."""
 
 
 class Lineage:
@@ -103,11 +93,8 @@ class Lineage:
         return list(islice((value for value in seconds if value > 0), most))[::-1]
 
     def durable(self) -> ResumePoint:
-        """Return the newest whole checkpoint of the lineage.
-
-        Raises RunDirError if the lineage has checkpoints and none of them is whole: to start from the beginning then
-        would throw the run away, and the file system may only be away for a while.
-        """
+        """Return the newest whole checkpoint of the lineage. Raises RunDirError if none of its checkpoints is whole: a
+        start from the beginning would throw the run away, and the file system may only be away for a while."""
         newest: CheckpointCommit | None = None
         own = False
         for counted in self.backwards():
@@ -127,11 +114,8 @@ class Lineage:
         return BEGINNING
 
     def chosen_by_hand(self) -> ResumePoint | None:
-        """Return the checkpoint that a person chose in the tracker file: an older, whole one of the lineage.
-
-        The program writes the tracker right after a commit, so a tracker that is older than the newest commit only
-        shows a kill between the two, and is ignored.
-        """
+        """Return the checkpoint that a person chose in the tracker file: an older, whole one of the lineage. A tracker
+        older than the newest commit only shows a kill between the commit and its update, and is ignored."""
         newest = next(self.backwards(), None)
         try:
             written = self._run.tracker.stat().st_mtime
@@ -187,24 +171,14 @@ def _lineage_backwards(run: Run, begun: Iterable[tuple[int, AttemptStart]]) -> I
             yield base
             base = None
         if begin.base_path is not None and begin.base_iteration <= limit:
-            commit = CheckpointCommit(
-                iteration=begin.base_iteration,
-                path=begin.base_path,
-                consumed_samples=-1,
-                time=begin.start_time,
-                seconds=0.0,
-            )
+            iteration, path, began = begin.base_iteration, begin.base_path, begin.start_time
+            commit = CheckpointCommit(iteration=iteration, path=path, consumed_samples=-1, time=began, seconds=0.0)
             base = LineageCommit(attempt=number, commit=commit, published=False)
         limit = min(limit, begin.base_iteration)
         if not limit:
             break
     if base is not None:
         yield base
-
-
-def lineage_commits(run: Run) -> list[CheckpointCommit]:
-    """Return every commit that counts now, by rising iteration, even if its folder is gone."""
-    return Lineage(run).line()
 
 
 def resume_point(run: Run) -> ResumePoint:
@@ -214,10 +188,7 @@ def resume_point(run: Run) -> ResumePoint:
 
 def is_checkpoint_of(run: Run, base: ResumePoint) -> bool:
     """Return whether this run made the checkpoint; a run may begin with another run's checkpoint, or a converted one.
-
-    A checkpoint in the run's folder is its own even if the folder is a link: a person may have moved it to another
-    disk.
-    """
+    The run's folder may be a link: a person may have moved it to another disk."""
     if base.path is None:
         return False
     return os.path.realpath(os.path.dirname(base.path)) == os.path.realpath(run.checkpoints)

@@ -17,6 +17,7 @@ evaluations.jsonl                one line per result
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -159,9 +160,11 @@ def _due_checkpoints_backwards(run: Run) -> Iterator[tuple[int, CheckpointCommit
 
 def unsettled_checkpoints(run: Run) -> list[tuple[int, CheckpointCommit]]:
     """Return (attempt, commit) of due checkpoints that may lack a result, rising, from settled.json's commit on."""
-    mark = _read_settled(run)
-    holds = mark is not None and mark == _settled_mark(run, mark.attempt, mark.iteration)
-    settled = (mark.attempt, mark.iteration) if mark is not None and holds else None
+    mark = settled = None
+    with contextlib.suppress(RunDirError):  # the mark only saves time
+        mark = SettledEvaluations.read(_settled_path(run))
+    if mark is not None and mark == _settled_mark(run, mark.attempt, mark.iteration):
+        settled = mark.attempt, mark.iteration
     found = takewhile(lambda entry: (entry[0], entry[1].iteration) != settled, _due_checkpoints_backwards(run))
     return list(found)[::-1]
 
@@ -202,13 +205,6 @@ def _settled_mark(run: Run, attempt: int, iteration: int) -> SettledEvaluations 
 
 def _settled_path(run: Run) -> Path:
     return run.evaluations / "settled.json"
-
-
-def _read_settled(run: Run) -> SettledEvaluations | None:
-    try:
-        return SettledEvaluations.read(_settled_path(run))
-    except RunDirError:  # the mark only saves time
-        return None
 
 
 def evaluation_of_checkpoint(run: Run, path: str) -> EvaluationDir | None:
@@ -255,10 +251,10 @@ def claim_evaluation(folder: EvaluationDir, job_id: str | None, node: str) -> bo
     """Claim the evaluation for this process; return False if it is already claimed."""
     folder.path.mkdir(parents=True, exist_ok=True)
     try:
-        fd = os.open(folder.claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        file = open(folder.claim, "x", encoding="utf-8")  # noqa: SIM115 - closed by the `with`
     except FileExistsError:
         return False
-    with os.fdopen(fd, "w", encoding="utf-8") as file:
+    with file:
         json.dump(asdict(EvaluationClaim(job_id=job_id, node=node, time=time.time())), file)
         file.flush()
         os.fsync(file.fileno())

@@ -27,10 +27,8 @@ def split_iteration(name: str) -> tuple[str, int | None]:
 
 
 def find_run(name: str) -> Run:
-    """Return the run in this directory, or with this `project/name` below logs/runs of the project.
-
-    Raises RunDirError if there is none, with the nearest names, or if its format is newer.
-    """
+    """Return the run in this directory, or with this `project/name` below logs/runs of the project. Raises RunDirError
+    if there is none, with the nearest names, or if its format is newer."""
     candidates = [Run(Path(name).expanduser().absolute()), Run(runs_folder() / name)]
     for run in candidates:
         if read_plan_format(run) is not None or run.manifest.exists():
@@ -46,11 +44,8 @@ def find_run(name: str) -> Run:
     if around is not None:
         raise RunDirError("there is no such run", where=name, hint=f"this path lies in the run {around}")
     usual = f"give a run directory, or project/name below {runs_folder()}; see `relayrun status`"
-    raise RunDirError(
-        "there is no such run",
-        where=name,
-        hint="; ".join(filter(None, [_nearest_run(name, candidates[0].path), usual])),
-    )
+    hint = "; ".join(filter(None, [_nearest_run(name, candidates[0].path), usual]))
+    raise RunDirError("there is no such run", where=name, hint=hint)
 
 
 def _run_that_contains(path: Path) -> Path | None:
@@ -112,7 +107,7 @@ def find_campaign(name: str) -> Path:
 def find_runs_below(folder: Path, *, depth: int) -> Iterator[Run]:
     """Yield the runs in a folder and at most `depth` folders below it, by path; no run lies inside another run.
 
-    Links are followed; a run that two paths lead to is found once. Hidden and unreadable folders are left out. Raises
+    Links are followed, and a run with two paths is found once. Hidden and unreadable folders are left out. Raises
     OSError if the folder itself cannot be read.
     """
     seen: set[str] = set()

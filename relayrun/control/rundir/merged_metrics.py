@@ -1,15 +1,10 @@
 """The merged views of a run: `metrics.jsonl` and `attempts.jsonl` at its root, written by the supervisor alone.
 
-For each iteration the newest attempt counts: iterations of an attempt beyond the base of the next attempt are dropped,
-since the next attempt computes them again; so are iterations before a rollback. Iterations rise strictly, without gap.
-
-A view is appended to. If lines no longer count, its end is cut off; the position is searched from the end. views.json
-records how far the views are: lines behind that come from a supervisor that was killed before it could record them, and
-are cut off and written again. Only if views.json is lost, or a view is shorter than recorded, are the views made from
-the beginning, in constant memory.
-
-The attempts' own files are the truth; a chain needs the views only for the duration of evaluations. Standard library
-only.
+For each iteration the newest attempt counts: iterations beyond the base of a later attempt, or before a rollback, are
+dropped. Iterations rise strictly, without gap. A view is appended to, and cut at its end if lines no longer count.
+views.json records how far the views are: lines behind that come from a supervisor that was killed before it could
+record them, and are written again. Only if views.json is lost, or a view is shorter than recorded, are the views made
+from the beginning, in constant memory. The attempts' own files are the truth. Standard library only.
 """
 
 from __future__ import annotations
@@ -28,7 +23,7 @@ from relayrun.control.rundir.records import AttemptStart, Record
 from relayrun.control.rundir.restarts import iteration_resets, resets_iteration
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RunDirError
-from relayrun.files import read_lines, read_lines_backwards, write_json
+from relayrun.files import file_size, parse_record, read_lines, read_lines_backwards, write_json
 
 CHUNK = 1 << 20
 """Bytes of an attempt's metrics that are read at a time."""
@@ -75,13 +70,11 @@ class MergedViews:
         self._has_rows = False
 
     def update(self, *, attempt: int | None = None) -> bool:
-        """Append new lines; return whether all lines were read.
-
-        Raises OSError if a view cannot be written, and RunDirError if a record is damaged; the next call, of this
-        object or of another process, makes up for it.
+        """Append new lines; return whether all lines were read. After an error the next call makes up for it.
 
         `attempt`: the caller's attempt, while it runs. Then nothing is done if a newer attempt exists, whose supervisor
         writes; views.json is written from time to time only; and work beyond UPDATE_SECONDS is left for the next call.
+        Raises OSError if a view cannot be written, and RunDirError if a record is damaged.
         """
         numbers = self._run.attempt_numbers()
         if attempt is not None and numbers[-1:] != [attempt]:
@@ -111,7 +104,7 @@ class MergedViews:
 
     def _trim(self) -> None:
         """Cut off invalid lines at the end; if lines are lost, start again."""
-        size = _size(self._run.metrics_view)
+        size = file_size(self._run.metrics_view)
         if size < self._reached.size:
             self._reached = read_views_progress(self._run)
         if size > self._reached.size or not self._run.metrics_view.exists():
@@ -169,11 +162,7 @@ class MergedViews:
 
         for line in lines:
             reached = replace(reached, offset=reached.offset + len(line))
-            try:
-                value = json.loads(line)
-            except ValueError:  # a killed writer left it
-                continue
-            if not isinstance(value, dict):
+            if (value := parse_record(line)) is None:
                 continue
             iteration = value.get("iteration", 0)
             if resets_iteration(value):  # iterations beyond that checkpoint are computed again
@@ -203,7 +192,7 @@ class MergedViews:
         os.truncate(self._run.metrics_view, size)
 
     def _rows(self, numbers: Sequence[int]) -> None:
-        if _size(self._run.attempts_view) < self._reached.closed_size:  # it was lost
+        if file_size(self._run.attempts_view) < self._reached.closed_size:  # it was lost
             self._reached = replace(self._reached, closed=0, closed_size=0)
         closed, size, text = self._reached.closed, self._reached.closed_size, b""
         for number in numbers:
@@ -266,17 +255,9 @@ def newest_valid_lines(run: Run) -> Iterator[dict[str, Any]]:
             return
 
 
-def merged_metrics(run: Run) -> list[dict[str, Any]]:
-    """Return all lines that count, oldest first, over all attempts."""
-    return list(valid_lines(run))
-
-
 def valid_lines(run: Run, *, above: int = 0, before: tuple[int, int] | None = None) -> Iterator[dict[str, Any]]:
     """Yield the lines of the merged view above iteration `above`, oldest first; files without such lines are not read.
-
-    `before`, an attempt and the number of a rollback in it, selects the view as it was before that rollback; number 0
-    is the attempt's begin.
-    """
+    `before`: an attempt and the number of a rollback in it (0: its begin); the view as it was before that rollback."""
     begins = [begin for number in run.attempt_numbers() if (begin := run.attempt(number).read_begin())]
     begins = [begin for begin in begins if before is None or (begin.attempt, 0) < before]
     for number, begin in enumerate(begins):
@@ -328,10 +309,3 @@ def _read_from(path: Path, at: int) -> bytes | None:
             return file.read()
     except FileNotFoundError:
         return None
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0

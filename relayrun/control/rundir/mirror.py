@@ -1,24 +1,27 @@
 """The records of the mirror: copies of a run's checkpoints in a second place, complete after any kill.
 
-mirror/policy.json      where copies go and which stay, by the newest submit mirror/copying.json     the checkpoint that
-is being copied, which the run's rules do not remove meanwhile mirror/verified.jsonl   one line per checkpoint that was
-read back in full; no rule removes the newest one mirror/last.json        the end of the last pass, for people
-mirror/lock mirror/log  held by the process that copies; the log of the one beside a job
+mirror/policy.json      the second place and its retention, by the newest submit
+mirror/copying.json     the checkpoint that is being copied, which the run's rules do not remove meanwhile
+mirror/verified.jsonl   one line per checkpoint that was read back in full; no rule removes the newest one
+mirror/last.json        the end of the last pass, for people
+mirror/lock mirror/log  held by the process that copies; the log of the copier beside a job
 
 In the second place, FOLDER/PROJECT/NAME/:
 
-mirror.json             the run of these copies copies.jsonl            one line per verified copy, and one per
-withdrawal iter_0000100/           a copy; without its line it does not count .staging/ .removing/ .damaged/   copies
-that are being made, are being removed, or lost their claim
+mirror.json             the run of these copies
+copies.jsonl            one line per verified copy (its claim), and one per withdrawal
+iter_0000100/           a copy; it does not count without its line
+.staging/ .removing/ .damaged/   copies that are being made, are being removed, or lost their claim
 
 A claim is written after the copy has its name, and withdrawn before the copy loses it.
 
 Below a URL, URL/PROJECT/NAME/, without rename and append:
 
-mirror.json             the run of these copies iter_0000100/           files of a copy, or of an unfinished one;
-without its claim it does not count copying/NAME.json       the commit whose files are being sent under this name
-copies/NAME.json        the claim, one object per verified copy; with `gone` it is withdrawn damaged/
-copies that lost their claim
+mirror.json             the run of these copies
+iter_0000100/           files of a copy, or of an unfinished one; it does not count without its claim
+copying/NAME.json       the commit whose files are being sent under this name
+copies/NAME.json        the claim, one object per verified copy; with `gone` it is withdrawn
+damaged/                copies that lost their claim
 
 Standard library only: `relayrun.train.mirror` reads and writes these files.
 """
@@ -26,14 +29,14 @@ Standard library only: `relayrun.train.mirror` reads and writes these files.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from relayrun.control.rundir.checkpoint_records import Lineage, checkpoint_fault
 from relayrun.control.rundir.records import CheckpointCommit, Record
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RunDirError
-from relayrun.files import append_line, read_lines, read_lines_backwards
+from relayrun.files import read_lines, read_lines_backwards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +186,7 @@ def record_verified(run: Run, commit: CheckpointCommit, *, now: float) -> None:
     """Record that every byte of a checkpoint was read back and is correct. Raises OSError."""
     mirror_folder(run).mkdir(exist_ok=True)
     record = VerifiedCheckpoint(iteration=commit.iteration, checksum=commit.checksum, saved=commit.time, time=now)
-    append_line(mirror_folder(run) / "verified.jsonl", asdict(record))
+    record.append(mirror_folder(run) / "verified.jsonl")
 
 
 def iterations_held_by_mirror(run: Run) -> set[int]:
@@ -224,12 +227,12 @@ def _newest_claims(place: Path) -> dict[str, CheckpointCopy]:
 
 def claim_copy(place: Path, copy: CheckpointCopy) -> None:
     """Record a verified copy that has its name. Raises OSError."""
-    append_line(place / "copies.jsonl", asdict(copy))
+    copy.append(place / "copies.jsonl")
 
 
 def withdraw_copy(place: Path, copy: CheckpointCopy, why: str, *, now: float) -> None:
     """Record that a copy no longer counts, before it is changed. Raises OSError."""
-    append_line(place / "copies.jsonl", asdict(replace(copy, time=now, gone=why)))
+    replace(copy, time=now, gone=why).append(place / "copies.jsonl")
 
 
 def iterations_to_keep(iterations: Iterable[int], *, keep_last: int, keep_every: int | None) -> set[int]:

@@ -1,11 +1,8 @@
 """Health of nodes and ranks: findings of node checks, slow ranks, ranks that hang. Standard library only.
 
-    attempts/0007/node_health.jsonl   the findings of one attempt, a line each, and the action that followed
-    node_health.jsonl                 the measurements of every node: the history of the run
-    metrics.jsonl, `straggler`        the rank that is slower than its peers
-
-The coordinator of the agents writes both files; without agents the first rank of each node does. `late_ranks` reads the
-Python stacks of a hang and returns the ranks for which the other ranks wait.
+attempts/0007/node_health.jsonl   the findings of one attempt, a line each, and the action that followed
+node_health.jsonl                 the measurements of every node: the history of the run
+metrics.jsonl, `straggler`        the rank that is slower than its peers
 """
 
 from __future__ import annotations
@@ -13,14 +10,12 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from relayrun.config.sections.chain import NodeHealthLimits
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import Record
 from relayrun.control.rundir.run import Run
 from relayrun.files import append_line, read_lines, read_lines_backwards
@@ -31,33 +26,6 @@ if TYPE_CHECKING:  # newer than the oldest Python of a batch script
 HealthAction = Literal["warned", "left out", "ended"]
 HISTORY_LINES = 1000
 """Number of newest lines of the history that count."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeChecks:
-    """The checks of a node, and what they need to know of the run."""
-
-    mode: Literal["off", "warn", "exclude"] = "warn"
-    limits: NodeHealthLimits = field(default_factory=NodeHealthLimits)
-    command: list[str] = field(default_factory=list)
-    """A site's own check of a node; exit status 0: healthy."""
-    gpus: int = 0
-    gpu_program: list[str] = field(default_factory=list)
-    probe_program: list[str] = field(default_factory=list)
-
-    @classmethod
-    def of_plan(cls, plan: Plan) -> Self | None:
-        """Return the checks of a run's nodes; None if `chain.node_health` is off."""
-        if plan.chain.node_health == "off":
-            return None
-        return cls(
-            mode=plan.chain.node_health,
-            limits=plan.chain.node_health_limits,
-            command=plan.chain.node_health_command,
-            gpus=plan.gpus_per_node,
-            gpu_program=plan.gpu_program,
-            probe_program=plan.probe_program,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,20 +48,11 @@ class HealthFinding(Record):
     """The restart after which it was found; 0: before the first one."""
     time: float = 0.0
 
-    def done(self, action: HealthAction, reason: str = "") -> Self:
-        """Return the finding with the action that followed."""
-        return replace(self, action=action, reason=reason)
-
     @property
     def told(self) -> str:
         """One line for people."""
         what = {"warned": "goes on", "left out": "left out", "ended": "ends the attempt"}[self.action]
         return f"{self.node}: {self.words}; {what}" + (f", {self.reason}" if self.reason else "")
-
-
-def record_finding(attempt: Attempt, finding: HealthFinding) -> None:
-    """Append a finding to the attempt's record."""
-    append_line(attempt.node_health, asdict(finding))
 
 
 def read_findings(attempt: Attempt) -> list[HealthFinding]:
@@ -147,18 +106,14 @@ _STACK_FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<
 
 def ranks_with_stacks(stacks: Path) -> set[int]:
     """Return the ranks that wrote their stacks."""
-    found = set()
-    for path in stacks.glob("rank-*.txt"):
-        if path.stat().st_size:
-            found.add(int(path.stem.removeprefix("rank-")))
-    return found
+    return {int(path.stem.removeprefix("rank-")) for path in stacks.glob("rank-*.txt") if path.stat().st_size}
 
 
 def late_ranks(stacks: Path) -> dict[int, str]:
     """Return the ranks for which the others wait, by their Python stacks, with their places: `sleep_on (hooks.py:33)`.
 
-    A rank waits if the innermost frames of its main thread are in a collective, a message or a wait for its GPU. Empty
-    if no rank waits, or all do: then the stacks do not tell.
+    A rank waits if its main thread is in a collective, a message or a wait for its GPU. Empty if no rank waits, or all
+    do.
     """
     places: dict[int, list[re.Match[str]]] = {}
     for path in stacks.glob("rank-*.txt"):
@@ -211,9 +166,7 @@ class Straggler(Record):
 
 def slowest_rank(seconds: Sequence[Sequence[float]]) -> tuple[int, float, str, float]:
     """Return the slowest rank, its time over the median of the others', its worst section, and the loss in it.
-
-    `seconds`: by rank and STRAGGLER_SECTIONS, of at least two ranks.
-    """
+    `seconds`: by rank and STRAGGLER_SECTIONS, of at least two ranks."""
     totals = [sum(own) for own in seconds]
     rank = max(range(len(totals)), key=totals.__getitem__)
     others = [own for other, own in enumerate(seconds) if other != rank]

@@ -111,12 +111,11 @@ class Plan(Record):
         """Read the plan of a run. Raises RunDirError if there is none, or if its format is newer."""
         found = read_plan_format(run)
         if found is None:
-            raise RunDirError(
-                "this is no run directory: it has no plan.json",
-                where=run.path,
-                hint="give the directory that `relayrun submit` printed; where it was moved, submit with run_dir set "
-                "to its new place",
+            hint = (
+                "give the directory that `relayrun submit` printed; where it was moved, submit with run_dir set to its "
+                "new place"
             )
+            raise RunDirError("this is no run directory: it has no plan.json", where=run.path, hint=hint)
         entry, number = found
         if (owner := foreign_owner(run.plan)) is not None:
             entry["owner"] = owner
@@ -202,10 +201,7 @@ def read_plan_format(run: Run) -> tuple[dict[str, Any], int] | None:
         words = "it has no format" if isinstance(error, KeyError) else error
         raise RunDirError(f"unreadable record: {words}", where=run.plan) from None
     if number > PLAN_FORMAT:
-        raise RunDirError(
-            f"this run directory has format {number}; relayrun {__version__} in {places.CODE_ROOT} knows formats up to "
-            f"{PLAN_FORMAT}",
-            where=run.plan,
-            hint="update that relayrun, or use the one that submitted the run last",
-        )
+        known = f"relayrun {__version__} in {places.CODE_ROOT} knows formats up to {PLAN_FORMAT}"
+        hint = "update that relayrun, or use the one that submitted the run last"
+        raise RunDirError(f"this run directory has format {number}; {known}", where=run.plan, hint=hint)
     return entry, number

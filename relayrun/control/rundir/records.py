@@ -22,22 +22,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from relayrun.errors import RunDirError, user_name
-from relayrun.files import read_bytes, write_json
+from relayrun.files import append_line, read_bytes, write_json
 
 if TYPE_CHECKING:  # newer than the oldest Python of a batch script
     from typing import Self
 
 AttemptOutcomeName = Literal["done", "saved", "exit", "fatal"]
-"""Reason of rank 0 to leave: the last step is durable; saved to be resumed; saved because of the exit trigger (the
-chain ends); cannot continue, and another attempt would fail in the same way."""
+"""Rank 0 leaves because the last step is durable; with a save to be resumed; for the exit trigger, which ends the
+chain; or because no attempt can continue."""
 
 ChainEndState = Literal["done", "stopped", "failed"]
-"""How a chain ends: all steps are done; a person or a setting stops it; an error stops it."""
+"""End of a chain: all steps are done; a person or a setting stops it; an error stops it."""
 
 
 @dataclass(frozen=True)
 class ChainEnd:
-    """How and why a chain ends: the content of STOP. Programs read the state, people read the reason."""
+    """The end of a chain, as in STOP. Programs read the state, people read the reason."""
 
     state: ChainEndState
     reason: str
@@ -80,11 +80,9 @@ class Record:
         """Read a record that names programs or addresses: also raises RunDirError for a file of another user."""
         record = cls.read(path)
         if record is not None and (owner := foreign_owner(path)) is not None:
-            raise RunDirError(
-                f"this file belongs to {user_name(owner)}: nothing that it names is started or written to",
-                where=path,
-                hint="let its owner do it, or submit the run yourself with --take-over",
-            )
+            words = f"this file belongs to {user_name(owner)}: nothing that it names is started or written to"
+            hint = "let its owner do it, or submit the run yourself with --take-over"
+            raise RunDirError(words, where=path, hint=hint)
         return record
 
     @classmethod
@@ -97,11 +95,8 @@ class Record:
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> Self:
-        """Make the record from a JSON object; unknown names are left out.
-
-        The fields are set at once: the constructor of a frozen dataclass sets each on its own, which takes four times
-        as long as reading the file, and many runs have thousands.
-        """
+        """Make the record from a JSON object; unknown names are left out. The fields are set at once: the constructor
+        of a frozen dataclass takes four times as long as reading the file."""
         if type(value) is not dict and not isinstance(value, Mapping):
             raise TypeError(f"{type(value).__name__} instead of an object")
         form = _RECORD_FIELDS.get(cls) or _RECORD_FIELDS.setdefault(cls, _record_fields(cls))
@@ -120,6 +115,10 @@ class Record:
 
     def write(self, path: Path) -> None:
         write_json(path, asdict(self))
+
+    def append(self, path: Path) -> None:
+        """Append the record to a file of JSON lines."""
+        append_line(path, asdict(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,11 +213,8 @@ class AttemptOutcome(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat(Record):
-    """`heartbeat/<node>.json`: a sign of life of one node, written by its first rank at most once a second.
-
-    If agents look for hangs it is written once a minute, for people and for processes that ask whether the attempt
-    lives.
-    """
+    """`heartbeat/<node>.json`: a sign of life of one node, by its first rank at most once a second; once a minute if
+    agents look for hangs."""
 
     node: str
     iteration: int
@@ -309,11 +305,11 @@ class AttemptEnd(Record):
     action: str
     """The decision: stop, continue, retry or end."""
     chain_end: ChainEndState | None = None
-    """How the chain ends with this attempt; None if the chain goes on."""
+    """State of the chain's end; None if the chain goes on."""
     delay: int = 0
     """Seconds after which a retry begins."""
 
     @property
     def verdict(self) -> ChainEnd | None:
-        """How and why the chain ends with this attempt; None if the chain goes on."""
+        """The end of the chain with this attempt; None if the chain goes on."""
         return None if self.chain_end is None else ChainEnd(self.chain_end, self.reason)

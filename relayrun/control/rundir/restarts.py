@@ -1,11 +1,9 @@
 """Restarts and rollbacks: training returns to a checkpoint inside one attempt. Standard library only.
 
 A restart is one start of the ranks inside an attempt (`chain.recovery: node`). The coordinator of the agents writes a
-line of attempts/N/restarts.jsonl for each restart that failed: who failed and how, how far training was, and from which
-checkpoint the ranks started again, if they did. A later line with the same number adds the measured times.
-
-A rollback is a decision of rank 0: return to a checkpoint and skip the samples that led to trouble. It is a line of
-attempts/N/rollbacks.jsonl, written before the rollback happens, and it counts as long as its checkpoint is the newest.
+line of attempts/N/restarts.jsonl for each failed restart; a later line with the same number adds the measured times. A
+rollback is a decision of rank 0: return to a checkpoint and skip the samples that led to trouble. It is a line of
+attempts/N/rollbacks.jsonl, written before the rollback happens, and counts as long as its checkpoint is the newest.
 
 Both write a line into the attempt's metrics.jsonl, and the lines after it begin behind iteration N:
 
@@ -13,19 +11,15 @@ Both write a line into the attempt's metrics.jsonl, and the lines after it begin
     {"iteration": N, "rollback": {...}}   a rollback
 
 With a foreign program the watch (`trainers.observer`) writes the records and the coordinator moves the files. Two files
-of the attempt keep them apart, so that each side may be killed at any point:
-
-    hand_over.json    by the coordinator: restart 1 has ended and no rank lives; it removes the file when the watch may
-                      follow the next restart. By the watch: everything of restart 1 is on record.
-    restart.json        the base of the newest restart, and the size of the log when it started
+of the attempt keep them apart, so that each side may be killed at any point: `hand_over.json` (the coordinator: no rank
+lives; the watch: everything is recorded; removed when the next restart may be followed), and `restart.json`.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +27,7 @@ from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.checkpoint_records import Lineage, ResumePoint, is_checkpoint_of
 from relayrun.control.rundir.records import AttemptStart, Record
 from relayrun.control.rundir.run import Run
-from relayrun.files import append_line, read_lines
+from relayrun.files import append_line, parse_record, read_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,19 +58,9 @@ class RestartBase(Record):
     """Number of checkpoints that the attempt had recorded, whether or not they still count."""
 
 
-def pending_hand_over(attempt: Attempt) -> RestartHandOver | None:
-    """Return the restart that is handed over; None while one runs. Raises OSError and RunDirError."""
-    return RestartHandOver.read(attempt.hand_over)
-
-
-def read_restart_base(attempt: Attempt) -> RestartBase | None:
-    """Return the base of the newest restart; None in the first one. Raises OSError and RunDirError."""
-    return RestartBase.read(attempt.restart_base)
-
-
 def attempt_start_of_restart(attempt: Attempt, begin: AttemptStart) -> AttemptStart:
     """Return the attempt's begin with the base and the log offsets of its newest restart."""
-    start = read_restart_base(attempt)
+    start = RestartBase.read(attempt.restart_base)
     if start is None:
         return begin
     return replace(
@@ -98,8 +82,8 @@ class Rollback(Record):
     base_iteration: int
     """Iteration of the checkpoint to which training returns."""
     next_sample: int
-    """The sample with which training continues; samples from the checkpoint's next one up to it are skipped. Equal to
-    the checkpoint's next sample if the rollback was only due to a damaged newer checkpoint."""
+    """The sample with which training continues: the checkpoint's next one if only a damaged checkpoint caused the
+    rollback."""
     time: float
 
     @property
@@ -107,16 +91,9 @@ class Rollback(Record):
         return f"iteration {self.iteration}: {self.reason}"
 
 
-def record_rollback(attempt: Attempt, rollback: Rollback) -> None:
-    append_line(attempt.rollbacks, asdict(rollback))
-
-
 def pending_rollbacks(run: Run, iteration: int, consumed_samples: int) -> list[Rollback]:
     """Return the rollbacks to the checkpoint of this iteration that it does not contain itself, oldest first.
-
-    `consumed_samples`: up to this checkpoint. A rollback that skips no samples (because of a damaged checkpoint) is
-    left out.
-    """
+    `consumed_samples`: up to this checkpoint. Rollbacks that skip no samples are left out."""
     saved, since = 0.0, 0
     for counted in Lineage(run).backwards():
         if counted.commit.iteration <= iteration:
@@ -169,11 +146,10 @@ class FailedRestart(Record):
     durable_iteration: int
     """Iteration of the newest whole checkpoint at that time."""
     next_iteration: int
-    """Iteration from which the next restart starts: the durable one, or a later one of which all ranks have a copy in
-    memory."""
+    """Iteration from which the next restart starts: the durable one, or a later one with copies in memory."""
     source: str = "disk"
-    """Source of that state: `disk`, `memory` (each rank its own node's), or `neighbour` if a rank lost its copy and the
-    memory of the next node had it."""
+    """Source of that state: `disk`, `memory` (each rank its own node's), or `neighbour` (the next node kept a lost
+    copy)."""
     again: bool
     reason: str = ""
     """The reason if they were not started again."""
@@ -209,11 +185,6 @@ class FailedRestart(Record):
         return text + (f", {seconds:.1f} s to the next step" if (seconds := self.seconds.get("all")) else "")
 
 
-def record_failed_restart(attempt: Attempt, failed: FailedRestart) -> None:
-    """Append a failed restart to the record."""
-    append_line(attempt.failed_restarts, asdict(failed))
-
-
 def amend_failed_restart(attempt: Attempt, number: int, **changes: object) -> None:
     """Change fields of the record of this failed restart; `seconds` are merged."""
     append_line(attempt.failed_restarts, {"restart": number, **changes})
@@ -233,8 +204,7 @@ def restart_checkpoint(run: Run, attempt: Attempt) -> ResumePoint:
     newest = Lineage(run).durable()
     if is_checkpoint_of(run, newest):
         return newest
-    begin = attempt.read_begin()
-    assert begin is not None
+    begin = attempt.started_record()
     return ResumePoint(iteration=begin.base_iteration, path=begin.base_path)
 
 
@@ -252,14 +222,11 @@ def prepare_restart(
 ) -> list[str]:
     """Prepare the records for the next restart, while no rank lives; return one line per moved checkpoint.
 
-    Checkpoints beyond `base`, the newest whole one, are moved away, as before an attempt. Records of the failed ranks
-    are moved into a folder of their own, so that they do not count for the next restart. `next_iteration`: iteration of
-    a later state in memory from which the ranks start. Raises OSError and RunDirError.
+    Checkpoints beyond `base`, the newest whole one, and records of the failed ranks are moved away. `next_iteration`:
+    of a later state in memory from which the ranks start. Raises OSError and RunDirError.
     """
-    begin = attempt.read_begin()
-    assert begin is not None
     moved = Lineage(run).quarantine(base, attempt=attempt.number)
-    if base.iteration < begin.base_iteration:  # the attempt's base is not whole any more
+    if base.iteration < attempt.started_record().base_iteration:  # the attempt's base is not whole any more
         attempt.fall_back(base.iteration, base.path)
     _move_failed_restart_files(run, attempt, next_restart - 1)
     if entries := list(read_lines(attempt.rollbacks)):
@@ -307,10 +274,7 @@ def resets_iteration(line: Mapping[str, Any]) -> bool:
 
 def iteration_resets(metrics: Path, rollbacks: Sequence[int], *, before_rollback: int | None = None) -> list[int]:
     """Return the iterations to which an attempt went back, in the order of its metrics; a missing file has no lines.
-
-    `rollbacks`: the rollbacks on record, each written before its line. `before_rollback`: a number; resets before that
-    rollback alone, from 1 on.
-    """
+    `rollbacks`: on record, each written before its line. `before_rollback`: only resets before it, counted from 1."""
     found = [(int(line["iteration"]), "rollback" in line) for line in _reset_lines(metrics)]
     found += [(iteration, True) for iteration in rollbacks[sum(rollback for _, rollback in found) :]]
     places = [place for place, (_, rollback) in enumerate(found) if rollback]
@@ -330,10 +294,6 @@ def _reset_lines(metrics: Path) -> Iterator[dict[str, Any]]:
         while lines := file.readlines(METRICS_CHUNK):
             text = b"".join(lines)
             for line in lines if any(key in text for key in keys) else ():
-                if line.endswith(b"\n") and any(key in line for key in keys):
-                    try:
-                        value = json.loads(line)
-                    except ValueError:
-                        continue
-                    if isinstance(value, dict) and resets_iteration(value):
-                        yield value
+                value = parse_record(line) if line.endswith(b"\n") and any(key in line for key in keys) else None
+                if value is not None and resets_iteration(value):
+                    yield value

@@ -46,7 +46,7 @@ class Run:
     plan = PathIn(PLAN_NAME)
     job_script = PathIn("job.sbatch")
     fallback_script = PathIn("fallback.sbatch")
-    """The rendered fallback job, see `chain.fallback`."""
+    """The rendered fallback job, see `chain.jobs`."""
     manifest = PathIn("manifest.json")
     data_cache = PathIn("data_cache")
     """Indices of the data sets, if the config names no folder for them."""
@@ -123,10 +123,7 @@ class Run:
 
 
 def is_owned_by_this_user(run: Run) -> bool:
-    """Return whether the run belongs to this user, by the file system and not by a file's content. Raises OSError.
-
-    A command that looks at another user's run starts and sends nothing.
-    """
+    """Return whether the file system says that the run belongs to this user. Raises OSError."""
     return all(foreign_owner(path) is None for path in (os.path.realpath(run.path), run.plan))
 
 
@@ -151,11 +148,8 @@ _STOP_HEAD = re.compile(r"state: (done|stopped|failed)\r?\nreason: (.*?)\r?(?:\n
 
 
 def parse_stop(text: str) -> tuple[ChainEnd, str]:
-    """Return how and why the chain ended, and the rest of the text of STOP.
-
-    STOP begins with the lines `state: ...` and `reason: ...`. If a person writes STOP without this head, its first
-    line is the reason, and the state is `stopped`.
-    """
+    """Return the end of the chain, and the rest of the text of STOP. Without the head `state: ...`, `reason: ...`, as
+    written by a person, the first line is the reason and the state `stopped`."""
     if (head := _STOP_HEAD.match(text)) is not None:
         return ChainEnd(cast(ChainEndState, head[1]), head[2]), text[head.end() :]
     first, _, rest = text.partition("\n")

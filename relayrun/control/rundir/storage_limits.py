@@ -1,12 +1,11 @@
 """Storage limits: when a file system or a quota is full, and when the site purges unused files.
 
-quota.json   the measurements of the last week, by jobs of the run and by the cron check
+`quota.json` holds the measurements of the last week, by jobs of the run and by the cron check. Growth is everything
+that any program wrote in that time, less the checkpoints that the rules of the run remove again, and less one
+checkpoint: a measurement may fall into a save.
 
-Growth is everything that any program wrote in that time, less the checkpoints that the rules of the run remove again. A
-measurement may fall into a save, so the size of one checkpoint is left out of the growth.
-
-`cluster.purge_days` says after how many days without use a site removes a file, per folder. The last use is the later
-one of access time and modification time. A folder is as old as its oldest file. Standard library only.
+`cluster.purge_days` says after how many days without access or modification a site removes a file, per folder. A folder
+is as old as its oldest file. Standard library only.
 """
 
 from __future__ import annotations
@@ -58,10 +57,8 @@ class PurgeForecast:
 
 
 def first_purge(name: str, what: str, paths: Sequence[str], purge_days: Mapping[str, float]) -> PurgeForecast | None:
-    """Return the file that would be purged first; None if no file would, or none exists.
-
-    `name` and `what`: as in `PurgeForecast`. `purge_days`: days by folder; the innermost folder of a file counts.
-    """
+    """Return the file that would be purged first; None if no file would, or none exists. `name` and `what`: as in
+    `PurgeForecast`. `purge_days`: days by folder; the innermost folder of a file counts."""
     step = -(-len(paths) // MAX_FILES_CHECKED) or 1
     found = []
     for path in paths[::step]:
@@ -245,9 +242,8 @@ def record_usage(run: Run, found: Iterable[UsageSample], *, complaint: str | Non
 
 def quota_forecasts(measures: UsageRecord, *, now: float) -> list[QuotaForecast]:
     """Return the last measurement of each limit, with the time at which it is reached."""
-    return [
-        _quota_forecast(row) for row in _samples_by_limit(each for each in _usage_samples(measures) if each.time <= now)
-    ]
+    samples = (each for each in _usage_samples(measures) if each.time <= now)
+    return [_quota_forecast(row) for row in _samples_by_limit(samples)]
 
 
 def format_amount(value: float, kind: QuotaKind) -> str:

@@ -1,9 +1,7 @@
-"""The time limit of a job: the duration of the start, and the grace period in which an attempt must leave before the
-end.
+"""The time limit of a job: the duration of the start, and the grace period in which an attempt must leave.
 
-The grace period covers the step under way, an evaluation that may have started after it, the rest of a save under way,
-and the last save. The supervisor (before an attempt) and rank 0 (while it runs) use the same formula. The start is
-measured from `started.json`. Standard library only.
+The grace period covers the current step, an evaluation that may follow it, the rest of a save, and the last save. The
+supervisor (before an attempt) and rank 0 (while it runs) use the same formula. Standard library only.
 """
 
 from __future__ import annotations
@@ -37,9 +35,9 @@ def measured_grace_period(
 ) -> float | None:
     """Return two steps and 1.5 saves at their 95th percentile, plus a margin, in seconds, within floor and ceiling.
 
-    `save_seconds`: from the start of a save to its commit. `evaluation_seconds`: of whole evaluations, which cannot be
-    interrupted; one is added, at its 95th percentile. `under_way`: seconds since the start of a save that is not over;
-    the rest of it is added. Oldest measurements first. None if steps or saves are not measured.
+    Oldest measurements first; None without steps or saves. `save_seconds`: from the start of a save to its commit.
+    `evaluation_seconds`: one evaluation is added, at its 95th percentile. `under_way`: seconds since the start of an
+    unfinished save, whose rest is added.
     """
     steps, saves = step_seconds[-GRACE_STEPS:], save_seconds[-GRACE_SAVES:]
     if not steps or not saves:
@@ -60,7 +58,7 @@ def current_grace_period(
     evaluation_seconds: Iterable[float] = (),
     estimate: float = 0.0,
 ) -> float:
-    """Return the seconds before the end of the job at which a running attempt leaves, by its measurements so far.
+    """Return the grace period of a running attempt by its measurements so far, in seconds.
 
     The value from its begin holds until steps and saves are measured, and for good if the bounds are equal. `estimate`:
     of an evaluation if none is measured.
@@ -105,9 +103,7 @@ def start_seconds(run: Run) -> list[float]:
 
 def why_time_was_short(attempt: Attempt, *, now: float, asked: float = 0.0) -> str:
     """Return in words that an attempt had little of its time limit to train in; empty if it had enough, or no limit.
-
-    `now`: its end, in seconds since 1970. `asked`: seconds that the plan asks for; Slurm may have given less.
-    """
+    `now`: its end, in seconds since 1970. `asked`: seconds that the plan asks for; Slurm may have given less."""
     begin, started = attempt.read_begin(), StartTimes.read(attempt.started)
     if begin is None or begin.job_end_time is None:
         return ""

@@ -1,10 +1,9 @@
 """Ids of a run in W&B and TensorBoard: one id over all attempts, and another after each rollback.
 
 A resume computes lost iterations again, to the same bits, so each iteration is logged once, by any attempt. After a
-rollback (a person abandoned whole checkpoints, or a policy went back and skipped data) the iterations above its base
-differ: they become a fork, a tracker run with an id of its own that holds the whole line from the first iteration on.
-`streams.json` keeps the ids; a fork's start follows from begin.json and rollbacks.jsonl of the attempts, and its id
-follows from the first id, so that every writer records the same.
+rollback the iterations above its base differ: they become a fork, a tracker run with an id of its own that holds the
+whole line from the first iteration on. `streams.json` keeps the ids. A fork's id follows from the first id and its
+start, so that every writer records the same.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ class TrackerRun(Record):
     """W&B's run id, and TensorBoard's folder."""
     first_attempt: int
     rollback: int = 0
-    """Number, from 1 on, of the rollback of this attempt that began the tracker run; 0: the attempt's begin. It ends
-    where the next one begins."""
+    """Number, from 1 on, of the rollback of this attempt that began the tracker run; 0: the attempt's begin."""
     forked_from: str | None = None
     """Id of the tracker run that was rolled back."""
     fork_iteration: int = 0
@@ -54,11 +52,8 @@ def read_tracker_runs(run: Run) -> list[TrackerRun]:
     except FileNotFoundError:
         return []
     except (json.JSONDecodeError, TypeError) as error:
-        raise RunDirError(
-            f"unreadable record: {error}",
-            where=run.streams,
-            hint="put it back, or remove it: then all is told again under new ids",
-        ) from None
+        hint = "put it back, or remove it: then all is told again under new ids"
+        raise RunDirError(f"unreadable record: {error}", where=run.streams, hint=hint) from None
 
 
 def update_tracker_runs(run: Run) -> list[TrackerRun]:
@@ -68,15 +63,14 @@ def update_tracker_runs(run: Run) -> list[TrackerRun]:
     found = list(known) or [TrackerRun(id=new, first_attempt=1)]
     for start, base in _rollbacks(run):
         if start > found[-1].start:
-            found.append(
-                TrackerRun(
-                    id=_fork_id(found[0].id, start),
-                    first_attempt=start[0],
-                    rollback=start[1],
-                    forked_from=found[-1].id,
-                    fork_iteration=base,
-                )
+            fork = TrackerRun(
+                id=_fork_id(found[0].id, start),
+                first_attempt=start[0],
+                rollback=start[1],
+                forked_from=found[-1].id,
+                fork_iteration=base,
             )
+            found.append(fork)
     if found != known:
         write_json(run.streams, [asdict(stream) for stream in found])
     return found

@@ -36,11 +36,8 @@ class Trigger:
 
 
 def create_trigger_folder(run: Run, group: str | None = None) -> None:
-    """Make `triggers/`: writable by owner and group, new files inherit the group, closed to others.
-
-    `group` is a name or a number; None: the group of the run directory. Raises ConfigError if there is no such group,
-    or if this user is not a member of it and so may not give the folder to it.
-    """
+    """Make `triggers/`: writable by owner and group, new files inherit the group, closed to others. `group`: name or
+    number; None: the group of the run directory. Raises ConfigError if this user cannot use the group."""
     run.triggers.mkdir(parents=True, exist_ok=True)
     wanted = run.path.stat().st_gid if group is None else _group_id(group)
     found = run.triggers.stat()
@@ -50,11 +47,9 @@ def create_trigger_folder(run: Run, group: str | None = None) -> None:
         os.chown(run.triggers, -1, wanted)
         run.triggers.chmod(TRIGGER_FOLDER_MODE)  # after chown, which clears the setgid bit
     except PermissionError:
-        raise ConfigError(
-            f"the triggers cannot be given to the group {group_name(wanted)}",
-            where=run.triggers,
-            hint=f"set chain.triggers_group to a group of yours, or let {user_name(found.st_uid)} submit",
-        ) from None
+        words = f"the triggers cannot be given to the group {group_name(wanted)}"
+        hint = f"set chain.triggers_group to a group of yours, or let {user_name(found.st_uid)} submit"
+        raise ConfigError(words, where=run.triggers, hint=hint) from None
 
 
 def touch_trigger(run: Run, name: TriggerName) -> None:
@@ -62,20 +57,16 @@ def touch_trigger(run: Run, name: TriggerName) -> None:
     try:
         (run.triggers / name).touch()
     except FileNotFoundError:
-        raise RunDirError(
-            "this run has no folder for triggers", where=run.triggers, hint="submit the run first; that makes it"
-        ) from None
+        hint = "submit the run first; that makes it"
+        raise RunDirError("this run has no folder for triggers", where=run.triggers, hint=hint) from None
     except PermissionError:
         with contextlib.suppress(PermissionError):
             if read_trigger(run, name) is not None:  # a colleague's request is still pending
                 return
         folder = run.triggers.stat()
-        raise RunDirError(
-            f"you may not write here: only the user {user_name(folder.st_uid)} and the group "
-            f"{group_name(folder.st_gid)} may; {describe_owner(run.triggers)}",
-            where=run.triggers,
-            hint="ask one of them",
-        ) from None
+        who = f"only the user {user_name(folder.st_uid)} and the group {group_name(folder.st_gid)} may"
+        words = f"you may not write here: {who}; {describe_owner(run.triggers)}"
+        raise RunDirError(words, where=run.triggers, hint="ask one of them") from None
 
 
 def first_closed_folder(run: Run) -> Path | None:
@@ -121,8 +112,8 @@ def _group_id(group: str) -> int:
     try:
         return int(group) if group.isdecimal() else grp.getgrnam(group).gr_gid
     except KeyError:
-        raise ConfigError(
+        words, hint = (
             f"there is no group {group!r} on this machine",
-            where="chain.triggers_group",
-            hint="give a name that `getent group` knows, or a number",
-        ) from None
+            "give a name that `getent group` knows, or a number",
+        )
+        raise ConfigError(words, where="chain.triggers_group", hint=hint) from None

@@ -144,11 +144,8 @@ class FallbackJobs(Protocol):
     def queue(
         self, script: Path, *, name: str, order: FallbackOrder, options: Mapping[str, str | None], limit: int
     ) -> str:
-        """Queue `script` as a fallback job, in partitions that jobs with these options may use; return its id.
-
-        `limit`: its time limit in seconds. The job asks for one task; if the site refuses that, it asks for all
-        `options`.
-        """
+        """Queue `script` as a fallback job, in partitions that jobs with these options may use; return its id. The job
+        asks for one task; if the site refuses that, for all `options`. `limit`: its time limit in seconds."""
 
     def move(self, job_id: str, order: FallbackOrder) -> None:
         """Let a pending fallback job wait for the failure of another job."""
@@ -163,8 +160,8 @@ class FallbackJobs(Protocol):
 class Scheduler(ABC):
     """Slurm, or the local scheduler. Every method may raise SchedulerError.
 
-    A new batch system implements the eleven abstract methods. The defaults of the others fit a scheduler without nodes
-    to choose among, reservations, comments in jobs, or a record of users.
+    A new batch system implements the eleven abstract methods. The defaults of the others fit a scheduler without choice
+    of nodes, reservations, comments in jobs, or a record of users.
     """
 
     @abstractmethod
@@ -197,10 +194,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def cancelled(self, job_id: str, *, nodes: str) -> bool:
-        """Return whether somebody cancelled the job, which began on `nodes`. Also correct in the job's last seconds.
-
-        May wait until the scheduler has recorded how the job ended.
-        """
+        """Return whether somebody cancelled the job, which began on `nodes`; may wait until its end is recorded."""
 
     @abstractmethod
     def requeue(self, job_id: str, *, delay: int = 0, minimum: MinimumNodes | None = None) -> None:
@@ -224,6 +218,11 @@ class Scheduler(ABC):
         """None if a job whose batch script is killed comes back without them."""
         return None
 
+    def live_fallback_jobs(self, plan: Plan, *, anyone: bool = False) -> list[Job]:
+        """Return the chain's pending or running fallback jobs: this user's, or `anyone`'s."""
+        jobs = self.fallback_jobs
+        return jobs.live(plan.fallback_job_name, anyone=anyone) if plan.fallback_job and jobs is not None else []
+
     def submit_first(self, plan: Plan, script: Path, evaluation: Path | None = None) -> str:
         """Queue the first job after every possible check, also of the script `evaluation`; return its id."""
         return self.submit(plan, script, options={})
@@ -233,11 +232,8 @@ class Scheduler(ABC):
         return
 
     def confirm_begin(self, job: Job, *, followed: bool, log: str | None) -> None:
-        """Report that the running job has begun: its earlier failures no longer count.
-
-        `followed`: its successor is queued, so the job need not be requeued after the loss of a node. `log`: the file
-        of its standard error, for people who ask the scheduler.
-        """
+        """Report that the running job has begun: its earlier failures no longer count. `followed`: its successor is
+        queued. `log`: the file of its standard error, for people who ask the scheduler."""
         return
 
     def guard(self, job_id: str, command: Sequence[str], *, log: Path) -> None:
@@ -249,11 +245,8 @@ class Scheduler(ABC):
         raise SchedulerError("this scheduler cannot delay a queued job")
 
     def reservation_end(self, name: str, *, for_good: bool = False) -> float | None:
-        """Return when this reservation, and the jobs in it, end; None if the jobs go on or it is not known.
-
-        `for_good`: return the time from which no further job of it can start; infinity if the reservation repeats, or
-        if jobs may go on without it.
-        """
+        """Return when this reservation, and the jobs in it, end; None if the jobs go on or it is not known. `for_good`:
+        the time from which no further job of it can start; infinity if it repeats, or jobs may go on without it."""
         return None
 
     def note_stop(self, job_id: str, user: str) -> None:
@@ -269,25 +262,16 @@ class Scheduler(ABC):
         return []
 
 
-JOB_VARIABLE_PREFIXES = (
-    "SLURM_",
-    "SBATCH_",
-    "SRUN_",
-    "SQUEUE_",
-    "SCANCEL_",
-    "SINFO_",
-    "SACCT_",
-    "SACCTMGR_",
-    "RELAYRUN_",
-)
+_COMMANDS = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SCANCEL_", "SINFO_", "SACCT_", "SACCTMGR_")
+JOB_VARIABLE_PREFIXES = (*_COMMANDS, "RELAYRUN_")
 """Prefixes of the variables that a surrounding job sets, or that change the output of Slurm's commands."""
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without the variables of the surrounding job, which give a new job wrong defaults.
 
-    A user's defaults for Slurm's commands go as well: with SQUEUE_STATES=RUNNING no job would seem to wait. PYTHONPATH
-    and PYTHONSAFEPATH become the user's again: the supervisor runs with other values, which a new job would inherit.
+    Defaults for Slurm's commands go as well: with SQUEUE_STATES=RUNNING no job would seem to wait. PYTHONPATH and
+    PYTHONSAFEPATH, which the supervisor changes, become the user's again.
     """
     kept = {
         name: value

@@ -1,8 +1,7 @@
 """The history of a chain's jobs, for people: how the last job ended, why jobs wait, and when the chain had nodes.
 
-Slurm's accounting (`sacct`) is asked first; it knows every job of a chain, also a job that was requeued under its id.
-Without it the controller is asked, which forgets a job after some minutes. The local queue keeps a file per job. Each
-command gets a few seconds, so that a reader does not wait; a missing answer is None.
+Slurm's accounting (`sacct`) is asked first; without it the controller, which forgets a job after some minutes. The
+local queue keeps a file per job. Each command gets a few seconds; a missing answer is None.
 """
 
 from __future__ import annotations
@@ -207,10 +206,7 @@ class Allocation:
 
 def allocations(plan: Plan, run: Run, *, since: float, job_ids: Sequence[str]) -> list[Allocation]:
     """Return every allocation of the chain that the scheduler remembers, oldest first; empty if it does not answer.
-
-    `since`: seconds since 1970; older allocations are ignored. `job_ids`: the jobs that began an attempt; a first job
-    may have been queued under another name than the chain's.
-    """
+    `since`: seconds since 1970. `job_ids`: the jobs that began an attempt; the first one may have had another name."""
     if plan.scheduler == "local":
         return _local_allocations(run)
     accounted = _allocations_by_sacct(f"--name={plan.job_name}", since)
@@ -247,10 +243,8 @@ def _allocations_by_sacct(which: str, since: float) -> list[Allocation]:
 
 
 def join_resized(rows: Sequence[Allocation]) -> list[Allocation]:
-    """Join the rows of each job that lost nodes and went on: accounting starts a new row at each loss.
-
-    Such a job is RESIZING in all rows but the last, and each row starts at the end of the row before.
-    """
+    """Join the rows of each job that lost nodes and went on: accounting starts a new row at each loss. Such a job is
+    RESIZING in all rows but the last, and each row starts at the end of the row before."""
     found: list[Allocation] = []
     for each in sorted(rows, key=lambda row: row.start):
         at = next((at for at, before in enumerate(found) if _went_on(before) == (each.job_id, each.start)), None)
@@ -274,10 +268,7 @@ def _allocations_by_controller(plan: Plan) -> list[Allocation]:
 
 def _allocation_of_row(row: Sequence[str], *, source: str) -> Allocation | None:
     """Parse id, state, nodes, and the times of submission, eligibility, start and end; None if the job had no nodes.
-
-    The controller only guesses the start of a queued job and the end of a running one. Accounting has a row with an end
-    and the state REQUEUED for each earlier start of a requeued job.
-    """
+    The controller only guesses the start of a queued job and the end of a running one."""
     job_id, state, nodes, submit, eligible, start, end = row
     began, ended = parse_timestamp(start), parse_timestamp(end)
     if began is None or state == "PENDING" or not nodes.isdecimal():

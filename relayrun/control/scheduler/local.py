@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import ChainEnd
@@ -106,30 +106,15 @@ class LocalScheduler(Scheduler):
     def submit(self, plan: Plan, script: Path, *, options: Mapping[str, str], delay: int = 0) -> str:
         if options:
             raise SchedulerError(f"the local scheduler takes no options, but was given: {', '.join(options)}")
-        job = LocalJob(
-            id="",
-            name=plan.job_name,
-            script=str(script),
-            log_folder=plan.log_folder,
-            time_limit=plan.time_limit,
-            signal_seconds=plan.signal_seconds,
-            eligible_time=time.time() + delay,
-        )
-        return self._queue.add(job)
+        seconds = {"time_limit": plan.time_limit, "signal_seconds": plan.signal_seconds}
+        return self._add(plan, script, name=plan.job_name, eligible_time=time.time() + delay, **seconds)
 
     def submit_auxiliary(self, plan: Plan, script: Path, *, name: str, arguments: Sequence[str], limit: int) -> str:
-        job = LocalJob(
-            id="",
-            name=name,
-            script=str(script),
-            arguments=list(arguments),
-            log_folder=plan.log_folder,
-            time_limit=limit,
-            signal_seconds=0,
-            eligible_time=time.time(),
-            auxiliary=True,
-        )
-        return self._queue.add(job)
+        seconds = {"time_limit": limit, "signal_seconds": 0, "eligible_time": time.time()}
+        return self._add(plan, script, name=name, arguments=list(arguments), auxiliary=True, **seconds)
+
+    def _add(self, plan: Plan, script: Path, **fields: Any) -> str:
+        return self._queue.add(LocalJob(id="", script=str(script), log_folder=plan.log_folder, **fields))
 
     def adopt(self, job: Job, plan: Plan) -> None:
         self._queue.change(job.id, name=plan.job_name)
@@ -181,17 +166,16 @@ class LocalScheduler(Scheduler):
     def run_queue(self, on_event: Callable[[str], None], poll: Callable[[], None] = lambda: None) -> None:
         """Run the queued jobs until none is left, the chain's jobs one by one. `poll` is called several times a second.
 
-        KeyboardInterrupt cancels the running job and the queued jobs, waits for the end, and is raised again. Raises
-        SchedulerError if another process runs this queue.
+        KeyboardInterrupt cancels the jobs, and is raised again. Raises SchedulerError if another process runs this
+        queue.
         """
         self._queue.folder.mkdir(parents=True, exist_ok=True)
         with open(self._queue.folder / "runner.lock", "w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise SchedulerError(
-                    "this run's jobs are being run by another terminal", where=self._queue.folder
-                ) from None
+                words = "this run's jobs are being run by another terminal"
+                raise SchedulerError(words, where=self._queue.folder) from None
             self._patiently("ended jobs are not recorded", self._bury_orphans, on_event)
             auxiliary = AuxiliaryJobs(self._queue, on_event)
 
@@ -219,10 +203,8 @@ class LocalScheduler(Scheduler):
                 auxiliary.end()
 
     def _patiently(self, failure: str, work: Callable[[], T], on_event: Callable[[str], None]) -> T:
-        """Call `work`, which reads or writes the queue, again and again while the disk refuses it.
-
-        Raises SchedulerError after DISK_RETRY_SECONDS, with the reason in STOP if that can be written.
-        """
+        """Repeat `work`, which reads or writes the queue, while the disk refuses it. Raises SchedulerError after
+        DISK_RETRY_SECONDS, with the reason in STOP if that can be written."""
         deadline, pause, said = time.monotonic() + DISK_RETRY_SECONDS, 0.1, False
         while True:
             try:
@@ -244,11 +226,10 @@ class LocalScheduler(Scheduler):
 
     def _run_job(self, job: LocalJob, on_event: Callable[[str], None], poll: Callable[[], None]) -> None:
         job, process = self._patiently(f"job {job.id} does not start", lambda: self._queue.start_job(job), on_event)
-        started = job.start_time or 0.0
         on_event(f"job {job.id} started")
         state = "COMPLETED"
         try:
-            state = self._watch(job, process, started, on_event, poll)
+            state = self._watch(job, process, on_event, poll)
         except KeyboardInterrupt:
             on_event(f"job {job.id}: interrupted; saving and ending")
             state = "CANCELLED"
@@ -259,27 +240,25 @@ class LocalScheduler(Scheduler):
         finally:
             signal_group(process, signal.SIGKILL)
             code = process.wait()
-            tasks.kill_leftover_processes(
-                {JOB_ID_VARIABLE: job.id, "RELAYRUN_RUN_DIR": str(self._run.path), tasks.RANKS_VARIABLE: None}
-            )
+            marks = {JOB_ID_VARIABLE: job.id, "RELAYRUN_RUN_DIR": str(self._run.path), tasks.RANKS_VARIABLE: None}
+            tasks.kill_leftover_processes(marks)
             if state == "COMPLETED" and code:
                 state = "FAILED"
-            job = self._patiently(
-                f"the end of job {job.id} is not recorded", lambda: self._close(job, state, code), on_event
-            )
+            words = f"the end of job {job.id} is not recorded"
+            job = self._patiently(words, lambda: self._close(job, state, code), on_event)
             on_event(f"job {job.id} ended: {state}" + (" and is queued again" if job.state == "PENDING" else ""))
 
     def _watch(
         self,
         job: LocalJob,
         process: subprocess.Popen[bytes],
-        started: float,
         on_event: Callable[[str], None],
         poll: Callable[[], None],
     ) -> str:
         """Send the signals when they are due, until the batch script ends; return the job's state."""
-        signal_at: float | None = started + job.time_limit - job.signal_seconds
-        term_at: float | None = started + job.time_limit
+        end = (job.start_time or 0.0) + job.time_limit
+        signal_at: float | None = end - job.signal_seconds
+        term_at: float | None = end
         kill_at: float | None = None
         state = "COMPLETED"
         recorded = False

@@ -1,15 +1,10 @@
-"""The scheduler of a chain through Slurm's commands, and what Slurm alone offers.
-
-`SlurmNodes` excludes nodes and lets a job start with fewer; `SlurmFallbackJobs` queues jobs behind the failure of
-another. `jobs_by_name` finds the jobs of many chains by one question.
-"""
+"""The scheduler of a chain through Slurm's commands, and further functions that only Slurm offers."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import os
-import pwd
 import re
 import signal
 import subprocess
@@ -40,7 +35,7 @@ from relayrun.control.scheduler.slurm_commands import (
     parse_job,
     parse_timestamp,
 )
-from relayrun.errors import ConfigError, SchedulerError
+from relayrun.errors import ConfigError, SchedulerError, user_name
 from relayrun.slurmtime import format_time
 
 COMPLETING_SECONDS = 30.0
@@ -101,12 +96,7 @@ class Slurm(SlurmCommands, Scheduler):
             found = re.search(r"CANCELLED by (\d+)", self._once(command))
         except SchedulerError:  # no accounting
             return None
-        if found is None:
-            return None
-        try:
-            return pwd.getpwuid(int(found[1])).pw_name
-        except KeyError:
-            return found[1]
+        return None if found is None else user_name(int(found[1]))
 
     def reservation_end(self, name: str, *, for_good: bool = False) -> float | None:
         try:
@@ -352,9 +342,8 @@ def jobs_by_name(names: Sequence[str], *, patience: float) -> dict[str, list[Que
     found: dict[str, list[QueuedJob]] = {name: [] for name in names}
     if not names:
         return found
-    text = Slurm(patience=patience).ask(
-        ["squeue", "--noheader", f"--name={','.join(sorted(found))}", "--format=%i|%T|%r|%j"]
-    )
+    command = ["squeue", "--noheader", f"--name={','.join(sorted(found))}", "--format=%i|%T|%r|%j"]
+    text = Slurm(patience=patience).ask(command)
     for line in text.splitlines():
         job_id, state, reason, name = (*line.split("|", 3), "", "", "")[:4]
         if name in found:
@@ -364,11 +353,9 @@ def jobs_by_name(names: Sequence[str], *, patience: float) -> dict[str, list[Que
 
 
 _NO_NODES = re.compile("node configuration is not available|[Nn]odes? not available|Invalid node name")
-"""Messages of sbatch if too few nodes are up and not excluded, if a node that the job requests by name is excluded, and
-if a named node does not exist."""
+"""Messages of sbatch if too few nodes are up and not excluded, or if a requested node is excluded or does not exist."""
 NODES_TEST_SECONDS = 20.0
-"""Time limit of sbatch, retries included, for `enough_up`: ranks or the order to queue a job wait. No other question
-costs the controller more."""
+"""Time limit of sbatch, retries included, for `enough_up`, the most expensive question to the controller."""
 
 
 class SlurmNodes(NodeControl):
@@ -420,10 +407,10 @@ TIME_OPTIONS = ("time", "time-min", "begin", "deadline")
 class SlurmFallbackJobs(FallbackJobs):
     """Slurm jobs that start only if another job fails: `--dependency=afternotok`.
 
-    Measured on Slurm 22.05: such a job starts about a second after the other job has ended with an error, was killed,
-    or was cancelled, even if it was still queued. It keeps waiting while Slurm requeues the other job after the loss of
-    its node. Slurm cancels it when the other job ends with exit code 0. It can be moved behind another job until it
-    starts. Its comment holds the job that it waits for, since Slurm forgets the dependency at its start.
+    Measured on Slurm 22.05: such a job starts about a second after the other job failed, was killed, or was cancelled,
+    even while queued. It keeps waiting while Slurm requeues the other job after the loss of its node. Slurm cancels it
+    when the other job ends with exit code 0. Its comment holds the other job, since Slurm forgets the dependency at its
+    start.
     """
 
     def __init__(self, slurm: SlurmCommands) -> None:

@@ -1,7 +1,5 @@
 """Slurm's commands: how they are started, how their errors and their output are read, and the options of sbatch.
 
-`run_slurm_command` starts one command with a time limit and turns its failure into an error class.
-
 `parse_job` reads a job as `scontrol show job --oneliner` prints it, where texts of users are not escaped:
 
     JobId=1 JobName=TEXT UserId=... Account=... JobState=... NodeList=... Network=TEXT Command=TEXT
@@ -10,8 +8,6 @@
 A text may contain ` JobState=COMPLETED`. So fields are read only between the name and the network (or the command),
 where Slurm writes accounts in small letters; fields behind all texts are read from the end. If the name may contain
 fields, there is a second ` UserId=`, and the caller asks Slurm for the name.
-
-`check_sbatch_options` knows the options of the installed sbatch, plugins of the site included, or a list kept here.
 """
 
 from __future__ import annotations
@@ -91,10 +87,8 @@ def is_job_text_ambiguous(text: str) -> bool:
 
 
 def job_fields(text: str, *, name: str | None = None) -> dict[str, str]:
-    """Return the non-empty fields of one job; `name`: the job's name, if it is known.
-
-    `JobName` is complete. `Comment` is present if it is one word, as relayrun's comments are.
-    """
+    """Return the non-empty fields of one job. `name`: the job's name, if it is known. `JobName` is complete. `Comment`
+    is present if it is one word, as relayrun's comments are."""
     start, known = _after_name(text, name)
     texts = re.compile(r" (?:Network|Command)=").search(text, start)
     core, rest = (text[start:], "") if texts is None else (text[start : texts.start()], text[texts.start() :])
@@ -246,29 +240,21 @@ COMMAND_SECONDS = 120.0
 
 
 class SlurmCommands:
-    """Questions and orders to Slurm, each with a time limit.
-
-    For `patience` seconds a question is repeated after any error, and an order if the controller did not answer.
-    """
+    """Questions and orders to Slurm, each with a time limit. For `patience` seconds a question is repeated after any
+    error, and an order if the controller did not answer."""
 
     def __init__(self, *, patience: float = CONTROLLER_PATIENCE, pause: float = 2.0) -> None:
         self._patience = patience
         self._pause = pause
 
     def ask(self, command: Sequence[str], *, answer: str = "") -> str:
-        """Run a command that changes nothing and return its output.
-
-        Any error is retried: no list of transient errors is complete. `answer`: an error that contains these words is
-        an answer and is raised. Raises SchedulerError.
-        """
+        """Run a command that changes nothing, and repeat it after any error; return its output. Raises SchedulerError.
+        `answer`: an error that contains these words is an answer and is raised."""
         return self._run(command, again=lambda error: not (answer and answer in error.message))
 
     def order(self, command: Sequence[str], lines: Sequence[str] = (), *, words: bool = False) -> str:
-        """Run a command that changes something, and may safely run twice; return its output.
-
-        It is retried if the controller did not answer. Raises SchedulerError for a refusal. `lines`: orders for its
-        standard input. `words`: also return its standard error.
-        """
+        """Run a command that changes something, and may safely run twice; return its output. It is repeated if the
+        controller did not answer. `lines` and `words`: as in `run_slurm_command`."""
         return self._run(command, lines, words=words, again=lambda error: isinstance(error, NoAnswerError))
 
     def _run(
@@ -305,10 +291,10 @@ class SlurmCommands:
         return self.order(["sbatch", "--test-only", *further, str(script)], words=True)
 
     def submit_once(self, arguments: Sequence[str], *, name: str, comment: str | None = None) -> str:
-        """Queue one job exactly once: sbatch may queue a job and report an error all the same.
+        """Queue one job exactly once, and return its id: sbatch may queue a job and report an error all the same.
 
-        So each job carries a unique word in its comment, and a retry first looks for it. `name` is the job's name,
-        `comment` a comment that is already unique. Returns the job's id; raises SchedulerError.
+        Each job has a unique comment (default: a random one), and a retry first looks for it and the `name`. Raises
+        SchedulerError.
         """
         comment = comment or f"{COMMENT_PREFIX}{secrets.token_hex(6)}"
         command = ["sbatch", "--parsable", f"--comment={comment}", *arguments]

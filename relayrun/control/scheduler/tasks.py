@@ -4,11 +4,8 @@
 
 Starts PROGRAM once per rank with srun's variables (SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS) and a free MASTER_PORT.
 Like `srun --kill-on-bad-exit`: the first rank that fails ends the others. SIGUSR1, SIGUSR2 and SIGTERM are forwarded to
-every rank, SIGQUIT as SIGKILL. A rank dies with its starter.
-
-`kill_leftover_processes` ends processes that ranks started in sessions of their own, as Slurm does at the end of a
-step: `torchrun` starts its workers so, and they would train on beside the next attempt. A variable in the environment
-marks them; a process that removes the variable escapes.
+every rank, SIGQUIT as SIGKILL. A rank dies with its starter. `kill_leftover_processes` ends processes that ranks
+started in sessions of their own, as Slurm does at the end of a step; `torchrun` starts its workers so.
 """
 
 from __future__ import annotations
@@ -106,11 +103,8 @@ def is_dying(pid: int) -> bool:
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """Return a TCP port without a listener, on the loopback interface or another address; empty: on all addresses.
-
-    If possible it lies below the ports that the kernel uses for connections: the kernel may use one of those again
-    before a program that is still importing listens on it.
-    """
+    """Return a TCP port without a listener, on the loopback interface or another address; empty: on all addresses. If
+    possible it lies below the kernel's ports for connections, which may be taken before a program listens."""
     first = int(CONNECTION_PORTS_FILE.read_text().split()[0])
     tried = random.SystemRandom().sample(range(LOWEST_PORT, first), 20) if first >= LOWEST_PORT + 1000 else []
     for port in [*tried, 0]:
@@ -125,9 +119,8 @@ def kill_leftover_processes(
 ) -> list[str]:
     """SIGKILL every process of this machine whose environment has all these variables; return their command lines.
 
-    Processes that end within LEFTOVER_GRACE_SECONDS are not killed and not returned. A variable with None may have any
-    value. `but`: processes that live on, with their children. `patience`: seconds of waiting for processes that do not
-    end.
+    A variable with None may have any value. Processes that end within LEFTOVER_GRACE_SECONDS are neither killed nor
+    returned. `but`: processes that live on, with their children. `patience`: seconds of waiting for the end.
     """
     ended: dict[int, str] = {}
     begun = time.monotonic()

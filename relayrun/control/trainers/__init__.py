@@ -1,7 +1,7 @@
-"""Trainers: the programs that the ranks execute, and how the chain follows a program that writes no records.
+"""Trainers: the programs that the ranks execute, and the observation of a program that writes no records.
 
-In it: the protocol of a trainer (`base`), relayrun's own trainer, Megatron-LM's `pretrain_*.py`, a user's own
-command. In: the trainer's section of `plan.json`, the logs and files of the program. Out: the command of a rank,
-its variables, and the records of an attempt. Standard library only. docs/command.md, docs/megatron-lm.md and
+In it: the protocol of a trainer (`base`), relayrun's own trainer, Megatron-LM's `pretrain_*.py`, a user's own command.
+In: the trainer's section of `plan.json`, the logs and files of the program. Out: the command of a rank, its variables,
+and the records of an attempt. Standard library only. docs/command.md, docs/megatron-lm.md and
 docs/recovery-of-other-trainers.md explain it.
 """

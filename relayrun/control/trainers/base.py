@@ -1,11 +1,12 @@
-"""What a chain needs to know of a program that trains, and what it asks of it: the protocol of a foreign trainer.
+"""The protocol between a chain and a program that trains.
 
 The native trainer writes its records (`rundir.attempt`) itself. For any other program `trainers.observer` writes them,
-from what an implementation of `TrainerProgram` sees from outside: its log, its files.
+from its log and its files as an implementation of `TrainerProgram` reads them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from signal import Signals
@@ -17,15 +18,15 @@ from relayrun.control.rundir.records import AttemptStart
 
 @dataclass(frozen=True, kw_only=True)
 class ObservedStep:
-    """An iteration that the program says it has done."""
+    """An iteration that the program reports as done."""
 
     iteration: int
     seconds: float | None = None
-    """That the iteration took; None where the program does not say."""
+    """Duration of the iteration; None if the program does not report it."""
     consumed_samples: int | None = None
-    """After this iteration, since the beginning of the run; None where the program does not say."""
+    """Samples since the beginning of the run; None if the program does not report them."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What else it says of the iteration, under the names of `metrics.jsonl` where that has one."""
+    """Further numbers, under the names of `metrics.jsonl` if they have one there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,81 +36,84 @@ class FoundCheckpoint:
     iteration: int
     path: str
     may_change: bool = False
-    """Whether that is known from outside alone: it counts once two looks in a row have found the same files."""
+    """Only its files show that it is finished: it counts once two consecutive looks find the same files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramEnding:
-    """How the program says that it ended."""
+    """The end of the program by its own report."""
 
     outcome: Literal["done", "left", "fatal"]
-    """`done`: it has trained all it was to train. `left`: it says that it saved. `fatal`: it would fail again."""
+    """`done`: it has trained everything. `left`: it reports that it saved. `fatal`: it would fail again."""
     words: str
 
 
+def finite_number(value: object) -> float | None:
+    """Return a number, or text that is one, as a float; None for anything else and for infinity: JSON has none."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
 ENDED_BY_ITSELF = "the program ended by itself, with exit code 0"
-"""How a program without a known last iteration is done."""
+"""Outcome of a program without a known last iteration."""
 
 
 class Trainer(Protocol):
-    """What the ranks of a run execute, and how an attempt of it is followed."""
+    """The program of a run's ranks, and the observation of its attempts."""
 
     @property
     def leave_signal(self) -> Signals | None:
-        """The signal on which every rank saves and leaves; None where a file alone asks for it."""
+        """The signal on which every rank saves and leaves; None if only a file asks for it."""
 
     @property
     def asked_by(self) -> Sequence[Signals]:
-        """Every signal by which the chain asks the program for something."""
+        """All signals by which the chain asks the program for something."""
 
     def prepare(self, base: ResumePoint, *, attempt: int) -> list[str]:
-        """Make the program start from `base` and from nothing else. Returns what was done for that, in words.
-
-        No rank lives, and nobody follows the program. It is called when an attempt begins, and again before each of its
-        further restarts.
-        """
+        """Make the program start from `base` and from nothing else; return one line per action. Called when an attempt
+        begins, and before each of its further restarts, while no rank lives and no process observes."""
 
     def command(self, begin: AttemptStart) -> list[str]:
-        """What a rank of this attempt executes, without what the cluster puts before it."""
+        """Return the command of a rank of this attempt, without the cluster's prefix."""
 
     def environment(self, begin: AttemptStart) -> dict[str, str]:
-        """Variables of every rank of this attempt, besides those of the chain.
-
-        PYTHONPATH: folders that come before all others.
-        """
+        """Return variables of every rank of this attempt, besides those of the chain. PYTHONPATH: folders that come
+        before all others."""
 
     def follow(self, begin: AttemptStart, *, signal_ranks: Callable[[Signals], None]) -> AttemptObserver | None:
-        """Who writes the records of this attempt; None where the program writes them itself."""
+        """Return the writer of this attempt's records; None if the program writes them itself."""
 
 
 class AttemptObserver(Protocol):
-    """Writes the records of an attempt, from beside it and behind it. Every method may raise OSError."""
+    """Writes the records of an attempt, beside it and after it. Every method may raise OSError."""
 
     def look(self) -> None:
-        """Record what is new; ask the program to save or leave where that is due."""
+        """Record new facts; ask the program to save or leave if that is due."""
 
     def conclude(self, exit_code: int | None) -> None:
-        """Record what is left, and how the program ended. `exit_code`: of all ranks together, None where unknown."""
+        """Record the remaining facts and the program's end. `exit_code`: of all ranks together, None if unknown."""
 
 
 class TrainerProgram(Protocol):
-    """One attempt of a foreign program, seen from the node of its batch script.
-
-    What its log and files say is read anew by each process that looks: `watch` may be killed and started again.
-    Every method may raise OSError.
-    """
+    """One attempt of a foreign program, seen from the node of its batch script. Each process that looks reads log and
+    files anew: `watch` may be killed and started again. Every method may raise OSError."""
 
     def steps(self) -> Sequence[ObservedStep]:
-        """The iterations that it has said since the last call, rising; from its beginning for the first call."""
+        """Return the iterations reported since the last call, rising; the first call reads from the beginning."""
 
     def checkpoints(self) -> Sequence[FoundCheckpoint]:
-        """Every whole checkpoint that is there now, rising."""
+        """Return all complete checkpoints on disk, rising."""
 
     def saving(self) -> int | None:
-        """The iteration of a checkpoint that it is writing; None where it writes none."""
+        """Return the iteration of the checkpoint that is being written; None without one."""
 
     def ask_to_save(self) -> str | None:
-        """Have it save and go on. Returns why it cannot, in words; None where it will."""
+        """Ask it to save and go on; return in words why it cannot, else None."""
 
     def ending(self, exit_code: int | None) -> ProgramEnding | None:
-        """How it ended; None where that is not on purpose. `exit_code`: of all ranks together, None where unknown."""
+        """Return its end; None if that was not on purpose. `exit_code`: of all ranks together, None if unknown."""

@@ -10,6 +10,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from relayrun.control.rundir import campaign, evaluations, mirror
@@ -23,10 +24,8 @@ from relayrun.files import fsync_directory, unused_name
 def quarantine_checkpoints(
     folder: Path, paths: Sequence[Path], *, attempt: int, fault: Callable[[Path], str | None]
 ) -> list[str]:
-    """Move checkpoints of `folder` to its `.quarantine`. Returns what was moved, in words.
-
-    `attempt`: which moves them. `fault`: what is wrong with one, None where nothing is.
-    """
+    """Move checkpoints of `folder` to its `.quarantine`; return one line per move. `attempt`: the attempt that moves
+    them. `fault`: returns the defect of a checkpoint, None without one."""
     moved = []
     for path in paths:
         away = folder / ".quarantine"
@@ -41,81 +40,68 @@ def quarantine_checkpoints(
 
 
 REMOVE_SECONDS = 0.5
-"""How long one look removes files: the watch has more to do."""
+"""Seconds per look for the removal of files: the watch has other duties."""
 
 
+@dataclass(frozen=True)
 class CheckpointRetention:
-    """Keeps a run's newest checkpoints, and those of every so many iterations.
+    """Keeps a run's newest checkpoints, and multiples of an interval."""
 
-    Args:
-        begin: of the attempt whose observer this is; an attempt behind which another has begun removes nothing.
-        keep_last: how many of the newest stay, at least 1.
-        keep_every: multiples of it stay for good; None: none do.
-        tracked: the iteration that the program would load next, which always stays; None where it says none.
-    """
+    run: Run
+    attempt: Attempt
+    begin: AttemptStart
+    """Of the observed attempt; once another attempt has begun, this one removes nothing."""
+    keep_last: int
+    """Number of newest checkpoints that stay, at least 1."""
+    keep_every: int | None = None
+    """Multiples of it stay for good; None: none do."""
+    tracked: Callable[[], int | None] = lambda: None
+    """Returns the iteration that the program would load next, which always stays; None without one."""
 
-    def __init__(
-        self,
-        run: Run,
-        attempt: Attempt,
-        begin: AttemptStart,
-        *,
-        keep_last: int,
-        keep_every: int | None = None,
-        tracked: Callable[[], int | None] = lambda: None,
-    ) -> None:
-        self._run = run
-        self._attempt = attempt
-        self._base = begin.base_iteration
-        self._keep_last = max(1, keep_last)
-        self._keep_every = keep_every
-        self._tracked = tracked
-        self._folder = run.checkpoints / ".removing"
+    @property
+    def _hidden(self) -> Path:
+        return self.run.checkpoints / ".removing"
 
     def look(self, found: Sequence[FoundCheckpoint], *, saving: bool) -> None:
-        """Take checkpoints that are too old out of sight, and remove a bit of what is. Raises OSError.
-
-        `found`: the whole ones, rising. `saving`: whether the program writes one now; then nothing goes.
-        """
+        """Hide checkpoints that are too old, and remove some of their files. Raises OSError. `found`: the complete
+        checkpoints, rising. `saving`: the program writes one now; then none is hidden."""
         if not saving:
             self._take_away(found)
         self._remove(time.monotonic() + REMOVE_SECONDS)
 
     def finish(self, found: Sequence[FoundCheckpoint]) -> None:
-        """The same when the program has trained all it was to train: no look comes behind this one."""
+        """Hide and remove old checkpoints at the end of the training: no later look comes."""
         self._take_away(found)
         self._remove(None)
 
     def _take_away(self, found: Sequence[FoundCheckpoint]) -> None:
         found = [checkpoint for checkpoint in found if os.path.lexists(checkpoint.path)]  # a program may remove its own
-        if len(found) <= self._keep_last or self._run.attempt_numbers()[-1] != self._attempt.number:
+        if len(found) <= self.keep_last or self.run.attempt_numbers()[-1] != self.attempt.number:
             return
-        own = {commit.iteration for commit in self._attempt.read_commits()}
-        line = [checkpoint for checkpoint in found if checkpoint.iteration <= self._base or checkpoint.iteration in own]
-        old = [checkpoint for checkpoint in line[: -self._keep_last] if not self._is_multiple(checkpoint.iteration)]
+        own = {commit.iteration for commit in self.attempt.read_commits()}
+        base, every = self.begin.base_iteration, self.keep_every
+        line = [each for each in found if each.iteration <= base or each.iteration in own]
+        old = [each for each in line[: -self.keep_last] if not every or each.iteration % every]
         if not old:
             return
         stays = (
-            evaluations.iterations_held_by_evaluations(self._run)
-            | mirror.iterations_held_by_mirror(self._run)
-            | campaign.iterations_held_by_campaign(self._run)
-            | {self._tracked()}
+            evaluations.iterations_held_by_evaluations(self.run)
+            | mirror.iterations_held_by_mirror(self.run)
+            | campaign.iterations_held_by_campaign(self.run)
+            | {self.tracked()}
         )
         for checkpoint in old:
             if checkpoint.iteration in stays:
                 continue
-            self._folder.mkdir(exist_ok=True)
+            self._hidden.mkdir(exist_ok=True)
             path = Path(checkpoint.path)
-            os.rename(path, unused_name(self._folder, path.name))
+            os.rename(path, unused_name(self._hidden, path.name))
             fsync_directory(path.parent)
 
-    def _is_multiple(self, iteration: int) -> bool:
-        return bool(self._keep_every) and iteration % (self._keep_every or 1) == 0
-
     def _remove(self, deadline: float | None) -> None:
-        """Remove what is out of sight; until `deadline` (monotonic), but always something. Links are not followed."""
+        """Remove hidden checkpoints until `deadline` (monotonic), at least one file. Links are not followed."""
         with contextlib.suppress(FileNotFoundError):  # nothing is, or somebody else removes it too
-            for folder, folders, names in os.walk(self._folder, topdown=False):
+            for folder, folders, names in os.walk(self._hidden, topdown=False):
                 for name in names:
                     os.unlink(os.path.join(folder, name))
                     if deadline is not None and time.monotonic() > deadline:

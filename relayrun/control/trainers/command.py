@@ -1,4 +1,4 @@
-"""A program of the user's own under the chain: how it is started, asked and followed."""
+"""The trainer `command`, a user's own program: how it is started, asked and observed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from relayrun.control.trainers.observer import ProgramObserver
 from relayrun.files import write_atomic
 
 PLACEHOLDERS = ("run_dir", "checkpoints", "iteration", "checkpoint")
-"""What an attempt fills in where it stands in braces."""
+"""Names in braces that an attempt fills in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +58,7 @@ class CommandSettings(Record):
 
 
 class CommandTrainer:
-    """What the settings make of an attempt.
-
-    Args:
-        total_steps: the last iteration; None: the program itself ends when it is done.
-    """
+    """The trainer of these settings. `total_steps`: the last iteration; None: the program ends when it is done."""
 
     def __init__(self, run: Run, settings: CommandSettings, *, total_steps: int | None) -> None:
         self._run = run
@@ -71,17 +67,15 @@ class CommandTrainer:
 
     @property
     def leave_signal(self) -> Signals | None:
-        """The signal on which every rank saves and leaves."""
         name = self._settings.leave_signal
         return None if name is None else Signals[name]
 
     @property
     def asked_by(self) -> list[Signals]:
-        """The signals that ask for a checkpoint, or to leave."""
         return [Signals[name] for name in (self._settings.save_signal, self._settings.leave_signal) if name is not None]
 
     def prepare(self, base: ResumePoint, *, attempt: int) -> list[str]:
-        """Move what lies beyond the base out of the program's sight; make the folder of the client, and no file ask."""
+        """Hide checkpoints beyond the base, make the client's folder, and withdraw requests."""
         settings, opened = self._settings, self._run.attempt(attempt)
         self._run.checkpoints.mkdir(exist_ok=True)
         opened.client.mkdir(exist_ok=True)
@@ -99,23 +93,18 @@ class CommandTrainer:
         return [] if rule is None else rule.prepare(base=own, attempt=attempt)
 
     def command(self, begin: AttemptStart) -> list[str]:
-        """The program with the names of this attempt filled in."""
         words = [*self._settings.run, *(self._settings.resume if begin.base_path is not None else ())]
         values = (str(self._run.path), str(self._run.checkpoints), str(begin.base_iteration), begin.base_path or "")
         names = dict(zip(PLACEHOLDERS, values, strict=True))
         return [_fill_placeholders(word, names) for word in words]
 
     def environment(self, begin: AttemptStart) -> dict[str, str]:
-        """What `relayrun.client` reads, and what makes all attempts one run of W&B."""
         attempt = self._run.attempt(begin.attempt)
-        found = {
-            client.FOLDER: str(attempt.client),
-            client.STOP: str(attempt.stop),
-        } | tools.wandb_variables(self._run)
+        found = {client.FOLDER: str(attempt.client), client.STOP: str(attempt.stop)}
+        found |= tools.wandb_variables(self._run)
         return found if begin.base_path is None else found | {client.CHECKPOINT: begin.base_path}
 
     def follow(self, begin: AttemptStart, *, signal_ranks: Callable[[Signals], None]) -> AttemptObserver | None:
-        """An observer of its log and its files."""
         settings, attempt = self._settings, self._run.attempt(begin.attempt)
 
         def save() -> None:
@@ -139,9 +128,8 @@ class CommandTrainer:
         )
         leave = (lambda: None) if self.leave_signal is None else partial(signal_ranks, self.leave_signal)
         end = partial(signal_ranks, Signals.SIGKILL)
-        return ProgramObserver(
-            self._run, attempt, begin, program, leave=leave, end=end, retention=self._retention(begin)
-        )
+        kept = self._retention(begin)
+        return ProgramObserver(self._run, attempt, begin, program, leave=leave, end=end, retention=kept)
 
     def _retention(self, begin: AttemptStart) -> CheckpointRetention | None:
         if self._settings.keep_last is None:
@@ -153,21 +141,17 @@ class CommandTrainer:
         settings = self._settings
         if settings.pattern is None:
             return None
-        return CheckpointRule(
-            folder=self._run.checkpoints,
-            pattern=settings.pattern,
-            whole_when=settings.whole_when,
-            tracker=settings.tracker,
-        )
+        folder, last = self._run.checkpoints, settings.whole_when
+        return CheckpointRule(folder=folder, pattern=settings.pattern, whole_when=last, tracker=settings.tracker)
 
     def _path(self, name: str) -> Path:
-        """A file of a setting: below the run's directory, where it is no whole path."""
+        """Return the path of a file in a setting, below the run's directory if it is relative."""
         names = {"run_dir": str(self._run.path), "checkpoints": str(self._run.checkpoints)}
         return self._run.path / _fill_placeholders(name, names)
 
 
 def _move_client_records(folder: Path) -> None:
-    """Move what an earlier restart of the attempt said by the client: the next one says it again."""
+    """Move the client's records of an earlier restart away: the next restart reports them again."""
     away = folder / f"restart-{1 + len(list(folder.glob('restart-*'))):04}"
     for path in sorted(folder.glob("*.jsonl")):
         away.mkdir(exist_ok=True)
@@ -179,7 +163,7 @@ def _fill_placeholders(word: str, names: Mapping[str, str]) -> str:
 
 
 def _offset_file(attempt: Attempt) -> Path:
-    """Where the bytes are on record that the progress file had before the attempt."""
+    """Return the file with the size of the progress file before the attempt."""
     return attempt.client / "progress_offset"
 
 

@@ -1,12 +1,12 @@
-r"""A user's own program, seen from outside: its progress, its checkpoints, its end.
+r"""A user's own program, observed from outside: its progress, its checkpoints, its end.
 
 Progress comes from `relayrun.client`, from log lines that a pattern matches, or from a file of JSON lines:
 
     Step 12/100 | loss 2.31            pattern: Step (?P<iteration>\d+)/\d+ \| loss (?P<loss>\S+)
     {"step": 12, "loss": 2.31}         a line of JSON
 
-A pattern is a user's own and may be slow: it is interrupted after a short time. `CheckpointRule` says which files
-or folders are checkpoints, and which of them are complete.
+A user's pattern may be slow: it is interrupted after a short time. `CheckpointRule` says which files or folders are
+checkpoints, and which of them are complete.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import contextlib
 import functools
 import json
 import logging
-import math
 import os
 import re
 import signal
@@ -23,11 +22,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from relayrun.control.job_log import LogFollower
-from relayrun.control.trainers.base import ENDED_BY_ITSELF, FoundCheckpoint, ObservedStep, ProgramEnding
+from relayrun.control.trainers.base import ENDED_BY_ITSELF, FoundCheckpoint, ObservedStep, ProgramEnding, finite_number
 from relayrun.control.trainers.checkpoint_cleanup import quarantine_checkpoints
 from relayrun.errors import RunDirError
 from relayrun.files import fsync_directory, read_lines, temporary_prefix, write_atomic
@@ -35,19 +35,20 @@ from relayrun.files import fsync_directory, read_lines, temporary_prefix, write_
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRule:
-    """How the names of checkpoints tell their iterations."""
+    """Names of checkpoints, and the marks of a complete one."""
 
     folder: Path
     pattern: str
     """A name with `{iteration}` in it once."""
     whole_when: str | None
-    """A file below a checkpoint's folder that is written last; None: nothing is. One that is called *.json must hold
-    JSON; of another one its name is enough."""
+    """A file in a checkpoint that is written last, or None. A file named *.json must hold JSON; of others the name
+    suffices."""
     tracker: str | None = None
-    """A file of `folder`, or a link, that names the newest whole one by its iteration or its name; None: none does."""
+    """A file of `folder`, or a link, that names the newest complete checkpoint by iteration or name; None without one.
+    """
 
     def every(self) -> list[tuple[int, Path]]:
-        """Iteration and path of everything that has a checkpoint's name, rising."""
+        """Return iteration and path of every entry with a checkpoint's name, rising."""
         try:
             entries = os.listdir(self.folder)
         except FileNotFoundError:
@@ -56,11 +57,11 @@ class CheckpointRule:
         return sorted((iteration, path) for iteration, path in found if iteration is not None)
 
     def is_whole(self, path: Path) -> bool:
-        """Whether nothing of a checkpoint is missing, as far as the rule tells."""
+        """Return whether a checkpoint is complete by this rule."""
         return self._fault(path, self.tracked()) is None
 
     def whole(self) -> list[FoundCheckpoint]:
-        """Every whole checkpoint that is there now, rising."""
+        """Return all complete checkpoints, rising."""
         newest = self.tracked()
         return [
             FoundCheckpoint(iteration=iteration, path=str(path), may_change=True)
@@ -69,32 +70,28 @@ class CheckpointRule:
         ]
 
     def under_way(self) -> int | None:
-        """The iteration of the newest name, where that is not whole; None where it is, or there is none."""
+        """Return the iteration of the newest name if that checkpoint is incomplete; else None."""
         newest = max(self.every(), default=None)
         return None if newest is None or self.is_whole(newest[1]) else newest[0]
 
     def tracked(self) -> int | None:
-        """The iteration that the tracker names; None where there is no tracker, or it names none."""
+        """Return the iteration that the tracker names; None without one."""
         text = self._tracker_text()
         return None if text is None else int(text) if _is_number(text) else self._iteration(os.path.basename(text))
 
     def prepare(self, *, base: int, attempt: int) -> list[str]:
-        """Leave nothing beyond iteration `base` that the program could go on from. Returns what was done, in words."""
+        """Hide everything beyond iteration `base` from the program; return one line per action."""
         beyond = [path for iteration, path in self.every() if iteration > base]
         newest = self.tracked()
-        done = quarantine_checkpoints(
-            self.folder, beyond, attempt=attempt, fault=lambda path: self._fault(path, newest)
-        )
+        done = quarantine_checkpoints(self.folder, beyond, attempt=attempt, fault=partial(self._fault, newest=newest))
         if self.tracker is not None and (self._tracker_text() is not None or base) and newest != (base or None):
             self._track(base)
             done.append(f"{self.folder / self.tracker} named iteration {newest}; it names {base or 'none'} now")
         return done
 
     def _track(self, iteration: int) -> None:
-        """Let the tracker name this iteration in the form that it had, by the name found on disk; 0: remove it.
-
-        A name made from the number may be another one (`step-40` for `step-00000040`), which the program does not find.
-        """
+        """Let the tracker name this iteration in its present form, by the name on disk; 0: remove it. A name made from
+        the number may differ (`step-40` for `step-00000040`), and the program would not find it."""
         assert self.tracker is not None
         path, former = self.folder / self.tracker, self._tracker_text()
         if not iteration:
@@ -117,14 +114,14 @@ class CheckpointRule:
             write_atomic(path, os.path.join(os.path.dirname(former), name))
 
     def _tracker_text(self) -> str | None:
-        """What the tracker says; None without one."""
+        """Return the text or link target of the tracker; None without one."""
         if self.tracker is None:
             return None
         path = self.folder / self.tracker
         try:
-            return (
-                os.readlink(path) if path.is_symlink() else path.read_text(encoding="utf-8", errors="replace").strip()
-            )
+            if path.is_symlink():
+                return os.readlink(path)
+            return path.read_text(encoding="utf-8", errors="replace").strip()
         except FileNotFoundError:
             return None
 
@@ -133,13 +130,13 @@ class CheckpointRule:
         return None if digits is None else int(digits)
 
     def _digits(self, name: str) -> str | None:
-        """The iteration as a name has it, with its zeros in front; None where it is no checkpoint's name."""
+        """Return the iteration in a name with its leading zeros; None if it is no checkpoint's name."""
         before, _, after = self.pattern.partition("{iteration}")
         found = re.fullmatch(re.escape(before) + r"([0-9]+)" + re.escape(after), name)
         return None if found is None else found[1]
 
     def _fault(self, path: Path, newest: int | None) -> str | None:
-        """What is missing of a checkpoint; None where nothing is. `newest`: the iteration that the tracker names."""
+        """Return the defect of a checkpoint; None without one. `newest`: the iteration that the tracker names."""
         if self.whole_when is not None and (what := _unwritten_fault(path / self.whole_when)) is not None:
             return f"{self.whole_when} {what}"
         if self.tracker is not None and (self._iteration(path.name) or 0) > (newest or 0):
@@ -152,7 +149,7 @@ def _is_number(text: str) -> bool:
 
 
 def _unwritten_fault(path: Path) -> str | None:
-    """What is wrong with a file that is written last; None where nothing is."""
+    """Return the defect of a file that is written last; None without one."""
     try:
         found = path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -164,7 +161,7 @@ def _unwritten_fault(path: Path) -> str | None:
 
 @functools.lru_cache(maxsize=1024)
 def _holds_json(path: Path, size: int, changed: int) -> bool:
-    """Whether a file holds JSON; read once as long as it has this size and this time of change."""
+    """Return whether a file holds JSON; read once for each size and time of change."""
     del size, changed
     try:
         json.loads(path.read_bytes())
@@ -176,23 +173,23 @@ def _holds_json(path: Path, size: int, changed: int) -> bool:
 log = logging.getLogger(__name__)
 
 ITERATION_KEYS = ("iteration", "step", "global_step")
-"""What programs call the iteration in a line of JSON; the first that is there counts."""
+"""Names of the iteration in a line of JSON; the first that is there counts."""
 
 LINE_SECONDS = 0.25
-"""Processor time that a pattern may take on one line."""
+"""Processor time of a pattern for one line."""
 LOOK_SECONDS = 1.0
-"""Seconds for all lines of one look; those behind are passed over."""
+"""Seconds for all lines of one look; further lines are skipped."""
 
 
 class LogPattern:
-    """Finds the steps in lines of a log. A line on which the pattern takes long is passed over, which is said once."""
+    """Finds steps in lines of a log. A line for which the pattern takes too long is skipped, with one warning."""
 
     def __init__(self, pattern: re.Pattern[str]) -> None:
         self._pattern = pattern
         self._complained = False
 
     def steps(self, lines: Iterable[str]) -> Iterator[ObservedStep]:
-        """The steps that these lines tell of."""
+        """Yield the steps in these lines."""
         spent = 0.0
         for line in lines:
             if spent > LOOK_SECONDS:
@@ -220,10 +217,8 @@ class LogPattern:
 
 
 def json_step(line: str) -> ObservedStep | None:
-    """The step that a line of JSON tells of; None where it tells of none.
-
-    Its numbers are metrics, those of its object `metrics` where it has one; what is no number is left out.
-    """
+    """Return the step in a line of JSON; None without one. Its numbers are metrics, or those of its object `metrics` if
+    it has one; other values are left out."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):
@@ -236,7 +231,7 @@ def json_step(line: str) -> ObservedStep | None:
 
 
 def _make_step(values: Mapping[str, Any]) -> ObservedStep | None:
-    numbers = {name: number for name, value in values.items() if (number := _finite_number(value)) is not None}
+    numbers = {name: number for name, value in values.items() if (number := finite_number(value)) is not None}
     iteration = numbers.pop("iteration", None)
     if iteration is None or iteration < 0:
         return None
@@ -251,28 +246,14 @@ def _make_step(values: Mapping[str, Any]) -> ObservedStep | None:
     )
 
 
-def _finite_number(value: object) -> float | None:
-    """A finite number, or text that is one; JSON has no others."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    try:
-        number = float(value)
-    except (ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None
-
-
 class _PatternTooSlow(Exception):
     pass
 
 
 @contextlib.contextmanager
 def _time_limited(seconds: float) -> Iterator[None]:
-    """Raise _TooSlow inside after so much processor time of this process.
-
-    A search looks for signals now and then, and nothing else ends one. In another thread than the main one, where
-    Python hears no signals, nothing is limited.
-    """
+    """Raise _PatternTooSlow inside after this processor time of the process. Only a signal ends a search. Outside the
+    main thread, where Python receives no signals, there is no limit."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -289,109 +270,89 @@ def _time_limited(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGVTALRM, before)
 
 
+@dataclass(kw_only=True, eq=False)
 class CommandProgram:
-    """What a program says and leaves on disk.
+    """Reports and files of a program."""
 
-    Args:
-        client: the folder of `relayrun.client`.
-        folder: of the run's checkpoints; what the program says of others does not count.
-        base: the iteration that the attempt went on from.
-        total_steps: the last iteration; None: it has done all when it ends by itself.
-        logs: files with what the ranks print, each with the bytes that it had before the attempt.
-        progress: finds its iterations in the logs; None: nothing does.
-        progress_file: a file of JSON lines, with its bytes before the attempt; None: there is none.
-        rule: its checkpoints; None: it says them through the client.
-        save: asks it for a checkpoint besides the client's file; None: nothing else does.
-        asked_to_leave: whether somebody has asked it to save and leave.
-    """
+    client: Path
+    """The folder of `relayrun.client`."""
+    folder: Path
+    """The run's checkpoints; reports about others do not count."""
+    base: int
+    """Iteration from which the attempt resumed."""
+    total_steps: int | None
+    """The last iteration; None: it is done when it ends by itself."""
+    logs: Sequence[tuple[str, int]]
+    """Logs of the ranks, each with its bytes before the attempt."""
+    progress: LogPattern | None
+    """Finds iterations in the logs; None: the logs hold none."""
+    progress_file: tuple[Path, int] | None
+    """A file of JSON lines with its bytes before the attempt; None without one."""
+    rule: CheckpointRule | None
+    """Its checkpoints; None: it reports them through the client."""
+    save: Callable[[], None] | None
+    """Asks for a checkpoint besides the client's file; None: no other way."""
+    asked_to_leave: Callable[[], bool]
+    """Returns whether it was asked to save and leave."""
 
-    def __init__(
-        self,
-        *,
-        client: Path,
-        folder: Path,
-        base: int,
-        total_steps: int | None,
-        logs: Sequence[tuple[str, int]],
-        progress: LogPattern | None,
-        progress_file: tuple[Path, int] | None,
-        rule: CheckpointRule | None,
-        save: Callable[[], None] | None,
-        asked_to_leave: Callable[[], bool],
-    ) -> None:
-        self._client = client
-        self._folder = folder
-        self._base = base
-        self._total_steps = total_steps
-        self._said = LogFollower(client / "steps.jsonl")
-        self._file = None if progress_file is None else LogFollower(progress_file[0], offset=progress_file[1])
-        self._logs = [LogFollower(path, offset=offset) for path, offset in logs]
-        self._progress = progress
-        self._rule = rule
-        self._save = save
-        self._asked_to_leave = asked_to_leave
+    def __post_init__(self) -> None:
+        self._said = LogFollower(self.client / "steps.jsonl")
+        self._file = self.progress_file and LogFollower(self.progress_file[0], offset=self.progress_file[1])
+        self._logs = [LogFollower(path, offset=offset) for path, offset in self.logs]
         self._newest = 0
 
     def steps(self) -> list[ObservedStep]:
-        """The iterations that it has said since the last call, as it said them; from its beginning for the first."""
         found = _json_steps(self._said)
         if self._file is not None:
             written = _json_steps(self._file)  # who goes on may write the file anew, with the lines up to its base
-            goes_on = any(step.iteration >= self._base for step in written)
-            found += [step for step in written if step.iteration >= self._base or not goes_on]
-        if self._progress is not None:
+            goes_on = any(step.iteration >= self.base for step in written)
+            found += [step for step in written if step.iteration >= self.base or not goes_on]
+        if self.progress is not None:
             for lines in self._logs:
-                found += self._progress.steps(lines.read())
+                found += self.progress.steps(lines.read())
         self._newest = max([self._newest, *(step.iteration for step in found)])
         return found
 
     def checkpoints(self) -> list[FoundCheckpoint]:
-        """Every whole checkpoint that is there now, rising."""
-        if self._rule is not None:
-            return self._rule.whole()
+        if self.rule is not None:
+            return self.rule.whole()
         said: dict[int, str] = {}
-        for entry in read_lines(self._client / "checkpoints.jsonl"):
+        for entry in read_lines(self.client / "checkpoints.jsonl"):
             with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError):
                 iteration, path = int(entry["iteration"]), str(entry["path"])
-                if Path(path).exists() and os.path.realpath(os.path.dirname(path)) == os.path.realpath(self._folder):
+                if Path(path).exists() and os.path.realpath(os.path.dirname(path)) == os.path.realpath(self.folder):
                     said[iteration] = path
         return [FoundCheckpoint(iteration=iteration, path=said[iteration]) for iteration in sorted(said)]
 
     def saving(self) -> int | None:
-        """The newest checkpoint that has a name, where it is not whole."""
-        return None if self._rule is None else self._rule.under_way()
+        return None if self.rule is None else self.rule.under_way()
 
     def ask_to_save(self) -> str | None:
-        """Leave word for the client, and do what else the settings say."""
-        self._client.mkdir(exist_ok=True)
-        (self._client / "save").touch()
-        if self._save is not None:
-            self._save()
+        self.client.mkdir(exist_ok=True)
+        (self.client / "save").touch()
+        if self.save is not None:
+            self.save()
         return None
 
     def ending(self, exit_code: int | None) -> ProgramEnding | None:
-        """A program that ends well has done all it had to do, or was asked to leave.
-
-        Many end with another exit code than 0 when they have done what a signal asked for. That is on purpose too where
-        all that it said it has done is saved.
-        """
+        """Return the end of a program that ended well, or was asked to leave and saved. Many programs that obeyed a
+        signal end with another exit code than 0. That is on purpose too if every reported iteration is saved."""
         if exit_code is None:
             return None
-        asked = self._asked_to_leave()
+        asked = self.asked_to_leave()
         saved = max((checkpoint.iteration for checkpoint in self.checkpoints()), default=0)
-        if exit_code != 0 and not (asked and saved > self._base and saved >= self._newest):
+        if exit_code != 0 and not (asked and saved > self.base and saved >= self._newest):
             return None
-        if self._total_steps is not None and saved >= self._total_steps:  # also where it was asked at the last moment
+        if self.total_steps is not None and saved >= self.total_steps:  # also where it was asked at the last moment
             return ProgramEnding(outcome="done", words=f"the last iteration, {saved}, is saved")
         if exit_code != 0:
             return ProgramEnding(outcome="left", words=f"it was asked to leave (exit code {exit_code})")
         if asked:
             return ProgramEnding(outcome="left", words="it was asked to leave")
-        if self._total_steps is not None:
-            return ProgramEnding(outcome="left", words=f"{ENDED_BY_ITSELF}, before iteration {self._total_steps}")
+        if self.total_steps is not None:
+            return ProgramEnding(outcome="left", words=f"{ENDED_BY_ITSELF}, before iteration {self.total_steps}")
         return ProgramEnding(outcome="done", words=ENDED_BY_ITSELF)
 
 
 def _json_steps(lines: LogFollower) -> list[ObservedStep]:
-    """The iterations that new lines of JSON tell of."""
     return [step for line in lines.read() if (step := json_step(line)) is not None]

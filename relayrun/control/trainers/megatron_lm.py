@@ -1,7 +1,7 @@
-"""Megatron-LM under the chain: its command, its variables, and the code that an attempt runs.
+"""The trainer Megatron-LM: its command, its variables, and the record of its code.
 
-Adds the flags of W&B and of the folders, NCCL's log, and nsys; moves lists of shards that are too long for a
-command line into a file; records commit and difference of the checkout.
+Adds the flags of W&B and of the folders, NCCL's log, and nsys; moves lists of shards that are too long for a command
+line into a file; records commit and difference of the checkout.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from relayrun.masking import mask_tokens
 
 
 def wandb_flags(words: Sequence[str], *, project: str, name: str) -> list[str]:
-    """The flags for W&B that are not there yet, where this job has it: WANDB_API_KEY, or WANDB_MODE=offline."""
+    """Return the missing flags for W&B if it is on in this job: WANDB_API_KEY, or WANDB_MODE=offline."""
     if wandb_mode(os.environ) is None:
         return []
     return _missing_flags(words, {"--wandb-project": project, "--wandb-exp-name": name})
 
 
 def wandb_folder_flags(words: Sequence[str], run: Run) -> list[str]:
-    """The flags of folders that W&B needs where the words turn it on; those that are given stay.
+    """Return the missing flags of folders that W&B needs if the words turn it on.
 
-    Megatron-LM's own folder of W&B lies among the checkpoints. It tells W&B the loss, its gradient norm and learning
-    rate only where it writes event files of TensorBoard, too.
+    Megatron-LM's own folder of W&B lies among the checkpoints. It sends loss, gradient norm and learning rate to W&B
+    only if it writes event files of TensorBoard, too.
     """
     if "--wandb-project" not in _flag_names(words):
         return []
@@ -57,7 +57,7 @@ def _flag_names(words: Sequence[str]) -> set[str]:
 
 
 def nccl_log_variables(folder: Path) -> dict[str, str]:
-    """NCCL's words into a file of each process, named by its node and process id."""
+    """Return variables that send NCCL's log into a file per process, named by node and process id."""
     return {
         "NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "INFO"),
         "NCCL_DEBUG_FILE": f"{folder}/nccl-info-hostname-%h-pid-%p.txt",
@@ -65,7 +65,7 @@ def nccl_log_variables(folder: Path) -> dict[str, str]:
 
 
 GIT_SECONDS = 20.0
-"""How long one question to git may take: a job's begin waits for it."""
+"""Time limit of a git command: a job's begin waits for it."""
 
 
 def record_checkout(checkout: Path, target: Path) -> None:
@@ -77,16 +77,14 @@ def record_checkout(checkout: Path, target: Path) -> None:
 
 
 def checkout_state(checkout: Path) -> tuple[str, str]:
-    """Commit and difference of a checkout, or why one is not known."""
+    """Return commit and difference of a checkout, or the reason if they are unknown."""
     commit, difference = checkout.with_suffix(".commit"), checkout.with_suffix(".diff")
     if commit.is_file():
         return commit.read_text(encoding="utf-8").strip(), _file_text(difference)
     if not (checkout / ".git").exists():
         return "unknown: this is no git checkout", "unknown"
-    return (
-        _git_output(checkout, "rev-parse", "HEAD").strip(),
-        _git_output(checkout, "diff", "--no-ext-diff", "--no-textconv", "HEAD"),
-    )
+    changes = _git_output(checkout, "diff", "--no-ext-diff", "--no-textconv", "HEAD")
+    return _git_output(checkout, "rev-parse", "HEAD").strip(), changes
 
 
 def _file_text(path: Path) -> str:
@@ -97,7 +95,7 @@ def _file_text(path: Path) -> str:
 
 
 def _git_output(checkout: Path, *words: str) -> str:
-    """What git prints; why it prints nothing where it fails."""
+    """Return the output of git, or its error."""
     command = ["git", "-C", str(checkout), *words]
     environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}  # nothing is written into somebody's checkout
     try:
@@ -116,12 +114,12 @@ _SPLITS = {"--train-data-path": "train", "--valid-data-path": "valid", "--test-d
 
 
 def is_too_long_for_command(values: Sequence[str]) -> bool:
-    """Whether words go to a file."""
+    """Return whether words go to a file."""
     return sum(len(value.encode(errors="surrogateescape")) + 1 for value in values) > COMMAND_LINE_BYTES
 
 
 def shorten_data_paths(words: Sequence[str], file: str) -> tuple[list[str], str | None]:
-    """A command line with its shards in `file` where they are too long for it, and the text of that file or None."""
+    """Return a command line whose shards are in `file` if it is too long, and the text of that file or None."""
     flags = _grouped_flags(words)
     whole = next((values for name, values in flags if name == "--data-path" and is_too_long_for_command(values)), None)
     if whole is not None:
@@ -134,7 +132,7 @@ def shorten_data_paths(words: Sequence[str], file: str) -> tuple[list[str], str 
 
 
 def _grouped_flags(words: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Words that belong together; what stands before the first flag belongs to an empty name."""
+    """Return the flags with their words; words before the first flag belong to an empty name."""
     found: list[tuple[str, list[str]]] = [("", [])]
     for word in words:
         if word.startswith("--"):
@@ -160,23 +158,23 @@ class MegatronSettings(Record):
     dir: str | None = None
     """The checkout, or its snapshot, from which the ranks import; None: the program finds its modules itself."""
     keep_last: int | None = None
-    """How many of the newest checkpoints stay; None: all. Megatron-LM removes none."""
+    """Number of newest checkpoints that stay; None: all. Megatron-LM removes none."""
     keep_every: int | None = None
     """Checkpoints of multiples of it stay for good; None: none do."""
     load_flags: list[str] = field(default_factory=list)
-    """Flags of attempts that begin with another run's checkpoint: --finetune, given for ever, begins anew for ever."""
+    """Flags of attempts that begin with another run's checkpoint: with --finetune each attempt would count from 0."""
     profile: str | None = None
-    """`nsys`: nsys stands around every rank."""
+    """`nsys`: nsys wraps every rank."""
     nsys_options: list[str] = field(default_factory=list)
-    """Options of nsys, which take the place of those that stand there otherwise."""
+    """Options of nsys, which replace the default ones."""
     log_nccl: bool = False
     wandb_project: str | None = None
-    """W&B's project, where W&B is on in the job; None: `run` says it."""
+    """W&B's project, if W&B is on in the job; None: `run` has it."""
     wandb_name: str | None = None
 
 
 class MegatronTrainer:
-    """What the settings make of an attempt."""
+    """The trainer of these settings."""
 
     def __init__(self, run: Run, settings: MegatronSettings) -> None:
         self._run = run
@@ -185,19 +183,15 @@ class MegatronTrainer:
 
     @property
     def leave_signal(self) -> Signals:
-        """On which it saves and leaves."""
         return self._dialect.leave_signal(self._settings.run)
 
     @property
     def asked_by(self) -> list[Signals]:
-        """The signal to leave alone: for a checkpoint it has a file."""
         return [self.leave_signal]
 
     def prepare(self, base: ResumePoint, *, attempt: int) -> list[str]:
-        """Let the tracker name the base, and nothing lie beyond it; another run's checkpoint is loaded by its path.
-
-        The attempt gets its trigger folder, and the state of the checkout goes on record.
-        """
+        """Set the tracker to the base, and hide everything beyond it; another run's checkpoint is loaded by its path.
+        The attempt gets its trigger folder, and the state of the checkout is recorded."""
         self._run.checkpoints.mkdir(exist_ok=True)
         record = self._run.attempt(attempt)
         record.client.mkdir(exist_ok=True)
@@ -216,7 +210,6 @@ class MegatronTrainer:
         return said
 
     def command(self, begin: AttemptStart) -> list[str]:
-        """The program with its flags and the folders of this attempt."""
         settings, folder = self._settings, str(self._run.checkpoints)
         words, _ = shorten_data_paths(settings.run, str(self._run.attempt(begin.attempt).data_paths))
         words += ["--save", folder]
@@ -239,14 +232,12 @@ class MegatronTrainer:
         return [*nsys_command(output, settings.nsys_options), *words]
 
     def environment(self, begin: AttemptStart) -> dict[str, str]:
-        """The checkout first on the path, where NCCL writes its log if it is to write one, and W&B's names."""
         found = {} if self._settings.dir is None else {"PYTHONPATH": self._settings.dir}
         if self._settings.log_nccl:
             found |= nccl_log_variables(self._run.debug_of(begin.attempt))
         return found | tools.wandb_variables(self._run)
 
     def follow(self, begin: AttemptStart, *, signal_ranks: Callable[[Signals], None]) -> AttemptObserver | None:
-        """An observer of its log and its checkpoints."""
         attempt = self._run.attempt(begin.attempt)
         program = MegatronProgram(
             dialect=self._dialect,
@@ -257,10 +248,8 @@ class MegatronTrainer:
         )
 
         def leave() -> None:
-            if self._dialect is MegatronDialect.SWISS_AI and _has_flag(
-                self._settings.run, "--profile"
-            ):  # it heeds no signal then
-                program.leave_by_files()
+            if self._dialect is MegatronDialect.SWISS_AI and "--profile" in _flag_names(self._settings.run):
+                program.leave_by_files()  # with --profile it heeds no signal
                 return
             program.wait_inside_step()
             signal_ranks(self.leave_signal)
@@ -284,9 +273,5 @@ class MegatronTrainer:
         return self._run.debug_of(attempt) / "profile"
 
     def _triggers(self, begin: AttemptStart) -> Path:
-        """A folder of this attempt's: swiss-ai touches `exit` in it at the end, and needs it to be there."""
+        """Return a folder of this attempt: swiss-ai touches `exit` in it at the end, and needs the folder."""
         return self._run.attempt(begin.attempt).client
-
-
-def _has_flag(words: Sequence[str], flag: str) -> bool:
-    return any(word == flag or word.startswith(f"{flag}=") for word in words)

@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import os
 import pickle
 import re
 import time
 from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from signal import Signals
 from typing import Any
 
-from relayrun.control.job_log import LogFollower
-from relayrun.control.trainers.base import FoundCheckpoint, ObservedStep, ProgramEnding
+from relayrun.control.job_log import LogFollower, log_size
+from relayrun.control.trainers.base import FoundCheckpoint, ObservedStep, ProgramEnding, finite_number
 from relayrun.control.trainers.checkpoint_cleanup import quarantine_checkpoints
 from relayrun.files import fsync_directory, write_atomic
 
@@ -37,19 +37,14 @@ TORCH_DIST_FILES = ("metadata.json", METADATA_FILE, "common.pt")
 _FOLDER_NAME = re.compile(r"iter_(\d{7,})")
 
 
-def checkpoint_folder_name(iteration: int) -> str:
-    """The name of a checkpoint's folder."""
-    return f"iter_{iteration:07d}"
-
-
 def iteration_of_folder(name: str) -> int | None:
-    """The iteration that a folder's name tells; None where it is no checkpoint's."""
+    """Return the iteration in a folder's name; None if it is no checkpoint's."""
     match = _FOLDER_NAME.fullmatch(name)
     return None if match is None else int(match[1])
 
 
 def tracked_iteration(folder: Path) -> int | None:
-    """The iteration that the tracker names; None where there is no tracker, or it names no iteration."""
+    """Return the iteration that the tracker names; None without one."""
     try:
         text = (folder / TRACKER_FILE).read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
@@ -58,20 +53,17 @@ def tracked_iteration(folder: Path) -> int | None:
 
 
 def write_tracker(folder: Path, iteration: int) -> None:
-    """Let Megatron go on from this iteration; 0: from the beginning."""
+    """Let Megatron resume from this iteration; 0: from the beginning."""
     if iteration:
         write_atomic(folder / TRACKER_FILE, str(iteration))
-        return
-    with contextlib.suppress(FileNotFoundError):
-        (folder / TRACKER_FILE).unlink()
+    else:
+        (folder / TRACKER_FILE).unlink(missing_ok=True)
         fsync_directory(folder)
 
 
 def checkpoint_fault(checkpoint: Path) -> str | None:
-    """What is missing in a checkpoint's folder, as far as names and sizes tell; None where nothing is.
-
-    Raises OSError where that cannot be looked at: a file system that is away for a moment makes nothing torn.
-    """
+    """Return the defect of a checkpoint's folder, as far as names and sizes show; None without one. Raises OSError if
+    it cannot be examined: a file system that is away for a moment tears nothing."""
     ranks = sorted(checkpoint.glob("mp_rank_*"))
     if ranks:
         empty = next((rank for rank in ranks if not _is_not_empty(rank / "model_optim_rng.pt")), None)
@@ -85,7 +77,7 @@ def checkpoint_fault(checkpoint: Path) -> str | None:
 
 
 def _short_file(checkpoint: Path) -> str | None:
-    """Which file that `.metadata` names is not there, or not as long as its blocks; None where all are."""
+    """Return the file of `.metadata` that is missing or shorter than its blocks; None without one."""
     try:
         sizes = least_file_sizes(checkpoint / METADATA_FILE)
     except UnreadableMetadataError as error:
@@ -101,10 +93,8 @@ def _short_file(checkpoint: Path) -> str | None:
 
 
 def whole_checkpoints(folder: Path, *, known: Container[int] = ()) -> list[FoundCheckpoint]:
-    """Every checkpoint that is there, whole, and not beyond the tracker, rising.
-
-    `known`: iterations that were whole when somebody looked before; they are not looked into again.
-    """
+    """Return all complete checkpoints up to the tracker, rising. `known`: iterations found complete in an earlier look;
+    they are not examined again."""
     newest = tracked_iteration(folder)
     if newest is None:
         return []
@@ -116,20 +106,20 @@ def whole_checkpoints(folder: Path, *, known: Container[int] = ()) -> list[Found
 
 
 def all_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """Iteration and folder of everything that looks like a checkpoint, rising."""
+    """Return iteration and folder of everything with a checkpoint's name, rising."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
         return []
-    found = ((_FOLDER_NAME.fullmatch(name), folder / name) for name in names)
-    return sorted((int(match[1]), path) for match, path in found if match is not None and path.is_dir())
+    found = ((iteration_of_folder(name), folder / name) for name in names)
+    return sorted((iteration, path) for iteration, path in found if iteration is not None and path.is_dir())
 
 
 def prepare_checkpoints(folder: Path, *, base: int, attempt: int) -> list[str]:
-    """Make Megatron start from iteration `base`, which is whole; 0: from the beginning. Returns what was done.
+    """Make Megatron start from iteration `base`, which is complete; 0: from the beginning. Returns one line per action.
 
-    Folders of later iterations are of saves that a kill cut off: Megatron would write into them, or load one. They go
-    to `.quarantine`; nothing is deleted.
+    Folders of later iterations are saves that a kill cut off: Megatron would write into them, or load one. They are
+    moved to `.quarantine`; nothing is deleted.
     """
     beyond = [path for iteration, path in all_checkpoints(folder) if iteration > base]
     done = quarantine_checkpoints(folder, beyond, attempt=attempt, fault=checkpoint_fault)
@@ -151,7 +141,7 @@ class UnreadableMetadataError(Exception):
 
 
 class _InertObject:
-    """Stands for whatever a pickle names."""
+    """Replaces every object that a pickle names."""
 
     def __init__(self, *args: Any) -> None:
         del args
@@ -174,11 +164,8 @@ class _InertUnpickler(pickle.Unpickler):
 
 
 def least_file_sizes(metadata: Path) -> dict[str, int]:
-    """Bytes that each file beside `.metadata` must have at least, by name.
-
-    Raises Unreadable where the pickle is torn, and OSError. Of records that a later torch may write in another way
-    nothing is known: they name no file here.
-    """
+    """Return the minimum bytes of each file beside `.metadata`, by name. Raises UnreadableMetadataError if the pickle
+    is torn, and OSError. Records in an unknown form, as of a later torch, name no file here."""
     data = metadata.read_bytes()
     try:
         records = _InertUnpickler(io.BytesIO(data)).load()
@@ -200,7 +187,7 @@ METRIC_NAMES = {
     "throughput per GPU (TFLOP/s/GPU)": "model_tflops_per_gpu",
     "tokens/sec/gpu": "tokens_per_second_per_gpu",
 }
-"""Megatron's names of what `metrics.jsonl` has under a name of its own."""
+"""Megatron's names of metrics that have another name in `metrics.jsonl`."""
 
 _ITERATION = re.compile(r"\biteration +(\d+)/ *(\d+) \|")
 _FIELD = re.compile(r" ([^|:]+): +([^|]*?) \|")
@@ -208,14 +195,14 @@ _SAVING = re.compile(r"saving checkpoint at iteration +(\d+) to ")
 
 
 def parse_step(line: str) -> ObservedStep | None:
-    """The iteration that a line of the log tells of; None where it tells of none."""
+    """Return the iteration in a line of the log; None without one."""
     if (found := _ITERATION.search(line)) is None:
         return None
     metrics: dict[str, float] = {}
     seconds: float | None = None
     samples: int | None = None
     for name, text in _FIELD.findall(line[found.end() - 1 :]):
-        value = _finite_number(text)
+        value = finite_number(text)
         if value is None:
             continue
         if name == "elapsed time per iteration (ms)":
@@ -223,27 +210,15 @@ def parse_step(line: str) -> ObservedStep | None:
         elif name == "consumed samples":
             samples = int(value)
         else:
-            metrics[METRIC_NAMES.get(name, _plain_name(name))] = int(value) if name == "global batch size" else value
+            plain = METRIC_NAMES.get(name) or re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+            metrics[plain] = int(value) if name == "global batch size" else value
     return ObservedStep(iteration=int(found[1]), seconds=seconds, consumed_samples=samples, metrics=metrics)
 
 
 def parse_save(line: str) -> int | None:
-    """The iteration whose save a line says begins; None where it says none."""
+    """Return the iteration whose save begins in this line; None without one."""
     found = _SAVING.search(line)
     return None if found is None else int(found[1])
-
-
-def _finite_number(text: str) -> float | None:
-    """A number; infinite ones are kept out, since JSON has none."""
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
-
-
-def _plain_name(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
 class MegatronDialect(Enum):
@@ -255,7 +230,7 @@ class MegatronDialect(Enum):
     """It has no triggers, and leaves on SIGTERM, or what `--exit-signal` says."""
 
     def leave_signal(self, flags: Sequence[str]) -> Signals:
-        """On which a program with these flags saves and leaves, with `--exit-signal-handler`."""
+        """Return the signal on which a program with these flags saves and leaves, with `--exit-signal-handler`."""
         if self is MegatronDialect.SWISS_AI:
             return Signals.SIGUSR2
         told = [flags[at + 1] for at, flag in enumerate(flags[:-1]) if flag == EXIT_SIGNAL]
@@ -266,66 +241,55 @@ class MegatronDialect(Enum):
 EXIT_SIGNAL = "--exit-signal"
 
 LONG_STEP = 10.0
-"""Seconds of a step from which on it is enough to know to a second or two when the one before ended."""
+"""Seconds from which on the end of a step need only be known to a second or two."""
 STEP_EDGE = 2.0
-"""Seconds at either end of such a step in which its end may be."""
+"""Seconds at either end of such a step in which its end may lie."""
 
 _LEFT_LINE = re.compile(r"exiting program (after receiving \w+|after [\d.]+ minutes|at iteration \d+)")
-"""What both print when they have saved because of the signal, of --exit-duration-in-mins, or of --exit-interval."""
+"""Line of both after a save for the signal, for --exit-duration-in-mins, or for --exit-interval."""
 
 DATA_REFUSED_LINE = "An error has been detected; Canceling pending scheduled jobs."
-"""What swiss-ai prints before a failed check of its data is raised."""
+"""Line of swiss-ai before the error of a failed check of its data."""
 
 _FLAGS_REFUSED_LINE = re.compile(
     r"\.py: error: ((?:unrecognized arguments|argument --|ambiguous option|the following arguments are required).*)"
 )
-"""What argparse prints of flags that it does not know, or whose values it cannot read, with the end of each rank."""
+"""Line of argparse about flags that it does not know, or whose values it cannot read, at the end of each rank."""
 
 
 def megatron_dialect_of(checkout: Path) -> MegatronDialect:
-    """Which dialect a checkout speaks, by the text of its arguments. Raises OSError where that cannot be read."""
+    """Return the dialect of a checkout, by the text of its arguments. Raises OSError."""
     arguments = checkout / "megatron" / "training" / "arguments.py"
     text = arguments.read_text(encoding="utf-8", errors="replace")
     return MegatronDialect.SWISS_AI if "--trigger-path" in text else MegatronDialect.NVIDIA
 
 
+@dataclass(kw_only=True, eq=False)
 class MegatronProgram:
-    """What Megatron-LM says and leaves on disk.
+    """Reports and files of Megatron-LM."""
 
-    Args:
-        dialect: of the checkout.
-        logs: files with what the ranks print, each with the bytes that it had before the attempt.
-        folder: `--save` and `--load`, with the tracker.
-        trigger_folder: `--trigger-path`, which only this attempt's program looks at.
-        total_steps: `--train-iters`.
-    """
+    dialect: MegatronDialect
+    logs: Sequence[tuple[str, int]]
+    """Logs of the ranks, each with its bytes before the attempt."""
+    folder: Path
+    """`--save` and `--load`, with the tracker."""
+    trigger_folder: Path
+    """`--trigger-path`, of this attempt alone."""
+    total_steps: int
+    """`--train-iters`."""
 
-    def __init__(
-        self,
-        *,
-        dialect: MegatronDialect,
-        logs: Sequence[tuple[str, int]],
-        folder: Path,
-        trigger_folder: Path,
-        total_steps: int,
-    ) -> None:
-        self._dialect = dialect
-        self._logs = logs
-        self._lines = [LogFollower(path, offset=offset) for path, offset in logs]
-        self._folder = folder
-        self._trigger_folder = trigger_folder
-        self._total_steps = total_steps
+    def __post_init__(self) -> None:
+        self._lines = [LogFollower(path, offset=offset) for path, offset in self.logs]
         self._newest = 0
         self._step_seconds: float | None = None
         self._step_seen = 0.0
-        """When the newest line of progress was read (monotonic)."""
+        """Time at which the newest line of progress was read (monotonic)."""
         self._whole: set[int] = set()
-        """Iterations of the checkpoints that have been found whole."""
+        """Iterations of the checkpoints that were found complete."""
         self._said_to_save: int | None = None
         self._ending: ProgramEnding | None = None
 
     def steps(self) -> list[ObservedStep]:
-        """The iterations that it has said since the last call, rising; from its beginning for the first call."""
         found = []
         for lines in self._lines:
             for line in lines.read():
@@ -341,41 +305,38 @@ class MegatronProgram:
         return found
 
     def checkpoints(self) -> list[FoundCheckpoint]:
-        """Every whole checkpoint that is there now, rising."""
-        found = whole_checkpoints(self._folder, known=self._whole)
+        found = whole_checkpoints(self.folder, known=self._whole)
         self._whole = {checkpoint.iteration for checkpoint in found}
         return found
 
     def saving(self) -> int | None:
-        """The iteration of a checkpoint that it has begun and not finished."""
         begun = self._said_to_save
-        return begun if begun is not None and begun > (tracked_iteration(self._folder) or 0) else None
+        return begun if begun is not None and begun > (tracked_iteration(self.folder) or 0) else None
 
     def ask_to_save(self) -> str | None:
-        """Touch its own trigger, which it removes itself. Returns why it cannot save now, in words."""
-        if self._dialect is not MegatronDialect.SWISS_AI:
+        if self.dialect is not MegatronDialect.SWISS_AI:
             return "this Megatron-LM has no way to be asked for a checkpoint; set checkpoint.interval"
-        self._trigger_folder.mkdir(parents=True, exist_ok=True)
+        self.trigger_folder.mkdir(parents=True, exist_ok=True)
         self.wait_inside_step()
-        (self._trigger_folder / "save").touch()
+        (self.trigger_folder / "save").touch()
         return None
 
     def wait_inside_step(self) -> None:
-        """Return when the ranks of swiss-ai are inside a step, not at its end, as far as the log tells.
+        """Return when the ranks of swiss-ai are inside a step, not at its end, as far as the log shows.
 
-        Behind each step every rank looks for the signal and the trigger by itself, and they tell each other nothing.
-        What comes while they look is found by some of them, which then save, while the others train on: for ever. It
-        takes at most one and a half short steps, or a few seconds.
+        After each step every rank looks for the signal and the trigger by itself. A request that comes during these
+        looks is found by some ranks, which then save, while the others train on without end. It takes at most one and a
+        half short steps, or a few seconds.
         """
         seconds = self._step_seconds
-        if self._dialect is not MegatronDialect.SWISS_AI or seconds is None:
+        if self.dialect is not MegatronDialect.SWISS_AI or seconds is None:
             return
         if seconds >= LONG_STEP:
             into = (time.monotonic() - self._step_seen) % seconds
             if not STEP_EDGE <= into <= seconds - STEP_EDGE:
                 time.sleep(STEP_EDGE - into if into < STEP_EDGE else seconds - into + STEP_EDGE)
             return
-        lines = [LogFollower(path, offset=_log_size(path)) for path, _ in self._logs]
+        lines = [LogFollower(path, offset=log_size(path)) for path, _ in self.logs]
         deadline = time.monotonic() + 2 * seconds + 1
         while time.monotonic() < deadline:
             if any(parse_step(line) is not None for each in lines for line in each.read()):
@@ -384,24 +345,20 @@ class MegatronProgram:
         time.sleep(seconds / 2)
 
     def leave_by_files(self) -> None:
-        """Have swiss-ai save and leave by its own triggers: behind one step it looks for `save` first, then `exit`."""
-        self._trigger_folder.mkdir(parents=True, exist_ok=True)
+        """Make swiss-ai save and leave by its own triggers: after a step it looks for `save` first, then `exit`."""
+        self.trigger_folder.mkdir(parents=True, exist_ok=True)
         self.wait_inside_step()
         for name in ("save", "exit"):
-            (self._trigger_folder / name).touch()
+            (self.trigger_folder / name).touch()
 
     def ending(self, exit_code: int | None) -> ProgramEnding | None:
-        """How it ended, by what it said and saved; its forks' exit codes alone tell nothing."""
+        """Return its end by its log and checkpoints; the exit codes of the forks show nothing."""
         durable = self.checkpoints()
-        if durable and durable[-1].iteration >= self._total_steps:
+        if durable and durable[-1].iteration >= self.total_steps:
             return ProgramEnding(outcome="done", words=f"the last iteration, {durable[-1].iteration}, is saved")
-        if self._ending is None and exit_code == 0 and (self._trigger_folder / "exit").exists():
+        if self._ending is None and exit_code == 0 and (self.trigger_folder / "exit").exists():
             return ProgramEnding(outcome="left", words="its own exit file")
         return self._ending
-
-
-def _log_size(path: str) -> int:
-    return os.stat(path).st_size if os.path.exists(path) else 0
 
 
 def _ending_of_line(line: str) -> ProgramEnding | None:

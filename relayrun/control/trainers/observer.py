@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
-from relayrun.control.job_log import file_size, job_logs
+from relayrun.control.job_log import job_logs
 from relayrun.control.rundir import restarts, triggers
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.records import (
@@ -28,14 +28,13 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.time_limit import GRACE_SAVES, GRACE_STEPS, current_grace_period, percentile
 from relayrun.control.trainers.base import AttemptObserver, FoundCheckpoint, ObservedStep, TrainerProgram
 from relayrun.control.trainers.checkpoint_cleanup import CheckpointRetention
-from relayrun.files import append_line, file_sizes, write_atomic, write_json
+from relayrun.files import append_line, file_size, file_sizes, write_atomic, write_json
 
 
 class RestartObserver:
-    """The observer of whichever restart there is.
+    """The observer of the newest restart.
 
     Args:
-        attempt: whose restarts they are.
         begin: of the attempt.
         follow: makes the observer of a restart from the begin that holds for it.
     """
@@ -45,11 +44,11 @@ class RestartObserver:
     ) -> None:
         self._attempt, self._begin, self._follow = attempt, begin, follow
         self._observer: AttemptObserver | None = None
-        """None: nobody has looked since the restart began, or since this process did."""
+        """None before the first look since the restart or this process began."""
 
     def look(self) -> None:
-        """Record what is new in a restart that runs, or, once, what is left of one that is over. Raises OSError."""
-        over = restarts.pending_hand_over(self._attempt)
+        """Record new facts of the running restart, or, once, the remaining facts of a restart that is over."""
+        over = restarts.RestartHandOver.read(self._attempt.hand_over)
         if over is None:
             if (observer := self._of_restart()) is not None:
                 observer.look()
@@ -61,10 +60,6 @@ class RestartObserver:
             self._observer = None  # the next restart has another base and another log
 
     def conclude(self, exit_code: int | None) -> None:
-        """Record what is left of the newest restart, and how the program ended if it did so on purpose.
-
-        `exit_code`: of all ranks together; None where nobody saw it. Raises OSError.
-        """
         if (observer := self._of_restart()) is not None:
             observer.conclude(exit_code)
 
@@ -75,22 +70,22 @@ class RestartObserver:
 
 
 LOOK_SECONDS = 1.0
-"""Between two looks; a save that begins and ends between them takes less."""
+"""Interval of looks; a save that begins and ends between two of them takes less."""
 
 SAVE_STEPS = 2
-"""A program that has been asked to leave, and makes so many steps more, has not heard it."""
+"""A program that makes this many steps after a request to leave has not received it."""
 
 
 class ProgramObserver:
-    """Follows one attempt.
+    """Observes one attempt.
 
     Args:
-        leave: asks the program to save and leave, by a signal or what else it hears. `attempts/N/stop` says why; it is
-            written behind it, so that a kill in between asks again.
+        leave: asks the program to save and leave. `attempts/N/stop` is written after it, so that a kill in between asks
+            again.
         retention: removes old checkpoints; None: they all stay, or the program removes them itself.
         end: kills the ranks; None: nothing does.
-        ask_again: ask once more when the program trains on, whoever asked it: a signal that comes before it has a
-            handler, or while Slurm's controller is away, is lost. For programs that a second one does not harm.
+        ask_again: repeat a request while the program trains on: a signal is lost before the program has a handler, or
+            while Slurm's controller is away. For programs that bear a second signal.
     """
 
     def __init__(
@@ -114,27 +109,26 @@ class ProgramObserver:
         self._end = end
         self._ask_again = ask_again
         self._asked_at: int | None = None
-        """The iteration at which it was known that the program had been asked to leave."""
+        """Iteration at which the request to leave was first seen."""
         self._files: dict[str, dict[str, int]] = {}
-        """What lay in a checkpoint at the look before, as long as more may come."""
+        """Files of a checkpoint at the look before, as long as more may come."""
         self._iteration = begin.base_iteration
         self._said: tuple[int, float] | None = None
-        """The iteration that it said last, and when that was seen (monotonic); None: it has said none."""
+        """The last reported iteration, and the time at which it was seen (monotonic); None before the first."""
         self._first: int | None = None
-        """The first iteration that it said in this attempt; 0 is no iteration that it has done."""
+        """The first iteration reported in this attempt; 0 is no completed iteration."""
         self._samples: dict[int, int] = {}
-        """Samples consumed with the iterations whose checkpoints may still come."""
+        """Samples consumed at iterations whose checkpoints may still come."""
         self._steps: deque[float] = deque(maxlen=GRACE_STEPS)
         self._saves: deque[float] = deque(maxlen=GRACE_SAVES)
         self._committed = begin.base_iteration
         self._save_begun: tuple[int, float] | None = None
-        """Iteration of the save under way, and when it was first seen (monotonic)."""
+        """Iteration of the current save, and the time at which it was first seen (monotonic)."""
         self._beat: Heartbeat | None = None
         self._save_asked: triggers.Trigger | None = None
         self._take_up()
 
     def look(self) -> None:
-        """Record what is new; ask the program to save or leave where that is due. Raises OSError."""
         try:
             self._record()
             if self._began_anew:
@@ -148,10 +142,6 @@ class ProgramObserver:
             self._retention.look(self._program.checkpoints(), saving=self._program.saving() is not None)
 
     def conclude(self, exit_code: int | None) -> None:
-        """Record what is left, and how the program ended, as far as that is known. Raises OSError.
-
-        `exit_code`: of all ranks together; None where nobody saw it.
-        """
         self._record(gone=True)
         if self._attempt.outcome.exists():
             return
@@ -175,26 +165,25 @@ class ProgramObserver:
             outcome, words = ending.outcome, ending.words
         now = time.time()
         AttemptOutcome(outcome=outcome, reason=words, iteration=self._committed, time=now).write(self._attempt.outcome)
-        if exit_trigger is not None:  # behind the outcome: what is acknowledged has come
-            triggers.acknowledge_trigger(
-                self._run, exit_trigger, iteration=self._committed, result=f"{outcome}: {words}"
-            )
+        if exit_trigger is not None:  # after the outcome: an acknowledgement reports a fact
+            result = f"{outcome}: {words}"
+            triggers.acknowledge_trigger(self._run, exit_trigger, iteration=self._committed, result=result)
         if outcome == "done" and self._retention is not None:
             self._retention.finish(self._program.checkpoints())
 
     def _take_up(self) -> None:
-        """Go on where an observer before this one was killed."""
+        """Continue after an observer that was killed."""
         for line in self._attempt.metrics_backwards():
             self._iteration = max(self._iteration, int(line["iteration"]))
             break
-        start = restarts.read_restart_base(self._attempt)
+        start = restarts.RestartBase.read(self._attempt.restart_base)
         for number, commit in enumerate(self._attempt.read_commits()):
             if start is None or number >= start.commits:  # those of earlier restarts that count are not behind the base
                 self._committed = max(self._committed, commit.iteration)
             self._saves.append(commit.seconds)
 
     def _record(self, *, gone: bool = False) -> None:
-        """Record what is new. `gone`: the ranks have gone, and nothing more can come."""
+        """Record new facts. `gone`: the ranks have gone, and nothing more can come."""
         steps = self._program.steps()
         if self._first is None:
             self._first = next((step.iteration for step in steps if step.iteration), None)
@@ -217,9 +206,10 @@ class ProgramObserver:
 
     @property
     def _began_anew(self) -> bool:
-        """Whether the program does not go on from its base: it would write over its old files, and all would look well.
+        """The program did not resume from its base: it would overwrite its old files, and all would look well.
 
-        Some say every tenth iteration alone, others count from 0: any first one from the base on is right.
+        Some programs report only every tenth iteration, others count from 0: any first iteration from the base on is
+        right.
         """
         return self._first is not None and self._first < self._begin.base_iteration
 
@@ -235,15 +225,12 @@ class ProgramObserver:
             f"({self._begin.base_path}): it has not loaded that checkpoint, or counts anew; let it load what it is "
             "given, and say iterations counted from the beginning of the run"
         )
-        AttemptOutcome(outcome="fatal", reason=reason, iteration=self._committed, time=time.time()).write(
-            self._attempt.outcome
-        )
+        fatal = AttemptOutcome(outcome="fatal", reason=reason, iteration=self._committed, time=time.time())
+        fatal.write(self._attempt.outcome)
 
     def _record_steps(self, steps: Sequence[ObservedStep]) -> bool:
-        """Return whether it moved: whether it said another iteration than before, were it a lower one.
-
-        One that it repeats is no sign of life: a progress bar writes itself anew where nothing moves.
-        """
+        """Return whether the program moved: whether it reported another iteration than before, even a lower one. A
+        repeated iteration is no sign of life: a progress bar redraws itself without progress."""
         moved = False
         now = time.monotonic()
         rising = sum(step.iteration > self._iteration for step in steps)
@@ -263,10 +250,8 @@ class ProgramObserver:
             self._save_begun = (saving, time.monotonic())
 
     def _is_settled(self, checkpoint: FoundCheckpoint) -> bool:
-        """Whether no file of a checkpoint has come or grown since the look before.
-
-        A program's ranks write side by side: the file that one of them writes last need not be the last one.
-        """
+        """Return whether no file of a checkpoint has come or grown since the look before. Ranks write side by side: the
+        last file of one rank need not be the last of all."""
         if not checkpoint.may_change:
             return True
         now = file_sizes(checkpoint.path)
@@ -274,7 +259,7 @@ class ProgramObserver:
         return before == now
 
     def _record_step(self, step: ObservedStep, measured: float | None) -> None:
-        """`measured`: the seconds between two steps as they were seen, for a program that does not say them."""
+        """`measured`: observed seconds between two steps, for a program that does not report them."""
         seconds = step.seconds if step.seconds is not None else measured
         if seconds is not None and (step.seconds is not None or step.iteration > self._iteration):
             self._steps.append(seconds)
@@ -313,7 +298,7 @@ class ProgramObserver:
             self._save_asked = None
 
     def _heartbeat(self, phase: str, *, moved: bool) -> None:
-        """Written where the program moved, and then alone: who does not move must look as if it did not."""
+        """Write a heartbeat if the program moved: a program that hangs must look as if it did."""
         beat = self._beat
         if beat is not None and not moved and (beat.iteration, beat.phase) == (self._iteration, phase):
             return
@@ -339,7 +324,7 @@ class ProgramObserver:
             triggers.acknowledge_trigger(self._run, asked, iteration=self._committed, result=f"refused: {why_not}")
 
     def _obey_leave(self) -> None:
-        """Who finds `attempts/N/stop` knows that the program has been asked; the ranks of one that heard it leave."""
+        """Ask the program to leave if that is due; `attempts/N/stop` records the request."""
         if self._attempt.stop.exists():
             if self._asked_at is None:
                 self._asked_at = self._iteration

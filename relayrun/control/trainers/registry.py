@@ -19,7 +19,7 @@ from relayrun.errors import RunDirError
 
 
 class NativeTrainer:
-    """`python -m relayrun.train`, as the plan has it."""
+    """`python -m relayrun.train`; every rank reads begin.json, and rank 0 writes the records."""
 
     leave_signal = Signals.SIGUSR2
     asked_by = (Signals.SIGUSR1, Signals.SIGUSR2)
@@ -28,27 +28,24 @@ class NativeTrainer:
         self._program = plan.program
 
     def prepare(self, base: ResumePoint, *, attempt: int) -> list[str]:
-        """Nothing: every rank reads begin.json."""
         del base, attempt
         return []
 
     def command(self, begin: AttemptStart) -> list[str]:
-        """What a rank of this attempt executes."""
         return [*self._program, f"--attempt={begin.attempt}"]
 
     def environment(self, begin: AttemptStart) -> dict[str, str]:
-        """What keeps `python -m` from finding the checkout in its working directory before a snapshot."""
+        """Keep `python -m` from finding a checkout in its working directory before the snapshot."""
         del begin
         return {"PYTHONSAFEPATH": "1"}
 
     def follow(self, begin: AttemptStart, *, signal_ranks: Callable[[Signals], None]) -> AttemptObserver | None:
-        """Nobody: rank 0 writes the records."""
         del begin, signal_ranks
         return None
 
 
 def trainer_of(plan: Plan, run: Run) -> Trainer:
-    """Raises RunDirError for one that this version does not know."""
+    """Return the trainer of a plan. Raises RunDirError if this version does not know it."""
     try:
         match plan.trainer:
             case "native":

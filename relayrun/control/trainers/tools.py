@@ -17,10 +17,10 @@ NSYS_TRACE = "nvtx,cudnn,cublas,cuda"
 
 
 def nsys_command(output: str, options: Sequence[str] = ()) -> list[str]:
-    """Return the words before the program of a rank.
+    """Return the command prefix that records a rank between cudaProfilerStart and cudaProfilerStop.
 
-    Recorded is what lies between cudaProfilerStart and cudaProfilerStop. `output`: a file a rank; nsys fills in `%h`
-    and `%q{VARIABLE}`. `options`: further ones, `--NAME=VALUE`, which take the place of those that are here by default.
+    `output`: a file per rank; nsys fills in `%h` and `%q{VARIABLE}`. `options`: further ones, `--NAME=VALUE`, which
+    replace default ones.
     """
     own = [
         "--sample=none",
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 def wandb_mode(environment: Mapping[str, str]) -> WandbMode | None:
-    """Return whether W&B is on, from its own variables: WANDB_API_KEY, or WANDB_MODE=offline; None where it is off."""
+    """Return whether W&B is on, from its own variables: WANDB_API_KEY, or WANDB_MODE=offline; None if it is off."""
     wanted = environment.get("WANDB_MODE", "online" if environment.get("WANDB_API_KEY") else "disabled")
     if wanted == "offline":
         return "offline"

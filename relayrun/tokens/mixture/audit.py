@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import RunConfig
-from relayrun.control.rundir.checkpoint_records import lineage_commits, resume_point
+from relayrun.control.rundir.checkpoint_records import Lineage, resume_point
 from relayrun.control.rundir.run import Run, stream_positions_path
 from relayrun.errors import FatalTrainingError, InputError
 from relayrun.files import read_json
@@ -77,7 +77,7 @@ def lane_samples(schedule: Schedule, name: str, lane: int, lanes: int, first: in
 
 def _lane_record_paths(run: Run, k: int) -> list[Path]:
     """Return the records up to sample k, newest first; for equal samples the checkpoint's before the attempt's."""
-    commits = lineage_commits(run)
+    commits = Lineage(run).line()
     consumed = {0: 0} | {commit.iteration: commit.consumed_samples for commit in commits}
     found = [(commit.consumed_samples, 1, stream_positions_path(Path(commit.path))) for commit in commits]
     for number in run.attempt_numbers():
@@ -305,7 +305,7 @@ def data_differences(a: AuditedRun, b: AuditedRun) -> list[str]:
 def _durable_samples(run: Run) -> tuple[int, int]:
     """Return iteration and consumed samples of the newest durable checkpoint."""
     base = resume_point(run)
-    consumed = [commit.consumed_samples for commit in lineage_commits(run) if commit.iteration == base.iteration]
+    consumed = [commit.consumed_samples for commit in Lineage(run).line() if commit.iteration == base.iteration]
     return base.iteration, max(0, consumed[-1]) if consumed else 0
 
 

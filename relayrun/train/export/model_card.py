@@ -145,7 +145,7 @@ def _trained_with(source: CheckpointSource, run: Run) -> list[str]:
 
 def _training(source: CheckpointSource, run: Run) -> list[str]:
     config = source.config
-    metrics = [line for line in merged_metrics.merged_metrics(run) if line["iteration"] <= source.iteration]
+    metrics = [line for line in merged_metrics.valid_lines(run) if line["iteration"] <= source.iteration]
     losses = [line for line in metrics if "loss" in line]
     validation = next((line for line in reversed(metrics) if "validation" in line), None)
     rows = [
@@ -185,7 +185,7 @@ def _training(source: CheckpointSource, run: Run) -> list[str]:
 
 def consumed_samples(source: CheckpointSource) -> int:
     """Samples that the checkpoint was trained on. Raises InputError if no record says."""
-    for commit in checkpoint_records.lineage_commits(_run(source)):
+    for commit in checkpoint_records.Lineage(_run(source)).line():
         if commit.iteration == source.iteration and commit.consumed_samples >= 0:
             return commit.consumed_samples
     raise InputError(

@@ -75,7 +75,7 @@ def committed_config(run: Run, iteration: int) -> CommonConfig:
 
 
 def _folder(run: Run, iteration: int) -> Path:
-    line = checkpoint_records.lineage_commits(run)
+    line = checkpoint_records.Lineage(run).line()
     for commit in line:
         if commit.iteration == iteration:
             if (fault := checkpoint_records.checkpoint_fault(commit)) is not None:
@@ -87,7 +87,7 @@ def _folder(run: Run, iteration: int) -> Path:
 def _have(run: Run) -> str:
     whole = [
         str(commit.iteration)
-        for commit in checkpoint_records.lineage_commits(run)
+        for commit in checkpoint_records.Lineage(run).line()
         if checkpoint_records.checkpoint_fault(commit) is None
     ]
     return f"whole ones: {', '.join(whole) or 'none'}"

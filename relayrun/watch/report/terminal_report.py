@@ -55,7 +55,7 @@ class AttemptsReport:
 
 def read_attempts_report(run: Run) -> AttemptsReport:
     """Read a run's records."""
-    lines = merged_metrics.merged_metrics(run)
+    lines = list(merged_metrics.valid_lines(run))
     steps = [line for line in lines if "loss" in line]
     validation: dict[str, list[tuple[int, float]]] = {}
     for line in lines:

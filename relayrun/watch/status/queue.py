@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from relayrun.control import chain_state
-from relayrun.control.chain import fallback
 from relayrun.control.rundir import evaluations
 from relayrun.control.rundir.evaluations import SubmittedEvaluation
 from relayrun.control.rundir.plan import Plan
@@ -28,7 +27,7 @@ class QueueStatus:
 
     jobs: list[Job] = field(default_factory=list)
     fallback_jobs: list[Job] = field(default_factory=list)
-    """Small jobs that continue the chain if one of `jobs` fails; see `relayrun.control.chain.fallback`."""
+    """Small jobs that continue the chain if one of `jobs` fails; see `relayrun.control.chain.jobs`."""
     error: str | None = None
     """Error of a scheduler that did not answer; None if it did."""
     hidden: str | None = None
@@ -66,7 +65,7 @@ def query_queue(run: Run, plan: Plan | None = None, *, brief: bool = False) -> Q
             name = user_name(plan.owner or 0)
             return QueueStatus(hidden=f"Slurm shows the jobs of {name}, who owns this run, to nobody else")
         since = run.plan.stat().st_mtime - CLOCK_TOLERANCE_SECONDS
-        fallback_jobs = fallback.live_fallback_jobs(plan, asked, anyone=True)
+        fallback_jobs = asked.live_fallback_jobs(plan, anyone=True)
         return QueueStatus(
             jobs=jobs,
             fallback_jobs=fallback_jobs,
