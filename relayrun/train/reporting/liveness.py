@@ -139,8 +139,7 @@ RARE_HEARTBEAT_SECONDS = 60.0
 
 
 class HeartbeatWriter:
-    """Writes the heartbeat of this node; does nothing if `active` is False. `rare`: an agent follows the ranks of this
-    node."""
+    """Writes the heartbeat of this node if `active`. `rare`: an agent follows the ranks of this node."""
 
     def __init__(
         self, folder: Path, *, node: str, active: bool, iteration: int, timings: Timings, rare: bool = False
