@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -74,37 +75,35 @@ class BlockExchange:
         everywhere: list[list[BlockLocation]] = [[]] * self._group.size()
         dist.all_gather_object(everywhere, list(wanted), group=self._group)
         division, own = assign_reads(everywhere), self._group.rank()
-        parts = [read_batches(places, self._round) for places in division.shared]
-        if last := max(map(len, parts)):
-            self._exchange(parts, last, set(wanted), read, put, piece)
+        by_rank = (read_batches(places, self._round) for places in division.shared)
+        if batches := list(zip_longest(*by_rank, fillvalue=())):
+            self._exchange(batches, set(wanted), read, put, piece)
         for place in division.alone[own]:
             put(place, read(place))
 
     def _exchange(
         self,
-        parts: list[list[list[BlockLocation]]],
-        last: int,
+        batches: Sequence[Sequence[Sequence[BlockLocation]]],
         wanted: set[BlockLocation],
         read: Callable[[BlockLocation], bytearray],
         put: Callable[[BlockLocation, bytearray], None],
         piece: torch.Tensor,
     ) -> None:
+        """Read and send batches. `batches`: the blocks of every rank in each batch."""
         own = self._group.rank()
-        mine: list[list[BlockLocation]] = parts[own] + [[]] * (last - len(parts[own]))
         met: Exception | None = None
         with ThreadPoolExecutor(1, thread_name_prefix="reader") as reader:
-            ahead = reader.submit(_all, read, mine[0])
-            for number in range(last):
+            ahead = reader.submit(_all, read, batches[0][own])
+            for number, batch in enumerate(batches, 1):
                 found: list[bytearray] = []
                 try:
                     found = ahead.result()
                 except Exception as error:
                     met = met or error
                 self._agree(met)
-                following = mine[number + 1] if number + 1 < last else []
-                ahead = reader.submit(_all, read, following)
-                for rank, each in enumerate(parts):
-                    for index, place in enumerate(each[number] if number < len(each) else ()):
+                ahead = reader.submit(_all, read, batches[number][own] if number < len(batches) else ())
+                for rank, places in enumerate(batch):
+                    for index, place in enumerate(places):
                         data = self._send(rank, place, found[index] if rank == own else None, place in wanted, piece)
                         if data is not None and met is None:
                             try:

@@ -30,7 +30,6 @@ from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.checkpoint_records import (
     ResumePoint,
     is_checkpoint_of,
-    newest_commit_at,
     quarantine_checkpoint,
     resume_point,
 )
@@ -38,6 +37,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.triggers import Trigger
 from relayrun.errors import FatalTrainingError, InputError, RelayrunError, RunDirError
 from relayrun.tokens.order.batches import TrainingProgress
+from relayrun.train.checkpoint import checksums
 from relayrun.train.checkpoint.async_writer import BackgroundSave
 from relayrun.train.checkpoint.checkpointer import Checkpointer, SaveFailed
 from relayrun.train.checkpoint.checksums import DamagedCheckpoint
@@ -281,7 +281,7 @@ class StateRestorer:
     def _checkpoint(self, iteration: int, path: str) -> TrainingProgress:
         """Load a checkpoint and skip the samples of earlier rollbacks. Raises DamagedCheckpoint on all ranks."""
         own = is_checkpoint_of(self.run, ResumePoint(iteration=iteration, path=path))
-        root = self.ranks.on_first_rank(partial(committed_checksum, path), InputError)
+        root = self.ranks.on_first_rank(partial(checksums.committed_checksum, path), InputError)
         position = self.checkpointer.load(Path(path), self.config.training.batch_sizes, root=root, foreign=not own)
         if position.iteration != iteration:
             raise FatalTrainingError(
@@ -318,9 +318,3 @@ def quarantine_and_fall_back(run: Run, attempt: Attempt, base: ResumePoint, erro
     if begin is not None and before.iteration < begin.base_iteration:
         attempt.fall_back(before.iteration, before.path)
     return before
-
-
-def committed_checksum(path: str) -> str | None:
-    """Return the checksum in the commit of a checkpoint; None without a commit. Raises RunDirError."""
-    commit = newest_commit_at(path)
-    return None if commit is None else commit.checksum
