@@ -94,7 +94,7 @@ def main(flag: SignalFlag) -> int:
             read_plan_format(run)  # refuses a directory that a newer version wrote
         timings = Timings(begin)
         heartbeat = HeartbeatWriter(
-            attempt.heartbeats,
+            folder=attempt.heartbeats,
             node=node,
             active=is_first_of_node(),
             iteration=base,

@@ -171,7 +171,7 @@ class TrainingLoop:
         restored = self.restore.restore(base)
         self.position, self.source = restored.position, restored.source
         self.saver = Saver(
-            self.checkpointer,
+            checkpointer=self.checkpointer,
             control=self.control,
             hooks=self.hooks,
             say=self.metrics.say,

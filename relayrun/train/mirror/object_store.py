@@ -13,7 +13,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
@@ -238,13 +238,13 @@ class ObjectStoreDestination(MirrorDestination):
         out.close()
 
 
+@dataclass(frozen=True)
 class StoredFiles:
     """The files of a copy below a URL, as `MirroredFiles`; reads count for the pace."""
 
-    def __init__(self, url: str, sizes: dict[str, int], pace: CopyRateLimit) -> None:
-        self.where = url
-        self._sizes = sizes
-        self._pace = pace
+    where: str
+    _sizes: dict[str, int]
+    _pace: CopyRateLimit
 
     def names(self) -> list[str]:
         return sorted({name.partition("/")[0] for name in self._sizes})
