@@ -49,6 +49,20 @@ def fsync_directory(path: str | os.PathLike[str]) -> None:
         os.close(fd)
 
 
+def fsync_tree(folder: Path, *, mode: int | None = None) -> None:
+    """Sync all files and folders below `folder`, and give the files this mode. Raises OSError."""
+    for directory, _, names in os.walk(folder):
+        for name in names:
+            fd = os.open(os.path.join(directory, name), os.O_RDONLY)
+            try:
+                if mode is not None:
+                    os.fchmod(fd, mode)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        fsync_directory(directory)
+
+
 class RealPathCache:
     """`os.path.realpath` that resolves each folder once: many files stand in few folders."""
 

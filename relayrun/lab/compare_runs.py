@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from relayrun.control.rundir.checkpoint_records import newest_commit_at
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
-from relayrun.train.checkpoint.checksums import PIECE_SUFFIXES, Checksums, verify_checkpoint
+from relayrun.train.checkpoint.checksums import PIECE_SUFFIXES, Checksums, committed_checksum, verify_checkpoint
 
 COMPARED_VALUES = (("loss", "loss"), ("grad_norm", "gradient norm"))
 """Compared fields of metrics.jsonl, with names for people."""
@@ -75,8 +74,7 @@ def checkpoint_differences(checkpoint: Path, reference: Path, *, tensors_only: b
 
 def _checkpoint_hashes(folder: Path, faults: list[str]) -> dict[tuple[str, tuple[int, ...]], tuple[Any, ...]]:
     """Shape, type and hash of all values: of tensors by name and offset, of other files by name."""
-    commit = newest_commit_at(folder)
-    root = None if commit is None else commit.checksum
+    root = committed_checksum(folder)
     found = verify_checkpoint(folder, root)[1]
     faults += [f"{folder}: {fault}" for fault in found]
     if found:

@@ -188,7 +188,7 @@ def _find_megatron_for_native(
         "parallel.use_distributed_optimizer": config.parallel.use_distributed_optimizer,
         "training.precision": config.training.resolved_precision,
     }
-    for name, value in megatron_settings.fixed_settings(found).items():
+    for name, value in found.fixed_settings().items():
         if with_optimizer and here[name] != value:
             raise ConfigError(
                 f"{found.folder} was saved with {name} {value}, and it is {here[name]} here",

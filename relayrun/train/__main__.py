@@ -93,7 +93,7 @@ def main(flag: SignalFlag) -> int:
             read_plan_format(run)  # refuses a directory that a newer version wrote
         timings = Timings(begin)
         heartbeat = HeartbeatWriter(
-            attempt.heartbeats,
+            folder=attempt.heartbeats,
             node=node,
             active=is_first_of_node(),
             iteration=base,
@@ -203,8 +203,7 @@ def fails_on_every_attempt(error: BaseException, *, before_first_step: bool) -> 
 
 
 def record_failure(attempt: Attempt, rank: int, node: str, error: BaseException, *, repeats: bool = False) -> None:
-    """Write the failure record of this rank. The earliest record of all ranks has the cause: the other ranks then fail
-    in their collectives."""
+    """Write the failure record of this rank; the earliest of all ranks has the cause, others fail after it."""
     words = f"{type(error).__name__}: {error}"[:FAILURE_TEXT_LIMIT]
     failure = RankFailure(rank=rank, node=node, error=words, time=time.time(), repeats=repeats)
     try:

@@ -242,7 +242,9 @@ def raise_file_limit(rank: int, ranks: int) -> None:
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    needed = len(os.listdir("/proc/self/fd")) + sockets_of_rank(rank, ranks)
+    # one socket to every other rank in the gloo group; rank 0 also has the rendezvous store, with one more to each
+    sockets = (ranks - 1) * (1 if rank else 2)
+    needed = len(os.listdir("/proc/self/fd")) + sockets
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise OpenFileLimitTooLow(
             f"rank {rank} of {ranks} opens {needed} files at least, sockets to the other ranks among them, and this "
@@ -250,14 +252,6 @@ def raise_file_limit(rank: int, ranks: int) -> None:
             hint="raise the hard limit of open files (`ulimit -Hn`) on the nodes: LimitNOFILE of slurmd, "
             "or ulimits of the container",
         )
-
-
-def sockets_of_rank(rank: int, ranks: int) -> int:
-    """Return the least number of sockets that a rank opens: one to every other rank, in the gloo group.
-
-    Rank 0 also has the rendezvous store, with one more socket to each rank.
-    """
-    return (ranks - 1) * (1 if rank else 2)
 
 
 def require_gpu(config: RunConfig) -> None:
@@ -339,8 +333,7 @@ def restore_random_state(states: dict[str, Any]) -> None:
 
 
 def wait_for_device(ranks: Ranks) -> None:
-    """Wait until the GPU has done the work of this thread's stream. Copies of a save continue. No effect without a
-    GPU."""
+    """Wait for the work of this thread's stream on the GPU, if there is a GPU. Copies of a save continue."""
     if ranks.device.type == "cuda":
         torch.cuda.current_stream(ranks.device).synchronize()
 

@@ -14,17 +14,9 @@ from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError, FatalTrainingError
 from relayrun.train import user_code
-from relayrun.train.hooks import (
-    Action,
-    Gradients,
-    Hook,
-    HookContext,
-    HookFailed,
-    UpdateVerdict,
-)
-from relayrun.train.loss_guard import LossGuard
+from relayrun.train.hooks import Action, Gradients, Hook, HookContext, HookFailed, UpdateVerdict
 from relayrun.train.reporting.debugging import Profiler
-from relayrun.train.reporting.liveness import FirstStepNotice, SectionReporter, Timings, has_agent
+from relayrun.train.reporting.liveness import FirstStepNotice, SectionReporter, has_agent
 from relayrun.train.reporting.metrics import Metrics, ProgressLog
 from relayrun.train.reporting.tracker_feed import TrackerProcesses
 
@@ -32,47 +24,15 @@ if TYPE_CHECKING:
     from relayrun.config.sections.training import HookEntry
     from relayrun.train.distributed import Ranks
     from relayrun.train.model.gpt import ModelStage
-    from relayrun.train.optimizer.megatron_optimizer import ScheduledOptimizer
 
 BETWEEN_STEPS = ("before_step", "after_step", "at_rollback", "after_save", "after_failed_save", "at_evaluation")
 """Methods whose time is `Step.hooks_seconds`; the time of `before_update` is part of the step."""
 
 
-def attempt_hooks(
-    run: Run,
-    begin: AttemptStart,
-    config: RunConfig,
-    ranks: Ranks,
-    model: ModelStage,
-    optimizer: ScheduledOptimizer,
-    *,
-    timings: Timings,
-    guard: LossGuard,
-    metrics: Metrics,
-    sections: SectionReporter,
-) -> Hooks:
-    """Make and set up the hooks of an attempt on this rank; all ranks call it together.
-
-    Raises ConfigError on all ranks if an entry of `training.hooks` cannot be imported or instantiated.
-    """
-    own = [timings, guard, metrics, *_reports(run, begin, config, ranks, model, metrics)]
-    hooks = Hooks(own, import_hooks(config.training.hooks, ranks), ranks, sections)
-    context = HookContext(
-        run_dir=run.path,
-        attempt=begin.attempt,
-        config=config,
-        ranks=ranks,
-        model=model,
-        optimizer=optimizer,
-        say=metrics.say,
-    )
-    hooks.setup(context)
-    return hooks
-
-
-def _reports(
+def report_hooks(
     run: Run, begin: AttemptStart, config: RunConfig, ranks: Ranks, model: ModelStage, metrics: Metrics
 ) -> Iterator[Hook]:
+    """Yield the hooks of this rank that report an attempt: progress.txt, profiler, agent, trackers."""
     if ranks.rank == 0:
         yield ProgressLog(
             run.progress,

@@ -110,8 +110,7 @@ class Step:
     model_tflops_per_gpu: float
     """`size.flops_per_token` x tokens per second and rank, in 10^12."""
     mfu: float | None
-    """Fraction of the device's bf16 peak (`size.PEAK_FLOPS`); None if the peak is unknown or the precision is not
-    bf16."""
+    """Fraction of the device's bf16 peak (`size.PEAK_FLOPS`); None for an unknown peak or another precision."""
     memory_bytes: int
     """Peak on rank 0 so far: of the GPU's allocator, or of the process without a GPU."""
     time: float
@@ -130,15 +129,13 @@ class Step:
     memory_max_reserved_bytes: int | None = None
     """Peak of `memory_reserved_bytes` so far, on rank 0; None without a GPU."""
     params_norm: float | None = None
-    """Norm of all weights after the update. None here and below: `tracking` does not request it, or not in this
-    iteration."""
+    """Norm of all weights after the update. None here and below: not requested by `tracking` in this iteration."""
     params_norm_per_param: Mapping[str, float] | None = None
     """Norms of the weights by name."""
     num_zeros_in_grad: int | None = None
     """Number of zero elements in the gradient of the whole model."""
     timers: Mapping[str, Mapping[str, float]] | None = None
-    """Milliseconds per iteration since timers were last reported: `min` and `max` over the ranks, by Megatron's
-    names."""
+    """Milliseconds per iteration since the last report: `min` and `max` over the ranks, by Megatron's names."""
     useful_tokens: int | None = None
     """Text tokens in the rows of this iteration. None here and below: no data set has `order: document-window`."""
     padding_share: float | None = None
@@ -246,8 +243,7 @@ class Hook:
         """Called after an evaluation."""
 
     def at_end(self, outcome: AttemptOutcome) -> None:
-        """Called when the attempt leaves with its state durable, before its outcome is written; not called after a
-        failure."""
+        """Called when the attempt leaves with a durable state, before its outcome is written; not after a failure."""
 
     def close(self) -> None:
         """Called last, after the outcome is written and the process groups are destroyed; not called after a failure.

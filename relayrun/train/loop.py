@@ -30,13 +30,13 @@ from relayrun.tokens.order.sample_rows import RowBatch, row_statistics
 from relayrun.tokens.shards.checks import check_data
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.tokens.streams.run_tokenizer import loss_token_ids
-from relayrun.train import distributed
+from relayrun.train import distributed, hook_list
 from relayrun.train.checkpoint.checkpointer import Checkpointer
 from relayrun.train.checkpoint.memory_tier import MemoryTier
 from relayrun.train.checkpoint.save_and_restore import FINAL_SAVE_TRIES, Saver, StateRestorer
 from relayrun.train.distributed import Ranks
-from relayrun.train.hook_list import attempt_hooks
-from relayrun.train.hooks import Action, Gradients, Step, StepStart, UpdateVerdict, ValidationResult
+from relayrun.train.hook_list import Hooks
+from relayrun.train.hooks import Action, Gradients, HookContext, Step, StepStart, UpdateVerdict, ValidationResult
 from relayrun.train.loss_guard import LossGuard
 from relayrun.train.model import cpu_patches
 from relayrun.train.model.gpt import MicroBatch, ModelStage
@@ -135,19 +135,21 @@ class TrainingLoop:
         self.peak = peak_flops(ranks.device_name) if config.training.resolved_precision == "bf16" else None
 
     def _make_hooks(self, begin: AttemptStart) -> None:
-        self.guard = LossGuard(self.config.training)
-        self.hooks = attempt_hooks(
-            self.run_dir,
-            begin,
-            self.config,
-            self.ranks,
-            self.model,
-            self.optimizer,
-            timings=self.timings,
-            guard=self.guard,
-            metrics=self.metrics,
-            sections=self.sections,
+        run, config, ranks, metrics = self.run_dir, self.config, self.ranks, self.metrics
+        self.guard = LossGuard(config.training)
+        reports = hook_list.report_hooks(run, begin, config, ranks, self.model, metrics)
+        own = [self.timings, self.guard, metrics, *reports]
+        self.hooks = Hooks(own, hook_list.import_hooks(config.training.hooks, ranks), ranks, self.sections)
+        context = HookContext(
+            run_dir=run.path,
+            attempt=begin.attempt,
+            config=config,
+            ranks=ranks,
+            model=self.model,
+            optimizer=self.optimizer,
+            say=metrics.say,
         )
+        self.hooks.setup(context)
 
     def _restore(self, base: ResumePoint) -> None:
         folder = liveness.memory_folder()
@@ -169,7 +171,7 @@ class TrainingLoop:
         restored = self.restore.restore(base)
         self.position, self.source = restored.position, restored.source
         self.saver = Saver(
-            self.checkpointer,
+            checkpointer=self.checkpointer,
             control=self.control,
             hooks=self.hooks,
             say=self.metrics.say,

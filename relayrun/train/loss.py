@@ -27,8 +27,7 @@ from relayrun.errors import ConfigError
 from relayrun.train.user_code import import_user_code
 
 LossResult = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Return value for megatron-core's schedules: the loss to differentiate, the number of tokens to divide a sum by, and
-the report."""
+"""Result for megatron-core's schedules: the loss to differentiate, its number of tokens, and the report."""
 
 
 def loss_function(

@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 
 class RankMessages:
-    """Messages between ranks; all ranks call the same methods in the same order, from one thread each. Values are
-    pickled."""
+    """Pickled messages between ranks; all call the same methods in the same order, from one thread each."""
 
     def __init__(self, group: dist.ProcessGroup, tag: int) -> None:
         """`group`: over gloo, of all ranks. `tag`: not used by other messages of the group."""

@@ -108,8 +108,7 @@ def _with_numpy() -> dict[str, Any]:
 
 
 def exchange_pairs(nodes: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield lists of node pairs that exchange at the same time: each node has a turn with both neighbours in the
-    ring."""
+    """Yield lists of node pairs for one exchange each; every node has a turn with both neighbours in the ring."""
     if nodes == 2:
         yield [(0, 1)]
         return

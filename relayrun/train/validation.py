@@ -60,8 +60,7 @@ class Validation:
         return min(self.training.eval_steps * self.training.global_batch_size, len(order))
 
     def _batch(self, order: ValidationSet, samples: range) -> MicroBatch:
-        """Return a full micro-batch: pipeline stages exchange fixed shapes, so a short batch is padded with weight
-        0."""
+        """Return a full micro-batch, as pipeline stages need fixed shapes: a short one is padded with weight 0."""
         size = self.training.micro_batch_size
         found = [check_row(order.row(k), order, k, self.vocabulary_size) for k in samples]
         weights = np.zeros(size, dtype=np.float32)

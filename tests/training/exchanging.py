@@ -66,7 +66,7 @@ def exchange(
         assert place not in got
         got[place] = xxhash.xxh3_128_hexdigest(data)
 
-    found = BlockExchange(dist.group.WORLD, torch.device("cpu"), round_size=20_000, piece=4096)
+    found = BlockExchange(dist.group.WORLD, torch.device("cpu"), batch_bytes=20_000, message_bytes=4096)
     try:
         found.blocks(wanted(rank), counted, kept)
     except Exception as error:

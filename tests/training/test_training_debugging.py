@@ -81,6 +81,6 @@ def test_nsys_stands_around_the_chosen_ranks_alone(
     made.train()
     (asked,) = (tmp_path / "asked").read_text().splitlines()
     assert asked.startswith(
-        f"1 profile --sample=none --trace=nvtx,cuda --output={made.run.debug_of(1)}/profile/rank-0001 "
+        f"1 profile --sample=none --trace=nvtx,cudnn,cublas,cuda --output={made.run.debug_of(1)}/profile/rank-0001 "
     )
     assert "--capture-range=cudaProfilerApi --capture-range-end=stop" in asked

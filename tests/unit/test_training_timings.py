@@ -141,7 +141,7 @@ def test_a_heartbeat_is_written_at_every_new_phase_and_at_most_once_a_second_wit
     clock = [100.0]
     monkeypatch.setattr(liveness.time, "monotonic", lambda: clock[0])
     timings = Timings(begin())
-    pulse = HeartbeatWriter(folder, node="n1", active=True, iteration=7, timings=timings)
+    pulse = HeartbeatWriter(folder=folder, node="n1", active=True, iteration=7, timings=timings)
     pulse.beat()
     assert (read(folder).phase, read(folder).iteration, read(folder).step_p95) == ("start", 7, None)
     timings.step(0.25, 8)
@@ -163,7 +163,7 @@ def test_a_heartbeat_beside_an_agent_comes_once_a_minute_and_where_training_begi
 ) -> None:
     folder, clock = tmp_path / "heartbeat", [100.0]
     monkeypatch.setattr(liveness.time, "monotonic", lambda: clock[0])
-    pulse = HeartbeatWriter(folder, node="n1", active=True, iteration=7, timings=Timings(begin()), rare=True)
+    pulse = HeartbeatWriter(folder=folder, node="n1", active=True, iteration=7, timings=Timings(begin()), rare=True)
     pulse.beat()
     assert (read(folder).phase, read(folder).interval) == ("start", 60.0)
     pulse.enter("step", 7)
@@ -183,13 +183,17 @@ def test_a_heartbeat_beside_an_agent_comes_once_a_minute_and_where_training_begi
 
 
 def test_only_the_first_rank_of_a_node_writes_its_heartbeat(tmp_path: Path) -> None:
-    HeartbeatWriter(tmp_path / "heartbeat", node="n1", active=False, iteration=0, timings=Timings(begin())).beat()
+    HeartbeatWriter(
+        folder=tmp_path / "heartbeat", node="n1", active=False, iteration=0, timings=Timings(begin())
+    ).beat()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_heartbeat_that_cannot_be_written_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "heartbeat").write_text("no folder")
-    pulse = HeartbeatWriter(tmp_path / "heartbeat", node="n1", active=True, iteration=0, timings=Timings(begin()))
+    pulse = HeartbeatWriter(
+        folder=tmp_path / "heartbeat", node="n1", active=True, iteration=0, timings=Timings(begin())
+    )
     pulse.enter("step", 0)
     pulse.enter("save", 0)
     assert capsys.readouterr().err.count("warning: heartbeat of n1 not written") == 1

@@ -44,7 +44,7 @@ def finish(run: Run, iteration: int, *, at: float, value: float, status: str = "
 def tell(run: Run, **environment: str) -> None:
     code = (
         "import sys, pathlib; from relayrun.train.export import evaluate; from relayrun.control.rundir.run import Run; "
-        "evaluate.tell_wandb(Run(pathlib.Path(sys.argv[1])))"
+        "evaluate.report_to_wandb(Run(pathlib.Path(sys.argv[1])))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(run.path)],

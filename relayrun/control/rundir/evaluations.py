@@ -22,7 +22,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -40,6 +40,18 @@ MAX_TRIES = 3
 
 EvaluationScores = dict[str, dict[str, float]]
 """Metrics and values by task, or by validation set."""
+
+
+def numeric_scores(tasks: Mapping[str, Mapping[str, Any]]) -> EvaluationScores:
+    """Return the numbers among the metrics of tasks, without the suffix `,none` of lm_eval's names."""
+    return {
+        task: {
+            name.removesuffix(",none"): float(value)
+            for name, value in metrics.items()
+            if isinstance(value, (int, float)) and not isinstance(value, bool)
+        }
+        for task, metrics in tasks.items()
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

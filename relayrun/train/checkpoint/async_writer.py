@@ -46,6 +46,12 @@ BACKGROUND_NICE = 15
 would get a seventieth, and training would wait long for the interpreter's lock in its hands."""
 
 
+def lower_thread_priority() -> None:
+    """Run this thread beside training; on Linux a thread has its own priority, which its child threads inherit."""
+    thread = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + BACKGROUND_NICE)
+
+
 class BackgroundSave:
     """Runs `write` in a thread at once. Its threads communicate: all ranks begin the same saves in the same order."""
 
@@ -75,9 +81,8 @@ class BackgroundSave:
 
     def _state_is_copied(self) -> None:
         self._copied.set()
-        if self._beside:  # on Linux a thread has its own priority, which its child threads inherit
-            thread = threading.get_native_id()
-            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + BACKGROUND_NICE)
+        if self._beside:
+            lower_thread_priority()
 
     @property
     def over(self) -> bool:

@@ -331,7 +331,9 @@ class Checkpointer:
             )
             plain["optimizer"] = fitted(plain["optimizer"], wanted["optimizer"])
             parameter_groups.fit_groups(plain["optimizer"], wanted["optimizer"])
-            self._say_groups(common.get(OPTIMIZER_GROUPS, []))
+            before = common.get(OPTIMIZER_GROUPS, [])
+            if before != self._groups and self._ranks.rank == 0:
+                print(f"optimizer.groups is now {self._groups}, was {before}: it holds from here on", flush=True)
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
         if self._settings.fully_parallel_load and replicas.size() > 1:
             reader.exchange = BlockExchange(replicas, self._ranks.device)
@@ -379,10 +381,6 @@ class Checkpointer:
                     hint=f"set {name} back, or start a new run with --load and checkpoint.no_load_optim=true",
                 )
 
-    def _say_groups(self, before: list[dict[str, Any]]) -> None:
-        if before != self._groups and self._ranks.rank == 0:
-            print(f"optimizer.groups is now {self._groups}, was {before}: it holds from here on", flush=True)
-
     def _check_shapes(self, wanted: ShardedStateDict, reader: CheckedReader) -> None:
         found = reader.metadata.state_dict_metadata
         differences = [
@@ -427,11 +425,7 @@ class Checkpointer:
         return self._writers.on_first_rank(action, SaveFailed)
 
     def _agree(self, action: Callable[[], T]) -> list[T]:
-        """In a save thread: run it on every rank, return all results; raise SaveFailed on all ranks if it failed on
-        any.
-
-        It pickles: for rare use.
-        """
+        """In a save thread: run it on every rank; return all pickled results, or raise SaveFailed on all ranks."""
         made, failure = None, None
         try:
             made = action()

@@ -25,6 +25,7 @@ from typing import BinaryIO, Protocol
 
 import xxhash
 
+from relayrun.control.rundir import checkpoint_records
 from relayrun.errors import InputError
 from relayrun.files import file_sizes, write_atomic
 from relayrun.tokens.stores.direct_io import open_file_checksum
@@ -32,8 +33,7 @@ from relayrun.tokens.stores.direct_io import open_file_checksum
 CHECKSUM_INDEX = "checksums.json"
 INDEX_FORMAT = 1
 PIECE_SUFFIXES = (".distcp", ".metadata", ".checksums.jsonl")
-"""Suffixes of a checkpoint's own files. Other files beside them (a note, leftovers of an editor or NFS) do not affect a
-load."""
+"""Suffixes of a checkpoint's own files. Other files (a note, leftovers of an editor or NFS) do not affect a load."""
 
 
 class DamagedCheckpoint(InputError):
@@ -250,11 +250,16 @@ def _no_file_is_damage(name: str, folder: Path | str) -> Iterator[None]:
 
 
 def open_checksums(folder: Path, root: str | None) -> Checksums | None:
-    """Return the checksums of a checkpoint; None if it was saved without. Raises DamagedCheckpoint if they were
-    lost."""
+    """Return the checksums of a checkpoint; None if it never had any. Raises DamagedCheckpoint if they were lost."""
     if root is None and not (folder / CHECKSUM_INDEX).exists():
         return None
     return Checksums(folder, root)
+
+
+def committed_checksum(folder: Path | str) -> str | None:
+    """Return the checksum in the commit of a checkpoint; None without a commit. Raises RunDirError."""
+    commit = checkpoint_records.newest_commit_at(folder)
+    return None if commit is None else commit.checksum
 
 
 def checksum_in_checkpoint(files: CheckpointFiles, name: str) -> FileChecksum:

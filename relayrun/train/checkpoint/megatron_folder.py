@@ -87,6 +87,13 @@ class MegatronCheckpoint:
             return f"the state of its distributed optimizer has the form {self.distributed}"
         return None
 
+    def fixed_settings(self) -> dict[str, object]:
+        """Return the settings, by name, that a run needs to continue with the optimizer's state."""
+        return {
+            "parallel.use_distributed_optimizer": self.distributed is not None,
+            "training.precision": self.precision,
+        }
+
     def progress(self) -> dict[str, Any]:
         """Return the position as in a checkpoint of a run (`TrainingProgress.state`)."""
         sizes, iteration, consumed = self.batch_sizes, self.iteration, self.consumed_samples

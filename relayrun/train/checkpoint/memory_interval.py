@@ -43,8 +43,7 @@ class CopyTimes:
 
     @property
     def interval(self) -> int:
-        """Smallest number of steps between copies with a cost below COPY_TIME_SHARE and without a wait for the previous
-        copy."""
+        """Least steps between copies with a cost below COPY_TIME_SHARE and without a wait for the previous copy."""
         each = 1 + floor((self.copy + self.beside) / (COPY_TIME_SHARE * self.step))
         return max(SHORTEST_INTERVAL, each, ceil(2 * self.neighbour / self.step))
 

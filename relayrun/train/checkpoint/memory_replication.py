@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -27,7 +26,7 @@ import torch.distributed as dist
 import xxhash
 
 from relayrun.control.agent.memory_copies import HEADER_BYTES, SLOTS_PER_RANK, MemorySlot, NodeMemoryFullError
-from relayrun.train.checkpoint.async_writer import BACKGROUND_NICE
+from relayrun.train.checkpoint.async_writer import lower_thread_priority
 from relayrun.train.distributed import Ranks
 
 log = logging.getLogger(__name__)
@@ -58,8 +57,7 @@ class NeighbourReplica:
         """Duration of the last exchange."""
 
     def send(self, copy: MemoryCopy) -> None:
-        """Start to send this rank's copy to the next node, and to receive one from the node before. `wait` waits for
-        the end."""
+        """Start to send this rank's copy to the next node and to receive that of the node before; see `wait`."""
         self._thread = threading.Thread(target=self._run, args=(copy,), name="neighbour", daemon=True)
         self._thread.start()
 
@@ -101,8 +99,7 @@ class NeighbourReplica:
         return whole_copy(own, rank=self._ranks.rank, ranks=len(lost), iteration=iteration)
 
     def _run(self, copy: MemoryCopy) -> None:
-        thread = threading.get_native_id()  # on Linux a thread has its own priority
-        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + BACKGROUND_NICE)
+        lower_thread_priority()
         started = time.perf_counter()
         try:
             self._swap(to=self._next, copy=copy, source=self._before, slots=self._slots, of=self._before)

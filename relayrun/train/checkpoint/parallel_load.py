@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -35,22 +36,15 @@ class BlockLocation(NamedTuple):
     bytes: int
 
 
+@dataclass(frozen=True)
 class BlockExchange:
     """Ranks that need the same blocks, such as data-parallel replicas."""
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        *,
-        round_size: int = BATCH_BYTES,
-        piece: int = MESSAGE_BYTES,
-    ) -> None:
-        """`device`: from which `group` sends. `round_size`, `piece`: see BATCH_BYTES and MESSAGE_BYTES."""
-        self._group = group
-        self._device = device
-        self._round = round_size
-        self._piece = piece
+    group: dist.ProcessGroup
+    device: torch.device
+    """Device from which `group` sends."""
+    batch_bytes: int = BATCH_BYTES
+    message_bytes: int = MESSAGE_BYTES
 
     def blocks(
         self,
@@ -67,44 +61,42 @@ class BlockExchange:
         an error that kept this rank from knowing its blocks; it is raised on all ranks, too.
         """
         try:
-            piece = torch.empty(self._piece, dtype=torch.uint8, device=self._device)
+            piece = torch.empty(self.message_bytes, dtype=torch.uint8, device=self.device)
         except RuntimeError as error:  # the device lacks memory
             met = met or error
         self._agree(met)
-        everywhere: list[list[BlockLocation]] = [[]] * self._group.size()
-        dist.all_gather_object(everywhere, list(wanted), group=self._group)
-        division, own = assign_reads(everywhere), self._group.rank()
-        parts = [read_batches(places, self._round) for places in division.shared]
-        if last := max(map(len, parts)):
-            self._exchange(parts, last, set(wanted), read, put, piece)
+        everywhere: list[list[BlockLocation]] = [[]] * self.group.size()
+        dist.all_gather_object(everywhere, list(wanted), group=self.group)
+        division, own = assign_reads(everywhere), self.group.rank()
+        by_rank = (read_batches(places, self.batch_bytes) for places in division.shared)
+        if batches := list(zip_longest(*by_rank, fillvalue=())):
+            self._exchange(batches, set(wanted), read, put, piece)
         for place in division.alone[own]:
             put(place, read(place))
 
     def _exchange(
         self,
-        parts: list[list[list[BlockLocation]]],
-        last: int,
+        batches: Sequence[Sequence[Sequence[BlockLocation]]],
         wanted: set[BlockLocation],
         read: Callable[[BlockLocation], bytearray],
         put: Callable[[BlockLocation, bytearray], None],
         piece: torch.Tensor,
     ) -> None:
-        own = self._group.rank()
-        mine: list[list[BlockLocation]] = parts[own] + [[]] * (last - len(parts[own]))
+        """Read and send batches. `batches`: the blocks of every rank in each batch."""
+        own = self.group.rank()
         met: Exception | None = None
         with ThreadPoolExecutor(1, thread_name_prefix="reader") as reader:
-            ahead = reader.submit(_all, read, mine[0])
-            for number in range(last):
+            ahead = reader.submit(_all, read, batches[0][own])
+            for number, batch in enumerate(batches, 1):
                 found: list[bytearray] = []
                 try:
                     found = ahead.result()
                 except Exception as error:
                     met = met or error
                 self._agree(met)
-                following = mine[number + 1] if number + 1 < last else []
-                ahead = reader.submit(_all, read, following)
-                for rank, each in enumerate(parts):
-                    for index, place in enumerate(each[number] if number < len(each) else ()):
+                ahead = reader.submit(_all, read, batches[number][own] if number < len(batches) else ())
+                for rank, places in enumerate(batch):
+                    for index, place in enumerate(places):
                         data = self._send(rank, place, found[index] if rank == own else None, place in wanted, piece)
                         if data is not None and met is None:
                             try:
@@ -121,23 +113,23 @@ class BlockExchange:
         if data is None and wanted:
             data = bytearray(place.bytes)
         whole = None if data is None else torch.frombuffer(data, dtype=torch.uint8)
-        for start in range(0, place.bytes, self._piece):
-            part = piece[: min(self._piece, place.bytes - start)]
+        for start in range(0, place.bytes, self.message_bytes):
+            part = piece[: min(self.message_bytes, place.bytes - start)]
             here = None if whole is None else whole[start : start + len(part)]
             if sending and here is not None:
                 part.copy_(here)
-            dist.broadcast(part, group=self._group, group_src=sender)
+            dist.broadcast(part, group=self.group, group_src=sender)
             if not sending and here is not None:
                 here.copy_(part)
         return data if wanted else None
 
     def _agree(self, met: Exception | None) -> None:
         """Return if no rank of the group met an error; else raise the first rank's error on all."""
-        failed = torch.full((1,), int(met is not None), dtype=torch.int32, device=self._device)
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._group)
+        failed = torch.full((1,), int(met is not None), dtype=torch.int32, device=self.device)
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self.group)
         if int(failed.item()):
-            errors: list[Exception | None] = [None] * self._group.size()
-            dist.all_gather_object(errors, None if met is None else portable_error(met), group=self._group)
+            errors: list[Exception | None] = [None] * self.group.size()
+            dist.all_gather_object(errors, None if met is None else portable_error(met), group=self.group)
             raise next(error for error in errors if error is not None)
 
 

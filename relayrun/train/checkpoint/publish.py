@@ -18,7 +18,7 @@ from relayrun.control.rundir import campaign, evaluations, mirror, restarts
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.errors import FatalTrainingError, RunDirError
-from relayrun.files import fsync_directory, sync_data, unused_name, write_atomic
+from relayrun.files import fsync_directory, fsync_tree, sync_data, unused_name, write_atomic
 from relayrun.train.reporting import liveness
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,8 @@ def publish_checkpoint(run: Run, attempt: int, commit: CheckpointCommit, staged:
     Raises FatalTrainingError if a newer attempt has begun. Ends this process if a later restart has begun: its records
     would be taken for those of the rank that has its number now.
     """
-    _sync(staged)
+    fsync_tree(staged)
+    fsync_directory(staged.parent)
     number = liveness.restart_number()
     if liveness.has_agent() and any(
         failed.restart >= number for failed in restarts.read_failed_restarts(run.attempt(attempt))
@@ -104,15 +105,3 @@ def prune_checkpoints(run: Run, attempt: int, keep_last: int, keep_every: int | 
                 shutil.rmtree(other)
     except (OSError, RunDirError) as error:
         log.warning("old checkpoints not removed: %s", error)
-
-
-def _sync(folder: Path) -> None:
-    for directory, _, names in os.walk(folder):
-        for name in names:
-            fd = os.open(os.path.join(directory, name), os.O_RDONLY)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-        fsync_directory(directory)
-    fsync_directory(folder.parent)

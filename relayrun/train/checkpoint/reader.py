@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from relayrun.errors import InputError
+from relayrun.tokens.stores.urls import first_line
 from relayrun.train.checkpoint import megatron_folder
 from relayrun.train.checkpoint.checksums import DamagedCheckpoint, open_checksums
 from relayrun.train.checkpoint.parallel_load import BlockExchange, BlockLocation
@@ -106,8 +107,7 @@ class CheckedReader(FileSystemReader):
         return self.metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the blocks of the plan, each once. Raises DamagedCheckpoint, RefusedCheckpoint: of any rank of the
-        exchange."""
+        """Read the blocks of the plan, each once. Raises the DamagedCheckpoint or RefusedCheckpoint of any rank."""
         wanted: dict[BlockLocation, list[ReadItem]] = {}
         met: Exception | None = None
         try:
@@ -157,11 +157,11 @@ class CheckedReader(FileSystemReader):
         try:
             return read()
         except pickle.UnpicklingError as error:
-            raise refusal_error(f"{what}: {_first_line(error)}", self.folder) from None
+            raise refusal_error(f"{what}: {first_line(error)}", self.folder) from None
         except (EOFError, RuntimeError) as error:
             if self.checked or (isinstance(error, RuntimeError) and "zip archive" not in str(error)):
                 raise
-            raise DamagedCheckpoint(f"{what} cannot be read: {_first_line(error)}", where=self.folder) from None
+            raise DamagedCheckpoint(f"{what} cannot be read: {first_line(error)}", where=self.folder) from None
 
     def _read(self, place: BlockLocation) -> bytearray:
         with open(self.folder / place.file, "rb") as file:
@@ -184,20 +184,10 @@ class CheckedReader(FileSystemReader):
             raise DamagedCheckpoint(f"{name} is missing", where=self.folder) from None
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
-
-
 def reported_error(error: BaseException, kind: type[E]) -> E | None:
-    """Return the error of this kind that a rank raised; None if no rank did."""
-    return next((cause for cause in _causes(error) if isinstance(cause, kind)), None)
-
-
-def _causes(error: BaseException) -> list[BaseException]:
-    """Return the error itself, or torch's collected errors of all ranks, by rank."""
-    if isinstance(error, CheckpointException):
-        return [cause for _, (cause, _) in sorted(error.failures.items())]
-    return [error]
+    """Return the first error of this kind, by rank, in `error` or in torch's collected errors; None without one."""
+    failures = error.failures if isinstance(error, CheckpointException) else {0: (error, None)}
+    return next((cause for _, (cause, _) in sorted(failures.items()) if isinstance(cause, kind)), None)
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -324,10 +314,7 @@ def translate_common(data: bytes, folder: Path) -> dict[str, Any] | None:
         return None
     state: dict[str, Any] = {
         "layout": MEGATRON_LAYOUT,
-        "fixed": {
-            "parallel.use_distributed_optimizer": found.distributed is not None,
-            "training.precision": found.precision,
-        },
+        "fixed": found.fixed_settings(),
         "data": None,
         "progress": found.progress(),
     }

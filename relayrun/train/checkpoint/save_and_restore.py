@@ -30,7 +30,6 @@ from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.checkpoint_records import (
     ResumePoint,
     is_checkpoint_of,
-    newest_commit_at,
     quarantine_checkpoint,
     resume_point,
 )
@@ -38,6 +37,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.triggers import Trigger
 from relayrun.errors import FatalTrainingError, InputError, RelayrunError, RunDirError
 from relayrun.tokens.order.batches import TrainingProgress
+from relayrun.train.checkpoint import checksums
 from relayrun.train.checkpoint.async_writer import BackgroundSave
 from relayrun.train.checkpoint.checkpointer import Checkpointer, SaveFailed
 from relayrun.train.checkpoint.checksums import DamagedCheckpoint
@@ -56,38 +56,29 @@ MOST_FALL_BACKS = 2
 """Damaged checkpoints that an attempt puts into quarantine: if more in a row are damaged, the node may be at fault."""
 
 
+@dataclass(kw_only=True)
 class Saver:
-    """Decides about saves; all ranks call it together, at the same steps."""
+    """Decides about saves; all ranks call it together, at the same steps. `say` writes for people."""
 
-    def __init__(
-        self,
-        checkpointer: Checkpointer,
-        *,
-        control: RequestPoller,
-        hooks: Hooks,
-        say: Callable[[str], None],
-        timings: Timings,
-        heartbeat: HeartbeatWriter,
-        asynchronous: bool,
-        saved_iteration: int,
-    ) -> None:
-        self._checkpointer = checkpointer
-        self._control = control
-        self._hooks = hooks
-        self._say = say
-        self._timings = timings
-        self._heartbeat = heartbeat
-        self._asynchronous = asynchronous
+    checkpointer: Checkpointer
+    control: RequestPoller
+    hooks: Hooks
+    say: Callable[[str], None]
+    timings: Timings
+    heartbeat: HeartbeatWriter
+    asynchronous: bool
+    saved_iteration: int
+    """Iteration of the newest durable checkpoint."""
+    stall_seconds: float = 0.0
+    """Seconds that saves have held up training; the reader resets it to 0."""
+
+    def __post_init__(self) -> None:
         self._under_way: BackgroundSave | None = None
         self._asked: Sequence[Trigger] = ()
         """Triggers that the save in progress answers."""
-        self._grace_period = control.grace_period
+        self._grace_period = self.control.grace_period
         """Last reported grace period, without a save in progress."""
-        self.saved_iteration = saved_iteration
-        """Iteration of the newest durable checkpoint."""
-        self.stall_seconds = 0.0
-        """Seconds that saves have held up training; the reader resets it to 0."""
-        self._reserved = not asynchronous
+        self._reserved = not self.asynchronous
 
     def reserve(self, iteration: int) -> None:
         """Allocate host memory for asynchronous saves, once, when the optimizer has its state.
@@ -98,19 +89,19 @@ class Saver:
             return
         self._reserved = True
         started = time.perf_counter()
-        self._heartbeat.enter("save", iteration)
-        reserved = self._checkpointer.reserve()
+        self.heartbeat.enter("save", iteration)
+        reserved = self.checkpointer.reserve()
         seconds = time.perf_counter() - started
         self.stall_seconds += seconds
         if reserved is not None:
             size, pieces = reserved.size / (1 << 30), reserved.pieces
-            self._say(f"host memory for saves: {size:.1f} GiB on this rank, {pieces} pieces, in {seconds:.1f} s")
+            self.say(f"host memory for saves: {size:.1f} GiB on this rank, {pieces} pieces, in {seconds:.1f} s")
 
     def poll_requests(self) -> AgreedRequests:
         """Return the agreed requests; conclude a save that is over on every rank."""
         if self._under_way is not None:
-            self._control.grace_period = self._timings.grace_period(under_way=self._under_way.seconds)
-        agreed = self._control.poll(saving=self._under_way is not None and not self._under_way.over)
+            self.control.grace_period = self.timings.grace_period(under_way=self._under_way.seconds)
+        agreed = self.control.poll(saving=self._under_way is not None and not self._under_way.over)
         if not agreed.saving:
             self._conclude()
         return agreed
@@ -119,9 +110,9 @@ class Saver:
         """Answer triggers/save: start a save now, or after the one in progress."""
         if self._under_way is not None:
             return
-        at, taken = position.iteration, self._control.take()
+        at, taken = position.iteration, self.control.take()
         if at == self.saved_iteration:
-            self._control.acknowledge(taken, at, f"nothing trained since iteration {at}")
+            self.control.acknowledge(taken, at, f"nothing trained since iteration {at}")
         else:
             self._begin(position, taken)
 
@@ -130,7 +121,7 @@ class Saver:
         iteration, save = position.iteration, self._under_way
         if iteration != self.saved_iteration and (save is None or iteration != save.iteration):
             if save is not None:
-                self._say(
+                self.say(
                     f"iteration {iteration} is to be saved, and the save of iteration {save.iteration} is "
                     "still under way: waiting for it; saves are slower than checkpoint.interval"
                 )
@@ -151,7 +142,7 @@ class Saver:
         """Wait for the save in progress, if any. `iteration`: the current position of training."""
         if self._under_way is not None:
             started = time.perf_counter()
-            self._heartbeat.enter("save", iteration)
+            self.heartbeat.enter("save", iteration)
             self._conclude()
             self.stall_seconds += time.perf_counter() - started
 
@@ -167,9 +158,9 @@ class Saver:
 
     def _begin(self, position: TrainingProgress, asked: Sequence[Trigger], *, leaving: bool = False) -> str:
         started = time.perf_counter()
-        self._heartbeat.enter("save", position.iteration)
-        beside = self._asynchronous and not leaving
-        self._under_way = self._checkpointer.start_save(position, copy=self._asynchronous, beside=beside)
+        self.heartbeat.enter("save", position.iteration)
+        beside = self.asynchronous and not leaving
+        self._under_way = self.checkpointer.start_save(position, copy=self.asynchronous, beside=beside)
         self._asked = asked
         result = "" if beside else self._conclude()
         self.stall_seconds += time.perf_counter() - started
@@ -183,26 +174,26 @@ class Saver:
             commit = save.result()
         except SaveFailed as error:
             result = f"failed: {error}"
-            self._hooks.after_failed_save(save.iteration, str(error))
+            self.hooks.after_failed_save(save.iteration, str(error))
         else:
             result = "saved"
             self.saved_iteration = save.iteration
-            self._hooks.after_save(commit)
+            self.hooks.after_save(commit)
         self._under_way, self._asked = None, ()
         self.update_grace_period()
-        self._control.acknowledge(asked, save.iteration, result)
+        self.control.acknowledge(asked, save.iteration, result)
         return result
 
     def update_grace_period(self) -> None:
         """Update the grace period from the measurements."""
-        before, self._control.grace_period = self._grace_period, self._timings.grace_period()
-        if abs(self._control.grace_period - before) > 1:
-            self._say(
-                f"grace period {before:.0f} s -> {self._control.grace_period:.0f} s before the end of the job "
-                f"(95 % of steps within {self._timings.step_p95 or 0:.2f} s, of saves within "
-                f"{self._timings.save_p95 or 0:.1f} s)"
+        before, self.control.grace_period = self._grace_period, self.timings.grace_period()
+        if abs(self.control.grace_period - before) > 1:
+            self.say(
+                f"grace period {before:.0f} s -> {self.control.grace_period:.0f} s before the end of the job "
+                f"(95 % of steps within {self.timings.step_p95 or 0:.2f} s, of saves within "
+                f"{self.timings.save_p95 or 0:.1f} s)"
             )
-        self._grace_period = self._control.grace_period
+        self._grace_period = self.control.grace_period
 
 
 class QuarantineFailed(RelayrunError):
@@ -281,7 +272,7 @@ class StateRestorer:
     def _checkpoint(self, iteration: int, path: str) -> TrainingProgress:
         """Load a checkpoint and skip the samples of earlier rollbacks. Raises DamagedCheckpoint on all ranks."""
         own = is_checkpoint_of(self.run, ResumePoint(iteration=iteration, path=path))
-        root = self.ranks.on_first_rank(partial(committed_checksum, path), InputError)
+        root = self.ranks.on_first_rank(partial(checksums.committed_checksum, path), InputError)
         position = self.checkpointer.load(Path(path), self.config.training.batch_sizes, root=root, foreign=not own)
         if position.iteration != iteration:
             raise FatalTrainingError(
@@ -318,9 +309,3 @@ def quarantine_and_fall_back(run: Run, attempt: Attempt, base: ResumePoint, erro
     if begin is not None and before.iteration < begin.base_iteration:
         attempt.fall_back(before.iteration, before.path)
     return before
-
-
-def committed_checksum(path: str) -> str | None:
-    """Return the checksum in the commit of a checkpoint; None without a commit. Raises RunDirError."""
-    commit = newest_commit_at(path)
-    return None if commit is None else commit.checksum

@@ -1,7 +1,6 @@
-"""Whether an exported folder computes what the checkpoint does: logits of transformers and of megatron-core, in fp32.
+"""Compares an exported folder with its checkpoint: logits of transformers and of megatron-core, in fp32.
 
-The checkpoint is loaded by megatron-core's own reader into its own model, on one rank: none of the export's
-code is on that way.
+megatron-core loads the checkpoint into its own model on one rank, without any code of the export.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from relayrun.errors import InputError
 from relayrun.train.export.source_and_target import CheckpointSource
 
 TOLERANCE = 1e-5
-"""Largest difference, relative to the largest logit where that is above 1: some ten times the noise of fp32."""
+"""Largest difference relative to the largest logit, or to 1: about ten times the noise of fp32."""
 BATCH, LENGTH = 2, 256
 
 
@@ -30,9 +29,9 @@ class LogitComparison:
     """Logits of both sides on the same random tokens."""
 
     difference: float
-    """Largest difference between two logits, in size."""
+    """Largest absolute difference between two logits."""
     largest: float
-    """The largest logit, in size."""
+    """Largest absolute logit."""
     tokens: int
 
     @property
@@ -41,19 +40,19 @@ class LogitComparison:
 
 
 def compare_logits(source: CheckpointSource, folder: Path) -> LogitComparison:
-    """Compare an export with its checkpoint. Once per process."""
+    """Compare an export with its checkpoint; call it once per process."""
     generator = torch.Generator().manual_seed(0)
     length = min(LENGTH, source.config.training.seq_length)
     tokens = torch.randint(source.manifest.vocabulary_size, (BATCH, length), generator=generator)
     theirs = _transformers(folder, tokens)
-    with warnings.catch_warnings():  # what torch and megatron-core say to their own authors
+    with warnings.catch_warnings():  # for the authors of torch and megatron-core
         warnings.simplefilter("ignore")
         ours = _megatron(source, tokens)[..., : source.manifest.vocabulary_size]
     return LogitComparison(float((ours - theirs).abs().max()), float(ours.abs().max()), tokens.numel())
 
 
 def check_logits(source: CheckpointSource, folder: Path) -> LogitComparison:
-    """Compare as `compare_logits` does. Raises InputError if they differ."""
+    """Compare like `compare_logits`. Raises InputError if the logits differ."""
     found = compare_logits(source, folder)
     if not found.equal:
         raise InputError(
@@ -119,7 +118,7 @@ def _megatron(source: CheckpointSource, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _one_rank(config: RunConfig) -> RunConfig:
-    """The same model on one rank, in fp32, of local layers: TransformerEngine's fused attention takes no fp32."""
+    """Return the config for one rank, in fp32, with local layers: TransformerEngine's attention lacks fp32."""
     fused = {"apply_rope_fusion": False, "gradient_accumulation_fusion": False}
     training = config.training.model_copy(update={"precision": "fp32", "transformer_impl": "local"} | fused)
     transformer = config.model.transformer

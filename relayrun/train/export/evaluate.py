@@ -1,9 +1,8 @@
 """`python -m relayrun.train.export.evaluate`: the job that evaluates one checkpoint, or records why it failed.
 
-It exports the checkpoint, lets go of it, and runs lm-evaluation-harness on the named tasks or a command of the user's
-own, or the mean loss on the run's validation sets where neither is named. A checkpoint of another trainer is converted
-by a command. Where another job has claimed the checkpoint it ends at once. torch is imported only where it is needed:
-a program of somebody else's may run in a Python without it.
+It exports the checkpoint, releases it, and runs lm-evaluation-harness on the named tasks, a user's command, or, without
+both, the mean loss on the run's validation sets. A command converts a checkpoint of another trainer. The job ends at
+once if another job has claimed the checkpoint. torch is imported late: foreign programs may run without it.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from relayrun.errors import InputError, RelayrunError, run_main
 from relayrun.train.reporting.wandb_runs import send_evaluations
 
 COMMAND_END_SECONDS = 10.0
-"""Seconds that a command has to end where the job ends."""
+"""Seconds that a command has to end if the job ends."""
 
 
 class EvaluationCommands:
@@ -59,27 +58,23 @@ class EvaluationCommands:
         }
 
     def convert(self) -> Path:
-        """Return a folder of transformers of the checkpoint: itself, where no command makes one.
+        """Return a folder of transformers of the checkpoint: itself without a command.
 
-        Raises InputError if the command fails, or has made no such folder.
+        Raises InputError if the command fails, or makes no such folder.
         """
         words, model = self._settings.convert, self._folder.model
-        if not words:
-            model = self._checkpoint
-        else:
+        hint = "let evaluation.convert write into {model} itself"
+        if words:
             _run_command(_filled(words, self._names | {"model": str(model)}), setting="evaluation.convert")
+        else:
+            model = self._checkpoint
+            hint = "set evaluation.convert to a program that makes one of a checkpoint"
         if not (model / "config.json").is_file():
-            raise InputError(
-                "this is no folder of transformers: it has no config.json",
-                where=model,
-                hint="set evaluation.convert to a program that makes one of a checkpoint"
-                if not words
-                else "let evaluation.convert write into {model} itself",
-            )
+            raise InputError("this is no folder of transformers: it has no config.json", where=model, hint=hint)
         return model
 
     def score(self, model: Path) -> tuple[EvaluationScores, dict[str, Any]]:
-        """Return what the command scores, and what it was. Raises InputError if it fails, or has written no numbers."""
+        """Return the scores of the command, and its description. Raises InputError if it fails or writes no numbers."""
         words = self._settings.command
         self._folder.scores.unlink(missing_ok=True)
         _run_command(_filled(words, self._names | {"model": str(model)}), setting="evaluation.command")
@@ -89,9 +84,9 @@ class EvaluationCommands:
 
 
 def read_scores(path: Path) -> EvaluationScores:
-    """Return the numbers of a JSON object: {task: {metric: number}}, {metric: number}, or what lm_eval writes.
+    """Return the numbers of a JSON object: {task: {metric: number}}, {metric: number}, or an output of lm_eval.
 
-    Raises InputError if there is no such file, or it holds no numbers.
+    Raises InputError if the file is missing or holds no numbers.
     """
     hint = 'write {"task": {"metric": 0.5}} to {results}'
     try:
@@ -104,15 +99,10 @@ def read_scores(path: Path) -> EvaluationScores:
         said = said["results"]
     if not isinstance(said, dict):
         raise InputError("the results of evaluation.command are no JSON object", where=path, hint=hint)
-    flat = {name: value for name, value in said.items() if _is_number(value)}
     tasks = {name: value for name, value in said.items() if isinstance(value, dict)}
-    if flat:
-        tasks["command"] = tasks.get("command", {}) | flat
-    found = {
-        task: {name.removesuffix(",none"): float(value) for name, value in metrics.items() if _is_number(value)}
-        for task, metrics in tasks.items()
-    }
-    found = {task: metrics for task, metrics in found.items() if metrics}
+    flat = {name: value for name, value in said.items() if name not in tasks}
+    tasks["command"] = tasks.get("command", {}) | flat
+    found = {task: metrics for task, metrics in evaluations.numeric_scores(tasks).items() if metrics}
     if not found:
         raise InputError("the results of evaluation.command hold no numbers", where=path, hint=hint)
     for task, metrics in found.items():
@@ -139,7 +129,7 @@ def _run_command(words: Sequence[str], *, setting: str) -> None:
 
 
 def _end_command(program: subprocess.Popen[bytes]) -> None:
-    """End what is left of a command and of all that it started."""
+    """End a command and all processes of its group."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(program.pid, number)
@@ -157,19 +147,15 @@ def _filled(words: Sequence[str], names: Mapping[str, str]) -> list[str]:
     return [re.sub(r"\{(\w+)\}", lambda found: names.get(found[1], found[0]), word) for word in words]
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 log = logging.getLogger(__name__)
 
 
 class EndedByScheduler(BaseException):
-    """Raised where the scheduler ends this job."""
+    """The scheduler ends this job."""
 
 
 def evaluate_checkpoint(run: Run, iteration: int, attempt: int) -> EvaluationResult | None:
-    """Evaluate one checkpoint and record the result; None if it was another job's."""
+    """Evaluate one checkpoint, record the result and return it; None if another job has claimed the checkpoint."""
     job_id = os.environ.get("SLURM_JOB_ID") or os.environ.get("RELAYRUN_LOCAL_JOB_ID")
     folder = evaluations.evaluation_dir(run, iteration, attempt)
     if not evaluations.claim_evaluation(folder, job_id, socket.gethostname()):
@@ -195,7 +181,7 @@ def evaluate_checkpoint(run: Run, iteration: int, attempt: int) -> EvaluationRes
         )
         about |= {"status": "failed", "error": text}
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is over; what is left takes no time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the rest takes no time
         if not keep:
             shutil.rmtree(folder.model, ignore_errors=True)
     about |= {"model": str(folder.model) if keep and folder.model.exists() else None}
@@ -211,7 +197,7 @@ def evaluate_checkpoint(run: Run, iteration: int, attempt: int) -> EvaluationRes
 def _scored(
     run: Run, config: CommonConfig, settings: EvaluationSection, folder: EvaluationDir, checkpoint: Path
 ) -> tuple[EvaluationScores, dict[str, Any]]:
-    """Make a folder of transformers, and its score."""
+    """Make a folder of transformers; return its scores and their description."""
     own = EvaluationCommands(run, config, folder, checkpoint)
     if isinstance(config, RunConfig):
         from relayrun.train.export import scores
@@ -224,7 +210,7 @@ def _scored(
             return scores.held_out_loss(source, model, settings)
     else:
         model = own.convert()
-    if model != checkpoint:  # otherwise it is needed to the end
+    if model != checkpoint:  # else the checkpoint is needed to the end
         folder.exported.touch()
     if settings.command:
         return own.score(model)
@@ -234,7 +220,7 @@ def _scored(
 
 
 def report_to_wandb(run: Run) -> None:
-    """Hand the results to W&B where it is on. The evaluation stands, whatever happens here."""
+    """Send the results to W&B if it is on. A failure does not affect the evaluation."""
     mode = wandb_mode(os.environ)
     if mode is None:
         return

@@ -1,10 +1,7 @@
 """Hugging Face folders: export of config, weights, tokenizer; import as a torch_dist checkpoint of iteration 0.
 
-Weights are read and written one file at a time: memory holds the tensors of one file and one piece of the
-checkpoint, whatever the model's size and however it was split over ranks.
-
-Tensors are read and written one at a time. Beside the files of every checkpoint stands `model.yaml`, the
-`model` section of a run config that fits.
+An export writes one file at a time: memory holds the tensors of one file and one piece of the checkpoint, for any size
+and layout. An import copies one tensor at a time, and adds `model.yaml`, the `model` section of a fitting run config.
 """
 
 from __future__ import annotations
@@ -34,25 +31,18 @@ from relayrun.train.export.torch_dist import CheckpointContents, CheckpointReade
 from relayrun.train.model.size import pad_to_multiple
 
 ROPE_CONTEXT = 8192
-"""Original context of Llama 3.1's rotary scaling, as megatron-core and the schema have it."""
+"""Original context of Llama 3.1's rotary scaling in megatron-core and the schema."""
 _SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": ROPE_CONTEXT}
 _DEFAULTS: Mapping[str, Any] = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "rope_theta": 10_000.0}
-"""Values in transformers where a config.json names none and a mapping no other."""
+"""Defaults of transformers for a config.json, unless a mapping has others."""
 
 
 def to_huggingface_config(
-    mapping: ModelMapping,
-    model: ModelSection,
-    *,
-    vocabulary: int,
-    seq_length: int,
-    dtype: str,
-    bos: int | None,
-    eos: int | None,
+    mapping: ModelMapping, source: CheckpointSource, *, dtype: str, bos: int | None
 ) -> dict[str, Any]:
-    """Return config.json as values, in the names that every transformers reads which has the class."""
-    own = model.transformer
-    base = float(model.rotary_base)
+    """Return the values of config.json, for every version of transformers that has the class."""
+    model, seq_length = source.config.model, source.config.training.seq_length
+    own, base = model.transformer, float(model.rotary_base)
     scaling, context = None, seq_length
     if model.rope_scaling_factor is not None:
         scaling = {"rope_type": "llama3", "factor": float(model.rope_scaling_factor), **_SCALING}
@@ -60,7 +50,7 @@ def to_huggingface_config(
     return {
         "architectures": [mapping.architecture],
         "model_type": mapping.model_type,
-        "vocab_size": vocabulary,
+        "vocab_size": source.manifest.vocabulary_size,
         "hidden_size": model.hidden_size,
         "intermediate_size": model.ffn_hidden_size,
         "num_hidden_layers": model.num_layers,
@@ -76,7 +66,7 @@ def to_huggingface_config(
         "attention_dropout": 0.0,
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         "bos_token_id": bos,
-        "eos_token_id": eos,
+        "eos_token_id": source.manifest.eod,
         "torch_dtype": dtype,
         "use_cache": True,
         **mapping.config,
@@ -87,10 +77,7 @@ def to_huggingface_config(
 def from_huggingface_config(
     mapping: ModelMapping, config: Mapping[str, Any], divisible_by: int, *, where: object
 ) -> ModelSection:
-    """Return the model section of a config.json, of transformers 4 or 5.
-
-    Raises InputError if it is none that a run can train.
-    """
+    """Return the model section for a config.json of transformers 4 or 5. Raises InputError if no run can train it."""
     config = {**_DEFAULTS, **mapping.defaults, **{name: value for name, value in config.items() if value is not None}}
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
@@ -99,7 +86,9 @@ def from_huggingface_config(
             where=where,
         )
     rope = config.get("rope_parameters") or (config.get("rope_scaling") or {})
-    fixed = {name: (config.get(name, _like(value)), value) for name, value in mapping.config.items()}
+    # without an entry or a default transformers uses False or None
+    missing = {name: False if isinstance(value, bool) else None for name, value in mapping.config.items()}
+    fixed = {name: (config.get(name, missing[name]), value) for name, value in mapping.config.items()}
     fixed["quantization_config"] = (config.get("quantization_config"), None)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "llama3":
@@ -139,14 +128,9 @@ def from_huggingface_config(
         raise InputError(f"does not describe {mapping.with_article}: {error}", where=where) from None
 
 
-def _like(wanted: object) -> object:
-    """What transformers takes where config.json has no such entry and the mapping names no default."""
-    return False if isinstance(wanted, bool) else None
-
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHARD_SIZE = 5_000_000_000
-"""Bytes of one safetensors file, at most, as transformers has it; a single larger tensor has a file of its own."""
+"""Largest bytes of a safetensors file, as in transformers; a larger tensor has its own file."""
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -162,26 +146,24 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class HuggingFaceExport:
-    """The weights that an export made."""
+    """Weights of an export."""
 
     mapping: ModelMapping
-    """What they were named by."""
-
     parameters: int
     bytes: int
+    """Bytes of the weights in the folder."""
     dtype: str
     files: int
-    """Bytes of the weights in the folder."""
 
 
 def write_huggingface(
     source: CheckpointSource, folder: Path, *, dtype: str, max_shard_size: int, mapping: str | None = None
 ) -> HuggingFaceExport:
-    """Write everything into `folder`, which is there and gets its name later (`torch_dist.new_folder`).
+    """Write config, weights and tokenizer into the existing `folder` (`torch_dist.new_folder`).
 
-    `mapping`: import path of a mapping; None for that of the run's config, or the built-in one. Raises InputError if
-    the checkpoint or the tokenizer is not the run's or no mapping fits, ConfigError if the path leads to none, and what
-    `save_file` raises.
+    `mapping`: import path of a mapping; None for the mapping of the run's config, or a built-in one. Raises InputError
+    if checkpoint or tokenizer do not belong to the run, or no mapping fits, ConfigError if the path leads to none, and
+    any error of `save_file`.
     """
     model, vocabulary = source.config.model, source.manifest.vocabulary_size
     chosen = model_families.mapping_for_model(model, mapping)
@@ -191,10 +173,7 @@ def write_huggingface(
     name = next(name for name, value in DTYPES.items() if value is of)
     write_tokenizer(source, folder)
     bos, eos = _bos(folder), source.manifest.eod
-    config = to_huggingface_config(
-        chosen, model, vocabulary=vocabulary, seq_length=source.config.training.seq_length, dtype=name, bos=bos, eos=eos
-    )
-    write_json(folder / "config.json", config)
+    write_json(folder / "config.json", to_huggingface_config(chosen, source, dtype=name, bos=bos))
     generation = {"bos_token_id": bos, "eos_token_id": eos}
     write_json(
         folder / "generation_config.json", {key: value for key, value in generation.items() if value is not None}
@@ -214,7 +193,7 @@ def _write_weights(
     dtype_name: str,
     max_shard_size: int,
 ) -> tuple[int, int]:
-    """Return the number of files, and of parameters. `constants` go into the last file."""
+    """Return the numbers of files and parameters. `constants` go into the last file."""
     dtype = DTYPES[dtype_name]
     files = _files(pieces, dtype.itemsize, max_shard_size)
     index: dict[str, str] = {}
@@ -235,7 +214,7 @@ def _write_weights(
 
 
 def read_mapped_tensor(reader: CheckpointReader, piece: MappedTensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """One piece of the model in Hugging Face's names."""
+    """Return one piece of the model under Hugging Face's names."""
     outer, shape = len(piece.index), reader.shapes[piece.key]
     inner = shape[outer:] if piece.rows is None else (piece.rows, *shape[outer + 1 :])
     start = (*piece.index, *[0] * len(inner))
@@ -245,7 +224,7 @@ def read_mapped_tensor(reader: CheckpointReader, piece: MappedTensor, dtype: tor
 
 
 def _files(pieces: Sequence[MappedTensor], itemsize: int, limit: int) -> list[list[MappedTensor]]:
-    """Which pieces go into one file, in order."""
+    """Return the pieces of each file, in order."""
     files: list[list[MappedTensor]] = []
     room = 0
     for piece in pieces:
@@ -259,7 +238,7 @@ def _files(pieces: Sequence[MappedTensor], itemsize: int, limit: int) -> list[li
 
 
 def write_tokenizer(source: CheckpointSource, folder: Path) -> None:
-    """The run's tokenizer as files that transformers opens."""
+    """Write the run's tokenizer as files for transformers."""
     given, tokenizer = Path(source.config.data.tokenizer), source.tokenizer
     if given.is_dir():
         for name in TOKENIZER_FILES:
@@ -272,7 +251,7 @@ def write_tokenizer(source: CheckpointSource, folder: Path) -> None:
 
         AutoTokenizer.from_pretrained(source.config.data.tokenizer).save_pretrained(folder)
     file = folder / "tokenizer.json"
-    if file.exists() and (definition := read_json(file)).get("model", {}).get("dropout"):  # no text was trained with it
+    if file.exists() and (definition := read_json(file)).get("model", {}).get("dropout"):  # no training text had it
         definition["model"]["dropout"] = None
         write_json(file, definition)
     if not (folder / "tokenizer_config.json").exists():
@@ -286,28 +265,28 @@ def write_tokenizer(source: CheckpointSource, folder: Path) -> None:
 
 
 def _bos(folder: Path) -> int | None:
-    """The token that the exported tokenizer's configuration names for the begin of a text."""
+    """Return the token for the beginning of a text in the exported tokenizer's configuration, if any."""
     try:
         return load_tokenizer(TokenizeOptions(tokenizer=str(folder), append_eod="no", bos=True)).bos_id
-    except InputError:  # it names none
+    except InputError:  # it has no such token
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceImport:
-    """The checkpoint that an import made, and what a run config must say of it."""
+    """Checkpoint of an import, and its values in a run config."""
 
     model: ModelSection
     vocabulary: int
-    """Rows of the embeddings that came from the folder; the padding after them is zero."""
+    """Rows of the embeddings from the folder; the padding after them is zero."""
     padded_vocabulary: int
 
 
 class HuggingFaceWeights:
-    """The tensors of a Hugging Face folder, one file or several with an index."""
+    """Tensors of a Hugging Face folder: one file, or several with an index."""
 
     def __init__(self, folder: Path) -> None:
-        """Open the weights in `folder`. Raises InputError if there are no safetensors, or a file is missing or torn."""
+        """Open the weights in `folder`. Raises InputError without safetensors, and for a missing or torn file."""
         self._folder = folder
         index = folder / "model.safetensors.index.json"
         try:
@@ -344,8 +323,8 @@ def import_huggingface(
 ) -> HuggingFaceImport:
     """Write the checkpoint `output`, whole or not at all.
 
-    `divisible_by` is the run's model.make_vocab_size_divisible_by; `mapping` the import path of a mapping, None for the
-    built-in one of the folder's class. Raises InputError if `folder` holds no model that a run config can describe, or
+    `divisible_by`: the run's model.make_vocab_size_divisible_by. `mapping`: import path of a mapping; None for the
+    built-in one of the folder's class. Raises InputError if no run config can describe the model in `folder`, or
     `output` cannot be written, and ConfigError if the path leads to no mapping.
     """
     config, where = read_huggingface_config(folder), folder / "config.json"
@@ -354,7 +333,9 @@ def import_huggingface(
     if mapping is not None:
         model = model.model_copy(update={"mapping": mapping})
     weights = HuggingFaceWeights(folder)
-    rows, vocabulary = int(config["vocab_size"]), _tokenizer_size(folder)
+    rows, vocabulary = int(config["vocab_size"]), None
+    if (folder / "tokenizer.json").is_file():
+        vocabulary = load_tokenizer(TokenizeOptions(tokenizer=str(folder), append_eod="no")).size
     if vocabulary is not None and vocabulary > rows:
         raise InputError(f"its tokenizer has {vocabulary} entries, its embeddings {rows}", where=folder)
     wanted = {name: shape for piece in chosen.pieces(model, rows) for name, shape in piece.shapes.items()}
@@ -402,12 +383,6 @@ def read_huggingface_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _tokenizer_size(folder: Path) -> int | None:
-    if not (folder / "tokenizer.json").is_file():
-        return None
-    return load_tokenizer(TokenizeOptions(tokenizer=str(folder), append_eod="no")).size
-
-
 def _add_piece(
     contents: CheckpointContents,
     piece: MappedTensor,
@@ -415,7 +390,7 @@ def _add_piece(
     dtype: torch.dtype,
     weights: HuggingFaceWeights,
 ) -> None:
-    """`size`: of the whole tensor in the checkpoint."""
+    """Add one piece. `size`: of the whole tensor in the checkpoint."""
     outer = len(piece.index)
     part = (*[1] * outer, *size[outer:])
     start = (*piece.index, *[0] * (len(size) - outer))

@@ -1,9 +1,8 @@
-"""What a job sets up before it exports a run, as the run's own jobs do: `python -m
-relayrun.train.export.job_environment RUN`.
+"""Set-up of an export job like the run's own jobs: `python -m relayrun.train.export.job_environment RUN`.
 
-It prints lines of Bash for do-convert.sh: environment, modules and `job.setup` of the run, and in the arrays
-`run_command` and `run_python` what stands before the program, with the container and the command prefix, and the
-Python of the ranks. Standard library only: it runs outside the container.
+It prints lines of Bash for do-convert.sh: environment, modules and `job.setup` of the run, the array `run_command` with
+the words before the program (container, command prefix), and `run_python` with the Python of the ranks. Standard
+library only: it runs outside the container.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Mapping
 
 from relayrun.control.chain import job_script
 from relayrun.control.rundir.find_runs import find_run
@@ -21,12 +19,12 @@ from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.errors import RelayrunError, run_main
 
 
-def environment_lines(plan: Plan, run: Run, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the lines; `environment`: of the job, which alone has a task to start."""
+def environment_lines(plan: Plan, run: Run) -> list[str]:
+    """Return the lines; outside a Slurm job there is no task to start."""
     starter: list[str] = []
-    if "SLURM_JOB_ID" in environment and plan.srun_options:
+    if "SLURM_JOB_ID" in os.environ and plan.srun_options:
         starter = scheduler_for_plan(plan, run).single_task_command(
-            plan, cpus_per_task=environment.get("SLURM_CPUS_PER_TASK", "1")
+            plan, cpus_per_task=os.environ.get("SLURM_CPUS_PER_TASK", "1")
         )
     own = {name: value for name, value in plan.environment.items() if name != "PYTHONPATH"}
     return [
@@ -39,7 +37,7 @@ def environment_lines(plan: Plan, run: Run, environment: Mapping[str, str] = os.
 
 
 def main(name: str) -> int:
-    """Print the lines; none for a run that there is not, of which the export itself tells more."""
+    """Print the lines; none for a missing run, which the export itself reports."""
     try:
         run = find_run(name)
         plan = Plan.load(run)

@@ -5,23 +5,25 @@
 
 Tensors are copied one at a time. The optimizer has the plain form, which every megatron-core reads on every layout.
 
-A run can begin with such a folder as it lies, too. A copy does not depend on what becomes of the original, has hashes
-to be compared with, and its optimizer may be the other kind: plain, or distributed over the data-parallel ranks.
+A run can also start directly from such a folder. An imported copy does not depend on the original, has hashes, and its
+optimizer may have the other form: plain, or distributed over the data-parallel ranks.
 
     DIR/latest_checkpointed_iteration.txt
     DIR/iter_0000100/mp_rank_00/model_optim_rng.pt    {model, args, iteration, checkpoint_version}
 
-As tensor- and pipeline-parallel size 1 have it, under the names of Megatron's `--transformer-impl`. With the optimizer,
-also {optimizer, opt_param_scheduler}. The format holds the model in one file, and so does memory while it is made.
+The plain file has the layout of tensor- and pipeline-parallel size 1, the names of Megatron's `--transformer-impl`, and
+with the optimizer also {optimizer, opt_param_scheduler}. The whole model is in memory while the file is written.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,20 +47,18 @@ from relayrun.train.model.size import flops_per_token, pad_to_multiple
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronExport:
-    """What an export wrote."""
+    """Result of an export."""
 
     parameters: int
     optimizer: bool
     notes: list[str]
-    """What is not as in the run, in words."""
+    """Differences from the run, in words."""
 
 
 def write_megatron(source: CheckpointSource, folder: Path) -> MegatronExport:
-    """Write into `folder`, which is there and gets its name later.
+    """Write into the existing `folder`; without an optimizer if the checkpoint has none (an untrained import).
 
-    Raises InputError if the checkpoint is not that of its run's config.
-
-    A checkpoint without an optimizer (an import that a run has not trained) gives one without it.
+    Raises InputError if the checkpoint does not fit the config of its run.
     """
     config, model = source.config, source.config.model
     reader = CheckpointReader(source.folder, source.checksum)
@@ -117,11 +117,10 @@ def write_megatron(source: CheckpointSource, folder: Path) -> MegatronExport:
 
 
 def _add_generators(contents: CheckpointContents, reader: CheckpointReader, config: RunConfig) -> list[str]:
-    """Add the states of the random generators, one for each tensor- and pipeline-parallel rank.
+    """Add the states of the random generators, one for each tensor- and pipeline-parallel rank; return notes.
 
-    Megatron-LM stops where there is none. Those of the run's first data-parallel ranks are taken, and fresh ones where
-    the checkpoint has none. megatron-core 0.11 asks for the state of its rerun machine as well, and looks into it only
-    where that is switched on (`--rerun-mode`).
+    Megatron-LM stops without them. They come from the run's first data-parallel ranks; fresh states replace missing
+    ones. megatron-core 0.11 also needs the state of its rerun machine, and reads it only with `--rerun-mode`.
     """
     tensor, pipeline = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
     notes = []
@@ -132,24 +131,20 @@ def _add_generators(contents: CheckpointContents, reader: CheckpointReader, conf
             where = f"shard_{stage}.{part}_{pipeline}.{tensor}"
             if key not in reader.objects:
                 notes = ["states of random generators are fresh ones: the checkpoint has none"]
-                contents.add_object(f"rng_state/{where}", lambda: _generators(None, config.training.seed))
-            else:
-                contents.add_object(
-                    f"rng_state/{where}",
-                    lambda key=key: _generators(reader.read_object(key), 0),  # type: ignore[misc]
-                )
+            contents.add_object(f"rng_state/{where}", partial(_generators, reader, key, config.training.seed))
             contents.add_object(f"rerun_state_machine_state/{where}", lambda: None)
     return notes
 
 
-def _generators(states: dict[str, Any] | None, seed: int) -> list[dict[str, Any]]:
-    """States under the names of Megatron-LM. On CPUs its "CUDA" generator is that of the CPU."""
-    if states is None:
+def _generators(reader: CheckpointReader, key: str, seed: int) -> list[dict[str, Any]]:
+    """Return states under Megatron-LM's names, fresh without a `key`. On CPUs its "CUDA" generator is the CPU's."""
+    if key not in reader.objects:
         numpy_state: tuple[Any, ...] = np.random.RandomState(seed).get_state(legacy=True)  # type: ignore[assignment]
         cpu = torch.Generator().manual_seed(seed).get_state()
         version, internal, gauss = random.Random(seed).getstate()
         cuda, tracker = None, {}
     else:
+        states = reader.read_object(key)
         name, keys, at, has_gauss, cached = states["numpy"]
         numpy_state = (name, keys.numpy().astype(np.uint32), at, has_gauss, cached)
         cpu, cuda, tracker = states["torch"], states["cuda"], states["tracker"]
@@ -167,14 +162,14 @@ def _generators(states: dict[str, Any] | None, seed: int) -> list[dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronImport:
-    """What an import took, and what it left."""
+    """Result of an import."""
 
     iteration: int
     consumed_samples: int
     optimizer: bool
-    """Whether Adam's moments came along; if not, the checkpoint holds weights alone."""
+    """True if Adam's moments came along; else the checkpoint holds weights alone."""
     not_taken: list[str]
-    """In words."""
+    """Parts that were left out, in words."""
 
 
 def import_megatron(
@@ -182,8 +177,8 @@ def import_megatron(
 ) -> MegatronImport:
     """Write the checkpoint `output`, whole or not at all.
 
-    `distributed`: the kind of optimizer of the run that begins with it; None: as it was. Raises InputError if it is no
-    model that a run can train, or is torn.
+    `distributed`: True for a run with the distributed optimizer; None: as it was. Raises InputError if the checkpoint
+    is torn, or no run can train its model.
     """
     sections = megatron_settings.run_sections(checkpoint)
     model = megatron_settings.model_section(checkpoint)
@@ -205,7 +200,7 @@ def import_megatron(
             common = {
                 "optimizer": adam.plain(distributed=kind, precision=checkpoint.precision),
                 "layout": MEGATRON_LAYOUT,
-                "fixed": megatron_settings.fixed_settings(checkpoint) | {"parallel.use_distributed_optimizer": kind},
+                "fixed": checkpoint.fixed_settings() | {"parallel.use_distributed_optimizer": kind},
                 "data": None,
                 "progress": checkpoint.progress(),
             }
@@ -233,7 +228,7 @@ def import_megatron(
 def _adam(
     checkpoint: MegatronCheckpoint, reader: CheckpointReader
 ) -> tuple[megatron_state.AdamState | None, str | None]:
-    """Adam's state; or None, and why it is left behind."""
+    """Return Adam's state; or None, and the reason."""
     if checkpoint.optimizer is None:
         return None, "it was saved without its optimizer"
     if (name := checkpoint.args.get("optimizer", "adam")) != "adam":
@@ -249,8 +244,7 @@ _LOCAL_NAMES = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-"""Names of the norms that Transformer Engine fuses into the layer behind them."""
-
+"""Names of the norms that TransformerEngine fuses into the layer after them."""
 
 _PARAMETER_ORDER = {
     "transformer_engine": (
@@ -270,7 +264,7 @@ _PARAMETER_ORDER = {
         "mlp.linear_fc2.weight",
     ),
 }
-"""Weights of a layer as the modules of either implementation list them: Adam's state is numbered so."""
+"""Order of the weights in the modules of either implementation, by which Adam's state is numbered."""
 
 
 def write_torch_format(
@@ -278,7 +272,7 @@ def write_torch_format(
 ) -> int:
     """Write into `folder`; return the number of parameters, padding included.
 
-    Raises as `huggingface.write_huggingface`, and InputError if an optimizer's state is asked for that is not there.
+    Raises like `huggingface.write_huggingface`, and InputError if a requested optimizer's state is missing.
     """
     model, config = source.config.model, source.config
     reader = CheckpointReader(source.folder, source.checksum)
@@ -330,7 +324,7 @@ def write_torch_format(
 
 
 def _numbered(model: ModelSection, transformer_impl: str) -> tuple[list[tuple[str, int | None]], ...]:
-    """The weights by group of the optimizer: matrices, then what has no weight decay."""
+    """Return the weights by group of the optimizer: matrices, then norms, which have no weight decay."""
     layers = [
         (_LAYER_PREFIX + name, layer)
         for layer in range(model.num_layers)
@@ -350,7 +344,7 @@ def _optimizer(
     *,
     bf16: bool,
 ) -> dict[str, Any]:
-    """Adam's state as torch numbers it, with the fp32 weights where the model's are bf16."""
+    """Return Adam's state as torch numbers it; for a bf16 model with fp32 weights."""
     step = torch.tensor(float(adam.step), dtype=torch.float32)
     every = [each for group in groups for each in group]
     state = {
@@ -363,10 +357,11 @@ def _optimizer(
         }
         for number, each in enumerate(every)
     }
-    settings, number, numbered = adam.with_defaults(), 0, []
-    for group, each in zip(settings, groups, strict=True):
-        numbered.append(group | {"params": list(range(number, number + len(each)))})
-        number += len(each)
+    numbers = itertools.count()
+    numbered = [
+        settings | {"params": list(itertools.islice(numbers, len(group)))}
+        for settings, group in zip(adam.with_defaults(), groups, strict=True)
+    ]
     inner = {"state": state, "param_groups": numbered}
     if not bf16:
         return inner

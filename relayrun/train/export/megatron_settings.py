@@ -1,6 +1,6 @@
 """The arguments in a checkpoint of Megatron-LM as sections of a run config, and as the source of an export.
 
-What has no setting is named, and refused if it changes the model.
+Arguments without a setting are reported, or refused if they change the model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from relayrun.errors import InputError
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.train.checkpoint.megatron_folder import MegatronCheckpoint, is_plain_value
+from relayrun.train.checkpoint.megatron_folder import MegatronCheckpoint
 from relayrun.train.checkpoint.safe_pickle import is_inert
 from relayrun.train.export.source_and_target import CheckpointSource
 from relayrun.train.model.size import pad_to_multiple
@@ -53,7 +53,7 @@ _LLAMA: dict[str, tuple[Any, Any]] = {
     "heterogeneous_layers_config_path": (None, None),
     "fp16": (False, False),
 }
-"""What decides what a model computes: the value where a checkpoint does not name it, and what it must be."""
+"""Arguments that decide the result of a model: their default in a checkpoint, and the required value."""
 
 _NEUTRAL: dict[str, Any] = {
     "goldfish_loss": False,
@@ -71,7 +71,7 @@ _NEUTRAL: dict[str, Any] = {
     "data_parallel_random_init": False,
     "use_precision_aware_optimizer": False,
 }
-"""Arguments of the training that have no setting, with the value at which they change nothing."""
+"""Arguments of the training without a setting, and the value that changes nothing."""
 
 _STYLES = {"1-sqrt": "minus_sqrt", "minus_sqrt": "minus_sqrt"}
 
@@ -115,8 +115,7 @@ def model_section(checkpoint: MegatronCheckpoint) -> ModelSection:
 
 
 def run_sections(checkpoint: MegatronCheckpoint) -> dict[str, dict[str, Any]]:
-    """Return sections of a run config with which training goes on as it would have. Raises InputError as
-    `model_section`."""
+    """Return sections of a run config that continues the training. Raises InputError like `model_section`."""
     args = checkpoint.args
     try:
         training = TrainingSection(
@@ -162,16 +161,8 @@ def _optimizer(args: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def fixed_settings(checkpoint: MegatronCheckpoint) -> dict[str, object]:
-    """Return the settings, by name, that a run must have to go on with its optimizer's state as it lies."""
-    return {
-        "parallel.use_distributed_optimizer": checkpoint.distributed is not None,
-        "training.precision": checkpoint.precision,
-    }
-
-
 def describe_not_taken(checkpoint: MegatronCheckpoint, *, optimizer: str | None) -> list[str]:
-    """Say in words what of a checkpoint a run leaves behind. `optimizer`: why its moments are; None: they are taken."""
+    """Return the parts that a run does not take over, in words. `optimizer`: why not its moments; None: they are."""
     args = checkpoint.args
     words = [] if optimizer is None else [f"the optimizer's moments: {optimizer}"]
     words.append("states of random generators: dropout masks begin anew")
@@ -191,9 +182,9 @@ def describe_not_taken(checkpoint: MegatronCheckpoint, *, optimizer: str | None)
 
 
 def plain_args(checkpoint: MegatronCheckpoint) -> dict[str, Any]:
-    """Return its arguments as plain JSON; what is no value, by its name."""
+    """Return the arguments as plain JSON; other objects by their names."""
     found = sorted(checkpoint.args.items())
-    return {name: value if is_plain_value(value) and _is_json(value) else str(value) for name, value in found}
+    return {name: value if _is_json(value) else str(value) for name, value in found}
 
 
 def _is_json(value: Any) -> bool:
@@ -205,7 +196,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _equal(found: Any, wanted: Any) -> bool:
-    if is_inert(found):  # a member of an enumeration, by its name
+    if is_inert(found):  # a member of an enumeration
         return str(wanted) == str(found).rpartition(".")[2]
     if wanted is None or wanted is False:
         return found is None or found is False
@@ -217,11 +208,11 @@ def _text(value: Any) -> str:
 
 
 def megatron_source(checkpoint: MegatronCheckpoint, tokenizer: str | None) -> CheckpointSource:
-    """Return the source; `tokenizer`: None for the one that the arguments name, where it can be opened.
+    """Return the source of an export. `tokenizer`: None for the tokenizer in the arguments, if it can be opened.
 
-    Raises InputError if there is no tokenizer, it has more entries than the embeddings, or it is no such model.
+    Raises InputError without a tokenizer, if it has more entries than the embeddings, and like `model_section`.
     """
-    name = tokenizer or _of_the_arguments(checkpoint)
+    name = tokenizer or _tokenizer_of_arguments(checkpoint)
     found = load_tokenizer(TokenizeOptions(tokenizer=name, append_eod="auto"))
     sections = run_sections(checkpoint)
     model, rows = sections["model"], checkpoint.args.get("padded_vocab_size")
@@ -257,7 +248,7 @@ def megatron_source(checkpoint: MegatronCheckpoint, tokenizer: str | None) -> Ch
     )
 
 
-def _of_the_arguments(checkpoint: MegatronCheckpoint) -> str:
+def _tokenizer_of_arguments(checkpoint: MegatronCheckpoint) -> str:
     kind, name = checkpoint.args.get("tokenizer_type"), checkpoint.args.get("tokenizer_model")
     if kind == "HuggingFaceTokenizer" and isinstance(name, str) and Path(name).exists():
         return name

@@ -1,4 +1,4 @@
-"""The plain state in Megatron-LM's checkpoints: a run's settings as its arguments, and Adam's state in its forms.
+"""Plain state in Megatron-LM's checkpoints: a run's settings as its arguments, and Adam's state in its forms.
 
 | form | tensors for each weight K, by prefix | plain part |
 |---|---|---|
@@ -7,8 +7,8 @@
 | fully_reshardable | `optimizer.state.`{param, exp_avg, exp_avg_sq}`.K` | {optimizer: {param_groups, with step}} |
 | fully_sharded_model_space | {fp32_param, exp_avg, exp_avg_sq}, each part of a weight flat | the same |
 
-The last two are of Megatron's distributed optimizer, the last one of megatron-core before 0.14. Its other forms
-(`dp_reshardable`, `dp_zero_gather_scatter`) are those of its buffers, which depend on the layout of its ranks.
+The last two belong to Megatron's distributed optimizer, the last one to megatron-core before 0.14. Its other forms
+(`dp_reshardable`, `dp_zero_gather_scatter`) hold its buffers, which depend on the layout of its ranks.
 """
 
 from __future__ import annotations
@@ -27,22 +27,17 @@ from relayrun.train.export.torch_dist import CheckpointContents, CheckpointReade
 
 
 def checkpoint_position(common: dict[str, Any], config: RunConfig, iteration: int) -> TrainingProgress:
-    """Return where in its data a checkpoint stands. `common`: its common part; an imported one has no progress."""
+    """Return the position of a checkpoint in its data. `common`: its common part, without progress after an import."""
     sizes = config.training.batch_sizes
-    return (
-        TrainingProgress.resume(common["progress"], sizes)
-        if "progress" in common
-        else TrainingProgress(sizes, iteration=iteration)
-    )
+    if "progress" in common:
+        return TrainingProgress.resume(common["progress"], sizes)
+    return TrainingProgress(sizes, iteration=iteration)
 
 
 def megatron_arguments(
     config: RunConfig, vocabulary: int, dtype: torch.dtype, position: TrainingProgress
 ) -> dict[str, Any]:
-    """Return what Megatron's programs and tools read of a checkpoint's arguments.
-
-    `vocabulary`: padded. `dtype`: that of the weights.
-    """
+    """Return the arguments that Megatron's programs and tools read. `vocabulary`: padded. `dtype`: of the weights."""
     model, training, optimizer = config.model, config.training, config.optimizer
     warmup, decay = config.lr_steps(position.reaches)
     return saved_arguments(config) | {
@@ -86,7 +81,7 @@ def megatron_arguments(
 
 
 def layout_arguments(config: RunConfig) -> dict[str, Any]:
-    """Return the arguments that say how the model was split over ranks."""
+    """Return the arguments about the layout of the ranks."""
     parallel = config.parallel
     return {
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
@@ -98,7 +93,7 @@ def layout_arguments(config: RunConfig) -> dict[str, Any]:
 
 
 def scheduler_state(config: RunConfig, position: TrainingProgress) -> dict[str, Any]:
-    """Return the state of Megatron's scheduler, which counts samples where a run counts iterations."""
+    """Return the state of Megatron's scheduler, which counts samples instead of iterations."""
     optimizer, size = config.optimizer, config.training.global_batch_size
     warmup, decay = config.lr_steps(position.reaches)
     return {
@@ -131,29 +126,29 @@ _DEFAULTS: dict[str, Any] = {
     "lr_mult": 1.0,
     "default_config": True,
 }
-"""What torch's AdamW and TransformerEngine's look for in a group; either leaves out what only the other one needs."""
+"""Entries of a group that torch's AdamW or TransformerEngine's needs; either saves only its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamState:
-    """What a checkpoint holds of Adam's state."""
+    """Adam's state in a checkpoint."""
 
     reader: CheckpointReader
     groups: list[dict[str, Any]]
-    """Hyperparameters by group of parameters, without the parameters."""
+    """Hyperparameters by group, without the parameters."""
     step: int
     main: str | None
-    """How the keys of the fp32 weights begin, behind PREFIX; None: the weights themselves are fp32."""
+    """Name of the fp32 weights after OPTIMIZER_PREFIX; None: the weights themselves are fp32."""
     form: str | None
-    """That of a distributed optimizer; None: plain."""
+    """Form of a distributed optimizer's state; None: plain."""
 
     def copy_into(
         self, contents: CheckpointContents, weights: Mapping[str, tuple[int, ...]], *, distributed: bool, precision: str
     ) -> None:
-        """Add the tensors in another kind. `weights`: shapes by key. Raises InputError if one is not there."""
+        """Add the tensors in another form. `weights`: shapes by key. Raises InputError if a tensor is missing."""
         found = set(self.reader.tensors)
         names = {f"{OPTIMIZER_PREFIX}{name}.": f"{OPTIMIZER_PREFIX}{name}." for name in ADAM_MOMENTS}
-        if distributed or precision == "bf16":  # a plain optimizer has the weights themselves where these are fp32
+        if distributed or precision == "bf16":  # a plain optimizer uses fp32 weights themselves
             source = "" if self.main is None else f"{OPTIMIZER_PREFIX}{self.main}."
             names[source] = f"{OPTIMIZER_PREFIX}{'param' if distributed else 'fp32_param'}."
         for key, size in weights.items():
@@ -163,7 +158,7 @@ class AdamState:
                 _copy(self.reader, contents, source + key, target + key, size)
 
     def plain(self, *, distributed: bool, precision: str) -> dict[str, Any]:
-        """Return the plain part in another kind."""
+        """Return the plain part in another form."""
         if distributed:
             groups = [group | {"step": float(self.step)} for group in self.groups]
             return {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
@@ -172,22 +167,19 @@ class AdamState:
         return {"optimizer": inner} if precision == "bf16" else inner
 
     def with_defaults(self) -> list[dict[str, Any]]:
-        """Return the groups with all that either implementation of Adam looks for."""
+        """Return the groups with all entries that any implementation of Adam needs."""
         return [_DEFAULTS | group | {"step": self.step} for group in self.groups]
 
 
 def find_adam_state(reader: CheckpointReader, state: Mapping[str, Any]) -> AdamState:
-    """Return what a checkpoint with this plain part (`common["optimizer"]`) holds.
+    """Return Adam's state in a checkpoint. `state`: its plain part, `common["optimizer"]`.
 
-    Raises InputError, which says it in words, if it is another optimizer's state, or in another form.
+    Raises InputError if the state belongs to another optimizer, or has another form.
     """
     where = reader.folder
     form = state.get("param_state_sharding_type")
-    kinds = {
-        key.removeprefix(OPTIMIZER_PREFIX).partition(".")[0]
-        for key in reader.tensors
-        if key.startswith(OPTIMIZER_PREFIX)
-    }
+    names = (key.removeprefix(OPTIMIZER_PREFIX) for key in reader.tensors if key.startswith(OPTIMIZER_PREFIX))
+    kinds = {name.partition(".")[0] for name in names}
     if not kinds.issuperset(ADAM_MOMENTS):
         raise InputError(
             f"the state of its {'distributed ' if form else ''}optimizer is in another form"

@@ -22,19 +22,16 @@ LOSS_MEAN_TEXTS: dict[LossMean, str] = {
     "sample": "the mean over samples",
     "token": "the mean over tokens",
 }
-"""What a masked loss is the mean over, in words."""
-
+"""Description of the mean of a masked loss."""
 PACKAGES = ("torch", "megatron-core", "transformers", "safetensors")
 
 
 def model_card_text(source: CheckpointSource, made: HuggingFaceExport) -> str:
-    """Return the model card of an exported checkpoint as Markdown; `made` is what was exported.
-
-    Raises InputError if the run has no ledger, or there is no run.
-    """
+    """Return the model card of an exported checkpoint as Markdown. Raises InputError without a run or its ledger."""
     run = _run(source)
     config, model = source.config, source.config.model
-    vocabulary = source.manifest.vocabulary_size
+    vocabulary, factor = source.manifest.vocabulary_size, model.rope_scaling_factor
+    scaling = "" if factor is None else f", Llama 3.1's scaling by {factor:g}"
     lines = [
         "---",
         "library_name: transformers",
@@ -67,7 +64,7 @@ def model_card_text(source: CheckpointSource, made: HuggingFaceExport) -> str:
                 ),
                 ("vocabulary", f"{vocabulary:,}"),
                 ("embeddings and output layer", "two" if model.untie_embeddings_and_output_weights else "one, shared"),
-                ("rotary base", f"{model.rotary_base:,}" + _scaling(model.rope_scaling_factor)),
+                ("rotary base", f"{model.rotary_base:,}{scaling}"),
                 ("sequence length in training", f"{config.training.seq_length:,}"),
                 *((name, f"{value}") for name, value in model.transformer.of_the_weights.items()),
                 ("type of these weights", made.dtype),
@@ -93,22 +90,12 @@ def model_card_text(source: CheckpointSource, made: HuggingFaceExport) -> str:
     return "\n".join(lines)
 
 
-def _scaling(factor: float | None) -> str:
-    return "" if factor is None else f", Llama 3.1's scaling by {factor:g}"
-
-
 def _data(source: CheckpointSource, run: Run) -> list[str]:
     consumed = consumed_samples(source)
     length = source.config.training.seq_length
     ledger = audit.dataset_ledgers(replace(audit.audit_run(run), consumed_samples=consumed))
     rows = [
-        (
-            row.dataset,
-            f"{row.weight:.4g}",
-            f"{row.samples:,}",
-            f"{row.samples * length:,}",
-            f"{row.epochs:.3f}",
-        )
+        (row.dataset, f"{row.weight:.4g}", f"{row.samples:,}", f"{row.samples * length:,}", f"{row.epochs:.3f}")
         for row in ledger
     ]
     total = ("all", "", f"{consumed:,}", f"{consumed * length:,}", "")
@@ -125,7 +112,7 @@ def _data(source: CheckpointSource, run: Run) -> list[str]:
 
 
 def _trained_with(source: CheckpointSource, run: Run) -> list[str]:
-    """The commit of the code and the packages of the attempt that made the checkpoint, where it wrote them down."""
+    """Return a line with commit and packages of the attempt that saved the checkpoint, if its records have them."""
     for number in reversed(run.attempt_numbers()):
         attempt = run.attempt(number)
         if not any(commit.iteration == source.iteration for commit in attempt.read_commits()):
@@ -184,7 +171,7 @@ def _training(source: CheckpointSource, run: Run) -> list[str]:
 
 
 def consumed_samples(source: CheckpointSource) -> int:
-    """Samples that the checkpoint was trained on. Raises InputError if no record says."""
+    """Return the number of samples that the checkpoint was trained on. Raises InputError without a record."""
     for commit in checkpoint_records.Lineage(_run(source)).line():
         if commit.iteration == source.iteration and commit.consumed_samples >= 0:
             return commit.consumed_samples

@@ -1,7 +1,7 @@
-"""The built-in mappings (Llama, Qwen3, Mixtral, Apertus), and which mapping a model has.
+"""The built-in mappings (Llama, Qwen3, Mixtral, Apertus), and the choice of the mapping of a model.
 
 Llama: RMSNorm, SwiGLU, rotary positions, grouped queries (arXiv 2407.21783). Qwen3, dense: a Llama whose queries and
-keys have a norm, and whose heads have a size of their own. Mixtral: a Llama with experts in place of every feed-forward
+keys have a norm, and whose heads have an independent size. Mixtral: a Llama with experts in place of every feed-forward
 layer. Apertus: a Llama with Qwen3's norms and xIELU (arXiv 2411.13010) without a gate.
 """
 
@@ -82,7 +82,7 @@ EXPERT_WEIGHTS = (
         "decoder.layers.pre_mlp_layernorm.weight",
         ("hidden",),
         (LAYER_PREFIX + "post_attention_layernorm.weight",),
-        also=MLP_PREFIX + "linear_fc1.layer_norm_weight",  # what megatron-core's local layers call it
+        also=MLP_PREFIX + "linear_fc1.layer_norm_weight",  # in megatron-core's local layers
     ),
     Weight(MLP_PREFIX + "router.weight", ("experts", "hidden"), (LAYER_PREFIX + "block_sparse_moe.gate.weight",)),
     Weight(
@@ -159,7 +159,7 @@ APERTUS = ModelMapping(
 BUILT_IN_MAPPINGS = (LLAMA, QWEN3, MIXTRAL, APERTUS)
 
 _HOW_IT_IS_COMPUTED = frozenset({"moe_grouped_gemm", "moe_router_dtype"})
-"""Settings of `model.transformer` on which what a model computes does not depend, but for rounding."""
+"""Settings of `model.transformer` that change the results of a model by rounding only."""
 
 _KNOWN = frozenset(
     {
@@ -180,13 +180,13 @@ _KNOWN = frozenset(
         "transformer",
     }
 )
-"""Settings of the section `model` that a config.json says, or that training alone knows; others refuse the export."""
+"""Settings of the section `model` that config.json has, or that concern training only; others refuse the export."""
 
 
 def mapping_for_model(model: ModelSection, path: str | None = None) -> ModelMapping:
-    """Return the mapping at the import path `path`, or that of the model's own config, or the built-in that fits.
+    """Return the mapping at the import path `path`, or of the model's own config, or a built-in one that fits.
 
-    Raises ConfigError if the path leads to none, and InputError, with what differs, if no built-in one fits.
+    Raises ConfigError if the path leads to no mapping, and InputError with the differences if no built-in one fits.
     """
     path = path or getattr(model, "mapping", None)
     if path is not None:
@@ -206,7 +206,8 @@ def mapping_for_model(model: ModelSection, path: str | None = None) -> ModelMapp
 def mapping_for_config(config: Mapping[str, Any], path: str | None = None, *, where: object) -> ModelMapping:
     """Return the mapping at the import path `path`, or the built-in one of a config.json.
 
-    Raises ConfigError if the path leads to none, and InputError if there is no built-in one, or it is for another type.
+    Raises ConfigError if the path leads to no mapping, InputError without a built-in one and for a mapping of another
+    type.
     """
     kind = config.get("model_type")
     if path is not None:
@@ -241,7 +242,7 @@ def import_mapping(path: str) -> ModelMapping:
 
 
 def require_llama(model: ModelSection, where: object) -> ModelMapping:
-    """Return the Llama's mapping. Raises InputError for another model: what Megatron's folders hold has one alone."""
+    """Return the Llama's mapping. Raises InputError for another model, which Megatron's folders cannot hold."""
     if own := _own(model):
         raise InputError(
             f"only a Llama goes across the border to Megatron-LM; this has {', '.join(own)}",
@@ -252,7 +253,7 @@ def require_llama(model: ModelSection, where: object) -> ModelMapping:
 
 
 def _differences(mapping: ModelMapping, model: ModelSection) -> list[str]:
-    """What a model has, or lacks, that models of the class have not, or have."""
+    """Return the differences of a model from the class of a mapping."""
     own = _own(model)
     lacking = [
         f"{name} is {getattr(model.transformer, name)!r}, not {value!r}"
@@ -266,10 +267,10 @@ def _differences(mapping: ModelMapping, model: ModelSection) -> list[str]:
 
 
 def _own(model: ModelSection) -> dict[str, Any]:
-    """What the settings of a model make of it besides a Llama."""
+    """Return the settings in which a model differs from a Llama."""
     found = dict(model.transformer.of_the_weights)
     balancing = model.transformer.moe_router_load_balancing_type
-    if "sinkhorn" in balancing:  # it weighs experts in another way, behind the training too
+    if "sinkhorn" in balancing:  # it weighs experts differently, also after training
         found["moe_router_load_balancing_type"] = balancing
     for name, setting in ModelSection.model_fields.items():
         if name not in _KNOWN and getattr(model, name) != setting.default:

@@ -1,6 +1,6 @@
-"""Mappings between megatron-core and transformers: which tensors correspond, how they are joined, which settings.
+"""Mappings between megatron-core and transformers: corresponding tensors, their joins, and settings.
 
-A mapping is data. Everything that reads or writes weights by it is here, and knows of no class.
+A mapping is data. The code here reads and writes weights by any mapping, without knowledge of a class.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """The sizes of a model, under the names that shapes of a mapping are written in."""
+    """Sizes of a model, by the names in the shapes of a mapping."""
 
     layers: int
     hidden: int
@@ -34,7 +34,7 @@ class ModelSizes:
     """Channels of one head."""
     ffn: int
     experts: int = 0
-    """Experts of a layer; 0: its feed-forward network is one."""
+    """Experts of a layer; 0: a layer has one feed-forward network."""
     expert_ffn: int = 0
     """Width of one expert."""
 
@@ -65,7 +65,7 @@ class ModelSizes:
 
 
 class Join(Protocol):
-    """How tensors become one, and the way back. Shapes are those of one layer, and of one expert."""
+    """Joins tensors into one, and splits it again. Shapes are those of one layer, and of one expert."""
 
     def shapes(self, shape: Shape, sizes: ModelSizes) -> list[Shape]:
         """Return the shapes of the parts of a tensor of this shape."""
@@ -76,72 +76,49 @@ class Join(Protocol):
         ...
 
     def join(self, parts: Sequence[torch.Tensor], sizes: ModelSizes) -> torch.Tensor:
-        """Return the tensor that these are the parts of: the inverse of `split`."""
+        """Return the tensor of these parts: the inverse of `split`."""
         ...
 
 
-class SameTensor:
-    """One tensor is one tensor."""
-
-    def shapes(self, shape: Shape, sizes: ModelSizes) -> list[Shape]:
-        """Return the shape itself."""
-        return [shape]
-
-    def split(self, tensor: torch.Tensor, sizes: ModelSizes) -> list[torch.Tensor]:
-        """Return the tensor itself."""
-        return [tensor]
-
-    def join(self, parts: Sequence[torch.Tensor], sizes: ModelSizes) -> torch.Tensor:
-        """Return the only part."""
-        return parts[0]
-
-
 @dataclass(frozen=True)
-class StackedTensors:
-    """Several tensors of one shape lie one behind the other in the first dimension."""
+class StackedTensors(Join):
+    """`count` tensors of one shape, concatenated along the first dimension."""
 
     count: int
 
     def shapes(self, shape: Shape, sizes: ModelSizes) -> list[Shape]:
-        """Return the shape of a part, `count` times."""
         return [(shape[0] // self.count, *shape[1:])] * self.count
 
     def split(self, tensor: torch.Tensor, sizes: ModelSizes) -> list[torch.Tensor]:
-        """Return `count` equal parts."""
         return list(tensor.chunk(self.count))
 
     def join(self, parts: Sequence[torch.Tensor], sizes: ModelSizes) -> torch.Tensor:
-        """Return the parts, one behind the other."""
-        return torch.cat(list(parts))
+        return torch.cat(list(parts)) if self.count > 1 else parts[0]
 
 
-class QueryKeyValue:
-    """Each query group has its queries, then its key, then its value; transformers has all queries, keys, values apart.
+class QueryKeyValue(Join):
+    """Queries, key and value of each query group in turn; transformers has all queries, all keys and all values apart.
 
-    Rotary positions turn the two halves of a head against each other in both (rotary_interleaved is off), so nothing
-    within a head is permuted.
+    Rotary positions pair the two halves of a head in both (rotary_interleaved is off), so nothing within a head is
+    permuted.
     """
 
     def shapes(self, shape: Shape, sizes: ModelSizes) -> list[Shape]:
-        """Return the shapes of queries, keys and values."""
         return [(rows, *shape[1:]) for rows in (sizes.queries, sizes.keys, sizes.keys)]
 
     def split(self, tensor: torch.Tensor, sizes: ModelSizes) -> list[torch.Tensor]:
-        """Return queries, keys and values."""
         rest = tensor.shape[1:]
         own = sizes.queries // sizes.groups
         by_group = tensor.view(sizes.groups, own + 2 * sizes.head, *rest)
-        bounds = [0, own, own + sizes.head, own + 2 * sizes.head]
-        return [by_group[:, start:end].reshape(-1, *rest) for start, end in itertools.pairwise(bounds)]
+        return [part.reshape(-1, *rest) for part in torch.split(by_group, [own, sizes.head, sizes.head], dim=1)]
 
     def join(self, parts: Sequence[torch.Tensor], sizes: ModelSizes) -> torch.Tensor:
-        """Return queries, keys and values group by group."""
         rest = parts[0].shape[1:]
         by_group = torch.cat([part.view(sizes.groups, -1, *rest) for part in parts], dim=1)
         return by_group.reshape(-1, *rest)
 
 
-SAME, QKV, GATE_UP = SameTensor(), QueryKeyValue(), StackedTensors(2)
+SAME, QKV, GATE_UP = StackedTensors(1), QueryKeyValue(), StackedTensors(2)
 
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -153,18 +130,18 @@ EXPERTS = "mlp.experts.experts."
 
 @dataclass(frozen=True)
 class Weight:
-    """One tensor of megatron-core, and what it is in transformers."""
+    """One tensor of megatron-core, and its tensors in transformers."""
 
     key: str
-    """Its name in a checkpoint. The tensor of what begins with `decoder.layers.` has the layers as its first dimension,
-    and what is below `mlp.experts.experts.` has the experts as its second."""
+    """Name in a checkpoint. A tensor of `decoder.layers.` has the layers as its first dimension, a tensor of
+    `mlp.experts.experts.` the experts as its second."""
     shape: tuple[str | int, ...]
-    """That of one layer, and of one expert: names of `ModelSizes`, or numbers."""
+    """Shape in one layer, and of one expert: names of `ModelSizes`, or numbers."""
     names: tuple[str, ...]
     """Names in transformers. `{layer}` and `{expert}` are filled in."""
     join: Join = SAME
     also: str | None = None
-    """Another name of megatron-core for the same, which a checkpoint may have instead."""
+    """Alternative name in a checkpoint."""
 
     @property
     def in_layers(self) -> bool:
@@ -180,21 +157,22 @@ class Weight:
 
     def whole(self, sizes: ModelSizes) -> Shape:
         """Return the shape of the whole tensor."""
+        layers = (sizes.layers,) if self.in_layers else ()
         experts = (sizes.experts,) if self.in_experts else ()
-        return (*((sizes.layers,) if self.in_layers else ()), *experts, *self.part(sizes))
+        return (*layers, *experts, *self.part(sizes))
 
 
 @dataclass(frozen=True)
 class MappedTensor:
-    """A tensor of megatron-core, or one layer's or one expert's part of it, and what it is in transformers."""
+    """A tensor of megatron-core, or its part for one layer or expert, and its tensors in transformers."""
 
     key: str
     index: tuple[int, ...]
-    """Which part: (), (layer,) or (layer, expert)."""
+    """Index of the part: (), (layer,) or (layer, expert)."""
     rows: int | None
-    """How many of the tensor's first rows are taken; None: all."""
+    """Number of first rows that are used; None: all."""
     shapes: Mapping[str, Shape]
-    """Shapes of the tensors that it is in transformers, by their names."""
+    """Shapes of its tensors in transformers, by name."""
     split: Callable[[torch.Tensor], list[torch.Tensor]]
     """Splits the tensor into those of `shapes`, in that order."""
     join: Callable[[Sequence[torch.Tensor]], torch.Tensor]
@@ -203,47 +181,47 @@ class MappedTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelMapping:
-    """A class of transformers, and which of megatron-core's models it is."""
+    """A class of transformers, and its model in megatron-core."""
 
     name: str
-    """What people call the model, for messages."""
+    """Name of the model in messages."""
     model_type: str
     """`model_type` of its config.json."""
     architecture: str
-    """The class in transformers, as `architectures` of its config.json has it."""
+    """The class in transformers: `architectures` of its config.json."""
     weights: tuple[Weight, ...]
     """All weights, in the order of transformers' files."""
     constants: Mapping[str, float] = field(default_factory=dict)
-    """Numbers that transformers' files hold in every layer and megatron-core does not keep, by name."""
+    """Numbers of every layer by name that only transformers' files hold."""
     transformer: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of `model.transformer` without which a model is not of this class."""
+    """Settings of `model.transformer` that a model of this class needs."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Settings of `model.transformer` that config.json has under names of its own."""
+    """Names in config.json of settings of `model.transformer`."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """Entries of config.json that are the same for all models of the class which a run can train."""
+    """Entries of config.json that are equal for all models of the class that a run can train."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Entries of config.json that have another value in transformers than None or False where the file has none."""
+    """Defaults of transformers for entries of config.json, besides None and False."""
 
     @property
     def with_article(self) -> str:
-        """The name within a sentence."""
+        """Name with its article."""
         return f"an {self.name}" if self.name[0] in "AEIOU" else f"a {self.name}"
 
     def used(self, model: ModelSection) -> Iterator[Weight]:
-        """Return the weights that this model has: a tied output layer is none."""
+        """Yield the weights of this model: not the output layer if it is tied."""
         return (each for each in self.weights if each.key != OUTPUT or model.untie_embeddings_and_output_weights)
 
     def megatron_shapes(self, model: ModelSection, padded_vocabulary: int) -> dict[str, Shape]:
-        """Return the shape of every weight that a checkpoint of this model holds, by its key."""
+        """Return the shapes of the weights in a checkpoint of this model, by key."""
         sizes = sizes_of(model, padded_vocabulary)
         return {weight.key: weight.whole(sizes) for weight in self.used(model)}
 
     def keys(self, model: ModelSection, found: Mapping[str, object]) -> dict[str, str]:
-        """Return the keys that a checkpoint with the weights `found` has for those of the mapping."""
+        """Return the keys in a checkpoint with the weights `found`, by the keys of the mapping."""
         return {each.key: each.also if each.also in found and each.also else each.key for each in self.used(model)}
 
     def check(self, found: Mapping[str, Shape], model: ModelSection, padded_vocabulary: int, where: object) -> None:
-        """Raise InputError unless these are the weights of this model, no more and no less."""
+        """Raise InputError unless these are exactly the weights of this model."""
         keys = self.keys(model, found)
         wanted = {keys[key]: shape for key, shape in self.megatron_shapes(model, padded_vocabulary).items()}
         problems = [
@@ -261,7 +239,7 @@ class ModelMapping:
             )
 
     def pieces(self, model: ModelSection, vocabulary: int) -> Iterator[MappedTensor]:
-        """Return the whole model in the order of transformers' files; `vocabulary`: without padding."""
+        """Yield all tensors in the order of transformers' files; `vocabulary`: without padding."""
         sizes = sizes_of(model, vocabulary)
         used = list(self.used(model))
         first = next(number for number, weight in enumerate(used) if weight.in_layers)
@@ -279,12 +257,12 @@ class ModelMapping:
                 yield _piece(weight, sizes, ())
 
     def constants_of(self, layers: int) -> dict[str, float]:
-        """Return the numbers that are in transformers' files alone, by their whole names."""
+        """Return `constants` of all layers by their whole names."""
         return {name.format(layer=layer): value for layer in range(layers) for name, value in self.constants.items()}
 
 
 def sizes_of(model: ModelSection, vocabulary: int) -> ModelSizes:
-    """Return the sizes of a model with so many rows of embeddings."""
+    """Return the sizes of a model with this number of rows of embeddings."""
     own = model.transformer
     return ModelSizes(
         layers=model.num_layers,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from relayrun.config.compose.schema import EvaluationSection
-from relayrun.control.rundir.evaluations import EvaluationScores
+from relayrun.control.rundir.evaluations import EvaluationScores, numeric_scores
 from relayrun.errors import InputError
 from relayrun.tokens.mixture.build_datasets import validation_sets
 from relayrun.tokens.order.sample_rows import SampleRow
@@ -20,13 +20,13 @@ from relayrun.train.export.torch_dist import new_folder
 
 
 def export_model(checkpoint: CheckpointSource, model: Path) -> None:
-    """Make the folder `model`, whole or not at all. Raises what `huggingface.write_huggingface` raises."""
+    """Make the folder `model`, whole or not at all. Raises like `huggingface.write_huggingface`."""
     with new_folder(model) as made:
         huggingface.write_huggingface(checkpoint, made, dtype="auto", max_shard_size=huggingface.SHARD_SIZE)
 
 
 def run_tasks(model: Path, settings: EvaluationSection) -> tuple[EvaluationScores, dict[str, Any]]:
-    """Run lm-evaluation-harness on the named tasks. Raises InputError where it is not installed."""
+    """Run lm-evaluation-harness on the named tasks. Raises InputError if it is not installed."""
     try:
         import lm_eval
         from lm_eval.tasks import TaskManager
@@ -47,11 +47,7 @@ def run_tasks(model: Path, settings: EvaluationSection) -> tuple[EvaluationScore
         device=device,
         task_manager=TaskManager(include_path=settings.include_path),
     )
-    found = {
-        task: {name.removesuffix(",none"): float(value) for name, value in metrics.items() if _is_number(value)}
-        for task, metrics in answer["results"].items()
-    }
-    return found, {
+    return numeric_scores(answer["results"]), {
         "program": f"lm_eval {importlib.metadata.version('lm_eval')}",
         "num_fewshot": settings.num_fewshot,
         "limit": settings.limit,
@@ -61,10 +57,10 @@ def run_tasks(model: Path, settings: EvaluationSection) -> tuple[EvaluationScore
 def held_out_loss(
     checkpoint: CheckpointSource, model: Path, settings: EvaluationSection
 ) -> tuple[EvaluationScores, dict[str, Any]]:
-    """Return mean loss in nats per token, and its exponential, on the windows that training itself evaluates on.
+    """Return mean loss in nats per token, and its exponential, on the windows of the run's own evaluations.
 
-    What rows of `order: document-window` hold is told apart, documents inside a window are not, and `eod_mask_loss`
-    and `mask_tokens_except` mask nothing. Raises InputError if there is no validation set.
+    Documents are separate in rows of `order: document-window` only; `eod_mask_loss` and `mask_tokens_except` mask
+    nothing. Raises InputError without a validation set.
     """
     from transformers import AutoModelForCausalLM
 
@@ -88,7 +84,7 @@ def held_out_loss(
 
 @torch.no_grad()
 def _loss(model: Any, row: SampleRow, device: str) -> tuple[float, float]:
-    """The losses of a row's tokens that count, summed, and how many these are; each part of it alone."""
+    """Return the sum and number of the losses that count in a row; each of its parts is read alone."""
     tokens = torch.from_numpy(row.tokens).long().to(device)
     length = len(tokens) - 1
     mask = torch.ones(length) if row.loss_mask is None else torch.from_numpy(row.loss_mask)
@@ -101,7 +97,3 @@ def _loss(model: Any, row: SampleRow, device: str) -> tuple[float, float]:
             total, count = total + float((losses * inside).sum()), count + float(inside.sum())
         at = end
     return total, count
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,16 +12,18 @@ from pathlib import Path
 from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import CommonConfig, RunConfig
 from relayrun.control.rundir import checkpoint_records
+from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError, InputError, RunDirError, refuse_unwritable
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentTokenizer, ids_fingerprint, load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
+from relayrun.train.checkpoint import checksums
 
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """One checkpoint of a run, with what an export needs of the run."""
+    """One checkpoint of a run, with the parts of the run that an export needs."""
 
     run: Run | None
     """None for a checkpoint of another program, which has no records of a run (`megatron_settings`)."""
@@ -32,13 +35,12 @@ class CheckpointSource:
 
     @cached_property
     def checksum(self) -> str | None:
-        """The checksum that its commit gives; None for a checkpoint of an earlier version."""
-        commit = checkpoint_records.newest_commit_at(self.folder)
-        return None if commit is None else commit.checksum
+        """The checksum in its commit; None without one."""
+        return checksums.committed_checksum(self.folder)
 
     @cached_property
     def tokenizer(self) -> DocumentTokenizer:
-        """The run's tokenizer. Raises InputError if it is not the one that the run's tokens were made with."""
+        """The run's tokenizer. Raises InputError if it is another one than the run began with."""
         found = load_tokenizer(TokenizeOptions(tokenizer=self.config.data.tokenizer, append_eod="auto"))
         whole, ids = self.manifest.tokenizer_fingerprint, self.manifest.tokenizer_ids
         if whole not in ("", found.fingerprint) and ids != ids_fingerprint(found.definition):
@@ -51,7 +53,7 @@ class CheckpointSource:
 
 
 def find_checkpoint(run: Run, iteration: int | None = None) -> CheckpointSource:
-    """Find the checkpoint of an iteration; None: the newest whole one. Raises InputError or RunDirError."""
+    """Return the checkpoint of an iteration; None: the newest whole one. Raises InputError or RunDirError."""
     folder: Path | None
     if iteration is None:
         newest = checkpoint_records.resume_point(run)
@@ -67,7 +69,7 @@ def find_checkpoint(run: Run, iteration: int | None = None) -> CheckpointSource:
 
 
 def committed_config(run: Run, iteration: int) -> CommonConfig:
-    """Return the config of the attempt that committed an iteration. Raises RunDirError where the run has none."""
+    """Return the config of the attempt that committed an iteration. Raises RunDirError if the run has no config."""
     numbers = run.revisions()
     if not numbers:
         raise RunDirError("this run has no config", where=run.config)
@@ -79,22 +81,18 @@ def _folder(run: Run, iteration: int) -> Path:
     for commit in line:
         if commit.iteration == iteration:
             if (fault := checkpoint_records.checkpoint_fault(commit)) is not None:
-                raise InputError(f"this checkpoint is torn or removed: {fault}", where=commit.path, hint=_have(run))
+                raise InputError(f"this checkpoint is torn or removed: {fault}", where=commit.path, hint=_have(line))
             return Path(commit.path)
-    raise InputError(f"this run has no checkpoint of iteration {iteration}", where=run.checkpoints, hint=_have(run))
+    raise InputError(f"this run has no checkpoint of iteration {iteration}", where=run.checkpoints, hint=_have(line))
 
 
-def _have(run: Run) -> str:
-    whole = [
-        str(commit.iteration)
-        for commit in checkpoint_records.Lineage(run).line()
-        if checkpoint_records.checkpoint_fault(commit) is None
-    ]
+def _have(line: Sequence[CheckpointCommit]) -> str:
+    whole = [str(commit.iteration) for commit in line if checkpoint_records.checkpoint_fault(commit) is None]
     return f"whole ones: {', '.join(whole) or 'none'}"
 
 
 def _revision(run: Run, iteration: int) -> int | None:
-    """The config revision of the newest attempt that committed this iteration."""
+    """Return the config revision of the newest attempt that committed this iteration."""
     for number in reversed(run.attempt_numbers()):
         attempt = run.attempt(number)
         if any(commit.iteration == iteration for commit in attempt.read_commits()):
@@ -107,19 +105,19 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "M
 
 
 def check_target(target: Path) -> None:
-    """Raise InputError if there is something at `target`, or this user may not make it."""
+    """Raise InputError if `target` exists, or this user may not create it."""
     refuse_existing(target)
     refuse_unwritable(target)
 
 
 def refuse_existing(target: Path) -> None:
-    """Raise InputError if there is something at `target`."""
+    """Raise InputError if `target` exists."""
     if os.path.lexists(target):
         raise InputError("this exists already", where=target, hint="give another --output, or move it away")
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `5GB`, `200MB`, `1GiB`. Raises ConfigError."""
+    """Return the bytes of `5GB`, `200MB`, `1GiB`. Raises ConfigError."""
     match = re.fullmatch(r"(\d+) ?([A-Za-z]*)", text)
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None or int(match[1]) == 0:

@@ -3,10 +3,9 @@
 `CheckpointReader` reads parts of tensors. `CheckpointContents` names all tensors first and makes each when it is
 written. `new_folder` appears whole or not at all.
 
-megatron-core saves what the layers have in common as one tensor with the layers as its first dimension, split
-over files as the ranks were. `torch.distributed.checkpoint` finds and reads the pieces that a wanted part
-overlaps, one at a time, so that memory holds the part and one piece. What is read is compared with its hashes, and
-nothing of it is run.
+megatron-core saves a weight of all layers as one tensor with the layers as its first dimension, split over files as
+the ranks were. `torch.distributed.checkpoint` finds and reads the pieces that a wanted part overlaps, one at a time, so
+memory holds the part and one piece. Every byte is compared with its hash, and nothing in a checkpoint is run.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import io
 import itertools
 import logging
-import os
 import pickle
 import secrets
 import shutil
@@ -22,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,14 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from relayrun.errors import InputError, RelayrunError
-from relayrun.files import fsync_directory, remove_leftovers, rename_to_unused_name, temporary_prefix, write_json
+from relayrun.files import (
+    fsync_directory,
+    fsync_tree,
+    remove_leftovers,
+    rename_to_unused_name,
+    temporary_prefix,
+    write_json,
+)
 from relayrun.train.checkpoint import checksums
 from relayrun.train.checkpoint.async_writer import ThreadedWriter, WrittenFiles
 from relayrun.train.checkpoint.checksums import CHECKSUM_INDEX, DamagedCheckpoint
@@ -63,17 +69,17 @@ from relayrun.train.export.source_and_target import refuse_existing
 log = logging.getLogger(__name__)
 
 WEIGHT_PREFIXES = ("embedding.", "decoder.", "output_layer.")
-"""How the keys of a language model's weights begin; the rest is the optimizer's and the run's."""
+"""Prefixes of the keys of a language model's weights; other keys belong to the optimizer and the run."""
 
 
 class CheckpointReader:
-    """The weights of the checkpoint in `folder`, and whatever else it holds."""
+    """Reads the checkpoint in `folder`: weights, other tensors, objects, plain values."""
 
     def __init__(self, folder: Path, checksum: str | None = None) -> None:
-        """Open a checkpoint. `checksum`: that of its commit, None where no run knows it.
+        """Open a checkpoint. `checksum`: the checksum of its commit; None if no run knows it.
 
-        Raises InputError if this is no torch_dist checkpoint, a file of it is missing, torn or not the one that was
-        saved, or it holds more than values.
+        Raises InputError if this is no torch_dist checkpoint, if a file is missing or differs from the saved one, or if
+        it holds more than values.
         """
         self.folder = folder
         if not (folder / METADATA_FILE).exists() and not (folder / CHECKSUM_INDEX).exists():
@@ -82,12 +88,8 @@ class CheckpointReader:
                 where=folder,
                 hint="give a run directory, or one of the folders iter_* in its checkpoints/",
             )
-        try:
+        with _explain_damage(folder, hint="export another iteration"):
             reader = CheckedReader(folder, checksum)
-        except DamagedCheckpoint as error:
-            raise InputError(
-                f"this checkpoint is damaged: {error.message}", where=folder, hint="export another iteration"
-            ) from None
         if not reader.checked:
             log.warning("%s was saved without checksums: its bytes are taken as they are", folder)
         metadata = reader.metadata
@@ -98,29 +100,20 @@ class CheckpointReader:
             for key, value in metadata.state_dict_metadata.items()
             if isinstance(value, TensorStorageMetadata)
         }
-        self._objects = {key for key in metadata.state_dict_metadata if key not in self._tensors}
+        self.tensors = [*self._tensors]
+        """Keys of all tensors, also of the optimizer's state."""
+        self.objects = metadata.state_dict_metadata.keys() - self._tensors.keys()
+        """Keys of everything else."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the weights, by key."""
         return {key: tuple(value.size) for key, value in self._tensors.items() if key.startswith(WEIGHT_PREFIXES)}
 
-    @property
-    def tensors(self) -> list[str]:
-        """Keys of all tensors, those of the optimizer's state too."""
-        return [*self._tensors]
-
-    @property
-    def objects(self) -> set[str]:
-        """Keys of all that is no tensor."""
-        return self._objects
-
     def common(self) -> dict[str, Any]:
         """Return the plain values of the checkpoint, by name. Raises InputError."""
-        try:
+        with _explain_damage(self.folder):
             return self._reader.common()
-        except DamagedCheckpoint as error:
-            raise InputError(f"this checkpoint is damaged: {error.message}", where=self.folder) from None
 
     def size(self, key: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
@@ -132,14 +125,13 @@ class CheckpointReader:
         return dtype
 
     def blocks(self, key: str) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Return where each block of a tensor begins, and its shape."""
+        """Return offset and shape of each block of a tensor."""
         return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in self._tensors[key].chunks]
 
     @property
     def dtype(self) -> torch.dtype:
         """Type of the embeddings, and so of the matrices."""
-        dtype: torch.dtype = self._tensors["embedding.word_embeddings.weight"].properties.dtype
-        return dtype
+        return self.dtype_of("embedding.word_embeddings.weight")
 
     def read(self, key: str, *, start: Sequence[int], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Read the part of `shape` that begins at `start` (one number per dimension), converted to `dtype`.
@@ -152,17 +144,14 @@ class CheckpointReader:
         if sum(torch.Size(item.lengths).numel() for item in items) != part.numel():
             raise InputError(f"its pieces of {key} don't make up the whole", where=self.folder)
         try:
-            self._reader.read_data(LoadPlan(items), _Into(part)).wait()
-        except DamagedCheckpoint as error:
-            raise InputError(
-                f"this checkpoint is damaged: {error.message}", where=self.folder, hint="export another iteration"
-            ) from None
+            with _explain_damage(self.folder, hint="export another iteration"):
+                self._reader.read_data(LoadPlan(items), _Into(part)).wait()
         except (OSError, RuntimeError, EOFError, ValueError) as error:
             raise InputError(f"{key} cannot be read: {str(error).partition(chr(10))[0]}", where=self.folder) from None
         return part
 
     def read_object(self, key: str) -> Any:
-        """Read what is no tensor; values and tensors alone. Raises InputError."""
+        """Read an object of values and tensors. Raises InputError."""
         index = MetadataIndex(key)
         item = ReadItem(
             type=LoadItemType.BYTE_IO,
@@ -181,6 +170,14 @@ class CheckpointReader:
         return packed[0] if isinstance(packed, list) and len(packed) == 1 else packed
 
 
+@contextmanager
+def _explain_damage(folder: Path, *, hint: str | None = None) -> Iterator[None]:
+    try:
+        yield
+    except DamagedCheckpoint as error:
+        raise InputError(f"this checkpoint is damaged: {error.message}", where=folder, hint=hint) from None
+
+
 class _Object(DefaultLoadPlanner):
     """Keeps the bytes of one object."""
 
@@ -191,7 +188,7 @@ class _Object(DefaultLoadPlanner):
 
 
 class _Into(DefaultLoadPlanner):
-    """Puts what is read into one tensor."""
+    """Reads into one tensor."""
 
     def __init__(self, target: torch.Tensor) -> None:
         super().__init__()
@@ -209,9 +206,9 @@ class _Into(DefaultLoadPlanner):
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Yield an empty folder beside `target` to write into; at the end it is synced and gets its name.
+    """Yield an empty folder beside `target`; at the end it is synced and gets its name, after an error it is removed.
 
-    If the block fails nothing is left. Raises InputError if `target` exists or cannot be written.
+    Raises InputError if `target` exists or cannot be written.
     """
     target = target.absolute()
     refuse_existing(target)
@@ -221,13 +218,14 @@ def new_folder(target: Path) -> Iterator[Path]:
         remove_leftovers(target.parent, shared=True)
         temporary.mkdir()
         yield temporary
-        _sync(temporary)
+        # safetensors makes its files 0600; they get the mode of the umask
+        fsync_tree(temporary, mode=temporary.stat().st_mode & 0o666)
         refuse_existing(target)
         rename_to_unused_name(temporary, target)
         fsync_directory(target.parent)
     except RelayrunError:
         raise
-    except (Exception, CheckpointException) as error:  # torch's writers say it in words of their own
+    except (Exception, CheckpointException) as error:
         words = _why_not_written(error)
         if words is None:
             raise
@@ -239,7 +237,7 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def _why_not_written(error: BaseException | None) -> str | None:
-    """What stopped a write; None if this is another kind of error."""
+    """Return why a write failed; None if the error has another kind."""
     if error is None:
         return None
     if isinstance(error, OSError):
@@ -254,20 +252,6 @@ def _why_not_written(error: BaseException | None) -> str | None:
     return inner
 
 
-def _sync(folder: Path) -> None:
-    """And give the files the mode that the umask asks for: safetensors makes its own 0600."""
-    mode = folder.stat().st_mode & 0o666
-    for directory, _, names in os.walk(folder):
-        for name in names:
-            fd = os.open(os.path.join(directory, name), os.O_RDONLY)
-            try:
-                os.fchmod(fd, mode)
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-        fsync_directory(directory)
-
-
 _BACKENDS = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -278,19 +262,19 @@ _BACKENDS = {
 
 @dataclass(frozen=True)
 class WrittenCheckpoint:
-    """A checkpoint that was written, without its hashes yet."""
+    """A checkpoint that was written, still without hashes."""
 
     folder: Path
     files: WrittenFiles
 
     def add_checksums(self, iteration: int) -> None:
-        """Write down the hashes of all that lies in the folder; nothing may be added behind it."""
+        """Write the hashes of all files in the folder; no file may be added afterwards."""
         files = checksums.write_block_checksums(self.folder, 0, iteration, self.files.blocks, self.files.sizes)
         checksums.write_checksum_index(self.folder, iteration, files | self.files.files)
 
 
 class CheckpointContents(DefaultSavePlanner):
-    """The tensors and objects of a checkpoint. Tells torch's writer what there is, and makes each when it is asked."""
+    """The tensors and objects of a checkpoint, as a save plan of torch's writer; each is made when it is written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -319,21 +303,11 @@ class CheckpointContents(DefaultSavePlanner):
         self._make[index] = make
 
     def copy_tensor(self, reader: CheckpointReader, key: str, name: str) -> None:
-        """Add the tensor `key` of another checkpoint as `name`, block by block as it lies there."""
+        """Add the tensor `key` of another checkpoint as `name`, with its blocks."""
         size, dtype = reader.size(key), reader.dtype_of(key)
-
-        def copy(start: Sequence[int], part: Sequence[int]) -> torch.Tensor:
-            return reader.read(key, start=start, shape=part, dtype=dtype)
-
         for start, part in reader.blocks(key):
-            self.add_tensor(
-                name,
-                size=size,
-                start=start,
-                part=part,
-                dtype=dtype,
-                make=lambda start=start, part=part: copy(start, part),  # type: ignore[misc]
-            )
+            make = partial(reader.read, key, start=start, shape=part, dtype=dtype)
+            self.add_tensor(name, size=size, start=start, part=part, dtype=dtype, make=make)
 
     def add_object(self, key: str, make: Callable[[], Any]) -> None:
         """Add an object; megatron-core keeps it in a list of one."""
@@ -348,10 +322,10 @@ class CheckpointContents(DefaultSavePlanner):
         self._make[index] = packed
 
     def add_extra_states(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Add the empty extra states that megatron-core's modules ask for; `shapes`: of all weights, by their keys.
+        """Add the empty extra states that megatron-core's modules read. `shapes`: of all weights, by key.
 
-        It keeps one, empty without fp8, for each matrix of each layer and expert, and for the norms of heads and behind
-        the last layer.
+        Without fp8 each matrix of each layer and expert has an empty state, and so have the norms of heads and the norm
+        after the last layer.
         """
         for key, shape in shapes.items():
             module, _, name = key.rpartition(".")
@@ -364,8 +338,8 @@ class CheckpointContents(DefaultSavePlanner):
                 self.add_object(f"{module}._extra_state/{place}", lambda: None)
 
     def write(self, folder: Path, common: dict[str, Any]) -> WrittenCheckpoint:
-        """Write it all into a folder that is there. Raises torch's CheckpointException."""
-        with warnings.catch_warnings():  # that this is one process, as it shall be
+        """Write the checkpoint into an existing folder. Raises torch's CheckpointException."""
+        with warnings.catch_warnings():  # one process is intended
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             writer = ThreadedWriter(folder, 1)
             state_dict_saver.save({}, storage_writer=writer, planner=self, no_dist=True)
@@ -373,18 +347,15 @@ class CheckpointContents(DefaultSavePlanner):
         write_json(folder / "metadata.json", _BACKENDS)
         return WrittenCheckpoint(folder, writer.written)
 
+    # methods of torch's SavePlanner
     def create_local_plan(self) -> SavePlan:
-        """As torch asks for it."""
         return SavePlan(self._items)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """As torch asks for it."""
         return create_default_global_save_plan(all_plans)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """As torch asks for it."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """As torch asks for it."""
         return self._make[write_item.index]()

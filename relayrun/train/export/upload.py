@@ -1,8 +1,8 @@
-"""An exported folder to a repository of the Hugging Face hub: whole or not at all, and never unasked.
+"""Upload of an exported folder to a repository of the Hugging Face hub, whole or not at all, and only on request.
 
-All files become one commit. Weights go first, each by itself, and the hub keeps what has arrived: a run that was
-interrupted is started again and sends only the rest. The token is the one that huggingface_hub finds (`HF_TOKEN`, or
-what `hf auth login` left); it stands in no option, no file and no message.
+All files become one commit. Weights are sent first, one by one, and the hub keeps them: a second call after an
+interruption sends only the rest. huggingface_hub finds the token (`HF_TOKEN`, or the login of `hf auth login`), which
+appears in no option, file or message.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +28,7 @@ _REPOSITORY = re.compile(rf"{_PART}/{_PART}")
 
 @dataclass(frozen=True)
 class HubRepository:
-    """A repository of models, and who asks for it."""
+    """A repository of models, with the credentials for it."""
 
     repository: str
     endpoint: str | None
@@ -36,10 +36,10 @@ class HubRepository:
     token: str = field(repr=False)
 
     @classmethod
-    def from_environment(cls, repository: str, environment: Mapping[str, str] = os.environ) -> HubRepository:
-        """Return the repository with the token that is there. Raises ConfigError without one, or without the package.
+    def from_environment(cls, repository: str) -> HubRepository:
+        """Return the repository with the user's token, without a request to the hub.
 
-        Nothing is asked of the hub.
+        Raises ConfigError without a token, or without the package.
         """
         if _REPOSITORY.fullmatch(repository) is None:
             raise ConfigError(
@@ -60,10 +60,10 @@ class HubRepository:
                 where="the hub",
                 hint="set HF_TOKEN in this shell's environment, or run `hf auth login`",
             )
-        return cls(repository, environment.get("HF_ENDPOINT"), token)
+        return cls(repository, os.environ.get("HF_ENDPOINT"), token)
 
     def check(self) -> None:
-        """Ask the hub who the token belongs to. Raises InputError where it does not know it, or cannot be reached."""
+        """Ask the hub for the owner of the token. Raises InputError if the token is unknown or the hub out of reach."""
         with _one_error(self):
             self.api().whoami()
 
@@ -75,10 +75,10 @@ class HubRepository:
 
 
 def upload_to_hub(hub: HubRepository, folder: Path, *, public: bool = False, revision: str | None = None) -> str:
-    """Upload a folder of transformers in one commit; return in words what the hub has.
+    """Upload a folder of transformers in one commit; return a report.
 
-    A repository that is not there is made, closed to others unless `public`; `revision` is a branch, which is made as
-    well. Raises InputError if this is no such folder, holds what looks like a secret, or the hub refuses it or fails.
+    A missing repository is created, private unless `public`, and so is the branch `revision`. Raises InputError if this
+    is no such folder, if a file looks like a secret, or if the hub refuses or fails.
     """
     from huggingface_hub import CommitOperationAdd
     from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -102,7 +102,7 @@ def upload_to_hub(hub: HubRepository, folder: Path, *, public: bool = False, rev
 
 
 def _files(folder: Path) -> Iterator[str]:
-    """Names of the files to upload, from the folder: all but hidden ones."""
+    """Yield the names of the files to upload, relative to the folder: all but hidden ones."""
     if not (folder / "config.json").is_file():
         raise InputError(
             "this is no exported folder: it has no config.json",
@@ -120,7 +120,7 @@ def _files(folder: Path) -> Iterator[str]:
 
 @contextmanager
 def _one_error(hub: HubRepository) -> Iterator[None]:
-    """Turn what huggingface_hub raises into one error, without the token."""
+    """Turn any error of huggingface_hub into InputError, without the token."""
     try:
         yield
     except Exception as error:  # of httpx, of the hub, of the disk: each release has others

@@ -1,8 +1,8 @@
-"""Copies of a run's checkpoints at a second destination, a folder or a URL, and back. Nothing here imports torch.
+"""Copies of a run's checkpoints at a second destination, a folder or a URL, and their restore. Without torch.
 
-A pass copies what is missing, the newest first: at most so many bytes a second, on from where a killed pass has
-stopped. Then every byte of the copy is read back and compared with the hashes of its commit, or, where a program saves
-without any, with the file that was copied. Only then the copy is claimed. So a kill at any point leaves no false claim.
+A pass copies the missing checkpoints, newest first, below a number of bytes a second, and continues after a killed
+pass. Then it reads every byte of a copy back and compares it with the hashes of the commit or, without hashes, with the
+original file. Only then it claims the copy, so a kill at any point leaves no false claim.
 
-The newest copy is removed by no rule, and an older one only while that is whole.
+No rule removes the newest copy, and an older copy is removed only while the newest is whole. See docs/mirror.md.
 """

@@ -1,4 +1,4 @@
-"""One pass for a run directory, as the supervisor of a job starts it."""
+"""One pass for a run directory; the supervisor of a job starts it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from relayrun.train.mirror.sync import mirror_checkpoints
 
 
 def main() -> int:
-    """Make the pass; the exit code is 1 where something was not copied."""
+    """Make the pass; return the exit code, 1 after a complaint."""
     parser = argparse.ArgumentParser(prog="relayrun.train.mirror")
     parser.add_argument("run", type=Path)
     return mirror_checkpoints(Run(parser.parse_args().run)).tell()

@@ -1,7 +1,6 @@
-"""A destination of copies: what every kind can do, and the kind that is a folder; the limit of the copy rate.
+"""Destinations of copies: the methods of every kind, the folder as a destination, and the limit of the copy rate.
 
-A destination holds copies, claims them, takes claims back and gives copies back. In a folder a copy grows in
-`.staging`, gets its name by a rename, then its line in the record.
+In a folder a copy grows in `.staging`, gets its name by a rename, then its line in the record.
 """
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 from relayrun.control.rundir import checkpoint_records, mirror
 from relayrun.control.rundir.mirror import CheckpointCopy, MirrorOwner
@@ -30,10 +29,7 @@ COPY_PIECE_BYTES = 8 << 20
 
 @dataclass
 class CopyRateLimit:
-    """Keeps copying below so many bytes a second, on average since it began.
-
-    `sleep` and `clock` are those of `time`, but in tests.
-    """
+    """Limits the bytes copied per second, on average since the first byte. Tests set `sleep` and `clock`."""
 
     bytes_per_second: float | None
     sleep: Callable[[float], None] = time.sleep
@@ -42,7 +38,7 @@ class CopyRateLimit:
     _bytes: int = 0
 
     def spend(self, count: int) -> None:
-        """Wait until so many more bytes may have been copied."""
+        """Wait until the copy of `count` more bytes is within the limit."""
         if self.bytes_per_second is None:
             return
         self._began = self.clock() if self._began is None else self._began
@@ -64,67 +60,65 @@ class MirroredFiles(CheckpointFiles, Protocol):
 
 
 class MirrorDestination(Protocol):
-    """The second place of one run. Its methods raise OSError, and RelayrunError for damaged records."""
+    """The second place of one run. Methods raise OSError, and RelayrunError for damaged records."""
 
-    @property
-    def where(self) -> Path | str:
-        """The folder of the run's copies, or its URL."""
+    where: Path | str
+    """The folder of the run's copies, or its URL."""
 
     def owner(self) -> MirrorOwner | None:
-        """Return whose copies lie there; None: nobody's, or the place is away."""
+        """Return the owner of the copies that lie there; None if nobody owns the place, or it is away."""
 
     def prepare(self, owner: MirrorOwner) -> None:
-        """Make it this run's. Raises RelayrunError where what it should lie in is away."""
+        """Make it the place of this run. Raises RunDirError if the folder or bucket around it is away."""
 
     def copies(self) -> dict[str, CheckpointCopy]:
-        """Return what is claimed to be there, by name."""
+        """Return the claimed copies by name."""
 
     def take_back(self, copy: CheckpointCopy, why: str) -> None:
-        """Say that a copy is none any more, before anything is done to it."""
+        """Record that a copy no longer counts, before it is changed."""
 
     def fault(self, copy: CheckpointCopy) -> str | None:
-        """Return what is wrong with a copy as far as names and sizes tell; None: it is whole."""
+        """Return the fault of a copy as far as names and sizes show; None if it is whole."""
 
     def files(self, copy: CheckpointCopy) -> MirroredFiles:
         """Return the files that lie under the name of a copy."""
 
     def stage(self, commit: CheckpointCommit, pace: CopyRateLimit) -> MirroredFiles:
-        """Copy what is missing of a checkpoint, without a claim; return what is to be read back.
+        """Copy the missing bytes of a checkpoint without a claim; return the files to be read back.
 
-        It goes on from what an earlier try of the same commit has left. Raises NotCopied where the checkpoint cannot
-        be read.
+        The remains of an earlier try of the same commit are kept. Raises CopyFailed if the checkpoint cannot be read.
         """
 
     def unstage(self, commit: CheckpointCommit) -> None:
-        """Throw away what was staged: it is not what was saved."""
+        """Remove the staged files, which differ from the checkpoint."""
 
     def publish(self, copy: CheckpointCopy) -> None:
-        """Claim what was staged and read back."""
+        """Claim the staged files, which were read back."""
 
     def set_aside(self, copy: CheckpointCopy) -> None:
-        """Put what was a copy, and is damaged, where nothing removes it."""
+        """Move a damaged copy to a place that no rule empties."""
 
     def remove(self, name: str) -> None:
-        """Remove what was a copy, at once or with the next `tidy`."""
+        """Remove a withdrawn copy, at once or with the next `tidy`."""
 
     def tidy(self, names: set[str], missing: set[str]) -> None:
-        """Remove what a rule or a kill has left.
+        """Remove the remains of kills and withdrawn copies, but nothing that is claimed.
 
-        `names`: what a copy of this run may be called. `missing`: of these, what is still to be copied.
+        `names`: possible names of this run's copies. `missing`: names that are still to be copied.
         """
 
 
 def copy_name(commit: CheckpointCommit) -> str:
-    """The name of a checkpoint's copy."""
+    """Return the name of a checkpoint's copy."""
     return Path(commit.path).name
 
 
 def copy_faults(
     files: MirroredFiles, commit: CheckpointCommit, *, hashes: dict[str, str] | None = None
 ) -> tuple[list[str], dict[str, str]]:
-    """Read a copy back in full: what is wrong with it, and the hash of each file where its commit has no root.
+    """Read a copy back in full; return its faults, and the hash of each file if its commit has no root.
 
-    `hashes`: what the files must have where there is no root; without them they are compared with the commit's own.
+    `hashes`: expected hashes if the commit has no root; None: those of the checkpoint itself.
     """
     if files.sizes() != commit.files:
         return ["its files have not the names and sizes that were saved"], {}
@@ -144,53 +138,51 @@ def _hashes(files: CheckpointFiles, commit: CheckpointCommit) -> dict[str, str]:
 
 
 def source_faults(commit: CheckpointCommit) -> list[str]:
-    """What is wrong with a checkpoint itself, where its copy was not right."""
+    """Return the faults of the checkpoint itself, after its copy was wrong."""
     if (torn := checkpoint_records.checkpoint_fault(commit)) is not None:
         return [torn]
     return [] if commit.checksum is None else checksums.verify_checkpoint(Path(commit.path), commit.checksum)[1]
 
 
-def open_source(files: CheckpointFiles, name: str) -> BinaryIO:
-    """Open a file to be copied. Raises NotCopied."""
+def read_pieces(
+    files: CheckpointFiles, name: str, size: int, pace: CopyRateLimit, *, start: int = 0
+) -> Iterator[bytes]:
+    """Yield the bytes of a file to be copied, from `start` to `size`, at the given pace.
+
+    Raises CopyFailed if the file cannot be read, or ends before `size`.
+    """
+    where = f"{files.where}/{name}"
     try:
-        return files.open(name)
+        with files.open(name) as source:
+            source.seek(start)
+            while start < size:
+                piece = source.read(min(COPY_PIECE_BYTES, size - start))
+                if not piece:
+                    raise CopyFailed(f"it has {start} bytes, not {size}", where=where)
+                yield piece
+                start += len(piece)
+                pace.spend(len(piece))
     except OSError as error:
-        raise _unreadable(files, name, error) from None
-
-
-def read_piece(source: BinaryIO, files: CheckpointFiles, name: str, *, done: int, size: int) -> bytes:
-    """Read on in a file of which `done` bytes were read. Raises NotCopied where it ends before `size`."""
-    try:
-        piece = source.read(min(COPY_PIECE_BYTES, size - done))
-    except OSError as error:
-        raise _unreadable(files, name, error) from None
-    if not piece:
-        raise CopyFailed(f"it has {done} bytes, not {size}", where=f"{files.where}/{name}")
-    return piece
-
-
-def _unreadable(files: CheckpointFiles, name: str, error: OSError) -> CopyFailed:
-    return CopyFailed(f"it cannot be read: {error.strerror or error}", where=f"{files.where}/{name}")
+        raise CopyFailed(f"it cannot be read: {error.strerror or error}", where=where) from None
 
 
 def commit_identity(commit: CheckpointCommit) -> dict[str, object]:
-    """What tells a commit from another one of the same iteration."""
+    """Return the fields that distinguish a commit from other commits of the same iteration."""
     return {"iteration": commit.iteration, "checksum": commit.checksum, "time": commit.time, "files": commit.files}
 
 
-class FolderDestination:
-    """The second place of one run below a folder of this machine; see `relayrun.control.rundir.mirror` for what lies
-    in it."""
+class FolderDestination(MirrorDestination):
+    """The second place of one run below a local folder; `relayrun.control.rundir.mirror` lists its content."""
+
+    where: Path
 
     def __init__(self, folder: Path) -> None:
         self.where = folder
 
     def owner(self) -> MirrorOwner | None:
-        """Return whose copies lie there; None: nobody's, or the folder is away."""
         return MirrorOwner.read(self.where / "mirror.json")
 
     def prepare(self, owner: MirrorOwner) -> None:
-        """Make it this run's. Raises RunDirError where what it should lie in is away."""
         above = self.where.parents[1]
         if not above.is_dir():
             raise RunDirError("there is no such folder", where=above, hint="make it, or mount it")
@@ -198,56 +190,46 @@ class FolderDestination:
         owner.write(self.where / "mirror.json")
 
     def copies(self) -> dict[str, CheckpointCopy]:
-        """Return what is claimed to be there, by name."""
         return mirror.read_copies(self.where)
 
     def take_back(self, copy: CheckpointCopy, why: str) -> None:
-        """Say that a copy is none any more, before anything is done to it."""
         mirror.withdraw_copy(self.where, copy, why, now=time.time())
 
     def fault(self, copy: CheckpointCopy) -> str | None:
-        """Return what is wrong with a copy as far as names and sizes tell; None: it is whole."""
         return copy.fault(self.where)
 
     def files(self, copy: CheckpointCopy) -> MirroredFiles:
-        """Return the files that lie under the name of a copy."""
         return LocalCheckpointFiles(self.where / copy.name)
 
     def stage(self, commit: CheckpointCommit, pace: CopyRateLimit) -> MirroredFiles:
-        """Copy what is missing of a checkpoint into `.staging`. Raises as `stage_files`."""
-        staged, final = self._staged(commit), self.where / copy_name(commit)
+        """Copy the missing bytes of a checkpoint into `.staging`. Raises like `stage_files`."""
+        staged, final = self._staged(copy_name(commit)), self.where / copy_name(commit)
         if os.path.lexists(final) and not os.path.lexists(staged):  # a kill came between name and claim
             os.rename(final, staged)
         stage_files(LocalCheckpointFiles(Path(commit.path)), commit, staged, pace)
         return LocalCheckpointFiles(staged)
 
     def unstage(self, commit: CheckpointCommit) -> None:
-        """Throw away what was staged."""
-        staged = self._staged(commit)
-        staged.with_name(f"{staged.name}.json").unlink(missing_ok=True)
-        remove_tree(staged)
+        remove_staged(self._staged(copy_name(commit)))
 
     def publish(self, copy: CheckpointCopy) -> None:
-        """Give what was staged and read back its name, then its line."""
-        staged, final = self.where / ".staging" / copy.name, self.where / copy.name
+        """Give the staged files their name, then their line in the record."""
+        staged, final = self._staged(copy.name), self.where / copy.name
         if os.path.lexists(final):  # unclaimed: what a kill left, or of another commit of this iteration
             self._put_away(copy.name, ".removing")
         os.rename(staged, final)
         fsync_directory(self.where)
         mirror.claim_copy(self.where, copy)
-        staged.with_name(f"{staged.name}.json").unlink(missing_ok=True)
+        commit_marker(staged).unlink(missing_ok=True)
 
     def set_aside(self, copy: CheckpointCopy) -> None:
-        """Put what was a copy, and is damaged, where nothing removes it."""
         if os.path.lexists(self.where / copy.name):
             self._put_away(copy.name, ".damaged")
 
     def remove(self, name: str) -> None:
-        """Put what was a copy where `tidy` removes it."""
         self._put_away(name, ".removing")
 
     def tidy(self, names: set[str], missing: set[str]) -> None:
-        """Remove what a rule or a kill has left: nothing that is claimed, or that is still to be copied."""
         for name in (names | mirror.withdrawn_copies(self.where)) - self.copies().keys() - missing:
             if os.path.lexists(self.where / name):
                 self._put_away(name, ".removing")
@@ -256,8 +238,8 @@ class FolderDestination:
             if entry.name.removesuffix(".json") not in missing:
                 remove_tree(entry)
 
-    def _staged(self, commit: CheckpointCommit) -> Path:
-        return self.where / ".staging" / copy_name(commit)
+    def _staged(self, name: str) -> Path:
+        return self.where / ".staging" / name
 
     def _put_away(self, name: str, where: str) -> None:
         folder = self.where / where
@@ -267,11 +249,11 @@ class FolderDestination:
 
 
 def stage_files(source: MirroredFiles, commit: CheckpointCommit, staged: Path, pace: CopyRateLimit) -> None:
-    """Copy what is missing of a checkpoint into a folder; on from what an earlier try of the same commit has left.
+    """Copy the missing bytes of a checkpoint into a folder; the remains of an earlier try of this commit are kept.
 
-    Raises NotCopied where the checkpoint is away or changes, OSError where the target cannot be written.
+    Raises CopyFailed if the checkpoint is away or changes, OSError if the target cannot be written.
     """
-    marker = staged.with_name(f"{staged.name}.json")
+    marker = commit_marker(staged)
     try:
         same = read_json(marker) == commit_identity(commit)
     except (FileNotFoundError, ValueError):
@@ -295,17 +277,23 @@ def _copy_file(source: MirroredFiles, name: str, target: Path, size: int, pace: 
         if done > size:
             out.truncate(0)
             done = 0
-        with open_source(source, name) as read:
-            read.seek(done)
-            while done < size:
-                piece = read_piece(read, source, name, done=done, size=size)
-                view = memoryview(piece)
-                while view:
-                    view = view[out.write(view) :]
-                done += len(piece)
-                pace.spend(len(piece))
+        for piece in read_pieces(source, name, size, pace, start=done):
+            view = memoryview(piece)
+            while view:
+                view = view[out.write(view) :]
         os.fsync(out.fileno())
         os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # what is verified comes from the disk
+
+
+def commit_marker(staged: Path) -> Path:
+    """Return the file beside staged files that names their commit."""
+    return staged.with_name(f"{staged.name}.json")
+
+
+def remove_staged(staged: Path) -> None:
+    """Remove staged files and their marker. Raises OSError."""
+    commit_marker(staged).unlink(missing_ok=True)
+    remove_tree(staged)
 
 
 def remove_tree(path: Path) -> None:

@@ -1,7 +1,7 @@
 """A second place below a URL that fsspec knows (`s3://bucket/ada`): files lie under their final names, unclaimed.
 
-Such stores cannot rename a folder, nor append to a file. So a copy grows where it stays, and counts by its claim alone,
-an object of its own (`relayrun.control.rundir.mirror` lists them). What fails in a way that may pass is tried again.
+Such stores cannot rename a folder or append to a file. So a copy grows under its final name, and counts by its claim
+alone, an object of its own (`relayrun.control.rundir.mirror` lists them). Transient failures are retried.
 Credentials and options come from the environment, as fsspec and the package of the scheme read them.
 """
 
@@ -13,8 +13,8 @@ import json
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
-from functools import cached_property
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
@@ -23,28 +23,37 @@ from relayrun.control.rundir.mirror import CheckpointCopy, MirrorOwner
 from relayrun.control.rundir.records import CheckpointCommit, Record
 from relayrun.errors import ConfigError, InputError, RelayrunError, RunDirError, missing_extra
 from relayrun.masking import mask_tokens
-from relayrun.tokens.stores.urls import RemoteFile, StoreError, absolute_path, list_store_sizes, retry_transient
+from relayrun.tokens.stores.urls import (
+    RemoteFile,
+    StoreError,
+    absolute_path,
+    first_line,
+    list_store_sizes,
+    retry_transient,
+)
 from relayrun.train.checkpoint.checksums import LocalCheckpointFiles
 from relayrun.train.mirror.destination import (
     CopyRateLimit,
+    MirrorDestination,
     MirroredFiles,
     commit_identity,
     copy_name,
-    open_source,
-    read_piece,
+    read_pieces,
 )
 
 MOST_PARTS = 5000
-"""A large file is sent in fewer parts than this: stores allow ten thousand."""
+"""Largest number of parts of a file; stores allow ten thousand."""
 PART_BYTES = 64 << 20
-"""Bytes of a part, or more where that would be too many."""
+"""Least bytes of a part."""
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Record)
 
 
-class ObjectStoreDestination:
-    """The second place of one run below a URL. `pace`: of what is read from it."""
+class ObjectStoreDestination(MirrorDestination):
+    """The second place of one run below a URL. `pace`: limit of the reads from it."""
+
+    where: str
 
     def __init__(self, url: str, pace: CopyRateLimit) -> None:
         self.where = absolute_path(url)
@@ -52,11 +61,9 @@ class ObjectStoreDestination:
         self._gave_up: StoreError | None = None
 
     def owner(self) -> MirrorOwner | None:
-        """Return whose copies lie there; None: nobody's."""
         return self._record("mirror.json", MirrorOwner)
 
     def prepare(self, owner: MirrorOwner) -> None:
-        """Make it this run's. Raises RunDirError where there is no such bucket or folder."""
         try:
             self._write("mirror.json", asdict(owner))
         except FileNotFoundError:
@@ -64,15 +71,12 @@ class ObjectStoreDestination:
             raise RunDirError("there is no such bucket or folder", where=above, hint="make it") from None
 
     def copies(self) -> dict[str, CheckpointCopy]:
-        """Return what is claimed to be there, by name."""
         return {name: copy for name, copy in self._claims.items() if copy.gone is None}
 
     def take_back(self, copy: CheckpointCopy, why: str) -> None:
-        """Say that a copy is none any more, before anything is done to it."""
         self._claim(replace(copy, time=time.time(), gone=why))
 
     def fault(self, copy: CheckpointCopy) -> str | None:
-        """Return what is wrong with a copy as far as names and sizes tell; None: it is whole."""
         found = self._sizes(copy.name)
         for name, size in copy.files.items():
             if name not in found:
@@ -82,11 +86,10 @@ class ObjectStoreDestination:
         return None
 
     def files(self, copy: CheckpointCopy) -> MirroredFiles:
-        """Return the files that lie under the name of a copy."""
         return StoredFiles(f"{self.where}/{copy.name}", self._sizes(copy.name), self._pace)
 
     def stage(self, commit: CheckpointCommit, pace: CopyRateLimit) -> MirroredFiles:
-        """Send the files of a checkpoint that are not there, or not whole. Raises NotCopied, StoreError."""
+        """Send the missing and incomplete files of a checkpoint. Raises CopyFailed, StoreError."""
         name, source = copy_name(commit), LocalCheckpointFiles(Path(commit.path))
         if self._read(_marker(name)) != json.loads(json.dumps(commit_identity(commit))):
             self._remove(name)
@@ -96,36 +99,32 @@ class ObjectStoreDestination:
             self._remove(_below(name, file))
         for file, size in commit.files.items():
             if there.get(file) != size:
-                self._ask(lambda file=file, size=size: self._send(source, name, file, size, pace), name)  # type: ignore[misc]
+                self._ask(partial(self._send, source, name, file, size, pace), name)
         return StoredFiles(f"{self.where}/{name}", self._sizes(name), self._pace)
 
     def unstage(self, commit: CheckpointCommit) -> None:
-        """Throw away what was staged: it is not what was saved."""
         self._remove(_marker(copy_name(commit)))
         self._remove(copy_name(commit))
 
     def publish(self, copy: CheckpointCopy) -> None:
-        """Claim what was staged and read back."""
         self._claim(copy)
         self._remove(_marker(copy.name))
 
     def set_aside(self, copy: CheckpointCopy) -> None:
-        """Put what was a copy, and is damaged, where nothing removes it."""
         names = (copy.name if number == 1 else f"{copy.name}-{number}" for number in count(1))
         target = next(f"damaged/{name}" for name in names if not self._sizes(f"damaged/{name}"))
         for file in self._sizes(copy.name):
             source, to = self._path(_below(copy.name, file)), self._path(_below(target, file))
-            self._ask(lambda source=source, to=to: self._in_folder(to, lambda: self._fs.cp_file(source, to)), copy.name)  # type: ignore[misc]
+            self._ask(partial(self._in_folder, to, partial(self._fs.cp_file, source, to)), copy.name)
         self.remove(copy.name)
 
     def remove(self, name: str) -> None:
-        """Remove what was a copy, then the word that it was one."""
+        """Remove the files of a withdrawn copy, then its claim."""
         self._remove(name)
         self._remove(_claim(name))
         self._claims.pop(name, None)
 
     def tidy(self, names: set[str], missing: set[str]) -> None:
-        """Remove what a rule or a kill has left: nothing that is claimed, or that is still to be copied."""
         withdrawn = self._claims.keys() - self.copies().keys()
         there = set(self._names("")) | withdrawn
         for name in ((names & there) | withdrawn) - self.copies().keys() - missing:
@@ -136,7 +135,7 @@ class ObjectStoreDestination:
 
     @cached_property
     def _claims(self) -> dict[str, CheckpointCopy]:
-        """Every claim, those that were taken back too: read once, since no other process writes meanwhile."""
+        """Return every claim, withdrawn ones included; read once, since no other process writes meanwhile."""
         found = (self._record(f"copies/{name}", CheckpointCopy) for name in sorted(self._sizes("copies")))
         return {copy.name: copy for copy in found if copy is not None}
 
@@ -153,8 +152,7 @@ class ObjectStoreDestination:
         return f"{root}/{name}" if name else str(root)
 
     def _ask(self, call: Callable[[], T], name: str) -> T:
-        """Return what `call` returns, tried again as `retry_transient` does; a store that has given no answer is not
-        asked again.
+        """Return the result of `call`, with the retries of `retry_transient`; a silent store is not asked again.
 
         Raises FileNotFoundError, StoreError, and RelayrunError of `call`.
         """
@@ -180,7 +178,7 @@ class ObjectStoreDestination:
             raise RunDirError(f"unreadable record: {error}", where=f"{self.where}/{name}", hint=hint) from None
 
     def _read(self, name: str) -> Any:
-        """The JSON of a small object; None where there is none. Raises ValueError where it is torn."""
+        """Return the JSON of a small object; None if it is missing. Raises ValueError if it is torn."""
         try:
             return json.loads(self._ask(lambda: self._fs.cat_file(self._path(name)), name))
         except FileNotFoundError:
@@ -188,39 +186,37 @@ class ObjectStoreDestination:
 
     def _write(self, name: str, value: object) -> None:
         data, path = json.dumps(value, indent=1).encode(), self._path(name)
-        self._ask(lambda: self._in_folder(path, lambda: self._fs.pipe_file(path, data)), name)
+        self._ask(partial(self._in_folder, path, partial(self._fs.pipe_file, path, data)), name)
 
     def _sizes(self, name: str) -> dict[str, int]:
-        """Bytes of every file below a name, by its name there; of a file itself under `.`; empty where nothing is."""
-
-        def look() -> dict[str, int]:
-            self._fs.invalidate_cache()
-            return list_store_sizes(self._fs, self._path(name))
-
-        try:
-            return {file or ".": size for file, size in self._ask(look, name).items()}
-        except FileNotFoundError:
-            return {}
+        """Return the bytes of every file below a name, by its name there; a file itself has the name `.`."""
+        found: dict[str, int] = self._listed(name, list_store_sizes, {})
+        return {file or ".": size for file, size in found.items()}
 
     def _names(self, name: str) -> list[str]:
-        """What stands directly below a name."""
+        """Return the names directly below a name."""
+        found: list[str] = self._listed(name, lambda fs, path: fs.ls(path, detail=False), [])
+        return [str(path).rstrip("/").rsplit("/", 1)[-1] for path in found]
 
-        def look() -> list[str]:
+    def _listed(self, name: str, look: Callable[[Any, str], T], empty: T) -> T:
+        """Return the result of `look` at a path, without fsspec's cache; `empty` if nothing is there."""
+
+        def fresh() -> T:
             self._fs.invalidate_cache()
-            return [str(path).rstrip("/").rsplit("/", 1)[-1] for path in self._fs.ls(self._path(name), detail=False)]
+            return look(self._fs, self._path(name))
 
         try:
-            return self._ask(look, name)
+            return self._ask(fresh, name)
         except FileNotFoundError:
-            return []
+            return empty
 
     def _remove(self, name: str) -> None:
         path = _no_pattern(self._fs, self._path(name))
         with contextlib.suppress(FileNotFoundError):
-            self._ask(lambda: self._fs.rm(path, recursive=True), name)
+            self._ask(partial(self._fs.rm, path, recursive=True), name)
 
     def _in_folder(self, path: str, write: Callable[[], T]) -> T:
-        """Write a file; where the store has folders, make the one it lies in, but none above the run's own two."""
+        """Write a file; if the store has folders, make its folder, but none above the run's own two."""
         try:
             return write()
         except FileNotFoundError:
@@ -230,47 +226,39 @@ class ObjectStoreDestination:
             return write()
 
     def _send(self, source: MirroredFiles, name: str, file: str, size: int, pace: CopyRateLimit) -> None:
-        """Send one file, from its begin. Raises NotCopied, and whatever the store raises."""
+        """Send one file from its beginning. Raises CopyFailed, and any error of the store."""
         path, part = self._path(_below(name, file)), max(PART_BYTES, -(-size // MOST_PARTS))
         out = self._in_folder(path, lambda: self._fs.open(path, "wb", block_size=part))
-        done = 0
         try:
-            with open_source(source, file) as read:
-                while done < size:
-                    piece = read_piece(read, source, file, done=done, size=size)
-                    out.write(piece)
-                    done += len(piece)
-                    pace.spend(len(piece))
+            for piece in read_pieces(source, file, size, pace):
+                out.write(piece)
         except BaseException:
             _abandon(out)
             raise
         out.close()
 
 
+@dataclass(frozen=True)
 class StoredFiles:
-    """The files of a copy below a URL; what is read of them counts for the pace."""
+    """The files of a copy below a URL, as `MirroredFiles`; reads count for the pace."""
 
-    def __init__(self, url: str, sizes: dict[str, int], pace: CopyRateLimit) -> None:
-        self.where = url
-        self._sizes = sizes
-        self._pace = pace
+    where: str
+    _sizes: dict[str, int]
+    _pace: CopyRateLimit
 
     def names(self) -> list[str]:
-        """Return the names that stand in the folder itself."""
         return sorted({name.partition("/")[0] for name in self._sizes})
 
     def size(self, name: str) -> int:
-        """Return how many bytes a file has, as the store lists it."""
         if name not in self._sizes:
             raise FileNotFoundError(f"{self.where}/{name}")
         return self._sizes[name]
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of every file, by its name."""
         return self._sizes
 
     def open(self, name: str) -> BinaryIO:
-        """Open a file to read its bytes. Raises StoreError where the store does not answer or refuses."""
+        """Open a file to read its bytes. Raises StoreError if the store does not answer, or refuses."""
         url = self.where if name == "." else f"{self.where}/{name}"
         try:
             return cast(BinaryIO, _PacedFile(url, self._pace))
@@ -281,7 +269,7 @@ class StoredFiles:
 
 
 class _PacedFile(RemoteFile):
-    """A file of a copy, read no faster than it may be."""
+    """A file of a copy, read at a limited pace."""
 
     def __init__(self, url: str, pace: CopyRateLimit) -> None:
         super().__init__(url)
@@ -294,7 +282,7 @@ class _PacedFile(RemoteFile):
 
 
 def check_object_store(url: str, setting: str) -> None:
-    """Raise ConfigError where nothing can be written, read and removed below a URL; `setting`: what names it."""
+    """Raise ConfigError unless a file can be written, read and removed below a URL. `setting`: names the URL."""
     where = f"{setting}: {url}"
     data = secrets.token_bytes(16)
     try:
@@ -317,7 +305,7 @@ _ACCESS = "credentials and options come from the environment, as fsspec's packag
 
 
 def _open(url: str) -> tuple[Any, str]:
-    """The store of a URL, and its path there. Raises InputError where fsspec, or its package of the scheme, is away."""
+    """Return the store of a URL, and its path there. Raises InputError without fsspec or its package of the scheme."""
     try:
         import fsspec
 
@@ -332,7 +320,7 @@ def _open(url: str) -> tuple[Any, str]:
 
 
 def _no_pattern(fs: Any, path: str) -> str:
-    """The path itself. Raises InputError where fsspec would take it for a pattern, and remove what that matches."""
+    """Return the path itself. Raises InputError if fsspec would take it for a pattern, and remove every match."""
     if glob.has_magic(path) and "file" not in fs.protocol:
         raise InputError(
             "fsspec takes *, ? and [ in a name for a pattern, and would remove other copies",
@@ -348,13 +336,12 @@ def _refused(error: Exception, url: str) -> StoreError:
 
 
 def _line(error: Exception) -> str:
-    """The first line of an error, without what looks like a secret."""
-    text = (str(error).splitlines() or [""])[0] or type(error).__name__
-    return mask_tokens(getattr(error, "strerror", None) or text)[0]
+    """Return the first line of an error, with secrets masked."""
+    return mask_tokens(getattr(error, "strerror", None) or first_line(error))[0]
 
 
 def _abandon(out: Any) -> None:
-    """Let go of a file that is half sent, without the store taking it for whole."""
+    """Drop a half-sent file, so that the store does not publish it."""
     with contextlib.suppress(Exception):
         out.discard()
     with contextlib.suppress(Exception):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -30,31 +32,26 @@ from relayrun.train.mirror.destination import (
 from relayrun.train.mirror.object_store import ObjectStoreDestination
 
 
-def destination_of_policy(policy: MirrorPolicy, pace: CopyRateLimit) -> MirrorDestination:
-    """Return the second place that a policy names."""
-    return destination_at(policy.folder, pace)
-
-
 def destination_at(where: str, pace: CopyRateLimit) -> MirrorDestination:
-    """Return the second place that is a folder, or a URL."""
+    """Return the second place at a folder or a URL."""
     if "://" in where:
         return ObjectStoreDestination(where, pace)
     return FolderDestination(Path(where))
 
 
 COPY_TRIES = 2
-"""How often a checkpoint is copied in a pass before it is left for the next one."""
+"""Tries to copy a checkpoint in one pass; then it is left for the next pass."""
 
 
 @dataclass
 class MirrorPassResult:
-    """What a pass did, in words, and what it could not do."""
+    """Report of a pass: lines about its work, and complaints about its failures."""
 
     lines: list[str] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
 
     def tell(self) -> int:
-        """Print it; return the exit code, 1 where something was not copied."""
+        """Print the report; return the exit code, 1 after a complaint."""
         for line in self.lines or ["nothing to copy"] * (not self.complaints):
             print(line)
         for complaint in self.complaints:
@@ -63,10 +60,10 @@ class MirrorPassResult:
 
 
 def mirror_checkpoints(run: Run, *, verify: bool = False, pace: CopyRateLimit | None = None) -> MirrorPassResult:
-    """Bring the copies of a run up to date; return what was done.
+    """Bring the copies of a run up to date; return a report.
 
-    `verify`: read all copies back in full, too. Raises RelayrunError where the run has no mirror, its place is away or
-    another run's, and where another process copies now.
+    `verify`: read all copies back in full, too. Raises RelayrunError if the run has no mirror, if its place is away or
+    holds the copies of another run, and if another process copies now.
     """
     policy = MirrorPolicy.read_own(mirror.mirror_policy_path(run))
     if policy is None:
@@ -80,18 +77,16 @@ def mirror_checkpoints(run: Run, *, verify: bool = False, pace: CopyRateLimit | 
         rate = policy.megabytes_per_second
         work = _MirrorPass(run, policy, pace or CopyRateLimit(None if rate is None else rate * 1e6))
         try:
-            return work.all(verify=verify)
+            work.all(verify=verify)
         except OSError as error:
             work.done.complaints.append(mask_tokens(f"{error.filename or policy.folder}: {error.strerror or error}")[0])
-            return work.done
-        except StoreError as error:
-            work.done.complaints.append(str(error))
-            return work.done
         except RelayrunError as error:
             work.done.complaints.append(str(error))
-            raise
+            if not isinstance(error, StoreError):
+                raise
         finally:
             work.note()
+        return work.done
 
 
 class _MirrorPass:
@@ -101,17 +96,17 @@ class _MirrorPass:
         self._run = run
         self._policy = policy
         self._pace = pace
-        self._place = destination_of_policy(policy, pace)
+        self._place = destination_at(policy.folder, pace)
         self.done = MirrorPassResult()
         self._ended = False
 
-    def all(self, *, verify: bool) -> MirrorPassResult:
+    def all(self, *, verify: bool) -> None:
         _open_destination(self._run, self._policy, self._place)
         mirror.write_copy_in_progress(self._run, None, now=time.time())  # of a pass that was killed
         self._tidy()
         self._look_at_copies(verify=verify)
         failed: set[int] = set()
-        while (commit := self._next(failed)) is not None:
+        while commit := next((each for each in self._missing() if each.iteration not in failed), None):
             mirror.write_copy_in_progress(self._run, commit.iteration, now=time.time())
             try:
                 self._copy(commit)
@@ -122,10 +117,9 @@ class _MirrorPass:
                 mirror.write_copy_in_progress(self._run, None, now=time.time())
         self._remove()
         self._ended = True
-        return self.done
 
     def note(self) -> None:
-        """Leave word for people of how it ended."""
+        """Record the end of the pass, for people."""
         complaints = self.done.complaints or ["the pass was interrupted"] * (not self._ended)
         now, complaint = time.time(), "; ".join(complaints) or None
         last = MirrorPass(time=now, iteration=None, behind=0, complaint=complaint, seen=False)
@@ -136,21 +130,20 @@ class _MirrorPass:
             last = replace(last, behind=len(self._missing()))
             if self._place.owner() is not None:
                 every = mirror.copies_newest_first(self._place.copies())
-                newest = next((copy for copy in self._counting(every) if self._place.fault(copy) is None), None)
-                iteration = None if newest is None else newest.iteration
-                last = replace(last, iteration=iteration, copies=len(every), seen=True)
+                whole = (copy.iteration for copy in self._counting(every) if self._place.fault(copy) is None)
+                last = replace(last, iteration=next(whole, None), copies=len(every), seen=True)
         if complaint is None:
             last = replace(last, good_time=now)
         with contextlib.suppress(OSError):
             mirror.write_last_pass(self._run, last)
 
     def _line(self) -> dict[str, CheckpointCommit]:
-        """The run's own commits that count, by the names of their copies."""
+        """Return the run's own commits that count, by the names of their copies."""
         own = [counted.commit for counted in Lineage(self._run).backwards() if counted.published]
         return {copy_name(commit): commit for commit in own}
 
     def _missing(self) -> list[CheckpointCommit]:
-        """Whole checkpoints that should be copied and are not, the newest first."""
+        """Return whole checkpoints that are still to be copied, newest first."""
         line, copied = self._line(), self._place.copies()
         whole = {name: commit for name, commit in line.items() if checkpoint_records.checkpoint_fault(commit) is None}
         there = {copy.iteration for name, copy in copied.items() if name in line and copy.is_of(line[name])}
@@ -163,11 +156,8 @@ class _MirrorPass:
             iterations, keep_last=self._policy.keep_last, keep_every=self._policy.keep_every
         )
 
-    def _next(self, failed: set[int]) -> CheckpointCommit | None:
-        return next((commit for commit in self._missing() if commit.iteration not in failed), None)
-
     def _copy(self, commit: CheckpointCommit) -> None:
-        """Copy a checkpoint, verify it, give it its name, claim it. Raises NotCopied; OSError where the place fails."""
+        """Copy a checkpoint, verify the copy and claim it. Raises CopyFailed, and OSError if the place fails."""
         began = time.monotonic()
         for number in range(1, COPY_TRIES + 1):
             files = self._place.stage(commit, self._pace)
@@ -198,7 +188,7 @@ class _MirrorPass:
         self._remove()
 
     def _look_at_copies(self, *, verify: bool) -> None:
-        """Take back what is claimed and is not so."""
+        """Withdraw damaged copies, and copies of iterations that were computed again."""
         line = self._line()
         for name, copy in self._place.copies().items():
             why = self._place.fault(copy)
@@ -215,9 +205,9 @@ class _MirrorPass:
                 self._place.remove(name)
 
     def _remove(self) -> None:
-        """Remove what no rule keeps; never the newest that counts, and nothing where that is not whole.
+        """Remove copies that no rule keeps, but never the newest that counts; nothing if that copy is not whole.
 
-        What does not count any more, since training went back, stays until the copies that count are beyond it.
+        Copies that no longer count after a rollback stay until the copies that count are beyond them.
         """
         every = mirror.copies_newest_first(self._place.copies())
         counting = self._counting(every)
@@ -232,7 +222,7 @@ class _MirrorPass:
         self._tidy()
 
     def _counting(self, copies: Iterable[CheckpointCopy]) -> list[CheckpointCopy]:
-        """Those of these copies that hold a checkpoint of the run's line, in their order."""
+        """Return the copies that hold a checkpoint of the run's line, in their order."""
         line = self._line()
         return [copy for copy in copies if copy.name in line and copy.is_of(line[copy.name])]
 
@@ -241,7 +231,7 @@ class _MirrorPass:
 
 
 def _open_destination(run: Run, policy: MirrorPolicy, place: MirrorDestination) -> None:
-    """Make the second place this run's, or see that it is. Raises RelayrunError where it is another's."""
+    """Make the second place this run's. Raises RelayrunError if it belongs to another run, or is away."""
     last = mirror.read_last_pass(run)
     if last is not None and (last.copies or last.iteration is not None) and place.owner() is None:
         what = "copies were" if last.iteration is None else f"iteration {last.iteration} was copied"
@@ -255,7 +245,7 @@ def _open_destination(run: Run, policy: MirrorPolicy, place: MirrorDestination) 
 
 
 def check_owner(run: Run, policy: MirrorPolicy, place: MirrorDestination) -> None:
-    """Raise RunDirError where the copies that lie there are another run's."""
+    """Raise RunDirError if the copies that lie there belong to another run."""
     owner = place.owner()
     if owner is None:
         return
@@ -269,21 +259,30 @@ def check_owner(run: Run, policy: MirrorPolicy, place: MirrorDestination) -> Non
 
 
 def is_still_mirrored(run: Run, name: str) -> bool:
-    """Whether a run is still there that copies under this id."""
+    """Return whether a run still copies under this id."""
     with contextlib.suppress(RunDirError, OSError):
         policy = mirror.read_mirror_policy(run)
         return policy is not None and policy.id == name
     return False
 
 
+def mirror_lock(run: Run) -> AbstractContextManager[None]:
+    """Exclude other processes from copying or restoring checkpoints of the run. Raises RunDirError if one does."""
+    refusal = RunDirError("another process copies the checkpoints of this run now", where=run.path)
+    return exclusive_lock(mirror.mirror_folder(run) / "lock", os.O_WRONLY | os.O_CREAT, refusal)
+
+
 @contextlib.contextmanager
-def mirror_lock(run: Run) -> Iterator[None]:
-    """Keep other processes from copying or restoring checkpoints of the run. Raises RunDirError where one does."""
-    with open(mirror.mirror_folder(run) / "lock", "w") as lock:
+def exclusive_lock(path: Path, flags: int, refusal: RelayrunError) -> Iterator[None]:
+    """Hold the lock of a file or folder, opened with `flags`. Raises `refusal` if another process holds it."""
+    held = os.open(path, flags, 0o666)
+    try:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise RunDirError("another process copies the checkpoints of this run now", where=run.path) from None
-        except OSError:  # a file system without locks: what two of them write is verified all the same
+            raise refusal from None
+        except OSError:  # a file system without locks; all copies are verified anyway
             pass
         yield
+    finally:
+        os.close(held)

@@ -270,8 +270,7 @@ def gather_sequence(
 
 
 def scatter_sequence(out: torch.Tensor) -> torch.Tensor:
-    """Exchange all tokens [sequence, batch, heads / n, channels] for this rank's [sequence / n, batch, heads,
-    channels]."""
+    """Exchange [sequence, batch, heads / n, channels] for this rank's [sequence / n, batch, heads, channels]."""
     size = parallel_state.get_context_parallel_world_size()
     sequence, batch, heads, channels = out.shape
     parts = out.reshape(2 * size, sequence // (2 * size), batch, heads, channels)[_of_ranks(size)]

@@ -99,11 +99,8 @@ class RowwiseYarnEmbedding(RowwiseRotaryEmbedding):
 
 def positions_for(rotary: torch.nn.Module, length: int) -> RowwiseRotaryEmbedding:
     """Return the replacement of a rotary embedding for sequences of this length."""
-    return (
-        RowwiseYarnEmbedding(rotary, length)
-        if isinstance(rotary, YarnRotaryEmbedding)
-        else RowwiseRotaryEmbedding(rotary)
-    )
+    yarn = isinstance(rotary, YarnRotaryEmbedding)
+    return RowwiseYarnEmbedding(rotary, length) if yarn else RowwiseRotaryEmbedding(rotary)
 
 
 @cache

@@ -48,8 +48,7 @@ def count_layers(model: ModelSection) -> ParameterCount:
 
 
 def count_attention(model: ModelSection) -> ParameterCount:
-    """Count attention's projections to queries, keys, values and (with a gate) output weights, and the output
-    projection."""
+    """Count attention's projections to queries, keys, values and, with a gate, output weights, and the last one."""
     transformer, hidden = model.transformer, model.hidden_size
     if transformer.multi_latent_attention:
         return _latent_attention(model)
@@ -211,8 +210,7 @@ _WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
 def _bytes_a_parameter(config: RunConfig) -> tuple[int, int, int]:
-    """Return the bytes of a weight; of weight and gradient, on every rank; of the distributed optimizer's shared
-    state."""
+    """Return the bytes of a weight; of weight and gradient on every rank; of the shared optimizer state."""
     if config.training.resolved_precision != "bf16":
         return 4, 8, 8
     optimizer = config.optimizer

@@ -180,8 +180,7 @@ def _make(settings: Settings, model: ModelStage) -> user_optimizer.MakeOptimizer
 def learning_rate_schedule(
     config: RunConfig, optimizer: MegatronOptimizer, position: TrainingProgress
 ) -> OptimizerParamScheduler:
-    """Return the schedule in iterations; a length in tokens is converted by the run's own past and future batch
-    sizes."""
+    """Return the schedule in iterations; the run's past and future batch sizes convert lengths in tokens."""
     settings = config.optimizer
     warmup, decay = config.lr_steps(position.reaches)
     if warmup >= decay:
@@ -394,8 +393,7 @@ def use_fused_adam(optimizer: MegatronOptimizer) -> None:
 
 
 def place_step_counts(optimizer: MegatronOptimizer) -> None:
-    """Move step counts to AdamW's device: the parameter's if it is fused, else the host. A checkpoint may have
-    either."""
+    """Move step counts, which a checkpoint has anywhere, to the parameter's device if AdamW is fused, else the host."""
     for adam in _adams(optimizer):
         for group in adam.param_groups:
             for parameter in group["params"]:

@@ -188,8 +188,7 @@ class _NamedState:
 
 
 def _by_parameter(found: Mapping[str, Any]) -> dict[str, dict[str, tuple[str, Any]]]:
-    """Return key and metadata of a checkpoint's entries of a parameter's state, by the parameter and the state's
-    name."""
+    """Return key and metadata of a checkpoint's entries, by the parameter and the name of the state."""
     result: dict[str, dict[str, tuple[str, Any]]] = defaultdict(dict)
     for key, described in found.items():
         if key.startswith(STATE_PREFIX):
@@ -240,12 +239,13 @@ def _once(name: str, entry: Any, whole: ShardedBase) -> ShardedObject:
     piece = _piece(whole)
     stack = piece.prepend_axis_num
     parts = tuple(offset // size for offset, size in zip(piece.global_offset[stack:], piece.local_shape, strict=True))
+    own = piece.replica_id if isinstance(piece.replica_id, tuple) else (piece.replica_id,)
     return ShardedObject(
         f"{STATE_PREFIX}{name}.{piece.key}",
         entry,
         (*piece.axis_fragmentations[:stack], 1),
         (*piece.global_offset[:stack], 0),
-        replica_id=_replica(piece, sum(parts)),
+        replica_id=(*own, sum(parts)),
     )
 
 
@@ -260,11 +260,6 @@ def _part(name: str, entry: Any, whole: ShardedBase) -> ShardedObject:
         shape[axis] //= 1 + len(more)
     key = f"{STATE_PREFIX}{name}.{piece.key}"
     return ShardedObject(key, entry, tuple(shape), offset, replica_id=piece.replica_id)
-
-
-def _replica(piece: ShardedTensor, part: int) -> tuple[int, ...]:
-    own = piece.replica_id if isinstance(piece.replica_id, tuple) else (piece.replica_id,)
-    return (*own, part)
 
 
 def sharded_pieces(whole: ShardedBase) -> list[ShardedTensor]:

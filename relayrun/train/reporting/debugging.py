@@ -6,13 +6,14 @@ the memory log; a failure ends the thread with one log line.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -133,13 +134,13 @@ class Profiler(Hook):
         self._active = debug.profile is not None and rank in debug.profile_ranks
         self._trace = folder / f"rank-{rank:04}.json"
         self._say = say
-        self._profile: Any = None
+        self._profile: contextlib.ExitStack | None = None
 
     def before_step(self, start: StepStart) -> None:
         first, last = self._debug.profile_step_start, self._debug.profile_step_end
         if self._active and self._profile is None and first <= start.iteration <= last:
-            self._profile = _Nsys() if self._debug.profile == "nsys" else _Torch(self._trace)
-            self._profile.start()
+            self._profile = contextlib.ExitStack()
+            self._profile.enter_context(_nsys_range() if self._debug.profile == "nsys" else _torch_profile(self._trace))
 
     def after_step(self, step: Step) -> None:
         if self._profile is not None and step.iteration >= self._debug.profile_step_end:
@@ -155,51 +156,39 @@ class Profiler(Hook):
             return
         self._active = False
         try:
-            profile.stop()
+            profile.close()
             self._say(f"profiled by {self._debug.profile}; traces in {self._trace.parent}")
         except (OSError, RuntimeError) as error:
             log.warning("no profile: %s", error)
 
 
-class _Torch:
-    """Profile by `torch.profiler` of CPU and GPU operations."""
+@contextlib.contextmanager
+def _torch_profile(trace: Path) -> Iterator[None]:
+    """Profile CPU and GPU operations by `torch.profiler`, and write the trace."""
+    import torch
 
-    def __init__(self, trace: Path) -> None:
-        import torch
-
-        self._trace = trace
-        self._profile = torch.profiler.profile(record_shapes=True)
-
-    def start(self) -> None:
-        self._profile.start()
-
-    def stop(self) -> None:
-        self._profile.stop()
-        self._trace.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._trace.with_name(f".tmp-{self._trace.name}")
-        self._profile.export_chrome_trace(str(temporary))
-        os.replace(temporary, self._trace)
+    with torch.profiler.profile(record_shapes=True) as profile:
+        yield
+    trace.parent.mkdir(parents=True, exist_ok=True)
+    temporary = trace.with_name(f".tmp-{trace.name}")
+    profile.export_chrome_trace(str(temporary))
+    os.replace(temporary, trace)
 
 
-class _Nsys:
-    """Capture range of the nsys around this process; NVTX ranges name the operations. Needs CUDA."""
+@contextlib.contextmanager
+def _nsys_range() -> Iterator[None]:
+    """Mark the capture range of the nsys around this process; NVTX ranges name the operations. Needs CUDA."""
+    import torch
+    from torch.autograd import profiler
 
-    def __init__(self) -> None:
-        import torch
-        from torch.autograd import profiler
-
-        ranges: Any = profiler.emit_nvtx
-        self._cuda: Any = torch.cuda if torch.cuda.is_available() else None
-        self._ranges = ranges(record_shapes=True)
-
-    def start(self) -> None:
-        if self._cuda is not None:
-            self._cuda.synchronize()
-            self._cuda.profiler.start()
-            self._ranges.__enter__()
-
-    def stop(self) -> None:
-        if self._cuda is not None:
-            self._cuda.synchronize()
-            self._ranges.__exit__(None, None, None)
-            self._cuda.profiler.stop()
+    if not torch.cuda.is_available():
+        yield
+        return
+    ranges: Any = profiler.emit_nvtx
+    cuda: Any = torch.cuda
+    cuda.synchronize()
+    cuda.profiler.start()
+    with ranges(record_shapes=True):
+        yield
+        cuda.synchronize()
+    cuda.profiler.stop()

@@ -30,7 +30,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -138,36 +138,29 @@ RARE_HEARTBEAT_SECONDS = 60.0
 """Seconds between heartbeats if the node's agent detects hangs; readers wait correspondingly longer."""
 
 
+@dataclass(kw_only=True)
 class HeartbeatWriter:
-    """Writes the heartbeat of this node; does nothing if `active` is False. `rare`: an agent follows the ranks of this
-    node."""
+    """Writes the heartbeat of this node if `active`. `rare`: an agent follows the ranks of this node."""
 
-    def __init__(
-        self, folder: Path, *, node: str, active: bool, iteration: int, timings: Timings, rare: bool = False
-    ) -> None:
-        self._folder = folder
-        self.node = node
-        self._active = active
-        self._rare = rare
-        self._iteration = iteration
-        self._phase: Phase = "start"
-        self._timings = timings
-        self._last: float | None = None
-        """Time of the last write, by the monotonic clock."""
-        self._failing = False
-        self.sections: SectionReporter | None = None
-        """Reports sections to the agent, on every rank, once the config is known."""
-
-    @property
-    def phase(self) -> Phase:
-        """Phase of the main thread; `start` until the first step."""
-        return self._phase
+    folder: Path
+    node: str
+    active: bool
+    iteration: int
+    timings: Timings
+    rare: bool = False
+    sections: SectionReporter | None = None
+    """Reports sections to the agent, on every rank, once the config is known."""
+    phase: Phase = "start"
+    """Phase of the main thread; `start` until the first step."""
+    _last: float | None = None
+    """Time of the last write, by the monotonic clock."""
+    _failing: bool = False
 
     def enter(self, phase: Phase, iteration: int) -> None:
         """Record that the main thread starts `phase`, after `iteration` iterations."""
-        if phase != self._phase and (not self._rare or "start" in (phase, self._phase)):
+        if phase != self.phase and (not self.rare or "start" in (phase, self.phase)):
             self._last = None
-        self._phase, self._iteration = phase, iteration
+        self.phase, self.iteration = phase, iteration
         if self.sections is not None:
             self.sections.enter(phase, iteration)
         self.beat()
@@ -177,23 +170,23 @@ class HeartbeatWriter:
         if self.sections is not None:
             self.sections.touch()
         now = time.monotonic()
-        if not self._active or (
-            self._last is not None and now - self._last < (RARE_HEARTBEAT_SECONDS if self._rare else HEARTBEAT_SECONDS)
+        if not self.active or (
+            self._last is not None and now - self._last < (RARE_HEARTBEAT_SECONDS if self.rare else HEARTBEAT_SECONDS)
         ):
             return
         self._last = now
         beat = Heartbeat(
             node=self.node,
-            iteration=self._iteration,
-            phase=self._phase,
+            iteration=self.iteration,
+            phase=self.phase,
             time=time.time(),
-            step_p95=self._timings.step_p95,
-            save_p95=self._timings.save_p95,
-            interval=RARE_HEARTBEAT_SECONDS if self._rare else 0.0,
+            step_p95=self.timings.step_p95,
+            save_p95=self.timings.save_p95,
+            interval=RARE_HEARTBEAT_SECONDS if self.rare else 0.0,
         )
         try:
-            self._folder.mkdir(exist_ok=True)
-            write_json(self._folder / f"{self.node}.json", asdict(beat), durable=False)
+            self.folder.mkdir(exist_ok=True)
+            write_json(self.folder / f"{self.node}.json", asdict(beat), durable=False)
             self._failing = False
         except OSError as error:  # a full disk must not stop training; one line reports it
             if not self._failing:

@@ -161,7 +161,7 @@ class ProgressLog(Hook):
         return consumed_samples * self._seq_length * self._flops_per_token
 
     def _first_in_a_row(self) -> tuple[float, float]:
-        """Return the start of the first of the latest jobs with equally many ranks (seconds since 1970), and the work
+        """Return the start (seconds since 1970) of the first of the latest jobs with equally many ranks, and the work
         before it."""
         first: tuple[float, float] | None = None
         done = 0.0

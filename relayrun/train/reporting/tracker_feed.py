@@ -38,8 +38,6 @@ LAST_SECONDS = 5
 """Seconds for the rest after rank 0 has left."""
 FIRST_PAUSE, LONGEST_PAUSE = 15.0, 600.0
 """Seconds between a failure and the next try, doubled each time."""
-
-
 LEAVE_SECONDS = 5.0
 """Seconds that rank 0 waits for its feeds after the outcome is written; less than `rundir.time_limit.GRACE_MARGIN`. The
 next attempt's feed sends the rest."""

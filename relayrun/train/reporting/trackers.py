@@ -203,10 +203,9 @@ def wandb_records(data: bytes) -> Iterator[bytes]:
         return
     at, record = WANDB_HEADER_BYTES, b""
     while at + WANDB_HEADER_BYTES <= len(data):
-        if (
-            WANDB_BLOCK_BYTES - at % WANDB_BLOCK_BYTES < WANDB_HEADER_BYTES
-        ):  # the rest of a block that holds no fragment is filled with zeros
-            at += WANDB_BLOCK_BYTES - at % WANDB_BLOCK_BYTES
+        left = WANDB_BLOCK_BYTES - at % WANDB_BLOCK_BYTES
+        if left < WANDB_HEADER_BYTES:  # zeros fill the rest of a block without room for a fragment
+            at += left
             continue
         _checksum, size, kind = struct.unpack_from("<IHB", data, at)
         at += WANDB_HEADER_BYTES
@@ -289,6 +288,29 @@ def wandb_client_settings() -> Any:
     )
 
 
+def start_wandb_client(
+    run: Run, settings: CommonConfig, mode: WandbMode, *, run_id: str, name: str, **more: Any
+) -> tuple[Any, int]:
+    """Start the client of a W&B run; return it and the highest step of its records, 0 without records."""
+    import wandb
+
+    (run.path / "wandb").mkdir(exist_ok=True)
+    client = wandb.init(
+        project=settings.project,
+        name=name,
+        id=run_id,
+        group=settings.name,
+        resume="allow" if mode == "online" else None,
+        mode=mode,
+        dir=str(run.path),
+        settings=wandb_client_settings(),
+        **more,
+    )
+    if mode == "online":  # the service knows best
+        return client, max(0, client.starting_step - 1)
+    return client, highest_wandb_step(run.path / "wandb", run_id)
+
+
 class WandB(TrackerSink):
     """One W&B run over all attempts, by its id; a step is an iteration.
 
@@ -297,26 +319,12 @@ class WandB(TrackerSink):
     """
 
     def __init__(self, run: Run, stream: TrackerRun, config: CommonConfig, mode: WandbMode) -> None:
-        import wandb
-
         for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):  # homes may be full or missing
             os.environ.setdefault(name, str(run.path / "wandb"))
-        (run.path / "wandb").mkdir(exist_ok=True)
-        self._run = wandb.init(
-            project=config.project,
-            name=config.name if stream.forked_from is None else f"{config.name}-from-{stream.fork_iteration}",
-            id=stream.id,
-            group=config.name,
-            resume="allow" if mode == "online" else None,
-            mode=mode,
-            dir=str(run.path),
-            config=_shown(config, stream),
-            settings=wandb_client_settings(),
+        name = config.name if stream.forked_from is None else f"{config.name}-from-{stream.fork_iteration}"
+        self._run, self.mark = start_wandb_client(
+            run, config, mode, run_id=stream.id, name=name, config=_shown(config, stream)
         )
-        if mode == "online":  # the service knows best
-            self.mark = max(0, self._run.starting_step - 1)
-        else:
-            self.mark = highest_wandb_step(run.path / "wandb", stream.id)
 
     def write(self, point: MetricPoint) -> None:
         self._run.log(point.values | {"_timestamp": point.time}, step=point.iteration)

@@ -105,13 +105,8 @@ def copy_run(api: wandb.Api, source: PublicRun, target: WandbProject, name: str)
             rows += 1
         _send_system(made, system, behind=_newest_system(api, target, source.id) if made.resumed else None)
         files = _send_files(made, source, folder)
-        made.summary.update(
-            {
-                key: value
-                for key, value in source.summary_metrics.items()
-                if not key.startswith("_") and not _is_media(value)
-            }
-        )
+        summary = source.summary_metrics.items()
+        made.summary.update({key: each for key, each in summary if key[:1] != "_" and not _is_media(each)})
         made.finish()
     if left_out:
         log.warning("%s: media are not copied: %s", source.id, ", ".join(sorted(left_out)))
@@ -127,7 +122,10 @@ def _newest_system(api: wandb.Api, target: WandbProject, run_id: str) -> float |
 
 
 def _send_system(made: Any, rows: Iterable[dict[str, Any]], *, behind: float | None) -> None:
-    """Send system metrics later than `behind` with their times; the client's API only samples its own machine."""
+    """Send system metrics later than `behind` with their times.
+
+    wandb has no public method for it: its client only samples its own machine, with the present time.
+    """
     from wandb.proto import wandb_internal_pb2 as pb
 
     interface = made._interface
@@ -167,22 +165,16 @@ def send_evaluations(run: Run, config: CommonConfig, mode: WandbMode) -> None:
         return
     import wandb
 
-    name = f"{streams[0].id}-evaluation"
-    (run.path / "wandb").mkdir(exist_ok=True)
     with open(run.evaluations / "wandb.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two jobs may end at the same time
-        client = wandb.init(
-            project=config.project,
+        client, known = trackers.start_wandb_client(
+            run,
+            config,
+            mode,
+            run_id=f"{streams[0].id}-evaluation",
             name=f"{config.name}-evaluation",
-            id=name,
-            group=config.name,
             job_type="evaluation",
-            resume="allow" if mode == "online" else None,
-            mode=mode,
-            dir=str(run.path),
-            settings=wandb_client_settings(),
         )
-        known = client.starting_step - 1 if mode == "online" else trackers.highest_wandb_step(run.path / "wandb", name)
         client.define_metric("evaluation/*", step_metric="iteration")
         for number, result in enumerate(results, 1):
             if number > known:
