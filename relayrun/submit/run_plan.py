@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from relayrun.control.rundir.plan import Plan, chain_job_name
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.time_limit import first_grace_period
 from relayrun.control.scheduler import slurm_commands
-from relayrun.control.trainers.command import CommandSettings
 from relayrun.slurmtime import parse_time
 from relayrun.submit.megatron_lm.command_line import command_line
 
@@ -35,7 +34,9 @@ def trainer_settings(config: CommonConfig, run: Run) -> dict[str, Any]:
     Raises ConfigError, and InputError where data that a command names are not there.
     """
     if isinstance(config, CommandConfig):
-        return asdict(command_settings(config))
+        command = config.command
+        words, resume = (command_words(config, each) for each in (command.run, command.resume))
+        return asdict(replace(command, run=words, resume=resume))
     if isinstance(config, MegatronConfig):
         return asdict(command_line(config, run).settings)
     return {}
@@ -66,22 +67,6 @@ def checkpoints_kept(config: CommonConfig) -> int | None:
     """Return how many of the newest checkpoints a rule keeps; None where only the run's program knows it."""
     checkpoint = config.checkpoint if isinstance(config, RunConfig | MegatronConfig) else None
     return None if checkpoint is None else checkpoint.keep_last
-
-
-def command_settings(config: CommandConfig) -> CommandSettings:
-    """Return what the chain needs to know of a program of the user's own."""
-    command = config.command
-    return CommandSettings(
-        run=command_words(config, command.run),
-        resume=command_words(config, command.resume),
-        progress=command.progress,
-        progress_file=command.progress_file,
-        save_signal=command.save_signal,
-        save_file=command.save_file,
-        leave_signal=command.leave_signal,
-        leave_file=command.leave_file,
-        **command.checkpoint.model_dump(),
-    )
 
 
 def command_words(config: CommandConfig, words: Sequence[str]) -> list[str]:
