@@ -30,6 +30,7 @@ class NativeTrainer:
         self._program = plan.program
 
     def prepare(self, base: ResumePoint, *, attempt: int) -> list[str]:
+        """Do nothing: every rank reads begin.json."""
         del base, attempt
         return []
 
@@ -42,6 +43,7 @@ class NativeTrainer:
         return {"PYTHONSAFEPATH": "1"}
 
     def follow(self, begin: AttemptStart, *, signal_ranks: Callable[[Signals], None]) -> AttemptObserver | None:
+        """Return None: rank 0 writes the records."""
         del begin, signal_ranks
         return None
 
