@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from relayrun.control.rundir.plan import Plan, chain_job_name
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.time_limit import first_grace_period
 from relayrun.control.scheduler import slurm_commands
-from relayrun.control.trainers.command import CommandSettings
 from relayrun.slurmtime import parse_time
 from relayrun.submit.megatron_lm.command_line import command_line
 
@@ -35,9 +34,8 @@ def trainer_settings(config: CommonConfig, run: Run) -> dict[str, Any]:
     """
     if isinstance(config, CommandConfig):
         command = config.command
-        fields = command.model_dump(exclude={"checkpoint", "steps"}) | command.checkpoint.model_dump()
-        words = {name: command_words(config, fields[name]) for name in ("run", "resume")}
-        return asdict(CommandSettings(**fields | words))
+        words, resume = (command_words(config, each) for each in (command.run, command.resume))
+        return asdict(replace(command, run=words, resume=resume))
     if isinstance(config, MegatronConfig):
         return asdict(command_line(config, run).settings)
     return {}

@@ -120,8 +120,7 @@ def seen(program: Path, *arguments: str) -> dict[str, object]:
     return {
         "run": [sys.executable, str(program / "without.py"), "{checkpoints}", *arguments],
         "resume": ["--resume", "{checkpoint}"],
-        "pattern": "ckpt_{iteration}",
-        "whole_when": "done",
+        "checkpoint": {"pattern": "ckpt_{iteration}", "whole_when": "done"},
         "progress": r"step (?P<iteration>\d+): loss=(?P<loss>\S+)|(a+)+$",
         "leave_signal": "SIGTERM",
     }
@@ -234,7 +233,7 @@ def test_a_program_that_does_not_go_on_ends_the_chain_before_it_writes_over_its_
     (program / "scratch.py").write_text(SCRATCH)
     settings = {
         "run": [sys.executable, str(program / "scratch.py"), "{checkpoints}"],
-        "pattern": "step-{iteration}.pt",
+        "checkpoint": {"pattern": "step-{iteration}.pt"},
         "progress": r"step (?P<iteration>\d+): loss=(?P<loss>\S+)",
         "leave_signal": None,
     }

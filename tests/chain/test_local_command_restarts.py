@@ -38,10 +38,12 @@ def make(
     settings: dict[str, object] = {
         "run": [sys.executable, str(PROGRAM), "{checkpoints}", str(last), *faults],
         "resume": ["--resume", "{checkpoint}"],
-        "pattern": "step-{iteration}",
+        "checkpoint": {
+            "pattern": "step-{iteration}",
+            **({"tracker": "newest"} if tracker else {"whole_when": "done"}),
+        },
         "progress": r"^step (?P<iteration>\d+) loss (?P<loss>\S+)",
     }
-    settings |= {"tracker": "newest"} if tracker else {"whole_when": "done"}
     values: dict[str, object] = {
         "recovery": "node",
         "trainer": "command",

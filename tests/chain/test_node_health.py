@@ -47,7 +47,8 @@ sys.exit(3 if os.environ["SLURMD_NODENAME"] in sick else 0)
 def looked_for(tmp_path: Path, *sick: str, **changes: object) -> dict[str, object]:
     """Settings of a plan by which these nodes are sick, as a site's own check says."""
     (tmp_path / "sick-nodes").write_text(" ".join(sick))
-    command = [sys.executable, "-c", SICK_NODE, str(tmp_path / "sick-nodes")]
+    (check := tmp_path / "check_node.py").write_text(SICK_NODE)
+    command = [sys.executable, str(check), str(tmp_path / "sick-nodes")]
     own = {"node_health": "warn", "node_health_command": command, "slower": 1000.0}
     return {"environment": HERE} | own | changes
 

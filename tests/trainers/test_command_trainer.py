@@ -9,11 +9,13 @@ from signal import Signals
 
 import pytest
 
+from relayrun.config.sections.command import CommandSection
+from relayrun.config.sections.plain import read_section
 from relayrun.control.rundir import triggers
 from relayrun.control.rundir.checkpoint_records import BEGINNING, ResumePoint, resume_point
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers.base import AttemptObserver
-from relayrun.control.trainers.command import CommandSettings, CommandTrainer
+from relayrun.control.trainers.command import CommandTrainer
 from relayrun.files import read_lines
 from tests.history import began
 
@@ -27,7 +29,12 @@ def run(tmp_path: Path) -> Run:
 
 
 def trainer(run: Run, /, **settings: object) -> CommandTrainer:
-    return CommandTrainer(run, CommandSettings.of({"run": ["train"], **settings}), total_steps=None)
+    """A trainer with these settings, those of its checkpoints among them."""
+    rule = {
+        name: settings.pop(name) for name in [*settings] if name in ("pattern", "whole_when", "tracker", "keep_last")
+    }
+    section = read_section(CommandSection, {"run": ["train"], "checkpoint": rule, **settings}, "command")
+    return CommandTrainer(run, section, total_steps=None)
 
 
 def follow(run: Run, trainer: CommandTrainer, number: int = 1, signals: list[Signals] | None = None) -> AttemptObserver:

@@ -6,6 +6,7 @@ writes a config revision, `read_resolved_config` reads one, and `config_differen
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import os
 import re
@@ -142,10 +143,9 @@ def _with_absolute_paths(config: CommonConfig, root: Path) -> CommonConfig:
         file = None if own.args_file is None else _absolute(own.args_file, root)
         changes["megatron_lm"] = own.model_copy(update={"dir": _absolute(own.dir, root), "args_file": file})
     if isinstance(config, CommandConfig):
-        words = {
-            name: [_absolute_file(word, root) for word in getattr(config.command, name)] for name in ("run", "resume")
-        }
-        changes["command"] = config.command.model_copy(update=words)
+        command = config.command
+        words, resume = ([_absolute_file(word, root) for word in each] for each in (command.run, command.resume))
+        changes["command"] = dataclasses.replace(command, run=words, resume=resume)
     return config.model_copy(update=changes)
 
 

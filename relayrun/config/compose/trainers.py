@@ -7,21 +7,21 @@ Megatron-LM. The native trainer's config is `relayrun.config.compose.schema.RunC
 from __future__ import annotations
 
 import re
-from signal import Signals
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from relayrun.config.sections.base import NAME_PATTERN, OutputPath, Section
+from relayrun.config.sections.base import NAME_PATTERN, Section
 from relayrun.config.sections.chain import ChainSection
 from relayrun.config.sections.checkpoint import CheckpointSection
+from relayrun.config.sections.command import CommandSection
 from relayrun.config.sections.data import DataSection
 from relayrun.config.sections.job import ClusterSection, DebugSection, EvaluationSection, JobSection, TrackingSection
 from relayrun.config.sections.model import ModelSection
 from relayrun.config.sections.notify import NotifySection
 from relayrun.config.sections.optimizer import OptimizerSection
 from relayrun.config.sections.parallel import ParallelSection
-from relayrun.config.sections.plain import Positive, SingleLine, one_line
+from relayrun.config.sections.plain import OutputPath, SingleLine, one_line
 from relayrun.config.sections.training import TrainingSection
 
 PER_TASK_OPTIONS = ("--gpus-per-task", "--gpu-bind", "--tres-per-task", "--mem-per-gpu", "--cpus-per-gpu", "--ntasks")
@@ -127,108 +127,6 @@ class CommonConfig(Section):
     def world_size(self) -> int:
         """Ranks of a job."""
         return self.job.nodes * self.job.ntasks_per_node
-
-
-UNCATCHABLE_SIGNALS = ("SIGKILL", "SIGSTOP")
-"""Signals that a program cannot catch."""
-
-
-def _signal(name: str) -> str:
-    if name not in Signals.__members__:
-        raise ValueError(f"{name!r} is no signal; write one as SIGUSR1, SIGUSR2 or SIGTERM")
-    if name in UNCATCHABLE_SIGNALS:
-        raise ValueError(f"no program hears {name}; SIGUSR1, SIGUSR2 or SIGTERM can be heard")
-    return name
-
-
-def _progress(pattern: str) -> str:
-    try:
-        groups = re.compile(pattern).groupindex
-    except re.error as error:
-        raise ValueError(f"this is no regular expression: {error}") from None
-    if "iteration" not in groups:
-        raise ValueError(r"it needs a group `iteration`, as in `step (?P<iteration>\d+) loss (?P<loss>\S+)`")
-    return pattern
-
-
-def _pattern(name: str) -> str:
-    if name.count("{iteration}") != 1:
-        raise ValueError("it needs {iteration} once, as in `checkpoint-{iteration}`")
-    return _entry(name)
-
-
-def _entry(name: str) -> str:
-    """Check the name of an entry directly in the run's folder of checkpoints."""
-    if "/" in name or name in (".", ".."):
-        raise ValueError("this is the name of an entry of the run's folder of checkpoints, without a /")
-    return name
-
-
-def _below(path: str) -> str:
-    if path.startswith("/") or ".." in path.split("/"):
-        raise ValueError("this is a file within the checkpoint's folder, by its path from there")
-    return path
-
-
-SignalName = Annotated[str, AfterValidator(_signal)]
-
-
-class CommandCheckpointSection(Section):
-    """Entries of the run's folder of checkpoints that count. Without `pattern` the program reports checkpoints through
-    the client."""
-
-    pattern: Annotated[SingleLine, AfterValidator(_pattern)] | None = None
-    """Name of a checkpoint, a file or a folder, with `{iteration}` for its number: `checkpoint-{iteration}`."""
-    whole_when: Annotated[SingleLine, AfterValidator(_below)] | None = None
-    """A file in the checkpoint that is written last. Without this setting and `tracker`, the name must appear last:
-    write under another name, then rename."""
-    tracker: Annotated[SingleLine, AfterValidator(_entry)] | None = None
-    """A file beside the checkpoints that names the newest complete one, by its iteration or its name, and is written
-    after it."""
-
-    keep_last: Positive | None = None
-    """Newest checkpoints that the chain keeps; it removes older ones. None: the program removes checkpoints itself, and
-    the chain does not miss them."""
-
-    @model_validator(mode="after")
-    def _of_pattern(self) -> Self:
-        for name in ("whole_when", "tracker"):
-            if getattr(self, name) is not None and self.pattern is None:
-                raise ValueError(f"{name} needs `pattern`, which says what a checkpoint is called")
-        return self
-
-
-class CommandSection(Section):
-    """The program that every rank executes, and how it is monitored and signalled (docs/command.md)."""
-
-    run: Annotated[list[SingleLine], Field(min_length=1)]
-    """Program and arguments, word by word, without a shell. Placeholders: `{python}` (cluster.python, or the Python
-    that submits), `{run_dir}`, `{checkpoints}` (the folder for them) and `{iteration}` (to resume from, or 0)."""
-    resume: list[SingleLine] = []
-    """Further arguments if there is a checkpoint to resume from; `{checkpoint}` is its path."""
-    checkpoint: CommandCheckpointSection = CommandCheckpointSection()
-    progress: Annotated[str, AfterValidator(_progress)] | None = None
-    """Regular expression of a line that the program prints for an iteration, with a group `iteration`; the numbers of
-    other groups are metrics. None: the program reports its iterations through the client."""
-    progress_file: SingleLine | None = None
-    """A file to which the program appends a line of JSON for an iteration, with `iteration`, `step` or `global_step`
-    and other numbers, which are metrics; below the run's directory, or `{checkpoints}/...`."""
-    save_signal: SignalName | None = None
-    """Signal on which the program saves and continues; None: through the client or `save_file` alone."""
-    save_file: OutputPath | None = None
-    """A file, named like `progress_file`, whose existence asks for a checkpoint; the program removes it."""
-    leave_signal: SignalName | None = "SIGUSR2"
-    """Signal on which every rank saves and ends with exit code 0; None: through the client or `leave_file` alone."""
-    leave_file: OutputPath | None = None
-    """A file, named like `progress_file`, whose existence asks every rank to save and end with exit code 0."""
-    steps: Positive | None = None
-    """The last iteration. None: the run is done when the program ends with exit code 0 without a request to leave."""
-
-    @model_validator(mode="after")
-    def _two_signals(self) -> Self:
-        if self.save_signal is not None and self.save_signal == self.leave_signal:
-            raise ValueError(f"save_signal and leave_signal are both {self.save_signal}: it could not tell them apart")
-        return self
 
 
 class CommandConfig(CommonConfig):

@@ -7,11 +7,10 @@ import typing
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 from pydantic.fields import FieldInfo
 
-from relayrun.config.sections.plain import PlainSection, SingleLine
-from relayrun.errors import why_url_is_refused
+from relayrun.config.sections.plain import PlainSection
 from relayrun.slurmtime import parse_time
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -25,14 +24,6 @@ def _time_text(value: Any) -> str:
     return str(value).strip()
 
 
-def _on_this_machine(value: str) -> str:
-    if (refusal := why_url_is_refused(value)) is not None:
-        raise ValueError(refusal)
-    return value
-
-
-OutputPath = Annotated[SingleLine, AfterValidator(_on_this_machine)]
-"""A folder for output: a path, not a URL."""
 SlurmTime = Annotated[str, BeforeValidator(_time_text)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
@@ -66,7 +57,7 @@ def section_fields(section: AnySection) -> Mapping[str, FieldInfo]:
         info = FieldInfo.from_annotation(hints[field.name])
         if field.default_factory is not dataclasses.MISSING:
             info.default_factory = field.default_factory
-        else:
+        elif field.default is not dataclasses.MISSING:
             info.default = field.default
         found[field.name] = info
     return found

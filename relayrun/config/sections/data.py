@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import AfterValidator, Field, model_validator
 
 from relayrun.config.sections import conditions
-from relayrun.config.sections.base import NAME_PATTERN, Fraction, ImportPath, OutputPath, Section
-from relayrun.config.sections.plain import NonNegative, Positive
+from relayrun.config.sections.base import NAME_PATTERN, Fraction, ImportPath, Section
+from relayrun.config.sections.plain import NonNegative, OutputPath, Positive
 
 DOCUMENT_WINDOW = "document-window"
 """Name of the order."""

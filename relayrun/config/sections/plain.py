@@ -16,6 +16,8 @@ import unicodedata
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeVar, Union
 
+from relayrun.errors import why_url_is_refused
+
 _Section = TypeVar("_Section", bound="PlainSection")
 _Reader = Callable[[Any, str], Any]
 
@@ -80,8 +82,18 @@ SingleLine = Annotated[str, Checked(one_line)]
 """Text without control characters: it becomes part of a job script, a command line or a file of variables."""
 
 
+def _on_this_machine(value: str) -> str:
+    if (refusal := why_url_is_refused(value)) is not None:
+        raise ValueError(refusal)
+    return value
+
+
+OutputPath = Annotated[SingleLine, Checked(_on_this_machine)]
+"""A folder for output: a path, not a URL."""
+
+
 class PlainSection:
-    """A part of the config that is a frozen dataclass with keyword-only fields, all with defaults."""
+    """A part of the config that is a frozen dataclass with keyword-only fields."""
 
     __pydantic_config__: typing.ClassVar[dict[str, Any]] = {"extra": "forbid", "strict": True}
 

@@ -50,7 +50,7 @@ class CheckpointRetention:
     run: Run
     attempt: Attempt
     begin: AttemptStart
-    """Of the observed attempt; once another attempt has begun, this one removes nothing."""
+    """The start of the observed attempt; once another attempt has begun, this one removes nothing."""
     keep_last: int
     """Number of newest checkpoints that stay, at least 1."""
     keep_every: int | None = None

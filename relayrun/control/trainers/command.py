@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from signal import Signals
 
 from relayrun import client
+from relayrun.config.sections.command import CommandSection
 from relayrun.control.job_log import job_logs
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.checkpoint_records import ResumePoint, is_checkpoint_of
-from relayrun.control.rundir.records import AttemptStart, Record
+from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers import tools
 from relayrun.control.trainers.base import AttemptObserver
@@ -27,40 +27,10 @@ PLACEHOLDERS = ("run_dir", "checkpoints", "iteration", "checkpoint")
 """Names in braces that an attempt fills in."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CommandSettings(Record):
-    """The section `command` of a run config, as it stands in plan.json: its `checkpoint` is not a section here."""
-
-    run: list[str]
-    """Program and arguments. `{run_dir}`, `{checkpoints}` and `{iteration}` (to go on from) are filled in."""
-    resume: list[str] = field(default_factory=list)
-    """Arguments that are added where there is a checkpoint to go on from; `{checkpoint}` is its path."""
-    pattern: str | None = None
-    """Name of a checkpoint below `{checkpoints}`, with `{iteration}`; None: the program says them by the client."""
-    whole_when: str | None = None
-    """A file in it that is written last; None: a checkpoint is published by a rename, or by the tracker."""
-    tracker: str | None = None
-    """A file beside the checkpoints that names the newest whole one, and is written behind it."""
-    keep_last: int | None = None
-    """The supervisor removes all but so many of the newest checkpoints; None: the program sees to that itself."""
-    progress: str | None = None
-    """Regular expression of a line of progress; None: the log tells of none."""
-    progress_file: str | None = None
-    """File of JSON lines with the iteration and numbers, below `{run_dir}`; None: there is none."""
-    save_signal: str | None = None
-    """Signal that asks for a checkpoint; None: none does."""
-    save_file: str | None = None
-    """File below `{run_dir}` whose existence asks for a checkpoint; the program removes it."""
-    leave_signal: str | None = "SIGUSR2"
-    """Signal that asks to save and leave; None: none does."""
-    leave_file: str | None = None
-    """File below `{run_dir}` whose existence asks to save and leave: a link to the attempt's own."""
-
-
 class CommandTrainer:
     """The trainer of these settings. `total_steps`: the last iteration; None: the program ends when it is done."""
 
-    def __init__(self, run: Run, settings: CommandSettings, *, total_steps: int | None) -> None:
+    def __init__(self, run: Run, settings: CommandSection, *, total_steps: int | None) -> None:
         self._run = run
         self._settings = settings
         self._total_steps = total_steps
@@ -132,17 +102,16 @@ class CommandTrainer:
         return ProgramObserver(self._run, attempt, begin, program, leave=leave, end=end, retention=kept)
 
     def _retention(self, begin: AttemptStart) -> CheckpointRetention | None:
-        if self._settings.keep_last is None:
+        if self._settings.checkpoint.keep_last is None:
             return None
         attempt = self._run.attempt(begin.attempt)
-        return CheckpointRetention(self._run, attempt, begin, keep_last=self._settings.keep_last)
+        return CheckpointRetention(self._run, attempt, begin, keep_last=self._settings.checkpoint.keep_last)
 
     def _rule(self) -> CheckpointRule | None:
-        settings = self._settings
-        if settings.pattern is None:
+        rule, folder = self._settings.checkpoint, self._run.checkpoints
+        if rule.pattern is None:
             return None
-        folder, last = self._run.checkpoints, settings.whole_when
-        return CheckpointRule(folder=folder, pattern=settings.pattern, whole_when=last, tracker=settings.tracker)
+        return CheckpointRule(folder=folder, pattern=rule.pattern, whole_when=rule.whole_when, tracker=rule.tracker)
 
     def _path(self, name: str) -> Path:
         """Return the path of a file in a setting, below the run's directory if it is relative."""

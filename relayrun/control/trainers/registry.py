@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from signal import Signals
 
+from relayrun.config.sections.command import CommandSection
+from relayrun.config.sections.plain import read_section
 from relayrun.control.rundir.checkpoint_records import ResumePoint
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers.base import AttemptObserver, Trainer
-from relayrun.control.trainers.command import CommandSettings, CommandTrainer
+from relayrun.control.trainers.command import CommandTrainer
 from relayrun.control.trainers.megatron_lm import MegatronSettings, MegatronTrainer
 from relayrun.errors import RunDirError
 
@@ -28,6 +30,7 @@ class NativeTrainer:
         self._program = plan.program
 
     def prepare(self, base: ResumePoint, *, attempt: int) -> list[str]:
+        """Do nothing: every rank reads begin.json."""
         del base, attempt
         return []
 
@@ -40,6 +43,7 @@ class NativeTrainer:
         return {"PYTHONSAFEPATH": "1"}
 
     def follow(self, begin: AttemptStart, *, signal_ranks: Callable[[Signals], None]) -> AttemptObserver | None:
+        """Return None: rank 0 writes the records."""
         del begin, signal_ranks
         return None
 
@@ -51,7 +55,8 @@ def trainer_of(plan: Plan, run: Run) -> Trainer:
             case "native":
                 return NativeTrainer(plan)
             case "command":
-                return CommandTrainer(run, CommandSettings.of(plan.trainer_settings), total_steps=plan.total_steps)
+                settings = read_section(CommandSection, plan.trainer_settings, "command")
+                return CommandTrainer(run, settings, total_steps=plan.total_steps)
             case "megatron-lm":
                 return MegatronTrainer(run, MegatronSettings.of(plan.trainer_settings))
     except (TypeError, ValueError) as error:

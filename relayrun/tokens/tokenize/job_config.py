@@ -15,10 +15,10 @@ from pydantic import Field, ValidationError, model_validator
 from relayrun import places
 from relayrun.config.compose import sites, yaml_file
 from relayrun.config.compose.writable import check_outputs, check_writable
-from relayrun.config.sections.base import OutputPath, Section, SlurmTime
+from relayrun.config.sections.base import Section, SlurmTime
 from relayrun.config.sections.job import ClusterSection, JobPlacement
 from relayrun.config.sections.job_script import check_setup_lines, sbatch_script_options
-from relayrun.config.sections.plain import Positive, SingleLine
+from relayrun.config.sections.plain import OutputPath, Positive, SingleLine
 from relayrun.control.chain import job_script
 from relayrun.control.scheduler import slurm_commands
 from relayrun.control.scheduler.slurm import whole_job_command

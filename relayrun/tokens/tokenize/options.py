@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
-from relayrun.config.sections.base import OutputPath, Section
-from relayrun.config.sections.plain import Positive
+from relayrun.config.sections.base import Section
+from relayrun.config.sections.plain import OutputPath, Positive
 from relayrun.errors import InputError
 
 AppendEod = Literal["yes", "no", "auto"]
