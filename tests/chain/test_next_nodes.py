@@ -16,6 +16,7 @@ from relayrun.control.chain import excluded_nodes, job_script, jobs, supervisor,
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.restarts import FailedRestart
 from relayrun.control.scheduler.factory import scheduler_for_plan
+from tests.plans import plan_with
 
 from .exhaustion import Reached, run_child
 from .fake_slurm import NODES
@@ -165,7 +166,7 @@ def test_a_bad_node_that_the_config_asks_for_is_not_left_out(stage: Stage, waits
 
 def outliving(stage: Stage, **changes: object) -> None:  # noqa: F811
     """The run has jobs that outlive the loss of nodes."""
-    plan = replace(Plan.load(stage.run), recovery="node", fork_server=["python"], ntasks_per_node=2, **changes)
+    plan = plan_with(Plan.load(stage.run), recovery="node", fork_server=["python"], ntasks_per_node=2, **changes)
     plan.write(stage.run.plan)
     stage.run.job_script.write_text(job_script.job_script(plan, stage.run))
     stage.slurm.set("1", nodes=str(plan.nodes_of_job))

@@ -378,7 +378,7 @@ def test_the_batch_scripts_python_is_asked(workspace: Workspace) -> None:
     python = program(workspace.folder / "host", '{"version": [3, 6], "missing": []}')
     path = workspace.config("run", cluster={"scheduler": "slurm", "host_python": python})
     (error,) = check_config(resolve.load_run_config(path)).errors
-    assert "is Python 3.6 here, and the batch script needs 3.11" in error.words
+    assert "is Python 3.6 here; the batch script needs 3.10" in error.words
 
 
 def test_the_state_of_a_run_is_looked_at_and_its_changes_shown(

@@ -129,9 +129,9 @@ def _check_signals(config: CommandConfig, findings: Findings) -> None:
 
 
 OLDEST_PYTHON = (3, 11)
-"""Of the ranks."""
+"""Minimum version of the ranks' Python."""
 OLDEST_HOST_PYTHON = (3, 10)
-"""Of the batch script: `control` uses keyword-only dataclasses throughout."""
+"""Minimum version of the batch script's Python: `control` uses keyword-only dataclasses throughout."""
 NATIVE_PACKAGES = ("torch", "megatron.core", "pydantic", "yaml", "numpy")
 """Packages that the ranks import."""
 STREAM_PACKAGES = ("pyarrow", "tokenizers")

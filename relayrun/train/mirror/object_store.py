@@ -250,6 +250,7 @@ class StoredFiles:
         return sorted({name.partition("/")[0] for name in self._sizes})
 
     def size(self, name: str) -> int:
+        """Return the bytes of a file. Raises FileNotFoundError."""
         if name not in self._sizes:
             raise FileNotFoundError(f"{self.where}/{name}")
         return self._sizes[name]
