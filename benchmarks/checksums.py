@@ -125,7 +125,7 @@ def program(run: Run) -> None:
     copying: list[float] = []
     fill = async_writer.HostCopy.fill
 
-    def timed(self: async_writer.HostCopy, shards: Any, stream: Any) -> async_writer.HostAllocation:
+    def timed(self: async_writer.HostCopy, shards: Any, stream: Any) -> async_writer.HostMemoryStats:
         started = time.thread_time()
         late = fill(self, shards, stream)
         copying.append(time.thread_time() - started)

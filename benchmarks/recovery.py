@@ -47,7 +47,7 @@ import _results  # noqa: E402
 from relayrun.config.compose import yaml_file  # noqa: E402
 from relayrun.control.rundir import restarts  # noqa: E402
 from relayrun.control.rundir.run import Run  # noqa: E402
-from relayrun.control.scheduler.tasks import free_port  # noqa: E402
+from relayrun.control.scheduler.local_srun import free_port  # noqa: E402
 from relayrun.files import read_lines  # noqa: E402
 from tests.workspace import Workspace, steps  # noqa: E402
 
@@ -186,7 +186,7 @@ class Native:
     def __init__(self, folder: Path, *, memory: bool) -> None:
         folder.mkdir(parents=True)
         workspace = Workspace.make(folder)
-        slow = {"hook": "relayrun.lab.faults.injection:FaultInjection", "options": {"faults": "step-delay=0.05"}}
+        slow = {"hook": "relayrun.lab.faults.injection:FaultInjectionHook", "options": {"faults": "step-delay=0.05"}}
         sections: dict[str, Any] = {
             "training": {"steps": LAST, "hooks": [slow]},
             "data": {"max_epochs": LAST},

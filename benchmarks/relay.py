@@ -48,7 +48,7 @@ from relayrun.control.rundir.attempt import Attempt  # noqa: E402
 from relayrun.control.rundir.plan import Plan  # noqa: E402
 from relayrun.control.rundir.records import AttemptOutcome, AttemptStart, StartTimes  # noqa: E402
 from relayrun.control.rundir.run import Run  # noqa: E402
-from relayrun.control.scheduler.tasks import free_port  # noqa: E402
+from relayrun.control.scheduler.local_srun import free_port  # noqa: E402
 from relayrun.files import read_lines  # noqa: E402
 from tests.slurm.cluster import TestCluster  # noqa: E402
 from tests.workspace import Workspace  # noqa: E402

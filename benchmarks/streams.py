@@ -36,7 +36,7 @@ from relayrun.config.compose.schema import RunConfig
 from relayrun.submit.check.data import build_manifest
 from relayrun.tokens.mixture.build_datasets import training_order
 from relayrun.tokens.mixture.stream_worker import StreamWorker
-from relayrun.tokens.order.sampler import LaneReader
+from relayrun.tokens.order.sampler import ReplicaSampleReader
 from relayrun.tokens.readers.texts import Texts
 from relayrun.tokens.tokenize.encode.engines import select_engine
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentTokenizer, load_tokenizer
@@ -94,7 +94,7 @@ class Run:
         self._found = build_manifest(self.config)
         self._found.write(self.manifest)
 
-    def reading(self, *, beside: bool) -> LaneReader:
+    def reading(self, *, beside: bool) -> ReplicaSampleReader:
         """The samples of one replica, as a rank reads them; `beside`: by a process of its own."""
         order = training_order(self.config, self._found)
         if not beside:

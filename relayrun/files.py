@@ -164,7 +164,7 @@ def remove_leftovers(folder: str | os.PathLike[str], *, shared: bool = False) ->
                 continue
             if name := entry.name.partition(_ORIGINAL_NAME_MARK)[2]:
                 with contextlib.suppress(FileExistsError):
-                    rename_to_unused_name(entry.path, os.path.join(folder, name))
+                    rename_no_replace(entry.path, os.path.join(folder, name))
                     continue
             if entry.is_dir(follow_symlinks=False):
                 shutil.rmtree(entry.path)
@@ -490,7 +490,7 @@ def _rename(source: str | os.PathLike[str], target: str | os.PathLike[str], flag
     raise OSError(code, os.strerror(code), os.fspath(target))
 
 
-def rename_to_unused_name(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+def rename_no_replace(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
     """Give a file or folder a name that does not exist. Raises FileExistsError if it exists, and OSError."""
     if not _rename(source, target, _NO_REPLACE):
         if os.path.lexists(target):
@@ -517,7 +517,7 @@ def replaced_folder(final: Path, *, new: bool = False) -> Iterator[Path]:
         yield building
         fsync_directory(building)
         if new:
-            rename_to_unused_name(building, final)
+            rename_no_replace(building, final)
             fsync_directory(final.parent)
         else:
             _swap(building, final)
@@ -530,15 +530,15 @@ def _swap(building: Path, final: Path) -> None:
     """Rename `building` to `final`, then delete the old folder."""
     old = building
     if not os.path.lexists(final):
-        rename_to_unused_name(building, final)
+        rename_no_replace(building, final)
     elif not _rename(building, final, _EXCHANGE):
         old = final.parent / f"{REPLACED_PREFIX}{_owner()}-{secrets.token_hex(4)}{_ORIGINAL_NAME_MARK}{final.name}"
         try:
             os.rename(final, old)
-            rename_to_unused_name(building, final)
+            rename_no_replace(building, final)
         except BaseException:
             with contextlib.suppress(OSError):
-                rename_to_unused_name(old, final)
+                rename_no_replace(old, final)
             raise
     fsync_directory(final.parent)
     shutil.rmtree(old, ignore_errors=True)

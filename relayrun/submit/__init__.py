@@ -6,7 +6,7 @@
     forecast              parameters, memory, hours, node hours and checkpoint sizes of a run
     initial_checkpoint    what a run begins from; code_snapshot: the code that it runs
     megatron_lm/          from settings and launchers to the command line of Megatron-LM
-    launcher_environment  variables of the Bash launchers as settings
+    launcher_overrides  variables of the Bash launchers as settings
     campaign, project, move_run          sweeps and stages; a new project; moves a run directory
 In comes a checked config; out go a run directory and a job. docs/check.md and docs/launchers.md explain it.
 """

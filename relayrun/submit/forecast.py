@@ -37,7 +37,7 @@ SECONDS_PER_HOUR = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointSize:
+class CheckpointDiskUsage:
     """The size of checkpoints on disk."""
 
     bytes: int
@@ -97,7 +97,7 @@ def bytes_per_parameter(config: RunConfig) -> tuple[int, int]:
     return 4, 12 if config.parallel.use_distributed_optimizer else 8
 
 
-def checkpoint_size(config: RunConfig, parameters: int, run: Run) -> CheckpointSize:
+def checkpoint_size(config: RunConfig, parameters: int, run: Run) -> CheckpointDiskUsage:
     """Return the size of the run's newest checkpoint, or what its tensors take.
 
     The rest, random numbers, schedules and names, is small.
@@ -116,7 +116,7 @@ def checkpoint_size(config: RunConfig, parameters: int, run: Run) -> CheckpointS
         kept += max(0, (steps - last * settings.interval) // multiple)
     waiting = config.evaluation.hold if config.evaluation is not None else 0
     waiting += 0 if settings.mirror is None else 2  # the one that is being copied, and the last verified one
-    return CheckpointSize(bytes=size, source=source, kept=kept, most=kept + 1 + min(waiting, max(0, saves - kept)))
+    return CheckpointDiskUsage(bytes=size, source=source, kept=kept, most=kept + 1 + min(waiting, max(0, saves - kept)))
 
 
 def save_interval(config: RunConfig, run: Run) -> SaveInterval | None:
@@ -278,7 +278,7 @@ class Forecast:
     flops: float
     """Model FLOPs of the tokens that are left."""
     speed: TrainingSpeed | None
-    checkpoint: CheckpointSize
+    checkpoint: CheckpointDiskUsage
     save_interval: SaveInterval | None
 
     @property

@@ -16,7 +16,7 @@ from relayrun.control.rundir.checkpoint_records import BEGINNING, ResumePoint, i
 from relayrun.control.rundir.find_runs import find_run, split_iteration
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
-from relayrun.control.trainers import megatron_lm_program
+from relayrun.control.trainers import megatron_lm_log
 from relayrun.errors import ConfigError, InputError, RelayrunError
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.train.checkpoint import megatron_folder
@@ -97,10 +97,10 @@ def _find_megatron_lm(config: MegatronConfig, run: Run) -> ResumePoint:
         folder, wanted = folder.parent, int(single[1])
     found = {
         iteration: path
-        for iteration, path in megatron_lm_program.all_checkpoints(folder)
-        if megatron_lm_program.checkpoint_fault(path) is None
+        for iteration, path in megatron_lm_log.all_checkpoints(folder)
+        if megatron_lm_log.checkpoint_fault(path) is None
     }
-    newest = megatron_lm_program.tracked_iteration(folder) if wanted is None else wanted
+    newest = megatron_lm_log.tracked_iteration(folder) if wanted is None else wanted
     other = Run(folder.parent)
     if other.plan.is_file() and (trainer := Plan.load(other).trainer) != "megatron-lm":  # they only look like its own
         words = f"{other.path} is a run of trainer {trainer}, whose checkpoints Megatron-LM cannot load"

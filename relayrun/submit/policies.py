@@ -157,7 +157,7 @@ def refuse_mirror_location(settings: MirrorSection, run: Run) -> None:
     """Raise ConfigError if copies cannot lie in this place."""
     path = mirror_folder(settings)
     if path is None:
-        object_store.check_object_store(settings.path, "checkpoint.mirror.path")
+        object_store.try_object_store_access(settings.path, "checkpoint.mirror.path")
         return
     where = f"checkpoint.mirror.path: {path}"
     if not path.is_dir():

@@ -21,7 +21,7 @@ from relayrun.config.sections.base import NAME_PATTERN
 from relayrun.errors import ConfigError, InputError
 from relayrun.files import write_atomic
 from relayrun.submit import submission
-from relayrun.submit.launcher_environment import SETTING_VARIABLES, variable_text
+from relayrun.submit.launcher_overrides import SETTING_VARIABLES, variable_text
 
 RUN_CONFIG = "configs/runs/my-run.yaml"
 """The run of a new project."""

@@ -30,7 +30,7 @@ from relayrun.config.compose.schema import RunConfig
 from relayrun.config.sections.job_script import sbatch_script_options
 from relayrun.control.scheduler.slurm_commands import asks_for_gpus
 from relayrun.errors import FatalTrainingError, RelayrunError
-from relayrun.train.messages import RankMessages
+from relayrun.train.messages import RankObjectCollectives
 
 T = TypeVar("T")
 GROUP_TIMEOUT = timedelta(minutes=30)
@@ -76,7 +76,7 @@ class Ranks:
     """Model chunks on each pipeline stage."""
     is_last_stage: bool
     """True if this rank computes the loss."""
-    messages: RankMessages | None = None
+    messages: RankObjectCollectives | None = None
     """Transport of agreements in save threads; None in the main thread, which uses the collectives of `cpu_group`."""
 
     @property
@@ -96,7 +96,7 @@ class Ranks:
 
     def in_save_thread(self) -> Ranks:
         """Return these ranks for agreements between save threads."""
-        return replace(self, messages=RankMessages(self.cpu_group, tag=SAVE_TAG))
+        return replace(self, messages=RankObjectCollectives(self.cpu_group, tag=SAVE_TAG))
 
     def maximum(self, flags: list[int]) -> list[int]:
         """Return the element-wise maximum of `flags` over all ranks, the same on every rank."""

@@ -28,7 +28,7 @@ from relayrun.control.agent.messages import Message
 from relayrun.control.agent.rank_server import RANK_SIGNALS, RankServer, StartedProcess
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
-from relayrun.control.scheduler.tasks import die_with_parent
+from relayrun.control.scheduler.local_srun import die_with_parent
 from relayrun.errors import RelayrunError, log_to_stderr
 from relayrun.train import node_benchmark
 from relayrun.train.reporting.liveness import AGENT_SOCKET_VARIABLE, memory_folder

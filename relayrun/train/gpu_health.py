@@ -26,7 +26,7 @@ _XID = re.compile(r"NVRM: Xid \([^)]*\): (\d+)\b.*")
 def gpu_health() -> dict[str, Any]:
     """Return NVML's report on every GPU that this job sees."""
     try:
-        found = ask_nvml(lambda nvml: [_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())])
+        found = call_nvml(lambda nvml: [_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())])
     except NoNvml as error:
         return {"gpu_error": str(error)}
     return {"gpus": found, "xids": read_hardware_xids()}
@@ -76,7 +76,7 @@ class NoNvml(Exception):
     """NVML is missing or does not respond."""
 
 
-def ask_nvml(read: Callable[[Any], T]) -> T:
+def call_nvml(read: Callable[[Any], T]) -> T:
     """Return `read(pynvml)`. Raises NoNvml."""
     try:
         import pynvml

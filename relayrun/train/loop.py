@@ -29,7 +29,7 @@ from relayrun.tokens.order.batches import BatchReader
 from relayrun.tokens.order.sample_rows import RowBatch, row_statistics
 from relayrun.tokens.shards.checks import check_data
 from relayrun.tokens.shards.manifest import Manifest
-from relayrun.tokens.streams.run_tokenizer import loss_token_ids
+from relayrun.tokens.streams.run_tokenizer import counted_token_ids
 from relayrun.train import distributed, hook_list
 from relayrun.train.checkpoint.checkpointer import Checkpointer
 from relayrun.train.checkpoint.memory_tier import MemoryTier
@@ -126,7 +126,7 @@ class TrainingLoop:
             ranks,
             manifest.vocabulary_size,
             eod=manifest.eod,
-            counted=loss_token_ids(config.data, manifest),
+            counted=counted_token_ids(config.data, manifest),
             progress=self.heartbeat.beat,
         )
         self.optimizer = ScheduledOptimizer(config, self.model)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 
-class RankMessages:
+class RankObjectCollectives:
     """Pickled messages between ranks; all call the same methods in the same order, from one thread each."""
 
     def __init__(self, group: dist.ProcessGroup, tag: int) -> None:

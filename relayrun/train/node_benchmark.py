@@ -107,7 +107,7 @@ def _with_numpy() -> dict[str, Any]:
     return found | ({"wrong": f"{off} of {SIZE} rows of a product"} if off else {})
 
 
-def exchange_pairs(nodes: int) -> Iterator[list[tuple[int, int]]]:
+def ring_neighbour_pairs(nodes: int) -> Iterator[list[tuple[int, int]]]:
     """Yield lists of node pairs for one exchange each; every node has a turn with both neighbours in the ring."""
     if nodes == 2:
         yield [(0, 1)]
@@ -142,7 +142,7 @@ def exchange_with_neighbours(place: int, nodes: int, *, address: str, port: int,
     wrong = int((total != wanted).sum().item())
     own, other = torch.full_like(total, float(place)), torch.empty_like(total)
     best = float("inf")
-    for turn in exchange_pairs(nodes):
+    for turn in ring_neighbour_pairs(nodes):
         mine = [pair for pair in turn if place in pair]
         for first, second in mine:
             with_whom = second if place == first else first

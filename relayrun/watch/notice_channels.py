@@ -41,7 +41,7 @@ _commands: set[int] = set()
 """Process groups of running commands."""
 
 
-class NotSent(Exception):
+class NoticeSendError(Exception):
     """A message was not sent; the text gives the reason and contains no secret."""
 
 
@@ -54,7 +54,7 @@ def send_to_target(
     environment: Mapping[str, str],
     limit: float = ANSWER_SECONDS,
 ) -> None:
-    """Send one message. Raises NotSent."""
+    """Send one message. Raises NoticeSendError."""
     try:
         if target.command:
             _send_to_command(target.command, subject, body, event, environment, limit)
@@ -67,20 +67,20 @@ def send_to_target(
             _send_to_webhook(parts, subject, body, event, limit)
         else:
             _send_by_apprise(url, subject, body, event)
-    except NotSent as error:
-        raise NotSent(remove_secrets(str(error), target, environment)) from None
+    except NoticeSendError as error:
+        raise NoticeSendError(remove_secrets(str(error), target, environment)) from None
     except Exception as error:  # any error of a library
         words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise NotSent(remove_secrets(words, target, environment)) from None
+        raise NoticeSendError(remove_secrets(words, target, environment)) from None
 
 
 def expand_variables(url: str, environment: Mapping[str, str]) -> str:
-    """Replace each `${VARIABLE}` of a URL, quoted in the user's part. Raises NotSent if a variable is unset."""
+    """Replace each `${VARIABLE}` of a URL, quoted in the user's part. Raises NoticeSendError if a variable is unset."""
 
     def value(match: re.Match[str]) -> str:
         found = environment.get(match[1], "").strip()
         if not found:
-            raise NotSent(f"the environment variable {match[1]} is not set on {os.uname().nodename}")
+            raise NoticeSendError(f"the environment variable {match[1]} is not set on {os.uname().nodename}")
         return quote(found, safe="") if match.start() < user_end else found
 
     start = url.find("://") + 3
@@ -117,14 +117,14 @@ def _send_to_command(
         try:
             said, _ = process.communicate(f"{subject}\n\n{body}\n".encode(), timeout=limit)
         except subprocess.TimeoutExpired:
-            raise NotSent(f"{command[0]} did not end within {limit:.0f} s") from None
+            raise NoticeSendError(f"{command[0]} did not end within {limit:.0f} s") from None
         finally:
             if process.returncode is None:
                 os.killpg(process.pid, signal.SIGKILL)
             _commands.discard(process.pid)
     if process.returncode:
         last = said.decode("utf-8", errors="replace").strip().splitlines()[-1:]
-        raise NotSent(": ".join([f"{command[0]} ended with exit code {process.returncode}", *last]))
+        raise NoticeSendError(": ".join([f"{command[0]} ended with exit code {process.returncode}", *last]))
 
 
 def end_commands() -> None:
@@ -139,7 +139,7 @@ def _send_mail(parts: SplitResult, subject: str, body: str, limit: float) -> Non
     user = unquote(parts.username or "")
     receivers = [each.strip() for each in query.get("to", "").split(",") if each.strip()]
     if not receivers:
-        raise NotSent("the mail URL names nobody: mailto://SERVER?to=NAME@DOMAIN")
+        raise NoticeSendError("the mail URL names nobody: mailto://SERVER?to=NAME@DOMAIN")
     host = query.get("smtp") or parts.hostname or "localhost"
     mode = query.get("mode") or ("starttls" if parts.scheme == "mailtos" else "insecure")
     port = parts.port or {"ssl": 465, "starttls": 587}.get(mode, 25)
@@ -164,7 +164,7 @@ def _send_mail(parts: SplitResult, subject: str, body: str, limit: float) -> Non
             server.login(user, unquote(parts.password))
         refused = server.send_message(message)
     if refused:
-        raise NotSent(f"the server took it for some, and refused {', '.join(refused)}")
+        raise NoticeSendError(f"the server took it for some, and refused {', '.join(refused)}")
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -192,13 +192,13 @@ def _send_to_webhook(parts: SplitResult, subject: str, body: str, event: str, li
             return
     except urllib.error.HTTPError as error:
         with error:
-            raise NotSent(f"the webhook answered {error.code} {error.reason}") from None
+            raise NoticeSendError(f"the webhook answered {error.code} {error.reason}") from None
     except urllib.error.URLError as error:
-        raise NotSent(f"the webhook cannot be reached: {error.reason}") from None
+        raise NoticeSendError(f"the webhook cannot be reached: {error.reason}") from None
     except TimeoutError:
-        raise NotSent(f"the webhook did not answer within {limit:.0f} s") from None
+        raise NoticeSendError(f"the webhook did not answer within {limit:.0f} s") from None
     except http.client.HTTPException as error:
-        raise NotSent(f"the webhook broke off: {type(error).__name__}") from None
+        raise NoticeSendError(f"the webhook broke off: {type(error).__name__}") from None
 
 
 def _has_own_api(parts: SplitResult) -> bool:
@@ -210,7 +210,9 @@ def _send_by_apprise(url: str, subject: str, body: str, event: str) -> None:
     try:
         import apprise
     except ImportError:
-        raise NotSent(f"{url.partition(':')[0]} needs apprise, which this Python lacks; {INSTALL_HINT}") from None
+        raise NoticeSendError(
+            f"{url.partition(':')[0]} needs apprise, which this Python lacks; {INSTALL_HINT}"
+        ) from None
     heard = _LastWarning()
     logger = logging.getLogger("apprise")
     logger.addHandler(heard)
@@ -220,11 +222,11 @@ def _send_by_apprise(url: str, subject: str, body: str, event: str) -> None:
         sender = apprise.Apprise(asset=asset)
         if not sender.add(url):
             scheme, why = url.partition(":")[0], heard.last or "a part is missing"
-            raise NotSent(f"apprise does not take this {scheme} URL: {why}")
+            raise NoticeSendError(f"apprise does not take this {scheme} URL: {why}")
         kinds = {"stopped": "failure", "failed": "failure", "done": "success", "evaluation": "success", "test": "info"}
         kind, text = apprise.NotifyType(kinds.get(event, "warning")), apprise.NotifyFormat.TEXT
         if not sender.notify(title=subject, body=body, body_format=text, notify_type=kind):
-            raise NotSent(heard.last or "apprise could not send it, and did not say why")
+            raise NoticeSendError(heard.last or "apprise could not send it, and did not say why")
     finally:
         logger.removeHandler(heard)
 

@@ -27,7 +27,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError
 from relayrun.masking import mask_tokens
 from relayrun.watch import notice_channels
-from relayrun.watch.notice_channels import NotSent
+from relayrun.watch.notice_channels import NoticeSendError
 from relayrun.watch.text import format_time
 
 SUBJECT_LENGTH = 160
@@ -152,7 +152,7 @@ def send_message(policy: NoticePolicy, message: NoticeMessage, environment: Mapp
     subject, body, event = message_subject(policy, message), message_body(policy, message), message.notice.event
     try:
         notice_channels.send_to_target(message.target, subject, body, event=event, environment=environment)
-    except NotSent as error:
+    except NoticeSendError as error:
         return str(error)
     return None
 

@@ -230,7 +230,7 @@ FAULTS = (
     Fault(
         name="a rollback delays the next copy in memory",
         room="checkpoint",
-        function="CopyInterval.due",
+        function="MemoryCopySchedule.due",
         old="self._last = min(self._last, iteration)",
         new="self._last = max(self._last, iteration)",
         tests=("test_a_fixed_interval_has_its_multiples_copied",),

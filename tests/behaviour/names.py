@@ -55,7 +55,7 @@ PROGRAMS = {
     "relayrun.control.agent.node_facts": "facts of a node",
     "relayrun.control.agent.spawn_server": "start server of a foreign trainer",
     "relayrun.control.agent.step_per_node": "starter of steps",
-    "relayrun.control.scheduler.tasks": "starter of ranks on one machine",
+    "relayrun.control.scheduler.local_srun": "starter of ranks on one machine",
     "relayrun.config.compose.writable": "check of outputs, for scripts",
     "relayrun.tokens.mixture.stream_worker": "worker of a stream",
     "relayrun.lab.demo": "demo",

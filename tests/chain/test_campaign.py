@@ -18,8 +18,8 @@ import pytest
 from relayrun.cli import main
 from relayrun.control.chain import campaign as supervisor
 from relayrun.control.chain.campaign import CampaignPass, condition_readiness, start_due_in_campaign
-from relayrun.control.chain.evaluation_jobs import submit_awaited_evaluation
 from relayrun.control.chain.evaluation_jobs import submit_due_evaluations as attend_evaluations
+from relayrun.control.chain.evaluation_jobs import submit_stage_evaluation
 from relayrun.control.rundir import campaign, evaluations
 from relayrun.control.rundir.campaign import Campaign, CampaignMember, CampaignMembership, MemberStarted
 from relayrun.control.rundir.evaluations import EvaluationPolicy, EvaluationResult, SubmittedEvaluation
@@ -150,7 +150,7 @@ def test_no_evaluation_of_another_users_run_is_queued_for_a_stage_that_waits_for
     run.evaluations.mkdir()
     evaluation = evaluations.evaluation_dir(run, 10, 1)
     give_away(monkeypatch, run.path)
-    submit_awaited_evaluation(run, evaluation)
+    submit_stage_evaluation(run, evaluation)
     assert "belongs to another user" in capfd.readouterr().err
     assert not evaluation.path.exists()
     assert not slurm.jobs()

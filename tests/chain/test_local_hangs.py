@@ -48,7 +48,7 @@ def test_a_stopped_rank_is_named_and_a_round_begins(tmp_path: Path) -> None:
     values = settings(total, hooks=[])
     whole = submit(workspace.config("whole", **values))
     assert whole.returncode == 0, whole.stderr
-    slow = {"hook": "relayrun.lab.faults.injection:FaultInjection", "options": {"faults": "step-delay=0.05"}}
+    slow = {"hook": "relayrun.lab.faults.injection:FaultInjectionHook", "options": {"faults": "step-delay=0.05"}}
     values = settings(total, hooks=[slow], hang_timeout=HANG) | {"job": {"time": "60"}}  # minutes, on a busy machine
     config = workspace.config("stopped", **values)
     run = workspace.run("stopped")

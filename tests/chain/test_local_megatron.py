@@ -17,8 +17,8 @@ from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.control.rundir.tracker_runs import read_tracker_runs
-from relayrun.control.trainers import megatron_lm_program
-from relayrun.control.trainers.megatron_lm_program import MegatronDialect, least_file_sizes
+from relayrun.control.trainers import megatron_lm_log
+from relayrun.control.trainers.megatron_lm_log import MegatronDialect, least_file_sizes
 from relayrun.files import read_lines
 from relayrun.train.reporting import trackers
 from tests.chain.test_local_chain import ends, logs, run_chain
@@ -37,7 +37,7 @@ CUT = {"time_limit": 240, "grace_period": 60.0, "signal_seconds": 1}
 
 
 def kept(run: Run) -> list[int]:
-    return [iteration for iteration, _ in megatron_lm_program.all_checkpoints(run.checkpoints)]
+    return [iteration for iteration, _ in megatron_lm_log.all_checkpoints(run.checkpoints)]
 
 
 def named_and_there(checkpoint: Path) -> tuple[dict[str, int], dict[str, int]]:
@@ -75,7 +75,9 @@ def rank_pids(run: Run) -> dict[int, int]:
             words = (entry / "cmdline").read_bytes().split(b"\0")
             variables = dict(item.partition(b"=")[::2] for item in (entry / "environ").read_bytes().split(b"\0"))
             parent = int((entry / "stat").read_bytes().rpartition(b")")[2].split()[1])
-            starter = b"relayrun.control.scheduler.tasks" in Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")
+            starter = b"relayrun.control.scheduler.local_srun" in Path(f"/proc/{parent}/cmdline").read_bytes().split(
+                b"\0"
+            )
         except OSError:
             continue
         if str(run.checkpoints).encode() in words and b"RANK" in variables and starter:

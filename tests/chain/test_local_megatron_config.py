@@ -10,8 +10,8 @@ from relayrun.cli import main
 from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
-from relayrun.control.trainers import megatron_lm_program
-from relayrun.control.trainers.megatron_lm_program import MegatronDialect
+from relayrun.control.trainers import megatron_lm_log
+from relayrun.control.trainers.megatron_lm_log import MegatronDialect
 from relayrun.files import read_lines
 from tests.checkouts import checkout_of, config, evaluated
 from tests.waiting import wait_for
@@ -32,7 +32,7 @@ def test_settings_and_arrays_and_args_train_a_checkout(
     assert words[words.index("--lr") + 1] == "2e-3"
     assert resume_point(run).iteration == 8
     assert [line["iteration"] for line in read_lines(run.attempt(1).metrics)] == list(range(1, 9))
-    assert [iteration for iteration, _ in megatron_lm_program.all_checkpoints(run.checkpoints)] == [6, 8]
+    assert [iteration for iteration, _ in megatron_lm_log.all_checkpoints(run.checkpoints)] == [6, 8]
     assert (run.path / "data_cache").is_dir()
     # raised on a resume: the schedule is the settings', whatever the checkpoint says
     assert main(["resume", str(run.path), "--set", "training.steps=10"]) == 0, capsys.readouterr().err

@@ -12,7 +12,7 @@ import pytest
 from relayrun.control.rundir import restarts
 from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.run import Run
-from relayrun.control.trainers.megatron_lm_program import MegatronDialect
+from relayrun.control.trainers.megatron_lm_log import MegatronDialect
 from tests.chain.test_local_chain import ends, logs, run_chain
 from tests.checkouts import as_one_attempt, checkout_of, plan
 from tests.checkpoints import raw, whole_tensors

@@ -138,7 +138,7 @@ def test_kills_of_random_ranks_at_random_times_change_no_bit(tmp_path: Path, mem
     changes = {"checkpoint": {"interval": 4}, "training": SETTINGS["training"] | {"steps": 60}}
     whole = submit(workspace.config("whole", **SETTINGS | changes))
     assert whole.returncode == 0, whole.stderr
-    slow = {"hook": "relayrun.lab.faults.injection:FaultInjection", "options": {"faults": "step-delay=0.1"}}
+    slow = {"hook": "relayrun.lab.faults.injection:FaultInjectionHook", "options": {"faults": "step-delay=0.1"}}
     settings = with_kills() | {
         "checkpoint": {"interval": 4, "memory_interval": memory},
         "training": changes["training"] | {"hooks": [slow]},

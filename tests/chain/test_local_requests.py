@@ -33,7 +33,7 @@ class Chain:
 
     def __init__(self, folder: Path) -> None:
         workspace = Workspace.make(folder)
-        slow = {"hook": "relayrun.lab.faults.injection:FaultInjection", "options": {"faults": "step-delay=0.1"}}
+        slow = {"hook": "relayrun.lab.faults.injection:FaultInjectionHook", "options": {"faults": "step-delay=0.1"}}
         values = with_kills() | {
             "training": {"steps": 100_000, "hooks": [slow]},
             "data": {"max_epochs": 3000},

@@ -40,7 +40,7 @@ def test_a_run_cut_by_sigusr2_at_its_limit_equals_the_uninterrupted_run(tmp_path
     assert [end.cause for end in ends(reference)] == ["done"]
     # An attempt makes 40 steps and then few, so that 130 take at least three, however fast the machine is; a minute is
     # enough for some, however slow it is. The deadline inside comes after the signal, so that the signal is what cuts.
-    slow = {"hook": "relayrun.lab.faults.injection:FaultInjection", "options": {"faults": "slow-after=40:3"}}
+    slow = {"hook": "relayrun.lab.faults.injection:FaultInjectionHook", "options": {"faults": "slow-after=40:3"}}
     pieces = workspace.config(
         "it's in pieces",
         training=training | {"hooks": [slow]},
@@ -67,7 +67,7 @@ def test_a_run_cut_by_sigusr2_at_its_limit_equals_the_uninterrupted_run(tmp_path
 @pytest.mark.long
 def test_a_slow_save_moves_the_deadline_of_its_own_attempt(tmp_path: Path) -> None:
     workspace = Workspace.make(tmp_path)
-    slow = {"hook": "relayrun.lab.faults.injection:FaultInjection", "options": {"faults": "slow-save=20:20"}}
+    slow = {"hook": "relayrun.lab.faults.injection:FaultInjectionHook", "options": {"faults": "slow-save=20:20"}}
     config = workspace.config(
         "run",
         training={"steps": 30, "hooks": [slow]},

@@ -93,7 +93,7 @@ def counted(run: Run) -> dict[str, Counted]:
 @pytest.mark.skipif(shutil.which("strace") is None, reason="this machine has no strace")
 def test_nodes_leave_the_run_directory_alone_while_they_train(tmp_path: Path) -> None:
     workspace = Workspace.make(tmp_path)
-    slow = {"hook": "relayrun.lab.faults.injection:FaultInjection", "options": {"faults": "step-delay=0.1"}}
+    slow = {"hook": "relayrun.lab.faults.injection:FaultInjectionHook", "options": {"faults": "step-delay=0.1"}}
     values = {
         "training": {"steps": 100_000, "hooks": [slow]},
         "data": {"max_epochs": 3000},

@@ -22,7 +22,7 @@ import yaml
 
 from relayrun.config.compose import yaml_file
 from relayrun.control.rundir.run import Run
-from relayrun.control.trainers.megatron_lm_program import MegatronDialect, megatron_dialect_of
+from relayrun.control.trainers.megatron_lm_log import MegatronDialect, megatron_dialect_of
 from relayrun.places import CODE_ROOT
 from relayrun.tokens.shards.shard import ShardWriter
 from tests.workspace import steps

@@ -13,8 +13,8 @@ import torch
 
 from relayrun.config.compose import yaml_file
 from relayrun.control.rundir.run import Run
-from relayrun.control.scheduler.tasks import free_port
-from relayrun.control.trainers.megatron_lm_program import MegatronDialect
+from relayrun.control.scheduler.local_srun import free_port
+from relayrun.control.trainers.megatron_lm_log import MegatronDialect
 from relayrun.files import read_lines
 from tests.checkouts import ENVIRONMENT, HERE, ON_CPUS, checkout_of, command, make_shard
 from tests.export.models import write_tokenizer

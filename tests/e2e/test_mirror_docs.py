@@ -74,7 +74,7 @@ def test_a_run_that_comes_back_from_its_second_place_goes_on_bit_for_bit(tmp_pat
     checkpoint = {"interval": 10, "async_save": False}
     whole = workspace.config("whole", training=training, checkpoint=checkpoint)
     shell(f"relayrun submit {whole}")
-    crash = {"hook": "relayrun.lab.faults.injection:FaultInjection", "options": {"faults": "crash-at=25"}}
+    crash = {"hook": "relayrun.lab.faults.injection:FaultInjectionHook", "options": {"faults": "crash-at=25"}}
     config = workspace.config(
         "mine",
         project="my-project",

@@ -63,7 +63,7 @@ def test_a_shrunk_copy_trains_through_a_chain_to_the_end(tmp_path: Path) -> None
     tokenize = ["dumps", "tokenize", "--dataset", str(tmp_path / "valid"), "--paths-file", str(tmp_path / "valid.txt")]
     tokens = ["--tokenizer-name-or-path", str(tmp_path / "tokenizer"), "--output-folder", str(tmp_path / "tokens")]
     assert main([*tokenize, *tokens]) == 0
-    crash = {"hook": "relayrun.lab.faults.injection:FaultInjection", "options": {"faults": "crash-at=4"}}
+    crash = {"hook": "relayrun.lab.faults.injection:FaultInjectionHook", "options": {"faults": "crash-at=4"}}
     values: dict[str, Any] = {
         "include": [str(TINY)],
         "run_dir": str(tmp_path / "run"),

@@ -30,7 +30,7 @@ from relayrun.tokens.shards.manifest import Manifest
 from relayrun.train.checkpoint import megatron_folder, safe_pickle
 from relayrun.train.checkpoint.megatron_folder import MegatronCheckpoint
 from relayrun.train.checkpoint.reader import CheckedReader
-from relayrun.train.checkpoint.safe_pickle import InertValue, StoredTensor, UnreadablePickle
+from relayrun.train.checkpoint.safe_pickle import CorruptTorchFile, InertValue, StoredTensor
 from relayrun.train.export import megatron, megatron_settings
 from relayrun.train.export.torch_dist import CheckpointContents, CheckpointReader
 from tests.crafted import Command
@@ -412,7 +412,7 @@ def test_a_crafted_file_changes_nothing_that_it_names(named: str) -> None:
     name = b"c" + named.replace(" ", "\n").encode() + b"\n"
     for attribute, value in (("overwrite", b"\x88"), ("__defaults__", b")"), ("__getattribute__", b"cfoo\nBar\n")):
         for state in (b"N}" + unicode(attribute) + value + b"s\x86", b"}" + unicode(attribute) + value + b"s"):
-            with contextlib.suppress(UnreadablePickle):
+            with contextlib.suppress(CorruptTorchFile):
                 safe_pickle.read_pickle(archive(b"\x80\x02" + name + state + b"b0}."))
     changed = {(each, name) for each, names in zip(things, before, strict=True) for name in set(vars(each)) - names}
     for each, name in changed:  # or no other test of this process could run
@@ -435,7 +435,7 @@ def test_a_crafted_file_stays_small_as_values_and_as_text() -> None:
     with little_memory():
         assert len(str(safe_pickle.read_pickle(archive(b"\x80\x02" + inert + b".")))) < 100
         for data in (plain, b"](" + part * 4000 + b"e", huge):
-            with pytest.raises(UnreadablePickle):
+            with pytest.raises(CorruptTorchFile):
                 safe_pickle.read_pickle(archive(b"\x80\x02" + data + b".", bytes(mega)))
         assert safe_pickle.read_pickle(archive(b"\x80\x02" + memo + b".")) is None
 
@@ -452,7 +452,7 @@ def test_a_crafted_file_stays_small_as_values_and_as_text() -> None:
 )
 def test_a_crafted_file_takes_neither_memory_nor_time(opcodes: bytes) -> None:
     """Each has a few kilobytes as a file; the last one ended the process."""
-    with little_memory(), pytest.raises(UnreadablePickle):
+    with little_memory(), pytest.raises(CorruptTorchFile):
         safe_pickle.read_pickle(archive(b"\x80\x05" + opcodes + b"."))
 
 
@@ -469,16 +469,16 @@ def test_no_attribute_of_a_real_thing_is_reached() -> None:
         def __reduce__(self) -> Any:
             return getattr, (Namespace(), "__class__")
 
-    with pytest.raises(UnreadablePickle, match="asks for an attribute of something"):
+    with pytest.raises(CorruptTorchFile, match="asks for an attribute of something"):
         safe_pickle.read_pickle(saved(Reach()))
 
 
 def test_whatever_is_no_such_file_is_unreadable() -> None:
     whole = saved({"step": torch.ones(3)})
     for data in (b"", b"x" * 100, whole[: len(whole) // 2], os.urandom(200)):
-        with pytest.raises(UnreadablePickle):
+        with pytest.raises(CorruptTorchFile):
             safe_pickle.read_pickle(data)
     with zipfile.ZipFile(buffer := io.BytesIO(), "w") as archive:
         archive.writestr("a/data.pkl", b"\x80\x02.")
-    with pytest.raises(UnreadablePickle):
+    with pytest.raises(CorruptTorchFile):
         safe_pickle.read_pickle(buffer.getvalue())

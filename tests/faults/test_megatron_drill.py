@@ -14,11 +14,11 @@ import pytest
 
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.slurm import Slurm
-from relayrun.control.trainers import megatron_lm_program
-from relayrun.control.trainers.megatron_lm_program import MegatronDialect
+from relayrun.control.trainers import megatron_lm_log
+from relayrun.control.trainers.megatron_lm_log import MegatronDialect
 from relayrun.lab.faults import experiment
 from relayrun.lab.faults.table import FAULTS_BY_NAME, Fault
-from relayrun.lab.faults.target import FaultTarget, LocalSignalSender, wrapper_marker, write_wrappers
+from relayrun.lab.faults.target import ClusterUnderTest, LocalSignalSender, wrapper_marker, write_wrappers
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.chain.test_local_chain import run_chain
 from tests.checkouts import ENVIRONMENT, as_one_attempt, checkout_of, plan
@@ -134,11 +134,11 @@ def test_a_chain_survives_or_stops_with_a_reason(
     try:
         for variable in ("SLURM_CONF", "PATH"):  # of Slurm's commands that the stage runs
             monkeypatch.setenv(variable, cluster.env[variable])
-        stage = FaultTarget(
+        stage = ClusterUnderTest(
             run=run, commands=tmp_path, slurm=Slurm(), signals=MegatronReach(), control=cluster, patience=4
         )
         if name == "latest-torn":  # its folder is there before its files are
-            stage.wait(lambda: megatron_lm_program.tracked_iteration(run.checkpoints) == 20)
+            stage.wait(lambda: megatron_lm_log.tracked_iteration(run.checkpoints) == 20)
         fault.act(stage)
         experiment.wait_for_end(stage)
     finally:

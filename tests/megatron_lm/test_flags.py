@@ -24,7 +24,7 @@ from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers import megatron_lm
 from relayrun.control.trainers.megatron_lm import COMMAND_LINE_BYTES, MegatronTrainer, shorten_data_paths
-from relayrun.control.trainers.megatron_lm_program import MegatronDialect, MegatronProgram
+from relayrun.control.trainers.megatron_lm_log import MegatronDialect, MegatronProgram
 from relayrun.errors import ConfigError, InputError, RelayrunError
 from relayrun.submit import submission
 from relayrun.submit.megatron_lm import flags

@@ -18,7 +18,7 @@ from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers.megatron_lm import MegatronTrainer
 from relayrun.control.trainers.tools import nsys_command
-from relayrun.submit import launcher_environment
+from relayrun.submit import launcher_overrides
 from relayrun.submit.megatron_lm import flags as megatron_lm_flags
 from relayrun.submit.megatron_lm.command_line import command_line
 from relayrun.submit.run_plan import stop_after
@@ -83,7 +83,7 @@ def our_words(
     """
     config = ROOT / f"configs/runs/{'' if native else 'megatron-'}llama3-{size}.yaml"
     block = {name: value for name, value in environment.items() if not (native and name == "MEGATRON_LM_DIR")}
-    overrides = launcher_environment.environment_overrides(block, trainer=resolve.read_trainer(config))
+    overrides = launcher_overrides.environment_overrides(block, trainer=resolve.read_trainer(config))
     found = resolve.load_run_config(config, [*overrides, f"run_dir={folder / 'run'}"])
     if isinstance(found, RunConfig):
         values = found.model_dump(mode="json", exclude={"evaluation", "trainer"})
@@ -245,7 +245,7 @@ def test_options_of_nsys_take_the_place_of_those_that_are_there(tmp_path: Path) 
 def test_a_run_that_stops_early_keeps_its_train_iters(tmp_path: Path, data: Path, checkout: Path) -> None:
     config = ROOT / "configs/runs/megatron-llama3-8b.yaml"
     block = {"MEGATRON_LM_DIR": str(checkout), "DATASETS": str(data)}
-    overrides = launcher_environment.environment_overrides(block, trainer=resolve.read_trainer(config))
+    overrides = launcher_overrides.environment_overrides(block, trainer=resolve.read_trainer(config))
     found = resolve.load_run_config(config, [*overrides, f"run_dir={tmp_path / 'run'}", "training.stop_after=200"])
     assert isinstance(found, MegatronConfig)
     assert stop_after(found) == 200

@@ -20,7 +20,7 @@ from .test_training_chain import SLURM, TWO_NODES, job_of, submit, wait_for_end
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.long]
 
 STEPS, INTERVAL = 300, 100
-FAULTS = "relayrun.lab.faults.injection:FaultInjection"
+FAULTS = "relayrun.lab.faults.injection:FaultInjectionHook"
 
 
 def test_each_checkpoint_is_evaluated_once_although_training_is_killed_around_it(

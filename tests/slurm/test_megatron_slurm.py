@@ -15,8 +15,8 @@ import pytest
 from relayrun.control.rundir import triggers
 from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.run import Run, stop_reason
-from relayrun.control.trainers import megatron_lm_program
-from relayrun.control.trainers.megatron_lm_program import MegatronDialect
+from relayrun.control.trainers import megatron_lm_log
+from relayrun.control.trainers.megatron_lm_log import MegatronDialect
 from relayrun.files import read_lines
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.checkouts import as_one_attempt, checkout_of, plan
@@ -151,7 +151,7 @@ def test_a_rank_killed_and_a_torn_checkpoint_that_the_tracker_names(
     assert begin is not None
     assert begin.base_iteration == 5
     assert [path.name for path in (run.checkpoints / ".quarantine").iterdir()] == ["iter_0000010-0002"]
-    assert megatron_lm_program.tracked_iteration(run.checkpoints) == resume_point(run).iteration == 20
+    assert megatron_lm_log.tracked_iteration(run.checkpoints) == resume_point(run).iteration == 20
 
 
 @BOTH

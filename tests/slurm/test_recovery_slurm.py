@@ -50,7 +50,7 @@ def test_ranks_on_two_nodes_are_started_again_in_the_same_job(cluster: TestClust
 @pytest.mark.parametrize("how", ["limit", "cancel", "agent"])
 def test_what_ends_a_job_ends_it_as_without_agents(cluster: TestCluster, tmp_path: Path, how: str) -> None:
     workspace = Workspace.make(tmp_path)
-    slow = {"hook": "relayrun.lab.faults.injection:FaultInjection", "options": {"faults": "slow-after=3:2"}}
+    slow = {"hook": "relayrun.lab.faults.injection:FaultInjectionHook", "options": {"faults": "slow-after=3:2"}}
     changes: dict[str, dict[str, object]] = {"training": {"hooks": [slow], "steps": 1000}}
     if how == "limit":
         changes |= {"job": {"time": "2"}, "chain": {"grace_period": 80, "signal_seconds": 1}}

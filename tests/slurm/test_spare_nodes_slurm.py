@@ -55,7 +55,7 @@ def config(
     **chain: object,
 ) -> Path:
     hook = {
-        "hook": "relayrun.lab.faults.injection:FaultInjection",
+        "hook": "relayrun.lab.faults.injection:FaultInjectionHook",
         "options": {"faults": f"slow-after=6:{step_seconds}"},
     }
     sections = SETTINGS | {

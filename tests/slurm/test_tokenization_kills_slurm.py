@@ -16,7 +16,7 @@ import pytest
 from relayrun.files import read_lines
 from relayrun.tokens.shards.shard import Shard
 from relayrun.tokens.tokenize.dump_status import read_status
-from relayrun.tokens.tokenize.dumps import MetadataFolder
+from relayrun.tokens.tokenize.dumps import DumpsFolder
 from relayrun.tokens.tokenize.job_config import TokenizationSettings
 
 from .cluster import TestCluster
@@ -68,7 +68,7 @@ def processes(cluster: TestCluster, job: str) -> list[int]:
 
 def assert_whole(settings: TokenizationSettings, dataset: Dataset) -> None:
     """The bytes of an undisturbed run, a complete record of each dump, and nothing else."""
-    metadata = MetadataFolder(settings.metadata_folder)
+    metadata = DumpsFolder(settings.metadata_folder)
     assert (metadata.pending(), metadata.finished()) == ([], list(range(DUMPS)))
     assert shards(settings) == dataset.expected
     for dump in range(DUMPS):
@@ -100,7 +100,7 @@ class Blocked:
         self.cluster, self.dataset, self.minutes = cluster, dataset, minutes
         self.settings = {launcher: dataset.settings(f"{name}-{launcher}") for launcher in launchers}
         self.files: dict[Path, bytes] = {}
-        metadata = MetadataFolder(self.settings[launchers[0]].metadata_folder)
+        metadata = DumpsFolder(self.settings[launchers[0]].metadata_folder)
         for dump in range(DUMPS):
             file = dataset.folder / "data" / metadata.paths_file(dump).read_text().splitlines()[-1]
             self.files[file] = file.read_bytes()
@@ -242,6 +242,6 @@ def test_jobs_killed_at_any_moment_give_the_same_files(
     cluster.wait_until(lambda: not cluster.queue(), what="the queue is empty")
     for job in jobs:  # one may finish its dump after Slurm has ended it
         cluster.wait_until(lambda job=job: not processes(cluster, job), what=f"job {job} has no process")
-    if MetadataFolder(settings.metadata_folder).pending():
+    if DumpsFolder(settings.metadata_folder).pending():
         wait_for_ends(cluster, submit(cluster, launcher, settings))
     assert_whole(settings, dataset)

@@ -12,7 +12,7 @@ import pytest
 
 from relayrun.config.compose import yaml_file
 from relayrun.errors import RelayrunError
-from relayrun.tokens.tokenize.dumps import MetadataFolder, prepare_dumps
+from relayrun.tokens.tokenize.dumps import DumpsFolder, prepare_dumps
 from relayrun.tokens.tokenize.job_config import TokenizationSettings
 from tests import stand_ins
 
@@ -29,7 +29,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 def assert_all_done(settings: TokenizationSettings, expected: dict[str, bytes], cluster: TestCluster) -> list[str]:
     """Shards, links, CSV and logs; returns the job ids of the CSV."""
-    metadata = MetadataFolder(settings.metadata_folder)
+    metadata = DumpsFolder(settings.metadata_folder)
     assert (metadata.pending(), metadata.finished()) == ([], list(range(DUMPS)))
     assert shards(settings) == expected
     assert os.readlink(metadata.tokenized_link) == str(settings.dataset_output)

@@ -75,7 +75,7 @@ def test_jobs_cut_by_their_time_limit_equal_the_uninterrupted_run(cluster: TestC
     assert [end.cause for end in ends(reference)] == ["done"]
     # A job makes 35 steps and then few, so that 120 take at least three, however fast the machine is; of its two
     # minutes, the least that Slurm's clock of whole minutes allows, it has 40 s: some steps, however slow it is
-    slow = {"hook": "relayrun.lab.faults.injection:FaultInjection", "options": {"faults": "slow-after=35:3"}}
+    slow = {"hook": "relayrun.lab.faults.injection:FaultInjectionHook", "options": {"faults": "slow-after=35:3"}}
     submit(
         cluster,
         workspace.config(

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from relayrun.control.trainers.megatron_lm_program import parse_save, parse_step
+from relayrun.control.trainers.megatron_lm_log import parse_save, parse_step
 
 SWISS_AI = (
     " [2026-11-22 20:54:22] iteration       20/    4000 | consumed samples:           80 | consumed tokens: 0.000B |"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.trainers import megatron_lm_program as module
-from relayrun.control.trainers.megatron_lm_program import MegatronDialect, MegatronProgram
+from relayrun.control.trainers import megatron_lm_log as module
+from relayrun.control.trainers.megatron_lm_log import MegatronDialect, MegatronProgram
 
 
 class Clock:

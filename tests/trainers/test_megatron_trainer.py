@@ -15,7 +15,7 @@ from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers import megatron_lm
 from relayrun.control.trainers.megatron_lm import MegatronSettings, MegatronTrainer
-from relayrun.control.trainers.megatron_lm_program import MegatronDialect, MegatronProgram, megatron_dialect_of
+from relayrun.control.trainers.megatron_lm_log import MegatronDialect, MegatronProgram, megatron_dialect_of
 from tests.history import began
 
 TOKEN = "ghp_" + "a1B2" * 9

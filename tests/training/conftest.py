@@ -26,7 +26,7 @@ from relayrun.control.rundir.attempt import Attempt as AttemptDir
 from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.records import AttemptOutcome, AttemptStart, CheckpointCommit, Heartbeat, RankFailure
 from relayrun.control.rundir.run import Run
-from relayrun.control.scheduler.tasks import free_port
+from relayrun.control.scheduler.local_srun import free_port
 from relayrun.files import read_lines
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.tokens.shards.shard import ShardWriter
@@ -35,7 +35,7 @@ from tests.waiting import wait_for
 
 VOCABULARY = 300
 RANKS = 2
-FAULTS = "relayrun.lab.faults.injection:FaultInjection"
+FAULTS = "relayrun.lab.faults.injection:FaultInjectionHook"
 Rank = subprocess.Popen[bytes] | warm.Warm
 STARTED: list[Rank] = []
 """Ranks of the test that runs."""

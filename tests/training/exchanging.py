@@ -21,7 +21,7 @@ import xxhash
 
 from relayrun.train.checkpoint.checksums import DamagedCheckpoint
 from relayrun.train.checkpoint.parallel_load import BlockExchange, BlockLocation, assign_reads
-from relayrun.train.messages import RankMessages
+from relayrun.train.messages import RankObjectCollectives
 
 RANKS = 4
 FOLDER = Path(sys.argv[1])
@@ -128,7 +128,7 @@ def alone(rank: int) -> dict[str, Any]:
 
 def messages(rank: int) -> dict[str, Any]:
     """A thread that sends messages, beside collectives of the same group in the main thread."""
-    talk = RankMessages(dist.group.WORLD, tag=1)
+    talk = RankObjectCollectives(dist.group.WORLD, tag=1)
     heard: list[Any] = []
 
     def send() -> None:

@@ -25,7 +25,7 @@ from relayrun.train import distributed  # noqa: E402
 from relayrun.train.checkpoint import megatron_strategy  # noqa: E402
 from relayrun.train.checkpoint.megatron_strategy import InProcessStrategy  # noqa: E402
 from relayrun.train.checkpoint.reader import CheckedReader  # noqa: E402
-from relayrun.train.messages import RankMessages  # noqa: E402
+from relayrun.train.messages import RankObjectCollectives  # noqa: E402
 from relayrun.train.model import cpu_patches, layers  # noqa: E402
 from relayrun.train.model.gpt import ModelStage  # noqa: E402
 from relayrun.train.model.layers import Norm, NormWithState  # noqa: E402
@@ -58,7 +58,7 @@ def save(made: ModelStage, name: str) -> Path:
     folder = target / name
     folder.mkdir()
     wanted = {"model": made.sharded_state_dict({})}
-    dist_checkpointing.save(wanted, str(folder), InProcessStrategy(RankMessages(ranks.cpu_group, tag=1)))
+    dist_checkpointing.save(wanted, str(folder), InProcessStrategy(RankObjectCollectives(ranks.cpu_group, tag=1)))
     return folder
 
 

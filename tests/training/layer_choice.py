@@ -95,7 +95,7 @@ def overlap(*, new: bool) -> dict[str, Any]:
         sys.modules.setdefault(name, types.ModuleType(name))
     parallel = {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}}
     config = RunConfig.model_validate_json(json.dumps(CONFIG | parallel | {"model": CONFIG["model"] | GROUPS}))
-    model_kernels.start_communication_overlap(config, types.SimpleNamespace(fp8=None))
+    model_kernels.init_tp_overlap_buffers(config, types.SimpleNamespace(fp8=None))
     return asked
 
 

@@ -26,7 +26,7 @@ from relayrun.config.compose.schema import RunConfig  # noqa: E402
 from relayrun.tokens.order.batches import TrainingProgress  # noqa: E402
 from relayrun.train import distributed  # noqa: E402
 from relayrun.train.checkpoint.megatron_strategy import InProcessStrategy  # noqa: E402
-from relayrun.train.messages import RankMessages  # noqa: E402
+from relayrun.train.messages import RankObjectCollectives  # noqa: E402
 from relayrun.train.model import cpu_patches  # noqa: E402
 from relayrun.train.model.gpt import MicroBatch, ModelStage  # noqa: E402
 from relayrun.train.optimizer.megatron_optimizer import (  # noqa: E402
@@ -72,7 +72,9 @@ def sharded(model: ModelStage, optimizer: ScheduledOptimizer, *, loading: bool) 
 def save(folder: Path) -> None:
     folder.mkdir()
     dist_checkpointing.save(
-        sharded(model, optimizer, loading=False), str(folder), InProcessStrategy(RankMessages(ranks.cpu_group, tag=1))
+        sharded(model, optimizer, loading=False),
+        str(folder),
+        InProcessStrategy(RankObjectCollectives(ranks.cpu_group, tag=1)),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from relayrun.control.scheduler.tasks import free_port
+from relayrun.control.scheduler.local_srun import free_port
 from tests import warm
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from relayrun.train.messages import RankMessages
+from relayrun.train.messages import RankObjectCollectives
 
 LIMIT = timedelta(minutes=5)
 
@@ -37,7 +37,7 @@ def main(rank: int, ranks: int, groups: int, folder: Path) -> None:
         second = dist.new_group(backend="gloo", timeout=LIMIT)
         dist.barrier(second)
     else:
-        assert RankMessages(dist.group.WORLD, tag=1).all_gather(rank) == [*range(ranks)]
+        assert RankObjectCollectives(dist.group.WORLD, tag=1).all_gather(rank) == [*range(ranks)]
     dist.barrier()
     (folder / f"{groups}-{rank}").write_text(str(sockets() - before))
     dist.barrier()

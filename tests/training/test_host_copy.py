@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 from relayrun.train.checkpoint import async_writer
-from relayrun.train.checkpoint.async_writer import HostAllocation, HostCopy
+from relayrun.train.checkpoint.async_writer import HostCopy, HostMemoryStats
 from relayrun.train.checkpoint.host_buffers import ALIGNMENT, lay_out_buffers
 
 CPU = torch.device("cpu")
@@ -85,14 +85,14 @@ def test_what_is_reserved_is_used_by_every_save_and_holds_the_bytes_of_each() ->
     reserved = host.reserve(shards())
     assert reserved.pieces == 6
     assert sum(one.data.nbytes for one in shards()) <= reserved.size <= reserved.pieces * 4096 + 3 * 16384
-    assert host.reserve(shards()) == HostAllocation(0, 0), "all are there"
+    assert host.reserve(shards()) == HostMemoryStats(0, 0), "all are there"
     addresses = set()
     for number in range(3):
         originals, copies = shards(), shards()
         for original, copy in zip(originals, copies, strict=True):
             original.data += number
             copy.data += number
-        assert host.fill(copies, None) == HostAllocation(0, 0)
+        assert host.fill(copies, None) == HostMemoryStats(0, 0)
         addresses.add(tuple(copy.data.data_ptr() for copy in copies))
         for original, copy in zip(originals, copies, strict=True):
             assert torch.equal(copy.data, original.data)
@@ -108,9 +108,9 @@ def test_what_was_not_reserved_or_has_another_shape_by_now_is_allocated_at_the_s
     host = HostCopy(CPU)
     host.reserve([shard("a", torch.zeros(3)), shard("b", torch.zeros(3))])
     changed = [shard("a", torch.ones(4)), shard("b", torch.ones(3).to(torch.float16)), shard("c", torch.ones(2))]
-    assert host.fill(changed, None) == HostAllocation(2 * ALIGNMENT + 6, 1)
+    assert host.fill(changed, None) == HostMemoryStats(2 * ALIGNMENT + 6, 1)
     assert [one.data.tolist() for one in changed] == [[1.0] * 4, [1.0] * 3, [1.0] * 2]
-    assert host.reserve(changed) == HostAllocation(0, 0)
+    assert host.reserve(changed) == HostMemoryStats(0, 0)
 
 
 def test_without_so_much_memory_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def test_on_a_gpu_the_buffers_are_pinned() -> None:
     device = torch.device("cuda", 0)
     host = HostCopy(device)
     there = [shard("weights", torch.arange(1000.0, device=device)), shard("bytes", torch.ones(7, device=device))]
-    assert host.reserve(there) == HostAllocation(8192, 1)
+    assert host.reserve(there) == HostMemoryStats(8192, 1)
     host.fill(there, host.new_stream())
     assert all(one.data.is_pinned() for one in there)
     assert there[0].data.tolist() == list(range(1000))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.scheduler.tasks import free_port
+from relayrun.control.scheduler.local_srun import free_port
 from tests import warm
 
 RANKS = 24

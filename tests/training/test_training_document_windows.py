@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from relayrun.control.scheduler.tasks import free_port
+from relayrun.control.scheduler.local_srun import free_port
 from relayrun.files import read_json
 from tests import warm
 from tests.checkpoints import assert_same_bytes

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from relayrun.control.scheduler.tasks import free_port
+from relayrun.control.scheduler.local_srun import free_port
 from tests import warm
 
 pytestmark = pytest.mark.slow

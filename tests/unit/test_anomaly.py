@@ -11,7 +11,7 @@ import pytest
 from relayrun.config.compose.schema import TrainingSection
 from relayrun.control.rundir.merged_metrics import valid_lines
 from relayrun.control.rundir.records import CheckpointCommit
-from relayrun.control.rundir.restarts import Rollback, pending_rollbacks
+from relayrun.control.rundir.restarts import Rollback, rollbacks_since_save
 from relayrun.control.rundir.run import Run
 from relayrun.train.hooks import Action
 from relayrun.train.loss_guard import LossGuard
@@ -120,18 +120,18 @@ def test_a_rollback_counts_until_its_checkpoint_is_not_the_newest_and_is_not_wri
     commit(run, 1, 10, 100.0)
     rollback(run, 1, 17, 10, 170, 110.0)
     rollback(run, 1, 15, 10, 220, 120.0)
-    assert [found.next_sample for found in pending_rollbacks(run, 10, 100)] == [170, 220]
-    assert pending_rollbacks(run, 20, 200) == []
+    assert [found.next_sample for found in rollbacks_since_save(run, 10, 100)] == [170, 220]
+    assert rollbacks_since_save(run, 20, 200) == []
     begin(run, 2, 10)  # killed; the next one starts from there too
     begin(run, 3, 10)
-    assert len(pending_rollbacks(run, 10, 100)) == 2
+    assert len(rollbacks_since_save(run, 10, 100)) == 2
     rollback(run, 3, 15, 10, 100, 125.0)  # to a checkpoint behind a damaged one: it passes over nothing
-    assert len(pending_rollbacks(run, 10, 100)) == 2
+    assert len(rollbacks_since_save(run, 10, 100)) == 2
     commit(run, 3, 20, 130.0)
-    assert pending_rollbacks(run, 20, 200) == []
+    assert rollbacks_since_save(run, 20, 200) == []
     begin(run, 4, 0)  # a person went back to the beginning: another 10 is written, which knows nothing of it
     commit(run, 4, 10, 200.0)
-    assert pending_rollbacks(run, 10, 100) == []
+    assert rollbacks_since_save(run, 10, 100) == []
 
 
 def test_the_merged_view_holds_what_counts_after_rollbacks(tmp_path: Any) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from relayrun.config.compose import campaign, resolve
 from relayrun.config.compose.schema import RunConfig
-from relayrun.config.sections.conditions import SweepFilter
+from relayrun.config.sections.conditions import SettingsCondition
 from relayrun.errors import RelayrunError
 from relayrun.submit import campaign as submission
 from tests.workspace import Workspace
@@ -118,7 +118,7 @@ def test_a_sweep_that_is_refused_names_the_line(
 )
 def test_a_filter_is_parsed_and_never_executed(text: str) -> None:
     with pytest.raises(ValueError, match="write, for example"):
-        SweepFilter(text)
+        SettingsCondition(text)
 
 
 @pytest.mark.parametrize(
@@ -131,13 +131,13 @@ def test_a_filter_is_parsed_and_never_executed(text: str) -> None:
     ],
 )
 def test_a_filter_holds(text: str, holds: bool) -> None:
-    assert SweepFilter(text).holds({"a.b": 3, "a.c": "x"}.__getitem__) is holds
+    assert SettingsCondition(text).holds({"a.b": 3, "a.c": "x"}.__getitem__) is holds
 
 
 @pytest.mark.parametrize("text", ["a.c < 3", "a.c * 2 == 'xx'", "a.b / 0 > 1", "-a.c == 1"])
 def test_a_filter_that_cannot_be_judged_says_so(text: str) -> None:
     with pytest.raises(ValueError, match=r"cannot be compared|no number|division"):
-        SweepFilter(text).holds({"a.b": 3, "a.c": "x"}.__getitem__)
+        SettingsCondition(text).holds({"a.b": 3, "a.c": "x"}.__getitem__)
 
 
 def test_a_branch_with_decay_is_one_line(workspace: Workspace) -> None:

@@ -17,7 +17,7 @@ from relayrun.config.compose import describe
 from relayrun.config.compose.schema import CONFIG_CLASSES
 from relayrun.control.rundir import triggers
 from relayrun.control.rundir.run import Run
-from relayrun.submit import launcher_environment
+from relayrun.submit import launcher_overrides
 from relayrun.tokens.tokenize import job_config as tokenization
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -152,8 +152,8 @@ def sources(*places: str) -> str:
 
 
 VARIABLES_HERE = {
-    *(name for trainer in CONFIG_CLASSES for name in launcher_environment.setting_variables(trainer)),
-    launcher_environment.PROFILER_VARIABLE,
+    *(name for trainer in CONFIG_CLASSES for name in launcher_overrides.setting_variables(trainer)),
+    launcher_overrides.PROFILER_VARIABLE,
     *tokenization.ENVIRONMENT_SETTINGS,
     *re.findall(r'"(WANDB_\w+)"', sources("relayrun/train/reporting", "relayrun/control/trainers")),
 }

@@ -17,7 +17,7 @@ from relayrun.errors import RelayrunError
 from relayrun.lab.demo import __main__ as demo
 from relayrun.places import CODE_ROOT as ROOT
 from relayrun.watch.report import terminal_report
-from relayrun.watch.report.terminal_report import AttemptRow, AttemptsReport, attempts_table
+from relayrun.watch.report.terminal_report import AttemptRow, AttemptsAndLosses, attempts_table
 
 PAGE = (ROOT / "docs/chain.md").read_text(encoding="utf-8")
 
@@ -59,7 +59,7 @@ def rows() -> list[AttemptRow]:
 
 def test_its_form_is_that_of_the_report() -> None:
     output = io.StringIO()
-    told = AttemptsReport(run=Run(Path("demo")), attempts=rows(), iterations=[], losses=[], validation={})
+    told = AttemptsAndLosses(run=Run(Path("demo")), attempts=rows(), iterations=[], losses=[], validation={})
     Console(file=output, width=110).print(attempts_table(told))
     assert [line.rstrip() for line in output.getvalue().splitlines()] == shown().splitlines()
 
@@ -79,7 +79,7 @@ def test_its_numbers_are_those_of_one_exact_relay() -> None:
 
 def test_a_demo_that_was_stopped_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config = resolve.load_run_config(ROOT / "configs/runs/demo.yaml")
-    stopped = AttemptsReport(run=Run(tmp_path), attempts=[], iterations=[1], losses=[6.0], validation={})
+    stopped = AttemptsAndLosses(run=Run(tmp_path), attempts=[], iterations=[1], losses=[6.0], validation={})
     monkeypatch.setattr(terminal_report, "read_attempts_report", lambda run: stopped)
     with pytest.raises(RelayrunError, match="ended before its last iteration"):
         demo.print_results(Run(tmp_path), config, seconds=1.0)

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 import pytest
 
 from relayrun.cli import main
-from relayrun.tokens.stores import download as module
+from relayrun.tokens.stores import hub_download as module
 
 NAME, COMMIT = "arcinstitute/opengenome2", "0123456789abcdef0123456789abcdef01234567"
 FOLDER = "pretraining_or_both_phases/metagenomes"

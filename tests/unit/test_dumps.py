@@ -13,7 +13,7 @@ from relayrun.errors import InputError, RelayrunError, SchedulerError
 from relayrun.tokens.readers.inputs import DataFile, find_data_files, read_paths_file
 from relayrun.tokens.tokenize import dumps as dumps_module
 from relayrun.tokens.tokenize.dumps import (
-    MetadataFolder,
+    DumpsFolder,
     count_files_linked_twice,
     dump_size,
     estimated_hours,
@@ -160,7 +160,7 @@ def test_a_second_run_leaves_no_stale_dump(dataset: Path, metadata: Path) -> Non
 
 def test_beside_finished_dumps_only_other_files_are_split_and_numbered_behind(dataset: Path, metadata: Path) -> None:
     prepare_dumps(dataset, metadata, n_dumps=3)
-    MetadataFolder(metadata).finish(1)
+    DumpsFolder(metadata).finish(1)
     write(dataset / "new.parquet", 1)
     dumps = prepare_dumps(dataset, metadata, n_dumps=9)
     assert [dump.index for dump in dumps] == [2, 3, 4, 5]
@@ -176,7 +176,7 @@ def test_no_file_left_is_an_error(dataset: Path, metadata: Path, tmp_path: Path)
     with pytest.raises(InputError, match="no file fits"):
         prepare_dumps(dataset, metadata, filter_in=["nothing"])
     prepare_dumps(dataset, metadata)
-    MetadataFolder(metadata).finish(0)
+    DumpsFolder(metadata).finish(0)
     with pytest.raises(InputError, match="all 4 files are in finished dumps"):
         prepare_dumps(dataset, metadata)
     with pytest.raises(InputError, match="no such dataset folder"):
@@ -185,7 +185,7 @@ def test_no_file_left_is_an_error(dataset: Path, metadata: Path, tmp_path: Path)
 
 def test_finished_dumps_of_another_dataset_are_not_mixed_in(dataset: Path, metadata: Path, tmp_path: Path) -> None:
     prepare_dumps(dataset, metadata)
-    MetadataFolder(metadata).finish(0)
+    DumpsFolder(metadata).finish(0)
     write(tmp_path / "other" / "o.parquet")
     with pytest.raises(InputError, match="one metadata folder per dataset"):
         prepare_dumps(tmp_path / "other", metadata)
@@ -253,8 +253,8 @@ dumps.prepare_dumps({str(dataset)!r}, {str(metadata)!r}, n_dumps=2)
 def test_nothing_is_prepared_while_a_dump_is_tokenized_here(dataset: Path, metadata: Path) -> None:
     prepare_dumps(dataset, metadata)
     with (
-        MetadataFolder(metadata).in_use(),
-        MetadataFolder(metadata).in_use(),
+        DumpsFolder(metadata).in_use(),
+        DumpsFolder(metadata).in_use(),
         pytest.raises(RelayrunError, match="by another process"),
     ):
         prepare_dumps(dataset, metadata)
@@ -273,7 +273,7 @@ def test_nothing_is_prepared_while_slurm_jobs_of_the_folder_live(
     dataset: Path, metadata: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare_dumps(dataset, metadata, n_dumps=3)
-    folder = MetadataFolder(metadata)
+    folder = DumpsFolder(metadata)
     for job, dump in (("11", 0), ("12_0", 1), ("12_1", 2), ("13", 9)):
         folder.record_job(job, dump)
     monkeypatch.setenv("PATH", fake_squeue(tmp_path / "bin", ["12_0", "12_1", "13", "99"]))
@@ -288,7 +288,7 @@ def test_if_slurm_cannot_be_asked_nothing_is_prepared(
     dataset: Path, metadata: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare_dumps(dataset, metadata)
-    MetadataFolder(metadata).record_job("11", 0)
+    DumpsFolder(metadata).record_job("11", 0)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SchedulerError, match="not installed"):
         prepare_dumps(dataset, metadata)

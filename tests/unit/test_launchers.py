@@ -15,7 +15,7 @@ from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import CommonConfig, RunConfig
 from relayrun.slurmtime import parse_time
 from relayrun.submit import submission
-from relayrun.submit.launcher_environment import (
+from relayrun.submit.launcher_overrides import (
     PROFILER_VARIABLE,
     environment_overrides,
     job_overrides,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.scheduler import tasks
+from relayrun.control.scheduler import local_srun
 from tests.waiting import read_line, wait_for
 
 WORKER = """
@@ -37,7 +37,7 @@ def test_what_a_killed_rank_had_started_ends_with_the_ranks(tmp_path: Path, capf
     handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)}
     handlers[signal.SIGQUIT] = signal.getsignal(signal.SIGQUIT)
     try:
-        code = tasks.start_tasks(1, [sys.executable, "-c", WORKER, str(tmp_path / "child")])
+        code = local_srun.start_tasks(1, [sys.executable, "-c", WORKER, str(tmp_path / "child")])
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -53,10 +53,10 @@ def test_others_are_left_alone() -> None:
     try:
         environ = Path(f"/proc/{process.pid}/environ")
         wait_for(lambda: b"RELAYRUN_TEST" in environ.read_bytes(), words="the environment that it has after its exec")
-        assert tasks.kill_leftover_processes({"RELAYRUN_TEST": f"{os.getpid()}-b"}) == []
-        assert tasks.kill_leftover_processes({"RELAYRUN_TEST": f"{os.getpid()}-a", "RELAYRUN_OTHER": None}) == []
+        assert local_srun.kill_leftover_processes({"RELAYRUN_TEST": f"{os.getpid()}-b"}) == []
+        assert local_srun.kill_leftover_processes({"RELAYRUN_TEST": f"{os.getpid()}-a", "RELAYRUN_OTHER": None}) == []
         assert process.poll() is None
-        assert tasks.kill_leftover_processes({"RELAYRUN_TEST": None}) == ["sleep 1000"]
+        assert local_srun.kill_leftover_processes({"RELAYRUN_TEST": None}) == ["sleep 1000"]
         assert process.wait(300) == -signal.SIGKILL
     finally:
         process.kill()
@@ -71,10 +71,12 @@ def test_a_process_that_lives_on_keeps_its_children_too() -> None:
     processes = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     children = [int(read_line(process)) for process in processes]
     try:
-        assert len(tasks.kill_leftover_processes({"RELAYRUN_TEST": f"{os.getpid()}-c"}, but={processes[0].pid})) == 2
+        assert (
+            len(local_srun.kill_leftover_processes({"RELAYRUN_TEST": f"{os.getpid()}-c"}, but={processes[0].pid})) == 2
+        )
         assert [process.poll() is None for process in processes] == [True, False]
         assert [gone(child) for child in children] == [False, True]
-        assert len(tasks.kill_leftover_processes({"RELAYRUN_TEST": f"{os.getpid()}-c"})) == 2
+        assert len(local_srun.kill_leftover_processes({"RELAYRUN_TEST": f"{os.getpid()}-c"})) == 2
     finally:
         for process in processes:
             process.kill()

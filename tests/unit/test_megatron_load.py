@@ -10,7 +10,7 @@ import pytest
 
 from relayrun.cli import main
 from relayrun.config.compose import resolve
-from relayrun.control.trainers import megatron_lm_program
+from relayrun.control.trainers import megatron_lm_log
 from relayrun.submit import submission
 from relayrun.submit.check.existing_run import SubmitIntent
 from tests.history import make_history
@@ -31,7 +31,7 @@ def save(folder: Path, iteration: int) -> Path:
     rank = folder / f"iter_{iteration:07d}" / "mp_rank_00"
     rank.mkdir(parents=True)
     (rank / "model_optim_rng.pt").write_text("x")
-    megatron_lm_program.write_tracker(folder, iteration)
+    megatron_lm_log.write_tracker(folder, iteration)
     return rank.parent
 
 

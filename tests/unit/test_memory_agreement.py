@@ -20,7 +20,7 @@ from relayrun.tokens.order.batches import TrainingProgress
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own
-    from relayrun.train.checkpoint.memory_interval import CopyInterval, StepSlowdown
+    from relayrun.train.checkpoint.memory_interval import MemoryCopySchedule, StepSlowdown
     from relayrun.train.checkpoint.memory_replication import MemoryCopy, NeighbourReplica
     from relayrun.train.checkpoint.memory_tier import MemoryTier
     from relayrun.train.distributed import Ranks
@@ -85,7 +85,7 @@ class Tier(MemoryTier):
         self.synced: list[int] = []
         """The newest iteration of all copies, each time that the record was synced."""
         self._metrics = cast(Any, SimpleNamespace(sync=lambda: self.synced.append(newest_of(folders))))
-        self._interval, self._steps = CopyInterval(INTERVAL, at=0), StepSlowdown()
+        self._interval, self._steps = MemoryCopySchedule(INTERVAL, at=0), StepSlowdown()
 
     def _write(self, iteration: int, state: Any) -> MemoryCopy:
         write(older(self._slots), self._ranks.rank, iteration, pause=self._pause)

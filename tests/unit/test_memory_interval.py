@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from relayrun.train.checkpoint.memory_interval import (
     COPY_TIME_SHARE,
     SHORTEST_INTERVAL,
-    CopyInterval,
     CopyTimes,
+    MemoryCopySchedule,
     StepSlowdown,
 )
 
@@ -31,13 +31,13 @@ def test_the_smallest_interval_costs_less_than_its_share_and_waits_for_no_neighb
 
 
 def test_a_fixed_interval_has_its_multiples_copied() -> None:
-    interval = CopyInterval(5, at=10)
+    interval = MemoryCopySchedule(5, at=10)
     assert [at for at in range(10, 26) if interval.due(at)] == [15, 20, 25]
     assert interval.record_copy(15, copy=9, beside=0, neighbour=0, step=1) is None
 
 
 def test_the_interval_follows_what_is_measured_and_not_every_breath_of_it() -> None:
-    interval = CopyInterval(None, at=0)
+    interval = MemoryCopySchedule(None, at=0)
     chosen: dict[int, int] = {}
     copies, copy = [], 0.2
     for at in range(1, 400):
@@ -57,7 +57,7 @@ def test_the_interval_follows_what_is_measured_and_not_every_breath_of_it() -> N
 
 def test_steps_that_copies_on_their_way_make_longer_count_as_a_cost_of_copies() -> None:
     """A copy takes 0.1 s, and beside its way two steps of 1 s take 1.2 s each."""
-    interval, steps = CopyInterval(None, at=0), StepSlowdown()
+    interval, steps = MemoryCopySchedule(None, at=0), StepSlowdown()
     cost, since = 0.0, 0
     for at in range(1, 1000):
         if interval.due(at):
@@ -72,7 +72,7 @@ def test_steps_that_copies_on_their_way_make_longer_count_as_a_cost_of_copies() 
 
 
 def test_steps_beside_copies_that_are_no_longer_than_others_cost_nothing() -> None:
-    interval, steps = CopyInterval(None, at=0), StepSlowdown()
+    interval, steps = MemoryCopySchedule(None, at=0), StepSlowdown()
     for at in range(1, 300):
         if interval.due(at):
             interval.record_copy(at, copy=0.1, beside=steps.added_seconds, neighbour=0.5, step=1.0)
@@ -83,7 +83,7 @@ def test_steps_beside_copies_that_are_no_longer_than_others_cost_nothing() -> No
 
 def test_copies_after_every_step_would_leave_no_step_to_compare_with() -> None:
     """A copy takes 0.01 s, and the step beside its way 1.1 s instead of 1 s: after each step they would cost 11 %."""
-    interval, steps = CopyInterval(None, at=0, known=1), StepSlowdown()
+    interval, steps = MemoryCopySchedule(None, at=0, known=1), StepSlowdown()
     beside, cost = False, 0.0
     for at in range(1, 1000):
         if interval.due(at):
@@ -99,7 +99,7 @@ def test_copies_after_every_step_would_leave_no_step_to_compare_with() -> None:
 
 def test_steps_of_a_larger_batch_are_not_held_against_those_of_a_smaller_one() -> None:
     """A batch that ramps up: from one size to the next a step takes twice as long, beside a copy or not."""
-    interval, steps = CopyInterval(None, at=0), StepSlowdown()
+    interval, steps = MemoryCopySchedule(None, at=0), StepSlowdown()
     chosen: list[int] = []
     for at in range(1, 400):
         larger = at > 200
@@ -113,5 +113,5 @@ def test_steps_of_a_larger_batch_are_not_held_against_those_of_a_smaller_one() -
 
 
 def test_a_later_round_begins_with_what_was_chosen_before() -> None:
-    interval = CopyInterval(None, at=40, known=11)
+    interval = MemoryCopySchedule(None, at=40, known=11)
     assert [at for at in range(40, 60) if interval.due(at)][:1] == [51]

@@ -458,18 +458,18 @@ def test_a_bucket_or_folder_that_is_not_there_is_said_and_not_made(mirrored: Mir
         with pytest.raises(RunDirError, match="there is no such bucket or folder"):
             sync.mirror_checkpoints(mirrored.run)
         with pytest.raises(ConfigError, match=r"checkpoint.mirror.path: .*: there is no such bucket or folder"):
-            object_store.check_object_store(above, "checkpoint.mirror.path")
+            object_store.try_object_store_access(above, "checkpoint.mirror.path")
     assert not (tmp_path / "nowhere").exists()
 
 
 def test_a_place_is_tried_before_anything_is_queued(mirrored: MirroredBelowUrl) -> None:
-    object_store.check_object_store("objects://mine/ada", "it")
+    object_store.try_object_store_access("objects://mine/ada", "it")
     assert ObjectStore.objects == {}
     ObjectStore.before = staticmethod(_refuse)
     with pytest.raises(ConfigError, match="it cannot be written: Access Denied"):
-        object_store.check_object_store("objects://mine/ada", "it")
+        object_store.try_object_store_access("objects://mine/ada", "it")
     with pytest.raises(ConfigError, match="Protocol not known: nowhere"):
-        object_store.check_object_store("nowhere://mine/ada", "it")
+        object_store.try_object_store_access("nowhere://mine/ada", "it")
 
 
 def test_a_name_that_is_a_pattern_is_refused_and_removes_nothing_of_others(mirrored: MirroredBelowUrl) -> None:
@@ -479,7 +479,7 @@ def test_a_name_that_is_a_pattern_is_refused_and_removes_nothing_of_others(mirro
     with pytest.raises(InputError, match="in a name for a pattern, and would remove other copies"):
         named.remove("iter_0000010")
     with pytest.raises(ConfigError, match="in a name for a pattern, and would remove other copies"):
-        object_store.check_object_store("objects://mine/web[2024]", "it")
+        object_store.try_object_store_access("objects://mine/web[2024]", "it")
     assert ObjectStore.objects == {"mine/web2/run/iter_0000010/data": b"another's"}
 
 

@@ -43,7 +43,7 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_lines
 from relayrun.train.gpu_health import hardware_xids
-from relayrun.train.node_benchmark import exchange_pairs
+from relayrun.train.node_benchmark import ring_neighbour_pairs
 from tests.history import began
 from tests.plans import node_checks, plan_with
 from tests.waiting import wait_for
@@ -533,7 +533,7 @@ def test_a_sick_node_is_excluded_at_its_first_strike(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 9])
 def test_every_node_exchanges_with_both_neighbours_and_with_one_at_a_time(count: int) -> None:
-    turns = list(exchange_pairs(count))
+    turns = list(ring_neighbour_pairs(count))
     for turn in turns:
         each = [node for pair in turn for node in pair]
         assert len(set(each)) == len(each)
@@ -543,7 +543,7 @@ def test_every_node_exchanges_with_both_neighbours_and_with_one_at_a_time(count:
 
 @pytest.mark.slow
 def test_nodes_are_measured_with_each_other_and_their_numbers_are_right() -> None:
-    from relayrun.control.scheduler.tasks import free_port
+    from relayrun.control.scheduler.local_srun import free_port
 
     code = (
         "import sys, json, torch; from relayrun.train.node_benchmark import measure_node; place = int(sys.argv[1]); "

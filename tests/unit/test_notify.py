@@ -24,7 +24,7 @@ from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.errors import ConfigError, SchedulerError
 from relayrun.submit import policies, submission
 from relayrun.watch import notice_channels, send_notices
-from relayrun.watch.notice_channels import NotSent, expand_variables, remove_secrets
+from relayrun.watch.notice_channels import NoticeSendError, expand_variables, remove_secrets
 from tests.receivers import Mailbox, Web, web_server
 from tests.workspace import Workspace
 
@@ -371,7 +371,7 @@ def test_webhook(web: Web) -> None:
 )
 def test_a_webhook_that_refuses_or_points_elsewhere(web: Web, answer: tuple[int, bytes], reason: str) -> None:
     web.answers["/"] = answer
-    with pytest.raises(NotSent, match=reason):
+    with pytest.raises(NoticeSendError, match=reason):
         send(f"json://127.0.0.1:{web.port}/a")
     assert [path for _, path, _ in web.requests] == ["/a"]
 
@@ -391,16 +391,16 @@ def test_a_command_that_fails_or_hangs_is_a_reason() -> None:
             NoticeTarget(name="t", command=list(command)), "s", "b", event="hang", environment={}, limit=0.5
         )
 
-    with pytest.raises(NotSent, match=r"/bin/sh ended with exit code 3: no way"):
+    with pytest.raises(NoticeSendError, match=r"/bin/sh ended with exit code 3: no way"):
         run("/bin/sh", "-c", "echo no way; exit 3")
-    with pytest.raises(NotSent, match=r"/bin/sh did not end within 0 s"):
+    with pytest.raises(NoticeSendError, match=r"/bin/sh did not end within 0 s"):
         run("/bin/sh", "-c", "sleep 60 & sleep 60")
-    with pytest.raises(NotSent, match="No such file"):
+    with pytest.raises(NoticeSendError, match="No such file"):
         run("/no/such/program")
 
 
 def test_a_missing_variable_is_named() -> None:
-    with pytest.raises(NotSent, match="the environment variable SLACK_WEBHOOK is not set on "):
+    with pytest.raises(NoticeSendError, match="the environment variable SLACK_WEBHOOK is not set on "):
         send("${SLACK_WEBHOOK}")
 
 
@@ -422,7 +422,7 @@ def test_an_address_that_nobody_answers_is_a_reason_without_secrets(web: Web) ->
     with web_server() as other:
         gone = other.port
     for url in (f"http://127.0.0.1:{gone}/${{S}}", f"mailto://u:${{S}}@127.0.0.1:{gone}?to=a@b.org"):
-        with pytest.raises(NotSent) as error:
+        with pytest.raises(NoticeSendError) as error:
             send(url, S=SECRET)
         assert "refused" in str(error.value)
         assert SECRET not in str(error.value)
@@ -499,7 +499,7 @@ def test_slack_and_discord_get_the_request_that_they_want(monkeypatch: pytest.Mo
 
 def test_without_apprise_the_reason_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "apprise", None)
-    with pytest.raises(NotSent, match="ntfy needs apprise, which this Python lacks; install relayrun's extra"):
+    with pytest.raises(NoticeSendError, match="ntfy needs apprise, which this Python lacks; install relayrun's extra"):
         send("ntfy://127.0.0.1:1/x")
 
 

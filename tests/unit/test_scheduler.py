@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.scheduler import slurm_commands, tasks
+from relayrun.control.scheduler import local_srun, slurm_commands
 from relayrun.control.scheduler.base import Job, Scheduler, clean_environment
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.control.scheduler.slurm_commands import is_job_text_ambiguous, parse_job, parse_timestamp
@@ -371,14 +371,14 @@ def test_a_new_job_gets_the_users_python_path_and_not_the_supervisors() -> None:
 
 
 def test_a_free_port_is_one_that_no_connection_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = int(tasks.CONNECTION_PORTS_FILE.read_text().split()[0])
-    found = {tasks.free_port() for _ in range(20)}
+    first = int(local_srun.CONNECTION_PORTS_FILE.read_text().split()[0])
+    found = {local_srun.free_port() for _ in range(20)}
     assert len(found) > 10
-    if first >= tasks.LOWEST_PORT + 1000:
-        assert all(tasks.LOWEST_PORT <= port < first for port in found)
-    monkeypatch.setattr(tasks, "CONNECTION_PORTS_FILE", tmp_path / "range")
+    if first >= local_srun.LOWEST_PORT + 1000:
+        assert all(local_srun.LOWEST_PORT <= port < first for port in found)
+    monkeypatch.setattr(local_srun, "CONNECTION_PORTS_FILE", tmp_path / "range")
     (tmp_path / "range").write_text("1024\t65535\n")  # no room below it: the kernel chooses
-    assert tasks.free_port("") > 1024
+    assert local_srun.free_port("") > 1024
 
 
 def test_a_second_scheduler_writes_eleven_methods(capsys: pytest.CaptureFixture[str]) -> None:

@@ -250,5 +250,5 @@ def test_the_variables_of_sbatch_hold_for_jobs_of_tokenization_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SBATCH_ACCOUNT", "proj2")
-    job_config.write_site_files("generic", tmp_path / "site")
+    job_config.write_site_shell_file("generic", tmp_path / "site")
     assert "--account=proj2" in (tmp_path / "site.options").read_text().split("\0")

@@ -225,7 +225,7 @@ def test_a_row_is_what_a_look_at_the_run_alone_says(folder: Path, capsys: pytest
             assert alone == entry
         else:
             assert {name: getattr(alone, name) for name in vars(entry)} == vars(entry), entry.path
-        assert tables.run_line(alone) == tables.run_line(entry)
+        assert tables.run_log_line(alone) == tables.run_log_line(entry)
     damaged = {Path(entry.path).name[2:] for entry in found if isinstance(entry, DamagedRun)}
     assert damaged == {kind.__name__ for kind in DAMAGE}
     states = {Path(entry.path).name[2:]: entry.state for entry in found if isinstance(entry, RunSummary)}

@@ -20,7 +20,7 @@ from relayrun.tokens.readers.inputs import find_data_files, read_paths_file
 from relayrun.tokens.stores import urls
 from relayrun.tokens.tokenize.dump_jobs import prepare_submission, tokenize_dump
 from relayrun.tokens.tokenize.dumps import (
-    MetadataFolder,
+    DumpsFolder,
     count_files_linked_twice,
     dump_size,
     prepare_dumps,
@@ -81,7 +81,7 @@ def test_a_file_url_does_not_depend_on_the_working_directory(tmp_path: Path, mon
 def test_dumps_below_a_url_have_its_text_as_their_link(tmp_path: Path) -> None:
     url, metadata = place("memory", tmp_path), tmp_path / "meta"
     prepare_dumps(url + "/", metadata, n_dumps=2)
-    assert os.readlink(metadata / "raw-dataset-link") == MetadataFolder(metadata).dataset() == url
+    assert os.readlink(metadata / "raw-dataset-link") == DumpsFolder(metadata).dataset() == url
     assert urls.absolute_path(metadata / "raw-dataset-link") == url
     assert find_data_files(metadata / "raw-dataset-link") == find_data_files(url)
     (metadata / "again").symlink_to("raw-dataset-link")
@@ -91,7 +91,7 @@ def test_dumps_below_a_url_have_its_text_as_their_link(tmp_path: Path) -> None:
     assert urls.resolve_url_link(metadata / "loop") == str(metadata / "loop")
     assert read_paths_file(metadata / "dumps/paths_file_0.txt") == ["a.parquet", "e.jsonl.zst"]
     assert dump_size(metadata / "dumps/paths_file_0.txt") == 70
-    MetadataFolder(metadata).finish(0)
+    DumpsFolder(metadata).finish(0)
     assert [dump.index for dump in prepare_dumps(url, metadata)] == [1]
     with pytest.raises(InputError, match="one metadata folder per dataset"):
         prepare_dumps(place("memory", tmp_path), metadata)

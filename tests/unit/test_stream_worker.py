@@ -16,7 +16,7 @@ from relayrun.errors import InputError
 from relayrun.files import write_json
 from relayrun.tokens.mixture.build_datasets import training_order
 from relayrun.tokens.mixture.stream_worker import StreamWorker, StreamWorkerDied
-from relayrun.tokens.order.sampler import LaneReader, MixtureSampler
+from relayrun.tokens.order.sampler import MixtureSampler, ReplicaSampleReader
 from relayrun.tokens.shards.manifest import Manifest
 from tests import streaming
 from tests.streaming import write
@@ -49,7 +49,7 @@ def beside(
     return order.lane_reader(consumed, replica, replicas, openers=worker.openers()), worker
 
 
-def read(reading: LaneReader, first: int, end: int) -> list[tuple[int, str, int, Any]]:
+def read(reading: ReplicaSampleReader, first: int, end: int) -> list[tuple[int, str, int, Any]]:
     found = []
     for k in reading.numbers(first, end):
         row = reading.row(k)

@@ -19,7 +19,7 @@ from relayrun.tokens.order.sampler import MixtureSampler, OpenLanes
 from relayrun.tokens.order.schedule import Interleave, RotatedInterleave, Schedule, integer_weights
 from relayrun.tokens.streams import blocks
 from relayrun.tokens.streams.fragments import TEXT_COLUMN, group_count
-from relayrun.tokens.streams.lane_cursor import BlockPosition, LaneCursor
+from relayrun.tokens.streams.lane_cursor import BlockStart, LaneCursor
 from relayrun.tokens.streams.text_stream import TextStream
 from tests import streaming
 from tests.streaming import numbers_in, sampler, stream, write
@@ -510,7 +510,7 @@ def test_blocks_of_a_shuffle_do_not_cross_epochs(tmp_path: Path) -> None:
     """Elsewhere a window goes on over the end of an epoch: a row comes twice before another came once."""
     write(tmp_path, "parquet", [13, 12])  # no whole number of blocks
     made = stream(tmp_path, "parquet", lanes=2, shuffle_buffer=8)
-    blocks_read = made.blocks.read(0, BlockPosition(0, 0, 0, 0))
+    blocks_read = made.blocks.read(0, BlockStart(0, 0, 0, 0))
     for _ in range(3):
         rows = []
         while len(rows) < 25:

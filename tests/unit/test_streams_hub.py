@@ -53,11 +53,11 @@ def answered(place: str) -> list[dict[str, Any]]:
 
 def version(place: str) -> list[Any]:
     """What a submit keeps of a file, in the program."""
-    from relayrun.tokens.shards.manifest import FileEntry
+    from relayrun.tokens.shards.manifest import TextFileEntry
     from relayrun.tokens.stores import urls
     from relayrun.tokens.streams.files import _frozen
 
-    file = _frozen(FileEntry(path=place, size=urls.stat_url(place)[0], fingerprint=""), [], whole=True)
+    file = _frozen(TextFileEntry(path=place, size=urls.stat_url(place)[0], fingerprint=""), [], whole=True)
     return [file.size, file.fingerprint, file.changed]
 
 

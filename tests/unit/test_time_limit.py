@@ -33,7 +33,7 @@ def attempt(run: Run, number: int, *, start: float | None, limit: float = 300.0,
 
 
 def words(run: Run, number: int, *, now: float = 1100.0) -> str:
-    return time_limit.why_time_was_short(run.attempt(number), now=now)
+    return time_limit.explain_short_training_time(run.attempt(number), now=now)
 
 
 def test_a_start_that_leaves_little_of_the_limit_is_told(tmp_path: Path) -> None:
@@ -63,9 +63,9 @@ def test_where_slurm_gave_less_than_was_asked_nobody_is_told_to_ask_for_more(tmp
         (310.0, "raise job.time"),
         (3600.0, "job.time asks for 3600 s, and Slurm gave this job less"),
     ):
-        assert time_limit.why_time_was_short(run.attempt(1), now=1100.0, asked=asked).endswith(advice)
+        assert time_limit.explain_short_training_time(run.attempt(1), now=1100.0, asked=asked).endswith(advice)
     attempt(run, 2, start=None)
-    words = time_limit.why_time_was_short(run.attempt(2), now=1300.0, asked=3600.0)
+    words = time_limit.explain_short_training_time(run.attempt(2), now=1300.0, asked=3600.0)
     assert words.endswith("before the start was; job.time asks for 3600 s, and Slurm gave this job less")
 
 

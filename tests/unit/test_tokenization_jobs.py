@@ -21,7 +21,7 @@ from relayrun.tokens.tokenize.dump_jobs import (
     submit_dumps,
     tokenize_dump,
 )
-from relayrun.tokens.tokenize.dumps import MetadataFolder, prepare_dumps
+from relayrun.tokens.tokenize.dumps import DumpsFolder, prepare_dumps
 from relayrun.tokens.tokenize.job_config import (
     TokenizationConfig,
     TokenizationSettings,
@@ -90,7 +90,7 @@ def shard_bytes(folder: Path) -> dict[str, bytes]:
 @pytest.mark.slow
 def test_a_dump_is_tokenized_moved_and_noted(settings: TokenizationSettings, tmp_path: Path) -> None:
     row = tokenize_dump(settings, 1)
-    metadata = MetadataFolder(settings.metadata_folder)
+    metadata = DumpsFolder(settings.metadata_folder)
     assert (metadata.pending(), metadata.finished()) == ([0], [1])
     output = tmp_path / "out put/T-1/D.2/dump-1"
     direct = tokenize_paths_file(
@@ -113,7 +113,7 @@ def test_a_dump_is_tokenized_moved_and_noted(settings: TokenizationSettings, tmp
 @pytest.mark.slow
 def test_all_dumps_are_tokenized_through_submitit_here(settings: TokenizationSettings, tmp_path: Path) -> None:
     assert submit_dumps(config(settings, executor="local", max_parallel=2)) == [0, 1]
-    metadata = MetadataFolder(settings.metadata_folder)
+    metadata = DumpsFolder(settings.metadata_folder)
     assert (metadata.pending(), metadata.finished()) == ([], [0, 1])
     output = tmp_path / "out put/T-1/D.2"
     assert os.readlink(metadata.tokenized_link) == str(output)
@@ -132,7 +132,7 @@ def test_all_dumps_are_tokenized_through_submitit_here(settings: TokenizationSet
 def test_a_dump_that_fails_is_one_message_and_the_others_are_done(
     settings: TokenizationSettings, tmp_path: Path
 ) -> None:
-    metadata = MetadataFolder(settings.metadata_folder)
+    metadata = DumpsFolder(settings.metadata_folder)
     torn = (tmp_path / "da ta") / metadata.paths_file(0).read_text().splitlines()[0]
     whole = torn.read_bytes()
     texts = pa.array([b"its beginning is fine", b"a stray \x80"], pa.binary()).view(pa.string())
@@ -174,7 +174,7 @@ def test_without_slurm_the_slurm_executor_says_so(
 
 
 def test_a_dump_is_not_prepared_anew_while_it_is_tokenized(settings: TokenizationSettings, tmp_path: Path) -> None:
-    with MetadataFolder(settings.metadata_folder).in_use(), pytest.raises(RelayrunError, match="another process"):
+    with DumpsFolder(settings.metadata_folder).in_use(), pytest.raises(RelayrunError, match="another process"):
         prepare_dumps(tmp_path / "da ta", settings.metadata_folder)
 
 
@@ -321,7 +321,7 @@ def test_the_bash_launcher_submits_every_dump_from_any_directory(
         ]
         for dump in ("0", "1")
     ]
-    metadata = MetadataFolder(settings.metadata_folder)
+    metadata = DumpsFolder(settings.metadata_folder)
     assert (metadata.pending(), metadata.finished()) == ([], [0, 1])
     assert (metadata.path / "jobs.jsonl").read_text().count("slurm_job_id") == 2
     assert len(shard_bytes(tmp_path / "out put/T-1/D.2/dump-0")) == 4

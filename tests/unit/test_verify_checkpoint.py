@@ -120,7 +120,7 @@ def test_a_checkpoint_that_goes_away_while_it_is_read_is_not_called_damaged(
     """The run trains on, and removes its oldest ones."""
     read = checksums.checksum_in_checkpoint
 
-    def removed(files: checksums.LocalCheckpointFiles, name: str) -> checksums.FileChecksum:
+    def removed(files: checksums.FolderCheckpointFiles, name: str) -> checksums.FileChecksum:
         files.where.rename(run.path / "removing")
         return read(files, name)
 

@@ -14,7 +14,7 @@ import xxhash
 
 from relayrun.errors import InputError
 from relayrun.tokens.tokenize.dump_jobs import prepare_submission, tokenize_dump
-from relayrun.tokens.tokenize.dumps import MetadataFolder
+from relayrun.tokens.tokenize.dumps import DumpsFolder
 from relayrun.tokens.tokenize.job_config import TokenizationSettings
 from relayrun.tokens.tokenize.verify import SourceComparison, compare_with_source, verify_dumps
 
@@ -114,7 +114,7 @@ def test_what_was_left_out_is_left_out_again(run: Run, data: Path, out: Path) ->
 
 @pytest.mark.slow
 def test_verify_opens_a_finished_dump_again_and_a_submit_mends_it(settings: TokenizationSettings) -> None:
-    metadata = MetadataFolder(settings.metadata_folder)
+    metadata = DumpsFolder(settings.metadata_folder)
     for index in prepare_submission(settings):
         tokenize_dump(settings, index)
     assert [each.faults for each in verify_dumps(metadata.path, workers=1, full=True)] == [(), ()]

@@ -36,7 +36,7 @@ def run_download(options: argparse.Namespace) -> int:
     """Download files, and print their folder. Raises RelayrunError."""
     check_outputs({"--output-folder": options.output_folder})
     # huggingface_hub, which takes a while to import
-    from relayrun.tokens.stores.download import CHECKSUMS_FILE, download_dataset
+    from relayrun.tokens.stores.hub_download import CHECKSUMS_FILE, download_dataset
 
     count = download_dataset(
         options.repository,

@@ -17,7 +17,7 @@ from relayrun.config.compose.schema import CommonConfig
 from relayrun.config.compose.yaml_file import LocatedSettings, Location
 from relayrun.control.rundir.find_runs import find_run
 from relayrun.errors import ConfigError, did_you_mean_path
-from relayrun.submit.launcher_environment import SETTING_VARIABLES, TRAINER_VARIABLES
+from relayrun.submit.launcher_overrides import SETTING_VARIABLES, TRAINER_VARIABLES
 
 ORIGIN_COLUMN = 60
 """Column of the origins, unless a value is longer."""

@@ -22,12 +22,12 @@ from relayrun.control.rundir.find_runs import find_run
 from relayrun.control.scheduler import local
 from relayrun.control.scheduler.factory import local_scheduler
 from relayrun.errors import RelayrunError, RunDirError
-from relayrun.submit import launcher_environment, submission
+from relayrun.submit import launcher_overrides, submission
 from relayrun.submit.check import report_text
 from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.submit.check.findings import CheckFinding
 from relayrun.submit.check.report import CheckReport
-from relayrun.submit.launcher_environment import quote_yaml
+from relayrun.submit.launcher_overrides import quote_yaml
 from relayrun.watch import unsent_notices
 from relayrun.watch.follow import ProgressFollower
 from relayrun.watch.text import json_text
@@ -121,7 +121,7 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
 def run_launch(options: argparse.Namespace) -> int:
     """Make this job the first of a chain, with the settings of its environment; print the run directory."""
     file = places.project_folder() / options.config
-    settings = launcher_environment.environment_overrides(os.environ, trainer=resolve.read_trainer(file))
+    settings = launcher_overrides.environment_overrides(os.environ, trainer=resolve.read_trainer(file))
     # sbatch's own variables, which its options override: inside a job take the job's value
     settings += [
         f"job.{name}={quote_yaml(os.environ.get(f'SLURM_JOB_{name.upper()}') or value)}"
@@ -129,7 +129,7 @@ def run_launch(options: argparse.Namespace) -> int:
     ]
     for name in (*sites.OTHER_CLUSTER_VARIABLES, *sites.IGNORED_VARIABLES):
         os.environ.pop(name, None)
-    flag = partial(launcher_environment.boolean_variable, os.environ)
+    flag = partial(launcher_overrides.boolean_variable, os.environ)
     intent = SubmitIntent(
         resume=flag("RESUME"), accept_data_change=flag("ACCEPT_DATA_CHANGE"), take_over=flag("TAKE_OVER")
     )
@@ -138,7 +138,7 @@ def run_launch(options: argparse.Namespace) -> int:
         if options.dry_run:
             return print_dry_run(given, intent)
         return check_settings(given, intent, launcher=options.check.absolute())
-    job = launcher_environment.job_overrides(os.environ)
+    job = launcher_overrides.job_overrides(os.environ)
     log.info("as this job was submitted, whatever the config says: %s", ", ".join(job))
     config = resolve.load_run_config(file, [*settings, *job])
     print(submission.adopt_job(config, intent, host_python=os.environ.get("HOST_PYTHON") or None).path)

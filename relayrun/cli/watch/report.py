@@ -15,7 +15,7 @@ from relayrun.files import atomic_file
 from relayrun.watch.goodput import tables
 from relayrun.watch.goodput.account import account_for_run
 from relayrun.watch.report import terminal_report
-from relayrun.watch.report.terminal_report import AttemptsReport
+from relayrun.watch.report.terminal_report import AttemptsAndLosses
 from relayrun.watch.text import json_text, print_table, text_table
 
 
@@ -68,7 +68,7 @@ def _print_account_table(table: tables.AccountTable) -> None:
     print_table(text_table(table.columns, table.rows, title=table.title))
 
 
-def _read_started_run(run: Run) -> AttemptsReport:
+def _read_started_run(run: Run) -> AttemptsAndLosses:
     found = terminal_report.read_attempts_report(run)
     if not found.attempts:
         raise RunDirError("no attempt of this run has begun", where=run.path, hint=f"relayrun status {run.path}")

@@ -137,7 +137,7 @@ def _changed_lines() -> ShowRuns:
 
     def show(found: Sequence[RunSummary | DamagedRun], now: float) -> None:
         for entry in found:
-            line = tables.run_line(entry)
+            line = tables.run_log_line(entry)
             if told.get(entry.path) != line:
                 print(f"{time.strftime('%H:%M:%S', time.localtime(now))} {line}", flush=True)
                 told[entry.path] = line

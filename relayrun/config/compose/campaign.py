@@ -29,7 +29,7 @@ from relayrun.config.compose import resolve, yaml_file
 from relayrun.config.compose.schema import CommandConfig, CommonConfig, MegatronConfig, RunConfig
 from relayrun.config.compose.yaml_file import LocatedSettings, Location
 from relayrun.config.sections.base import NAME_PATTERN
-from relayrun.config.sections.conditions import SweepFilter
+from relayrun.config.sections.conditions import SettingsCondition
 from relayrun.control.rundir.campaign import CampaignMember
 from relayrun.errors import ConfigError, combined_error, did_you_mean
 
@@ -213,7 +213,7 @@ class _CampaignReader:
             self._refuse(("sweep", "filters"), "it is a list of conditions", _FILTER)
         for text in texts:
             try:
-                condition = SweepFilter(text)
+                condition = SettingsCondition(text)
                 kept = [each for each in found if condition.holds(partial(self._setting, own=each[0]))]
             except ValueError as error:
                 self._refuse(("sweep", "filters"), str(error), _FILTER)

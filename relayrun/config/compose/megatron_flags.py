@@ -26,7 +26,7 @@ REQUIRED: Any = object()
 
 
 @dataclass(frozen=True)
-class RowContext:
+class SettingContext:
     """Values that a row may read besides its own setting."""
 
     config: MegatronConfig
@@ -41,7 +41,7 @@ class FlagRow:
     setting: str
     """`section.name`; `section` alone for the flags of every run with that section."""
     flag: str
-    how: Callable[[Any, RowContext], FlagValues]
+    how: Callable[[Any, SettingContext], FlagValues]
     words: str
     """Form of the flag in docs/megatron-flags.md."""
     saved: Any = NOT_SAVED
@@ -63,7 +63,7 @@ class FlagRow:
 
 
 def _row(
-    setting: str, how: Callable[[Any, RowContext], FlagValues], words: str, flag: str = "", saved: Any = NOT_SAVED
+    setting: str, how: Callable[[Any, SettingContext], FlagValues], words: str, flag: str = "", saved: Any = NOT_SAVED
 ) -> FlagRow:
     """A row whose flag has the setting's name, unless `flag` is given. `words` are those behind the flag."""
     flag = flag or setting.partition(".")[2].replace("_", "-")
@@ -84,7 +84,7 @@ def _unless(setting: str, without: object, words: str, flag: str = "", saved: An
     return _row(setting, lambda value, _: None if value == without else (str(value),), words, flag, saved)
 
 
-def _alone(value: object, _given: RowContext) -> FlagValues:
+def _alone(value: object, _given: SettingContext) -> FlagValues:
     """The flag alone if the setting is true, or a number above 0."""
     return () if value else None
 
@@ -103,7 +103,7 @@ def _always(section: str, flag: str, *values: str) -> FlagRow:
     return _row(section, lambda _value, _given: values, "".join(f" {value}" for value in values), flag)
 
 
-def _rampup(value: Any, _given: RowContext) -> FlagValues:
+def _rampup(value: Any, _given: SettingContext) -> FlagValues:
     if value is None:
         return None
     if len(value) == 3 and all(isinstance(each, int) for each in value):
@@ -113,7 +113,7 @@ def _rampup(value: Any, _given: RowContext) -> FlagValues:
     raise ConfigError(words, where="training.rampup_batch_size", hint=hint)
 
 
-def _evaluates(given: RowContext) -> bool:
+def _evaluates(given: SettingContext) -> bool:
     """Return True with validation data; without a section `data`, if the config asks for evaluations."""
     data, training = given.config.data, given.config.training
     if data is None:
@@ -121,11 +121,11 @@ def _evaluates(given: RowContext) -> bool:
     return bool(data.split or data.validation)
 
 
-def _eval_iters(value: int, given: RowContext) -> FlagValues:
+def _eval_iters(value: int, given: SettingContext) -> FlagValues:
     return (str(value if _evaluates(given) else 0),)
 
 
-def _eval_interval(value: int, given: RowContext) -> FlagValues:
+def _eval_interval(value: int, given: SettingContext) -> FlagValues:
     """0 is after the last iteration only, at which Megatron-LM evaluates anyway.
 
     Without validation data it is the former default: NVIDIA's code of core 0.16 has no default, and divides by it.
@@ -134,18 +134,18 @@ def _eval_interval(value: int, given: RowContext) -> FlagValues:
     return (str(value or given.config.training.steps),) if _evaluates(given) else ("1000",)
 
 
-def _recompute_method(value: Any, given: RowContext) -> FlagValues:
+def _recompute_method(value: Any, given: SettingContext) -> FlagValues:
     assert given.config.training is not None
     return ("uniform" if given.config.training.recompute_num_layers is None else "block",) if value == "full" else None
 
 
-def _recompute_num_layers(value: int | None, given: RowContext) -> FlagValues:
+def _recompute_num_layers(value: int | None, given: SettingContext) -> FlagValues:
     """Null is every layer: each a unit of its own."""
     assert given.config.training is not None
     return (str(value or 1),) if given.config.training.recompute_granularity == "full" else None
 
 
-def _iterations(tokens: int | None, steps: int | None, given: RowContext) -> FlagValues:
+def _iterations(tokens: int | None, steps: int | None, given: SettingContext) -> FlagValues:
     """Iterations that are given as such, or as tokens: the last of them ends with the iteration that trains on it."""
     if tokens is not None:
         training = given.config.training
@@ -157,17 +157,17 @@ def _iterations(tokens: int | None, steps: int | None, given: RowContext) -> Fla
     return None if steps is None else (str(steps),)
 
 
-def _warmup(value: int, given: RowContext) -> FlagValues:
+def _warmup(value: int, given: SettingContext) -> FlagValues:
     assert given.config.optimizer is not None
     return _iterations(given.config.optimizer.lr_warmup_tokens, value, given)
 
 
-def _decay(value: int | None, given: RowContext) -> FlagValues:
+def _decay(value: int | None, given: SettingContext) -> FlagValues:
     assert given.config.optimizer is not None
     return _iterations(given.config.optimizer.lr_decay_tokens, value, given)
 
 
-def _wsd_style(value: str, given: RowContext) -> FlagValues:
+def _wsd_style(value: str, given: SettingContext) -> FlagValues:
     """The checkout's name of the style, `1-sqrt` or `minus_sqrt`."""
     assert given.config.optimizer is not None
     if given.config.optimizer.lr_decay_style != "WSD":
@@ -177,7 +177,7 @@ def _wsd_style(value: str, given: RowContext) -> FlagValues:
     return (value,)
 
 
-def _split(value: float, given: RowContext) -> FlagValues:
+def _split(value: float, given: SettingContext) -> FlagValues:
     """Training, validation and test data in per cent; sets that are given by path are not split."""
     assert given.config.data is not None
     if given.config.data.validation:

@@ -3,7 +3,7 @@
     stream.filters   pc.field("split") == "train" and score > 0.5
     sweep.filters    optimizer.lr * training.global_batch_size <= 0.02
 
-`parse_row_condition` and `SweepFilter` walk Python's syntax tree and never execute it. They share the grammar of
+`parse_row_condition` and `SettingsCondition` walk Python's syntax tree and never execute it. They share the grammar of
 conditions; operands differ. `relayrun.tokens.streams.row_filters` evaluates conditions on rows.
 """
 
@@ -57,7 +57,7 @@ class Compare:
 
 
 @dataclass(frozen=True)
-class In:
+class InList:
     """True if a value is in the list."""
 
     item: ConditionOperand
@@ -87,7 +87,7 @@ class Both:
     right: Condition
 
 
-Condition = Compare | In | IsNull | Not | Both
+Condition = Compare | InList | IsNull | Not | Both
 
 
 def parse_row_condition(text: str) -> Condition:
@@ -104,14 +104,14 @@ def _variables(part: Condition | ConditionOperand) -> Iterator[str]:
     match part:
         case Variable(name):
             yield name
-        case TextLength(inner) | In(inner) | IsNull(inner) | Not(inner):
+        case TextLength(inner) | InList(inner) | IsNull(inner) | Not(inner):
             yield from _variables(inner)
         case Compare(left, _, right) | Both(left, _, right):
             yield from _variables(left)
             yield from _variables(right)
 
 
-class SweepFilter:
+class SettingsCondition:
     """A condition on settings.
 
     Args:
@@ -150,7 +150,7 @@ def _holds(condition: Condition, setting: Callable[[str], Any]) -> bool:
             return (all if sign == "and" else any)(_holds(part, setting) for part in (left, right))
         case Not(inner):
             return not _holds(inner, setting)
-        case In(item, values):
+        case InList(item, values):
             return _value(item, setting) in [_value(value, setting) for value in values]
         case IsNull(item):
             return _value(item, setting) is None
@@ -210,7 +210,7 @@ class _Parser:
                 pairs = zip([left, *others], operators, others, strict=False)
                 return reduce(lambda left, right: Both(left, "and", right), (self.comparison(*pair) for pair in pairs))
             case ast.Call(ast.Attribute(inner, "isin"), [ast.List(values) | ast.Tuple(values)], []):
-                return In(self.variable(inner), tuple(map(self.element, values)))
+                return InList(self.variable(inner), tuple(map(self.element, values)))
             case ast.Call(ast.Attribute(inner, "is_null" | "is_valid" as name), [], []):
                 null = IsNull(self.variable(inner))
                 return null if name == "is_null" else Not(null)
@@ -220,7 +220,7 @@ class _Parser:
         if isinstance(sign, ast.In | ast.NotIn):
             if not isinstance(right, ast.List | ast.Tuple | ast.Set):
                 raise self.wrong(right, "is no list of constants")
-            inside = In(self.operand(left), tuple(map(self.element, right.elts)))
+            inside = InList(self.operand(left), tuple(map(self.element, right.elts)))
             return inside if isinstance(sign, ast.In) else Not(inside)
         if (name := _COMPARISONS.get(type(sign))) is None:
             raise ValueError(f"`is` compares no values; {self.example}")

@@ -40,8 +40,8 @@ from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import RankFailure
 from relayrun.control.rundir.run import Run
-from relayrun.control.scheduler import tasks
-from relayrun.control.scheduler.tasks import free_port
+from relayrun.control.scheduler import local_srun
+from relayrun.control.scheduler.local_srun import free_port
 from relayrun.control.trainers.base import Trainer
 from relayrun.files import remove_leftovers
 
@@ -368,9 +368,9 @@ class NodeAgent:
         self._said_ended = self.restart
         number, server = self.restart, set[int]() if self._server is None else set(self._server.pids)
         again = self._told_to_end or self._server is None  # and no other restart must begin beside them
-        patience = math.inf if again else tasks.LEFTOVER_PATIENCE_SECONDS
+        patience = math.inf if again else local_srun.LEFTOVER_PATIENCE_SECONDS
         self._aside.start(
-            lambda: tasks.kill_leftover_processes({MARK_VARIABLE: self._mark}, but=server, patience=patience),
+            lambda: local_srun.kill_leftover_processes({MARK_VARIABLE: self._mark}, but=server, patience=patience),
             lambda commands: self._none_left(number, commands),
             seconds=math.inf,  # the coordinator knows when it has waited long enough
             otherwise=lambda _: [],

@@ -35,7 +35,7 @@ from relayrun.control.agent.memory_copies import SHARED_MEMORY
 from relayrun.control.rundir.node_health import HealthAction, HealthFinding, NodeHistory
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
-from relayrun.control.scheduler.tasks import die_with_parent
+from relayrun.control.scheduler.local_srun import die_with_parent
 from relayrun.errors import run_main
 from relayrun.files import free_space, temporary_prefix
 

@@ -22,7 +22,7 @@ from functools import partial
 from typing import NamedTuple
 
 from relayrun.control.agent.messages import Message, MessageSocket
-from relayrun.control.scheduler.tasks import die_with_parent, is_dying
+from relayrun.control.scheduler.local_srun import die_with_parent, is_dying
 
 
 class StartedProcess(NamedTuple):

@@ -22,7 +22,7 @@ from relayrun.control.agent.rank_server import RANK_SIGNALS, RankServer, Started
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
-from relayrun.control.scheduler.tasks import die_with_parent
+from relayrun.control.scheduler.local_srun import die_with_parent
 from relayrun.control.trainers.registry import trainer_of
 from relayrun.errors import run_main
 

@@ -28,7 +28,7 @@ from relayrun.control.agent.messages import MessageSocket
 from relayrun.control.job_log import log_node_line
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
-from relayrun.control.scheduler.tasks import die_with_parent
+from relayrun.control.scheduler.local_srun import die_with_parent
 from relayrun.errors import run_main
 
 NODE_VARIABLE = "RELAYRUN_NODE"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from relayrun.control.chain import jobs
-from relayrun.control.chain.evaluation_jobs import evaluation_job_name, submit_awaited_evaluation
+from relayrun.control.chain.evaluation_jobs import evaluation_job_name, submit_stage_evaluation
 from relayrun.control.job_log import log_line
 from relayrun.control.rundir import campaign, checkpoint_records, evaluations
 from relayrun.control.rundir.campaign import Campaign, CampaignMember, MemberRefused, MemberStarted
@@ -44,7 +44,7 @@ _UNREADABLE = (RelayrunError, OSError, KeyError, TypeError, ValueError, Attribut
 """Errors that missing, torn or edited records raise."""
 
 
-class CannotStartError(RelayrunError):
+class MemberStartError(RelayrunError):
     """One member cannot start; others may."""
 
 
@@ -147,7 +147,7 @@ def _begin_due(
     begun: list[str] = []
     stuck = _stuck(judged)
     for run, evaluation in {ready.awaited[1].path: ready.awaited for _, ready in judged if ready.awaited}.values():
-        submit_awaited_evaluation(run, evaluation)
+        submit_stage_evaluation(run, evaluation)
     stuck |= _never_evaluated(whole, judged)
     now = time.time()
     able = [(member, ready) for member, ready in judged if ready.base is not None]
@@ -161,7 +161,7 @@ def _begin_due(
         try:
             begun.append(_start_member(folder, member, ready.base or BEGINNING, patience))
             stuck.pop(member.name, None)
-        except CannotStartError as error:
+        except MemberStartError as error:
             stuck[member.name] = error.message
     return CampaignPass(begun=begun, stuck=stuck)
 
@@ -186,17 +186,17 @@ def _never_evaluated(whole: Campaign, judged: _JudgedMembers) -> dict[str, str]:
 
 
 def _start_member(folder: Path, member: CampaignMember, base: ResumePoint, patience: float) -> str:
-    """Queue the first job of a member unless it exists. Raises CannotStartError, SchedulerError and OSError."""
+    """Queue the first job of a member unless it exists. Raises MemberStartError, SchedulerError and OSError."""
     run = member.run
     try:
         plan, own = Plan.load(run), is_owned_by_this_user(run)
         newest = run.newest_begun()
         begun = None if newest is None else newest.read_begin()
     except _UNREADABLE as error:
-        raise CannotStartError(f"the plan of {member.name} cannot be read: {_error_line(error)}") from None
+        raise MemberStartError(f"the plan of {member.name} cannot be read: {_error_line(error)}") from None
     if not own:
         words = f"{member.name} cannot begin: its directory or its plan belongs to another user ({run.path})"
-        raise CannotStartError(words)
+        raise MemberStartError(words)
     record = campaign.member_started_path(folder, member.name)
     record.parent.mkdir(parents=True, exist_ok=True)
     scheduler = scheduler_for_plan(plan, run, patience=patience)
@@ -217,7 +217,7 @@ def _queue(folder: Path, member: CampaignMember, plan: Plan, base: ResumePoint, 
         try:
             plan.write(run.plan)
         except OSError as error:
-            raise CannotStartError(f"the plan of {member.name} cannot be written: {_error_line(error)}") from None
+            raise MemberStartError(f"the plan of {member.name} cannot be written: {_error_line(error)}") from None
     try:
         return jobs.queue_first_job(run, plan, scheduler)
     except _FOR_NOW:
@@ -226,12 +226,12 @@ def _queue(folder: Path, member: CampaignMember, plan: Plan, base: ResumePoint, 
         if found := scheduler.jobs(plan):
             return found[0].id
         if not isinstance(error, SchedulerError):
-            raise CannotStartError(f"{member.name} cannot begin: {_error_line(error)}") from None
+            raise MemberStartError(f"{member.name} cannot begin: {_error_line(error)}") from None
         path = campaign.member_refused_path(folder, member.name)
         before = MemberRefused.read(path)
         tries = 1 if before is None else before.tries + 1
         MemberRefused(reason=error.message, time=time.time(), tries=tries).write(path)
-        raise CannotStartError(f"{_REFUSED}: {error.message}") from None
+        raise MemberStartError(f"{_REFUSED}: {error.message}") from None
 
 
 def member_readiness(folder: Path, whole: Campaign, member: CampaignMember) -> Readiness | None:

@@ -37,7 +37,7 @@ def submit_due_evaluations(run: Run, plan: Plan, scheduler: Scheduler) -> None:
         _attend_all(run, plan, scheduler)
 
 
-def submit_awaited_evaluation(run: Run, folder: EvaluationDir) -> None:
+def submit_stage_evaluation(run: Run, folder: EvaluationDir) -> None:
     """Submit an evaluation that a stage waits for, whatever the policy says; resubmit it if its job died. The run's
     chain may have ended, so that no other process would submit it. Errors are logged and left for later."""
     with _evaluation_lock(run, patience=0) as mine:

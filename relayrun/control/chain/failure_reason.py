@@ -133,7 +133,7 @@ def why_failed(run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, ex
     who = _why_no_restart(attempt) or node_health.why_health_ended_attempt(attempt) or first_failure_text(log, failures)
     if attempt.started.exists() or excluded_nodes.is_not_node_related(who):  # time was not short
         return who, fatal
-    short = time_limit.why_time_was_short(attempt, now=time.time(), asked=plan.time_limit)
+    short = time_limit.explain_short_training_time(attempt, now=time.time(), asked=plan.time_limit)
     return "; ".join(filter(None, [who, short])), fatal
 
 

@@ -369,7 +369,7 @@ def _leave_reason(plan: Plan, attempt: Attempt, outcome: AttemptOutcome) -> str:
     """Return why rank 0 left and, if it saved to be resumed, that the start took most of the time limit."""
     if outcome.outcome != "saved":
         return outcome.reason
-    short = time_limit.why_time_was_short(attempt, now=outcome.time, asked=plan.time_limit)
+    short = time_limit.explain_short_training_time(attempt, now=outcome.time, asked=plan.time_limit)
     return "; ".join(filter(None, [outcome.reason, short]))
 
 

@@ -34,7 +34,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import Scheduler
 from relayrun.control.scheduler.factory import scheduler_for_plan, slurm_scheduler
 from relayrun.control.trainers.base import AttemptObserver
-from relayrun.control.trainers.observer import RestartObserver
+from relayrun.control.trainers.observer import CurrentRestartObserver
 from relayrun.control.trainers.registry import trainer_of
 from relayrun.errors import RunDirError, SchedulerError
 from relayrun.files import write_atomic
@@ -139,7 +139,7 @@ class Watch:
 
         follow = partial(self._trainer.follow, signal_ranks=signal_ranks)
         if self.plan.chain.recovery == "node" and self.plan.trainer != "native":
-            return RestartObserver(self.attempt, self.begin, follow=follow)
+            return CurrentRestartObserver(self.attempt, self.begin, follow=follow)
         return follow(self.begin)
 
     def _try(self, what: str, duty: Callable[[], None]) -> None:

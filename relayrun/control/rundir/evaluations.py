@@ -67,7 +67,7 @@ class EvaluationPolicy(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SettledEvaluations(Record):
+class EvaluatedUpTo(Record):
     """`settled.json`: this commit, and all before it that were due under this policy, have results."""
 
     attempt: int
@@ -174,7 +174,7 @@ def unsettled_checkpoints(run: Run) -> list[tuple[int, CheckpointCommit]]:
     """Return (attempt, commit) of due checkpoints that may lack a result, rising, from settled.json's commit on."""
     mark = settled = None
     with contextlib.suppress(RunDirError):  # the mark only saves time
-        mark = SettledEvaluations.read(_settled_path(run))
+        mark = EvaluatedUpTo.read(_settled_path(run))
     if mark is not None and mark == _settled_mark(run, mark.attempt, mark.iteration):
         settled = mark.attempt, mark.iteration
     found = takewhile(lambda entry: (entry[0], entry[1].iteration) != settled, _due_checkpoints_backwards(run))
@@ -200,13 +200,13 @@ def record_settled(run: Run, waiting: Sequence[tuple[int, CheckpointCommit]]) ->
             mark.write(_settled_path(run))
 
 
-def _settled_mark(run: Run, attempt: int, iteration: int) -> SettledEvaluations | None:
+def _settled_mark(run: Run, attempt: int, iteration: int) -> EvaluatedUpTo | None:
     """Return the mark at a commit under the present policy and folders; None without a policy."""
     policy = EvaluationPolicy.read(run.evaluation_policy)
     if policy is None:
         return None
     names = "\n".join(folder.path.name for folder in all_evaluations(run) if folder.iteration <= iteration)
-    return SettledEvaluations(
+    return EvaluatedUpTo(
         attempt=attempt,
         iteration=iteration,
         interval=policy.interval,

@@ -91,7 +91,7 @@ class Rollback(Record):
         return f"iteration {self.iteration}: {self.reason}"
 
 
-def pending_rollbacks(run: Run, iteration: int, consumed_samples: int) -> list[Rollback]:
+def rollbacks_since_save(run: Run, iteration: int, consumed_samples: int) -> list[Rollback]:
     """Return the rollbacks to the checkpoint of this iteration that it does not contain itself, oldest first.
     `consumed_samples`: up to this checkpoint. Rollbacks that skip no samples are left out."""
     saved, since = 0.0, 0

@@ -101,7 +101,7 @@ def start_seconds(run: Run) -> list[float]:
     return found
 
 
-def why_time_was_short(attempt: Attempt, *, now: float, asked: float = 0.0) -> str:
+def explain_short_training_time(attempt: Attempt, *, now: float, asked: float = 0.0) -> str:
     """Return in words that an attempt had little of its time limit to train in; empty if it had enough, or no limit.
     `now`: its end, in seconds since 1970. `asked`: seconds that the plan asks for; Slurm may have given less."""
     begin, started = attempt.read_begin(), StartTimes.read(attempt.started)

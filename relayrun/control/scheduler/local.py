@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import ChainEnd
 from relayrun.control.rundir.run import Run, is_stopped, write_stop
-from relayrun.control.scheduler import tasks
+from relayrun.control.scheduler import local_srun
 from relayrun.control.scheduler.base import (
     BEGIN_BACKOFF,
     MAX_FAILED_BEGINS,
@@ -157,7 +157,7 @@ class LocalScheduler(Scheduler):
         tasks = plan.nodes if plan.chain.recovery == "node" else plan.ntasks
         options = [f"--ntasks={tasks}", f"--pid-file={self._starter_pid}", "--"]
         # it picks a free port
-        return RankLaunch(command=[*plan.host_command("relayrun.control.scheduler.tasks"), *options])
+        return RankLaunch(command=[*plan.host_command("relayrun.control.scheduler.local_srun"), *options])
 
     @property
     def _starter_pid(self) -> Path:
@@ -240,8 +240,8 @@ class LocalScheduler(Scheduler):
         finally:
             signal_group(process, signal.SIGKILL)
             code = process.wait()
-            marks = {JOB_ID_VARIABLE: job.id, "RELAYRUN_RUN_DIR": str(self._run.path), tasks.RANKS_VARIABLE: None}
-            tasks.kill_leftover_processes(marks)
+            marks = {JOB_ID_VARIABLE: job.id, "RELAYRUN_RUN_DIR": str(self._run.path), local_srun.RANKS_VARIABLE: None}
+            local_srun.kill_leftover_processes(marks)
             if state == "COMPLETED" and code:
                 state = "FAILED"
             words = f"the end of job {job.id} is not recorded"

@@ -67,7 +67,7 @@ class LocalQueue:
 
     def start_job(self, job: LocalJob) -> tuple[LocalJob, subprocess.Popen[bytes]]:
         """Start a job's script in a session of its own; it dies with this process. The caller records the job."""
-        from relayrun.control.scheduler.tasks import die_with_parent  # readers of the queue do not need it
+        from relayrun.control.scheduler.local_srun import die_with_parent  # readers of the queue do not need it
 
         def prepare() -> None:
             # as Slurm does: blocked and ignored signals of the submitter would be inherited

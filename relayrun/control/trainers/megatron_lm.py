@@ -19,10 +19,10 @@ from relayrun.control.job_log import job_logs
 from relayrun.control.rundir.checkpoint_records import ResumePoint, is_checkpoint_of
 from relayrun.control.rundir.records import AttemptStart, Record
 from relayrun.control.rundir.run import Run
-from relayrun.control.trainers import megatron_lm_program, tools
+from relayrun.control.trainers import megatron_lm_log, tools
 from relayrun.control.trainers.base import AttemptObserver
 from relayrun.control.trainers.checkpoint_cleanup import CheckpointRetention
-from relayrun.control.trainers.megatron_lm_program import MegatronDialect, MegatronProgram, iteration_of_folder
+from relayrun.control.trainers.megatron_lm_log import MegatronDialect, MegatronProgram, iteration_of_folder
 from relayrun.control.trainers.observer import ProgramObserver
 from relayrun.control.trainers.tools import nsys_command, wandb_mode
 from relayrun.files import write_atomic
@@ -201,7 +201,7 @@ class MegatronTrainer:
         if self._settings.profile == "nsys":
             self._profiles(attempt).mkdir(parents=True, exist_ok=True)
         own = base.iteration if is_checkpoint_of(self._run, base) else 0
-        said = megatron_lm_program.prepare_checkpoints(self._run.checkpoints, base=own, attempt=attempt)
+        said = megatron_lm_log.prepare_checkpoints(self._run.checkpoints, base=own, attempt=attempt)
         if self._settings.dir is not None:
             try:
                 record_checkout(Path(self._settings.dir), self._run.debug_of(attempt) / "compute_environment.txt")
@@ -266,7 +266,7 @@ class MegatronTrainer:
             begin,
             keep_last=self._settings.keep_last,
             keep_every=self._settings.keep_every,
-            tracked=partial(megatron_lm_program.tracked_iteration, self._run.checkpoints),
+            tracked=partial(megatron_lm_log.tracked_iteration, self._run.checkpoints),
         )
 
     def _profiles(self, attempt: int) -> Path:

@@ -31,7 +31,7 @@ from relayrun.control.trainers.checkpoint_cleanup import CheckpointRetention
 from relayrun.files import append_line, file_size, file_sizes, write_atomic, write_json
 
 
-class RestartObserver:
+class CurrentRestartObserver:
     """The observer of the newest restart.
 
     Args:

@@ -44,7 +44,7 @@ from relayrun.tokens.shards.manifest import Manifest
 from relayrun.tokens.tokenize.train_tokenizer import train_tokenizer
 from relayrun.watch.follow import ProgressFollower
 from relayrun.watch.report import terminal_report
-from relayrun.watch.report.terminal_report import AttemptsReport
+from relayrun.watch.report.terminal_report import AttemptsAndLosses
 from relayrun.watch.text import print_table
 
 PROMPT_WORDS = 12
@@ -234,7 +234,7 @@ def work_and_grace_time(run: Run, *, left: int) -> tuple[float, float]:
     return besides + step * JOB_SHARE * left, besides if grace is None else grace
 
 
-def attempts_chart(summary: AttemptsReport) -> str:
+def attempts_chart(summary: AttemptsAndLosses) -> str:
     """Return the iterations of each attempt as bars, one per line."""
     last = max((row.last_iteration for row in summary.attempts), default=0) or 1
     lines = []

@@ -22,8 +22,8 @@ from relayrun.files import last_bytes
 from relayrun.lab.compare_runs import checkpoint_differences, loss_differences
 from relayrun.lab.faults.table import UNDISTURBED, Fault
 from relayrun.lab.faults.target import (
+    ClusterUnderTest,
     FaultNotInjected,
-    FaultTarget,
     SignalSender,
     TestClusterControl,
     wrapper_marker,
@@ -37,7 +37,7 @@ from relayrun.watch.goodput.ledger import LOST_PARTS, MICROSECONDS_PER_SECOND, S
 RUN_STEPS = 40
 SAVE_INTERVAL = 10
 """Iterations between two saves; `actions` relies on it."""
-INJECTION_HOOK = "relayrun.lab.faults.injection:FaultInjection"
+INJECTION_HOOK = "relayrun.lab.faults.injection:FaultInjectionHook"
 LOG_BYTES_READ = 16 << 20
 """Bytes read from the end of a job's log."""
 QUEUE_POLL_SECONDS = 1.0
@@ -164,7 +164,7 @@ def run_fault(tools: FaultTools, fault: Fault) -> FaultResult:
         fault.commands, commands, search=search, real={"python3": str(site.cluster.get("host_python", "python3"))}
     )
     config = site.write_config(fault.name, fault)
-    target = FaultTarget(
+    target = ClusterUnderTest(
         run=run,
         commands=commands,
         slurm=tools.slurm,
@@ -198,13 +198,13 @@ def submit_run_config(config: Path, environment: dict[str, str]) -> None:
         raise ConfigError(f"the submit was refused: {error.strip()}", where=config)
 
 
-def wait_for_begin(target: FaultTarget) -> None:
+def wait_for_begin(target: ClusterUnderTest) -> None:
     """Wait until the first attempt has begun, or the chain has ended before. Raises FaultNotInjected."""
     begin = target.run.attempt(1).begin
     target.wait(lambda: begin.exists() or chain_has_ended(target), what="the first attempt's begin")
 
 
-def wait_for_end(target: FaultTarget) -> None:
+def wait_for_end(target: ClusterUnderTest) -> None:
     """Wait until the chain has no job. Raises FaultNotInjected; RunDirError if two jobs wait."""
     answered = time.monotonic()
     limit = time.monotonic() + target.queue_seconds + 3600
@@ -222,7 +222,7 @@ def wait_for_end(target: FaultTarget) -> None:
     raise FaultNotInjected("the chain does not end", where=target.run.path)
 
 
-def chain_has_ended(target: FaultTarget) -> bool:
+def chain_has_ended(target: ClusterUnderTest) -> bool:
     """True if the chain has no pending or running job, fallback jobs included."""
     if target.jobs():
         return False
@@ -230,7 +230,7 @@ def chain_has_ended(target: FaultTarget) -> bool:
     return not target.slurm.fallback_jobs.live(plan.fallback_job_name) and not target.jobs()
 
 
-def may_still_run(target: FaultTarget) -> bool:
+def may_still_run(target: ClusterUnderTest) -> bool:
     """True if a job that the test queued may be pending or running."""
     with contextlib.suppress(RelayrunError):
         own = [target.slurm.query(job) for job in target.own_jobs]
@@ -238,7 +238,7 @@ def may_still_run(target: FaultTarget) -> bool:
     return True
 
 
-def cancel_jobs(target: FaultTarget) -> str:
+def cancel_jobs(target: ClusterUnderTest) -> str:
     """End the chain and cancel the jobs of the test by their ids; return a sentence.
 
     Raises SchedulerError if one stays.

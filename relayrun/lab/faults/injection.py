@@ -1,7 +1,7 @@
 """Faults inside the ranks, injected by a hook that only drills set.
 
     training:
-      hooks: [{hook: "relayrun.lab.faults.injection:FaultInjection", options: {faults: "FAULT[,FAULT...]"}}]
+      hooks: [{hook: "relayrun.lab.faults.injection:FaultInjectionHook", options: {faults: "FAULT[,FAULT...]"}}]
 
 | fault | effect |
 |---|---|
@@ -56,7 +56,7 @@ def fail_opens(times: int, path: Path) -> None:
     sys.addaudithook(look)
 
 
-class FaultInjection(Hook):
+class FaultInjectionHook(Hook):
     """The faults of one attempt on one rank."""
 
     def __init__(self, faults: str) -> None:

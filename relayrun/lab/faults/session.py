@@ -24,10 +24,10 @@ from relayrun.control.chain.jobs import cancel_chain
 from relayrun.errors import ConfigError, InputError, RelayrunError, did_you_mean
 from relayrun.files import read_json, unused_name, write_json
 from relayrun.lab.faults.experiment import FaultResult, FaultTools, run_fault
-from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME, UNDISTURBED, Fault, FaultRequirement
+from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME, UNDISTURBED, Fault, RequiredPrivilege
 from relayrun.submit import submission
 from relayrun.submit.check.existing_run import SubmitIntent
-from relayrun.watch.report.html import html_page, html_table, tag
+from relayrun.watch.report.html import html_document, html_table, tag
 from relayrun.watch.text import split_column, text_table
 
 CHECKED_CONFIG_NAME = "check"
@@ -81,7 +81,7 @@ def skipped_faults(faults: Sequence[Fault], *, test_cluster: bool) -> dict[str, 
     for fault in faults:
         if fault.needs is not None and not test_cluster:
             reasons[fault.name] = fault.needs.value
-        elif fault.needs is FaultRequirement.ROOT and os.geteuid() != 0:
+        elif fault.needs is RequiredPrivilege.ROOT and os.geteuid() != 0:
             reasons[fault.name] = "it needs root's rights"
     return reasons
 
@@ -246,7 +246,7 @@ def html_report(session: FaultSession) -> str:
         for result in session.failed_results()
     ]
     title, facts = session_headline(session), [tag("p", fact) for fact in session_facts(session)]
-    return html_page(title, tag("h1", title), *facts, html_table(TABLE_COLUMNS, table_rows(session)), *failures)
+    return html_document(title, tag("h1", title), *facts, html_table(TABLE_COLUMNS, table_rows(session)), *failures)
 
 
 def session_headline(session: FaultSession) -> str:

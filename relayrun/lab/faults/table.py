@@ -12,10 +12,10 @@ from enum import Enum
 from typing import Literal
 
 from relayrun.lab.faults import actions
-from relayrun.lab.faults.target import FaultTarget
+from relayrun.lab.faults.target import ClusterUnderTest
 
 
-class FaultRequirement(Enum):
+class RequiredPrivilege(Enum):
     """Rights that a fault needs beyond a user's; the value explains why it is left out without them."""
 
     CONTROL = "it ends daemons of Slurm or changes slurm.conf: only on a test cluster"
@@ -31,13 +31,13 @@ class Fault:
     what: str
     causes: Sequence[str]
     """Required causes of the attempts' ends, in order; see `AttemptEnd.cause`. `a|b`: either."""
-    act: Callable[[FaultTarget], None] = actions.do_nothing
+    act: Callable[[ClusterUnderTest], None] = actions.do_nothing
     """Called when the first attempt has begun."""
     _: KW_ONLY
     before_begin: bool = False
     """Call `act` right after the submit: it keeps the first attempt from beginning."""
     inject: str = ""
-    """Faults for `relayrun.lab.faults.injection.FaultInjection`, in every rank."""
+    """Faults for `relayrun.lab.faults.injection.FaultInjectionHook`, in every rank."""
     config: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     """Changes of the run config, by section."""
     says: str = ""
@@ -51,7 +51,7 @@ class Fault:
     """
     small_disk: str = ""
     """Folder of the run directory that becomes a small file system of its own; `.` is all of it."""
-    needs: FaultRequirement | None = None
+    needs: RequiredPrivilege | None = None
     """None: any user who may submit jobs can inject it."""
     long: bool = True
     """The test waits for Slurm's own timers."""
@@ -62,7 +62,7 @@ class Fault:
         return "resumed" if self.causes[-1] == "done" else "stopped"
 
 
-CONTROL, PARTITIONS, ROOT = FaultRequirement
+CONTROL, PARTITIONS, ROOT = RequiredPrivilege
 FAILED_ONCE, HUNG_ONCE, SAVED_ONCE = ("failed", "done"), ("hang", "done"), ("saved", "done")
 KILLED_ONCE = ("saved|unknown", "done")
 LOW_PARTITION = {"job": {"partition": "low"}}
@@ -294,7 +294,7 @@ JOB_FAULTS: tuple[Fault, ...] = (
         "take-over-refused",
         "another user's take-over writes the plan while a job begins, finds its attempt, and puts the plan back",
         SAVED_ONCE,
-        actions.ask_to_leave,
+        actions.signal_save_and_exit,
         commands=_supervisor_fault(AT_SECOND_BEGIN, "change-owner begin.json"),
         logged="another user is about to take this run over",
     ),
@@ -388,7 +388,7 @@ PROGRAM_FAULTS: tuple[Fault, ...] = (
         "commit-full",
         "no space for the commit line, twice for one iteration, then space again",
         SAVED_ONCE,
-        actions.ask_to_leave,
+        actions.signal_save_and_exit,
         inject="commit-full=2",
         config={"checkpoint": {"interval": 1000}},
         logged="SAVE FAILED at iteration",

@@ -36,7 +36,7 @@ class FaultNotInjected(RelayrunError):
 
 
 @dataclass(kw_only=True)
-class FaultTarget:
+class ClusterUnderTest:
     """A running chain and its cluster, as far as a fault can reach them."""
 
     run: Run

@@ -111,7 +111,7 @@ def measure_recovery(setup: CheckSetup, figures: PartFigures) -> None:
 
 
 def deaths_by_restart(setup: CheckSetup, ranks: int) -> list[dict[str, Any]]:
-    """Return one cut per start of the ranks, for `CutHook`."""
+    """Return one cut per start of the ranks, for `SignalSelfHook`."""
     interval = setup.sizes.interval
     between, later = interval + interval // 2, 2 * interval + interval // 2
     return [

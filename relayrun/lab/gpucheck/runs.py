@@ -107,8 +107,8 @@ def train_until(setup: CheckSetup, name: str, sections: Sections, *, steps: int)
 
 
 def cut_hook(cuts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the setting of a `CutHook`."""
-    return {"hook": f"{HOOKS_MODULE}:CutHook", "options": {"cuts": list(cuts)}}
+    """Return the setting of a `SignalSelfHook`."""
+    return {"hook": f"{HOOKS_MODULE}:SignalSelfHook", "options": {"cuts": list(cuts)}}
 
 
 def recorded_run_sections(
@@ -116,7 +116,7 @@ def recorded_run_sections(
 ) -> dict[str, dict[str, Any]]:
     """Return the sections of a small run that records digests of every iteration, and interrupts itself.
 
-    `cuts`: see `programs.hooks.CutHook`. `ranks`: default one per GPU.
+    `cuts`: see `programs.hooks.SignalSelfHook`. `ranks`: default one per GPU.
     """
     sizes, ranks = setup.sizes, ranks or setup.ranks
     return {

@@ -242,7 +242,7 @@ def run_program(setup: CheckSetup, program: str, *, ranks: int = 1, **arguments:
     output.unlink(missing_ok=True)
     setup.write(given)
     options = [f"--{key.replace('_', '-')}={value}" for key, value in arguments.items()]
-    starter = [sys.executable, "-m", "relayrun.control.scheduler.tasks", f"--ntasks={ranks}", "--"]
+    starter = [sys.executable, "-m", "relayrun.control.scheduler.local_srun", f"--ntasks={ranks}", "--"]
     command = [*starter, *rank_command(setup, program, f"--setup={given}", f"--output={output}", *options)]
     with log.open("wb") as file:
         code = subprocess.run(

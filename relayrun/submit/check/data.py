@@ -31,7 +31,7 @@ from relayrun.tokens.shards.checks import (
     MAX_SAMPLED_SHARDS,
     check_first_ids,
     iterate_data_sets,
-    tokenizer_differences,
+    shard_tokenizer_errors,
 )
 from relayrun.tokens.shards.manifest import DatasetManifest, Manifest
 from relayrun.tokens.shards.prefixes import expand_paths, find_prefixes
@@ -293,7 +293,7 @@ def _report_streams(config: RunConfig, manifest: Manifest, findings: Findings) -
 def _check_tokenizer(config: RunConfig, manifest: Manifest, findings: Findings, *, begun: bool) -> bool:
     """Say whose tokenizer made the shards; return whether it is one that the run can take."""
     data, before = config.data, len(findings.errors)
-    errors, without = tokenizer_differences(manifest, ends_matter=data.depends_on_ends)
+    errors, without = shard_tokenizer_errors(manifest, ends_matter=data.depends_on_ends)
     for error in errors:
         if data.allow_other_tokenizer:
             findings.warn(

@@ -21,11 +21,11 @@ from relayrun.config.sections.job_script import SETTINGS_INSTEAD
 from relayrun.control.chain import job_script
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
-from relayrun.control.trainers.megatron_lm_program import MegatronDialect
+from relayrun.control.trainers.megatron_lm_log import MegatronDialect
 from relayrun.errors import URL_WRITE_HINT, RelayrunError, why_url_is_refused
 from relayrun.slurmtime import parse_time
 from relayrun.submit.check.findings import Findings, count_noun
-from relayrun.submit.launcher_environment import PROFILER_VARIABLE, setting_variables
+from relayrun.submit.launcher_overrides import PROFILER_VARIABLE, setting_variables
 from relayrun.submit.megatron_lm import flags
 from relayrun.submit.megatron_lm.bash_arrays import assigned_values
 from relayrun.submit.megatron_lm.bash_parser import line_number

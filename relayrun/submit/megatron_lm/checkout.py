@@ -22,7 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from relayrun.control.trainers.megatron_lm_program import MegatronDialect, megatron_dialect_of
+from relayrun.control.trainers.megatron_lm_log import MegatronDialect, megatron_dialect_of
 from relayrun.errors import ConfigError, did_you_mean
 from relayrun.submit.megatron_lm.flags import Flag
 from relayrun.submit.megatron_lm.programs import parse_flags

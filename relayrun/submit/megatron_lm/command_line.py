@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relayrun.config.compose import megatron_flags
-from relayrun.config.compose.megatron_flags import RowContext
+from relayrun.config.compose.megatron_flags import SettingContext
 from relayrun.config.compose.schema import DataSection, DataSource, MegatronConfig
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers.megatron_lm import MegatronSettings, is_too_long_for_command
 from relayrun.errors import ConfigError
-from relayrun.submit.launcher_environment import setting_variables, variable_text
+from relayrun.submit.launcher_overrides import setting_variables, variable_text
 from relayrun.submit.megatron_lm import bash_arrays, flags
 from relayrun.submit.megatron_lm.checkout import Checkout
-from relayrun.submit.megatron_lm.flags import Flag, FlagRemoval, MergedFlags
+from relayrun.submit.megatron_lm.flags import Flag, MergedFlags, RemovedByArgs
 from relayrun.tokens.shards.manifest import check_held_out
 from relayrun.tokens.shards.prefixes import expand_paths, find_prefixes
 from relayrun.tokens.shards.shard import Shard
@@ -134,7 +134,7 @@ def command_line(config: MegatronConfig, run: Run) -> CommandLine:
 def _flags_from_settings(config: MegatronConfig, run: Run, checkout: Checkout) -> list[Flag]:
     """All flags but those of `args_file` and `args`."""
     megatron_flags.refuse_settings_without_flag(config)
-    given, found = RowContext(config, checkout.says), list[Flag]()
+    given, found = SettingContext(config, checkout.says), list[Flag]()
 
     def add(name: str, values: Iterable[object] = (), *, source: str) -> None:
         found.append(Flag(name=name, values=tuple(map(str, values)), source=source))
@@ -191,10 +191,10 @@ def _without_folders(flags: Sequence[Flag], variables: Mapping[str, str], notes:
     return kept
 
 
-def _refuse_chain_flag(entry: Flag | FlagRemoval) -> None:
+def _refuse_chain_flag(entry: Flag | RemovedByArgs) -> None:
     if (why := CHAIN_FLAGS.get(entry.name)) is not None:
         raise ConfigError(f"--{entry.name} is the chain's: {why}", where=entry.source, hint="leave it out")
-    if isinstance(entry, FlagRemoval) and entry.name == "exit-signal-handler":
+    if isinstance(entry, RemovedByArgs) and entry.name == "exit-signal-handler":
         raise ConfigError(
             "without --exit-signal-handler no attempt saves before its job ends", where=entry.source, hint="leave it"
         )

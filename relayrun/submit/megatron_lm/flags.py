@@ -71,14 +71,14 @@ class MergedFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlagRemoval:
+class RemovedByArgs:
     """A flag that `args` takes back."""
 
     name: str
     source: str
 
 
-def merge_flags(layers: Iterable[Sequence[Flag | FlagRemoval]]) -> MergedFlags:
+def merge_flags(layers: Iterable[Sequence[Flag | RemovedByArgs]]) -> MergedFlags:
     """Merge several sources of flags; each holds over the sources before it, and within a source the last of a name."""
     holding: dict[str, Flag] = {}
     notes: list[str] = []
@@ -86,7 +86,7 @@ def merge_flags(layers: Iterable[Sequence[Flag | FlagRemoval]]) -> MergedFlags:
         own = {entry.name for entry in layer}
         for entry in layer:
             before = holding.pop(entry.name, None)
-            if isinstance(entry, FlagRemoval):
+            if isinstance(entry, RemovedByArgs):
                 if before is not None:
                     notes.append(f"{entry.source} leaves out {before.text} of {before.source}")
                 continue
@@ -136,16 +136,16 @@ def flags_from_words(words: Sequence[tuple[str, str]], *, where: str) -> list[Fl
     return found
 
 
-def flags_from_args(args: dict[str, object], known: frozenset[str], *, source: str) -> list[Flag | FlagRemoval]:
+def flags_from_args(args: dict[str, object], known: frozenset[str], *, source: str) -> list[Flag | RemovedByArgs]:
     """The flags that `megatron_lm.args` gives.
 
     `true` is the flag alone, a list several words. `false` takes the flag back, and gives `--no-FLAG` or
     `--disable-FLAG` if the checkout has that flag, as for flags that are on by default.
     """
-    found: list[Flag | FlagRemoval] = []
+    found: list[Flag | RemovedByArgs] = []
     for name, value in args.items():
         if value is False:
-            found.append(FlagRemoval(name=name, source=source))
+            found.append(RemovedByArgs(name=name, source=source))
             opposite = next((no for no in (f"no-{name}", f"disable-{name}") if no in known), None)
             if opposite is not None:
                 found.append(Flag(name=opposite, source=source))

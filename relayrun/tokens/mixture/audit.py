@@ -24,7 +24,7 @@ from relayrun.errors import FatalTrainingError, InputError
 from relayrun.files import read_json
 from relayrun.tokens.mixture.build_datasets import make_dataset, training_order
 from relayrun.tokens.order.batches import TrainingProgress
-from relayrun.tokens.order.datasets import Dataset, DocumentOrigin
+from relayrun.tokens.order.datasets import Dataset, SampleSegment
 from relayrun.tokens.order.sampler import LanePositions, MixtureSampler, Stream, read_lane_positions
 from relayrun.tokens.order.schedule import Schedule
 from relayrun.tokens.shards.manifest import Manifest
@@ -122,7 +122,7 @@ class AuditedSample:
     """Position in the epoch of the data set; for a stream, number among all samples of the data set."""
     step: int | None
     """Iteration that trains on the sample, with the present batch sizes; None: the sample was passed over."""
-    origins: list[DocumentOrigin]
+    origins: list[SampleSegment]
     """Documents in the sample; empty if the data set does not implement `origins`."""
     tokens: npt.NDArray[np.signedinteger[Any]]
 
@@ -225,7 +225,7 @@ def audited_samples(audited: AuditedRun, numbers: range) -> Iterator[AuditedSamp
 
 def _stream_sample(
     audited: AuditedRun, k: int, name: str
-) -> tuple[int, list[DocumentOrigin], npt.NDArray[np.signedinteger[Any]]]:
+) -> tuple[int, list[SampleSegment], npt.NDArray[np.signedinteger[Any]]]:
     """Return epoch, origins and tokens of a stream's sample. Reads its lane from the nearest earlier record."""
     from relayrun.tokens.streams.text_stream import TextStream  # imports pyarrow, which token shards do not need
 

@@ -1,7 +1,7 @@
 """A process beside a rank that reads and tokenizes its streams ahead, without the rank's interpreter lock.
 
     rank                                          worker: python -m relayrun.tokens.mixture.stream_worker
-    LaneReader over `_ReceivedLanes`     ◄─pipe─  LaneReader over `_SentLanes`
+    ReplicaSampleReader over `_ReceivedLanes`     ◄─pipe─  ReplicaSampleReader over `_SentLanes`
 
 Schedule and position determine the order of lanes, so both sides take the same order and the rank sends no requests:
 the worker sends each sample with the cursor of its lane, and blocks on a full pipe. The rank keeps the cursors of
@@ -40,7 +40,14 @@ from relayrun.config.compose.schema import RunConfig
 from relayrun.errors import RelayrunError, log_to_stderr
 from relayrun.tokens.mixture.build_datasets import text_stream
 from relayrun.tokens.order.sample_rows import SampleRow
-from relayrun.tokens.order.sampler import Cursor, LaneOpener, LaneReader, MixtureSampler, Stream, read_lane_positions
+from relayrun.tokens.order.sampler import (
+    Cursor,
+    LaneOpener,
+    MixtureSampler,
+    ReplicaSampleReader,
+    Stream,
+    read_lane_positions,
+)
 from relayrun.tokens.order.schedule import Schedule
 from relayrun.tokens.shards.manifest import Manifest
 
@@ -281,7 +288,7 @@ def send_samples(job: Mapping[str, Any], sender: _Sender) -> None:
     for number, identity in enumerate(job["positions"]):
         stream = text_stream(config, manifest, names[identity], manifest.datasets[identity])
         openers[identity] = partial(_SentLanes, sender, number, stream)
-    reading = LaneReader(
+    reading = ReplicaSampleReader(
         schedule,
         openers,
         read_lane_positions(job["positions"], job["consumed"]),

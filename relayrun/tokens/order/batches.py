@@ -6,8 +6,8 @@ The iteration that begins with `c` consumed samples trains on the samples c .. c
     sample c + (s * data_parallel_size + r) * micro_batch_size + m
 
 so every accumulation step, over all ranks, is a contiguous range of sample numbers. With streams, each rank takes the
-numbers of its lanes (`relayrun.tokens.order.sampler.LaneReader`). `TrainingProgress` maps iterations to samples over
-the whole past of a run.
+numbers of its lanes (`order.sampler.ReplicaSampleReader`). `TrainingProgress` maps iterations to samples over the whole
+past of a run.
 """
 
 from __future__ import annotations

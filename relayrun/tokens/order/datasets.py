@@ -94,7 +94,7 @@ class WindowDataset:
             shard += 1
         return result
 
-    def origins(self, i: int) -> list[DocumentOrigin]:
+    def origins(self, i: int) -> list[SampleSegment]:
         """Return the origins of the tokens of window i, in order. Reads a few pages of an .idx for each shard."""
         if not 0 <= i < len(self):
             raise IndexError(f"window {i} is outside of range({len(self)})")
@@ -109,7 +109,7 @@ class WindowDataset:
             document = int(np.searchsorted(offsets, within * itemsize, side="right")) - 1
             stop = int(offsets[document + 1]) // itemsize if document + 1 < len(offsets) else entry.tokens
             count, offset = min(end - at, stop - within), within - int(offsets[document]) // itemsize
-            found.append(DocumentOrigin(prefix=entry.prefix, document=document, offset=offset, tokens=count))
+            found.append(SampleSegment(prefix=entry.prefix, document=document, offset=offset, tokens=count))
             at += count
         return found
 
@@ -121,7 +121,7 @@ class WindowDataset:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DocumentOrigin:
+class SampleSegment:
     """A part of a sample: `tokens` tokens of a document of a shard, starting at token `offset`."""
 
     prefix: str
@@ -253,7 +253,7 @@ class WindowOrder:
         """Return token ids, int64 [seq_length + 1]; inputs are [:-1], labels [1:]."""
         return self.windows.read(self.window(epoch, i))
 
-    def origins(self, epoch: int, i: int) -> list[DocumentOrigin]:
+    def origins(self, epoch: int, i: int) -> list[SampleSegment]:
         """Return the origins of the tokens of a sample: documents and offsets."""
         return self.windows.origins(self.window(epoch, i))
 

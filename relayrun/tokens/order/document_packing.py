@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from relayrun.config.sections.data import DocumentWindowSection, Packing
 from relayrun.errors import ConfigError
-from relayrun.tokens.order.datasets import DocumentOrigin
+from relayrun.tokens.order.datasets import SampleSegment
 from relayrun.tokens.order.document_windows import DocumentCut, DocumentWindows
 from relayrun.tokens.order.index_cache import IndexCache
 from relayrun.tokens.order.permutation import epoch_permutations
@@ -288,7 +288,7 @@ class DocumentWindowOrder:
             mask_end=self._mask_end,
         )
 
-    def origins(self, epoch: int, i: int) -> list[DocumentOrigin]:
+    def origins(self, epoch: int, i: int) -> list[SampleSegment]:
         """Return the origins of the text of a row: a piece of a document for each window, without BOS and EOS."""
         found, before = [], int(self.cut.bos is not None)
         for window, start, stop in self.rows.pieces(self.number(epoch, i)):

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relayrun.errors import FatalTrainingError
-from relayrun.tokens.order.datasets import MAX_OPEN_FILES, DocumentOrigin, IndexFile, WindowDataset
+from relayrun.tokens.order.datasets import MAX_OPEN_FILES, IndexFile, SampleSegment, WindowDataset
 from relayrun.tokens.order.remote_shards import BlockCache
 from relayrun.tokens.shards.manifest import DatasetManifest
 
@@ -179,11 +179,11 @@ class DocumentWindows:
             result[-1] = cut.eos
         return result
 
-    def origin(self, i: int) -> DocumentOrigin:
+    def origin(self, i: int) -> SampleSegment:
         """Return the origin of window i as a part of a document."""
         place = self.locate(i)
         prefix = self.manifest.shards[place.shard].prefix
-        return DocumentOrigin(prefix=prefix, document=place.document, offset=place.offset, tokens=place.tokens)
+        return SampleSegment(prefix=prefix, document=place.document, offset=place.offset, tokens=place.tokens)
 
     def sizes(self, first: int, end: int) -> npt.NDArray[np.int64]:
         """Return the tokens of the windows first .. end - 1, with BOS and EOS; int64 [end - first]."""

@@ -27,7 +27,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 
 from relayrun.errors import ConfigError
-from relayrun.tokens.order.datasets import DatasetSpec, DocumentOrigin, WindowDataset, held_out_window_count
+from relayrun.tokens.order.datasets import DatasetSpec, SampleSegment, WindowDataset, held_out_window_count
 from relayrun.tokens.order.index_cache import IndexCache
 from relayrun.tokens.shards.shard import Shard
 
@@ -63,7 +63,7 @@ class MegatronOrder:
             raise IndexError(f"epoch {epoch}, window {i}: outside of range({self._length})")
         return np.asarray(self._epoch(epoch)._query_document_sample_shuffle_indices(i)[0], np.int64)
 
-    def origins(self, epoch: int, i: int) -> list[DocumentOrigin]:
+    def origins(self, epoch: int, i: int) -> list[SampleSegment]:
         """Return the origins of the tokens of a sample: documents and offsets."""
         dataset = self._epoch(epoch)
         row = int(dataset.shuffle_index[i])
@@ -74,7 +74,7 @@ class MegatronOrder:
             count = min(left, int(self._documents.sequence_lengths[document]) - offset)
             if count:
                 prefix, number = self._documents.locate(document)
-                found.append(DocumentOrigin(prefix=prefix, document=number, offset=offset, tokens=count))
+                found.append(SampleSegment(prefix=prefix, document=number, offset=offset, tokens=count))
             left, at, offset = left - count, at + 1, 0
         return found
 

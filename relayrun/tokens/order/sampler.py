@@ -8,7 +8,7 @@ comparison on load.
 
 Samples of a stream have no numbers. A stream has `lanes` lanes: sample number n of a phase is the next sample of lane n
 mod lanes. A cursor of a lane is a list of integers, and the cursors are the whole state of a stream. Of R replicas,
-where R divides the lanes, replica r reads the lanes with number r modulo R (`LaneReader`).
+where R divides the lanes, replica r reads the lanes with number r modulo R (`ReplicaSampleReader`).
 
 A new mixture begins a phase at the sample of the checkpoint from which the run resumes.
 """
@@ -83,7 +83,7 @@ class LanePositions:
         return {"at": consumed, "cursors": [[*newer[lane]] for lane in range(len(self.cursors))]}
 
 
-class LaneReader:
+class ReplicaSampleReader:
     """The samples of one replica of a mixture with streams, in ascending numbers, from `consumed` on."""
 
     def __init__(
@@ -228,11 +228,11 @@ class MixtureSampler:
 
     def lane_reader(
         self, consumed_samples: int, replica: int, replicas: int, *, openers: Mapping[str, LaneOpener] | None = None
-    ) -> LaneReader:
+    ) -> ReplicaSampleReader:
         """Return the samples of a data-parallel replica from `consumed_samples` on. Only for a mixture with streams.
         `openers` replace those of the streams."""
         assert self.lanes is not None
-        return LaneReader(
+        return ReplicaSampleReader(
             self.schedule,
             {name: stream.open_lanes for name, stream in self.streams.items()} if openers is None else openers,
             self.lane_positions,
@@ -248,7 +248,7 @@ class MixtureSampler:
         self, consumed_samples: int, cursors: Sequence[Mapping[str, Mapping[int, Cursor]]] = ()
     ) -> dict[str, Any]:
         """Return the state for a checkpoint, plain JSON; the next sample is `consumed_samples`. `cursors`: results of
-        `LaneReader.cursors` of all ranks; empty: lanes stand at the start of the attempt."""
+        `ReplicaSampleReader.cursors` of all ranks; empty: lanes stand at the start of the attempt."""
         newer: dict[str, dict[int, Cursor]] = {}
         for part in cursors:
             for name, lanes in part.items():

@@ -44,8 +44,8 @@ def check_tokenizer(
     manifest: Manifest, mixture: Iterable[str] | None = None, *, ends_matter: bool = False, allow: bool = False
 ) -> int:
     """Raise InputError if a shard was made with another tokenizer than the run's; with `allow`, warn. Parameters as in
-    `tokenizer_differences`. Returns the number of shards without a record."""
-    errors, without = tokenizer_differences(manifest, mixture, ends_matter=ends_matter)
+    `shard_tokenizer_errors`. Returns the number of shards without a record."""
+    errors, without = shard_tokenizer_errors(manifest, mixture, ends_matter=ends_matter)
     for error in errors:
         if not allow:
             raise error
@@ -53,7 +53,7 @@ def check_tokenizer(
     return sum(map(len, without.values()))
 
 
-def tokenizer_differences(
+def shard_tokenizer_errors(
     manifest: Manifest, mixture: Iterable[str] | None = None, *, ends_matter: bool = False
 ) -> tuple[list[InputError], dict[str, list[str]]]:
     """Return an error for every data set and way in which shards differ from the run's tokenizer, and shards without a

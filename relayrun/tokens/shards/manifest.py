@@ -93,7 +93,7 @@ class ShardEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileEntry:
+class TextFileEntry:
     """One file of text, as found when the manifest was built."""
 
     path: str
@@ -138,7 +138,7 @@ class DatasetManifest:
     """Shards in reading order, together one stream of tokens; or files of text, which have no tokens yet."""
 
     shards: tuple[ShardEntry, ...]
-    files: tuple[FileEntry, ...] = ()
+    files: tuple[TextFileEntry, ...] = ()
     """Files of text, sorted by name or as listed; `shards` is then empty."""
 
     @cached_property
@@ -162,7 +162,7 @@ class DatasetManifest:
 
     def differences(self) -> list[str]:
         """Describe each difference on disk."""
-        entries: list[ShardEntry | FileEntry] = [*self.shards, *self.files]
+        entries: list[ShardEntry | TextFileEntry] = [*self.shards, *self.files]
         return [line for entry in entries for line in entry.differences()]
 
     @classmethod
@@ -305,7 +305,7 @@ def check_held_out(
     training: Mapping[str, Sequence[str]],
     validation: Mapping[str, Sequence[str]],
     *,
-    files: Iterable[FileEntry] = (),
+    files: Iterable[TextFileEntry] = (),
     split: Collection[str] = (),
 ) -> None:
     """Raise InputError if held-out text is trained on (`ShardRecords.texts`); the sets are prefixes by name. `files`:
@@ -371,7 +371,7 @@ def _dataset_to_json(dataset: DatasetManifest) -> dict[str, Any]:
 def _dataset_from_json(value: dict[str, Any]) -> DatasetManifest:
     dataset = DatasetManifest(
         shards=tuple(ShardEntry(**shard) for shard in value["shards"]),
-        files=tuple(FileEntry(**file) for file in value.get("files", ())),
+        files=tuple(TextFileEntry(**file) for file in value.get("files", ())),
     )
     if dataset.fingerprint != value["fingerprint"] or dataset.tokens != value["tokens"]:
         raise ValueError("its shards do not have the fingerprint that it names")

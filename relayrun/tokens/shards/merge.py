@@ -86,10 +86,10 @@ def _write_merged(inputs: MergeInputs, target: str, prefixes: list[str], *, mult
         largest = _largest_id(shards, known)
         own = ShardRecord(made=inputs.made, xxh3_128=sums, largest_id=largest, texts=inputs.texts)
         try:
-            files.rename_to_unused_name(tokens, target + ".bin")
+            files.rename_no_replace(tokens, target + ".bin")
             made += [target + ".bin", target + RECORD_SUFFIX]
             write_shard_record(target, own, merged=prefixes)
-            files.rename_to_unused_name(index_file, target + ".idx")
+            files.rename_no_replace(index_file, target + ".idx")
         except FileExistsError:
             _refuse_existing(target)
             raise

@@ -25,8 +25,8 @@ from relayrun.config.sections.data import StreamSection
 from relayrun.errors import FatalTrainingError, InputError
 from relayrun.tokens.order.permutation import Permutation, permutation_key
 from relayrun.tokens.order.prefetcher import Prefetcher
-from relayrun.tokens.streams.fragments import Fragment, FragmentOrder, FragmentReader, arrow_integers
-from relayrun.tokens.streams.lane_cursor import BlockPosition, LaneCursor
+from relayrun.tokens.streams.fragments import Fragment, FragmentOrder, FragmentReader, integers_to_arrow
+from relayrun.tokens.streams.lane_cursor import BlockStart, LaneCursor
 from relayrun.tokens.streams.samples import ENCODE_BATCH_BYTES, EncodeFunction, LaneSamples, SampleShape, encode_texts
 
 MIN_ROWS_PER_LANE = 256
@@ -37,7 +37,7 @@ MIN_ROWS_PER_LANE = 256
 class RowBlock:
     """Consecutive rows of a group, before any filter."""
 
-    position: BlockPosition
+    position: BlockStart
     rows: pa.Table
     """Columns as in `FragmentReader.read`, in the order of the files."""
     origins: npt.NDArray[np.int64]
@@ -63,11 +63,11 @@ class RowBlocks:
         self._stream = stream
         self._name, self._seed = name, seed
 
-    def prefetcher(self, group: int, position: BlockPosition) -> Prefetcher[RowBlock]:
+    def prefetcher(self, group: int, position: BlockStart) -> Prefetcher[RowBlock]:
         """Return the blocks of `read`, read ahead by `stream.nb_prefetch`."""
         return Prefetcher(self.read(group, position), self._stream.nb_prefetch, name=f"{self._name}-{group}")
 
-    def read(self, group: int, position: BlockPosition) -> Iterator[RowBlock]:
+    def read(self, group: int, position: BlockStart) -> Iterator[RowBlock]:
         """Yield the blocks of a group from `position` on, up to the end of the last epoch. Raises InputError like
         `FragmentReader.read`, and FatalTrainingError for an epoch without rows."""
         epochs = self._stream.nb_epochs
@@ -81,9 +81,9 @@ class RowBlocks:
                     f"data set {self._name!r}: the files of a group of lanes have no row",
                     hint="leave out empty files, or those that stream.on_error leaves out, or add others",
                 )
-            position = BlockPosition(position.epoch + 1, 0, 0, 0)
+            position = BlockStart(position.epoch + 1, 0, 0, 0)
 
-    def _epoch_blocks(self, group: int, begin: BlockPosition) -> Iterator[RowBlock]:
+    def _epoch_blocks(self, group: int, begin: BlockStart) -> Iterator[RowBlock]:
         parts: list[pa.RecordBatch] = []
         origins: list[npt.NDArray[np.int64]] = []
         missing, position, left_out = self.rows, begin, 0
@@ -102,14 +102,14 @@ class RowBlocks:
                     if not missing:
                         yield self._block(group, position, parts, origins, left_out)
                         parts, origins, missing, left_out = [], [], self.rows, 0
-                        position = BlockPosition(begin.epoch, position.number + 1, number, row)
+                        position = BlockStart(begin.epoch, position.number + 1, number, row)
         if parts or left_out:
             yield self._block(group, position, parts, origins, left_out)
 
     def _block(
         self,
         group: int,
-        position: BlockPosition,
+        position: BlockStart,
         parts: Sequence[pa.RecordBatch],
         origins: Sequence[npt.NDArray[np.int64]],
         files_left_out: int,
@@ -155,7 +155,7 @@ MAX_WAITING_BLOCKS = 4
 class LaneBlock:
     """The share of one lane in a block."""
 
-    position: BlockPosition
+    position: BlockStart
     rows: int
     """Rows before any filter."""
     left_out: Counter[str]
@@ -180,7 +180,7 @@ class LaneGroup:
         self._waiting: dict[int, deque[RowBlock]] = {lane: deque() for lane in lanes}
         self._made: dict[int, LaneBlock] = {}
         """Encoded blocks of lanes that have not asked for them yet, by lane."""
-        self._newest: BlockPosition | None = None
+        self._newest: BlockStart | None = None
         """Position of the newest block that was read for the whole group."""
         self._catching_up: dict[int, Prefetcher[RowBlock]] = {}
         """Readers of lanes that are too far behind the others, by lane."""
@@ -256,7 +256,7 @@ class LaneGroup:
     def _texts(self, block: RowBlock, lane: int) -> tuple[pa.Array, Callable[..., LaneBlock]]:
         """Return the texts (large_string, without nulls) of a lane, and its LaneBlock as a function of `samples`."""
         of_lane = block.order[lane // self._blocks.groups :: self._blocks.lanes_per_group]
-        texts, chosen, left_out = self._blocks.reader.texts(block.rows.take(arrow_integers(of_lane)))
+        texts, chosen, left_out = self._blocks.reader.texts(block.rows.take(integers_to_arrow(of_lane)))
         origins = block.origins[of_lane][chosen]
         files = block.files_left_out if lane == self._group else 0  # counted by the first lane
         counts: dict[str, Any] = {"rows": len(of_lane), "left_out": left_out, "files_left_out": files}

@@ -19,7 +19,7 @@ from relayrun.errors import ConfigError, InputError, did_you_mean_path
 from relayrun.tokens.readers.arrow_files import open_parquet
 from relayrun.tokens.readers.columns import check_column, read_column
 from relayrun.tokens.readers.inputs import FORMATS, PARQUET, FileFormat, data_suffixes, file_format, find_data_files
-from relayrun.tokens.shards.manifest import DatasetManifest, FileEntry
+from relayrun.tokens.shards.manifest import DatasetManifest, TextFileEntry
 from relayrun.tokens.shards.prefixes import escape_literal_front, literal_name_start
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.direct_io import file_checksum
@@ -36,7 +36,9 @@ MAX_HASHED_BYTES = 4_000_000_000
 """Files are hashed whole at the first submit if the data set has at most this many bytes."""
 
 
-def freeze_text_files(name: str, source: DataSource, lanes: int, known: Sequence[FileEntry] = ()) -> DatasetManifest:
+def freeze_text_files(
+    name: str, source: DataSource, lanes: int, known: Sequence[TextFileEntry] = ()
+) -> DatasetManifest:
     """Return the files of the stream `name`: paths in the given order, the content of a folder sorted.
 
     `known` holds files that the run already has under this name. A local file with another time of change is hashed
@@ -59,7 +61,7 @@ def freeze_text_files(name: str, source: DataSource, lanes: int, known: Sequence
         words = f"{where}: its {rows:,} rows are fewer than data.lanes {lanes}, each of which needs one in every epoch"
         raise ConfigError(words, hint="set data.lanes lower, or give more rows")
     whole = sum(file.size for file in found) <= MAX_HASHED_BYTES
-    by_name: dict[tuple[str, int], list[FileEntry]] = {}
+    by_name: dict[tuple[str, int], list[TextFileEntry]] = {}
     for file in known:
         by_name.setdefault((os.path.basename(file.path), file.size), []).append(file)
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
@@ -69,7 +71,7 @@ def freeze_text_files(name: str, source: DataSource, lanes: int, known: Sequence
         return DatasetManifest(shards=(), files=tuple(files))
 
 
-def _frozen(file: FileEntry, known: Sequence[FileEntry], *, whole: bool) -> FileEntry:
+def _frozen(file: TextFileEntry, known: Sequence[TextFileEntry], *, whole: bool) -> TextFileEntry:
     """Return a file as it is now, with the fingerprint of a `known` file of this name and size if the content is equal.
     With `whole`, a new file is hashed whole."""
     local = not urls.is_url(file.path)
@@ -87,7 +89,7 @@ def _frozen(file: FileEntry, known: Sequence[FileEntry], *, whole: bool) -> File
     return replace(now, fingerprint=_whole_fingerprint(ends, now)) if alike else now
 
 
-def _whole_fingerprint(ends: str, file: FileEntry) -> str:
+def _whole_fingerprint(ends: str, file: TextFileEntry) -> str:
     """Return a fingerprint for a file whose ends equal another's; below a URL the time stands for the content."""
     return hashlib.sha256(f"{ends} {file.content or file.changed}".encode()).hexdigest()
 
@@ -106,7 +108,7 @@ def _first_good(paths: Sequence[str], stream: StreamSection) -> str:
     raise bad
 
 
-def find_text_files(source: DataSource, where: str) -> list[FileEntry]:
+def find_text_files(source: DataSource, where: str) -> list[TextFileEntry]:
     """Return the files of a stream without fingerprints. Raises like `freeze_text_files`; errors name `where`."""
     stream = source.stream or StreamSection()
     found: dict[str, int] = {}
@@ -117,7 +119,7 @@ def find_text_files(source: DataSource, where: str) -> list[FileEntry]:
             found[file] = size
     if stream.partition_filters is not None:
         found = {path: found[path] for path in _in_partitions(list(found), stream.partition_filters, where)}
-    files = [FileEntry(path=path, size=size, fingerprint="") for path, size in found.items()]
+    files = [TextFileEntry(path=path, size=size, fingerprint="") for path, size in found.items()]
     limit = stream.limit or StreamLimit()
     if limit.fraction_of_files is not None:
         files = files[: max(1, round(len(files) * limit.fraction_of_files))]
@@ -228,7 +230,7 @@ def _try_lines(path: str, stream: StreamSection, where: str) -> None:
         raise ConfigError(f"stream.filters: the first lines have no {missing[0]!r}", where=f"{where}, {path}")
 
 
-def _cut(files: list[FileEntry], limit: StreamLimit, stream: StreamSection) -> Iterator[FileEntry]:
+def _cut(files: list[TextFileEntry], limit: StreamLimit, stream: StreamSection) -> Iterator[TextFileEntry]:
     """Yield the files up to the limit of fragments or rows; the last file may be partial."""
     left = limit.nb_fragments or limit.nb_rows
     if left is None:
@@ -251,7 +253,7 @@ def _cut(files: list[FileEntry], limit: StreamLimit, stream: StreamSection) -> I
         left -= count
 
 
-def _rows_of(entry: FileEntry) -> int:
+def _rows_of(entry: TextFileEntry) -> int:
     with open_parquet(entry.path) as file:
         groups = range(file.metadata.num_row_groups)[: entry.fragments]
         rows = sum(int(file.metadata.row_group(group).num_rows) for group in groups)

@@ -39,7 +39,7 @@ from relayrun.tokens.readers.texts import (
     missing_column_error,
     text_array,
 )
-from relayrun.tokens.shards.manifest import FileEntry
+from relayrun.tokens.shards.manifest import TextFileEntry
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.direct_io import file_checksum
 from relayrun.tokens.stores.urls import MissingInput
@@ -77,7 +77,9 @@ def group_count(files: int, lanes: int) -> int:
 class FragmentOrder:
     """The order of fragments in each epoch for each group of lanes."""
 
-    def __init__(self, files: Sequence[FileEntry], stream: StreamSection, *, name: str, seed: int, groups: int) -> None:
+    def __init__(
+        self, files: Sequence[TextFileEntry], stream: StreamSection, *, name: str, seed: int, groups: int
+    ) -> None:
         self.files = files
         self.groups = groups
         self._stream = stream
@@ -164,7 +166,7 @@ _ALL_ROWS = 1 << 62
 class FragmentReader:
     """Reads fragments of the files of a stream and selects the rows for training."""
 
-    def __init__(self, files: Sequence[FileEntry], stream: StreamSection) -> None:
+    def __init__(self, files: Sequence[TextFileEntry], stream: StreamSection) -> None:
         self._files = files
         self._stream = stream
         self._condition = stream_filter(stream)
@@ -225,9 +227,9 @@ class FragmentReader:
         if found:
             chosen = chosen[np.asarray(reasons.is_null(), np.bool_)]
         if self._filter is not None and len(chosen):
-            asked = rows.select(self._columns).append_column(_ROW_COLUMN, arrow_integers(np.arange(len(rows))))
+            asked = rows.select(self._columns).append_column(_ROW_COLUMN, integers_to_arrow(np.arange(len(rows))))
             try:
-                kept = asked.take(arrow_integers(chosen)).filter(self._filter)[_ROW_COLUMN]
+                kept = asked.take(integers_to_arrow(chosen)).filter(self._filter)[_ROW_COLUMN]
             except pa.ArrowException as error:
                 raise FatalTrainingError(
                     f"stream.filters does not fit the columns of some files: {str(error).splitlines()[0]}",
@@ -260,10 +262,10 @@ class FragmentReader:
         """
         kept, left_out = self.keep(rows)
         if self._stream.map is None or not len(kept):
-            texts = rows[TEXT_COLUMN] if len(kept) == len(rows) else rows[TEXT_COLUMN].take(arrow_integers(kept))
+            texts = rows[TEXT_COLUMN] if len(kept) == len(rows) else rows[TEXT_COLUMN].take(integers_to_arrow(kept))
             return texts.combine_chunks(), kept, left_out
         mapped = self._mapped
-        given = rows.take(arrow_integers(kept)).select([TEXT_COLUMN, *self._stream.extra_columns])
+        given = rows.take(integers_to_arrow(kept)).select([TEXT_COLUMN, *self._stream.extra_columns])
         named = given.rename_columns([self._stream.column, *self._stream.extra_columns]).to_pylist()
         found = [mapped(row) for row in named]
         made = np.array([text is not None for text in found], np.bool_)
@@ -294,7 +296,7 @@ class FragmentReader:
 
         return call
 
-    def _check(self, entry: FileEntry) -> None:
+    def _check(self, entry: TextFileEntry) -> None:
         """Raise InputError for a missing or changed file."""
         path, what = entry.path, None
         try:
@@ -311,7 +313,7 @@ class FragmentReader:
         if what is not None:
             raise InputError(f"this file {what}", where=path, hint="put it back as it was")
 
-    def _read(self, entry: FileEntry, fragment: Fragment, start: int) -> Iterator[pa.RecordBatch]:
+    def _read(self, entry: TextFileEntry, fragment: Fragment, start: int) -> Iterator[pa.RecordBatch]:
         faults = RowFaults(self._condition if self._by_line else None, skip=self._stream.on_error == "skip-line")
         if file_format(entry.path) is PARQUET:
             yield from self._parquet(entry.path, fragment.group, start, faults)
@@ -342,7 +344,7 @@ class FragmentReader:
             yield from read_batches(file, path, groups, [*wanted], rows_at_once, take, start)
 
 
-def arrow_integers(numbers: npt.NDArray[np.int64]) -> pa.Array:
+def integers_to_arrow(numbers: npt.NDArray[np.int64]) -> pa.Array:
     """Return an Arrow array without a copy. `pa.array` would import pandas, which takes half a second."""
     return pa.Array.from_buffers(pa.int64(), len(numbers), [None, pa.py_buffer(np.ascontiguousarray(numbers))])
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 
-class BlockPosition(NamedTuple):
+class BlockStart(NamedTuple):
     """The start of a block, for one group of lanes."""
 
     epoch: int
@@ -20,7 +20,7 @@ class BlockPosition(NamedTuple):
 
 
 class LaneCursor(NamedTuple):
-    """The position of a lane. The first four fields are a `BlockPosition`."""
+    """The position of a lane. The first four fields are a `BlockStart`."""
 
     epoch: int = 0
     number: int = 0
@@ -50,8 +50,8 @@ class LaneCursor(NamedTuple):
     misfit: int = 0
 
     @property
-    def position(self) -> BlockPosition:
-        return BlockPosition(*self[:4])
+    def position(self) -> BlockStart:
+        return BlockStart(*self[:4])
 
     def counts(self) -> dict[str, int]:
         """Return the skipped rows for each reason of `SKIP_REASONS`."""

@@ -20,7 +20,7 @@ from relayrun.config.sections.conditions import (
     Compare,
     Condition,
     ConditionOperand,
-    In,
+    InList,
     IsNull,
     Not,
     TextLength,
@@ -44,7 +44,7 @@ def arrow_expression(condition: Condition) -> pc.Expression:
             return arrow_expression(left) & arrow_expression(right)
         case Both(left, _, right):
             return arrow_expression(left) | arrow_expression(right)
-        case In(item, values):
+        case InList(item, values):
             return _arrow_operand(item).isin(pa.array(values))
         case IsNull(item):
             return _arrow_operand(item).is_null()
@@ -76,7 +76,7 @@ def row_fulfils(condition: Condition, row: Mapping[str, Any]) -> bool | None:
         case Both(left, _, right):
             both = row_fulfils(left, row), row_fulfils(right, row)
             return True if True in both else None if None in both else False
-        case In(item, values):
+        case InList(item, values):
             value = _operand_value(item, row)
             return any(_value_kind(value) == _value_kind(other) and value == other for other in values)
         case IsNull(column):

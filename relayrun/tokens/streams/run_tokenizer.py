@@ -36,7 +36,7 @@ def character_token_ids(characters: str, tokenizer: DocumentTokenizer) -> npt.ND
     return np.array(found, np.int64)
 
 
-def loss_token_ids(data: DataSection, manifest: Manifest) -> npt.NDArray[np.int64] | None:
+def counted_token_ids(data: DataSection, manifest: Manifest) -> npt.NDArray[np.int64] | None:
     """Return the ids of the tokens whose losses count, int64; None: all. Raises like both functions above."""
     if data.mask_tokens_except is None:
         return None

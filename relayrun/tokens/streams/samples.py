@@ -16,7 +16,7 @@ from relayrun.tokens.order.document_packing import document_cut, fill_row, pack_
 from relayrun.tokens.order.document_windows import DocumentCut
 from relayrun.tokens.order.sample_rows import SampleRow
 from relayrun.tokens.readers.texts import Texts
-from relayrun.tokens.shards.manifest import FileEntry, Manifest
+from relayrun.tokens.shards.manifest import Manifest, TextFileEntry
 from relayrun.tokens.streams.run_tokenizer import load_run_tokenizer
 from relayrun.tokens.tokenize.encode.engines import select_engine
 from relayrun.tokens.tokenize.encode.libraries import Encoded, Engine
@@ -32,7 +32,7 @@ PROOF_BYTES = 200_000
 class StreamEncoder:
     """Encodes texts with the fastest exact engine. The first call loads the tokenizer and proves the engine."""
 
-    def __init__(self, tokenizer: str, manifest: Manifest, files: Sequence[FileEntry], column: str) -> None:
+    def __init__(self, tokenizer: str, manifest: Manifest, files: Sequence[TextFileEntry], column: str) -> None:
         """`tokenizer` is the setting data.tokenizer; the proof reads `column` of `files`."""
         self._name = tokenizer
         self._manifest = manifest

@@ -10,10 +10,10 @@ from typing import Any
 
 from relayrun.config.sections.data import StreamSection as StreamSettings
 from relayrun.errors import FatalTrainingError
-from relayrun.tokens.order.datasets import DocumentOrigin
+from relayrun.tokens.order.datasets import SampleSegment
 from relayrun.tokens.order.sample_rows import SampleRow
 from relayrun.tokens.order.sampler import Cursor
-from relayrun.tokens.shards.manifest import FileEntry
+from relayrun.tokens.shards.manifest import TextFileEntry
 from relayrun.tokens.streams.blocks import LaneBlock, LaneGroup, RowBlocks
 from relayrun.tokens.streams.fragments import FragmentOrder, FragmentReader, group_count
 from relayrun.tokens.streams.lane_cursor import LaneCursor
@@ -27,7 +27,7 @@ class TextStream:
 
     def __init__(
         self,
-        files: Sequence[FileEntry],
+        files: Sequence[TextFileEntry],
         settings: StreamSettings,
         shape: SampleShape,
         encode: EncodeFunction,
@@ -108,7 +108,7 @@ class OpenTextLanes:
         now.empty_since = None
         return row
 
-    def origins(self, lane: int) -> list[DocumentOrigin]:
+    def origins(self, lane: int) -> list[SampleSegment]:
         """Return the origins of the text of a lane's latest sample."""
         now = self._lanes[lane]
         assert now.block is not None
@@ -117,7 +117,7 @@ class OpenTextLanes:
             file, group, row = now.block.origins[text].tolist()
             path = self._stream.files[file].path
             prefix = path if group < 0 else f"{path}, row group {group}"
-            found.append(DocumentOrigin(prefix=prefix, document=row, offset=offset, tokens=tokens))
+            found.append(SampleSegment(prefix=prefix, document=row, offset=offset, tokens=tokens))
         return found
 
     def cursor(self, lane: int) -> Cursor:

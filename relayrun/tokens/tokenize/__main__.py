@@ -5,7 +5,7 @@
     record              record which Slurm jobs tokenize which dumps: lines `JOB DUMP` from the standard input
     run DUMP            tokenize dump DUMP here
     merges DATASET      check the shards of all dumps; print, a line each, the names of the dumps to merge
-    site CLUSTER FILE   write the site settings of the jobs, see `job_config.write_site_files`
+    site CLUSTER FILE   write the site settings of the jobs, see `job_config.write_site_shell_file`
 
 The first three take their settings from the environment, see `job_config.ENVIRONMENT_SETTINGS`.
 """
@@ -20,8 +20,8 @@ from pathlib import Path
 from relayrun.config.compose.writable import check_outputs
 from relayrun.errors import run_main
 from relayrun.tokens.tokenize.dump_jobs import prepare_submission, tokenize_dump
-from relayrun.tokens.tokenize.dumps import MetadataFolder, unmerged_dumps
-from relayrun.tokens.tokenize.job_config import TokenizationSettings, settings_from_environment, write_site_files
+from relayrun.tokens.tokenize.dumps import DumpsFolder, unmerged_dumps
+from relayrun.tokens.tokenize.job_config import TokenizationSettings, settings_from_environment, write_site_shell_file
 
 
 def main() -> int:
@@ -37,7 +37,7 @@ def main() -> int:
     site.add_argument("file", type=os.path.abspath)
     options = parser.parse_args()
     if options.command == "site":
-        write_site_files(options.cluster, Path(options.file))
+        write_site_shell_file(options.cluster, Path(options.file))
     elif options.command == "merges":
         for name in unmerged_dumps(Path(options.dataset)):
             print(name)
@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def _begin(settings: TokenizationSettings) -> None:
-    metadata = MetadataFolder(settings.metadata_folder)
+    metadata = DumpsFolder(settings.metadata_folder)
     check_outputs(settings.outputs)
     with metadata.hold():
         metadata.refuse_live_jobs()
@@ -58,7 +58,7 @@ def _begin(settings: TokenizationSettings) -> None:
 
 
 def _record(settings: TokenizationSettings) -> None:
-    metadata = MetadataFolder(settings.metadata_folder)
+    metadata = DumpsFolder(settings.metadata_folder)
     for line in sys.stdin:
         job, dump = line.split()
         metadata.record_job(job, int(dump))

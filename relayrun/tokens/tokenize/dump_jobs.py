@@ -28,7 +28,7 @@ from relayrun.tokens.readers.inputs import read_paths_file
 from relayrun.tokens.stores.urls import join_path
 from relayrun.tokens.tokenize import processes
 from relayrun.tokens.tokenize.dump_status import ERROR_FILE, finished_shards
-from relayrun.tokens.tokenize.dumps import MetadataFolder, replace_link
+from relayrun.tokens.tokenize.dumps import DumpsFolder, replace_link
 from relayrun.tokens.tokenize.job_config import TokenizationConfig, TokenizationSettings
 from relayrun.tokens.tokenize.options import TokenizeOptions
 
@@ -64,7 +64,7 @@ def prepare_submission(settings: TokenizationSettings) -> list[int]:
     """
     from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
 
-    metadata = MetadataFolder(settings.metadata_folder)
+    metadata = DumpsFolder(settings.metadata_folder)
     indices = metadata.pending()
     if not indices:
         raise InputError("there is no dump to tokenize", where=metadata.dumps, hint="prepare_dumps.py makes them")
@@ -86,7 +86,7 @@ def prepare_submission(settings: TokenizationSettings) -> list[int]:
     return indices
 
 
-def _check_inputs(metadata: MetadataFolder, indices: Sequence[int], options: TokenizeOptions) -> None:
+def _check_inputs(metadata: DumpsFolder, indices: Sequence[int], options: TokenizeOptions) -> None:
     from relayrun.tokens.readers.columns import check_files  # on demand: a login node may lack pyarrow
 
     dataset = metadata.dataset()
@@ -116,7 +116,7 @@ def _tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]
     processes.use_one_thread()
     from relayrun.tokens.tokenize.pipeline import tokenize_paths_file
 
-    metadata = MetadataFolder(settings.metadata_folder)
+    metadata = DumpsFolder(settings.metadata_folder)
     with metadata.in_use():
         start = datetime.now()
         paths_file, output = metadata.paths_file(index), settings.dump_output(index)
@@ -176,7 +176,7 @@ def submit_dumps(config: TokenizationConfig, *, wait: bool = True) -> list[int]:
     """
     settings = config.absolute(os.getcwd())
     settings.check()
-    metadata = MetadataFolder(settings.metadata_folder)
+    metadata = DumpsFolder(settings.metadata_folder)
     if not metadata.path.is_dir():
         hint = did_you_mean_path(metadata.path) or "prepare_dumps.py makes it"
         raise InputError("there is no such metadata folder", where=metadata.path, hint=hint)
@@ -212,7 +212,7 @@ def _run_local(settings: TokenizationSettings, indices: Sequence[int], max_paral
             for index in [index for index, job in running.items() if job.done()]:
                 job = running.pop(index)
                 job._process.wait()  # submitit leaves reaping to the garbage collector
-                state = "failed" if index in MetadataFolder(settings.metadata_folder).pending() else "done"
+                state = "failed" if index in DumpsFolder(settings.metadata_folder).pending() else "done"
                 print(f"dump {index} {state} ({len(indices) - len(waiting) - len(running)}/{len(indices)})", flush=True)
             time.sleep(_POLL_SECONDS)
     finally:
@@ -227,7 +227,7 @@ def _submit_slurm(config: TokenizationConfig, indices: Sequence[int]) -> None:
     # the pickle holds no site: a worker of another version need not know its settings
     settings = TokenizationSettings.model_validate(config.model_dump(include=set(TokenizationSettings.model_fields)))
     executor = _slurm_executor(config, settings)
-    metadata = MetadataFolder(settings.metadata_folder)
+    metadata = DumpsFolder(settings.metadata_folder)
     size = max(1, slurm_scheduler().max_array_size())
     arrays: list[str] = []
     for first in range(0, len(indices), size):

@@ -13,7 +13,7 @@ from pathlib import Path
 from relayrun.errors import InputError
 from relayrun.tokens.readers.faults import MAX_EXAMPLES, describe_bad_lines
 from relayrun.tokens.tokenize import shard_folder
-from relayrun.tokens.tokenize.dumps import MetadataFolder
+from relayrun.tokens.tokenize.dumps import DumpsFolder
 from relayrun.tokens.tokenize.shard_folder import STALE_SECONDS, FolderRecord, RunningTask, TaskRecord
 
 ERROR_FILE = "error.txt"
@@ -82,7 +82,7 @@ class DumpStatus:
 
 def read_status(metadata_folder: str | os.PathLike[str], *, now: float | None = None) -> list[DumpStatus]:
     """Return the status of all dumps of a metadata folder, by number. `now`: seconds since 1970. Raises InputError."""
-    metadata = MetadataFolder(metadata_folder)
+    metadata = DumpsFolder(metadata_folder)
     # in this order: a dump that moves in between is in both
     pending, finished = set(metadata.pending()), set(metadata.finished())
     if not finished and not pending:
@@ -201,7 +201,7 @@ def _duration(seconds: float | None) -> str:
     return f"{minutes // 60}:{minutes % 60:02d} h" if minutes else "< 1 min"
 
 
-def _read_dump(metadata: MetadataFolder, index: int, now: float, *, done: bool, size: int) -> DumpStatus:
+def _read_dump(metadata: DumpsFolder, index: int, now: float, *, done: bool, size: int) -> DumpStatus:
     output = metadata.tokenized_link / f"dump-{index}"
     shards, parts = _read_record(output)
     tasks = [] if done else [task for task in shard_folder.read_progress(output) if task.shard not in shards]

@@ -58,7 +58,7 @@ def replace_link(link: Path, target: str) -> None:
     fsync_directory(link.parent)
 
 
-class MetadataFolder:
+class DumpsFolder:
     """The paths inside M, and the lock on changes."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -156,7 +156,7 @@ def _dump_numbers(folder: Path) -> list[int]:
 
 def dump_size(paths_file: str | os.PathLike[str]) -> int:
     """Return the bytes of all files of a paths file of a metadata folder. Raises InputError for a missing file."""
-    metadata = MetadataFolder(Path(os.path.abspath(paths_file)).parent.parent)
+    metadata = DumpsFolder(Path(os.path.abspath(paths_file)).parent.parent)
     return sum(size for _, size, _ in inputs.stat_inputs(metadata.dataset(), inputs.read_paths_file(paths_file)))
 
 
@@ -209,7 +209,7 @@ def prepare_dumps(
         raise InputError("the number of dumps must be at least 1", where="--n-dumps")
     dataset = urls.absolute_path(dataset_folder)
     found = inputs.find_data_files(dataset, filter_in=filter_in, filter_out=filter_out)
-    metadata = MetadataFolder(metadata_folder)
+    metadata = DumpsFolder(metadata_folder)
     refuse_unwritable(metadata.path)
     metadata.path.mkdir(parents=True, exist_ok=True)
     with metadata.hold():
@@ -247,7 +247,7 @@ def count_files_linked_twice(files: Sequence[inputs.DataFile]) -> int:
     return len(files) - len({file.identity for file in files})
 
 
-def _refuse_to_change_half_done(metadata: MetadataFolder, contents: dict[int, bytes]) -> None:
+def _refuse_to_change_half_done(metadata: DumpsFolder, contents: dict[int, bytes]) -> None:
     """Raise RelayrunError: the shards of a half-tokenized dump are valid only for its present paths file."""
     for index in metadata.pending():
         output = metadata.tokenized_link / f"dump-{index}"

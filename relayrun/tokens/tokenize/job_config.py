@@ -249,7 +249,7 @@ def _validate(model: type[_Settings], source: yaml_file.LocatedSettings) -> _Set
         raise ConfigError(f"{'.'.join(location)}: {message}", where=source.place(location)) from None
 
 
-def write_site_files(name: str, file: Path) -> None:
+def write_site_shell_file(name: str, file: Path) -> None:
     """Write the site settings of jobs that Bash scripts submit to cluster `name`. Raises ConfigError.
 
     Such a job sources `file`: environment, modules and setup lines of the site, and the prefixes of its Python in the

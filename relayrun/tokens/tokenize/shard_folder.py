@@ -131,7 +131,7 @@ class TaskRecord:
 
     inputs: list[InputFile]
     fingerprints: list[str] = field(default_factory=list)
-    """The fingerprint of each input, see `file_fingerprint`; empty for a skipped file."""
+    """The fingerprint of each input, see `file_content_hash`; empty for a skipped file."""
     documents: int = 0
     file_documents: list[int] = field(default_factory=list)
     """Documents of each input."""
@@ -170,7 +170,7 @@ class TaskRecord:
         self.bad_line_examples = (self.bad_line_examples + faults.examples)[:MAX_EXAMPLES]
 
 
-def file_fingerprint(path: str) -> str:
+def file_content_hash(path: str) -> str:
     """Return a fingerprint of the bytes of a file.
 
     A local file: `xxh3-128:` and the checksum of all of it, read once more from memory. Below a URL, to avoid a second
@@ -195,9 +195,9 @@ def is_unchanged(path: str, now: InputFile, then: InputFile, known: str) -> bool
     if now[:2] != then[:2]:
         return False
     if now[2] != then[2]:
-        return known.startswith(_WHOLE) and file_fingerprint(path) == known
+        return known.startswith(_WHOLE) and file_content_hash(path) == known
     no_time = now[2] == 0 and known.startswith(_ENDS)
-    return not no_time or file_fingerprint(path) == known
+    return not no_time or file_content_hash(path) == known
 
 
 class ShardFolder:

@@ -38,7 +38,7 @@ from relayrun.tokens.tokenize.encode.families import CL100K, O200K, PLAIN_BPE, Q
 from relayrun.tokens.tokenize.encode.libraries import Engine, parse_without_vocabulary
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentFraming
 from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.tokens.tokenize.shard_folder import SkippedFile, TaskProgress, TaskRecord, file_fingerprint
+from relayrun.tokens.tokenize.shard_folder import SkippedFile, TaskProgress, TaskRecord, file_content_hash
 
 CUTTABLE_PATTERNS = frozenset({CL100K, QWEN2, O200K})
 """The patterns of Llama 3 and cl100k, Qwen 2, o200k; GPT-2's is ByteLevel with `use_regex`."""
@@ -236,7 +236,7 @@ def _tokenize_file(
         progress.say(documents=record.documents, tokens=shard.tokens)
         del texts  # frees a long text before the next one is read
     progress.bytes_read += file[1]
-    known = file_fingerprint(path)  # right after reading, while its bytes are in memory
+    known = file_content_hash(path)  # right after reading, while its bytes are in memory
     if stat_inputs(job.dataset, [file[0]]) != [file]:
         raise InputError("this file was changed while it was read", where=printable(path), hint="run again")
     return known

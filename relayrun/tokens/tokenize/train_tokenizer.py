@@ -10,7 +10,7 @@ from relayrun.errors import ConfigError, InputError
 from relayrun.tokens.readers.columns import read_column
 from relayrun.tokens.readers.inputs import data_suffixes, find_data_files
 from relayrun.tokens.stores import urls
-from relayrun.tokens.tokenize.encode.tokenizer_files import hold_tokenizer_folder, write_tokenizer_folder
+from relayrun.tokens.tokenize.encode.tokenizer_files import lock_tokenizer_folder, write_tokenizer_folder
 from relayrun.tokens.tokenize.options import TokenizeOptions
 
 BOS_TOKEN, EOS_TOKEN = "<|begin_of_text|>", "<|end_of_text|>"
@@ -43,7 +43,7 @@ def train_tokenizer(
         raise ConfigError(
             f"a byte-level vocabulary needs {256 + len(SPECIAL_TOKENS)} entries or more, not {vocabulary_size}"
         )
-    with hold_tokenizer_folder(output):
+    with lock_tokenizer_folder(output):
         return _train(folders, output, column=column, vocabulary_size=vocabulary_size)
 
 

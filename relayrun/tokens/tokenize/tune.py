@@ -23,7 +23,7 @@ from relayrun.tokens.readers.inputs import data_suffixes, paths_file_bytes, read
 from relayrun.tokens.shards.shard import FOLDER_RECORD
 from relayrun.tokens.stores import urls
 from relayrun.tokens.tokenize import shard_folder
-from relayrun.tokens.tokenize.dumps import MetadataFolder
+from relayrun.tokens.tokenize.dumps import DumpsFolder
 from relayrun.tokens.tokenize.options import TokenizeOptions, options_to_flags
 
 TRIED_BATCH_BYTES = tuple(int(TokenizeOptions.default("batch_bytes") * part) for part in (0.25, 1, 4))
@@ -73,7 +73,7 @@ def run_trials(
     """
     if not workers or not batch_bytes or min(*workers, *batch_bytes) < 1 or seconds <= 0:
         raise InputError("workers, bytes of a batch and seconds are positive numbers")
-    metadata = MetadataFolder(metadata_folder)
+    metadata = DumpsFolder(metadata_folder)
     paths_files = [metadata.paths_file(index) for index in metadata.pending()]
     paths_files += [metadata.completed / f"paths_file_{index}.txt" for index in metadata.finished()]
     if not paths_files:

@@ -34,7 +34,7 @@ from relayrun.tokens.shards.checks import verify_shards
 from relayrun.tokens.shards.prefixes import find_prefixes
 from relayrun.tokens.shards.shard import FOLDER_RECORD, Shard
 from relayrun.tokens.stores.urls import first_line, join_path, printable
-from relayrun.tokens.tokenize.dumps import MetadataFolder
+from relayrun.tokens.tokenize.dumps import DumpsFolder
 from relayrun.tokens.tokenize.encode.engines import select_engine
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentFraming, load_tokenizer
 from relayrun.tokens.tokenize.options import OnError, TokenizeOptions
@@ -298,7 +298,7 @@ def verify_dumps(
     The paths file of a dump with faults moves back to `dumps/`, so that the next submit makes its faulty shards again
     and keeps the others. Raises InputError if no dump is finished.
     """
-    metadata = MetadataFolder(metadata_folder)
+    metadata = DumpsFolder(metadata_folder)
     if not metadata.finished():
         raise InputError("no dump is finished here", where=metadata.path, hint="`relayrun dumps status` tells more")
     done = []

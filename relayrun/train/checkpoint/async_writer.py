@@ -119,7 +119,7 @@ COPY_CHUNK_BYTES = 3 << 16
 
 
 @dataclass(frozen=True)
-class HostAllocation:
+class HostMemoryStats:
     """Allocated host memory: `size` bytes in `pieces` pieces."""
 
     size: int
@@ -145,7 +145,7 @@ class HostCopy:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         return stream
 
-    def reserve(self, shards: Iterable[ShardedTensor]) -> HostAllocation:
+    def reserve(self, shards: Iterable[ShardedTensor]) -> HostMemoryStats:
         """Allocate missing buffers for `shards`; return the allocation.
 
         Raises RuntimeError if memory is short; then no buffer was allocated.
@@ -160,10 +160,10 @@ class HostCopy:
             # by way of numpy it has a storage of its own size: torch's writer would copy a view of a larger storage
             part = torch.from_numpy(pieces[number][start : start + shard.data.nbytes])
             self._buffers[_key(shard)] = part.view(shard.data.dtype).view(shard.data.shape)
-        return HostAllocation(sum(lengths), len(lengths))
+        return HostMemoryStats(sum(lengths), len(lengths))
 
     @torch.no_grad()
-    def fill(self, shards: Iterable[ShardedTensor], stream: torch.cuda.Stream | None) -> HostAllocation:
+    def fill(self, shards: Iterable[ShardedTensor], stream: torch.cuda.Stream | None) -> HostMemoryStats:
         """Copy the data of `shards` and replace it by the copies; on return the originals may change.
 
         Any thread may call it, with the stream from `new_stream`. Returns the allocations that were not reserved.

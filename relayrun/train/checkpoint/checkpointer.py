@@ -45,13 +45,13 @@ from relayrun.control.rundir.run import Run, stream_positions_path
 from relayrun.errors import FatalTrainingError
 from relayrun.files import file_sizes, write_atomic, write_json
 from relayrun.tokens.order.batches import TrainingProgress
-from relayrun.tokens.order.sampler import Cursor, LaneReader, MixtureSampler
+from relayrun.tokens.order.sampler import Cursor, MixtureSampler, ReplicaSampleReader
 from relayrun.train import distributed
 from relayrun.train.checkpoint import checksums, megatron_strategy, publish
 from relayrun.train.checkpoint.async_writer import (
     BackgroundSave,
-    HostAllocation,
     HostCopy,
+    HostMemoryStats,
     WrittenFiles,
     check_complete,
 )
@@ -101,7 +101,7 @@ class Checkpointer:
         self._model = model
         self._optimizer = optimizer
         self._order = order
-        self.reading: LaneReader | None = None
+        self.reading: ReplicaSampleReader | None = None
         """Reader of this rank's streams, set by the loop; None without streams."""
         self._hooks = hooks
         self._settings = config.checkpoint
@@ -127,7 +127,7 @@ class Checkpointer:
         )
         self._first = True
 
-    def reserve(self) -> HostAllocation | None:
+    def reserve(self) -> HostMemoryStats | None:
         """Allocate host memory for the copies of all saves; return the allocation.
 
         If memory is short, log a warning and return None; the next save tries again, and fails.
@@ -386,7 +386,7 @@ class Checkpointer:
         differences = [
             f"{shard.key} is {list(size) if size else 'not'} there and {list(shard.global_shape)} here"
             for whole in nested_values(wanted["model"])
-            for shard in user_optimizer.sharded_pieces(whole)
+            for shard in user_optimizer.parameter_sharded_tensors(whole)
             if isinstance(shard, ShardedTensor)
             and (size := getattr(found.get(shard.key), "size", None)) != torch.Size(shard.global_shape)
         ]

@@ -58,7 +58,7 @@ class CheckpointFiles(Protocol):
 
 
 @dataclass(frozen=True)
-class LocalCheckpointFiles:
+class FolderCheckpointFiles:
     """Files of a checkpoint in a local folder; a checkpoint that is a single file has the name `.`."""
 
     where: Path
@@ -155,7 +155,7 @@ def write_checksum_index(folder: Path, iteration: int, files: Mapping[str, FileC
         if not path.is_file() or name == CHECKSUM_INDEX:
             continue
         if name not in known:
-            known[name] = checksum_in_checkpoint(LocalCheckpointFiles(folder), name)
+            known[name] = checksum_in_checkpoint(FolderCheckpointFiles(folder), name)
         elif (size := path.stat().st_size) != known[name].bytes:
             raise OSError(f"{path} has {size} bytes, not the {known[name].bytes} that were written")
     parts = {name: {k: v for k, v in asdict(known[name]).items() if v is not None} for name in sorted(known)}
@@ -172,7 +172,7 @@ class Checksums:
 
         `root`: hash from the commit; None for a checkpoint without a commit. Raises DamagedCheckpoint.
         """
-        self._in: CheckpointFiles = LocalCheckpointFiles(folder) if isinstance(folder, Path) else folder
+        self._in: CheckpointFiles = FolderCheckpointFiles(folder) if isinstance(folder, Path) else folder
         self.folder = self._in.where
         data = self._bytes(CHECKSUM_INDEX)
         if root is not None and xxhash.xxh3_128_hexdigest(data) != root:
@@ -273,7 +273,7 @@ def verify_checkpoint(folder: Path | CheckpointFiles, root: str | None) -> tuple
 
     Returns the bytes read, and a line for each faulty block or file. Memory holds one block.
     """
-    files = LocalCheckpointFiles(folder) if isinstance(folder, Path) else folder
+    files = FolderCheckpointFiles(folder) if isinstance(folder, Path) else folder
     try:
         sums = Checksums(files, root)
         blocks = list(sums.blocks())

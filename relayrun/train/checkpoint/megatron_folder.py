@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from relayrun.config.sections.training import BatchSizes
-from relayrun.control.trainers.megatron_lm_program import TRACKER_FILE
+from relayrun.control.trainers.megatron_lm_log import TRACKER_FILE
 from relayrun.errors import InputError
 from relayrun.train.checkpoint import safe_pickle
-from relayrun.train.checkpoint.safe_pickle import UnreadablePickle, is_inert
+from relayrun.train.checkpoint.safe_pickle import CorruptTorchFile, is_inert
 
 _COMMON = "common.pt"
 _NAME = re.compile(r"iter_(\d{7,})")
@@ -108,7 +108,7 @@ def parse_common(data: bytes, folder: Path) -> MegatronCheckpoint | None:
     """Parse the bytes of a common.pt; None if it is not from Megatron-LM."""
     try:
         found = safe_pickle.read_pickle(data)
-    except UnreadablePickle:
+    except CorruptTorchFile:
         return None
     if not isinstance(found, dict) or not isinstance(found.get("args"), Namespace):
         return None

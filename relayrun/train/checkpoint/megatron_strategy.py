@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from relayrun.train.checkpoint.async_writer import ThreadedWriter, WrittenFiles
 from relayrun.train.checkpoint.reader import CheckedReader
-from relayrun.train.messages import RankMessages, portable_error
+from relayrun.train.messages import RankObjectCollectives, portable_error
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -56,7 +56,7 @@ Shards = dict[str, list[ShardedBase]]
 class InProcessStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # megatron-core has no types
     """Writes the sharded part."""
 
-    def __init__(self, messages: RankMessages, threads: int = 1) -> None:
+    def __init__(self, messages: RankObjectCollectives, threads: int = 1) -> None:
         """`threads`: writer threads of this rank, each with a file of its own."""
         super().__init__("torch_dist", 1)
         self._messages = messages
@@ -110,7 +110,9 @@ class InProcessStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # 
         self.write(self.by_key(sharded_state_dict), checkpoint_dir)
 
 
-def _together(messages: RankMessages, step: str, own: Callable[[], T], join: Callable[[list[T]], list[R]]) -> R:
+def _together(
+    messages: RankObjectCollectives, step: str, own: Callable[[], T], join: Callable[[list[T]], list[R]]
+) -> R:
     """Run `own` on every rank, then `join` on rank 0, which returns an answer for each rank; return this rank's.
 
     Raises CheckpointException on every rank if one failed, with the errors of all.

@@ -88,7 +88,7 @@ class StepSlowdown:
         return sum(self._beside) - len(self._beside) * median(self._usual) if self._usual else 0.0
 
 
-class CopyInterval:
+class MemoryCopySchedule:
     """Decides when the next copy is due; equal on all ranks.
 
     Args:

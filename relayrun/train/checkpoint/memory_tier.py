@@ -32,7 +32,7 @@ from relayrun.errors import InputError
 from relayrun.files import append_line, read_lines_backwards
 from relayrun.tokens.order.batches import TrainingProgress
 from relayrun.train.checkpoint.checkpointer import Checkpointer, torch_bytes
-from relayrun.train.checkpoint.memory_interval import CopyInterval, CopyTimes, StepSlowdown
+from relayrun.train.checkpoint.memory_interval import CopyTimes, MemoryCopySchedule, StepSlowdown
 from relayrun.train.checkpoint.memory_replication import (
     MemoryCopy,
     NeighbourReplica,
@@ -73,7 +73,7 @@ class MemoryTier:
         """Start to count from this iteration; call it before `due`."""
         known = self._ranks.on_first_rank(self._known, InputError) if self._asked == "auto" else None
         asked = None if self._asked == "auto" else self._asked
-        self._interval, self._steps = CopyInterval(asked, at=iteration, known=known), StepSlowdown()
+        self._interval, self._steps = MemoryCopySchedule(asked, at=iteration, known=known), StepSlowdown()
 
     def due(self, iteration: int) -> bool:
         """True if the state of this iteration is to be copied."""

@@ -28,7 +28,7 @@ MOST_TEXT = 1 << 24
 """Largest text of the values in characters, approximately; a value that is named again is counted again."""
 
 
-class UnreadablePickle(ValueError):
+class CorruptTorchFile(ValueError):
     """The file is not an intact file of `torch.save`."""
 
 
@@ -192,7 +192,7 @@ class _Reader(pickle._Unpickler):  # Python's, since C's allocates memory for an
         self._archive, self._root = archive, root
         self._tuples: dict[int, tuple[int, int]] = {}
         if archive.getinfo(f"{root}/data.pkl").file_size > MOST_PICKLE:
-            raise UnreadablePickle(f"its pickle has more than {MOST_PICKLE} bytes")
+            raise CorruptTorchFile(f"its pickle has more than {MOST_PICKLE} bytes")
         self._storages: dict[str, bytes] = {}
         self._left = MOST_BYTES
         super().__init__(io.BytesIO(archive.read(f"{root}/data.pkl")))
@@ -237,7 +237,7 @@ class _Reader(pickle._Unpickler):  # Python's, since C's allocates memory for an
 
 
 def _text_length(value: Any, known: dict[int, int]) -> int:
-    """Return the approximate length of a value's text. `known`: lengths by id. Raises UnreadablePickle."""
+    """Return the approximate length of a value's text. `known`: lengths by id. Raises CorruptTorchFile."""
     if id(value) in known:
         return known[id(value)]
     known[id(value)] = 1  # Python writes dots for a value inside itself
@@ -254,25 +254,25 @@ def _text_length(value: Any, known: dict[int, int]) -> int:
     own = len(value) if isinstance(value, (str, bytes)) else len(value.origin) if is_inert(value) else 8
     known[id(value)] = own + sum(_text_length(each, known) for each in inside)
     if known[id(value)] > MOST_TEXT:
-        raise UnreadablePickle(f"its text has more than {MOST_TEXT} characters")
+        raise CorruptTorchFile(f"its text has more than {MOST_TEXT} characters")
     if isinstance(value, InertValue):
         known[id(value)] = own  # its short form inside others
     return known[id(value)]
 
 
 def read_pickle(data: bytes) -> Any:
-    """Return the content of a file of `torch.save`. Raises UnreadablePickle."""
+    """Return the content of a file of `torch.save`. Raises CorruptTorchFile."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             if sum(info.file_size for info in archive.infolist()) > MOST_BYTES:
-                raise UnreadablePickle(f"it holds more than {MOST_BYTES} bytes")
+                raise CorruptTorchFile(f"it holds more than {MOST_BYTES} bytes")
             names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
             if len(names) != 1:
-                raise UnreadablePickle("it is no file of torch.save")
+                raise CorruptTorchFile("it is no file of torch.save")
             found = _Reader(archive, names[0].removesuffix("/data.pkl")).load()
             _text_length(found, {})
             return found
-    except UnreadablePickle:
+    except CorruptTorchFile:
         raise
     except (Exception, RecursionError) as error:  # flipped bytes in a pickle can raise anything
-        raise UnreadablePickle(f"{type(error).__name__}: {error}") from None
+        raise CorruptTorchFile(f"{type(error).__name__}: {error}") from None

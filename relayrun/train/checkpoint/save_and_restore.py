@@ -279,7 +279,7 @@ class StateRestorer:
                 f"holds iteration {position.iteration}, but this attempt begins at {iteration}", where=path
             )
         before = self.ranks.on_first_rank(
-            partial(restarts.pending_rollbacks, self.run, iteration, position.consumed_samples), InputError
+            partial(restarts.rollbacks_since_save, self.run, iteration, position.consumed_samples), InputError
         )
         if before:
             position.pass_over(before[-1].next_sample)

@@ -15,7 +15,7 @@ import torch
 
 from relayrun.config.compose.schema import DataSection, ParallelSection, RunConfig
 from relayrun.config.sections.model import NEEDS_TRANSFORMER_ENGINE
-from relayrun.control.scheduler.tasks import free_port
+from relayrun.control.scheduler.local_srun import free_port
 from relayrun.errors import InputError
 from relayrun.train.export.source_and_target import CheckpointSource
 

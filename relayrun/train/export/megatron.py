@@ -32,7 +32,7 @@ import torch
 
 from relayrun.config.compose import yaml_file
 from relayrun.config.compose.schema import ModelSection, RunConfig
-from relayrun.control.trainers.megatron_lm_program import TRACKER_FILE
+from relayrun.control.trainers.megatron_lm_log import TRACKER_FILE
 from relayrun.errors import InputError
 from relayrun.train.checkpoint.megatron_folder import MegatronCheckpoint
 from relayrun.train.checkpoint.reader import MEGATRON_LAYOUT, with_torch_tensors

@@ -56,7 +56,7 @@ from relayrun.files import (
     fsync_directory,
     fsync_tree,
     remove_leftovers,
-    rename_to_unused_name,
+    rename_no_replace,
     temporary_prefix,
     write_json,
 )
@@ -221,7 +221,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         # safetensors makes its files 0600; they get the mode of the umask
         fsync_tree(temporary, mode=temporary.stat().st_mode & 0o666)
         refuse_existing(target)
-        rename_to_unused_name(temporary, target)
+        rename_no_replace(temporary, target)
         fsync_directory(target.parent)
     except RelayrunError:
         raise

@@ -21,7 +21,7 @@ from relayrun.errors import RelayrunError, RunDirError
 from relayrun.files import fsync_directory, read_json, unused_name, write_json
 from relayrun.tokens.stores.direct_io import open_file_checksum
 from relayrun.train.checkpoint import checksums
-from relayrun.train.checkpoint.checksums import CheckpointFiles, LocalCheckpointFiles
+from relayrun.train.checkpoint.checksums import CheckpointFiles, FolderCheckpointFiles
 
 COPY_PIECE_BYTES = 8 << 20
 """Bytes that are copied at a time."""
@@ -125,7 +125,7 @@ def copy_faults(
     if commit.checksum is not None:
         return checksums.verify_checkpoint(files, commit.checksum)[1], {}
     found = _hashes(files, commit)
-    expected = _hashes(LocalCheckpointFiles(Path(commit.path)), commit) if hashes is None else hashes
+    expected = _hashes(FolderCheckpointFiles(Path(commit.path)), commit) if hashes is None else hashes
     return [f"{name} is not the one that was saved" for name in found if found[name] != expected.get(name)], found
 
 
@@ -199,15 +199,15 @@ class FolderDestination(MirrorDestination):
         return copy.fault(self.where)
 
     def files(self, copy: CheckpointCopy) -> MirroredFiles:
-        return LocalCheckpointFiles(self.where / copy.name)
+        return FolderCheckpointFiles(self.where / copy.name)
 
     def stage(self, commit: CheckpointCommit, pace: CopyRateLimit) -> MirroredFiles:
         """Copy the missing bytes of a checkpoint into `.staging`. Raises like `stage_files`."""
         staged, final = self._staged(copy_name(commit)), self.where / copy_name(commit)
         if os.path.lexists(final) and not os.path.lexists(staged):  # a kill came between name and claim
             os.rename(final, staged)
-        stage_files(LocalCheckpointFiles(Path(commit.path)), commit, staged, pace)
-        return LocalCheckpointFiles(staged)
+        stage_files(FolderCheckpointFiles(Path(commit.path)), commit, staged, pace)
+        return FolderCheckpointFiles(staged)
 
     def unstage(self, commit: CheckpointCommit) -> None:
         remove_staged(self._staged(copy_name(commit)))

@@ -31,7 +31,7 @@ from relayrun.tokens.stores.urls import (
     list_store_sizes,
     retry_transient,
 )
-from relayrun.train.checkpoint.checksums import LocalCheckpointFiles
+from relayrun.train.checkpoint.checksums import FolderCheckpointFiles
 from relayrun.train.mirror.destination import (
     CopyRateLimit,
     MirrorDestination,
@@ -90,7 +90,7 @@ class ObjectStoreDestination(MirrorDestination):
 
     def stage(self, commit: CheckpointCommit, pace: CopyRateLimit) -> MirroredFiles:
         """Send the missing and incomplete files of a checkpoint. Raises CopyFailed, StoreError."""
-        name, source = copy_name(commit), LocalCheckpointFiles(Path(commit.path))
+        name, source = copy_name(commit), FolderCheckpointFiles(Path(commit.path))
         if self._read(_marker(name)) != json.loads(json.dumps(commit_identity(commit))):
             self._remove(name)
             self._write(_marker(name), commit_identity(commit))
@@ -282,7 +282,7 @@ class _PacedFile(RemoteFile):
         return data
 
 
-def check_object_store(url: str, setting: str) -> None:
+def try_object_store_access(url: str, setting: str) -> None:
     """Raise ConfigError unless a file can be written, read and removed below a URL. `setting`: names the URL."""
     where = f"{setting}: {url}"
     data = secrets.token_bytes(16)

@@ -16,7 +16,7 @@ from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError, RunDirError
 from relayrun.files import fsync_directory, unused_name
-from relayrun.train.checkpoint.checksums import LocalCheckpointFiles
+from relayrun.train.checkpoint.checksums import FolderCheckpointFiles
 from relayrun.train.mirror.destination import (
     CopyFailed,
     CopyRateLimit,
@@ -177,7 +177,7 @@ def _fetch(place: MirrorDestination, copy: CheckpointCopy, commit: CheckpointCom
         for _ in range(1 + os.path.lexists(staged)):
             # reads from a store have the pace of its place
             stage_files(source, copy.as_commit(place.where), staged, CopyRateLimit(None))
-            found = copy_faults(LocalCheckpointFiles(staged), commit, hashes=copy.hashes)[0]
+            found = copy_faults(FolderCheckpointFiles(staged), commit, hashes=copy.hashes)[0]
             if not found:
                 return
             remove_staged(staged)

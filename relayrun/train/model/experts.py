@@ -151,7 +151,7 @@ def reduce_over_own_replicas(model: torch.nn.Module) -> None:
                 parameter.allreduce = False  # megatron-core's word for it
 
 
-class LocalRouters:
+class RouterUpdates:
     """Routers of this rank, with corrections of what megatron-core does to them in a step.
 
     Fault: if gradients are divided by the counted tokens (`calculate_per_token_loss`), megatron-core 0.16.1 multiplies

@@ -133,7 +133,7 @@ class ModelStage:
         self._layers = layers.layer_implementation(config)  # reports a missing TransformerEngine first
         kernels.check_fp8(config.model.transformer, transformer)
         if transformer.tp_comm_overlap:
-            kernels.start_communication_overlap(config, transformer)
+            kernels.init_tp_overlap_buffers(config, transformer)
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=config.optimizer.main_grads_dtype == "fp32",
             use_distributed_optimizer=config.parallel.use_distributed_optimizer,
@@ -160,7 +160,7 @@ class ModelStage:
                 transformer.finalize_model_grads_func = kernels.reduce_output_layer_last(self.chunks[-1])
         self._positions = torch.arange(self.seq_length, device=ranks.device)
         self._by_token = transformer.calculate_per_token_loss
-        self.routers = experts.LocalRouters(self.chunks, config.model.transformer, by_token=self._by_token)
+        self.routers = experts.RouterUpdates(self.chunks, config.model.transformer, by_token=self._by_token)
         self.auxiliary_losses = AuxiliaryLosses(
             experts.auxiliary_loss_names(config.model.transformer),
             layers=sum(expert_layers(config.model)),

@@ -113,7 +113,7 @@ def _fp8_refused(settings: TransformerSection, why: str) -> FatalTrainingError:
     )
 
 
-def start_communication_overlap(config: RunConfig, transformer: TransformerConfig) -> None:
+def init_tp_overlap_buffers(config: RunConfig, transformer: TransformerConfig) -> None:
     """Let TransformerEngine set up the buffers of parallel.tp_comm_overlap; all ranks together, before the model."""
     from transformer_engine.pytorch.module import base  # type: ignore[import-not-found,unused-ignore]
 

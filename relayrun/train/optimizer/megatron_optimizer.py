@@ -427,7 +427,7 @@ def state_shards(
     key>`. `instance`: number of this distributed optimizer.
     """
     found: dict[str, dict[int, ShardedTensor]] = {name: {} for name in state}
-    for piece in user_optimizer.sharded_pieces(whole):
+    for piece in user_optimizer.parameter_sharded_tensors(whole):
         begins = piece.data.storage_offset() - parameter.storage_offset()
         assert piece.data.is_contiguous()
         assert piece.data.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()

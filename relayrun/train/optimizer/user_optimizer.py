@@ -251,7 +251,7 @@ def _once(name: str, entry: Any, whole: ShardedBase) -> ShardedObject:
 
 def _part(name: str, entry: Any, whole: ShardedBase) -> ShardedObject:
     """Return a value for the part of the parameter that a rank holds."""
-    piece, *more = sharded_pieces(whole)
+    piece, *more = parameter_sharded_tensors(whole)
     sizes = (1,) * piece.prepend_axis_num + tuple(piece.local_shape)
     offset = tuple(offset // size for offset, size in zip(piece.global_offset, sizes, strict=True))
     shape = list(piece.axis_fragmentations)
@@ -262,13 +262,13 @@ def _part(name: str, entry: Any, whole: ShardedBase) -> ShardedObject:
     return ShardedObject(key, entry, tuple(shape), offset, replica_id=piece.replica_id)
 
 
-def sharded_pieces(whole: ShardedBase) -> list[ShardedTensor]:
+def parameter_sharded_tensors(whole: ShardedBase) -> list[ShardedTensor]:
     """Return the tensors that a parameter is saved as."""
     return list(nested_values([whole.build()])) if isinstance(whole, ShardedTensorFactory) else [whole]
 
 
 def _piece(whole: ShardedBase) -> ShardedTensor:
-    return sharded_pieces(whole)[0]
+    return parameter_sharded_tensors(whole)[0]
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -22,7 +22,7 @@ from typing import Any
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.masking import mask_tokens
-from relayrun.train.gpu_health import NoNvml, ask_device, ask_nvml
+from relayrun.train.gpu_health import NoNvml, ask_device, call_nvml
 
 SHOWN_VARIABLES = re.compile(
     r"(SLURM|CUDA|CUBLAS|NVIDIA|NCCL|TORCH|OMP|MKL|FI|UCX|MPI|MPICH|PMI|GLOO|NVTE|TRITON|RELAYRUN)_[A-Z0-9_]+"
@@ -173,7 +173,7 @@ def node_gpus() -> list[Gpu]:
         return [_gpu(nvml, index, driver) for index in range(nvml.nvmlDeviceGetCount())]
 
     try:
-        return ask_nvml(read)
+        return call_nvml(read)
     except NoNvml:
         return []
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from relayrun.control.rundir.restarts import FailedRestart
 from relayrun.control.rundir.run import Run
 from relayrun.watch.goodput.attribution import NEEDED_COLUMNS, CountedWork, Mask, attribute_time
-from relayrun.watch.goodput.facts import NodeAllocation, RunFacts, read_run_facts
+from relayrun.watch.goodput.facts import NodeAllocation, RunAllocations, read_run_facts
 from relayrun.watch.goodput.ledger import (
     LOST_PARTS,
     MICROSECONDS_PER_SECOND,
@@ -166,7 +166,7 @@ def account_for_run(
     run: Run,
     *,
     now: float | None = None,
-    facts: RunFacts | None = None,
+    facts: RunAllocations | None = None,
     sink: Callable[[NodeAllocation], BookedPartSink] | None = None,
     seen: Callable[[NodeAllocation], Callable[[MetricsBlock, Mask], None]] | None = None,
     also: Sequence[str] = (),

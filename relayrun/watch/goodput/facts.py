@@ -89,7 +89,7 @@ class NodeAllocation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunFacts:
+class RunAllocations:
     """Allocations of a run, oldest first."""
 
     run: Run
@@ -99,7 +99,7 @@ class RunFacts:
     """True if evaluations have jobs of their own, whose nodes are not in these accounts."""
 
 
-def read_run_facts(run: Run, *, now: float | None = None) -> RunFacts:
+def read_run_facts(run: Run, *, now: float | None = None) -> RunAllocations:
     """Read the records of a run and query its scheduler. Raises RunDirError if no attempt has begun."""
     plan = Plan.load(run)
     found = _begun_attempts(run)
@@ -108,7 +108,7 @@ def read_run_facts(run: Run, *, now: float | None = None) -> RunFacts:
         raise RunDirError("no attempt of this run has begun", where=run.path, hint=hint)
     job_ids = list(dict.fromkeys(each.begin.job_id for each in found))
     known = allocations(plan, run, since=_first_submit(run, found) - 3600, job_ids=job_ids)
-    return RunFacts(
+    return RunAllocations(
         run=run,
         plan=plan,
         allocations=join_allocations(found, known, plan=plan, now=time.time() if now is None else now),

@@ -125,7 +125,7 @@ def html_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
 CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
-def html_page(title: str, *children: str | None) -> str:
+def html_document(title: str, *children: str | None) -> str:
     """Return a whole page."""
     head = tag(
         "head",

@@ -16,7 +16,7 @@ from relayrun.watch.goodput.account import WAIT_KINDS, AllocationAccount
 from relayrun.watch.goodput.tables import PART_COLUMNS, AccountTable, account_tables, format_duration, format_node_time
 from relayrun.watch.report import chart
 from relayrun.watch.report.chart import EMPTY_SERIES, ChartLine, ChartMark, Series, axis_ticks
-from relayrun.watch.report.html import MAX_TABLE_ROWS, Markup, html_page, html_table, join_markup, tag
+from relayrun.watch.report.html import MAX_TABLE_ROWS, Markup, html_document, html_table, join_markup, tag
 from relayrun.watch.report.report_data import RunReportData
 from relayrun.watch.status.summary import PLANNED_CAUSES
 from relayrun.watch.text import format_exact_seconds, format_time
@@ -283,9 +283,9 @@ def report_page(pages: Sequence[RunReportData], *, now: float) -> str:
     names = ", ".join(page.name for page in pages)
     made = f"As it was at {format_time(now)}; relayrun {relayrun.__version__}."
     if len(pages) == 1:
-        return html_page(names, _run_sections(pages[0], made))
+        return html_document(names, _run_sections(pages[0], made))
     top = [tag("h1", f"{len(pages)} runs"), tag("p", made, class_="soft"), _side_by_side(pages)]
-    return html_page(names, *top, *(_run_sections(page, None) for page in pages))
+    return html_document(names, *top, *(_run_sections(page, None) for page in pages))
 
 
 def _run_sections(page: RunReportData, made: str | None) -> Markup:

@@ -20,7 +20,7 @@ from relayrun.files import read_json
 from relayrun.tokens.order.schedule import Schedule
 from relayrun.watch.goodput.account import NodeTimeAccount, account_for_run
 from relayrun.watch.goodput.attribution import Mask
-from relayrun.watch.goodput.facts import NodeAllocation, RunFacts, read_run_facts
+from relayrun.watch.goodput.facts import NodeAllocation, RunAllocations, read_run_facts
 from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND, to_microseconds
 from relayrun.watch.goodput.metrics_columns import MetricsBlock
 from relayrun.watch.report.chart import EMPTY_SERIES, Points, Series, reduce_points
@@ -193,7 +193,7 @@ def read_report_data(run: Run, *, now: float | None = None) -> RunReportData:
     )
 
 
-def _columns_of(facts: RunFacts) -> tuple[int, int]:
+def _columns_of(facts: RunAllocations) -> tuple[int, int]:
     """Begin of the first column of the band, and length of a column, in microseconds."""
     begin = min(
         allocation.start if allocation.submit is None else min(allocation.submit, allocation.start)

@@ -42,7 +42,7 @@ class AttemptRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttemptsReport:
+class AttemptsAndLosses:
     """The attempts and losses of a run."""
 
     run: Run
@@ -53,7 +53,7 @@ class AttemptsReport:
     """(iteration, mean loss in nats per token) for each validation set, oldest first."""
 
 
-def read_attempts_report(run: Run) -> AttemptsReport:
+def read_attempts_report(run: Run) -> AttemptsAndLosses:
     """Read a run's records."""
     lines = list(merged_metrics.valid_lines(run))
     steps = [line for line in lines if "loss" in line]
@@ -61,7 +61,7 @@ def read_attempts_report(run: Run) -> AttemptsReport:
     for line in lines:
         for name, loss in line.get("validation", {}).items():
             validation.setdefault(name, []).append((line["iteration"], loss))
-    return AttemptsReport(
+    return AttemptsAndLosses(
         run=run,
         attempts=[row for number in run.attempt_numbers() if (row := _attempt_row(run, number)) is not None],
         iterations=[line["iteration"] for line in steps],
@@ -94,7 +94,7 @@ def _attempt_row(run: Run, number: int) -> AttemptRow | None:
     )
 
 
-def attempts_table(report: AttemptsReport) -> Table:
+def attempts_table(report: AttemptsAndLosses) -> Table:
     """Return a table of the attempts with cause of end, iterations, tokens and tokens/s."""
     columns = ("attempt|n", "ended", "why", "iterations|n", "durable|n", "tokens|n", "wall s|n", "tokens/s|n")
     rows = [
@@ -113,7 +113,7 @@ def attempts_table(report: AttemptsReport) -> Table:
     return text_table(columns, rows, title=f"attempts of {report.run.path.name}")
 
 
-def terminal_curve(report: AttemptsReport, *, width: int = 90, height: int = 20) -> str:
+def terminal_curve(report: AttemptsAndLosses, *, width: int = 90, height: int = 20) -> str:
     """Return the loss curve as text, with a line at the begin of each attempt."""
     import plotext
 
@@ -130,7 +130,7 @@ def terminal_curve(report: AttemptsReport, *, width: int = 90, height: int = 20)
     return str(plotext.uncolorize(plotext.build()))
 
 
-def write_png(report: AttemptsReport, path: Path) -> None:
+def write_png(report: AttemptsAndLosses, path: Path) -> None:
     """Write a PNG: a bar for each attempt with a point for each durable checkpoint, and the loss below."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -150,7 +150,7 @@ def write_png(report: AttemptsReport, path: Path) -> None:
         FigureCanvasAgg(figure).print_png(temporary)
 
 
-def _draw_relay(report: AttemptsReport, axes: Any) -> None:
+def _draw_relay(report: AttemptsAndLosses, axes: Any) -> None:
     begin = min(row.start_time for row in report.attempts)
     ends = [row.start_time + (row.seconds or 0.0) for row in report.attempts]
     last = max(ends + [time for row in report.attempts for time, _ in row.commits])

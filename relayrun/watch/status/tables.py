@@ -59,7 +59,7 @@ def _run_cells(entry: RunSummary | DamagedRun) -> list[str]:
     ]
 
 
-def run_line(entry: RunSummary | DamagedRun) -> str:
+def run_log_line(entry: RunSummary | DamagedRun) -> str:
     """Return one line about a run for a log."""
     if isinstance(entry, DamagedRun):
         return f"{'/'.join(entry.path.split('/')[-2:])}: damaged: {entry.error}"

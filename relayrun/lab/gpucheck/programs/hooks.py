@@ -32,7 +32,7 @@ gradients and their norm. update: clipping and Adam.
 """
 
 
-class CutHook(Hook):
+class SignalSelfHook(Hook):
     """Ends a start of the ranks by a signal that they send themselves, at an exact place of an iteration.
 
     A signal from outside would arrive at a different place each time.

@@ -50,7 +50,7 @@ def write_byte_tokenizer(output: Path) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([*ids])
-    with hold_tokenizer_folder(output):
+    with lock_tokenizer_folder(output):
         write_tokenizer_folder(output, tokenizer, BYTE_SPECIAL_TOKENS)
     return output
 
@@ -65,7 +65,7 @@ def write_tokenizer_folder(output: Path, tokenizer: Any, special_tokens: Mapping
 
 
 @contextlib.contextmanager
-def hold_tokenizer_folder(output: Path) -> Iterator[None]:
+def lock_tokenizer_folder(output: Path) -> Iterator[None]:
     """Keep other processes from making a tokenizer in this folder. Raises InputError if one exists or is being made."""
     refuse_urls(output)
     with exclusive_maker(Path(os.path.realpath(output))) as held:

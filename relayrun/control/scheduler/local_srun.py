@@ -1,6 +1,6 @@
 """The local task starter: the counterpart of srun on one machine. Standard library only.
 
-    python -m relayrun.control.scheduler.tasks --ntasks 2 -- PROGRAM ARG ...
+    python -m relayrun.control.scheduler.local_srun --ntasks 2 -- PROGRAM ARG ...
 
 Starts PROGRAM once per rank with srun's variables (SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS) and a free MASTER_PORT.
 Like `srun --kill-on-bad-exit`: the first rank that fails ends the others. SIGUSR1, SIGUSR2 and SIGTERM are forwarded to
@@ -161,7 +161,7 @@ def _parent_of(name: str) -> int:
 
 def main(argv: Sequence[str]) -> int:
     """Start the ranks that `argv` (without the program's name) requests; return the result of `start_tasks`."""
-    parser = argparse.ArgumentParser(prog="relayrun.control.scheduler.tasks")
+    parser = argparse.ArgumentParser(prog="relayrun.control.scheduler.local_srun")
     parser.add_argument("--ntasks", type=int, required=True)
     parser.add_argument("--pid-file", type=Path, help="where to write the id of this process")
     parser.add_argument("command", nargs=argparse.REMAINDER)
