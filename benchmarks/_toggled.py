@@ -13,13 +13,13 @@ from typing import Any
 
 from relayrun.train.checkpoint.memory_tier import MemoryTier
 from relayrun.train.hooks import Hook, StepStart
-from relayrun.train.reporting.liveness import HeartbeatWriter, SectionReporter
+from relayrun.train.reporting.liveness import NodeHeartbeatWriter, SectionReporter
 from relayrun.train.reporting.measurements import Stragglers
 
 PARTS: dict[str, list[tuple[type, str]]] = {
     "heartbeats": [
-        (HeartbeatWriter, "enter"),
-        (HeartbeatWriter, "beat"),
+        (NodeHeartbeatWriter, "enter"),
+        (NodeHeartbeatWriter, "beat"),
         (SectionReporter, "enter"),
         (SectionReporter, "touch"),
     ],

@@ -37,7 +37,7 @@ from relayrun.control.rundir import triggers
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError, run_main
-from relayrun.files import read_json, read_lines, write_json
+from relayrun.files import read_json, read_json_lines, write_json
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.tokens.shards.shard import ShardWriter
 
@@ -83,7 +83,7 @@ def measure(folder: Path, saves: int) -> dict[str, Any]:
     committed = {commit.iteration: commit for commit in attempt.read_commits()}
     bytes_ = sum(committed[INTERVAL].files.values())
     lost, usual = losses(
-        [line for line in read_lines(attempt.metrics) if "loss" in line],
+        [line for line in read_json_lines(attempt.metrics) if "loss" in line],
         {iteration: commit.time for iteration, commit in committed.items()},
     )
     measured = [iteration for iteration in sorted(lost) if iteration > 2 * INTERVAL][: 2 * saves]

@@ -26,7 +26,7 @@ from typing import Any
 import _results
 import numpy as np
 
-from relayrun.config.sections.training import BatchSizes
+from relayrun.config.sections.training import GlobalBatchSizes
 from relayrun.tokens.order import sample_rows
 from relayrun.tokens.order.batches import BatchReader
 from relayrun.tokens.order.datasets import Dataset, DatasetSpec, WindowOrder
@@ -185,7 +185,7 @@ def ours(dataset: Dataset, micro: int, *, flags: bool) -> Iterator[Batch]:
         data_parallel_rank=0,
         data_parallel_size=1,
         micro_batch_size=micro,
-        batch_sizes=BatchSizes(8 * micro),
+        batch_sizes=GlobalBatchSizes(8 * micro),
         consumed_samples=0,
     ) as reader:
         for iteration in reader:

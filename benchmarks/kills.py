@@ -51,7 +51,7 @@ from relayrun.control.rundir import triggers  # noqa: E402
 from relayrun.control.rundir.plan import Plan  # noqa: E402
 from relayrun.control.rundir.records import AttemptOutcome  # noqa: E402
 from relayrun.control.rundir.run import Run  # noqa: E402
-from relayrun.files import read_lines, write_json  # noqa: E402
+from relayrun.files import read_json_lines, write_json  # noqa: E402
 from relayrun.lab import compare_runs  # noqa: E402
 from tests import random_kills  # noqa: E402
 from tests.random_kills import KillEvent, KillReport  # noqa: E402
@@ -420,7 +420,9 @@ class Turn:
 
 def seconds_to(run: Run, iteration: int) -> float:
     """Wall time of a run of one job without restarts, from the begin of its first step to the end of this one."""
-    times = {line["iteration"]: float(line["time"]) for line in read_lines(run.attempt(1).metrics) if "loss" in line}
+    times = {
+        line["iteration"]: float(line["time"]) for line in read_json_lines(run.attempt(1).metrics) if "loss" in line
+    }
     return times[iteration] - random_kills.measure_timeline(run).began
 
 

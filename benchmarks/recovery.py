@@ -48,7 +48,7 @@ from relayrun.config.compose import yaml_file  # noqa: E402
 from relayrun.control.rundir import restarts  # noqa: E402
 from relayrun.control.rundir.run import Run  # noqa: E402
 from relayrun.control.scheduler.local_srun import free_port  # noqa: E402
-from relayrun.files import read_lines  # noqa: E402
+from relayrun.files import read_json_lines  # noqa: E402
 from tests.workspace import Workspace, steps  # noqa: E402
 
 TOY = Path(__file__).resolve().parent / "_recovery_toy.py"
@@ -75,7 +75,7 @@ class Toy:
 
     def lines(self, rank: int) -> Lines:
         """What a rank has said."""
-        return list(read_lines(self.folder / f"rank-{rank}.jsonl"))
+        return list(read_json_lines(self.folder / f"rank-{rank}.jsonl"))
 
     def newest(self, rank: int) -> Lines:
         """The same since its last start, whose line is the first."""

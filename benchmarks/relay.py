@@ -49,7 +49,7 @@ from relayrun.control.rundir.plan import Plan  # noqa: E402
 from relayrun.control.rundir.records import AttemptOutcome, AttemptStart, StartTimes  # noqa: E402
 from relayrun.control.rundir.run import Run  # noqa: E402
 from relayrun.control.scheduler.local_srun import free_port  # noqa: E402
-from relayrun.files import read_lines  # noqa: E402
+from relayrun.files import read_json_lines  # noqa: E402
 from tests.slurm.cluster import TestCluster  # noqa: E402
 from tests.workspace import Workspace  # noqa: E402
 
@@ -196,7 +196,7 @@ def leaving(attempt: Attempt, signalled: float) -> Phases:
 
 
 def starting(attempt: Attempt, started: StartTimes, since: float) -> Phases:
-    first = next(line for line in read_lines(attempt.metrics) if "loss" in line)
+    first = next(line for line in read_json_lines(attempt.metrics) if "loss" in line)
     return {
         "import": started.imported - since,
         "init": started.initialised - started.imported,
@@ -206,7 +206,7 @@ def starting(attempt: Attempt, started: StartTimes, since: float) -> Phases:
 
 
 def done(attempt: Attempt) -> int:
-    return sum(1 for line in read_lines(attempt.metrics) if "loss" in line)
+    return sum(1 for line in read_json_lines(attempt.metrics) if "loss" in line)
 
 
 def wait(condition: Callable[[], bool], seconds: float = 120) -> None:

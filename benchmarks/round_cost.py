@@ -31,7 +31,7 @@ from _toggled import is_on  # noqa: E402
 
 from relayrun.control.rundir.records import AttemptOutcome  # noqa: E402
 from relayrun.control.rundir.run import Run  # noqa: E402
-from relayrun.files import read_lines  # noqa: E402
+from relayrun.files import read_json_lines  # noqa: E402
 from tests.workspace import Workspace  # noqa: E402
 
 FINER = 4
@@ -51,7 +51,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="round-cost-") as folder:
         workspace = Workspace.make(Path(folder))
         run = trained(workspace, "auto", None, "auto", steps=2 * WARM_BLOCKS * options.block)
-        chosen = [line["interval"] for line in read_lines(run.attempt(1).memory_intervals)]
+        chosen = [line["interval"] for line in read_json_lines(run.attempt(1).memory_intervals)]
         k = figures["chosen_interval"] = int(chosen[-1])
         sides = {
             "heartbeats": ("heartbeats", 0),
@@ -96,7 +96,7 @@ def trained(workspace: Workspace, side: str, toggle: dict[str, Any] | None, inte
 
 def cost(run: Run, block: int) -> dict[str, float]:
     """Per cent by which a block with the part takes longer than the one beside it without."""
-    times = {line["iteration"]: line["time"] for line in read_lines(run.attempt(1).metrics) if "time" in line}
+    times = {line["iteration"]: line["time"] for line in read_json_lines(run.attempt(1).metrics) if "time" in line}
     starts = range(WARM_BLOCKS * block, max(times) - 2 * block + 1, 2 * block)
     found = []
     for start in starts:  # in iterations done
@@ -109,7 +109,7 @@ def cost(run: Run, block: int) -> dict[str, float]:
 
 def median_step(run: Run) -> float:
     """Seconds."""
-    times = [line["time"] for line in read_lines(run.attempt(1).metrics) if "time" in line]
+    times = [line["time"] for line in read_json_lines(run.attempt(1).metrics) if "time" in line]
     return statistics.median(later - earlier for earlier, later in itertools.pairwise(times))
 
 

@@ -29,7 +29,7 @@ from torch.nn import functional
 from relayrun.config.sections.data import DataSource, DocumentWindowSection, SourceKind, StreamSection
 from relayrun.tokens.order.document_lengths import measure_length_order
 from relayrun.tokens.order.sample_rows import SampleRow
-from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.shuffle.reshard import ReshardOptions, reshard
 from relayrun.tokens.streams.files import freeze_text_files
 from relayrun.tokens.streams.samples import SampleShape
@@ -141,7 +141,7 @@ def rows(folder: Path, source: SourceKind) -> Iterator[SampleRow]:
         yield lane.take(0)
 
 
-def encode(texts: Texts) -> Encoded:
+def encode(texts: PackedTexts) -> Encoded:
     """A byte is a token."""
     return texts.used.astype(np.uint32), texts.sizes
 

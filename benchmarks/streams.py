@@ -35,9 +35,9 @@ import pyarrow.parquet as pq
 from relayrun.config.compose.schema import RunConfig
 from relayrun.submit.check.data import build_manifest
 from relayrun.tokens.mixture.build_datasets import training_order
-from relayrun.tokens.mixture.stream_worker import StreamWorker
+from relayrun.tokens.mixture.stream_worker import RankStreamWorker
 from relayrun.tokens.order.sampler import ReplicaSampleReader
-from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.tokenize.encode.engines import select_engine
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentTokenizer, load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
@@ -99,7 +99,7 @@ class Run:
         order = training_order(self.config, self._found)
         if not beside:
             return order.lane_reader(0, 0, 1)
-        worker = StreamWorker(self.config, self.manifest, order, consumed=0, replica=0, replicas=1)
+        worker = RankStreamWorker(self.config, self.manifest, order, consumed=0, replica=0, replicas=1)
         return order.lane_reader(0, 0, 1, openers=worker.openers())
 
     def tokens(self, *, beside: bool) -> Iterator[int]:
@@ -142,10 +142,10 @@ def of_grain_documents(folder: Path, encode: Callable[[str], Any]) -> Iterator[i
     return iter(of_grain(folder).map(lambda row: len(encode(row["text"]))))
 
 
-def of_grain_batches(folder: Path, encode: Callable[[Texts], Any]) -> Iterator[int]:
+def of_grain_batches(folder: Path, encode: Callable[[PackedTexts], Any]) -> Iterator[int]:
     """Tokens of each batch of documents that are encoded together."""
     batches = of_grain(folder).batch(256, batch_fn=list)
-    return iter(batches.map(lambda rows: len(encode(Texts.of([row["text"] for row in rows]))[0])))
+    return iter(batches.map(lambda rows: len(encode(PackedTexts.of([row["text"] for row in rows]))[0])))
 
 
 def rate(samples: Iterator[int], seconds: float) -> float:
@@ -240,7 +240,7 @@ def main() -> None:
 def ways_of(folder: Path, tokenizer: DocumentTokenizer, name: str) -> dict[str, Callable[[], Iterator[int]]]:
     """The ways to read the files, by their names in the result."""
     run, usual = Run(folder, name), tokenizer.tokenizer
-    first = Texts.from_arrow(pq.read_table(next(folder.iterdir()))["text"].chunk(0).slice(0, 50))
+    first = PackedTexts.from_arrow(pq.read_table(next(folder.iterdir()))["text"].chunk(0).slice(0, 50))
     selection = select_engine("auto", usual, first, print, definition=tokenizer.definition)
     engine = selection.build(tokenizer.definition)
 
@@ -252,7 +252,7 @@ def ways_of(folder: Path, tokenizer: DocumentTokenizer, name: str) -> dict[str, 
         "relayrun": partial(run.tokens, beside=False),
         "loop_usual_rows": partial(of_loop, folder, each_row, 100),
         "loop_engine_batches": partial(
-            of_loop, folder, lambda texts: len(engine.encode(Texts.from_arrow(texts))[0]), 1000
+            of_loop, folder, lambda texts: len(engine.encode(PackedTexts.from_arrow(texts))[0]), 1000
         ),
     }
     if importlib.util.find_spec("grain") is not None:

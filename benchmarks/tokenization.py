@@ -71,14 +71,14 @@ import glob, multiprocessing, os, sys
 import awkward, gigatoken
 import pyarrow.parquet as pq
 from awkward import contents
-from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.readers.texts import PackedTexts
 def work(argument):
     data, tokenizer, part, parts, out = argument
     engine = gigatoken.Tokenizer.from_json(open(tokenizer, "rb").read())
     with open(f"{out}-{part}" if out else os.devnull, "wb") as file:
         for name in sorted(glob.glob(data + "/*.parquet"))[part::parts]:
             for batch in pq.ParquetFile(name).iter_batches(1000, columns=["text"], use_threads=False):
-                texts = Texts.from_arrow(batch.column(0))
+                texts = PackedTexts.from_arrow(batch.column(0))
                 strings = contents.ListOffsetArray(
                     awkward.index.Index64(texts.offsets),
                     contents.NumpyArray(texts.data, parameters={"__array__": "char"}),
@@ -308,7 +308,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def corpus() -> Path:
-    """Texts of the Python installation, about 190 MB; where it has less, each once more with its lines mixed."""
+    """PackedTexts of the Python installation, about 190 MB; where it has less, each once more with its lines mixed."""
     folder = CACHE / "corpus-190"
     if folder.is_dir():
         return folder

@@ -52,11 +52,11 @@ import relayrun.tokens.tokenize.pipeline
 from relayrun.tokens.tokenize.encode.engines import select_engine
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.readers.texts import PackedTexts
 loaded = load_tokenizer(TokenizeOptions(tokenizer=sys.argv[1], eos_token=sys.argv[2]))
-sample = Texts.of([open(sys.argv[3]).read()[:60_000]])
+sample = PackedTexts.of([open(sys.argv[3]).read()[:60_000]])
 selection = select_engine("auto", lambda: loaded.tokenizer, sample, print, definition=loaded.definition)
-selection.build(loaded.definition).encode(Texts.of(["a first document"]))
+selection.build(loaded.definition).encode(PackedTexts.of(["a first document"]))
 """
 """All that a program does before its first document."""
 

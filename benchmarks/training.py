@@ -37,7 +37,7 @@ from relayrun.control.rundir import triggers
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError, run_main
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.tokens.shards.shard import ShardWriter
 
@@ -147,7 +147,7 @@ def in_turns(run: Run, pairs: int, steps: int) -> int:
     one_rank()
     from relayrun.train import distributed, loop
     from relayrun.train.model import cpu_patches
-    from relayrun.train.reporting.liveness import HeartbeatWriter, Timings
+    from relayrun.train.reporting.liveness import NodeHeartbeatWriter, RankTimings
     from relayrun.train.requests import SignalFlag
 
     begin = AttemptStart.read(run.attempt(1).begin)
@@ -158,8 +158,8 @@ def in_turns(run: Run, pairs: int, steps: int) -> int:
 
     torch.set_num_threads(1)
     ranks = distributed.start_process_groups(config)
-    timings = Timings(begin)
-    pulse = HeartbeatWriter(run.attempt(1).heartbeats, node="localhost", active=True, iteration=0, timings=timings)
+    timings = RankTimings(begin)
+    pulse = NodeHeartbeatWriter(run.attempt(1).heartbeats, node="localhost", active=True, iteration=0, timings=timings)
     training = loop.TrainingLoop(run, begin, config, ranks, SignalFlag(), timings, pulse)
     bare = bare_stepper(config, ranks)
     times: dict[str, list[float]] = {"loop": [], "bare": []}
@@ -302,7 +302,7 @@ def program(run: Run) -> int:
 
     sys.argv = ["relayrun.train", f"--run-dir={run.path}", "--attempt=1"]
     code = training.main(SignalFlag())
-    lines = [line for line in read_lines(run.attempt(1).metrics) if "loss" in line]
+    lines = [line for line in read_json_lines(run.attempt(1).metrics) if "loss" in line]
     print(json.dumps(lines[GPU_WARM_UP:]))
     sys.stdout.flush()
     os._exit(code)

@@ -89,7 +89,7 @@ def combined_error(errors: Sequence[RelayrunError], what: str | None = None) -> 
     return joined
 
 
-def split_error(error: RelayrunError) -> list[RelayrunError]:
+def split_combined_error(error: RelayrunError) -> list[RelayrunError]:
     """Return the errors that `combined_error` has combined, or the error alone."""
     return error.parts or [error]
 

@@ -292,7 +292,7 @@ def append_line(path: str | os.PathLike[str], record: dict[str, Any], *, durable
         os.close(fd)
 
 
-def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+def read_json_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """Yield the complete records of a file written by `append_line`; a missing file has none. A line that is not valid
     JSON is skipped: a killed writer left it."""
     try:
@@ -352,7 +352,7 @@ def last_bytes(path: str | os.PathLike[str], most: int, *, since: int = 0) -> by
         return file.read()
 
 
-def read_lines_backwards(
+def read_json_lines_backwards(
     path: str | os.PathLike[str], *, end: int | None = None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the complete records of a file written by `append_line`, newest first, each with the byte where it ends.

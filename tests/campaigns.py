@@ -13,7 +13,7 @@ from relayrun import client
 from relayrun.config.compose import yaml_file
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -129,7 +129,7 @@ def attempts(run: Run) -> list[AttemptStart]:
 
 def iterations(run: Run) -> list[int]:
     """The iterations of the merged view, in its order."""
-    return [line["iteration"] for line in read_lines(run.metrics_view)]
+    return [line["iteration"] for line in read_json_lines(run.metrics_view)]
 
 
 def state_of(run: Run, iteration: int) -> dict[str, Any]:

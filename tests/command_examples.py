@@ -17,7 +17,7 @@ import torch
 from relayrun import client
 from relayrun.config.compose import resolve, yaml_file
 from relayrun.control.rundir.run import Run
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "examples/command"
@@ -93,7 +93,7 @@ class Uncut:
 def losses(path: Path) -> dict[int, float]:
     """The loss of each iteration in a file of JSON lines, the client's or the merged view."""
     found: dict[int, float] = {}
-    for line in read_lines(path):
+    for line in read_json_lines(path):
         loss = line.get("metrics", line).get("loss")
         if loss is not None:
             found[line["iteration"]] = loss

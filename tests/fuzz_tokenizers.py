@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from tokenizers import Tokenizer
 
-from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.tokenize.encode.engines import HuggingFaceEngine, select_engine
 from tests.published import FORMS, SUSPECTS, published
 
@@ -85,13 +85,13 @@ def compare(name: str, tokenizer: Tokenizer, texts: Iterator[str], found: Found 
     tokenizer.encode_special_tokens = True
     definition = tokenizer.to_str()
     selection = select_engine(
-        "auto", tokenizer, Texts.of(["a text"]), lambda line: print(f"{name}: {line}", file=sys.stderr)
+        "auto", tokenizer, PackedTexts.of(["a text"]), lambda line: print(f"{name}: {line}", file=sys.stderr)
     )
     engine, reference = selection.build(definition), HuggingFaceEngine(tokenizer)
     found = found or Found(name)
     found.engine, before = selection.engine, engine.routed
     while batch := [text for _, text in zip(range(20_000), texts, strict=False)]:
-        made = Texts.of(batch)
+        made = PackedTexts.of(batch)
         ids, lengths = engine.encode(made)
         right, right_lengths = reference.encode(made)
         found.texts += len(batch)

@@ -19,7 +19,7 @@ from typing import Any
 from relayrun.control.rundir.restarts import RESTART_SECONDS, FailedRestart, read_failed_restarts, resets_iteration
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from relayrun.lab.compare_runs import checkpoint_differences, loss_differences
 from relayrun.lab.faults import processes
 from relayrun.tokens.mixture.audit import audit_run, dataset_ledgers
@@ -114,7 +114,7 @@ def measure_timeline(run: Run) -> Timeline:
         lost += _drop_steps_after(done, begin.base_iteration)
         failed = [(one.time, one.time + one.seconds.get("end", 0.0)) for one in read_failed_restarts(attempt)]
         first = True
-        for line in read_lines(attempt.metrics):
+        for line in read_json_lines(attempt.metrics):
             if resets_iteration(line):
                 lost += _drop_steps_after(done, int(line["iteration"]))
             elif "loss" in line:
@@ -261,7 +261,7 @@ def report_kills(
         if (begin := attempt.read_begin()) is not None:
             jobs.append(begin.job_id)
             failed += read_failed_restarts(attempt)
-            intervals += [int(line["interval"]) for line in read_lines(attempt.memory_intervals)]
+            intervals += [int(line["interval"]) for line in read_json_lines(attempt.memory_intervals)]
     tensors, different = checkpoint_differences(run.checkpoint(last), reference.checkpoint(last), tensors_only=True)
     return KillReport(
         timeline=measure_timeline(run),
@@ -301,7 +301,7 @@ def sample_differences(run: Run, reference: Run, last: int) -> list[str]:
 
 def _samples_consumed(run: Run, last: int) -> int:
     """Samples after iteration `last`. Raises InputError if the run did not reach it."""
-    for line in read_lines(run.metrics_view):
+    for line in read_json_lines(run.metrics_view):
         if "loss" in line and line["iteration"] == last:
             return int(line["consumed_samples"])
     raise InputError(f"iteration {last} was not done", where=run.metrics_view)
@@ -310,7 +310,7 @@ def _samples_consumed(run: Run, last: int) -> int:
 def sample_gaps(run: Run, last: int) -> list[str]:
     """Return the first place where the samples of iterations 1 to `last` are not consecutive."""
     consumed = number = 0
-    for line in read_lines(run.metrics_view):
+    for line in read_json_lines(run.metrics_view):
         if "loss" not in line:
             continue
         number += 1

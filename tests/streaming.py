@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from relayrun.config.sections.data import DataSource, DocumentWindowSection, StreamSection
 from relayrun.tokens.order.sample_rows import SampleRow
 from relayrun.tokens.order.sampler import MixturePart, MixtureSampler
-from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.shards.manifest import DatasetManifest
 from relayrun.tokens.streams.files import freeze_text_files
 from relayrun.tokens.streams.samples import SampleShape
@@ -78,7 +78,7 @@ def write(
     return files
 
 
-def encode(texts: Texts) -> Encoded:
+def encode(texts: PackedTexts) -> Encoded:
     """A byte is a token."""
     return texts.used.astype(np.uint32), texts.sizes
 

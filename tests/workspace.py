@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from relayrun.config.compose import yaml_file
 from relayrun.control.rundir.records import AttemptEnd
 from relayrun.control.rundir.run import Run
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from relayrun.tokens.shards.shard import ShardWriter
 from tests import warm
 
@@ -91,7 +91,7 @@ def ends(run: Run) -> list[AttemptEnd]:
 
 def steps(run: Run) -> dict[int, tuple[str, str]]:
     """Loss and gradient norm of every iteration in the merged view, as exact text; no iteration twice."""
-    lines = [line for line in read_lines(run.metrics_view) if "loss" in line]
+    lines = [line for line in read_json_lines(run.metrics_view) if "loss" in line]
     found = {line["iteration"]: (line["loss"].hex(), line["grad_norm"].hex()) for line in lines}
     assert len(found) == len(lines)
     return found

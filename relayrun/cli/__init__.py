@@ -100,7 +100,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="RUN", help="run directory, or project/name below logs/runs")
 
 
-def add_overrides(parser: argparse.ArgumentParser, words: str) -> None:
+def add_set_option(parser: argparse.ArgumentParser, words: str) -> None:
     """Add `--set NAME=VALUE`, whose values are collected in `overrides`."""
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="NAME=VALUE", help=words)
 

@@ -70,7 +70,7 @@ def stdout_beside(log: str | None) -> str | None:
     return log.removesuffix(".err") + ".out" if log is not None and log.endswith(".err") else None
 
 
-def job_logs(begin: AttemptStart) -> list[tuple[str, int]]:
+def job_output_files(begin: AttemptStart) -> list[tuple[str, int]]:
     """Return standard output and error of the attempt's job, and their bytes when it began; empty without a log."""
     output = stdout_beside(begin.log)
     if begin.log is None or output is None:

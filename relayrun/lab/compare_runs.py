@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from relayrun.control.rundir.run import Run
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from relayrun.train.checkpoint.checksums import PIECE_SUFFIXES, Checksums, committed_checksum, verify_checkpoint
 
 COMPARED_VALUES = (("loss", "loss"), ("grad_norm", "gradient norm"))
@@ -37,7 +37,7 @@ def _exact_metrics(run: Run) -> tuple[dict[str, Any], list[str]]:
     """Exact values by iteration (`12`, or `12 evaluation`), and the iterations that occur twice."""
     found: dict[str, Any] = {}
     twice = []
-    for line in read_lines(run.metrics_view):
+    for line in read_json_lines(run.metrics_view):
         if "loss" in line:
             place, value = str(line["iteration"]), [line["loss"].hex(), line["grad_norm"].hex()]
         elif "validation" in line:

@@ -23,7 +23,7 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.time_limit import GRACE_SAVES
 from relayrun.errors import RelayrunError
-from relayrun.files import read_lines_backwards
+from relayrun.files import read_json_lines_backwards
 from relayrun.train.checkpoint.host_buffers import BUFFER_PIECE_BYTES, lay_out_buffers, pinned_bytes
 from relayrun.train.model.size import (
     GpuMemoryEstimate,
@@ -192,7 +192,7 @@ def speed_shape(config: RunConfig) -> dict[str, Any]:
 def measured_speed(run: Run) -> float | None:
     """Median tokens a second of a run's newest steps; None if it has too few."""
     steps: Iterable[dict[str, Any]] = (
-        line for _, line in read_lines_backwards(run.metrics_view) if "tokens_per_second" in line
+        line for _, line in read_json_lines_backwards(run.metrics_view) if "tokens_per_second" in line
     )
     try:
         found = [float(line["tokens_per_second"]) for line in islice(steps, MEASURED_STEPS)]

@@ -13,7 +13,7 @@ from relayrun import places
 from relayrun.config.compose import yaml_file
 from relayrun.config.compose.schema import CommonConfig, MegatronConfig, ModelSection, RunConfig
 from relayrun.control.rundir.checkpoint_records import BEGINNING, ResumePoint, is_checkpoint_of, resume_point
-from relayrun.control.rundir.find_runs import find_run, split_iteration
+from relayrun.control.rundir.find_runs import find_run, split_run_and_iteration
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers import megatron_lm_log
@@ -79,7 +79,7 @@ def _find_native(config: RunConfig, run: Run, manifest: Manifest | None, tell: C
 
 def _parse_load(load: str, run: Run) -> tuple[str, Path, int | None]:
     """The run or folder in `checkpoint.load` (relative paths begin at the project), and the iteration."""
-    name, iteration = split_iteration(load)
+    name, iteration = split_run_and_iteration(load)
     folder = Path(os.path.expanduser(name))
     return name, folder if folder.is_absolute() else places.project_folder(run.path) / folder, iteration
 

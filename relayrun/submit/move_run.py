@@ -26,7 +26,7 @@ from typing import Any
 
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError, RunDirError
-from relayrun.files import append_line, free_space, fsync_directory, read_json, read_lines, write_json
+from relayrun.files import append_line, free_space, fsync_directory, read_json, read_json_lines, write_json
 from relayrun.tokens.stores.direct_io import HashingFile, file_checksum
 
 CHUNK_BYTES = 8 << 20
@@ -34,7 +34,7 @@ CHUNK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class DirectoryEntry:
+class RunDirEntry:
     """A file, folder or link of a run directory, as it was when it was looked at."""
 
     kind: str
@@ -56,12 +56,12 @@ def run_bytes(run: Run) -> int:
     return sum(entry.size for entry in list_entries(run.path, on_error=lambda _: None).values())
 
 
-def list_entries(top: Path, *, on_error: Callable[[OSError], None] | None = None) -> dict[str, DirectoryEntry]:
+def list_entries(top: Path, *, on_error: Callable[[OSError], None] | None = None) -> dict[str, RunDirEntry]:
     """Return all that lies in a folder, by its path below it, folders before what is in them; links are not followed.
 
     `on_error`: called with the error of an entry that cannot be looked at; None: OSError is raised.
     """
-    found: dict[str, DirectoryEntry] = {}
+    found: dict[str, RunDirEntry] = {}
 
     def look(folder: str, prefix: str) -> None:
         with os.scandir(folder) as listed:
@@ -71,15 +71,15 @@ def list_entries(top: Path, *, on_error: Callable[[OSError], None] | None = None
             try:
                 info = each.stat(follow_symlinks=False)
                 if stat.S_ISDIR(info.st_mode):
-                    found[name] = DirectoryEntry(kind="folder", mode=stat.S_IMODE(info.st_mode))
+                    found[name] = RunDirEntry(kind="folder", mode=stat.S_IMODE(info.st_mode))
                     look(each.path, f"{name}/")
                 elif stat.S_ISLNK(info.st_mode):
-                    found[name] = DirectoryEntry(kind="link", target=os.readlink(each.path))
+                    found[name] = RunDirEntry(kind="link", target=os.readlink(each.path))
                 elif stat.S_ISREG(info.st_mode):
                     mode = stat.S_IMODE(info.st_mode)
-                    found[name] = DirectoryEntry(kind="file", size=info.st_size, changed=info.st_mtime_ns, mode=mode)
+                    found[name] = RunDirEntry(kind="file", size=info.st_size, changed=info.st_mtime_ns, mode=mode)
                 else:
-                    found[name] = DirectoryEntry(kind="other")
+                    found[name] = RunDirEntry(kind="other")
             except OSError as error:
                 if on_error is None:
                     raise
@@ -184,7 +184,7 @@ def _remove(paths: list[Path], target: Path) -> None:
             raise RunDirError(words, where=error.filename or path, hint="the same command goes on with that") from None
 
 
-def _refuse_links(source: Path, found: dict[str, DirectoryEntry], target: Path) -> None:
+def _refuse_links(source: Path, found: dict[str, RunDirEntry], target: Path) -> None:
     """Raise RunDirError if a relative link would lead elsewhere from the target."""
     if target.parent == source.parent:
         return
@@ -196,7 +196,7 @@ def _refuse_links(source: Path, found: dict[str, DirectoryEntry], target: Path) 
             raise RunDirError(words, where=source, hint="make it an absolute one: ln -sfn")
 
 
-def _report_absolute_links(found: dict[str, DirectoryEntry], source: Path) -> None:
+def _report_absolute_links(found: dict[str, RunDirEntry], source: Path) -> None:
     """Report absolute links, which lead to their former targets."""
     for name, entry in found.items():
         if os.path.isabs(entry.target):
@@ -206,7 +206,7 @@ def _report_absolute_links(found: dict[str, DirectoryEntry], source: Path) -> No
                 print(f"{name} is a link, as it was: what it leads to is not copied")
 
 
-def _copy(source: Path, target: Path, staging: Path, found: dict[str, DirectoryEntry]) -> None:
+def _copy(source: Path, target: Path, staging: Path, found: dict[str, RunDirEntry]) -> None:
     """Copy all files that are not proven yet, prove them, and give the copy its name."""
     _open_staging(staging, source)
     proven = _proven(staging)
@@ -246,7 +246,7 @@ def _copy(source: Path, target: Path, staging: Path, found: dict[str, DirectoryE
     fsync_directory(target.parent)
 
 
-def _copy_file(source: Path, target: Path, entry: DirectoryEntry) -> str:
+def _copy_file(source: Path, target: Path, entry: RunDirEntry) -> str:
     """Copy one file and read it back; return its hash. Raises RunDirError if it is not the same."""
     target.unlink(missing_ok=True)
     fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -276,7 +276,7 @@ def _unchanged(source: Path, proven: dict[str, dict[str, Any]]) -> None:
             raise RunDirError(f"it changed since it was copied: {name}", where=source, hint=hint)
 
 
-def _remove_others(copy: Path, found: dict[str, DirectoryEntry]) -> None:
+def _remove_others(copy: Path, found: dict[str, RunDirEntry]) -> None:
     """Remove what an earlier call has copied and the run has no more, or has as something else."""
     copy.mkdir(exist_ok=True)
     for name, entry in list_entries(copy).items():
@@ -317,7 +317,7 @@ def _is_staging_of(staging: Path, source: Path) -> bool:
 
 
 def _proven(staging: Path) -> dict[str, dict[str, Any]]:
-    return {line["name"]: line for line in read_lines(staging / "proven.jsonl")}
+    return {line["name"]: line for line in read_json_lines(staging / "proven.jsonl")}
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ def trainer_settings(config: CommonConfig, run: Run) -> dict[str, Any]:
     """
     if isinstance(config, CommandConfig):
         command = config.command
-        words, resume = (command_words(config, each) for each in (command.run, command.resume))
+        words, resume = (fill_in_python(config, each) for each in (command.run, command.resume))
         return asdict(replace(command, run=words, resume=resume))
     if isinstance(config, MegatronConfig):
         return asdict(command_line(config, run).settings)
@@ -56,7 +56,7 @@ def stop_after(config: CommonConfig) -> int | None:
     return None if training is None else training.stop_after
 
 
-def command_words(config: CommandConfig, words: Sequence[str]) -> list[str]:
+def fill_in_python(config: CommandConfig, words: Sequence[str]) -> list[str]:
     """Return words of a command with `{python}` filled in; what an attempt decides is filled in by the trainer."""
     return [word.replace("{python}", config.cluster.rank_python) for word in words]
 

@@ -31,7 +31,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError, FatalTrainingError, RelayrunError, log_to_stderr
 from relayrun.train import megatron_versions
 from relayrun.train.reporting import liveness
-from relayrun.train.reporting.liveness import HeartbeatWriter, Timings, is_first_of_node, node_name
+from relayrun.train.reporting.liveness import NodeHeartbeatWriter, RankTimings, is_first_of_node, node_name
 from relayrun.train.requests import SignalFlag, dump_stacks_on_request
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def main(flag: SignalFlag) -> int:
     rank, node = int(os.environ["RANK"]), node_name(os.environ)
     dump_stacks_on_request(run.stacks(attempt.number) / f"rank-{rank:04}.txt")
     base = 0
-    heartbeat: HeartbeatWriter | None = None
+    heartbeat: NodeHeartbeatWriter | None = None
     try:
         begin = attempt.read_begin()
         if begin is None:
@@ -91,8 +91,8 @@ def main(flag: SignalFlag) -> int:
         base = begin.base_iteration
         if rank == 0:
             read_plan_format(run)  # refuses a directory that a newer version wrote
-        timings = Timings(begin)
-        heartbeat = HeartbeatWriter(
+        timings = RankTimings(begin)
+        heartbeat = NodeHeartbeatWriter(
             folder=attempt.heartbeats,
             node=node,
             active=is_first_of_node(),

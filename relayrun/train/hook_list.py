@@ -70,7 +70,7 @@ def import_hooks(entries: Sequence[HookEntry], ranks: Ranks) -> list[tuple[str, 
 def _make(entry: HookEntry) -> Hook:
     path = entry.hook
     try:
-        found = user_code.import_user_code(path)
+        found = user_code.import_user_object(path)
     except ConfigError as error:
         raise ConfigError(f"hook {error.message}") from error
     if not (isinstance(found, type) and issubclass(found, Hook)):

@@ -24,7 +24,7 @@ from relayrun.control.rundir.time_limit import GRACE_SAVES
 from relayrun.errors import FatalTrainingError, InputError, RelayrunError
 from relayrun.files import write_json
 from relayrun.tokens.mixture.build_datasets import mixture_datasets, training_order, validation_sets
-from relayrun.tokens.mixture.stream_worker import StreamWorker
+from relayrun.tokens.mixture.stream_worker import RankStreamWorker
 from relayrun.tokens.order.batches import BatchReader
 from relayrun.tokens.order.sample_rows import RowBatch, row_statistics
 from relayrun.tokens.shards.checks import check_data
@@ -43,7 +43,7 @@ from relayrun.train.model.gpt import MicroBatch, ModelStage
 from relayrun.train.model.size import peak_flops
 from relayrun.train.optimizer.megatron_optimizer import ScheduledOptimizer
 from relayrun.train.reporting import liveness
-from relayrun.train.reporting.liveness import HeartbeatWriter, SectionReporter, Timings
+from relayrun.train.reporting.liveness import NodeHeartbeatWriter, RankTimings, SectionReporter
 from relayrun.train.reporting.measurements import IntervalMetrics, Stragglers
 from relayrun.train.reporting.metrics import Metrics
 from relayrun.train.requests import RequestPoller, SignalFlag
@@ -73,8 +73,8 @@ class TrainingLoop:
         config: RunConfig,
         ranks: Ranks,
         flag: SignalFlag,
-        timings: Timings,
-        heartbeat: HeartbeatWriter,
+        timings: RankTimings,
+        heartbeat: NodeHeartbeatWriter,
     ) -> None:
         self.run_dir, self.attempt = run, run.attempt(begin.attempt)
         self.config, self.ranks, self.timings, self.heartbeat = config, ranks, timings, heartbeat
@@ -199,7 +199,7 @@ class TrainingLoop:
             replica, replicas = ranks.data_parallel_rank, ranks.data_parallel_size
             openers = None
             if self.config.data.num_workers:
-                worker = StreamWorker(
+                worker = RankStreamWorker(
                     self.config,
                     self.run_dir.manifest,
                     self.order,
@@ -438,8 +438,8 @@ def train_attempt(
     begin: AttemptStart,
     config: RunConfig,
     flag: SignalFlag,
-    timings: Timings,
-    heartbeat: HeartbeatWriter,
+    timings: RankTimings,
+    heartbeat: NodeHeartbeatWriter,
     *,
     process_began: float,
 ) -> None:

@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 
 from relayrun.config.sections.training import LossMean
 from relayrun.errors import ConfigError
-from relayrun.train.user_code import import_user_code
+from relayrun.train.user_code import import_user_object
 
 LossResult = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Result for megatron-core's schedules: the loss to differentiate, its number of tokens, and the report."""
@@ -79,7 +79,7 @@ class UserLoss:
     def __init__(self, path: str) -> None:
         """Import the function. Raises ConfigError if its arguments do not fit."""
         self._path = path
-        self._function: Callable[..., torch.Tensor] = import_user_code(path)
+        self._function: Callable[..., torch.Tensor] = import_user_object(path)
         if not callable(self._function):
             raise ConfigError(f"{path} is no function")
         self._names = tuple(inspect.signature(self._function).parameters)

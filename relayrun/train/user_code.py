@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def import_user_code(path: str) -> Any:
+def import_user_object(path: str) -> Any:
     """Return the object at `module:name`. Raises ConfigError if it cannot be imported."""
     module, _, name = path.partition(":")
     try:

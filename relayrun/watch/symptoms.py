@@ -44,7 +44,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.storage_limits import DAY_SECONDS, PurgeForecast
 from relayrun.control.scheduler import job_history
 from relayrun.control.scheduler.base import Job
-from relayrun.files import read_lines_backwards, temporary_prefix
+from relayrun.files import read_json_lines_backwards, temporary_prefix
 from relayrun.watch.status.run_status import RunStatus
 from relayrun.watch.text import format_seconds
 
@@ -260,7 +260,7 @@ def _at_work(run: Run, plan: Plan, now: float) -> Iterator[Symptom]:
         return
     words = f"no checkpoint since iteration {base}, and training is at {iteration}: one is due every"
     words += f" {plan.save_interval} iterations"
-    for _, line in islice(read_lines_backwards(attempt.failed_saves), 1):
+    for _, line in islice(read_json_lines_backwards(attempt.failed_saves), 1):
         words += f"; the last save failed: {line.get('error')}"
     yield Symptom(event="stalled", cause=f"saves-{attempt.number:04}-{base}", reason=words)
 

@@ -20,7 +20,7 @@ def json_text(value: Any) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False)
 
 
-def split_column(name: str) -> tuple[str, bool]:
+def parse_column_header(name: str) -> tuple[str, bool]:
     """Return a column's name, and True if `|n` after it marks a column of numbers."""
     return name.removesuffix("|n"), name.endswith("|n")
 
@@ -31,7 +31,7 @@ def text_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: 
     from rich.table import Table
 
     table = Table(title=title, box=None, title_justify="left", padding=(0, 2, 0, 0))
-    for name, is_number in map(split_column, columns):
+    for name, is_number in map(parse_column_header, columns):
         table.add_column(name, justify="right" if is_number else "left", overflow="fold")
     for row in rows:
         table.add_row(*map(escape, row))

@@ -326,7 +326,7 @@ FAULTS = (
     Fault(
         name="a ramp of batch sizes rises early",
         room="config",
-        function="BatchSizes.at",
+        function="GlobalBatchSizes.at",
         old="bisect_right(self._firsts, consumed_samples) - 1].size",
         new="bisect_right(self._firsts, consumed_samples + 1) - 1].size",
         tests=("test_iterations_and_samples_follow_from_each_other",),

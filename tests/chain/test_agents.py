@@ -16,7 +16,7 @@ from relayrun.control.rundir import restarts
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptOutcome
 from relayrun.control.rundir.run import Run
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from tests.history import began
 from tests.waiting import wait_for
 
@@ -61,7 +61,7 @@ def test_two_nodes_start_all_ranks_again_when_one_of_them_dies(make_run: MakeRun
     assert outcome is not None
     assert (outcome.outcome, outcome.iteration) == ("done", 20)
     for rank in (0, 1):
-        lines = list(read_lines(nodes.attempt.path / f"starts-{rank}.jsonl"))
+        lines = list(read_json_lines(nodes.attempt.path / f"starts-{rank}.jsonl"))
         assert [(line["restart"], line["base"]) for line in lines] == [(1, 0), (2, 5), (3, 10)]
         assert len({line["pid"] for line in lines}) == 3
     found = restarts.read_failed_restarts(nodes.attempt)
@@ -85,7 +85,7 @@ def test_a_node_that_is_lost_ends_the_attempt_on_all_nodes(make_run: MakeRun) ->
     assert nodes.wait() == [1, -signal.SIGKILL]
     (failed,) = restarts.read_failed_restarts(nodes.attempt)
     assert (failed.again, failed.reason, failed.rank) == (False, "the agent of n1 is gone", None)
-    pids = [next(read_lines(nodes.attempt.path / f"starts-{rank}.jsonl"))["pid"] for rank in (0, 1)]
+    pids = [next(read_json_lines(nodes.attempt.path / f"starts-{rank}.jsonl"))["pid"] for rank in (0, 1)]
     wait_for(lambda: not any(lives(pid) for pid in pids), words="one dies with the other")
 
 
@@ -155,7 +155,7 @@ class Steps:
         raise AssertionError(self.log())
 
     def started(self, rank: int) -> list[tuple[int, int]]:
-        lines = read_lines(self.attempt.path / f"starts-{rank}.jsonl")
+        lines = read_json_lines(self.attempt.path / f"starts-{rank}.jsonl")
         return [(line["restart"], line["base"]) for line in lines]
 
 
@@ -212,7 +212,7 @@ def test_fewer_nodes_go_on_where_no_spare_one_is_left(make_run: MakeRun) -> None
 def test_agents_whose_coordinator_is_gone_end_their_ranks_and_look_after_the_job(make_run: MakeRun) -> None:
     steps = Steps(make_run, "0:0:7:told")
     steps.wait_for(1, 7)
-    pids = [next(read_lines(steps.attempt.path / f"starts-{rank}.jsonl"))["pid"] for rank in (0, 1)]
+    pids = [next(read_json_lines(steps.attempt.path / f"starts-{rank}.jsonl"))["pid"] for rank in (0, 1)]
     steps.starter.kill()
     steps.starter.wait(300)
     wanted = [f"--node={node} --restart=1" for node in range(3)]

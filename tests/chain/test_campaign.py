@@ -17,7 +17,7 @@ import pytest
 
 from relayrun.cli import main
 from relayrun.control.chain import campaign as supervisor
-from relayrun.control.chain.campaign import CampaignPass, condition_readiness, start_due_in_campaign
+from relayrun.control.chain.campaign import CampaignPassResult, condition_readiness, start_due_in_campaign
 from relayrun.control.chain.evaluation_jobs import submit_due_evaluations as attend_evaluations
 from relayrun.control.chain.evaluation_jobs import submit_stage_evaluation
 from relayrun.control.rundir import campaign, evaluations
@@ -341,7 +341,7 @@ def test_an_evaluation_that_a_stage_waits_for_is_attended_when_the_chain_is_over
     folder, slurm = make({"name": "stable"}, dict(AFTER))
     stable = ended_unevaluated(folder, ended=ended)
     for _ in range(3):
-        assert start_due_in_campaign(folder) == CampaignPass()
+        assert start_due_in_campaign(folder) == CampaignPassResult()
     (job,) = evaluation_jobs(stable, slurm)
     assert [commit.iteration for _, commit in evaluations.due_checkpoints(stable)] == [20]  # its job will find it so
     slurm.set(job, state="COMPLETED")
@@ -353,7 +353,7 @@ def test_an_evaluation_whose_job_dies_is_tried_again_and_not_for_ever(make: Make
     folder, slurm = make({"name": "stable"}, dict(AFTER))
     stable = ended_unevaluated(folder, ended="the last iteration, 20, is durable")
     for number in (1, 2, 3):
-        assert start_due_in_campaign(folder) == CampaignPass()
+        assert start_due_in_campaign(folder) == CampaignPassResult()
         found = evaluation_jobs(stable, slurm)
         assert len(found) == number
         evaluations.claim_evaluation(evaluations.evaluation_dir(stable, 20, 1), found[-1], "n1")
@@ -370,7 +370,7 @@ def test_an_evaluation_whose_job_never_starts_is_told(make: Make) -> None:
     start_due_in_campaign(folder)
     (job,) = evaluation_jobs(stable, slurm)
     slurm.set(job, reason="Priority")
-    assert start_due_in_campaign(folder) == CampaignPass()
+    assert start_due_in_campaign(folder) == CampaignPassResult()
     slurm.set(job, reason="QOSMaxCpuPerJobLimit")
     words = f"waits for the evaluation of stable:20, whose job {job} never starts: QOSMaxCpuPerJobLimit"
     assert start_due_in_campaign(folder).stuck == {"long": words}
@@ -569,7 +569,7 @@ def test_a_refusal_that_passes_by_stops_no_sweep(make: Make, monkeypatch: pytest
     write_stop(second, ChainEnd("done", "the last iteration, 20, is durable"))
     supervisor.start_due_members_of(second)
     assert sorted(jobs(folder, slurm)) == ["01", "02", "03"]
-    assert start_due_in_campaign(folder) == CampaignPass()
+    assert start_due_in_campaign(folder) == CampaignPassResult()
 
 
 REFUSED = "its first job is refused: sbatch: sbatch: error: Requested node configuration is not available"
@@ -591,7 +591,7 @@ def test_where_slurm_takes_no_more_jobs_nobody_is_stuck(make: Make) -> None:
     slurm.limit = 2  # the first one and its fallback job
     with pytest.raises(TooManyJobsError):
         start_due_in_campaign(folder)
-    assert supervisor.start_due_members([folder]) == {folder: CampaignPass()}
+    assert supervisor.start_due_members([folder]) == {folder: CampaignPassResult()}
     slurm.limit = 99
     assert len(start_due_in_campaign(folder).begun) == 2
 

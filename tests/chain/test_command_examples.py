@@ -9,7 +9,7 @@ import pytest
 
 from relayrun.config.compose import resolve
 from relayrun.control.rundir.run import Run, stop_reason
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from relayrun.submit.run_plan import trainer_settings
 from tests.chain.test_local_chain import ends, logs, run_chain
 from tests.command_examples import (
@@ -46,7 +46,7 @@ def test_an_example_that_is_killed_goes_on_as_if_it_had_not_been(name: str, make
 
     def held() -> bool:
         assert chain.is_alive(), logs(run)
-        return (tmp_path / "held").exists() and any(read_lines(run.attempt(1).commits))
+        return (tmp_path / "held").exists() and any(read_json_lines(run.attempt(1).commits))
 
     wait_for(held, 600, words=lambda: logs(run))
     kill_a_rank(run, name)

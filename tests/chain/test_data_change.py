@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from relayrun.config.sections.training import BatchSizes
+from relayrun.config.sections.training import GlobalBatchSizes
 from relayrun.control.rundir.records import AttemptStart
-from relayrun.files import read_json, read_lines
+from relayrun.files import read_json, read_json_lines
 from relayrun.tokens.order.batches import TrainingProgress
 from relayrun.tokens.order.schedule import Schedule
 from tests.waiting import wait_for
@@ -67,7 +67,7 @@ def test_every_sample_is_read_once_over_changes_of_mixture_ramp_batch_and_ranks(
         """Ask the chain to end once the attempt has come so far; the last one runs to its end."""
 
         def there() -> bool:
-            return any(line["iteration"] >= iteration for line in read_lines(run.attempt(attempt).metrics))
+            return any(line["iteration"] >= iteration for line in read_json_lines(run.attempt(attempt).metrics))
 
         wait_for(lambda: process.poll() is not None or there(), 600, step=0.05)
         if process.poll() is None:
@@ -77,7 +77,7 @@ def test_every_sample_is_read_once_over_changes_of_mixture_ramp_batch_and_ranks(
 
     train_until(1, 15, start(config({"a": 3, "b": 1}, ranks=2, micro=2, batch=12, ramp=[4, 4, 60])))
     train_until(2, 45, start(config({"a": 1, "c": 2}, ranks=1, micro=3, batch=6), "--resume"))
-    consumed = list(read_lines(run.attempt(2).commits))[-1]["consumed_samples"]
+    consumed = list(read_json_lines(run.attempt(2).commits))[-1]["consumed_samples"]
     ramp = [[2, consumed + 20], [8, consumed + 100]]
     train_until(3, 1000, start(config({"b": 1, "c": 1, "a": 0.5}, ranks=2, micro=1, batch=10, ramp=ramp), "--resume"))
     assert [end.cause for end in ends(run)] == ["exit", "exit", "done"]
@@ -87,7 +87,7 @@ def test_every_sample_is_read_once_over_changes_of_mixture_ramp_batch_and_ranks(
         for line in file.read_text().splitlines():
             attempt, position = line.split()
             read[int(attempt), file.name.partition("-")[0], int(position)] += 1
-    commits = [list(read_lines(run.attempt(number).commits))[-1]["consumed_samples"] for number in (1, 2, 3)]
+    commits = [list(read_json_lines(run.attempt(number).commits))[-1]["consumed_samples"] for number in (1, 2, 3)]
     trained: set[tuple[str, int]] = set()
     for attempt, (first, end) in enumerate(zip([0, *commits], commits, strict=False), start=1):
         state = read_json(run.attempt(attempt).data)
@@ -102,9 +102,9 @@ def test_every_sample_is_read_once_over_changes_of_mixture_ramp_batch_and_ranks(
     counts = schedule.counts(commits[-1])
     assert trained == {(name, position) for name, count in counts.items() for position in range(count)}
     assert len(trained) == commits[-1]
-    lines = [line for line in read_lines(run.metrics_view) if "loss" in line]
+    lines = [line for line in read_json_lines(run.metrics_view) if "loss" in line]
     assert len(lines) == 90
-    progress = TrainingProgress.resume(state["progress"], BatchSizes(10, ramp))
+    progress = TrainingProgress.resume(state["progress"], GlobalBatchSizes(10, ramp))
     for line in lines:
         samples = range(line["consumed_samples"] - line["global_batch_size"], line["consumed_samples"])
         assert {progress.iteration_of(k) for k in samples} == {line["iteration"]}

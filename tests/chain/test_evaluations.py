@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from tests.export.models import SHAPES, write_task
 from tests.workspace import Workspace, ends
 
@@ -45,11 +45,11 @@ def test_each_checkpoint_is_exported_and_evaluated_beside_the_chain(tmp_path: Pa
     assert done.returncode == 0, done.stderr
     run = workspace.run("it's a run")
     assert [end.cause for end in ends(run)] == ["done"]
-    lines = list(read_lines(run.evaluations_view))
+    lines = list(read_json_lines(run.evaluations_view))
     assert [(line["iteration"], line["status"]) for line in lines] == [(20, "done"), (40, "done"), (50, "done")], lines
     training = {
         line["iteration"]: line["validation"]["held-out"]
-        for line in read_lines(run.metrics_view)
+        for line in read_json_lines(run.metrics_view)
         if "validation" in line
     }
     for line in lines:
@@ -90,7 +90,7 @@ def test_a_chain_that_trains_another_model_has_its_scores_by_tasks(tmp_path: Pat
     assert done.returncode == 0, done.stderr
     run = workspace.run("run")
     assert [end.cause for end in ends(run)] == ["done"]
-    lines = list(read_lines(run.evaluations_view))
+    lines = list(read_json_lines(run.evaluations_view))
     assert [(line["iteration"], line["status"]) for line in lines] == [(10, "done"), (20, "done")], lines
     for line in lines:
         assert line["results"]["tiny_choice"]["acc"] in [n / 12 for n in range(13)]

@@ -26,7 +26,7 @@ from relayrun.control.rundir.run import Run, stop_reason, write_stop
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.control.scheduler.local_queue import JOB_ID_VARIABLE, LocalQueue
 from relayrun.errors import RunDirError
-from relayrun.files import read_json, read_lines
+from relayrun.files import read_json, read_json_lines
 from relayrun.submit import submission
 from tests.history import ROOT, began, cost, make_history, trained
 from tests.workspace import Workspace
@@ -35,8 +35,8 @@ HANDFUL = 5
 
 
 def assert_views_hold_what_counts(run: Run) -> None:
-    assert list(read_lines(run.metrics_view)) == list(valid_lines(run))
-    assert [row["attempt"] for row in read_lines(run.attempts_view)] == run.attempt_numbers()
+    assert list(read_json_lines(run.metrics_view)) == list(valid_lines(run))
+    assert [row["attempt"] for row in read_json_lines(run.attempts_view)] == run.attempt_numbers()
 
 
 def queued(run: Run) -> list[str]:
@@ -202,7 +202,7 @@ def test_a_newer_format_is_refused_by_every_entry(run: Run, tmp_path: Path, caps
 
 
 def iterations(path: Path) -> list[int]:
-    return [line["iteration"] for line in read_lines(path)]
+    return [line["iteration"] for line in read_json_lines(path)]
 
 
 @pytest.mark.parametrize("first", [2, 40])

@@ -11,7 +11,7 @@ import pytest
 
 from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.records import AttemptStart
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from tests.checkpoints import contents, raw
 from tests.workspace import Workspace, steps
 
@@ -74,7 +74,7 @@ def test_finetune_takes_the_weights_alone(workspace: Workspace) -> None:
     done = submit(config, "--load", str(workspace.run("source").path))
     assert done.returncode == 0, done.stderr
     run = workspace.run("tuned")
-    (step,) = (line for line in read_lines(run.metrics_view) if "loss" in line)
+    (step,) = (line for line in read_json_lines(run.metrics_view) if "loss" in line)
     assert (step["iteration"], step["consumed_samples"]) == (1, 8)
     loaded, saved = contents(workspace.run("source").checkpoint(8)), contents(run.checkpoint(1))
     weights = [key for key in loaded if key.startswith(("decoder", "embedding", "output")) and "extra" not in key]
@@ -97,13 +97,13 @@ def test_without_optimizer_and_data_position_the_iterations_go_on(workspace: Wor
     assert "seed was 28, is 5" in refused.stderr + refused.stdout + workspace.run("refused").stop.read_text()
     done = submit(config, "--load", f"{workspace.run('source').path}:4")
     assert done.returncode == 0, done.stderr
-    lines = [line for line in read_lines(run.metrics_view) if "loss" in line]
+    lines = [line for line in read_json_lines(run.metrics_view) if "loss" in line]
     assert [(line["iteration"], line["consumed_samples"]) for line in lines] == [(5, 8), (6, 16)]
     more = submit(
         workspace.config("other-data", training={"steps": 8, "seed": 5}, checkpoint={"interval": 1}), "--resume"
     )
     assert more.returncode == 0, more.stderr
-    lines = [line for line in read_lines(run.metrics_view) if "loss" in line]
+    lines = [line for line in read_json_lines(run.metrics_view) if "loss" in line]
     assert [(line["iteration"], line["consumed_samples"]) for line in lines][2:] == [(7, 24), (8, 32)]
 
 
@@ -147,7 +147,7 @@ def test_a_job_that_meets_a_damaged_checkpoint_goes_on_from_the_one_before(works
     assert begin is not None
     assert end is not None
     assert (begin.base_iteration, end.cause, end.progress) == (4, "done", True)
-    lines = [line["iteration"] for line in read_lines(run.metrics_view) if "loss" in line]
+    lines = [line["iteration"] for line in read_json_lines(run.metrics_view) if "loss" in line]
     assert lines == list(range(1, 13))
     status = [sys.executable, "-m", "relayrun.cli", "status", str(run.path)]
     said = subprocess.run(status, cwd=ROOT, capture_output=True, text=True, check=True, timeout=600).stdout

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from relayrun.control.rundir.run import Run, stop_reason
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from tests.campaigns import (
     ROOT,
     attempts,
@@ -73,7 +73,7 @@ def test_a_stage_waits_for_an_evaluation_that_only_it_wants(tmp_path: Path) -> N
     assert done.returncode == 0, done.stdout + done.stderr
     stable, long = Run(tmp_path / "plan-stable"), Run(tmp_path / "plan-long")
     assert stop_reason(stable) == "the program ended by itself, with exit code 0"
-    (result,) = read_lines(stable.evaluations_view)
+    (result,) = read_json_lines(stable.evaluations_view)
     assert (result["iteration"], result["status"]) == (4, "done")
     assert len(list(stable.evaluations.glob(".tried-*"))) == 1
     (begin,) = attempts(long)

@@ -18,7 +18,7 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptEnd, AttemptStart, ChainEnd
 from relayrun.control.rundir.run import Run, read_stop, stop_reason
 from relayrun.control.scheduler.local import LocalScheduler
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from tests.plans import plan_with
 from tests.waiting import wait_for
 
@@ -58,7 +58,7 @@ def test_a_run_goes_through_as_many_jobs_as_its_time_limit_asks_for(make_run: Ma
     assert [record.cause for record in records] == ["saved"] * (len(records) - 1) + ["done"]
     assert (stop_reason(run) or "").startswith("the last iteration, 40, is durable")
     assert resume_point(run).iteration == 40
-    assert [line["iteration"] for line in read_lines(run.metrics_view)] == list(range(1, 41))
+    assert [line["iteration"] for line in read_json_lines(run.metrics_view)] == list(range(1, 41))
     bases = [AttemptStart.read(run.attempt(n).begin) for n in run.attempt_numbers()]
     assert [begin.base_iteration for begin in bases if begin] == [0, *(r.durable_iteration for r in records[:-1])]
 
@@ -77,7 +77,7 @@ def test_a_chain_ends_where_stop_after_says_and_goes_on_when_it_is_raised(make_r
     run, plan = make_run("--steps=5", "--step-seconds=0.01", total_steps=5, submitted_after_attempt=1)
     run_chain(run, plan)
     assert stop_reason(run) == "the last iteration, 5, is durable"
-    assert [line["iteration"] for line in read_lines(run.metrics_view)] == [1, 2, 3, 4, 5]
+    assert [line["iteration"] for line in read_json_lines(run.metrics_view)] == [1, 2, 3, 4, 5]
 
 
 def test_the_signal_asks_to_leave_where_the_deadline_inside_does_not(make_run: MakeRun) -> None:
@@ -231,7 +231,7 @@ def test_a_job_that_queues_itself_again_goes_the_same_way(make_run: MakeRun) -> 
     assert {begin.job_id for begin in begins if begin} == {"1"}
     assert "job 1 ended: COMPLETED and is queued again" in events
     assert "#SBATCH --requeue" in run.job_script.read_text()
-    assert [line["iteration"] for line in read_lines(run.metrics_view)] == list(range(1, 41))
+    assert [line["iteration"] for line in read_json_lines(run.metrics_view)] == list(range(1, 41))
 
 
 def test_an_attempt_that_stands_still_is_ended_after_its_ranks_were_asked_for_their_stacks(make_run: MakeRun) -> None:

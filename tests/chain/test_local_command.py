@@ -13,7 +13,7 @@ from relayrun import client
 from relayrun.control.rundir import triggers
 from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.run import Run, stop_reason
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from tests.chain.test_local_chain import CUT, ends, logs, run_chain
 from tests.waiting import wait_for
 
@@ -127,7 +127,7 @@ def seen(program: Path, *arguments: str) -> dict[str, object]:
 
 
 def iterations(run: Run) -> list[int]:
-    return [line["iteration"] for line in read_lines(run.metrics_view)]
+    return [line["iteration"] for line in read_json_lines(run.metrics_view)]
 
 
 @pytest.mark.parametrize("settings", [told, seen])
@@ -203,7 +203,7 @@ def test_ranks_that_disagree_when_to_leave_are_ended_and_what_is_saved_counts(ma
     run, plan = make_run(total_steps=None, trainer="command", trainer_settings=settings, hang_timeout=3)
     chain = threading.Thread(target=run_chain, args=(run, plan))
     chain.start()
-    wait_for(lambda: run.attempt_numbers() and list(read_lines(run.attempt(1).commits)))
+    wait_for(lambda: run.attempt_numbers() and list(read_json_lines(run.attempt(1).commits)))
     triggers.touch_trigger(run, "exit")
     chain.join(300)
     (end,) = ends(run)

@@ -18,7 +18,7 @@ from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.control.scheduler.local import LocalScheduler
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from tests.chain.test_local_chain import ends, logs, run_chain
 from tests.command_examples import left_over
 from tests.plans import plan_with
@@ -60,7 +60,7 @@ def make(
 
 
 def losses(run: Run) -> list[tuple[int, float]]:
-    return [(line["iteration"], line["loss"]) for line in read_lines(run.metrics_view)]
+    return [(line["iteration"], line["loss"]) for line in read_json_lines(run.metrics_view)]
 
 
 def undisturbed(last: int) -> tuple[list[tuple[int, float]], str]:
@@ -105,7 +105,7 @@ def test_ranks_that_die_start_again_in_their_job_from_the_newest_checkpoint(make
     assert_undisturbed(run)
     assert [path.name for path in (run.checkpoints / ".quarantine").iterdir()] == ["step-10-0001"]
     assert [commit.iteration for commit in run.attempt(1).read_commits()] == [5, 10, 15, 20]
-    marks = [line for line in read_lines(run.attempt(1).metrics) if "restart" in line]
+    marks = [line for line in read_json_lines(run.attempt(1).metrics) if "restart" in line]
     assert marks == [{"iteration": at, "restart": number} for number, at in enumerate([5, 5, 5], 2)]
     named = {"end", "records", "step", "all"}
     assert all({"end"} <= each.seconds.keys() <= named for each in found)  # a restart may be over before anybody looks
@@ -184,7 +184,7 @@ def test_what_asks_ranks_to_leave_reaches_those_of_a_later_round(make_run: MakeR
     touched: list[float] = []
 
     def act() -> None:
-        newest = [line["iteration"] for line in read_lines(run.metrics_view)][-1:]
+        newest = [line["iteration"] for line in read_json_lines(run.metrics_view)][-1:]
         if how == "exit" and not touched and newest > [12]:
             touched.append(time.time())
             triggers.touch_trigger(run, "exit")

@@ -14,7 +14,7 @@ import pytest
 
 from relayrun.control.rundir import restarts
 from relayrun.control.rundir.run import Run
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from tests import random_kills
 from tests.workspace import Workspace, ends, steps
 
@@ -39,7 +39,7 @@ def settings(total: int, *, hooks: list[dict[str, Any]], **chain: object) -> dic
 
 
 def newest(run: Run) -> int:
-    return max((line["iteration"] for line in read_lines(run.attempt(1).metrics)), default=0)
+    return max((line["iteration"] for line in read_json_lines(run.attempt(1).metrics)), default=0)
 
 
 def test_a_stopped_rank_is_named_and_a_round_begins(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_stopped_rank_is_named_and_a_round_begins(tmp_path: Path) -> None:
     found = restarts.read_failed_restarts(run.attempt(1))
     assert [failed.rank for failed in found] == [rank for rank, _ in stopped], [failed.told for failed in found]
     assert len(found) == STOPS
-    longest = max(line["step_seconds"] for line in read_lines(run.metrics_view) if "step_seconds" in line)
+    longest = max(line["step_seconds"] for line in read_json_lines(run.metrics_view) if "step_seconds" in line)
     for failed, (rank, moment) in zip(found, stopped, strict=True):
         assert failed.words.startswith("hang: no progress for ")
         assert f"rank {rank} in " in failed.words
@@ -104,7 +104,7 @@ def test_slow_saves_and_reads_are_no_hang(tmp_path: Path) -> None:
     assert [end.cause for end in ends(run)] == ["done"], done.stderr
     assert restarts.read_failed_restarts(run.attempt(1)) == []
     assert sorted(steps(run)) == list(range(1, total + 1))
-    stood = [line["data_seconds"] for line in read_lines(run.metrics_view) if line.get("data_seconds", 0) > 4]
+    stood = [line["data_seconds"] for line in read_json_lines(run.metrics_view) if line.get("data_seconds", 0) > 4]
     assert len(stood) >= 6, "of rank 0"
 
 

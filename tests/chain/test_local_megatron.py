@@ -19,7 +19,7 @@ from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.control.rundir.tracker_runs import read_tracker_runs
 from relayrun.control.trainers import megatron_lm_log
 from relayrun.control.trainers.megatron_lm_log import MegatronDialect, least_file_sizes
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from relayrun.train.reporting import trackers
 from tests.chain.test_local_chain import ends, logs, run_chain
 from tests.checkouts import as_one_attempt, checkout_of, plan
@@ -48,7 +48,7 @@ def named_and_there(checkpoint: Path) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def reached(run: Run, iteration: int, attempt: int = 1) -> bool:
-    return any(line["iteration"] >= iteration for line in read_lines(run.attempt(attempt).metrics))
+    return any(line["iteration"] >= iteration for line in read_json_lines(run.attempt(attempt).metrics))
 
 
 @contextmanager
@@ -112,7 +112,7 @@ def test_a_run_in_two_jobs_gives_every_printed_digit_of_the_uncut_one(
     named, there = named_and_there(run.checkpoint(12))
     assert named == there
     assert len(named) == 4
-    line = next(read_lines(run.metrics_view))
+    line = next(read_json_lines(run.metrics_view))
     assert {"loss", "grad_norm", "lr", "step_seconds", "consumed_samples", "global_batch_size"} <= line.keys()
     text = (run.debug_of(2) / "compute_environment.txt").read_text()
     assert str(checkout) in text

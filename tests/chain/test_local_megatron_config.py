@@ -12,7 +12,7 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers import megatron_lm_log
 from relayrun.control.trainers.megatron_lm_log import MegatronDialect
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from tests.checkouts import checkout_of, config, evaluated
 from tests.waiting import wait_for
 
@@ -31,7 +31,7 @@ def test_settings_and_arrays_and_args_train_a_checkout(
     words = Plan.load(run).trainer_settings["run"]
     assert words[words.index("--lr") + 1] == "2e-3"
     assert resume_point(run).iteration == 8
-    assert [line["iteration"] for line in read_lines(run.attempt(1).metrics)] == list(range(1, 9))
+    assert [line["iteration"] for line in read_json_lines(run.attempt(1).metrics)] == list(range(1, 9))
     assert [iteration for iteration, _ in megatron_lm_log.all_checkpoints(run.checkpoints)] == [6, 8]
     assert (run.path / "data_cache").is_dir()
     # raised on a resume: the schedule is the settings', whatever the checkpoint says
@@ -49,8 +49,8 @@ def test_checkpoints_of_a_checkout_are_converted_and_scored_beside_the_chain(
     assert main(["submit", str(path)]) == 0, capsys.readouterr().err
     run = Run(tmp_path / "run")
     # jobs of their own, behind the chain's end too
-    wait_for(lambda: len(list(read_lines(run.evaluations_view))) == 2, 600, step=0.2)
-    lines = list(read_lines(run.evaluations_view))
+    wait_for(lambda: len(list(read_json_lines(run.evaluations_view))) == 2, 600, step=0.2)
+    lines = list(read_json_lines(run.evaluations_view))
     assert [(line["iteration"], line["status"]) for line in lines] == [(4, "done"), (8, "done")], lines
     for line in lines:
         assert line["results"]["tiny_choice"]["acc"] in [n / 12 for n in range(13)]

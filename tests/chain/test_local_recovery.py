@@ -14,7 +14,7 @@ import pytest
 from relayrun.cli import main
 from relayrun.control.rundir import restarts
 from relayrun.control.rundir.run import Run
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from relayrun.tokens.mixture.audit import audit_run, dataset_ledgers
 from relayrun.watch.goodput.account import account_for_run
 from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND
@@ -54,7 +54,7 @@ def first_causes(run: Run) -> list[tuple[int, int | None, str]]:
 
 def evaluations(run: Run) -> list[tuple[int, dict[str, float]]]:
     """Iteration and losses of each evaluation in the merged view."""
-    lines = [line for line in read_lines(run.metrics_view) if "validation" in line]
+    lines = [line for line in read_json_lines(run.metrics_view) if "validation" in line]
     return [(line["iteration"], line["validation"]) for line in lines]
 
 

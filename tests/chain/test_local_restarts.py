@@ -18,7 +18,7 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.restarts import FailedRestart
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.local import LocalScheduler
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from tests.plans import plan_with
 from tests.waiting import wait_for
 
@@ -46,7 +46,7 @@ def make(make_run: MakeRun, *faults: str, **changes: object) -> tuple[Run, Plan]
 
 def starts(run: Run, rank: int) -> list[tuple[int, int]]:
     """Restart and base of each start of a rank in the first attempt."""
-    lines = read_lines(run.attempt(1).path / f"starts-{rank}.jsonl")
+    lines = read_json_lines(run.attempt(1).path / f"starts-{rank}.jsonl")
     return [(line["restart"], line["base"]) for line in lines]
 
 
@@ -83,7 +83,7 @@ def test_ranks_that_die_are_started_again_inside_their_job(make_run: MakeRun) ->
     assert record.cause == "done", logs(run)
     assert run.attempt_numbers() == [1]
     assert starts(run, 0) == starts(run, 1) == [(1, 0), (2, 5), (3, 5), (4, 10), (5, 10)]
-    assert [line["iteration"] for line in read_lines(run.metrics_view)] == list(range(1, 21))
+    assert [line["iteration"] for line in read_json_lines(run.metrics_view)] == list(range(1, 21))
     found = restarts.read_failed_restarts(run.attempt(1))
     assert [told(failed) for failed in found] == [
         (1, 1, "killed by SIGKILL", 7, 5, 2),
@@ -151,7 +151,7 @@ def test_ranks_that_are_asked_to_leave_are_not_started_again(make_run: MakeRun) 
     def ask_and_kill() -> None:
         attempt = run.attempt(1)
         if (attempt.path / "at-1-7-0").exists() and not attempt.stop.exists():
-            pid = next(read_lines(attempt.path / "starts-1.jsonl"))["pid"]
+            pid = next(read_json_lines(attempt.path / "starts-1.jsonl"))["pid"]
             os.kill(pid, signal.SIGSTOP)
             attempt.stop.write_text("SIGUSR2")
             os.kill(pid, signal.SIGKILL)
@@ -278,7 +278,7 @@ def test_ranks_that_hang_at_one_iteration_again_and_again_end_the_attempt(make_r
 
 def pids_of(run: Run) -> list[int]:
     """Processes of the ranks of the first start."""
-    return [next(read_lines(run.attempt(1).path / f"starts-{rank}.jsonl"))["pid"] for rank in (0, 1)]
+    return [next(read_json_lines(run.attempt(1).path / f"starts-{rank}.jsonl"))["pid"] for rank in (0, 1)]
 
 
 def parent(pid: int) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from tests.campaigns import attempts, relayrun, write_config
 from tests.workspace import Workspace, ends, steps
 
@@ -58,7 +58,7 @@ def test_stable_decay_long_context_and_a_program_that_looks_at_the_end(tmp_path:
         begin = begins[name]
         assert begin.base_path == str(runs[parent].checkpoint(iteration))
         assert begin.base_iteration == (0 if name == "look" else iteration), "a program of another kind begins at 0"
-        evaluated = {line["iteration"]: line for line in read_lines(runs[parent].evaluations_view)}
+        evaluated = {line["iteration"]: line for line in read_json_lines(runs[parent].evaluations_view)}
         assert evaluated[iteration]["status"] == "done"
         assert evaluated[iteration]["results"]["held-out"]["loss"] > 0
         assert evaluated[iteration]["time"] <= begin.start_time, "it waited for the result"

@@ -8,7 +8,7 @@ import pytest
 
 from relayrun.cli import main
 from relayrun.control.rundir.node_health import Straggler
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from tests.workspace import Workspace, ends
 
 from .test_local_recovery import SETTINGS, with_kills
@@ -31,7 +31,7 @@ def test_a_slow_rank_is_named_with_its_section(
     done = submit(workspace.config("slow", **values))
     run = workspace.run("slow")
     assert [end.cause for end in ends(run)] == ["done"], done.stderr
-    *_, last = (line for line in read_lines(run.attempt(1).metrics) if "loss" in line)
+    *_, last = (line for line in read_json_lines(run.attempt(1).metrics) if "loss" in line)
     assert last["slowest_rank_ratio"] == last["straggler"]["ratio"]
     found = Straggler.of(last["straggler"])
     assert (found.rank, found.section) == (1, section)

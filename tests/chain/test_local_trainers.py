@@ -13,7 +13,7 @@ from relayrun.cli import main
 from relayrun.config.compose import yaml_file
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run, stop_reason
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from relayrun.submit import submission
 
 from .test_local_chain import ends
@@ -74,7 +74,7 @@ def test_a_killed_program_goes_on_behind_the_checkpoint_that_its_tracker_names_a
     assert (first.cause, first.durable_iteration) == ("failed", 10)
     assert (second.cause, second.durable_iteration) == ("done", 20)
     assert (run.checkpoints / ".quarantine/step-15-0002/state").read_text() == "15"
-    assert [line["iteration"] for line in read_lines(run.metrics_view)] == list(range(1, 21))
+    assert [line["iteration"] for line in read_json_lines(run.metrics_view)] == list(range(1, 21))
     assert (stop_reason(run) or "").startswith("the last iteration, 20, is durable")
     assert main(["submit", str(config)]) == 1
     assert "the chain of this run has ended: the last iteration, 20, is durable" in capfd.readouterr().err
@@ -119,6 +119,6 @@ def test_its_checkpoints_are_converted_and_scored_beside_the_chain(config: Path,
     config.write_text(yaml_file.dump_yaml(values), encoding="utf-8")
     assert main(["submit", str(config)]) == 0
     run = Run(tmp_path / "run")
-    lines = list(read_lines(run.evaluations_view))
+    lines = list(read_json_lines(run.evaluations_view))
     assert [(line["iteration"], line["status"]) for line in lines] == [(10, "done"), (20, "done")], lines
     assert [line["results"] for line in lines] == [{"own": {"state": 10.0}}, {"own": {"state": 20.0}}]

@@ -17,7 +17,7 @@ from relayrun.config.compose import resolve
 from relayrun.control.chain import excluded_nodes
 from relayrun.control.rundir import merged_metrics, node_health, restarts
 from relayrun.control.rundir.records import AttemptOutcome
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.submit.submission import prepared_run
 from relayrun.watch.status import queue, run_status
@@ -67,7 +67,7 @@ def test_a_sick_node_is_left_out_and_the_spare_one_takes_its_place(make_run: Mak
     assert [failed.culprit for failed in restarts.read_failed_restarts(steps.attempt)] == [
         "rank 1 on n2: killed by SIGKILL"
     ]
-    measured = [line["node"] for line in read_lines(steps.run.node_health) if "matmul" in line]
+    measured = [line["node"] for line in read_json_lines(steps.run.node_health) if "matmul" in line]
     assert sorted(measured) == ["n1", "n2"]
 
 
@@ -76,7 +76,7 @@ def test_a_node_that_falls_ill_is_left_out_of_the_next_restart(make_run: MakeRun
     steps = Steps(make_run, "1:0:7:told", **looked_for(tmp_path, node_health="exclude", open_files=500))
     steps.wait_for(1, 7)
     resource.prlimit(steps.agent(1), resource.RLIMIT_NOFILE, (200, 200))
-    os.kill(next(read_lines(steps.attempt.path / "starts-0.jsonl"))["pid"], signal.SIGKILL)
+    os.kill(next(read_json_lines(steps.attempt.path / "starts-0.jsonl"))["pid"], signal.SIGKILL)
     assert steps.starter.wait(300) == 0, steps.log()
     assert steps.started(0) == steps.started(1) == [(1, 0), (2, 5)]
     (failed,) = restarts.read_failed_restarts(steps.attempt)
@@ -84,7 +84,7 @@ def test_a_node_that_falls_ill_is_left_out_of_the_next_restart(make_run: MakeRun
     (found,) = node_health.read_findings(steps.attempt)
     assert (found.node, found.check, found.value, found.limit, found.restart) == ("n1", "open_files", 200, 500, 1)
     assert found.action == "left out"
-    taken = [line["ranks_memory"] for line in read_lines(steps.run.node_health) if "ranks_memory" in line]
+    taken = [line["ranks_memory"] for line in read_json_lines(steps.run.node_health) if "ranks_memory" in line]
     assert all(size > 0 for size in taken)
 
 
@@ -143,7 +143,7 @@ def test_losses_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
     assert assert_same_bytes(reference.checkpoint(STEPS), run.checkpoint(STEPS)) > 50
     found = [each for each in node_health.read_findings(run.attempt(1)) if each.node == "n0"]
     assert [(each.check, each.action) for each in found] == [("command", "left out")]
-    measured = [line for line in read_lines(run.node_health) if "matmul" in line]
+    measured = [line for line in read_json_lines(run.node_health) if "matmul" in line]
     assert sorted(line["node"] for line in measured) == ["n1", "n2"]
     assert all(line["exchange"] > 0 and line["on"] == "cpu, torch" for line in measured)
 
@@ -158,7 +158,7 @@ def test_a_program_of_ones_own_begins_on_nodes_that_were_measured_or_could_not_b
     (record,) = ends(run)
     assert record.cause == "done", logs(run)
     test_local_command_restarts.assert_undisturbed(run)
-    lines = [line for line in read_lines(run.node_health) if "matmul" in line]
+    lines = [line for line in read_json_lines(run.node_health) if "matmul" in line]
     words = [(each.check, each.words, each.action) for each in node_health.read_findings(run.attempt(1))]
     if program == ["/no/such"]:
         assert lines == []
@@ -183,7 +183,7 @@ def test_without_agents_the_first_rank_of_a_node_looks(tmp_path: Path) -> None:
     assert [(each.check, each.action) for each in node_health.read_findings(run.attempt(1))] == [("command", "ended")]
     (strike,) = excluded_nodes.read_node_failures(run)
     assert strike.sick
-    assert not list(read_lines(run.attempt(1).metrics))
+    assert not list(read_json_lines(run.attempt(1).metrics))
     limits = {"tmp_gb": 1e9, "open_files": 10**9}
     submit(workspace.config("less", **SETTINGS, chain={"node_health_limits": limits}))
     run = workspace.run("less")

@@ -15,7 +15,7 @@ from relayrun.config.compose import yaml_file
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.local_srun import free_port
 from relayrun.control.trainers.megatron_lm_log import MegatronDialect
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from tests.checkouts import ENVIRONMENT, HERE, ON_CPUS, checkout_of, command, make_shard
 from tests.export.models import write_tokenizer
 from tests.export.trained import tensors
@@ -126,7 +126,7 @@ def test_a_training_moves_from_one_fork_to_relayrun_and_to_the_other(
         assert "iteration 10, 40 samples, weights and optimizer" in said
         load = str(tmp_path / "copy")
     here = native(tmp_path / "native", load, data=data, tokenizer=tokenizer)
-    losses = {line["iteration"]: line["loss"] for line in read_lines(here.metrics_view) if "loss" in line}
+    losses = {line["iteration"]: line["loss"] for line in read_json_lines(here.metrics_view) if "loss" in line}
     within(stayed, losses, range(11, 21))
     relayrun("export", "megatron", f"{here.path}:20", "--output", tmp_path / "out")
     moved = megatron(then, tmp_path / "moved", data=data, steps=30, load=tmp_path / "out")

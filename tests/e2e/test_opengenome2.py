@@ -16,7 +16,7 @@ import pytest
 from relayrun.cli import main
 from relayrun.config.compose import resolve, yaml_file
 from relayrun.control.rundir.run import Run
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from relayrun.tokens.mixture import audit
 from relayrun.tokens.shuffle.reshard import ReshardOptions, reshard
 from tests import genomes, warm
@@ -82,7 +82,7 @@ def test_a_shrunk_copy_trains_through_a_chain_to_the_end(tmp_path: Path) -> None
     assert [end.cause for end in ends(run)][-1] == "done"
     assert len(run.attempt_numbers()) == 2
     assert sorted(steps(run)) == list(range(1, 11))
-    lines = [line for line in read_lines(run.metrics_view) if "loss" in line]
+    lines = [line for line in read_json_lines(run.metrics_view) if "loss" in line]
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert all(line["windows_per_row"] > 1 for line in lines)
     (row,) = audit.dataset_ledgers(audit.audit_run(run))
@@ -125,7 +125,7 @@ def test_the_commands_of_the_page_lead_to_a_model(tmp_path: Path, monkeypatch: p
     assert done.returncode == 0, done.stdout + done.stderr
     run = Run(tmp_path / "logs/runs/opengenome2-7b/og2-tiny")
     assert [end.cause for end in ends(run)] == ["done"]
-    lines = [*read_lines(run.metrics_view)]
+    lines = [*read_json_lines(run.metrics_view)]
     assert any("metagenomes_valid" in line.get("validation", {}) for line in lines)
     exported = json.loads((tmp_path / "data/opengenome2/exported/config.json").read_text())
     assert exported["vocab_size"] == 256

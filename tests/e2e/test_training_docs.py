@@ -18,7 +18,7 @@ from relayrun.config.sections.optimizer import OptimizerSection
 from relayrun.config.sections.training import TrainingSection
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from tests.readme import ROOT, copy_tracked
 from tests.workspace import Workspace
 
@@ -71,7 +71,7 @@ def test_ramp_warm_up_evaluations_branch_and_fine_tuning(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
 
     def lines(name: str) -> list[dict[str, Any]]:
-        return list(read_lines(Run(tmp_path / "logs/runs/my-project" / name).metrics_view))
+        return list(read_json_lines(Run(tmp_path / "logs/runs/my-project" / name).metrics_view))
 
     def begin(name: str) -> AttemptStart:
         found = AttemptStart.read(Run(tmp_path / "logs/runs/my-project" / name).attempt(1).begin)

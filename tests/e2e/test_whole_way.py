@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from relayrun.config.compose import yaml_file
 from relayrun.control.rundir.run import Run
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from relayrun.lab.demo.corpus import build_corpus
 from relayrun.tokens.readers.inputs import read_paths_file
 from relayrun.tokens.shards.shard import Shard
@@ -127,4 +127,4 @@ def test_every_token_of_the_demo_corpus_and_every_awkward_name_goes_through(tmp_
     program("launchers/submit.py", config)
     assert [record.cause for record in ends(run)] == ["done"]
     assert sorted(steps(run)) == [1, 2, 3, 4, 5]
-    assert len(list(read_lines(run.attempts_view))) == 1
+    assert len(list(read_json_lines(run.attempts_view))) == 1

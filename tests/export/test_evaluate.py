@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from relayrun.control.rundir.evaluations import EvaluationPolicy, evaluation_dir
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from tests.export.models import Imported, make_hf, make_run, write_task
 from tests.waiting import wait_for
 
@@ -52,7 +52,7 @@ def test_a_local_task_is_evaluated_once(tmp_path: Path) -> None:
     done = start(made)
     said, errors = done.communicate(timeout=900)
     assert done.returncode == 0, errors
-    (line,) = read_lines(made.run.evaluations_view)
+    (line,) = read_json_lines(made.run.evaluations_view)
     assert (line["iteration"], line["attempt"], line["status"], line["model"]) == (7, 1, "done", None)
     assert line["results"]["tiny_choice"]["acc"] in [n / 12 for n in range(13)]
     assert f"tiny_choice  {'  '.join(f'{k} {v:.6g}' for k, v in line['results']['tiny_choice'].items())}" in said
@@ -76,7 +76,7 @@ def test_each_class_has_the_score_that_transformers_gives_the_original(tmp_path:
     done = start(made)
     _, errors = done.communicate(timeout=900)
     assert done.returncode == 0, errors
-    (line,) = read_lines(made.run.evaluations_view)
+    (line,) = read_json_lines(made.run.evaluations_view)
 
     import torch
     from transformers import AutoModelForCausalLM
@@ -107,7 +107,7 @@ def test_what_fails_is_recorded_with_its_reason(tmp_path: Path, settings: dict[s
     done = start(made)
     _, errors = done.communicate(timeout=900)
     assert done.returncode == 1
-    (line,) = read_lines(made.run.evaluations_view)
+    (line,) = read_json_lines(made.run.evaluations_view)
     assert line["status"] == "failed"
     assert error in line["error"]
     assert errors.splitlines()[-1].startswith("error: ") or "error: " in errors

@@ -32,7 +32,7 @@ from relayrun.train.checkpoint.megatron_folder import MegatronCheckpoint
 from relayrun.train.checkpoint.reader import CheckedReader
 from relayrun.train.checkpoint.safe_pickle import CorruptTorchFile, InertValue, StoredTensor
 from relayrun.train.export import megatron, megatron_settings
-from relayrun.train.export.torch_dist import CheckpointContents, CheckpointReader
+from relayrun.train.export.torch_dist import CheckpointReader, TorchDistSavePlan
 from tests.crafted import Command
 from tests.export.models import Imported, make_hf
 from tests.export.trained import make_trained, tensors
@@ -128,7 +128,7 @@ def test_the_kind_of_the_optimizer_may_change_on_the_way(tmp_path: Path, precisi
 def test_the_state_of_an_older_distributed_optimizer_is_made_whole(exported: Path, tmp_path: Path) -> None:
     """megatron-core before 0.14: each part of a weight flat, in a grid of parts; as of TP2."""
     folder, reader = tmp_path / "flat", CheckpointReader(exported / "iter_0000007")
-    contents, wanted = CheckpointContents(), {}
+    contents, wanted = TorchDistSavePlan(), {}
     for key, size in reader.shapes.items():
         contents.copy_tensor(reader, key, key)
         for name in ("exp_avg", "exp_avg_sq", "fp32_param"):
@@ -178,7 +178,7 @@ def test_a_state_by_buckets_is_left_behind_in_words(exported: Path, tmp_path: Pa
     common["optimizer"] = {"param_state_sharding_type": "dp_reshardable"}
     torch.save(common, folder / "iter_0000007/common.pt")
     with_moments = CheckpointReader(folder / "iter_0000007")
-    contents = CheckpointContents()
+    contents = TorchDistSavePlan()
     for key in with_moments.shapes:
         contents.copy_tensor(with_moments, key, key)
     bare = tmp_path / "bare"
@@ -193,7 +193,7 @@ def test_a_state_by_buckets_is_left_behind_in_words(exported: Path, tmp_path: Pa
 
 
 def test_extra_heads_are_left_behind_in_words(exported: Path, tmp_path: Path) -> None:
-    reader, contents = CheckpointReader(exported / "iter_0000007"), CheckpointContents()
+    reader, contents = CheckpointReader(exported / "iter_0000007"), TorchDistSavePlan()
     for key in reader.tensors:
         contents.copy_tensor(reader, key, key)
     contents.add_tensor(

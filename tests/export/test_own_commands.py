@@ -22,7 +22,7 @@ from relayrun.control.rundir.evaluations import EvaluationPolicy
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError, InputError
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from relayrun.places import CODE_ROOT as ROOT
 from relayrun.places import PROJECT_MARKER
 from relayrun.train.export import evaluate
@@ -94,7 +94,7 @@ def runs(process: int) -> bool:
 
 def evaluated(run: Run) -> dict[str, Any]:
     evaluate.evaluate_checkpoint(run, 7, 1)
-    (line,) = read_lines(run.evaluations_view)
+    (line,) = read_json_lines(run.evaluations_view)
     return line
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from relayrun.config.compose import yaml_file
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from relayrun.tokens.mixture import audit
 from tests.export.models import make_hf
 from tests.workspace import VOCABULARY, Workspace
@@ -47,7 +47,7 @@ def test_the_first_loss_of_an_imported_model_is_that_of_transformers(tmp_path: P
     )
     run_python("launchers/submit.py", config, "--load", start, "--set", "checkpoint.finetune=true")
     run = Workspace(tmp_path).run("run")
-    first = next(line for line in read_lines(run.metrics_view) if "loss" in line)
+    first = next(line for line in read_json_lines(run.metrics_view) if "loss" in line)
     samples = audit.audited_samples(audit.audit_run(run), range(8))
     tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
     with torch.no_grad():

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from relayrun.config.sections.training import BatchSizes
+from relayrun.config.sections.training import GlobalBatchSizes
 from relayrun.files import append_line, file_sizes
 from relayrun.tokens.order.batches import TrainingProgress
 from relayrun.train.export import megatron_state
-from relayrun.train.export.torch_dist import CheckpointContents, CheckpointReader
+from relayrun.train.export.torch_dist import CheckpointReader, TorchDistSavePlan
 from tests.export.models import Imported, make_run
 
 GROUP = {
@@ -61,7 +61,7 @@ def make_trained(folder: Path, hf: Path, *, distributed: bool = False, precision
     model = made.run
     reader = CheckpointReader(made.checkpoint)
     weights = reader.shapes
-    contents = CheckpointContents()
+    contents = TorchDistSavePlan()
     generator = torch.Generator().manual_seed(3)
     names = [*megatron_state.ADAM_MOMENTS]
     if distributed:
@@ -101,7 +101,7 @@ def make_trained(folder: Path, hf: Path, *, distributed: bool = False, precision
             "legs": [{"iteration": 0, "consumed_samples": 0, "global_batch_size": 8, "rampup_batch_size": None}],
             "skipped": [],
         },
-        BatchSizes(8, None),
+        GlobalBatchSizes(8, None),
     )
     common = {
         "optimizer": adam.plain(distributed=distributed, precision=precision),

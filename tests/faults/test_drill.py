@@ -15,7 +15,7 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.lab.faults import experiment
-from relayrun.lab.faults.experiment import RUN_STEPS, FaultSite, FaultTools, job_logs
+from relayrun.lab.faults.experiment import RUN_STEPS, FaultSite, FaultTools, job_output_files
 from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME, UNDISTURBED, Fault
 from relayrun.lab.faults.target import LocalSignalSender
 from relayrun.watch.goodput.account import account_for_run
@@ -151,7 +151,7 @@ def drill(
             assert_closed(cluster, run)
     finally:
         cluster.down()
-    said = "\n".join(log.read_text(errors="replace")[-4000:] for log in job_logs(run))
+    said = "\n".join(log.read_text(errors="replace")[-4000:] for log in job_output_files(run))
     assert result.passed, f"{result.wrong}\n{result.said}\n{said}"
     if fault.expect == "resumed":  # as torch reads them, not by their hashes
         assert result.bit_for_bit

@@ -427,7 +427,7 @@ def test_arguments_of_a_checkpoint_become_the_settings_that_they_came_from(tmp_p
     data = {"tokenizer": "t", "mock_data": True, "eod_mask_loss": True}
     sections = {"checkpoint": {"interval": 5}, "parallel": {}, "data": data}
     config = loaded(tmp_path, model=model, training=TRAINING | {"seed": 7}, optimizer=optimizer, **sections)
-    arguments = megatron_flags.saved_arguments(config)
+    arguments = megatron_flags.megatron_checkpoint_args(config)
     assert (arguments["train_iters"], arguments["save_interval"], arguments["norm_epsilon"]) == (100, 5, 1e-6)
     for section in ("model", "training", "optimizer", "data"):
         found = megatron_flags.saved_settings(section, arguments)

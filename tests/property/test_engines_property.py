@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.tokenize.encode import engines, libraries
 from relayrun.tokens.tokenize.encode.engines import HuggingFaceEngine, select_engine
 from relayrun.tokens.tokenize.encode.libraries import parse_without_vocabulary
@@ -81,13 +81,13 @@ def tokenizer(kind: str) -> Tokenizer:
 
 @functools.cache
 def engine(kind: str, wanted: EngineName) -> tuple[engines.Engine, str]:
-    selection = select_engine(wanted, tokenizer(kind), Texts.of(list(TEXTS)), lambda line: None)
+    selection = select_engine(wanted, tokenizer(kind), PackedTexts.of(list(TEXTS)), lambda line: None)
     return selection.build(tokenizer(kind).to_str()), selection.engine
 
 
 def same(kind: str, wanted: EngineName, texts: list[str]) -> None:
-    right, lengths = HuggingFaceEngine(tokenizer(kind)).encode(Texts.of(texts))
-    ids, ours = engine(kind, wanted)[0].encode(Texts.of(texts))
+    right, lengths = HuggingFaceEngine(tokenizer(kind)).encode(PackedTexts.of(texts))
+    ids, ours = engine(kind, wanted)[0].encode(PackedTexts.of(texts))
     if ids.tolist() != right.tolist() or ours.tolist() != lengths.tolist():
         ends, our_ends = np.cumsum(lengths)[:-1], np.cumsum(ours)[:-1]
         pairs = zip(texts, np.split(right, ends), np.split(ids, our_ends), strict=True)
@@ -149,9 +149,9 @@ def test_the_ids_of_a_document_are_those_of_its_pieces(kind: str, text: str, siz
     assert ends == sorted(set(ends))
     assert (ends or [0])[-1] == data.size
     assert all(end - begin >= size for begin, end in itertools.pairwise([0, *ends[:-1]]))
-    pieces = Texts(data=data, offsets=np.array([0, *ends], np.int64))
+    pieces = PackedTexts(data=data, offsets=np.array([0, *ends], np.int64))
     reference = HuggingFaceEngine(tokenizer(kind))
-    assert reference.encode(pieces)[0].tolist() == reference.encode(Texts.of([text]))[0].tolist()
+    assert reference.encode(pieces)[0].tolist() == reference.encode(PackedTexts.of([text]))[0].tolist()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -199,11 +199,11 @@ def test_a_tokenizer_without_merges_is_cut_between_any_characters(text: str, siz
     assert ends == sorted(set(ends))
     assert (ends or [0])[-1] == data.size
     assert all(size <= end - begin < size + 4 for begin, end in itertools.pairwise([0, *ends[:-1]]))
-    pieces = Texts(data=data, offsets=np.array([0, *ends], np.int64))
+    pieces = PackedTexts(data=data, offsets=np.array([0, *ends], np.int64))
     pieces.strings()  # no character is cut
     assert (
         HuggingFaceEngine(made).encode(pieces)[0].tolist()
-        == HuggingFaceEngine(made).encode(Texts.of([text]))[0].tolist()
+        == HuggingFaceEngine(made).encode(PackedTexts.of([text]))[0].tolist()
     )
 
 
@@ -215,7 +215,7 @@ def test_a_place_to_cut_is_found_across_windows() -> None:
 
 @given(texts=st.lists(st.text(max_size=20), max_size=8))
 def test_texts_keep_their_strings_and_know_their_code_points(texts: list[str]) -> None:
-    made = Texts.of(texts)
+    made = PackedTexts.of(texts)
     assert made.strings() == texts
     found = texts_holding(made, unassigned_table(), FIRST_UNASSIGNED_LEAD)
     assert found.tolist() == [any(unicodedata.category(c) == "Cn" for c in text) for text in texts]
@@ -225,7 +225,7 @@ def test_texts_keep_their_strings_and_know_their_code_points(texts: list[str]) -
 
 @given(texts=st.lists(st.text(max_size=20), max_size=12), size=st.integers(1, 50), count=st.integers(1, 5))
 def test_pieces_stay_within_their_bounds_and_lose_nothing(texts: list[str], size: int, count: int) -> None:
-    found = list(Texts.of(texts).split(size, count))
+    found = list(PackedTexts.of(texts).split(size, count))
     assert [text for piece in found for text in piece.strings()] == texts
     assert all(len(piece) <= count and (len(piece) == 1 or len(piece.used) <= size) for piece in found)
 
@@ -256,7 +256,7 @@ class Lying(HuggingFaceEngine):
     def __init__(self, definition: str) -> None:
         super().__init__(Tokenizer.from_str(definition))
 
-    def encode(self, texts: Texts) -> engines.Encoded:
+    def encode(self, texts: PackedTexts) -> engines.Encoded:
         return np.zeros(len(texts), np.uint32), np.ones(len(texts), np.int64)
 
 
@@ -265,17 +265,17 @@ def test_an_engine_that_differs_or_fails_is_left_out_loudly(monkeypatch: pytest.
     engines._build_engine.cache_clear()  # or the engine of the test before is taken, where it had the same tokenizer
     monkeypatch.setitem(libraries.FAST_ENGINES, "gigatoken", Lying)
     told: list[str] = []
-    selection = select_engine("auto", tokenizer("gpt2"), Texts.of(["x"]), told.append)
+    selection = select_engine("auto", tokenizer("gpt2"), PackedTexts.of(["x"]), told.append)
     assert selection.engine == "huggingface"
     assert "gigatoken gives other ids than Hugging Face's tokenizers for" in told[0]
     assert "going on without gigatoken" in told[1]
     told.clear()
-    assert select_engine("bytes", tokenizer("gpt2"), Texts.of(["x"]), told.append).engine == "huggingface"
+    assert select_engine("bytes", tokenizer("gpt2"), PackedTexts.of(["x"]), told.append).engine == "huggingface"
     assert "bytes is not known to be exact for this kind of tokenizer" in told[0]
 
 
 def test_pieces_of_text_are_found_in_the_text_that_holds_them_alone() -> None:
-    texts = Texts.of(["", "ab", "", "c", "abab", "a", "b", "xab"])
+    texts = PackedTexts.of(["", "ab", "", "c", "abab", "a", "b", "xab"])
     assert texts_holding_bytes(texts, (b"ab",)).tolist() == [False, True, False, False, True, False, False, True]
     assert texts_holding_bytes(texts, ()).any() is np.False_
     assert (

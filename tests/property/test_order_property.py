@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relayrun.config.sections.training import BatchSizes
+from relayrun.config.sections.training import GlobalBatchSizes
 from relayrun.tokens.order.batches import BatchReader, SampleSource
 from relayrun.tokens.order.datasets import ValidationSet, WindowOrder
 from relayrun.tokens.order.sampler import MixturePart, MixtureSampler
@@ -52,7 +52,7 @@ def iteration(order: SampleSource, layout: tuple[int, int, int], consumed: int, 
             data_parallel_rank=rank,
             data_parallel_size=size,
             micro_batch_size=micro,
-            batch_sizes=BatchSizes(size * micro * steps),
+            batch_sizes=GlobalBatchSizes(size * micro * steps),
             consumed_samples=consumed,
         )
         for rank in range(size)

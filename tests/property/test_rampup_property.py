@@ -9,30 +9,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relayrun.config.sections.training import BatchSizes
+from relayrun.config.sections.training import GlobalBatchSizes
 from relayrun.tokens.order.batches import BatchReader, TrainingProgress
 from relayrun.tokens.order.sample_rows import SampleRow
 from relayrun.tokens.order.schedule import Schedule, integer_weights
 
 
 @st.composite
-def ramps(draw: st.DrawFn, unit: int = 1) -> BatchSizes:
+def ramps(draw: st.DrawFn, unit: int = 1) -> GlobalBatchSizes:
     """Ramps of either form, or none; all sizes multiples of `unit`."""
     sizes = st.integers(1, 12).map(lambda n: n * unit)
     form = draw(st.sampled_from(["none", "megatron", "stages"]))
     if form == "none":
-        return BatchSizes(draw(sizes))
+        return GlobalBatchSizes(draw(sizes))
     if form == "megatron":
         start, increment, count = draw(sizes), draw(sizes), draw(st.integers(1, 9))
-        return BatchSizes(start + increment * count, [start, increment, draw(st.integers(1, 400))])
+        return GlobalBatchSizes(start + increment * count, [start, increment, draw(st.integers(1, 400))])
     ends = sorted(draw(st.sets(st.integers(1, 400), min_size=1, max_size=5)))
-    return BatchSizes(draw(sizes), [[draw(sizes), end] for end in ends])
+    return GlobalBatchSizes(draw(sizes), [[draw(sizes), end] for end in ends])
 
 
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(ramps(), st.integers(0, 300), st.integers(0, 300))
-def test_iterations_and_samples_follow_from_each_other(sizes: BatchSizes, start: int, count: int) -> None:
+def test_iterations_and_samples_follow_from_each_other(sizes: GlobalBatchSizes, start: int, count: int) -> None:
     consumed = start
     runs = sizes.runs(7, start)
     for iteration in range(7, 7 + count):
@@ -49,7 +49,7 @@ def test_the_size_is_that_of_megatron(
     start: int, increment: int, count: int, samples: int, data: st.DataObject
 ) -> None:
     """The formula of megatron-core 0.16.1, num_microbatches_calculator.py:422, in exact arithmetic."""
-    sizes = BatchSizes(start + increment * count, [start, increment, samples])
+    sizes = GlobalBatchSizes(start + increment * count, [start, increment, samples])
     near = [samples, *(number * samples // count + delta for number in range(count) for delta in (-1, 0, 1))]
     for consumed in [0, *(data.draw(st.lists(st.integers(0, 2 * samples), max_size=20))), *near]:
         if consumed >= 0:
@@ -61,7 +61,7 @@ def test_the_size_is_what_megatron_itself_says() -> None:
     calculator = pytest.importorskip("megatron.core.num_microbatches_calculator")
     for start, increment, last, samples in ((16, 16, 1024, 5000), (32, 32, 288, 1000), (8, 4, 64, 997)):
         theirs = calculator.RampupBatchsizeNumMicroBatchesCalculator(last, 1, 1, False, 1, start, increment, samples)
-        sizes = BatchSizes(last, [start, increment, samples])
+        sizes = GlobalBatchSizes(last, [start, increment, samples])
         for consumed in range(samples + 200):
             theirs.update(consumed, False)
             assert sizes.at(consumed) == theirs.current_global_batch_size, consumed

@@ -21,7 +21,7 @@ from relayrun.control.rundir.merged_metrics import MergedViews, newest_valid_lin
 from relayrun.control.rundir.records import AttemptEnd, AttemptStart, CheckpointCommit
 from relayrun.control.rundir.restarts import FailedRestart, Rollback
 from relayrun.control.rundir.run import Run
-from relayrun.files import append_line, read_lines, read_lines_backwards
+from relayrun.files import append_line, read_json_lines, read_json_lines_backwards
 from tests.history import began
 
 
@@ -104,9 +104,9 @@ def test_a_file_is_read_backwards_as_forwards(lines: list[bytes], torn: bytes, b
         path = Path(folder) / "lines"
         whole = b"".join(text + b"\n" for text in lines)
         path.write_bytes(whole + torn + (b'\n{"later": 1}\n' if by_end else b""))
-        found = list(read_lines_backwards(path, end=len(whole) + len(torn) if by_end else None))
+        found = list(read_json_lines_backwards(path, end=len(whole) + len(torn) if by_end else None))
         path.write_bytes(whole)
-        assert [value for _, value in found][::-1] == list(read_lines(path))
+        assert [value for _, value in found][::-1] == list(read_json_lines(path))
         assert all(whole[:behind].endswith(b"\n") for behind, _ in found)
         assert all(json.loads(whole[:behind].splitlines()[-1]) == value for behind, value in found)
 
@@ -193,11 +193,11 @@ def test_the_appended_views_hold_what_counts(steps: list[tuple[str, int]]) -> No
                 end(run, number)
                 MergedViews(Run(run.path)).update()
                 expected = list(valid_lines(run))
-                assert list(read_lines(run.metrics_view)) == expected
+                assert list(read_json_lines(run.metrics_view)) == expected
                 assert list(newest_valid_lines(run))[::-1] == expected or bare
                 seconds = [entry["evaluation_seconds"] for entry in expected if "evaluation_seconds" in entry]
                 assert merged_metrics.evaluation_seconds(run, 1000) == seconds
-                rows = list(read_lines(run.attempts_view))
+                rows = list(read_json_lines(run.attempts_view))
                 begun = [n for n in run.attempt_numbers() if AttemptStart.read(run.attempt(n).begin) is not None]
                 assert [row["attempt"] for row in rows] == begun
                 assert all(("cause" in row) == run.attempt(row["attempt"]).end.exists() for row in rows)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from relayrun.control.rundir.run import Run, stop_reason
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from tests.campaigns import attempts, iterations, write_config, write_evaluated_stages
 
 from .cluster import ROOT, TestCluster
@@ -46,7 +46,7 @@ def test_an_evaluation_that_dies_comes_again_and_the_stage_begins(cluster: TestC
 
     cluster.wait_until(looked, timeout=400, interval=3, what="the second stage is done")
     cluster.wait_until(lambda: not cluster.queue(), timeout=600, interval=0.5, what="nothing is queued")
-    (result,) = read_lines(stable.evaluations_view)
+    (result,) = read_json_lines(stable.evaluations_view)
     assert (result["iteration"], result["status"]) == (4, "done")
     assert len(list(stable.evaluations.glob(".tried-*"))) == 1
     (begin,) = attempts(long)

@@ -12,7 +12,7 @@ from relayrun.control.rundir import triggers
 from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from tests.workspace import ends
 
 from .cluster import ROOT, TestCluster
@@ -66,7 +66,7 @@ def test_a_command_goes_on_from_its_launcher_to_its_exit(cluster: TestCluster, t
     first = cluster.sbatch(["--time=7", launcher], cwd=tmp_path, env=settings | {"HOST_PYTHON": site["host_python"]})
 
     def trains(attempt: int) -> None:
-        cluster.wait_until(lambda: any(read_lines(run.attempt(attempt).metrics)), timeout=360, interval=0.2)
+        cluster.wait_until(lambda: any(read_json_lines(run.attempt(attempt).metrics)), timeout=360, interval=0.2)
 
     trains(1)
     plan = Plan.load(run)
@@ -90,5 +90,5 @@ def test_a_command_goes_on_from_its_launcher_to_its_exit(cluster: TestCluster, t
     cluster.wait_until(over, timeout=300, interval=0.5)
     assert [end.cause for end in ends(run)] == ["saved", "exit"]
     assert resume_point(run).iteration > cut.durable_iteration
-    lines = [line["iteration"] for line in read_lines(run.metrics_view)]
+    lines = [line["iteration"] for line in read_json_lines(run.metrics_view)]
     assert lines == list(range(1, resume_point(run).iteration + 1))

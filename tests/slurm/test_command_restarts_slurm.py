@@ -12,7 +12,7 @@ import pytest
 from relayrun.config.compose import yaml_file
 from relayrun.control.rundir import restarts
 from relayrun.control.rundir.run import Run
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from tests.chain.test_local_command_restarts import PROGRAM, ranks_of, undisturbed
 from tests.workspace import ends
 
@@ -48,7 +48,7 @@ def test_ranks_of_a_program_on_two_nodes_start_again_in_their_job(cluster: TestC
     run = Run(tmp_path / "run")
 
     def reached(iteration: int) -> bool:
-        return any(line["iteration"] >= iteration for line in read_lines(run.attempt(1).metrics))
+        return any(line["iteration"] >= iteration for line in read_json_lines(run.attempt(1).metrics))
 
     cluster.wait_until(
         lambda: len(restarts.read_failed_restarts(run.attempt(1))) == 2 and reached(30), timeout=600, interval=0.1
@@ -67,5 +67,5 @@ def test_ranks_of_a_program_on_two_nodes_start_again_in_their_job(cluster: TestC
     assert len(found) == 3
     assert cluster.job(begin.job_id)["Restarts"] == "0"
     losses, weights = undisturbed(LAST)
-    assert [(line["iteration"], line["loss"]) for line in read_lines(run.metrics_view)] == losses
+    assert [(line["iteration"], line["loss"]) for line in read_json_lines(run.metrics_view)] == losses
     assert (run.checkpoints / f"step-{LAST}" / "weights").read_text() == weights

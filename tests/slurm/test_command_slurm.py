@@ -10,7 +10,7 @@ import pytest
 from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from tests.command_examples import (
     LAST_CHECKPOINT,
     NAMES,
@@ -53,7 +53,7 @@ def test_examples_that_are_cut_twice_and_killed_once_are_as_uncut(cluster: TestC
     def kill_in_the_third_job() -> bool:
         for name in sorted(waiting):
             attempt = runs[name].attempt(3)
-            if any(read_lines(attempt.metrics)):
+            if any(read_json_lines(attempt.metrics)):
                 kill_a_rank(runs[name], name)
                 (tmp_path / f"{name}-killed").touch()  # what is to be cut and killed has been
                 waiting.remove(name)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from relayrun.control.rundir.run import Run
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 
 from .cluster import ROOT, TestCluster
 from .conftest import MakeCluster
@@ -60,7 +60,7 @@ def test_a_drill_is_stopped_by_ctrl_c_and_goes_on_behind_what_is_done(cluster: T
     )
     try:
         torn = Run(folder / "runs/latest-torn").attempt(1)
-        cluster.wait_until(lambda: any(line["iteration"] > 2 for line in read_lines(torn.metrics)), 900)
+        cluster.wait_until(lambda: any(line["iteration"] > 2 for line in read_json_lines(torn.metrics)), 900)
         os.kill(program.pid, signal.SIGINT)
         out, said = program.communicate(timeout=300)
     finally:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from relayrun.control.rundir.plan import Plan
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from tests.export.models import SHAPES, write_task
 from tests.workspace import Workspace, ends, steps
 
@@ -61,7 +61,7 @@ def test_each_checkpoint_is_evaluated_once_although_training_is_killed_around_it
     assert sorted(steps(run)) == list(range(1, STEPS + 1))
     cluster.wait_until(lambda: not cluster.queue(), timeout=600, interval=0.5, what="the last evaluation")
 
-    lines = list(read_lines(run.evaluations_view))
+    lines = list(read_json_lines(run.evaluations_view))
     assert [(line["iteration"], line["status"]) for line in lines] == [(100, "done"), (200, "done"), (300, "done")], (
         lines
     )
@@ -119,7 +119,7 @@ def test_a_chain_that_trains_another_model_has_its_scores(
     assert causes[1] == "done"
     assert sorted(steps(run)) == list(range(1, 61))
     cluster.wait_until(lambda: not cluster.queue(), timeout=600, interval=0.5, what="the last evaluation")
-    lines = list(read_lines(run.evaluations_view))
+    lines = list(read_json_lines(run.evaluations_view))
     assert [(line["iteration"], line["status"]) for line in lines] == [(20, "done"), (40, "done"), (60, "done")], lines
     for line in lines:
         assert line["results"]["tiny_choice"]["acc"] in [n / 12 for n in range(13)]

@@ -17,7 +17,7 @@ from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.control.trainers import megatron_lm_log
 from relayrun.control.trainers.megatron_lm_log import MegatronDialect
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.checkouts import as_one_attempt, checkout_of, plan
 from tests.workspace import steps
@@ -48,7 +48,7 @@ def open_folder() -> Iterator[Path]:
 def wait_for_step(cluster: TestCluster, run: Run, iteration: int, attempt: int = 1) -> None:
     metrics = run.attempt(attempt).metrics
     cluster.wait_until(
-        lambda: any(line["iteration"] >= iteration for line in read_lines(metrics)), timeout=600, interval=0.2
+        lambda: any(line["iteration"] >= iteration for line in read_json_lines(metrics)), timeout=600, interval=0.2
     )
 
 

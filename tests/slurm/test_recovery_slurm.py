@@ -11,7 +11,7 @@ import pytest
 from relayrun.control.rundir import restarts
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from tests.chain.test_local_recovery import SETTINGS, assert_same_run, with_kills
 from tests.workspace import Workspace, ends
 
@@ -56,7 +56,7 @@ def test_what_ends_a_job_ends_it_as_without_agents(cluster: TestCluster, tmp_pat
         changes |= {"job": {"time": "2"}, "chain": {"grace_period": 80, "signal_seconds": 1}}
     run = workspace.run("run")
     submit(cluster, killed_config(workspace, "run", **changes))
-    cluster.wait_until(lambda: any(read_lines(run.attempt(1).metrics)), timeout=360, interval=0.2)
+    cluster.wait_until(lambda: any(read_json_lines(run.attempt(1).metrics)), timeout=360, interval=0.2)
     if how == "cancel":
         cluster.run(["scancel", job_of(run, 1)])
     elif how == "agent":

@@ -14,7 +14,7 @@ from relayrun.control.rundir import restarts
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from relayrun.tokens.mixture.audit import audit_run, dataset_ledgers
 from tests.chain.test_local_recovery import SETTINGS, assert_same_run
 from tests.random_kills import sample_gaps
@@ -79,7 +79,7 @@ def reference(cluster: TestCluster, workspace: Workspace) -> Run:
 
 def wait_for(cluster: TestCluster, run: Run, iteration: int, *, attempt: int = 1) -> None:
     def reached() -> bool:
-        return any(line["iteration"] >= iteration for line in read_lines(run.attempt(attempt).metrics))
+        return any(line["iteration"] >= iteration for line in read_json_lines(run.attempt(attempt).metrics))
 
     cluster.wait_until(reached, timeout=360, interval=0.1, what=f"iteration {iteration}")
 

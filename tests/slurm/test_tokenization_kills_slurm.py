@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from relayrun.tokens.shards.shard import Shard
 from relayrun.tokens.tokenize.dump_status import read_status
 from relayrun.tokens.tokenize.dumps import DumpsFolder
@@ -42,7 +42,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 def submit(cluster: TestCluster, launcher: str, settings: TokenizationSettings, *, minutes: int = 5) -> list[str]:
     """Ids of the jobs that this makes, by dump."""
     record = Path(settings.metadata_folder, "jobs.jsonl")
-    before = len(list(read_lines(record)))
+    before = len(list(read_json_lines(record)))
     if launcher == "bash":
         variables = environment(settings) | {"SBATCH_TIMELIMIT": str(minutes)}
         cluster.run([BASH], env=variables, cwd=Path("/"))
@@ -50,7 +50,7 @@ def submit(cluster: TestCluster, launcher: str, settings: TokenizationSettings, 
         config = write_config(settings, max_parallel=DUMPS)
         config.write_text(config.read_text().replace("time: 5", f"time: {minutes}"))
         cluster.run([sys.executable, PYTHON, config])
-    made = sorted(list(read_lines(record))[before:], key=lambda line: line["dump"])
+    made = sorted(list(read_json_lines(record))[before:], key=lambda line: line["dump"])
     return [line["slurm_job_id"] for line in made]
 
 

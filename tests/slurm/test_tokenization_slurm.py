@@ -37,10 +37,10 @@ def assert_all_done(settings: TokenizationSettings, expected: dict[str, bytes], 
         rows = list(csv.DictReader(file))
     assert len(rows) == DUMPS
     assert {row["node"] for row in rows} <= {"n0", "n1", "n2", "n3"}
-    logs = sorted(path.name for path in settings.job_logs.glob("R-*"))
+    logs = sorted(path.name for path in settings.job_output_files.glob("R-*"))
     assert len(logs) == 2 * DUMPS
     assert all(name.startswith(f"R-{settings.name}-") for name in logs)
-    assert all("tokens" in file.read_text() for file in settings.job_logs.glob("R-*.out"))
+    assert all("tokens" in file.read_text() for file in settings.job_output_files.glob("R-*.out"))
     assert len(list(Path(settings.logs, "datatrove/T", settings.dataset_name).glob("dump-*/tokenizer.json"))) == DUMPS
     return [row["slurm_job_id"] for row in rows]
 
@@ -114,7 +114,7 @@ def test_a_failed_dump_is_one_message_and_submitting_again_completes_it(cluster:
     assert ".parquet: " in failed.stderr
     assert "Traceback" not in failed.stderr
     assert shards(settings) == {}
-    for file in settings.job_logs.glob("R-*"):
+    for file in settings.job_output_files.glob("R-*"):
         file.unlink()
     cluster.run([sys.executable, PYTHON, write_config(settings, max_parallel=4), "--wait"], timeout=540)
     assert_all_done(settings, dataset.expected, cluster)

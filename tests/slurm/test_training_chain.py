@@ -14,7 +14,7 @@ from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from tests import warm
 from tests.checkpoints import assert_same_bytes
 from tests.readme import break_code, copy_tracked
@@ -57,7 +57,7 @@ def wait_for_end(cluster: TestCluster, run: Run, timeout: float) -> None:
 
 
 def wait_for_iteration(cluster: TestCluster, run: Run, attempt: int, timeout: float = 600) -> None:
-    cluster.wait_until(lambda: any(read_lines(run.attempt(attempt).metrics)), timeout=timeout, interval=0.2)
+    cluster.wait_until(lambda: any(read_json_lines(run.attempt(attempt).metrics)), timeout=timeout, interval=0.2)
 
 
 def job_of(run: Run, attempt: int) -> str:
@@ -262,4 +262,4 @@ def test_a_bash_launcher_with_a_backup_survives_what_becomes_of_its_checkout(
 
 
 def ends_so_far(run: Run) -> list[str]:
-    return [end["reason"] for end in read_lines(run.attempts_view) if "reason" in end]
+    return [end["reason"] for end in read_json_lines(run.attempts_view) if "reason" in end]

@@ -29,7 +29,7 @@ from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptStart, SuccessorJob
 from relayrun.control.rundir.run import Run, stop_reason
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from tests.workspace import Workspace, ends, steps
 
 from .cluster import ROOT, TestCluster
@@ -120,14 +120,14 @@ class Team:
 
     def wait_iteration(self, run: Run, attempt: int = 1) -> None:
         self.cluster.wait_until(
-            lambda: any(read_lines(run.attempt(attempt).metrics)), timeout=300, what=f"a step of attempt {attempt}"
+            lambda: any(read_json_lines(run.attempt(attempt).metrics)), timeout=300, what=f"a step of attempt {attempt}"
         )
 
     def wait_over(self, run: Run, timeout: float = 300) -> None:
         self.cluster.wait_until(lambda: not self.chain(run), timeout=timeout, what="the end of the chain's jobs")
 
     def owners(self, run: Run) -> list[tuple[str, int | None]]:
-        return [(line["name"], line["former"]) for line in read_lines(run.owners)]
+        return [(line["name"], line["former"]) for line in read_json_lines(run.owners)]
 
     def log(self, run: Run, job_id: str) -> str:
         return (Path(Plan.load(run).log_folder) / f"{Plan.load(run).job_name}-{job_id}.err").read_text()
@@ -238,7 +238,7 @@ def test_one_owner_at_a_time_where_everybody_sees_the_queue(team: Team) -> None:
     team.wait_over(run)
     assert [end.cause for end in ends(run)] == ["exit", "exit"]
     assert resume_point(run).iteration > reached
-    assert [line["iteration"] for line in read_lines(run.metrics_view)] == list(
+    assert [line["iteration"] for line in read_json_lines(run.metrics_view)] == list(
         range(1, resume_point(run).iteration + 1)
     )
     assert f"this run is {team.member}'s" in team.relayrun(team.owner, "submit", config, "--resume", check=False)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from relayrun import client
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 
 PROGRAM = """
 import sys
@@ -55,9 +55,9 @@ def test_what_it_says_and_hears(folder: Path) -> None:
     (folder / "stop").touch()
     surroundings = {client.FOLDER: str(word), client.STOP: str(folder / "stop"), "RELAYRUN_CHECKPOINT": "/c/0"}
     assert run(folder, **surroundings) == "/c/0 True False True"
-    (step,) = read_lines(word / "steps.jsonl")
+    (step,) = read_json_lines(word / "steps.jsonl")
     assert step["metrics"] == {"loss": 2.5, "lr": 1e-3}
-    (saved,) = read_lines(word / "checkpoints.jsonl")
+    (saved,) = read_json_lines(word / "checkpoints.jsonl")
     assert (saved["iteration"], saved["path"]) == (1, "/c/1")
     assert run(folder, **surroundings) == "/c/0 False False True"
 
@@ -72,7 +72,7 @@ def test_a_torn_line_does_not_tear_the_next(folder: Path) -> None:
     steps = folder / "word" / "steps.jsonl"
     steps.write_text(json.dumps({"iteration": 1})[:5])
     run(folder, **{client.FOLDER: str(folder / "word")})
-    assert [entry["iteration"] for entry in read_lines(steps)] == [1]
+    assert [entry["iteration"] for entry in read_json_lines(steps)] == [1]
 
 
 def test_a_folder_that_is_away_ends_nothing(folder: Path) -> None:

@@ -10,13 +10,13 @@ from signal import Signals
 import pytest
 
 from relayrun.config.sections.command import CommandSection
-from relayrun.config.sections.plain import read_section
+from relayrun.config.sections.dataclass_section import read_section
 from relayrun.control.rundir import triggers
 from relayrun.control.rundir.checkpoint_records import BEGINNING, ResumePoint, resume_point
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers.base import AttemptObserver
 from relayrun.control.trainers.command import CommandTrainer
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from tests.history import began
 
 
@@ -111,7 +111,7 @@ def test_a_file_of_progress_is_read_from_where_the_attempt_began(run: Run) -> No
         more.write('{"step": 1, "loss": 3}\n')
     observer.look()
     follow(run, made).look()  # by a watch that starts again
-    assert [(line["iteration"], line["loss"]) for line in read_lines(run.attempt(1).metrics)] == [(1, 3.0)]
+    assert [(line["iteration"], line["loss"]) for line in read_json_lines(run.attempt(1).metrics)] == [(1, 3.0)]
 
 
 def test_it_goes_on_from_an_older_one_where_the_program_removed_its_newest(run: Run) -> None:

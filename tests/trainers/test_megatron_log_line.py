@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from relayrun.control.trainers.megatron_lm_log import parse_save, parse_step
+from relayrun.control.trainers.megatron_lm_log import parse_iteration, parse_save
 
 SWISS_AI = (
     " [2026-11-22 20:54:22] iteration       20/    4000 | consumed samples:           80 | consumed tokens: 0.000B |"
@@ -22,7 +22,7 @@ NVIDIA = (
 
 @pytest.mark.parametrize(("line", "milliseconds"), [(SWISS_AI, 58.8), (NVIDIA, 35.1)])
 def test_a_line_of_progress(line: str, milliseconds: float) -> None:
-    step = parse_step(line)
+    step = parse_iteration(line)
     assert step is not None
     assert (step.iteration, step.consumed_samples, step.seconds) == (20, 80, milliseconds / 1000)
     metrics = dict(step.metrics)
@@ -40,20 +40,20 @@ def test_a_line_of_progress(line: str, milliseconds: float) -> None:
 
 
 def test_srun_may_put_the_rank_before_it() -> None:
-    step = parse_step("1:" + NVIDIA)
+    step = parse_iteration("1:" + NVIDIA)
     assert step is not None
     assert step.iteration == 20
 
 
 def test_a_loss_that_is_no_number_is_left_out() -> None:
-    step = parse_step(NVIDIA.replace("5.544994E+00", "nan"))
+    step = parse_iteration(NVIDIA.replace("5.544994E+00", "nan"))
     assert step is not None
     assert "loss" not in step.metrics
 
 
 @pytest.mark.parametrize("line", ["", "iteration 3", "validation loss at iteration 20 | lm loss value: 5.5E+00 |"])
 def test_other_lines_are_none(line: str) -> None:
-    assert parse_step(line) is None
+    assert parse_iteration(line) is None
 
 
 def test_the_beginning_of_a_save() -> None:

@@ -18,7 +18,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.trainers.base import FoundCheckpoint, ObservedStep, ProgramEnding
 from relayrun.control.trainers.checkpoint_cleanup import CheckpointRetention
 from relayrun.control.trainers.observer import ProgramObserver
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from tests.history import began
 
 
@@ -105,7 +105,7 @@ class Scene:
         self.left += 1
 
     def lines(self) -> list[int]:
-        return [line["iteration"] for line in read_lines(self.attempt.metrics)]
+        return [line["iteration"] for line in read_json_lines(self.attempt.metrics)]
 
     def beat(self) -> Heartbeat:
         found = Heartbeat.read(self.attempt.heartbeats / "program.json")
@@ -124,7 +124,7 @@ def test_steps_and_checkpoints_become_the_records_of_the_native_trainer(scene: S
     scene.script.step(1, 2)
     scene.observer.look()
     assert scene.beat().phase == "step"
-    assert list(read_lines(scene.attempt.metrics))[1] | {"time": 0} == {
+    assert list(read_json_lines(scene.attempt.metrics))[1] | {"time": 0} == {
         "iteration": 2,
         "loss": 8.0,
         "time": 0,
@@ -439,7 +439,7 @@ def test_the_time_of_a_step_is_seen_where_the_program_does_not_say_it(
         scene.observer.look()
         now += 8.0
     assert scene.beat().step_p95 == 8.0
-    assert "step_seconds" not in list(read_lines(scene.attempt.metrics))[-1]
+    assert "step_seconds" not in list(read_json_lines(scene.attempt.metrics))[-1]
 
 
 def test_it_is_asked_to_leave_also_where_its_files_cannot_be_read(scene: Scene) -> None:

@@ -27,7 +27,7 @@ from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.records import AttemptOutcome, AttemptStart, CheckpointCommit, Heartbeat, RankFailure
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.local_srun import free_port
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.tokens.shards.shard import ShardWriter
 from tests import warm
@@ -98,7 +98,7 @@ class Attempt:
 
     def wait_for_iteration(self, iteration: int, timeout: float = 600) -> None:
         def reached() -> bool:
-            there = any(line["iteration"] >= iteration for line in read_lines(self.directory.metrics))
+            there = any(line["iteration"] >= iteration for line in read_json_lines(self.directory.metrics))
             assert there or any(process.poll() is None for process in self.processes), missed()
             return there
 
@@ -131,11 +131,13 @@ class Attempt:
         return [failure for failure in found if failure is not None]
 
     def steps(self) -> dict[int, dict[str, Any]]:
-        return {line["iteration"]: line for line in read_lines(self.directory.metrics) if "loss" in line}
+        return {line["iteration"]: line for line in read_json_lines(self.directory.metrics) if "loss" in line}
 
     def evaluations(self) -> dict[int, dict[str, float]]:
         return {
-            line["iteration"]: line["validation"] for line in read_lines(self.directory.metrics) if "validation" in line
+            line["iteration"]: line["validation"]
+            for line in read_json_lines(self.directory.metrics)
+            if "validation" in line
         }
 
 

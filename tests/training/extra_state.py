@@ -28,7 +28,7 @@ from relayrun.train.checkpoint.reader import CheckedReader  # noqa: E402
 from relayrun.train.messages import RankObjectCollectives  # noqa: E402
 from relayrun.train.model import cpu_patches, layers  # noqa: E402
 from relayrun.train.model.gpt import ModelStage  # noqa: E402
-from relayrun.train.model.layers import Norm, NormWithState  # noqa: E402
+from relayrun.train.model.layers import Norm, NormWithExtraState  # noqa: E402
 
 VOCABULARY = 300
 
@@ -50,7 +50,7 @@ class EngineNorm(Norm):
 
 def model(final: type[Norm], inner: type[Norm] = Norm) -> ModelStage:
     """A model with these norms, its weights drawn anew."""
-    layers.NormWithState, layers.Norm = final, inner  # type: ignore[attr-defined,misc,assignment]
+    layers.NormWithExtraState, layers.Norm = final, inner  # type: ignore[attr-defined,misc,assignment]
     return ModelStage(config, ranks, VOCABULARY)
 
 
@@ -103,7 +103,7 @@ config = RunConfig.model_validate(
 )
 ranks = distributed.start_process_groups(config)
 
-local = model(NormWithState)
+local = model(NormWithExtraState)
 now = save(local, "now")
 old = model(Norm)  # before this version the norm had no state
 earlier = save(old, "earlier")
@@ -113,13 +113,13 @@ more = model(EngineNorm, EngineNorm)  # as with a norm of queries and keys: stat
 result: dict[str, Any] = {
     "earlier, as before": loaded(megatrons, model(EngineNorm), earlier, weights(old)),
     "earlier": loaded(ours, model(EngineNorm), earlier, weights(old)),
-    "earlier, local": loaded(ours, model(NormWithState), earlier, weights(old)),
+    "earlier, local": loaded(ours, model(NormWithExtraState), earlier, weights(old)),
     "now": loaded(ours, model(EngineNorm), now, weights(local)),
     "now, by another program": loaded(megatrons, model(EngineNorm), now, weights(local)),
     "now, more state": loaded(ours, model(EngineNorm, EngineNorm), now, weights(local)),
     "imported": loaded(ours, model(EngineNorm), imported, None),
     "imported, by another program": loaded(megatrons, model(EngineNorm), imported, None),
-    "engine's, local": loaded(ours, model(NormWithState), engines, weights(engine)),
+    "engine's, local": loaded(ours, model(NormWithExtraState), engines, weights(engine)),
 }
 asked = model(EngineNorm)
 ours(asked, now)

@@ -31,7 +31,7 @@ from relayrun.train.model import cpu_patches  # noqa: E402
 from relayrun.train.model.gpt import MicroBatch, ModelStage  # noqa: E402
 from relayrun.train.optimizer.megatron_optimizer import (  # noqa: E402
     ScheduledOptimizer,
-    ShardedDistributedOptimizer,
+    ShardedCheckpointOptimizer,
     TorchDistributedOptimizer,
 )
 
@@ -91,7 +91,7 @@ def megatrons_format() -> Iterator[None]:
     """The state as megatron-core itself saves and loads it, in whole tensors."""
     with contextlib.ExitStack() as stack:
         for name in ("sharded_param_state_fully_reshardable", "load_parameter_state_from_fully_reshardable"):
-            stack.enter_context(replaced(ShardedDistributedOptimizer, name, getattr(DistributedOptimizer, name)))
+            stack.enter_context(replaced(ShardedCheckpointOptimizer, name, getattr(DistributedOptimizer, name)))
         yield
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from relayrun.config.sections.training import BatchSizes
+from relayrun.config.sections.training import GlobalBatchSizes
 from relayrun.control.rundir.checkpoint_records import quarantined_checkpoints, resume_point
 from relayrun.control.rundir.merged_metrics import MergedViews, valid_lines
-from relayrun.files import read_json, read_lines
+from relayrun.files import read_json, read_json_lines
 from relayrun.tokens.order.batches import TrainingProgress
 from tests.checkpoints import assert_same_bytes, contents, state_tensors
 from tests.waiting import wait_for
@@ -71,7 +71,7 @@ def test_a_skipped_update_changes_nothing_on_any_rank_and_is_skipped_again_in_a_
     assert_same_steps(counted(whole.run), counted(pieces.run))
     assert_same_bytes(whole.run.checkpoint(16), pieces.run.checkpoint(16))
     common = contents(pieces.run.checkpoint(16))["common"]
-    assert TrainingProgress.resume(common["progress"], BatchSizes(8)).untrained == [(8 * BAD - 8, 8 * BAD)]
+    assert TrainingProgress.resume(common["progress"], GlobalBatchSizes(8)).untrained == [(8 * BAD - 8, 8 * BAD)]
 
 
 def test_a_rollback_passes_over_the_same_samples_whether_the_process_goes_on_or_is_killed(
@@ -81,17 +81,17 @@ def test_a_rollback_passes_over_the_same_samples_whether_the_process_goes_on_or_
     whole = harness(**with_policy(5, on_nan="rollback"))
     reference = whole.train(inject="nan-sample=50")
     assert f"iteration {BAD}: loss nan, gradient norm nan; back to iteration 5" in reference.output()
-    assert [line["next_sample"] for line in read_lines(whole.run.attempt(1).rollbacks)] == [BAD * 8]
+    assert [line["next_sample"] for line in read_json_lines(whole.run.attempt(1).rollbacks)] == [BAD * 8]
     steps = counted(whole.run)
     assert [steps[i]["consumed_samples"] for i in (5, 6, 16)] == [40, BAD * 8 + 8, BAD * 8 + 11 * 8]
     assert all(math.isfinite(line["loss"]) for line in steps.values())
-    progress = TrainingProgress.resume(read_json(whole.run.attempt(1).data)["progress"], BatchSizes(8))
+    progress = TrainingProgress.resume(read_json(whole.run.attempt(1).data)["progress"], GlobalBatchSizes(8))
     assert progress.passed_over == [(40, BAD * 8)]
 
     pieces = harness(**with_policy(5, on_nan="rollback"))
     attempt = pieces.start(inject="nan-sample=50,step-delay=0.1")
     wait_for(
-        lambda: any("rollback" in line for line in read_lines(attempt.directory.metrics)),
+        lambda: any("rollback" in line for line in read_json_lines(attempt.directory.metrics)),
         600,
         step=0.01,
         words=attempt.output,
@@ -123,13 +123,13 @@ def test_a_rollback_that_meets_a_damaged_checkpoint_takes_the_one_before_in_the_
     for left in quarantined_checkpoints(broken.run):
         assert "are not those that were saved" in left.why
         assert f"iteration {left.iteration} is left behind: {left.why}" in output
-    went_back = [entry["base_iteration"] for entry in read_lines(broken.run.attempt(1).rollbacks)]
+    went_back = [entry["base_iteration"] for entry in read_json_lines(broken.run.attempt(1).rollbacks)]
     assert went_back == [max(damaged), min(damaged) - interval, max(damaged)]
     assert_same_steps(counted(whole.run), counted(broken.run))
     assert resume_point(whole.run).iteration == resume_point(broken.run).iteration == steps
     assert_same_bytes(whole.run.checkpoint(steps), broken.run.checkpoint(steps))
     MergedViews(broken.run).update()
-    assert list(read_lines(broken.run.metrics_view)) == list(valid_lines(broken.run))
+    assert list(read_json_lines(broken.run.metrics_view)) == list(valid_lines(broken.run))
 
 
 @pytest.mark.long

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from tests.checkpoints import assert_same_bytes, contents
 
 Make = Callable[..., Any]
@@ -106,7 +106,7 @@ def test_measurements_wait_for_the_device_no_more_often_than_iterations_without(
     assert len(after_first) == 1, waits
     assert min(after_first) >= 2, "loss and norm at least are read"
     assert_measured(attempt, made)
-    (evaluated,) = (line for line in read_lines(attempt.directory.metrics) if "validation" in line)
+    (evaluated,) = (line for line in read_json_lines(attempt.directory.metrics) if "validation" in line)
     assert evaluated["perplexity"] == {name: math.exp(loss) for name, loss in evaluated["validation"].items()}
 
 

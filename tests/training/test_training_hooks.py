@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from relayrun.control.rundir.checkpoint_records import resume_point
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from tests.checkpoints import assert_same_bytes, contents
 from tests.waiting import wait_for
 
@@ -50,7 +50,7 @@ def test_a_users_hook_counts_steps_over_three_attempts_and_training_stays_what_i
     killed.wait()
     assert resume_point(made.run).iteration == 8
     last = made.train()
-    counted = list(read_lines(made.run.path / "counted.jsonl"))
+    counted = list(read_json_lines(made.run.path / "counted.jsonl"))
     assert [(line["attempt"], line["iteration"]) for line in counted] == [(1, first.outcome.iteration), (3, 20)]
     assert [line["counts"] for line in counted] == [[first.outcome.iteration] * 2, [20, 20]]
     losses = [step["loss"] for step in reference.steps().values()]
@@ -78,7 +78,7 @@ def test_a_hook_that_is_new_or_gone_on_a_resume_is_said_in_one_line(harness: Mak
     ):
         made.config["training"] |= {"steps": steps, "hooks": hooks}
         assert made.train().output().count(said) == 1
-    assert next(iter(read_lines(made.run.path / "counted.jsonl")))["counts"] == [2, 2]
+    assert next(iter(read_json_lines(made.run.path / "counted.jsonl")))["counts"] == [2, 2]
     assert COUNT in common(made, 5)
     assert COUNT not in common(made, 7)
 
@@ -124,7 +124,7 @@ def test_a_verdict_of_one_rank_counts_on_all_within_the_bounds_of_the_config(har
 def test_the_state_of_a_hook_goes_back_with_a_rollback(harness: Make) -> None:
     made = harness(training={"steps": 12, "on_nan": "rollback", "hooks": [COUNT]}, checkpoint={"interval": 5})
     made.train(inject="nan-sample=50")  # in iteration 7
-    (line,) = read_lines(made.run.path / "counted.jsonl")
+    (line,) = read_json_lines(made.run.path / "counted.jsonl")
     assert line["counts"] == [12, 12]
     assert "NaN" not in json.dumps(line["losses"])
 
@@ -149,7 +149,7 @@ def test_an_error_before_a_checkpoint_counts_fails_that_save_alone(harness: Make
     made = harness(training={"steps": 6, "hooks": hooks}, checkpoint={"interval": 2})
     attempt = made.train()
     assert [commit.iteration for commit in attempt.commits] == [2, 6]
-    (failed,) = read_lines(attempt.directory.failed_saves)
+    (failed,) = read_json_lines(attempt.directory.failed_saves)
     assert failed["iteration"] == 4
     assert f"hook {HOOKS}:Raises, before_publish: ZeroDivisionError: of my own" in failed["error"]
 

@@ -17,7 +17,7 @@ import pytest
 from relayrun.control.rundir import triggers
 from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.records import StartTimes
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.tokens.shards.shard import ShardWriter
 from tests.waiting import wait_for
@@ -145,7 +145,7 @@ def test_a_save_that_fails_on_one_rank_stops_nothing_until_the_end(harness: Make
     output = attempt.output()
     for iteration, times in ((4, 1), (8, 1), (10, 3)):
         assert output.count(f"SAVE FAILED at iteration {iteration}: rank 1: ") == times
-    assert [line["iteration"] for line in read_lines(attempt.directory.failed_saves)] == [4, 8, 10, 10, 10]
+    assert [line["iteration"] for line in read_json_lines(attempt.directory.failed_saves)] == [4, 8, 10, 10, 10]
     assert "iteration 10 could not be saved" in output
     assert "Traceback" not in output
     assert attempt.outcome is None

@@ -11,7 +11,7 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 from relayrun.train.model.attention import CausalAttention
-from relayrun.train.model.layers import Norm, NormWithState
+from relayrun.train.model.layers import Norm, NormWithExtraState
 
 
 class Signs(torch.optim.Optimizer):
@@ -94,7 +94,7 @@ def same_layers(config: TransformerConfig) -> ModuleSpec:
 
 def same_block(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[same_layers(config)] * count, layer_norm=NormWithState)
+    return TransformerBlockSubmodules(layer_specs=[same_layers(config)] * count, layer_norm=NormWithExtraState)
 
 
 def own_model(

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relayrun.config.sections.training import BatchSizes
+from relayrun.config.sections.training import GlobalBatchSizes
 from relayrun.errors import ConfigError, InputError
 from relayrun.tokens.order.batches import BatchReader
 from relayrun.tokens.order.datasets import ValidationSet, WindowOrder
@@ -15,7 +15,7 @@ from relayrun.tokens.order.sample_rows import SampleRow
 from relayrun.tokens.shards.manifest import DatasetManifest
 from relayrun.tokens.shards.shard import ShardWriter
 
-TWELVE = BatchSizes(12)
+TWELVE = GlobalBatchSizes(12)
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def order(tmp_path: Path) -> ValidationSet:
     return ValidationSet(name="train", dataset=windows)
 
 
-def reader(order: ValidationSet, *, batch_sizes: BatchSizes = TWELVE, **settings: int) -> BatchReader:
+def reader(order: ValidationSet, *, batch_sizes: GlobalBatchSizes = TWELVE, **settings: int) -> BatchReader:
     defaults = {"data_parallel_rank": 0, "data_parallel_size": 1, "micro_batch_size": 2, "consumed_samples": 0}
     return BatchReader(order, batch_sizes=batch_sizes, **{**defaults, **settings})
 
@@ -79,7 +79,7 @@ def test_a_layout_that_does_not_divide_the_batch_is_refused(order: ValidationSet
 
 
 def test_a_stage_of_a_ramp_that_the_layout_does_not_divide_is_refused_unless_it_is_over(order: ValidationSet) -> None:
-    sizes = BatchSizes(16, [4, 4, 60])
+    sizes = GlobalBatchSizes(16, [4, 4, 60])
     with pytest.raises(ConfigError, match="global batch size 4 from sample 0 on is no multiple"):
         reader(order, batch_sizes=sizes, data_parallel_size=4)
     reader(order, batch_sizes=sizes, data_parallel_size=4, consumed_samples=60).close()

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from relayrun.cli import main
 from relayrun.errors import ConfigError
 from relayrun.tokens.order import sample_rows
-from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.streams.run_tokenizer import character_token_ids
 from relayrun.tokens.tokenize.encode.engines import EngineSelection, select_engine
 from relayrun.tokens.tokenize.encode.families import plan_engine
@@ -107,8 +107,8 @@ def test_a_table_gives_the_ids_of_the_reference(options: dict[str, Any], texts: 
     assert plan is not None
     assert plan.engine == "bytes"
     selection = EngineSelection(engine="bytes", version="1", plan=plan)
-    some = Texts.of(["before", *texts, "behind"])
-    given_ = Texts(data=some.data, offsets=some.offsets[1:-1])
+    some = PackedTexts.of(["before", *texts, "behind"])
+    given_ = PackedTexts(data=some.data, offsets=some.offsets[1:-1])
     ids, lengths = selection.build(tokenizer.to_str()).encode(given_)
     right, of_each = HuggingFaceEngine(tokenizer).encode(given_)
     assert ids.dtype == np.uint32
@@ -128,9 +128,9 @@ def test_the_table_proves_itself_and_is_taken(tmp_path: Path, monkeypatch: pytes
     loaded = load_tokenizer(TokenizeOptions(tokenizer=str(write_byte_tokenizer(tmp_path / "t"))))
     said: list[str] = []
     for wanted in ("auto", "bytes"):
-        assert select_engine(wanted, loaded.tokenizer, Texts.of(["ACGT"]), said.append).engine == "bytes"
+        assert select_engine(wanted, loaded.tokenizer, PackedTexts.of(["ACGT"]), said.append).engine == "bytes"
     assert said == []
-    assert select_engine("gigatoken", loaded.tokenizer, Texts.of(["ACGT"]), said.append).engine == "huggingface"
+    assert select_engine("gigatoken", loaded.tokenizer, PackedTexts.of(["ACGT"]), said.append).engine == "huggingface"
     assert said
 
 

@@ -16,7 +16,7 @@ from relayrun.cli import main
 from relayrun.config.compose import resolve
 from relayrun.control.chain.quota import read_quotas
 from relayrun.control.rundir.run import Run
-from relayrun.errors import RelayrunError, split_error
+from relayrun.errors import RelayrunError, split_combined_error
 from relayrun.files import append_line
 from relayrun.submit import submission
 from relayrun.submit.check import programs, settings, slurm
@@ -92,7 +92,7 @@ def test_all_errors_are_found_with_file_line_value_and_remedy(
     assert all(each["remedy"] for each in errors.values())
     with pytest.raises(RelayrunError) as refused:
         submission.submit_run(resolve.load_run_config(path, changes[1::2]))
-    assert len(split_error(refused.value)) == 3
+    assert len(split_combined_error(refused.value)) == 3
     assert all(each["words"] in str(refused.value) for each in errors.values())
     assert not (workspace.folder / "run").exists()
     assert main(["submit", str(path), *changes, "--dry-run"]) == 1

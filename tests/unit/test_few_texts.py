@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.tokenize.encode import engines
 from relayrun.tokens.tokenize.encode.engines import select_engine
 from relayrun.tokens.tokenize.encode.families import BYTE_LEVEL_FAMILIES, plan_engine
@@ -39,7 +39,7 @@ def never() -> Engine:
 
 
 def same(engine: Engine, text: str, texts: list[str]) -> None:
-    found, right = engine.encode(Texts.of(texts)), reference(text).encode(Texts.of(texts))
+    found, right = engine.encode(PackedTexts.of(texts)), reference(text).encode(PackedTexts.of(texts))
     assert [*map(np.ndarray.tolist, found)] == [*map(np.ndarray.tolist, right)]
 
 
@@ -111,7 +111,7 @@ def test_what_is_written_in_another_way_asks_for_the_whole_tokenizer(change: tup
     other = before + '"vocab":' + lists.replace(*change)
     assert other != small("GPT-2")
     with pytest.raises(AssertionError, match="not needed"):
-        PartialVocabularyEngine(other, (), never).encode(Texts.of(["a text"]))
+        PartialVocabularyEngine(other, (), never).encode(PackedTexts.of(["a text"]))
 
 
 @pytest.mark.parametrize("name", ["Llama 3", "o200k"])
@@ -120,7 +120,7 @@ def test_a_worker_that_meets_a_doubtful_character_loads_no_whole_tokenizer(
 ) -> None:
     whole = small(name)
     told: list[str] = []
-    selection = select_engine("auto", loaded(whole), Texts.of(["a text"]), told.append, definition=whole)
+    selection = select_engine("auto", loaded(whole), PackedTexts.of(["a text"]), told.append, definition=whole)
     engines._build_engine.cache_clear()  # another process
     engine = selection.build(whole, never)  # type: ignore[arg-type]
     same(engine, whole, ["a text", "a \u1316 text that \u212a no \u017f table knows", "another"])
@@ -137,7 +137,7 @@ def test_where_the_reference_is_loaded_already_it_is_taken(monkeypatch: pytest.M
         return loaded(whole)
 
     engines._build_engine.cache_clear()
-    engine = select_engine("auto", load, Texts.of(["a text"]), print, definition=whole).build(whole)
+    engine = select_engine("auto", load, PackedTexts.of(["a text"]), print, definition=whole).build(whole)
     monkeypatch.setattr(engines, "PartialVocabularyEngine", never)
     before = engine.routed  # of the proof
     same(engine, whole, ["a \u1316 text"])
@@ -152,7 +152,7 @@ def test_forty_thousand_texts_in_hundreds_get_the_ids_of_the_whole_tokenizer(nam
     whole, texts = published(name).read_text(encoding="utf-8"), [*random_texts(40_000, 11)]
     right = reference(whole)
     for begin in range(0, len(texts), 100):
-        made = Texts.of(texts[begin : begin + 100])
+        made = PackedTexts.of(texts[begin : begin + 100])
         for found, wanted in zip(
             PartialVocabularyEngine(whole, (), never).encode(made), right.encode(made), strict=True
         ):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from relayrun.errors import InputError, run_main
-from relayrun.files import append_line, read_lines, remove_leftovers, temporary_prefix, write_atomic
+from relayrun.files import append_line, read_json_lines, remove_leftovers, temporary_prefix, write_atomic
 from tests.waiting import read_line, wait_for
 
 
@@ -33,10 +33,10 @@ def test_a_torn_last_line_is_ignored_and_stays_alone(tmp_path: Path) -> None:
     append_line(path, {"n": 1})
     with path.open("a") as file:
         file.write('{"n": 2')
-    assert list(read_lines(path)) == [{"n": 1}]
+    assert list(read_json_lines(path)) == [{"n": 1}]
     append_line(path, {"n": 3})
-    assert list(read_lines(path)) == [{"n": 1}, {"n": 3}]
-    assert list(read_lines(tmp_path / "missing")) == []
+    assert list(read_json_lines(path)) == [{"n": 1}, {"n": 3}]
+    assert list(read_json_lines(tmp_path / "missing")) == []
 
 
 def test_errors_become_one_message_and_an_exit_code(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from relayrun.train.checkpoint.memory_interval import (
     COPY_TIME_SHARE,
     SHORTEST_INTERVAL,
-    CopyTimes,
+    MedianCopyAndStepTime,
     MemoryCopySchedule,
     StepSlowdown,
 )
@@ -21,7 +21,7 @@ seconds = st.floats(1e-4, 1e3)
 def test_the_smallest_interval_costs_less_than_its_share_and_waits_for_no_neighbour(
     copy: float, beside: float, neighbour: float, step: float
 ) -> None:
-    measured = CopyTimes(copy=copy, beside=beside, neighbour=neighbour, step=step)
+    measured = MedianCopyAndStepTime(copy=copy, beside=beside, neighbour=neighbour, step=step)
     k = measured.interval
     assert measured.cost(k) <= COPY_TIME_SHARE * (1 + 1e-9)
     assert k * step >= 2 * neighbour * (1 - 1e-9)

@@ -41,7 +41,7 @@ from relayrun.control.rundir import node_health
 from relayrun.control.rundir.node_health import HealthFinding, NodeHistory
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from relayrun.train.gpu_health import hardware_xids
 from relayrun.train.node_benchmark import ring_neighbour_pairs
 from tests.history import began
@@ -490,7 +490,7 @@ def test_what_is_done_is_on_record_and_said(tmp_path: Path) -> None:
     ]
     assert node_health.why_health_ended_attempt(run.attempt(1)) == "n1: cannot be written: /r: Read-only"
     assert node_health.sick_nodes(run.attempt(1)) == {"n1": "cannot be written: /r: Read-only"}
-    (line,) = read_lines(run.node_health)
+    (line,) = read_json_lines(run.node_health)
     assert (line["node"], line["ranks_memory"]) == ("n0", 5 * GB)
     assert not health.look({0: "n0"}, NodeRanks(2), ended_restart=3)[0], "it is forgotten"
 
@@ -517,7 +517,7 @@ def test_nodes_that_do_not_answer_are_waited_for_a_while(tmp_path: Path, monkeyp
     assert health.look({0: "n0", 1: "n1"}, NodeRanks(2), ended_restart=0) == ({}, False)
     (late,) = node_health.read_findings(run.attempt(1))
     assert (late.node, late.check, late.action) == ("n1", "answer", "warned")
-    assert [line["matmul"] for line in read_lines(run.node_health)] == [0.01]
+    assert [line["matmul"] for line in read_json_lines(run.node_health)] == [0.01]
 
 
 def test_a_sick_node_is_excluded_at_its_first_strike(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from relayrun.config.sections.data import DataSection, DataSource, DocumentWindowSection
-from relayrun.config.sections.training import BatchSizes
+from relayrun.config.sections.training import GlobalBatchSizes
 from relayrun.errors import ConfigError
 from relayrun.tokens.order import document_packing, sample_rows
 from relayrun.tokens.order.batches import BatchReader
@@ -232,7 +232,7 @@ def test_the_rows_of_a_mixture_are_the_same_for_every_layout_and_after_every_res
                 data_parallel_rank=rank,
                 data_parallel_size=ranks,
                 micro_batch_size=micro,
-                batch_sizes=BatchSizes(8),
+                batch_sizes=GlobalBatchSizes(8),
                 consumed_samples=consumed,
             )
             for rank in range(ranks)

@@ -14,7 +14,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from relayrun.config.sections.chain import ChainSection, NodeHealthLimits
-from relayrun.config.sections.plain import read_section
+from relayrun.config.sections.dataclass_section import read_section
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD: list[dict[str, Any]] = [
@@ -73,7 +73,7 @@ def test_defaults_are_within_their_own_limits() -> None:
 def test_a_section_is_read_without_installed_packages() -> None:
     program = (
         "import sys; from relayrun.config.sections.chain import ChainSection\n"
-        "from relayrun.config.sections.plain import read_section\n"
+        "from relayrun.config.sections.dataclass_section import read_section\n"
         "found = read_section(ChainSection, {'max_failed_attempts': 7}, 'chain')\n"
         "print(found.max_failed_attempts, 'pydantic' in sys.modules)"
     )

@@ -10,7 +10,7 @@ import pytest
 
 from relayrun.cli import main
 from relayrun.config.compose import resolve
-from relayrun.control.agent.restart import ranks_gone_line
+from relayrun.control.agent.restart import restart_ranks_exited_line
 from relayrun.control.rundir.restarts import RESTART_SECONDS, FailedRestart
 from tests.unit.test_trainer_configs import COMMAND, written
 from tests.workspace import Workspace
@@ -39,7 +39,7 @@ def test_the_config_of_other_trainers_is_one(tmp_path: Path) -> None:
     (tmp_path / "whole.yaml").write_text(f"include: ['{config}']\n{part}", encoding="utf-8")
     made = resolve.load_run_config(tmp_path / "whole.yaml")
     assert (made.trainer, made.chain.recovery) == ("command", "node")
-    assert ranks_gone_line(4) in page
+    assert restart_ranks_exited_line(4) in page
 
 
 @pytest.mark.slow

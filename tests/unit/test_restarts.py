@@ -17,7 +17,7 @@ from relayrun.control.rundir.merged_metrics import MergedViews, newest_valid_lin
 from relayrun.control.rundir.records import CheckpointCommit, RankFailure
 from relayrun.control.rundir.restarts import FailedRestart
 from relayrun.control.rundir.run import Run
-from relayrun.files import append_line, read_lines
+from relayrun.files import append_line, read_json_lines
 from tests.history import began
 
 KILLED = Death(rank=3, node="n1", code=-signal.SIGKILL)
@@ -171,7 +171,7 @@ def test_a_round_goes_back_to_the_newest_whole_checkpoint_and_the_view_has_each_
     assert restarts.read_failed_restarts(attempt)[-1].told.endswith("again from iteration 13 (memory)")
     train(run, 1, 14, 14)
     views.update(attempt=1)
-    iterations = [line["iteration"] for line in read_lines(run.metrics_view)]
+    iterations = [line["iteration"] for line in read_json_lines(run.metrics_view)]
     assert iterations == list(range(1, 15))
     assert [line["iteration"] for line in valid_lines(run)] == iterations
     assert [line["iteration"] for line in newest_valid_lines(run)] == iterations[::-1]
@@ -212,11 +212,11 @@ def test_a_rollback_whose_line_its_writer_could_not_leave_keeps_its_place_before
     rollback.append(attempt.rollbacks)  # and then it was killed
     failed(1, base=0, durable=10).append(attempt.failed_restarts)
     restarts.prepare_restart(run, attempt, restarts.restart_checkpoint(run, attempt), next_restart=2)
-    assert [line.keys() & {"rollback", "restart"} for line in read_lines(attempt.metrics)][-1:] == [{"rollback"}]
+    assert [line.keys() & {"rollback", "restart"} for line in read_json_lines(attempt.metrics)][-1:] == [{"rollback"}]
     train(run, 1, 11, 18)
     failed(2, base=10, durable=10).append(attempt.failed_restarts)
     restarts.prepare_restart(run, attempt, restarts.restart_checkpoint(run, attempt), next_restart=3)
-    assert list(read_lines(attempt.metrics))[-1] == {"iteration": 10, "restart": 3}
+    assert list(read_json_lines(attempt.metrics))[-1] == {"iteration": 10, "restart": 3}
     train(run, 1, 11, 12)
     assert [line["iteration"] for line in valid_lines(run)] == list(range(1, 13))
     before = valid_lines(run, before=(1, 1))  # the stream of trackers that ended with the rollback

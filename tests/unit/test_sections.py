@@ -14,7 +14,7 @@ import pytest
 from relayrun.control.agent import hang_detection as pages
 from relayrun.control.agent.hang_detection import ActivityPage, HangDetector, RankActivity, hang_record
 from relayrun.train.reporting import liveness
-from relayrun.train.reporting.liveness import SectionReporter, Timings
+from relayrun.train.reporting.liveness import RankTimings, SectionReporter
 from tests.unit.test_training_timings import begin
 from tests.waiting import wait_for
 
@@ -175,8 +175,8 @@ def test_a_page_that_the_process_has_made_before_goes_on(tmp_path: Path) -> None
     assert (one.section, one.entered, one.limit) == ("data", 2, 120.0)
 
 
-def measured(step_seconds: float, save_seconds: float | None, *, steps: int = 40) -> Timings:
-    timings = Timings(begin())
+def measured(step_seconds: float, save_seconds: float | None, *, steps: int = 40) -> RankTimings:
+    timings = RankTimings(begin())
     for _ in range(steps):
         timings.step(step_seconds, 8)
     if save_seconds is not None:

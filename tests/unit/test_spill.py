@@ -14,7 +14,7 @@ import pytest
 
 from relayrun.errors import RelayrunError
 from relayrun.tokens.readers import texts
-from relayrun.tokens.readers.texts import LongText, Texts, release_pages
+from relayrun.tokens.readers.texts import LongText, PackedTexts, release_pages
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def test_what_is_read_leaves_memory_and_can_be_read_again(tmp_path: Path) -> Non
     text = LongText(str(tmp_path))
     for _ in range(64):
         text.add(b"x" * (1 << 20))
-    data = Texts.from_arrow(text.text()).used
+    data = PackedTexts.from_arrow(text.text()).used
     del text
     before = resident_of_files()
     assert int(data.sum(dtype=np.int64)) == size * ord("x")

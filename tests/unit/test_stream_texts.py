@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from relayrun.config.sections.data import DataSource, DocumentWindowSection, StreamSection
-from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.streams.files import freeze_text_files
 from relayrun.tokens.streams.lane_cursor import LaneCursor
 from relayrun.tokens.streams.samples import SampleShape
@@ -63,7 +63,7 @@ def test_tokens_are_those_of_each_text_alone(tmp_path: Path, name: str, engine: 
     kind = "jsonl" if "jsonl" in name else name.partition(".")[2]
     write(folder / name, kind)
     loaded = load_tokenizer(TokenizeOptions(tokenizer=str(file), eos_token=EOS))
-    chosen = select_engine(engine, loaded.tokenizer, Texts.of(HARD), print)
+    chosen = select_engine(engine, loaded.tokenizer, PackedTexts.of(HARD), print)
     encode = chosen.build(loaded.tokenizer.to_str()).encode
     settings = StreamSection(fragment_shuffle_window=0, shuffle_buffer=0)
     source = DataSource.model_validate({"path": str(folder), "weight": 1.0, "source": kind, "stream": settings})

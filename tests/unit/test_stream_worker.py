@@ -15,7 +15,7 @@ import pytest
 from relayrun.errors import InputError
 from relayrun.files import write_json
 from relayrun.tokens.mixture.build_datasets import training_order
-from relayrun.tokens.mixture.stream_worker import StreamWorker, StreamWorkerDied
+from relayrun.tokens.mixture.stream_worker import RankStreamWorker, StreamWorkerDied
 from relayrun.tokens.order.sampler import MixtureSampler, ReplicaSampleReader
 from relayrun.tokens.shards.manifest import Manifest
 from tests import streaming
@@ -44,8 +44,10 @@ def order_of(run: StreamedRun, state: dict[str, Any] | None = None) -> MixtureSa
 
 def beside(
     run: StreamedRun, order: MixtureSampler, consumed: int, replica: int, replicas: int
-) -> tuple[Any, StreamWorker]:
-    worker = StreamWorker(run.config, run.dir.manifest, order, consumed=consumed, replica=replica, replicas=replicas)
+) -> tuple[Any, RankStreamWorker]:
+    worker = RankStreamWorker(
+        run.config, run.dir.manifest, order, consumed=consumed, replica=replica, replicas=replicas
+    )
     return order.lane_reader(consumed, replica, replicas, openers=worker.openers()), worker
 
 
@@ -136,11 +138,11 @@ def test_it_ends_with_its_rank_however_that_dies(run: StreamedRun, tmp_path: Pat
         "from pathlib import Path\n"
         "from relayrun.config.compose.schema import RunConfig\n"
         "from relayrun.tokens.mixture.build_datasets import training_order\n"
-        "from relayrun.tokens.mixture.stream_worker import StreamWorker\n"
+        "from relayrun.tokens.mixture.stream_worker import RankStreamWorker\n"
         "from relayrun.tokens.shards.manifest import Manifest\n"
         "config = RunConfig.model_validate(json.loads(Path(sys.argv[1]).read_text()))\n"
         "order = training_order(config, Manifest.read(sys.argv[2]))\n"
-        "worker = StreamWorker(config, Path(sys.argv[2]), order, consumed=0, replica=0, replicas=1)\n"
+        "worker = RankStreamWorker(config, Path(sys.argv[2]), order, consumed=0, replica=0, replicas=1)\n"
         "print(worker.pid, flush=True)\n"
         "time.sleep(1000)\n"
     )

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from relayrun.errors import FatalTrainingError
-from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.streams import blocks
 from relayrun.tokens.streams.samples import encode_texts
 from relayrun.tokens.streams.text_stream import TextStream
@@ -28,7 +28,7 @@ def watched(made: TextStream) -> list[list[int]]:
     """Rows of each call of the engine, from now on."""
     calls: list[list[int]] = []
 
-    def encode(texts: Texts) -> Encoded:
+    def encode(texts: PackedTexts) -> Encoded:
         calls.append(sorted(numbers_in("\0".join([*texts.strings(), ""]))))
         return streaming.encode(texts)
 
@@ -91,7 +91,7 @@ def test_ids_are_dealt_to_the_arrays_that_they_are_of() -> None:
     parts = [["ab", "", "cde"], [], [""], ["f" * 50], ["gh", "i"]]
     arrays = [pa.array(part, pa.large_string()) for part in parts]
     for (ids, lengths), part in zip(encode_texts(arrays, streaming.encode), parts, strict=True):
-        wanted_ids, wanted_lengths = streaming.encode(Texts.of(part))
+        wanted_ids, wanted_lengths = streaming.encode(PackedTexts.of(part))
         assert np.array_equal(ids, wanted_ids)
         assert np.array_equal(lengths, wanted_lengths)
 
@@ -99,7 +99,7 @@ def test_ids_are_dealt_to_the_arrays_that_they_are_of() -> None:
 @pytest.mark.parametrize("needle", [b"<|", "\u017f".encode(), "\u212a".encode()])
 def test_a_needle_is_found_whatever_its_bytes(needle: bytes) -> None:
     word = needle.decode()
-    texts = Texts.of(["plain", f"a{word}b", "", "é", word, word[0]])
+    texts = PackedTexts.of(["plain", f"a{word}b", "", "é", word, word[0]])
     assert texts_holding_bytes(texts, (needle,)).tolist() == [word in text for text in texts.strings()]
-    assert not texts_holding_bytes(Texts.of(["plain", ""]), (needle,)).any()
-    assert not texts_holding_bytes(Texts.of([]), (needle,)).any()
+    assert not texts_holding_bytes(PackedTexts.of(["plain", ""]), (needle,)).any()
+    assert not texts_holding_bytes(PackedTexts.of([]), (needle,)).any()

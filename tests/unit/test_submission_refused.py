@@ -24,7 +24,7 @@ from relayrun.control.rundir.run import Run, write_stop
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.control.scheduler.local_queue import JOB_ID_VARIABLE
 from relayrun.errors import ConfigError, RunDirError, SchedulerError
-from relayrun.files import append_line, read_lines
+from relayrun.files import append_line, read_json_lines
 from relayrun.submit import policies, submission
 from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.train.mirror import sync
@@ -153,7 +153,7 @@ def test_a_run_has_one_owner_at_a_time(shared: Workspace, monkeypatch: pytest.Mo
     with acting_as(MEMBER):
         mine = submission.submit_run(wanted, take_over=True).job_id
     assert Plan.load(run).owner == MEMBER.uid
-    assert [line["owner"] for line in read_lines(run.owners)] == [OWNER.uid, MEMBER.uid]
+    assert [line["owner"] for line in read_json_lines(run.owners)] == [OWNER.uid, MEMBER.uid]
     monkeypatch.setenv(JOB_ID_VARIABLE, job)  # one of the first owner's, which waited all the while
     with acting_as(OWNER):
         assert supervisor.begin_attempt(Run(run.path)) == supervisor.EXIT_CHAIN_ENDS
@@ -171,13 +171,13 @@ def test_a_job_that_begins_during_a_take_over_leaves_the_run_alone(
         job = submission.submit_run(resolve.load_run_config(shared.config("run", cluster={"python": None}))).job_id
     run = shared.run("run")
     monkeypatch.setattr(chain_state, "TAKE_OVER_SECONDS", 0.1)  # nobody puts the plan back
-    measured = supervisor.measured_grace_period
+    measured = supervisor.next_grace_period
 
     def taken_over_meanwhile(*arguments: Any) -> tuple[float, float | None]:
         replace(Plan.load(run), owner=MEMBER.uid).write(run.plan)
         return measured(*arguments)
 
-    monkeypatch.setattr(supervisor, "measured_grace_period", taken_over_meanwhile)
+    monkeypatch.setattr(supervisor, "next_grace_period", taken_over_meanwhile)
     monkeypatch.setenv(JOB_ID_VARIABLE, job)
     with acting_as(OWNER):
         assert supervisor.begin_attempt(Run(run.path)) == supervisor.EXIT_CHAIN_ENDS

@@ -1,4 +1,4 @@
-"""Texts as Arrow's arrays, without what Arrow itself would import for them."""
+"""PackedTexts as Arrow's arrays, without what Arrow itself would import for them."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from relayrun.errors import InputError
 from relayrun.tokens.readers.columns import read_column
-from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.shards.shard import Shard
 from relayrun.tokens.tokenize import shard_task
 from relayrun.tokens.tokenize.encode import engines
@@ -277,7 +277,7 @@ def test_long_documents_are_tokenized_in_pieces_to_the_same_bytes(
     encoded: list[int] = []
     encode = engines.RoutedEngine.encode
 
-    def counted(self: engines.RoutedEngine, texts: Texts) -> engines.Encoded:
+    def counted(self: engines.RoutedEngine, texts: PackedTexts) -> engines.Encoded:
         encoded.append(len(texts))
         return encode(self, texts)
 

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from relayrun.errors import InputError
-from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.tokenize.encode.engines import HuggingFaceEngine
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
@@ -23,7 +23,7 @@ def file(tmp_path: Path) -> Path:
 
 def encode(file: Path, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
     loaded = load_tokenizer(TokenizeOptions(tokenizer=str(file)))
-    return loaded.framing(keep_empty=False).apply(*HuggingFaceEngine(loaded.tokenizer).encode(Texts.of(texts)))
+    return loaded.framing(keep_empty=False).apply(*HuggingFaceEngine(loaded.tokenizer).encode(PackedTexts.of(texts)))
 
 
 def word_tokenizer(folder: Path, words: dict[str, int], special: tuple[str, ...]) -> Path:
@@ -123,6 +123,6 @@ def test_dropout_of_merges_is_switched_off_with_a_warning(
         assert ["dropout 0.3" in message and "switched off" in message for message in caplog.messages] == [True]
         assert (loaded.fingerprint, loaded.ids_fingerprint) == (plain.fingerprint, plain.ids_fingerprint)
         ids, lengths = loaded.framing(keep_empty=False).apply(
-            *HuggingFaceEngine(loaded.tokenizer).encode(Texts.of(TEXTS))
+            *HuggingFaceEngine(loaded.tokenizer).encode(PackedTexts.of(TEXTS))
         )
         assert [ids.tolist(), lengths.tolist()] == expected

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.tokenize.encode.engines import HuggingFaceEngine, select_engine
 from tests import published
 from tests.published import added, small
@@ -114,8 +114,8 @@ def test_the_ids_are_those_of_tokenizers(case: str) -> None:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     definition = tokenizer.to_str()
-    selection = select_engine("auto", tokenizer, Texts.of(["a text"]), print, definition=definition)
-    made = Texts.of([*texts, "a plain text", "<|endoftext|> [MASK] <s>"])
+    selection = select_engine("auto", tokenizer, PackedTexts.of(["a text"]), print, definition=definition)
+    made = PackedTexts.of([*texts, "a plain text", "<|endoftext|> [MASK] <s>"])
     ids, lengths = selection.build(definition).encode(made)
     right, right_lengths = HuggingFaceEngine(tokenizer).encode(made)
     assert (ids.tolist(), lengths.tolist()) == (right.tolist(), right_lengths.tolist()), selection

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
-from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.tokenize.encode import engines, families
 from relayrun.tokens.tokenize.encode.engines import HuggingFaceEngine, select_engine
 from relayrun.tokens.tokenize.encode.families import normalize_pattern, plan_engine
@@ -78,8 +78,8 @@ def with_patterns(*patterns: str) -> Tokenizer:
 @pytest.mark.parametrize("kind", PATTERNS)
 def test_texts_that_engines_disagree_about_get_the_ids_of_hugging_face(kind: str) -> None:
     tokenizer = with_patterns(*PATTERNS[kind])
-    selection = select_engine("auto", tokenizer, Texts.of(["a text"]), lambda line: None)
-    texts = Texts.of(TROUBLE)
+    selection = select_engine("auto", tokenizer, PackedTexts.of(["a text"]), lambda line: None)
+    texts = PackedTexts.of(TROUBLE)
     ids, lengths = selection.build(tokenizer.to_str()).encode(texts)
     right, right_lengths = HuggingFaceEngine(tokenizer).encode(texts)
     assert (ids.tolist(), lengths.tolist()) == (right.tolist(), right_lengths.tolist())
@@ -135,13 +135,13 @@ def test_without_its_engine_everything_works_and_says_so(name: str, monkeypatch:
     monkeypatch.setitem(sys.modules, plan.engine, None)
     engines._build_engine.cache_clear()
     told: list[str] = []
-    selection = select_engine("auto", tokenizer, Texts.of(["a text"]), told.append)
+    selection = select_engine("auto", tokenizer, PackedTexts.of(["a text"]), told.append)
     assert selection.engine == "huggingface"
     assert told == [
         f"{plan.engine} is not installed: huggingface encodes, which is slower; "
         f"pip install {engines.ENGINE_PACKAGES[plan.engine]}"
     ]
-    texts = Texts.of(TROUBLE)
+    texts = PackedTexts.of(TROUBLE)
     right = HuggingFaceEngine(tokenizer).encode(texts)[0]
     assert selection.build(tokenizer.to_str()).encode(texts)[0].tolist() == right.tolist()
 
@@ -151,7 +151,7 @@ class Bytes:
 
     routed = 0
 
-    def encode(self, texts: Texts) -> engines.Encoded:
+    def encode(self, texts: PackedTexts) -> engines.Encoded:
         return HuggingFaceEngine(_one_a_byte()).encode(texts)
 
 
@@ -163,8 +163,8 @@ def _one_a_byte() -> Tokenizer:
 @pytest.mark.parametrize("each", [True, False])
 @given(texts=st.lists(st.text(st.sampled_from("ab 019²½٣Ⅷ漢é"), max_size=12), max_size=5))
 def test_digits_that_are_apart_come_back_in_their_place(each: bool, texts: list[str]) -> None:
-    made = Texts.of(["before", *texts])
-    made = Texts(data=made.data, offsets=made.offsets[1:])  # that begins inside its data
+    made = PackedTexts.of(["before", *texts])
+    made = PackedTexts(data=made.data, offsets=made.offsets[1:])  # that begins inside its data
     right = Bytes().encode(made)
     ids, lengths = DigitEngine(Bytes(), each=each).encode(made)
     assert (ids.tolist(), lengths.tolist()) == (right[0].tolist(), right[1].tolist())
@@ -188,9 +188,9 @@ def test_normalized_text_that_holds_an_added_token_goes_elsewhere() -> None:
     ]
     tokenizer = Tokenizer.from_str(json.dumps(known))
     tokenizer.encode_special_tokens = True
-    selection = select_engine("auto", tokenizer, Texts.of(["a text"]), lambda line: None)
+    selection = select_engine("auto", tokenizer, PackedTexts.of(["a text"]), lambda line: None)
     assert selection.engine == "gigatoken"
-    texts = Texts.of(["e\u0301!", "é!", "e\u0301?", "é?", "e\u0301", "plain", "e\u0301 \u1100\u1161\u11a8"])
+    texts = PackedTexts.of(["e\u0301!", "é!", "e\u0301?", "é?", "e\u0301", "plain", "e\u0301 \u1100\u1161\u11a8"])
     engine = selection.build(tokenizer.to_str())
     before = engine.routed
     assert engine.encode(texts)[0].tolist() == HuggingFaceEngine(tokenizer).encode(texts)[0].tolist()
@@ -243,7 +243,7 @@ def test_every_character_of_a_set_is_found_in_its_place_and_no_other() -> None:
     letters = [chr(point) for point in range(sys.maxunicode + 1) if not 0xD800 <= point < 0xE000]
     text = "a".join(letters).encode()
     begins = np.cumsum([0, *(len(letter.encode()) + 1 for letter in letters)])
-    cut = Texts(data=np.frombuffer(b"\xf0" + text + b"\xbf\xbf", np.uint8), offsets=np.array([1, len(text) + 1]))
+    cut = PackedTexts(data=np.frombuffer(b"\xf0" + text + b"\xbf\xbf", np.uint8), offsets=np.array([1, len(text) + 1]))
     kinds = [*map(unicodedata.category, letters)]
     kinds = [kind if letter < "\U000f0000" else "Co" for kind, letter in zip(kinds, letters, strict=True)]
     unknown = [kind == "Cn" or letter in "\u180e\u212a" for kind, letter in zip(kinds, letters, strict=True)]

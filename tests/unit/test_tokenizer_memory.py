@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.tokenize.encode import engines, tokenizer_files
 from relayrun.tokens.tokenize.encode import tokenizer as loading
 from relayrun.tokens.tokenize.encode.engines import EngineSelection, HuggingFaceEngine, select_engine
@@ -31,7 +31,7 @@ def load(file: Path, **options: object) -> DocumentTokenizer:
     return load_tokenizer(TokenizeOptions(tokenizer=str(file), eos_token=EOS, **options))  # type: ignore[arg-type]
 
 
-def chosen(loaded: DocumentTokenizer, texts: Texts) -> tuple[EngineSelection, list[str]]:
+def chosen(loaded: DocumentTokenizer, texts: PackedTexts) -> tuple[EngineSelection, list[str]]:
     told: list[str] = []
     engines._build_engine.cache_clear()
     return select_engine("auto", lambda: loaded.tokenizer, texts, told.append, definition=loaded.definition), told
@@ -43,7 +43,7 @@ def never(*arguments: object, **options: object) -> None:
 
 @pytest.mark.slow
 def test_the_second_start_loads_no_reference_and_gives_the_same(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, sample = load(file), Texts.of(["a text", "don't 12"])
+    first, sample = load(file), PackedTexts.of(["a text", "don't 12"])
     selection, _ = chosen(first, sample)
     with monkeypatch.context() as patched:
         for module in (engines, loading):
@@ -55,7 +55,7 @@ def test_the_second_start_loads_no_reference_and_gives_the_same(file: Path, monk
         patched.setattr(engines, "Tokenizer", Tokenizer)
         assert chosen(second, sample) == (selection, [])
         assert "tokenizer" not in vars(second)
-    texts = Texts.of(["a text", "\u180e elsewhere", EOS])
+    texts = PackedTexts.of(["a text", "\u180e elsewhere", EOS])
     right = HuggingFaceEngine(first.tokenizer).encode(texts)[0].tolist()
     assert selection.build(second.definition).encode(texts)[0].tolist() == right
 
@@ -83,7 +83,7 @@ def flipped(file: Path) -> None:
 def test_another_tokenizer_and_a_damaged_value_are_looked_at_anew(
     file: Path, change: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sample = Texts.of(["a text"])
+    sample = PackedTexts.of(["a text"])
     chosen(load(file), sample)
     change(file)
     proofs: list[str] = []
@@ -98,11 +98,13 @@ def test_another_tokenizer_and_a_damaged_value_are_looked_at_anew(
 @pytest.mark.slow
 def test_a_wrong_engine_is_found_by_other_texts_of_the_job(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load(file)
-    assert chosen(loaded, Texts.of(["a text"]))[0].engine == "gigatoken"
+    assert chosen(loaded, PackedTexts.of(["a text"]))[0].engine == "gigatoken"
     monkeypatch.setattr(
-        engines.RoutedEngine, "encode", lambda self, texts: HuggingFaceEngine(loaded.tokenizer).encode(Texts.of([]))
+        engines.RoutedEngine,
+        "encode",
+        lambda self, texts: HuggingFaceEngine(loaded.tokenizer).encode(PackedTexts.of([])),
     )
-    selection, told = chosen(loaded, Texts.of(["another text"]))
+    selection, told = chosen(loaded, PackedTexts.of(["another text"]))
     assert selection.engine == "huggingface"
     assert "gives other ids" in told[0]
 

@@ -16,7 +16,7 @@ from relayrun.control.rundir import triggers
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from relayrun.train.hooks import Step
 from relayrun.train.reporting.metrics import Metrics
 from relayrun.train.requests import AgreedRequests, RequestPoller, SignalFlag
@@ -250,4 +250,4 @@ def test_metrics_that_cannot_be_written_are_written_later(tmp_path: Path) -> Non
     (tmp_path / "aside").rename(path)
     metrics.after_step(step(3))
     assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [1, 2, 3]
-    assert [line["error"] for line in read_lines(Attempt(str(tmp_path)).failed_saves)] == ["no space"]
+    assert [line["error"] for line in read_json_lines(Attempt(str(tmp_path)).failed_saves)] == ["no space"]

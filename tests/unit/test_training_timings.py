@@ -17,7 +17,7 @@ from relayrun.control.rundir.records import AttemptStart, Heartbeat, RankFailure
 from relayrun.control.rundir.run import Run
 from relayrun.train.__main__ import record_failure
 from relayrun.train.reporting import liveness
-from relayrun.train.reporting.liveness import HeartbeatWriter, Timings, node_name
+from relayrun.train.reporting.liveness import NodeHeartbeatWriter, RankTimings, node_name
 from tests.waiting import read_line, wait_for
 
 
@@ -37,14 +37,14 @@ def begin(**changes: Any) -> AttemptStart:
     return AttemptStart(**(values | changes))
 
 
-def after_saves(timings: Timings, seconds: list[float]) -> Timings:
+def after_saves(timings: RankTimings, seconds: list[float]) -> RankTimings:
     for each in seconds:
         timings.save(each)
     return timings
 
 
 def test_the_lead_is_what_the_attempt_began_with_until_a_step_and_a_save_are_measured() -> None:
-    timings = Timings(begin())
+    timings = RankTimings(begin())
     assert timings.grace_period() == 60
     timings.step(2.0, 8)
     assert (timings.grace_period(), timings.step_p95, timings.save_p95) == (60, 2.0, None)
@@ -53,7 +53,7 @@ def test_the_lead_is_what_the_attempt_began_with_until_a_step_and_a_save_are_mea
 
 
 def test_a_slow_save_moves_the_lead_by_more_than_its_delay_and_within_the_bounds() -> None:
-    timings = after_saves(Timings(begin(min_grace_period=5.0, max_grace_period=100.0)), [2.0] * 10)
+    timings = after_saves(RankTimings(begin(min_grace_period=5.0, max_grace_period=100.0)), [2.0] * 10)
     timings.step(0.5, 8)
     before = timings.grace_period()
     timings.save(22.0)
@@ -63,7 +63,7 @@ def test_a_slow_save_moves_the_lead_by_more_than_its_delay_and_within_the_bounds
 
 
 def test_what_is_left_of_a_save_under_way_is_part_of_the_grace_period() -> None:
-    timings = after_saves(Timings(begin()), [20.0])
+    timings = after_saves(RankTimings(begin()), [20.0])
     timings.step(1.0, 8)
     alone = timings.grace_period()
     assert timings.grace_period(under_way=0.0) == alone + 20
@@ -72,19 +72,19 @@ def test_what_is_left_of_a_save_under_way_is_part_of_the_grace_period() -> None:
 
 
 def test_a_lead_with_one_bound_for_both_is_fixed() -> None:
-    timings = Timings(begin(grace_period=12.0, min_grace_period=12.0, max_grace_period=12.0))
+    timings = RankTimings(begin(grace_period=12.0, min_grace_period=12.0, max_grace_period=12.0))
     timings.step(100.0, 8)
     timings.save(100.0)
     assert timings.grace_period() == 12
 
 
 def test_an_evaluation_that_may_be_under_way_is_counted_in() -> None:
-    timings = after_saves(Timings(begin()), [2.0])
+    timings = after_saves(RankTimings(begin()), [2.0])
     timings.step(0.5, 8)
     before = timings.grace_period()
     timings.evaluation(40.0)
     assert timings.grace_period() == before + 40
-    later = after_saves(Timings(begin(evaluation_seconds=40.0)), [2.0])  # before the first one of this attempt
+    later = after_saves(RankTimings(begin(evaluation_seconds=40.0)), [2.0])  # before the first one of this attempt
     later.step(0.5, 8)
     assert later.grace_period() == before + 40
     for _ in range(10):
@@ -93,7 +93,7 @@ def test_an_evaluation_that_may_be_under_way_is_counted_in() -> None:
 
 
 def test_an_evaluation_that_was_never_measured_is_counted_with_half_a_step_for_each_batch() -> None:
-    timings = Timings(begin(max_grace_period=300.0))
+    timings = RankTimings(begin(max_grace_period=300.0))
     timings.expect_evaluation(samples=800)
     assert timings.grace_period() == 60, "nothing is known before the first step"
     timings.step(2.0, 16)
@@ -104,23 +104,23 @@ def test_an_evaluation_that_was_never_measured_is_counted_with_half_a_step_for_e
     assert timings.grace_period() == 300, "within the bounds"
     timings.evaluation(20.0)
     assert (timings.estimates_evaluation, timings.grace_period()) == (False, 2 * 30 + 20 + 1.5 * 4 + 10)
-    fixed = Timings(begin(grace_period=12.0, min_grace_period=12.0, max_grace_period=12.0))
+    fixed = RankTimings(begin(grace_period=12.0, min_grace_period=12.0, max_grace_period=12.0))
     fixed.expect_evaluation(samples=800)
     fixed.step(2.0, 16)
     assert fixed.grace_period() == 12
-    known = Timings(begin(evaluation_seconds=40.0))
+    known = RankTimings(begin(evaluation_seconds=40.0))
     known.expect_evaluation(samples=800)
     known.step(2.0, 16)
     assert (known.estimates_evaluation, known.grace_period()) == (False, 60)
 
 
 def test_only_the_newest_saves_count() -> None:
-    timings = after_saves(Timings(begin()), [500.0, *[2.0] * 10])
+    timings = after_saves(RankTimings(begin()), [500.0, *[2.0] * 10])
     assert timings.save_p95 == 2.0
 
 
 def test_steps_of_smaller_batches_count_as_if_they_had_been_of_the_size_of_now() -> None:
-    timings = after_saves(Timings(begin()), [2.0])
+    timings = after_saves(RankTimings(begin()), [2.0])
     timings.step(0.5, 8)
     timings.step(2.0, 32)
     assert (timings.step_p95, timings.grace_period()) == (2.0, 2 * 2.0 + 1.5 * 2 + 10)
@@ -140,8 +140,8 @@ def test_a_heartbeat_is_written_at_every_new_phase_and_at_most_once_a_second_wit
     folder = tmp_path / "heartbeat"
     clock = [100.0]
     monkeypatch.setattr(liveness.time, "monotonic", lambda: clock[0])
-    timings = Timings(begin())
-    pulse = HeartbeatWriter(folder=folder, node="n1", active=True, iteration=7, timings=timings)
+    timings = RankTimings(begin())
+    pulse = NodeHeartbeatWriter(folder=folder, node="n1", active=True, iteration=7, timings=timings)
     pulse.beat()
     assert (read(folder).phase, read(folder).iteration, read(folder).step_p95) == ("start", 7, None)
     timings.step(0.25, 8)
@@ -163,7 +163,9 @@ def test_a_heartbeat_beside_an_agent_comes_once_a_minute_and_where_training_begi
 ) -> None:
     folder, clock = tmp_path / "heartbeat", [100.0]
     monkeypatch.setattr(liveness.time, "monotonic", lambda: clock[0])
-    pulse = HeartbeatWriter(folder=folder, node="n1", active=True, iteration=7, timings=Timings(begin()), rare=True)
+    pulse = NodeHeartbeatWriter(
+        folder=folder, node="n1", active=True, iteration=7, timings=RankTimings(begin()), rare=True
+    )
     pulse.beat()
     assert (read(folder).phase, read(folder).interval) == ("start", 60.0)
     pulse.enter("step", 7)
@@ -183,16 +185,16 @@ def test_a_heartbeat_beside_an_agent_comes_once_a_minute_and_where_training_begi
 
 
 def test_only_the_first_rank_of_a_node_writes_its_heartbeat(tmp_path: Path) -> None:
-    HeartbeatWriter(
-        folder=tmp_path / "heartbeat", node="n1", active=False, iteration=0, timings=Timings(begin())
+    NodeHeartbeatWriter(
+        folder=tmp_path / "heartbeat", node="n1", active=False, iteration=0, timings=RankTimings(begin())
     ).beat()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_heartbeat_that_cannot_be_written_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "heartbeat").write_text("no folder")
-    pulse = HeartbeatWriter(
-        folder=tmp_path / "heartbeat", node="n1", active=True, iteration=0, timings=Timings(begin())
+    pulse = NodeHeartbeatWriter(
+        folder=tmp_path / "heartbeat", node="n1", active=True, iteration=0, timings=RankTimings(begin())
     )
     pulse.enter("step", 0)
     pulse.enter("save", 0)

@@ -118,13 +118,13 @@ def test_a_checkpoint_that_goes_away_while_it_is_read_is_not_called_damaged(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run trains on, and removes its oldest ones."""
-    read = checksums.checksum_in_checkpoint
+    read = checksums.hash_checkpoint_file
 
     def removed(files: checksums.FolderCheckpointFiles, name: str) -> checksums.FileChecksum:
         files.where.rename(run.path / "removing")
         return read(files, name)
 
-    monkeypatch.setattr(checksums, "checksum_in_checkpoint", removed)
+    monkeypatch.setattr(checksums, "hash_checkpoint_file", removed)
     assert main(["checkpoint", "verify", f"{run.path}:10"]) == 1
     said = capsys.readouterr()
     assert said.out == ""
@@ -145,7 +145,7 @@ def test_a_file_that_the_disk_does_not_give_is_a_fault(
     def unreadable(_files: object, _name: str) -> checksums.FileChecksum:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(checksums, "checksum_in_checkpoint", unreadable)
+    monkeypatch.setattr(checksums, "hash_checkpoint_file", unreadable)
     assert main(["checkpoint", "verify", str(run.path)]) == 1
     assert "  common.pt cannot be read: Input/output error" in capsys.readouterr().out
 

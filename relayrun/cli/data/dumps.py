@@ -48,10 +48,10 @@ def add_prepare_arguments(parser: argparse.ArgumentParser) -> None:
     add("--n-dumps", type=int, metavar="N", help="default: one per 150 GB begun")
     estimate = "for the estimate of hours (default: %(default)s)"
     add("--seconds-per-gb", type=float, default=20.0, metavar="S", help=estimate)
-    parser.set_defaults(run=run_prepare)
+    parser.set_defaults(run=run_split_into_dumps)
 
 
-def run_prepare(options: argparse.Namespace) -> int:
+def run_split_into_dumps(options: argparse.Namespace) -> int:
     """Split a dataset into dumps: write the paths files that tokenization jobs read. Raises RelayrunError."""
     check_outputs({"--preprocessing-metadata-folder": options.preprocessing_metadata_folder})
     dumps = prepare_dumps(

@@ -24,7 +24,7 @@ from relayrun.tokens.mixture import audit
 from relayrun.tokens.readers.inputs import FORMATS
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.watch.text import split_column
+from relayrun.watch.text import parse_column_header
 
 if TYPE_CHECKING:
     from relayrun.tokens.order.document_lengths import LengthOrder, LengthSummary
@@ -194,7 +194,7 @@ def print_ledger(audited: audit.AuditedRun) -> None:
     title = f"{audited.run.path.name}: {audited.consumed_samples:,} samples in {audited.iteration:,} steps"
     cells = [*map(_ledger_cells, rows), ("total", "", *total, "", "", "", "")]
     table = Table(title=title)
-    for name, is_number in map(split_column, LEDGER_COLUMNS):
+    for name, is_number in map(parse_column_header, LEDGER_COLUMNS):
         table.add_column(name, justify="right" if is_number else "left")
     for texts in cells:
         table.add_row(*texts)

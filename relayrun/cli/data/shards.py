@@ -17,7 +17,7 @@ from relayrun.config.compose.writable import check_outputs
 from relayrun.errors import InputError
 from relayrun.tokens.mixture.create_mixture import MAX_REPEATS, create_mixture
 from relayrun.tokens.mixture.shard_selection import parse_token_count
-from relayrun.tokens.shards.checks import VerifiedShard, verify_shards
+from relayrun.tokens.shards.checks import ShardCheckResult, verify_shards
 from relayrun.tokens.shards.merge import merge_shards
 from relayrun.tokens.shards.prefixes import find_prefixes, join_prefixes
 from relayrun.tokens.shards.shard import FOLDER_RECORD
@@ -137,7 +137,7 @@ def run_verify_shards(options: argparse.Namespace) -> int:
         tokenizer = load_tokenizer(TokenizeOptions(tokenizer=options.tokenizer, append_eod="auto"))
         size, eod = size or tokenizer.size, tokenizer.eos_id if eod is None else eod
 
-    def report(verified: VerifiedShard) -> None:
+    def report(verified: ShardCheckResult) -> None:
         for fault in verified.faults:
             print(f"{verified.prefix}: {fault}", flush=True)
 

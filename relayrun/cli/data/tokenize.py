@@ -98,10 +98,10 @@ def add_shuffle_arguments(parser: argparse.ArgumentParser) -> None:
     bad = "skip-line: leave out lines and rows without a text in UTF-8, and count them (default: %(default)s)"
     add("--on-error", choices=("fail", "skip-line"), default=default("on_error"), help=bad)
     add("--stage", choices=SHUFFLE_STAGES, help="one of several tasks of Slurm: see submit_reshard.sh")
-    parser.set_defaults(run=run_shuffle)
+    parser.set_defaults(run=run_global_shuffle)
 
 
-def run_shuffle(given: argparse.Namespace) -> int:
+def run_global_shuffle(given: argparse.Namespace) -> int:
     """Shuffle a dataset globally, into parquet files of even size. Raises RelayrunError."""
     check_outputs({"--output-folder": given.output_folder, "--temp-dir": given.temp_dir})
     if given.memory_limit >= 2:

@@ -12,7 +12,7 @@ from relayrun.cli import add_run
 from relayrun.config.compose.writable import check_outputs
 from relayrun.control.rundir import checkpoint_records
 from relayrun.control.rundir.checkpoint_records import BrokenCheckpoint, newer_broken_checkpoints
-from relayrun.control.rundir.find_runs import find_run, split_iteration
+from relayrun.control.rundir.find_runs import find_run, split_run_and_iteration
 from relayrun.control.rundir.mirror import record_verified
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError, RunDirError
@@ -79,7 +79,7 @@ def mirror_checkpoints(options: argparse.Namespace) -> int:
 
 def restore_checkpoint(options: argparse.Namespace) -> int:
     """Put a copy back into a run without jobs, or into a folder. Raises RelayrunError."""
-    named, iteration = split_iteration(options.name)
+    named, iteration = split_run_and_iteration(options.name)
     if options.to is not None:
         check_outputs({"--to": options.to})
         for line in restore.fetch_copy(named, iteration, Path(options.to).expanduser().absolute()):
@@ -115,7 +115,7 @@ def _checkpoint_folder(name: str) -> tuple[Path, list[BrokenCheckpoint]]:
     folder = Path(name).expanduser()
     if (folder / "metadata.json").is_file() or (folder / checksums.CHECKSUM_INDEX).is_file():
         return folder.absolute(), []
-    named, iteration = split_iteration(name)
+    named, iteration = split_run_and_iteration(name)
     run = find_run(named)
     line = checkpoint_records.Lineage(run)
     if iteration is None:

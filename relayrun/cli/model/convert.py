@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 
 from relayrun.config.compose.writable import check_outputs
-from relayrun.control.rundir.find_runs import find_run, split_iteration
+from relayrun.control.rundir.find_runs import find_run, split_run_and_iteration
 from relayrun.errors import InputError, did_you_mean_path
 from relayrun.train.checkpoint import megatron_folder
 from relayrun.train.export import megatron_settings, upload
-from relayrun.train.export.source_and_target import CheckpointSource, check_target, find_checkpoint, parse_size
+from relayrun.train.export.source_and_target import CheckpointSource, check_target_is_new, find_checkpoint, parse_size
 
 EXPORT_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -118,9 +118,9 @@ def export_torch(options: argparse.Namespace) -> int:
 def export_megatron(options: argparse.Namespace) -> int:
     """Write a folder that Megatron-LM loads. Raises RelayrunError."""
     check_outputs({"--output": options.output})
-    name, iteration = split_iteration(options.name)
+    name, iteration = split_run_and_iteration(options.name)
     source = find_checkpoint(find_run(name), options.iteration if iteration is None else iteration)
-    check_target(options.output)
+    check_target_is_new(options.output)
     from relayrun.train.export import megatron  # torch: seconds
     from relayrun.train.export.torch_dist import new_folder
 
@@ -137,12 +137,12 @@ def _checked_source(options: argparse.Namespace) -> CheckpointSource:
     """The checkpoint, after run, iteration, output and tokenizer were checked. Raises RelayrunError."""
     folder = Path(options.name).expanduser()
     if (found := megatron_folder.find_megatron_checkpoint(folder, options.iteration)) is not None:
-        check_target(options.output)
+        check_target_is_new(options.output)
         return megatron_settings.megatron_source(found, options.tokenizer)
     if options.tokenizer is not None:
         raise InputError("a run has a tokenizer of its own", where=options.name, hint="leave out --tokenizer")
     source = find_checkpoint(find_run(options.name), options.iteration)
-    check_target(options.output)
+    check_target_is_new(options.output)
     if not source.config.data.mock_data:
         _ = source.tokenizer
     return source
@@ -190,7 +190,7 @@ def import_hf(options: argparse.Namespace) -> int:
     """Write a checkpoint from a Hugging Face folder. Raises RelayrunError."""
     output: Path = options.output.absolute()
     check_outputs({"--output": options.output})
-    check_target(output)
+    check_target_is_new(output)
     if not (options.folder / "config.json").is_file():
         hint = did_you_mean_path(options.folder) or "give a folder that transformers' save_pretrained wrote"
         raise InputError("this is no Hugging Face folder: it has no config.json", where=options.folder, hint=hint)
@@ -214,8 +214,8 @@ def import_megatron(options: argparse.Namespace) -> int:
     """Write a checkpoint from a folder of Megatron-LM. Raises RelayrunError."""
     output: Path = options.output.absolute()
     check_outputs({"--output": options.output})
-    check_target(output)
-    name, iteration = split_iteration(options.folder)
+    check_target_is_new(output)
+    name, iteration = split_run_and_iteration(options.folder)
     folder = Path(name).expanduser()
     found = megatron_folder.find_megatron_checkpoint(folder, iteration)
     if found is None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from relayrun.cli import add_overrides
+from relayrun.cli import add_set_option
 from relayrun.config.compose import describe, resolve, yaml_file
 from relayrun.config.compose.describe import Setting
 from relayrun.config.compose.resolve import config_differences
@@ -29,7 +29,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name", metavar="CONFIG", help="run config, or RUN[:REVISION] for what a run was submitted with"
     )
-    add_overrides(parser, "as for `relayrun submit`")
+    add_set_option(parser, "as for `relayrun submit`")
     parser.set_defaults(run=run_config)
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from relayrun import places
-from relayrun.cli import add_overrides, add_run
+from relayrun.cli import add_run, add_set_option
 from relayrun.config.compose import resolve, sites
 from relayrun.config.compose.resolve import config_differences
 from relayrun.config.compose.schema import CommonConfig, RunConfig
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun check`."""
     parser.add_argument("config", type=Path, help="run config, for example configs/runs/demo.yaml")
-    add_overrides(parser, "as for `relayrun submit`")
+    add_set_option(parser, "as for `relayrun submit`")
     parser.add_argument("--resume", action="store_true", help="take it that the chain may have ended")
     parser.add_argument("--accept-data-change", action="store_true", help="take it that the data may have changed")
     parser.add_argument("--take-over", action="store_true", help="take it that the run may be another user's")
@@ -157,7 +157,7 @@ def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_change_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options common to `relayrun submit` and `relayrun resume`."""
-    add_overrides(parser, "override a setting: --set training.steps=50")
+    add_set_option(parser, "override a setting: --set training.steps=50")
     parser.add_argument(
         "--dry-run", action="store_true", help="check it and print the job script; write and submit nothing"
     )

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from relayrun.cli import add_overrides
+from relayrun.cli import add_set_option
 from relayrun.cli.run import stop as run_stop
 from relayrun.config.compose import campaign as config
 from relayrun.control.chain import campaign as supervisor
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     acts = parser.add_subparsers(dest="act", required=True)
     act = acts.add_parser("submit", help="make the directories of all runs, and begin the first ones")
     act.add_argument("config", type=Path, help="run config with a section `sweep` or `stages`")
-    add_overrides(act, "override a setting of all runs, or of the section: --set sweep.at_once=2")
+    add_set_option(act, "override a setting of all runs, or of the section: --set sweep.at_once=2")
     act.add_argument("--dry-run", action="store_true", help="check it and print the runs; write and submit nothing")
     act.set_defaults(run=submit)
     for name, run, words in (

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from relayrun import places
-from relayrun.cli import add_overrides
+from relayrun.cli import add_set_option
 from relayrun.config.compose.writable import check_writable
 from relayrun.control.scheduler.factory import slurm_scheduler
 from relayrun.errors import ConfigError, InputError
@@ -151,7 +151,7 @@ def add_gpu_check_arguments(parser: argparse.ArgumentParser) -> None:
         "--nodes", type=int, default=1, metavar="N", help="nodes of the job, where the cluster has Slurm"
     )
     parser.add_argument("--time", default="15", metavar="LIMIT", help="of the job (default: %(default)s minutes)")
-    add_overrides(parser, "a setting of all training runs of the check: --set training.transformer_impl=local")
+    add_set_option(parser, "a setting of all training runs of the check: --set training.transformer_impl=local")
     parser.add_argument(
         "--hook", dest="hooks", action="append", default=[], metavar="MODULE:CLASS", help="a hook of your own in them"
     )

@@ -16,7 +16,7 @@ from typing import Any
 
 from relayrun.config.compose.schema import CommonConfig, MegatronConfig, OptimizerSection
 from relayrun.config.sections.base import Section
-from relayrun.config.sections.training import BatchSizes
+from relayrun.config.sections.training import GlobalBatchSizes
 from relayrun.errors import ConfigError, combined_error
 
 FlagValues = tuple[str, ...] | None
@@ -152,7 +152,7 @@ def _iterations(tokens: int | None, steps: int | None, given: SettingContext) ->
         if training is None:
             words = "tokens become iterations by the batch size and the sequence length of the section training"
             raise ConfigError(words, where="optimizer", hint="give the section training, or iterations")
-        sizes = BatchSizes(training.global_batch_size, training.rampup_batch_size)
+        sizes = GlobalBatchSizes(training.global_batch_size, training.rampup_batch_size)
         steps = sizes.reaches(-(-tokens // training.seq_length))
     return None if steps is None else (str(steps),)
 
@@ -277,7 +277,7 @@ FLAG_OF_SETTING = {row.setting: row.flag for row in reversed(FLAG_TABLE)}
 """The flag of each setting, the first if there are several."""
 
 
-def saved_arguments(config: CommonConfig) -> dict[str, Any]:
+def megatron_checkpoint_args(config: CommonConfig) -> dict[str, Any]:
     """Return the arguments that an export to a checkpoint copies from settings."""
     rows = (row for row in FLAG_TABLE if row.saved is not NOT_SAVED)
     return {row.argument: attrgetter(row.setting)(config) for row in rows}

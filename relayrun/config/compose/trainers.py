@@ -16,12 +16,12 @@ from relayrun.config.sections.chain import ChainSection
 from relayrun.config.sections.checkpoint import CheckpointSection
 from relayrun.config.sections.command import CommandSection
 from relayrun.config.sections.data import DataSection
+from relayrun.config.sections.dataclass_section import OutputPath, SingleLine, one_line
 from relayrun.config.sections.job import ClusterSection, DebugSection, EvaluationSection, JobSection, TrackingSection
 from relayrun.config.sections.model import ModelSection
 from relayrun.config.sections.notify import NotifySection
 from relayrun.config.sections.optimizer import OptimizerSection
 from relayrun.config.sections.parallel import ParallelSection
-from relayrun.config.sections.plain import OutputPath, SingleLine, one_line
 from relayrun.config.sections.training import TrainingSection
 
 PER_TASK_OPTIONS = ("--gpus-per-task", "--gpu-bind", "--tres-per-task", "--mem-per-gpu", "--cpus-per-gpu", "--ntasks")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 from pydantic.fields import FieldInfo
 
-from relayrun.config.sections.plain import PlainSection
+from relayrun.config.sections.dataclass_section import DataclassSection
 from relayrun.slurmtime import parse_time
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -39,12 +39,12 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
 
 
-AnySection = type[BaseModel] | type[PlainSection]
+AnySection = type[BaseModel] | type[DataclassSection]
 
 
 def is_section(annotation: Any) -> typing.TypeGuard[AnySection]:
     """Return whether an annotation is the class of a section, with or without pydantic."""
-    return isinstance(annotation, type) and issubclass(annotation, (BaseModel, PlainSection))
+    return isinstance(annotation, type) and issubclass(annotation, (BaseModel, DataclassSection))
 
 
 def section_fields(section: AnySection) -> Mapping[str, FieldInfo]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from relayrun.config.sections.plain import (
+from relayrun.config.sections.dataclass_section import (
+    DataclassSection,
     Limits,
     NonNegative,
     NonNegativeFloat,
-    PlainSection,
     Positive,
     PositiveFloat,
     SingleLine,
@@ -17,7 +17,7 @@ from relayrun.config.sections.plain import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeHealthLimits(PlainSection):
+class NodeHealthLimits(DataclassSection):
     """Limits of `chain.node_health`. A violation is recorded with both figures."""
 
     memory_gb: Literal["auto"] | NonNegativeFloat = "auto"
@@ -38,7 +38,7 @@ class NodeHealthLimits(PlainSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChainSection(PlainSection):
+class ChainSection(DataclassSection):
     """Sequence of the run's jobs."""
 
     auto_requeue: bool = False

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from relayrun.config.sections.base import Section
-from relayrun.config.sections.plain import NonNegative, Positive, SingleLine
+from relayrun.config.sections.dataclass_section import NonNegative, Positive, SingleLine
 
 
 class MirrorSection(Section):

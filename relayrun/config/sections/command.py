@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from signal import Signals
 from typing import Annotated
 
-from relayrun.config.sections.plain import Checked, OutputPath, PlainSection, Positive, SingleLine
+from relayrun.config.sections.dataclass_section import Checked, DataclassSection, OutputPath, Positive, SingleLine
 
 UNCATCHABLE_SIGNALS = ("SIGKILL", "SIGSTOP")
 """Signals that a program cannot catch."""
@@ -60,7 +60,7 @@ def _not_empty(words: list[str]) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommandCheckpointSection(PlainSection):
+class CommandCheckpointSection(DataclassSection):
     """Entries of the run's folder of checkpoints that count. Without `pattern` the program reports checkpoints through
     the client."""
 
@@ -83,7 +83,7 @@ class CommandCheckpointSection(PlainSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommandSection(PlainSection):
+class CommandSection(DataclassSection):
     """The program that every rank executes, and how it is monitored and signalled (docs/command.md)."""
 
     run: Annotated[list[SingleLine], Checked(_not_empty)]

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from relayrun.config.sections import conditions
 from relayrun.config.sections.base import NAME_PATTERN, Fraction, ImportPath, Section
-from relayrun.config.sections.plain import NonNegative, OutputPath, Positive
+from relayrun.config.sections.dataclass_section import NonNegative, OutputPath, Positive
 
 DOCUMENT_WINDOW = "document-window"
 """Name of the order."""
@@ -81,7 +81,7 @@ RowFilter = Annotated[str, AfterValidator(_checked_row_filter)]
 """A condition on rows, see `relayrun.config.sections.conditions`."""
 
 
-class StreamLimit(Section):
+class StreamSubset(Section):
     """A part of a data set, for a trial."""
 
     nb_files: Positive | None = None
@@ -138,7 +138,7 @@ class StreamSection(Section):
     map: ImportPath | None = None
     """A user's function of a row, a dict of the text column and `extra_columns`: it returns the text to train on, or
     None to leave the row out. It runs in the ranks after all filters, and must always return the same for a row."""
-    limit: StreamLimit | None = None
+    limit: StreamSubset | None = None
     """A part of the files, fragments or rows, for a trial."""
     shuffle_buffer: NonNegative = 10_000
     """Rows of a shuffle, over all lanes; a lane shuffles its share, or 256 rows if that is more, as a block. 0: the

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from relayrun.config.sections.base import NAME_PATTERN, Section, SlurmTime
+from relayrun.config.sections.dataclass_section import NonNegative, Positive, SingleLine
 from relayrun.config.sections.job_script import ContainerSection, SbatchOptions
-from relayrun.config.sections.plain import NonNegative, Positive, SingleLine
 
 
 class TrackingSection(Section):

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from relayrun.config.sections.base import Section
-from relayrun.config.sections.plain import SingleLine, one_line
+from relayrun.config.sections.dataclass_section import SingleLine, one_line
 from relayrun.errors import ConfigError
 
 Mount = Annotated[SingleLine, Field(pattern=r"^/[^,:]*(:/[^,:]*(:(ro|rw))?)?$")]

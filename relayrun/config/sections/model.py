@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from relayrun.config.sections.base import Fraction, ImportPath, NonEmptyList, Section
-from relayrun.config.sections.plain import NonNegative, NonNegativeFloat, Positive
+from relayrun.config.sections.dataclass_section import NonNegative, NonNegativeFloat, Positive
 
 Balancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self, get_args
 from pydantic import Field, model_validator
 
 from relayrun.config.sections.base import NAME_PATTERN, Section
-from relayrun.config.sections.plain import NonNegative, Positive, SingleLine
+from relayrun.config.sections.dataclass_section import NonNegative, Positive, SingleLine
 
 Event = Literal["stopped", "failed", "hang", "stalled", "anomaly", "disk", "node", "done", "evaluation"]
 EVENTS: tuple[Event, ...] = get_args(Event)

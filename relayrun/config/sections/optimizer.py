@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from relayrun.config.sections.base import Fraction, ImportPath, Section
-from relayrun.config.sections.plain import NonNegative, Positive
+from relayrun.config.sections.dataclass_section import NonNegative, Positive
 
 StateType = Literal["fp32", "fp16", "bf16", "fp8"]
 

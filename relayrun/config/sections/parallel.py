@@ -7,7 +7,7 @@ from typing import Self
 from pydantic import model_validator
 
 from relayrun.config.sections.base import Section
-from relayrun.config.sections.plain import NonNegative, Positive
+from relayrun.config.sections.dataclass_section import NonNegative, Positive
 
 
 class ParallelSection(Section):

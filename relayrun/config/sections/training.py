@@ -1,8 +1,8 @@
 """The section `training`, and the global batch size as a pure function of the consumed samples.
 
-`BatchSizes` computes the ramp of `training.rampup_batch_size`: Megatron's START INCREMENT SAMPLES in exact integers
-(megatron-core 0.16.1, num_microbatches_calculator.py:353), or a list [[SIZE, SAMPLES], ...]. An iteration has the size
-of the stage in which it begins; it may end beyond that stage, and the next one begins there.
+`GlobalBatchSizes` computes the ramp of `training.rampup_batch_size`: Megatron's START INCREMENT SAMPLES in exact
+integers (megatron-core 0.16.1, num_microbatches_calculator.py:353), or a list [[SIZE, SAMPLES], ...]. An iteration has
+the size of the stage in which it begins; it may end beyond that stage, and the next one begins there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from relayrun.config.sections.base import ImportPath, Section
-from relayrun.config.sections.plain import NonNegative, Positive
+from relayrun.config.sections.dataclass_section import NonNegative, Positive
 from relayrun.errors import ConfigError
 
 
@@ -43,7 +43,7 @@ class SameSizeIterations:
     size: int
 
 
-class BatchSizes:
+class GlobalBatchSizes:
     """The batch sizes of a config: those of its ramp, then `global_batch_size`.
 
     Raises ValueError for a ramp that has neither form or does not rise.
@@ -56,7 +56,7 @@ class BatchSizes:
         self._firsts = [stage.first for stage in self.stages]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, BatchSizes) and self.stages == other.stages
+        return isinstance(other, GlobalBatchSizes) and self.stages == other.stages
 
     def __hash__(self) -> int:
         return hash(self.stages)
@@ -93,7 +93,7 @@ class BatchSizes:
         return {"global_batch_size": self.global_batch_size, "rampup_batch_size": self.rampup}
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> BatchSizes:
+    def from_json(cls, value: dict[str, Any]) -> GlobalBatchSizes:
         return cls(value["global_batch_size"], value["rampup_batch_size"])
 
 
@@ -105,7 +105,7 @@ class IterationRange:
     """Iterations before the leg."""
     consumed_samples: int
     """Number of the leg's first sample."""
-    sizes: BatchSizes
+    sizes: GlobalBatchSizes
 
     @cached_property
     def _runs(self) -> list[SameSizeIterations]:
@@ -268,8 +268,8 @@ class TrainingSection(Section):
         return self.stop_after or self.steps
 
     @property
-    def batch_sizes(self) -> BatchSizes:
-        return BatchSizes(self.global_batch_size, self.rampup_batch_size)
+    def batch_sizes(self) -> GlobalBatchSizes:
+        return GlobalBatchSizes(self.global_batch_size, self.rampup_batch_size)
 
     @property
     def resolved_precision(self) -> Literal["fp32", "bf16"]:

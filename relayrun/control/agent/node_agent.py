@@ -34,7 +34,7 @@ from relayrun.control.agent.memory_copies import (
 from relayrun.control.agent.messages import Message, MessageSocket
 from relayrun.control.agent.node_facts import NodeFacts
 from relayrun.control.agent.rank_server import RankServerProcess
-from relayrun.control.agent.restart import ranks_gone_line
+from relayrun.control.agent.restart import restart_ranks_exited_line
 from relayrun.control.rundir import restarts
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.plan import Plan
@@ -383,7 +383,7 @@ class NodeAgent:
         for command in commands:
             self._say(f"a process that the ranks left behind is ended: {command}")
         if not self._forks:  # after all output of the ranks, which uses the same streams
-            words = ranks_gone_line(self.restart)
+            words = restart_ranks_exited_line(self.restart)
             self._say(words)
             with contextlib.suppress(OSError):
                 print(f"\n[relayrun {self._hello['name']}] {words}", flush=True)

@@ -16,7 +16,7 @@ from relayrun.control.agent.job_nodes import AGENT_BEAT_SECONDS, NodeRanks
 from relayrun.control.agent.memory_copies import NodeMemoryCopy, newest_complete_copy
 from relayrun.control.agent.messages import Message
 from relayrun.control.decisions import Death, RestartFacts, first_death, why_no_restart
-from relayrun.control.job_log import LogFollower, job_logs, log_size
+from relayrun.control.job_log import LogFollower, job_output_files, log_size
 from relayrun.control.rundir import restarts
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.checkpoint_records import ResumePoint
@@ -26,7 +26,7 @@ from relayrun.control.rundir.restarts import FailedRestart, RestartBase, Restart
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers.registry import trainer_of
 from relayrun.errors import RunDirError
-from relayrun.files import file_size, read_lines
+from relayrun.files import file_size, read_json_lines
 
 RECORD_PAUSE = 0.1
 """Seconds between two looks during the wait for the watch."""
@@ -36,7 +36,7 @@ WATCH_RECORD_SECONDS = 60.0
 """Seconds for the watch to record a restart; a killed watch is started again."""
 
 
-def ranks_gone_line(number: int) -> str:
+def restart_ranks_exited_line(number: int) -> str:
     """Return the line of an agent when no rank of restart `number` is left on its node."""
     return f"restart {number}: no rank is left here"
 
@@ -61,7 +61,7 @@ class ForeignRestart:
 
     def ended(self) -> None:
         """Look for the agents' last lines from here on: they are told to end a restart."""
-        self._logs = [(LogFollower(path, offset=file_size(path)), set()) for path, _ in job_logs(self._begin)]
+        self._logs = [(LogFollower(path, offset=file_size(path)), set()) for path, _ in job_output_files(self._begin)]
         self._asked, self._since = None, time.monotonic()
 
     def recorded(self, number: int, *, exit_code: int, nodes: Collection[str]) -> bool:
@@ -85,7 +85,7 @@ class ForeignRestart:
         return False
 
     def _log_is_whole(self, number: int, nodes: Collection[str]) -> bool:
-        wanted = {node: f" {node}] {ranks_gone_line(number)}" for node in nodes}
+        wanted = {node: f" {node}] {restart_ranks_exited_line(number)}" for node in nodes}
         for lines, found in self._logs:
             for line in lines.read():
                 found |= {node for node, words in wanted.items() if words in line}
@@ -114,7 +114,7 @@ class ForeignRestart:
             base_path=base.path,
             log_offset=self._asked.log_offset,
             output_offset=self._asked.output_offset,
-            commits=sum(1 for _ in read_lines(self._attempt.commits)),
+            commits=sum(1 for _ in read_json_lines(self._attempt.commits)),
         ).write(self._attempt.restart_base)
         return self._trainer.prepare(base, attempt=self._attempt.number)
 
@@ -242,7 +242,7 @@ class NextStart(NamedTuple):
         return self.base.iteration if self.memory is None else self.memory
 
 
-class RestartConclusion(NamedTuple):
+class RestartOutcome(NamedTuple):
     """The record of a failed restart, and the start of the next one if `failed.again`."""
 
     failed: FailedRestart
@@ -264,7 +264,7 @@ def conclude_restart(
     name: Callable[[int], str],
     asked: str,
     between: ForeignRestart | None,
-) -> RestartConclusion:
+) -> RestartOutcome:
     """Judge and record the failed restart and prepare the records for the next one. Raises OSError and RelayrunError.
 
     Args:
@@ -283,7 +283,7 @@ def conclude_restart(
         moved += restarts.prepare_restart(run, attempt, start.base, next_restart=number, next_iteration=start.memory)
         if between is not None:
             between.go_on()
-    return RestartConclusion(failed, death.exit_code, start, moved)
+    return RestartOutcome(failed, death.exit_code, start, moved)
 
 
 def _next_start(

@@ -66,7 +66,7 @@ class Readiness:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CampaignPass:
+class CampaignPassResult:
     """The result of one look at a campaign."""
 
     begun: list[str] = field(default_factory=list)
@@ -93,40 +93,42 @@ def start_due_members(
     leaving: Run | None = None,
     patience: float = PATIENCE,
     say: Callable[[str], None] = log_line,
-) -> dict[Path, CampaignPass]:
+) -> dict[Path, CampaignPassResult]:
     """Start the due members of these campaigns; return the result of each look by folder. Errors are logged."""
-    looks: dict[Path, CampaignPass] = {}
+    looks: dict[Path, CampaignPassResult] = {}
     for folder in folders:
         try:
             looks[folder] = start_due_in_campaign(folder, leaving=leaving, patience=patience)
             for words in looks[folder].begun:
                 say(words)
         except _UNREADABLE as error:
-            looks[folder] = CampaignPass(stuck={} if isinstance(error, _FOR_NOW) else {"": _error_line(error)})
+            looks[folder] = CampaignPassResult(stuck={} if isinstance(error, _FOR_NOW) else {"": _error_line(error)})
             say(f"the next run of {folder} is left for later: {_error_line(error)}")
     return looks
 
 
 def start_due_in_campaign(
     folder: Path, *, from_terminal: bool = False, leaving: Run | None = None, patience: float = PATIENCE
-) -> CampaignPass:
+) -> CampaignPassResult:
     """Start every due member of a campaign; return the result. Raises RunDirError, SchedulerError and OSError.
 
     `from_terminal`: this process runs the local queue; no other process would start local members. `leaving`: the run
     whose last job this is: a member that Slurm refused is tried at once, since no later look is certain.
     """
     if not campaign.is_campaign(folder):  # its submit was killed or still runs
-        return CampaignPass(stuck={"": "there is no campaign.json: its submit was killed, or it was moved or removed"})
+        return CampaignPassResult(
+            stuck={"": "there is no campaign.json: its submit was killed, or it was moved or removed"}
+        )
     whole = Campaign.load(folder)
     waiting = [member for member in whole.members if not campaign.member_started_path(folder, member.name).exists()]
     if not waiting or campaign.campaign_stop_reason(folder) is not None:
-        return CampaignPass()
+        return CampaignPassResult()
     if whole.owner != os.geteuid() or (whole.scheduler == "local" and not from_terminal):
-        return CampaignPass(stuck=_stuck(_judged(folder, whole, waiting)))
+        return CampaignPassResult(stuck=_stuck(_judged(folder, whole, waiting)))
     with folder_lock(folder, patience=patience) as mine:
         judged = _judged(folder, whole, waiting)
         if not mine or campaign.campaign_stop_reason(folder) is not None:
-            return CampaignPass(stuck=_stuck(judged))
+            return CampaignPassResult(stuck=_stuck(judged))
         return _begin_due(folder, whole, judged, leaving, patience)
 
 
@@ -143,7 +145,7 @@ def _stuck(judged: _JudgedMembers) -> dict[str, str]:
 
 def _begin_due(
     folder: Path, whole: Campaign, judged: _JudgedMembers, leaving: Run | None, patience: float
-) -> CampaignPass:
+) -> CampaignPassResult:
     begun: list[str] = []
     stuck = _stuck(judged)
     for run, evaluation in {ready.awaited[1].path: ready.awaited for _, ready in judged if ready.awaited}.values():
@@ -163,7 +165,7 @@ def _begin_due(
             stuck.pop(member.name, None)
         except MemberStartError as error:
             stuck[member.name] = error.message
-    return CampaignPass(begun=begun, stuck=stuck)
+    return CampaignPassResult(begun=begun, stuck=stuck)
 
 
 def _never_evaluated(whole: Campaign, judged: _JudgedMembers) -> dict[str, str]:

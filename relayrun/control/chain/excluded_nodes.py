@@ -18,9 +18,9 @@ from relayrun.control.rundir import restarts
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import RankFailure, Record
 from relayrun.control.rundir.run import Run
-from relayrun.control.scheduler.base import MinimumNodes, NodeControl, Scheduler
+from relayrun.control.scheduler.base import MinimumNodes, Scheduler, UsableNodes
 from relayrun.errors import SchedulerError
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 
 FAILURES_TO_EXCLUDE = 2
 FAILURE_EXPIRE_SECONDS = 24 * 3600.0
@@ -217,7 +217,7 @@ def worst_nodes(failures: Iterable[NodeFailureRecord], *, nodes: int, now: float
 
 
 def read_node_failures(run: Run) -> list[NodeFailureRecord]:
-    return [NodeFailureRecord.of(entry) for entry in read_lines(run.node_failures)]
+    return [NodeFailureRecord.of(entry) for entry in read_json_lines(run.node_failures)]
 
 
 def next_job_options(
@@ -300,7 +300,7 @@ def _minimum(plan: Plan, count: int, *, wanted: int) -> MinimumNodes:
     return MinimumNodes(nodes=count, wanted=wanted, tasks=count * plan.ntasks_per_node)
 
 
-def _startable_node_count(run: Run, plan: Plan, control: NodeControl, options: Mapping[str, str]) -> int | None:
+def _startable_node_count(run: Run, plan: Plan, control: UsableNodes, options: Mapping[str, str]) -> int | None:
     """Return the largest number of nodes with which a job that survives the loss of nodes can start now. None if a
     person has chosen the number (`nodes` in `options`), or if no number can start."""
     if not plan.outlives_nodes or "nodes" in options:
@@ -315,7 +315,7 @@ def _startable_node_count(run: Run, plan: Plan, control: NodeControl, options: M
     return None
 
 
-def _expanded(control: NodeControl, nodes: str | None) -> set[str]:
+def _expanded(control: UsableNodes, nodes: str | None) -> set[str]:
     return set(control.expand(nodes)) if nodes else set()
 
 
@@ -333,7 +333,7 @@ def _without_reduced_nodes(plan: Plan, options: Mapping[str, str]) -> dict[str, 
 
 
 def _replaceable_nodes(
-    run: Run, plan: Plan, control: NodeControl, options: Mapping[str, str], *, given: set[str], bad: Sequence[str]
+    run: Run, plan: Plan, control: UsableNodes, options: Mapping[str, str], *, given: set[str], bad: Sequence[str]
 ) -> set[str]:
     """The bad nodes that can be excluded while enough healthy nodes remain, worst first."""
     needed = {"nodes": str(plan.nodes)} if plan.outlives_nodes and "nodes" not in options else {}

@@ -72,7 +72,7 @@ def _failed_begins(order: FallbackOrder, failed: Job | None) -> int:
 
 def _chain_end(run: Run, scheduler: Scheduler, order: FallbackOrder, failed: Job | None) -> ChainEnd | None:
     """Return the end of the chain if a person cancelled a job or too many tries failed; None if it goes on."""
-    if (stopped := jobs.read_job_stop(failed)) is not None:
+    if (stopped := jobs.read_chain_end_from_comment(failed)) is not None:
         return stopped
     newest = run.newest_begun()
     cancelled = jobs.end_by_cancelled_successor(newest, scheduler) if newest is not None else None
@@ -208,7 +208,7 @@ def _end_job(run: Run, plan: Plan, attempt: Attempt, own: str) -> None:
     """Requeue this job in front of the job that may wait behind it; cancel it if that job goes on, or no job shall."""
     record, scheduler = attempt.read_end(), scheduler_for_plan(plan, run)
     goes_on = ""
-    stopped = is_stopped(run) or jobs.read_job_stop(scheduler.query(own)) is not None
+    stopped = is_stopped(run) or jobs.read_chain_end_from_comment(scheduler.query(own)) is not None
     if record is not None and record.action in ("continue", "retry") and not stopped:
         goes_on = jobs.requeue_job(run, plan, scheduler, attempt, own=own, delay=record.delay)
     if goes_on == own:

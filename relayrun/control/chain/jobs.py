@@ -153,7 +153,7 @@ def successor_options(job: Job, scheduler: Scheduler) -> dict[str, str]:
     return options | ({"exclude": ",".join(kept)} if kept else {})
 
 
-def read_job_stop(job: Job | None) -> ChainEnd | None:
+def read_chain_end_from_comment(job: Job | None) -> ChainEnd | None:
     """Return the end of the chain that the comment of a job records, if it does; see `note_stop_in_jobs`."""
     return ChainEnd("stopped", f"stopped by {job.stopped_by}") if job is not None and job.stopped_by else None
 
@@ -193,7 +193,7 @@ def continue_chain(
     A person's acts in the queue stand: a cancelled job is not replaced, a held job stays held. Raises SchedulerError if
     no job could be queued.
     """
-    if (stopped := read_job_stop(scheduler.query(own))) is not None:
+    if (stopped := read_chain_end_from_comment(scheduler.query(own))) is not None:
         return stopped
     if plan.chain.mode == "requeue":
         cancelled = end_by_cancelled_successor(attempt, scheduler)  # another job may replace this one

@@ -23,7 +23,7 @@ from relayrun.control.rundir import storage_limits
 from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.storage_limits import FILE_SYSTEM, QuotaLimit, UsageSample
+from relayrun.control.rundir.storage_limits import FILE_SYSTEM, QuotaLimit, QuotaSample
 from relayrun.errors import RelayrunError
 
 QUOTA_QUESTION_SECONDS = 10.0
@@ -91,7 +91,7 @@ def measure_quotas(run: Run, plan: Plan, *, now: float) -> None:
     for each in found:
         sizes = [sum(commit.files.values()) if each.kind == "bytes" else len(commit.files) for commit in own]
         one, rolling = (sizes[0], sum(sizes[:kept])) if sizes else (0, 0)
-        point = UsageSample(
+        point = QuotaSample(
             time=now,
             source=each.source,
             kind=each.kind,

@@ -96,7 +96,7 @@ def _decide_and_open(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) ->
     trigger = triggers.read_trigger(run, "exit")
     decision = decisions.decide_at_start(
         decisions.StartFacts(
-            stopped=read_stop(run) or jobs.read_job_stop(job),
+            stopped=read_stop(run) or jobs.read_chain_end_from_comment(job),
             durable_iteration=base.iteration,
             total_steps=plan.total_steps,
             stop_after=plan.stop_after,
@@ -175,7 +175,7 @@ def _update_views(run: Run) -> None:
         log_line(f"the merged views are left for later: {error}")
 
 
-def measured_grace_period(run: Run, plan: Plan, line: Lineage) -> tuple[float, float | None]:
+def next_grace_period(run: Run, plan: Plan, line: Lineage) -> tuple[float, float | None]:
     """Return the measured grace period of the next attempt and the duration of an evaluation, in seconds."""
     # an evaluated iteration has two lines
     newest = islice(merged_metrics.newest_valid_lines(run), 2 * time_limit.GRACE_STEPS)
@@ -232,7 +232,7 @@ def _open_attempt(
     attempt.path.mkdir()
     fsync_directory(run.attempts)
     plan = _plan_for_time_limit(plan, job)
-    leave_before, evaluation = measured_grace_period(run, plan, line)
+    leave_before, evaluation = next_grace_period(run, plan, line)
     for text in line.quarantine(base, attempt=number):
         log_line(text)
     stderr = failure_reason.stderr_file()

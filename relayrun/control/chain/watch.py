@@ -298,7 +298,7 @@ class Watch:
             return
         self._pause = min(2 * self._pause, RETRY_CEILING)
         own = self.scheduler.current_job_id()
-        if jobs.read_job_stop(self.scheduler.query(own)) is not None:
+        if jobs.read_chain_end_from_comment(self.scheduler.query(own)) is not None:
             return
         options = self.begin.options if self.begin else {}
         jobs.ensure_successor(self.run, self.plan, self.scheduler, self.attempt, own=own, options=options)
@@ -357,7 +357,7 @@ def _guard_job(run: Run, number: int, batch_pid: int) -> int:
     if not killed and scheduler.cancelled(own, nodes=begin.nodes if begin else ""):
         return 0
     with contextlib.suppress(SchedulerError):  # asks once: only seconds may be left
-        if stopped := jobs.read_job_stop(slurm_scheduler(patience=0).query(own)):
+        if stopped := jobs.read_chain_end_from_comment(slurm_scheduler(patience=0).query(own)):
             log_line(f"the chain ends: {stopped.reason}")
             return 0
     log_line(

@@ -22,7 +22,7 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import STOP_IS_A_DIRECTORY, Run, parse_stop
 from relayrun.control.rundir.storage_limits import QuotaForecast
 from relayrun.errors import RelayrunError
-from relayrun.files import free_space, read_lines_backwards
+from relayrun.files import free_space, read_json_lines_backwards
 
 METRICS_LINES = 500
 """Maximum number of newest lines of metrics that are examined at a time."""
@@ -105,7 +105,7 @@ def _node_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Ite
 
 
 def _evaluation_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:
-    for _, line in islice(read_lines_backwards(run.evaluations_view), EVALUATION_RESULTS):
+    for _, line in islice(read_json_lines_backwards(run.evaluations_view), EVALUATION_RESULTS):
         result = EvaluationResult.of(line)
         if result.time < policy.since:
             continue
@@ -162,7 +162,7 @@ def _skipped_iterations(attempt: Attempt, noted: int) -> tuple[str, str, int]:
     """Return the newest iteration after `noted` that was skipped or whose loss is no number, and their count."""
     found = [
         line
-        for _, line in islice(read_lines_backwards(attempt.metrics), METRICS_LINES)
+        for _, line in islice(read_json_lines_backwards(attempt.metrics), METRICS_LINES)
         if line["iteration"] > noted and (line.get("skipped") or not math.isfinite(line.get("loss", 0.0)))
     ]
     if not found:
@@ -173,7 +173,7 @@ def _skipped_iterations(attempt: Attempt, noted: int) -> tuple[str, str, int]:
 
 
 def _rolled_back(attempt: Attempt) -> tuple[str, str, int]:
-    for _, line in islice(read_lines_backwards(attempt.rollbacks), 1):
+    for _, line in islice(read_json_lines_backwards(attempt.rollbacks), 1):
         at, base = line["iteration"], line["base_iteration"]
         reason = f"training went back to iteration {base} from iteration {at}: {line['reason']}"
         return f"rollback-{int(line['time'])}", reason, 1
@@ -186,7 +186,7 @@ def _disk_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Ite
     if attempt is None or not policy.wants("disk"):
         return
     name = f"disk-{attempt.number:04}"
-    for _, line in islice(read_lines_backwards(attempt.failed_saves), 1):
+    for _, line in islice(read_json_lines_backwards(attempt.failed_saves), 1):
         error = str(line["error"])
         if any(words in error for words in DISK_FULL_ERRORS):
             reason = f"a save of iteration {line['iteration']} failed: {error}"
@@ -240,7 +240,7 @@ def make_notice(
     begin = None if of is None else of.read_begin()
     end = None if of is None else of.read_end()
     newest = next(Lineage(run).backwards(), None)
-    step = None if of is None else next(read_lines_backwards(of.metrics), None)
+    step = None if of is None else next(read_json_lines_backwards(of.metrics), None)
     return Notice(
         id=name,
         event=event,

@@ -15,8 +15,8 @@ from relayrun.errors import RunDirError
 from relayrun.files import (
     FileIdentity,
     file_identity,
-    read_lines,
-    read_lines_backwards,
+    read_json_lines,
+    read_json_lines_backwards,
     read_with_identity,
 )
 
@@ -137,7 +137,7 @@ class Attempt:
 
     def read_commits(self) -> list[CheckpointCommit]:
         """Return the checkpoints that the attempt has published so far, oldest first."""
-        return [self.commit_of(line) for line in read_lines(self.commits)]
+        return [self.commit_of(line) for line in read_json_lines(self.commits)]
 
     def commit_of(self, line: Mapping[str, Any]) -> CheckpointCommit:
         """Parse a line of commits.jsonl and move its absolute path to the present place of the run directory."""
@@ -151,11 +151,11 @@ class Attempt:
 
     def commits_backwards(self) -> Iterator[CheckpointCommit]:
         """Yield the commits, newest first; the file is read only as far as needed."""
-        return (self.commit_of(line) for _, line in read_lines_backwards(f"{self.folder}/{COMMITS_NAME}"))
+        return (self.commit_of(line) for _, line in read_json_lines_backwards(f"{self.folder}/{COMMITS_NAME}"))
 
     def metrics_backwards(self) -> Iterator[dict[str, Any]]:
         """Yield the lines of the metrics, newest first; the file is read only as far as needed."""
-        return (line for _, line in read_lines_backwards(f"{self.folder}/{METRICS_NAME}"))
+        return (line for _, line in read_json_lines_backwards(f"{self.folder}/{METRICS_NAME}"))
 
     def append_commit(self, commit: CheckpointCommit) -> None:
         """Record a published checkpoint: from here on it counts."""

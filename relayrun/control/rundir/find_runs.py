@@ -20,7 +20,7 @@ def runs_folder() -> Path:
     return places.project_folder() / "logs" / "runs"
 
 
-def split_iteration(name: str) -> tuple[str, int | None]:
+def split_run_and_iteration(name: str) -> tuple[str, int | None]:
     """Split `NAME:ITERATION`; the iteration is None if the name has none."""
     match = re.fullmatch(r"(?P<name>.+):(?P<iteration>\d+)", name)
     return (match["name"], int(match["iteration"])) if match else (name, None)

@@ -23,7 +23,7 @@ from relayrun.control.rundir.records import AttemptStart, Record
 from relayrun.control.rundir.restarts import iteration_resets, resets_iteration
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RunDirError
-from relayrun.files import file_size, parse_record, read_lines, read_lines_backwards, write_json
+from relayrun.files import file_size, parse_record, read_json_lines, read_json_lines_backwards, write_json
 
 CHUNK = 1 << 20
 """Bytes of an attempt's metrics that are read at a time."""
@@ -128,7 +128,7 @@ class MergedViews:
                 return False
             if number != numbers[-1] or not (goes_on or attempt.read_end() is None):
                 # a rollback is recorded before its line is in the metrics
-                for entry in list(read_lines(attempt.rollbacks))[self._reached.rollbacks :]:
+                for entry in list(read_json_lines(attempt.rollbacks))[self._reached.rollbacks :]:
                     self._cut(entry["base_iteration"])
         return True
 
@@ -182,7 +182,7 @@ class MergedViews:
         if self._reached.iteration <= iteration:
             return
         size, last = 0, 0
-        for behind, line in read_lines_backwards(self._run.metrics_view, end=self._reached.size):
+        for behind, line in read_json_lines_backwards(self._run.metrics_view, end=self._reached.size):
             if line["iteration"] <= iteration:
                 size, last = behind, line["iteration"]
                 break
@@ -214,7 +214,7 @@ def read_views_progress(run: Run) -> ViewsProgress:
     try:
         reached = ViewsProgress.read(run.views) or ViewsProgress()
         begin = run.attempt(reached.attempt).read_begin() if reached.attempt else None
-        last = next(read_lines_backwards(run.metrics_view, end=reached.size), (0, {}))
+        last = next(read_json_lines_backwards(run.metrics_view, end=reached.size), (0, {}))
     except (OSError, RunDirError):  # views.json is not synced: a machine crash may tear it
         return ViewsProgress()
     if reached.attempt and (begin is None or begin.start_time != reached.start_time):
@@ -267,7 +267,7 @@ def valid_lines(run: Run, *, above: int = 0, before: tuple[int, int] | None = No
         left = before[1] if before is not None and begin.attempt == before[0] else None
         attempt = run.attempt(begin.attempt)
         ends = _iteration_resets_of(attempt, before_rollback=left)
-        for line in read_lines(attempt.metrics):
+        for line in read_json_lines(attempt.metrics):
             iteration = line.get("iteration", 0)
             if resets_iteration(line):  # training went back to a checkpoint
                 ends = ends[1:]
@@ -282,7 +282,7 @@ def valid_lines(run: Run, *, above: int = 0, before: tuple[int, int] | None = No
 
 def _iteration_resets_of(attempt: Attempt, *, before_rollback: int | None) -> list[int]:
     """`iteration_resets` of an attempt; without restarts the rollbacks on record are complete."""
-    rollbacks = [entry["base_iteration"] for entry in read_lines(attempt.rollbacks)]
+    rollbacks = [entry["base_iteration"] for entry in read_json_lines(attempt.rollbacks)]
     if attempt.failed_restarts.exists():
         return iteration_resets(attempt.metrics, rollbacks, before_rollback=before_rollback)
     return rollbacks if before_rollback is None else rollbacks[: before_rollback - 1]

@@ -36,7 +36,7 @@ from relayrun.control.rundir.checkpoint_records import Lineage, checkpoint_fault
 from relayrun.control.rundir.records import CheckpointCommit, Record
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RunDirError
-from relayrun.files import read_lines, read_lines_backwards
+from relayrun.files import read_json_lines, read_json_lines_backwards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +195,7 @@ def iterations_held_by_mirror(run: Run) -> set[int]:
     found = set() if copying is None else {copying.iteration}
     line = Lineage(run)
     verified = (
-        VerifiedCheckpoint.of(entry) for _, entry in read_lines_backwards(mirror_folder(run) / "verified.jsonl")
+        VerifiedCheckpoint.of(entry) for _, entry in read_json_lines_backwards(mirror_folder(run) / "verified.jsonl")
     )
     try:
         newest = next((each.iteration for each in verified if each.is_on(line)), None)
@@ -216,7 +216,7 @@ def withdrawn_copies(place: Path) -> set[str]:
 
 def _newest_claims(place: Path) -> dict[str, CheckpointCopy]:
     found: dict[str, CheckpointCopy] = {}
-    for line in read_lines(place / "copies.jsonl"):
+    for line in read_json_lines(place / "copies.jsonl"):
         try:
             copy = CheckpointCopy.of(line)
         except TypeError as error:

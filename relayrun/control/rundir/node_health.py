@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.records import Record
 from relayrun.control.rundir.run import Run
-from relayrun.files import append_line, read_lines, read_lines_backwards
+from relayrun.files import append_line, read_json_lines, read_json_lines_backwards
 
 if TYPE_CHECKING:  # newer than the oldest Python of a batch script
     from typing import Self
@@ -57,7 +57,7 @@ class HealthFinding(Record):
 
 def read_findings(attempt: Attempt) -> list[HealthFinding]:
     """Return the findings of this attempt, oldest first."""
-    return [HealthFinding.of(line) for line in read_lines(attempt.node_health)]
+    return [HealthFinding.of(line) for line in read_json_lines(attempt.node_health)]
 
 
 def why_health_ended_attempt(attempt: Attempt) -> str:
@@ -84,7 +84,7 @@ class NodeHistory:
     @classmethod
     def of(cls, run: Run) -> Self:
         """Read the history of a run."""
-        return cls(line for _, line in islice(read_lines_backwards(run.node_health), HISTORY_LINES))
+        return cls(line for _, line in islice(read_json_lines_backwards(run.node_health), HISTORY_LINES))
 
     def median(self, name: str, *, on: str = "") -> float | None:
         """Return the median of the measurements with this name and device; None if there is none."""

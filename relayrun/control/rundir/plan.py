@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from relayrun import __version__, places
 from relayrun.config.sections.chain import ChainSection
-from relayrun.config.sections.plain import read_section
+from relayrun.config.sections.dataclass_section import read_section
 from relayrun.control.rundir.records import Record, foreign_owner
 from relayrun.control.rundir.run import PLAN_NAME, Run
 from relayrun.errors import RunDirError

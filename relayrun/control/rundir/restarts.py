@@ -27,7 +27,7 @@ from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.checkpoint_records import Lineage, ResumePoint, is_checkpoint_of
 from relayrun.control.rundir.records import AttemptStart, Record
 from relayrun.control.rundir.run import Run
-from relayrun.files import append_line, parse_record, read_lines
+from relayrun.files import append_line, parse_record, read_json_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ def rollbacks_since_save(run: Run, iteration: int, consumed_samples: int) -> lis
                 saved, since = counted.commit.time, counted.attempt
             break
     numbers = [number for number in run.attempt_numbers() if number >= since]
-    found = [Rollback.of(entry) for number in numbers for entry in read_lines(run.attempt(number).rollbacks)]
+    found = [Rollback.of(entry) for number in numbers for entry in read_json_lines(run.attempt(number).rollbacks)]
     pending = []
     for rollback in found:
         if rollback.base_iteration == iteration and rollback.time > saved and rollback.next_sample > consumed_samples:
@@ -193,7 +193,7 @@ def amend_failed_restart(attempt: Attempt, number: int, **changes: object) -> No
 def read_failed_restarts(attempt: Attempt) -> list[FailedRestart]:
     """Return the failed restarts of an attempt, oldest first."""
     found: dict[int, dict[str, Any]] = {}
-    for entry in read_lines(attempt.failed_restarts):
+    for entry in read_json_lines(attempt.failed_restarts):
         known = found.setdefault(entry["restart"], {})
         known |= entry | {"seconds": known.get("seconds", {}) | entry.get("seconds", {})}
     return [FailedRestart.of(entry) for entry in found.values() if "words" in entry]
@@ -229,8 +229,8 @@ def prepare_restart(
     if base.iteration < attempt.started_record().base_iteration:  # the attempt's base is not whole any more
         attempt.fall_back(base.iteration, base.path)
     _move_failed_restart_files(run, attempt, next_restart - 1)
-    if entries := list(read_lines(attempt.rollbacks)):
-        written = sum("rollback" in line for line in read_lines(attempt.metrics))
+    if entries := list(read_json_lines(attempt.rollbacks)):
+        written = sum("rollback" in line for line in read_json_lines(attempt.metrics))
         for entry in entries[written:]:  # rank 0 was killed between the two writes
             append_line(attempt.metrics, {"iteration": entry["base_iteration"], "rollback": entry})
     mark_restart_in_metrics(attempt, base.iteration if next_iteration is None else next_iteration, number=next_restart)

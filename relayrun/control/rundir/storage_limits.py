@@ -141,7 +141,7 @@ class QuotaLimit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UsageSample(Record):
+class QuotaSample(Record):
     """One limit at one time (seconds since 1970). Numbers are bytes, or files."""
 
     time: float
@@ -171,7 +171,7 @@ class UsageRecord(Record):
     """`quota.json`."""
 
     points: list[dict[str, object]] = field(default_factory=list)
-    """Oldest first, see `UsageSample`."""
+    """Oldest first, see `QuotaSample`."""
     complaint: str | None = None
     """The reason if the newest measurement is incomplete."""
 
@@ -232,7 +232,7 @@ def read_usage(run: Run) -> UsageRecord:
     return UsageRecord.read(usage_path(run)) or UsageRecord()
 
 
-def record_usage(run: Run, found: Iterable[UsageSample], *, complaint: str | None, now: float) -> None:
+def record_usage(run: Run, found: Iterable[QuotaSample], *, complaint: str | None, now: float) -> None:
     """Record measurements, and drop those older than a week. Raises OSError, RunDirError."""
     points = [each for each in _usage_samples(read_usage(run)) if now - USAGE_WINDOW_SECONDS <= each.time <= now]
     kept = [each for row in _samples_by_limit([*points, *found]) for each in _thinned_samples(row)]
@@ -256,18 +256,18 @@ def format_amount(value: float, kind: QuotaKind) -> str:
     return f"{value / 1e3:,.1f} kB"
 
 
-def _usage_samples(measures: UsageRecord) -> list[UsageSample]:
-    return [UsageSample.of(each) for each in measures.points]
+def _usage_samples(measures: UsageRecord) -> list[QuotaSample]:
+    return [QuotaSample.of(each) for each in measures.points]
 
 
-def _samples_by_limit(points: Iterable[UsageSample]) -> list[list[UsageSample]]:
-    rows: dict[tuple[str, str], list[UsageSample]] = {}
+def _samples_by_limit(points: Iterable[QuotaSample]) -> list[list[QuotaSample]]:
+    rows: dict[tuple[str, str], list[QuotaSample]] = {}
     for point in points:
         rows.setdefault((point.source, point.kind), []).append(point)
     return list(rows.values())
 
 
-def _thinned_samples(row: Sequence[UsageSample]) -> list[UsageSample]:
+def _thinned_samples(row: Sequence[QuotaSample]) -> list[QuotaSample]:
     """Return at most MAX_SAMPLES of the samples, including the first and the last."""
     kept = list(row)
     while len(kept) > MAX_SAMPLES:
@@ -275,7 +275,7 @@ def _thinned_samples(row: Sequence[UsageSample]) -> list[UsageSample]:
     return kept
 
 
-def _quota_forecast(row: Sequence[UsageSample]) -> QuotaForecast:
+def _quota_forecast(row: Sequence[QuotaSample]) -> QuotaForecast:
     newest = row[-1]
     since = _oldest_sample_since_drop(row)
     span = newest.time - since.time
@@ -302,7 +302,7 @@ def _quota_forecast(row: Sequence[UsageSample]) -> QuotaForecast:
     )
 
 
-def _oldest_sample_since_drop(row: Sequence[UsageSample]) -> UsageSample:
+def _oldest_sample_since_drop(row: Sequence[QuotaSample]) -> QuotaSample:
     """Return the oldest sample since the limit changed or much was freed."""
     for number in range(len(row) - 1, 0, -1):
         before, after = row[number - 1], row[number]

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from relayrun.control.rundir.records import Record
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RunDirError
-from relayrun.files import read_json, read_lines, write_json
+from relayrun.files import read_json, read_json_lines, write_json
 
 _ID_LETTERS = string.ascii_lowercase + string.digits
 TRACKER_ID_LENGTH = 8
@@ -82,7 +82,7 @@ def _rollbacks(run: Run) -> Iterator[tuple[tuple[int, int], int]]:
         begin = run.attempt(number).read_begin()
         if begin is not None and begin.rolled_back:
             yield (number, 0), begin.base_iteration
-        for count, entry in enumerate(read_lines(run.attempt(number).rollbacks), start=1):
+        for count, entry in enumerate(read_json_lines(run.attempt(number).rollbacks), start=1):
             yield (number, count), int(entry["base_iteration"])
 
 

@@ -107,7 +107,7 @@ class MinimumNodes(NamedTuple):
     tasks: int
 
 
-class NodeControl(Protocol):
+class UsableNodes(Protocol):
     """The nodes of a cluster, and the nodes that a queued job may use. Every method may raise SchedulerError."""
 
     def expand(self, nodes: str) -> list[str]:
@@ -209,7 +209,7 @@ class Scheduler(ABC):
         """Return how the ranks, or one agent per node, are started and signalled; `leave_signal` asks them to leave."""
 
     @property
-    def nodes(self) -> NodeControl | None:
+    def nodes(self) -> UsableNodes | None:
         """None if jobs cannot choose among nodes."""
         return None
 

@@ -19,9 +19,9 @@ from relayrun.control.scheduler.base import (
     FallbackOrder,
     Job,
     MinimumNodes,
-    NodeControl,
     RankLaunch,
     Scheduler,
+    UsableNodes,
     clean_environment,
 )
 from relayrun.control.scheduler.slurm_commands import (
@@ -112,7 +112,7 @@ class Slurm(SlurmCommands, Scheduler):
         return parse_timestamp(found.get("EndTime", ""))
 
     @property
-    def nodes(self) -> NodeControl:
+    def nodes(self) -> UsableNodes:
         return SlurmNodes(self, Slurm(patience=min(self._patience, NODES_TEST_SECONDS), pause=self._pause))
 
     @property
@@ -358,7 +358,7 @@ NODES_TEST_SECONDS = 20.0
 """Time limit of sbatch, retries included, for `enough_up`, the most expensive question to the controller."""
 
 
-class SlurmNodes(NodeControl):
+class SlurmNodes(UsableNodes):
     """The nodes of a Slurm cluster."""
 
     def __init__(self, slurm: SlurmCommands, hasty: SlurmCommands) -> None:

@@ -11,7 +11,7 @@ from signal import Signals
 
 from relayrun import client
 from relayrun.config.sections.command import CommandSection
-from relayrun.control.job_log import job_logs
+from relayrun.control.job_log import job_output_files
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.checkpoint_records import ResumePoint, is_checkpoint_of
 from relayrun.control.rundir.records import AttemptStart
@@ -89,7 +89,7 @@ class CommandTrainer:
             folder=self._run.checkpoints,
             base=begin.base_iteration,
             total_steps=self._total_steps,
-            logs=job_logs(begin),
+            logs=job_output_files(begin),
             progress=None if settings.progress is None else LogPattern(re.compile(settings.progress)),
             progress_file=None if said is None else (self._path(said), _read_offset(attempt)),
             rule=self._rule(),

@@ -30,7 +30,7 @@ from relayrun.control.job_log import LogFollower
 from relayrun.control.trainers.base import ENDED_BY_ITSELF, FoundCheckpoint, ObservedStep, ProgramEnding, finite_number
 from relayrun.control.trainers.checkpoint_cleanup import quarantine_checkpoints
 from relayrun.errors import RunDirError
-from relayrun.files import fsync_directory, read_lines, temporary_prefix, write_atomic
+from relayrun.files import fsync_directory, read_json_lines, temporary_prefix, write_atomic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,7 +317,7 @@ class CommandProgram:
         if self.rule is not None:
             return self.rule.whole()
         said: dict[int, str] = {}
-        for entry in read_lines(self.client / "checkpoints.jsonl"):
+        for entry in read_json_lines(self.client / "checkpoints.jsonl"):
             with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError):
                 iteration, path = int(entry["iteration"]), str(entry["path"])
                 if Path(path).exists() and os.path.realpath(os.path.dirname(path)) == os.path.realpath(self.folder):

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from signal import Signals
 
-from relayrun.control.job_log import job_logs
+from relayrun.control.job_log import job_output_files
 from relayrun.control.rundir.checkpoint_records import ResumePoint, is_checkpoint_of
 from relayrun.control.rundir.records import AttemptStart, Record
 from relayrun.control.rundir.run import Run
@@ -241,7 +241,7 @@ class MegatronTrainer:
         attempt = self._run.attempt(begin.attempt)
         program = MegatronProgram(
             dialect=self._dialect,
-            logs=job_logs(begin),
+            logs=job_output_files(begin),
             folder=self._run.checkpoints,
             trigger_folder=self._triggers(begin),
             total_steps=self._settings.total_steps,

@@ -194,7 +194,7 @@ _FIELD = re.compile(r" ([^|:]+): +([^|]*?) \|")
 _SAVING = re.compile(r"saving checkpoint at iteration +(\d+) to ")
 
 
-def parse_step(line: str) -> ObservedStep | None:
+def parse_iteration(line: str) -> ObservedStep | None:
     """Return the iteration in a line of the log; None without one."""
     if (found := _ITERATION.search(line)) is None:
         return None
@@ -293,7 +293,7 @@ class MegatronProgram:
         found = []
         for lines in self._lines:
             for line in lines.read():
-                if (step := parse_step(line)) is not None:
+                if (step := parse_iteration(line)) is not None:
                     if step.iteration > self._newest:
                         found.append(step)
                         self._newest, self._step_seen = step.iteration, time.monotonic()
@@ -339,7 +339,7 @@ class MegatronProgram:
         lines = [LogFollower(path, offset=log_size(path)) for path, _ in self.logs]
         deadline = time.monotonic() + 2 * seconds + 1
         while time.monotonic() < deadline:
-            if any(parse_step(line) is not None for each in lines for line in each.read()):
+            if any(parse_iteration(line) is not None for each in lines for line in each.read()):
                 break
             time.sleep(0.02)
         time.sleep(seconds / 2)

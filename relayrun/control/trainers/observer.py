@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
-from relayrun.control.job_log import job_logs
+from relayrun.control.job_log import job_output_files
 from relayrun.control.rundir import restarts, triggers
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.records import (
@@ -54,7 +54,7 @@ class CurrentRestartObserver:
                 observer.look()
         elif not over.recorded:
             self.conclude(over.exit_code)
-            output, log = [file_size(path) for path, _ in job_logs(self._begin)] or (0, 0)
+            output, log = [file_size(path) for path, _ in job_output_files(self._begin)] or (0, 0)
             told = replace(over, recorded=True, log_offset=log, output_offset=output)
             told.write(self._attempt.hand_over)
             self._observer = None  # the next restart has another base and another log

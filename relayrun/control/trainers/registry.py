@@ -9,7 +9,7 @@ from collections.abc import Callable
 from signal import Signals
 
 from relayrun.config.sections.command import CommandSection
-from relayrun.config.sections.plain import read_section
+from relayrun.config.sections.dataclass_section import read_section
 from relayrun.control.rundir.checkpoint_records import ResumePoint
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptStart

@@ -36,7 +36,7 @@ from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.control.rundir.time_limit import GRACE_SAVES, measured_grace_period, start_seconds
 from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.errors import InputError, RelayrunError, run_main
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from relayrun.lab.demo import corpus, stories
 from relayrun.slurmtime import format_time
 from relayrun.tokens.order.datasets import WindowOrder
@@ -227,7 +227,7 @@ def work_and_grace_time(run: Run, *, left: int) -> tuple[float, float]:
         took = sum(row.seconds or 0.0 for row in attempts) or 60.0
         return took, took
     newest = trained[-1]
-    steps = [line for line in read_lines(run.attempt(newest.number).metrics) if "step_seconds" in line]
+    steps = [line for line in read_json_lines(run.attempt(newest.number).metrics) if "step_seconds" in line]
     step: float = statistics.mean(line["step_seconds"] for line in steps)
     besides: float = max((newest.seconds or 0.0) - step * len(steps), *start_seconds(run))
     grace = measured_grace_period([step], Lineage(run).newest_saves(GRACE_SAVES), floor=0.0, ceiling=math.inf)

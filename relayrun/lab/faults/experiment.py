@@ -314,7 +314,7 @@ def _table_differences(run: Run, fault: Fault, causes: list[str], said: str) -> 
     stop = run.stop.read_text(encoding="utf-8") if run.stop.exists() else ""
     if fault.says not in f"{said}\n{stop}":
         wrong.append(f"nobody says {fault.says!r}")
-    logs = (last_bytes(log, LOG_BYTES_READ).decode(errors="replace") for log in job_logs(run))
+    logs = (last_bytes(log, LOG_BYTES_READ).decode(errors="replace") for log in job_output_files(run))
     if fault.logged and not any(fault.logged in text for text in logs):
         wrong.append(f"no log of its jobs says {fault.logged!r}")
     if fault.expect == "stopped" and not run.stop.exists():
@@ -324,7 +324,7 @@ def _table_differences(run: Run, fault: Fault, causes: list[str], said: str) -> 
     return wrong
 
 
-def job_logs(run: Run) -> list[Path]:
+def job_output_files(run: Run) -> list[Path]:
     """Return the logs of the run's jobs."""
     return sorted(log_folder(run).glob(f"{Plan.load(run).job_name}-*"))
 

@@ -28,7 +28,7 @@ from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME, UNDISTURBED, Fault
 from relayrun.submit import submission
 from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.watch.report.html import html_document, html_table, tag
-from relayrun.watch.text import split_column, text_table
+from relayrun.watch.text import parse_column_header, text_table
 
 CHECKED_CONFIG_NAME = "check"
 """Name of a run config that is only checked: a run of the drill may exist already."""
@@ -226,7 +226,7 @@ def terminal_table(session: FaultSession) -> Table:
 def markdown_report(session: FaultSession) -> str:
     """Return a drill as Markdown."""
     lines = [f"# {session_headline(session)}", "", *(f"{fact}  " for fact in session_facts(session)), ""]
-    heads = [split_column(name)[0] for name in TABLE_COLUMNS]
+    heads = [parse_column_header(name)[0] for name in TABLE_COLUMNS]
     lines += map(_markdown_row, [heads, ["---"] * len(heads), *table_rows(session)])
     for result in session.failed_results():
         lines += ["", f"## {result.name}", "", *(f"- {_markdown_cell(words)}" for words in result.wrong)]

@@ -19,7 +19,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import Job
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import InputError, RelayrunError, SchedulerError
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from relayrun.lab.faults import processes
 
 TEST_CLUSTER_SCRIPT = "scripts/tools/test_cluster.sh"
@@ -73,7 +73,7 @@ class ClusterUnderTest:
         """Wait until the attempt has done this iteration."""
         metrics = self.run.attempt(attempt).metrics
         self.wait(
-            lambda: any(line["iteration"] >= iteration for line in read_lines(metrics)),
+            lambda: any(line["iteration"] >= iteration for line in read_json_lines(metrics)),
             what=f"iteration {iteration} of attempt {attempt}",
         )
 

@@ -195,7 +195,7 @@ def try_variants(setup: CheckSetup, figures: PartFigures, variants: Mapping[str,
             figures.add(name, {"what": variant.what, "not_measured": error.message})
     if not any(folder.iterdir()):
         return False
-    found = run_and_record_program(setup, figures, "models:try_all_variants", ranks=ranks, configs=folder)
+    found = run_and_record_program(setup, figures, "models:train_every_config", ranks=ranks, configs=folder)
     for name, one in found.items():
         figures.add(name, {"what": variants[name].what} | one)
     return True

@@ -15,7 +15,7 @@ from relayrun.config.compose.schema import RunConfig
 from relayrun.control.chain import failure_reason
 from relayrun.control.rundir.records import AttemptOutcome
 from relayrun.control.rundir.run import Run, stop_reason
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 from relayrun.lab.gpucheck.setup import NOTES_FOLDER, CheckFailed, CheckSetup, last_log_line, log_tail
 from relayrun.lab.small_run import SEED, Sections, random_data, run_config_values, run_in, start_submit, write_config
 
@@ -145,12 +145,12 @@ def data_with_tokenizer(setup: CheckSetup) -> dict[str, Any]:
 
 def iteration_lines(run: Run, attempt: int) -> list[dict[str, Any]]:
     """Return the iterations in an attempt's metrics.jsonl."""
-    return [line for line in read_lines(run.attempt(attempt).metrics) if "loss" in line]
+    return [line for line in read_json_lines(run.attempt(attempt).metrics) if "loss" in line]
 
 
 def read_notes(run: Run, name: str) -> list[dict[str, Any]]:
     """Return the records of one of the check's hooks."""
-    return list(read_lines(run.path / NOTES_FOLDER / f"{name}.jsonl"))
+    return list(read_json_lines(run.path / NOTES_FOLDER / f"{name}.jsonl"))
 
 
 def remove_checkpoints(run: Run) -> None:

@@ -25,7 +25,7 @@ from relayrun.control.trainers.command import PLACEHOLDERS
 from relayrun.errors import ConfigError
 from relayrun.submit.check import megatron_lm
 from relayrun.submit.check.findings import Findings
-from relayrun.submit.run_plan import command_words
+from relayrun.submit.run_plan import fill_in_python
 from relayrun.train import megatron_versions
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
@@ -34,7 +34,7 @@ _PYTHON = re.compile(r"python[\d.]*")
 
 def _check_program(config: CommandConfig, findings: Findings) -> None:
     name, setting = "command.program", "command.run"
-    words = command_words(config, config.command.run)
+    words = fill_in_python(config, config.command.run)
     program = words[0]
     if runs_in_container(config):
         findings.ok(name, f"{program} runs in a container: what it holds is not known from here")
@@ -240,7 +240,7 @@ def _check_rank_python(config: CommonConfig, names: Sequence[str], findings: Fin
 
 def _check_script(config: CommandConfig, findings: Findings) -> None:
     """Check that the Python of a command starts, and has all that its script imports unconditionally."""
-    words = command_words(config, config.command.run)
+    words = fill_in_python(config, config.command.run)
     python, script, setting = shutil.which(words[0]), words[1] if len(words) > 1 else "", "command.run"
     is_python = python is not None and _PYTHON.fullmatch(Path(python).name) and script.endswith(".py")
     if python is None or not is_python or not Path(script).is_file() or runs_in_container(config):

@@ -73,7 +73,7 @@ class StreamWorkerDied(RelayrunError):
     """The process that reads a rank's streams ended. It may have been killed, so the next attempt may succeed."""
 
 
-class StreamWorker:
+class RankStreamWorker:
     """The rank's end: a process that reads this rank's share of streams."""
 
     def __init__(
@@ -184,7 +184,7 @@ class StreamWorker:
 class _ReceivedLanes:
     """Lanes that another process reads."""
 
-    def __init__(self, worker: StreamWorker, name: str, cursors: Mapping[int, Cursor]) -> None:
+    def __init__(self, worker: RankStreamWorker, name: str, cursors: Mapping[int, Cursor]) -> None:
         self._worker, self._name, self._cursors = worker, name, dict(cursors)
 
     def take(self, lane: int) -> SampleRow:

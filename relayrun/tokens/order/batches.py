@@ -1,7 +1,7 @@
 """Global batches: samples dealt to data-parallel ranks, and the iterations that train on them.
 
 The iteration that begins with `c` consumed samples trains on the samples c .. c + size - 1, with the size of
-`BatchSizes`. Accumulation step s, rank r, row m of its micro-batch is
+`GlobalBatchSizes`. Accumulation step s, rank r, row m of its micro-batch is
 
     sample c + (s * data_parallel_size + r) * micro_batch_size + m
 
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Protocol, Self
 
-from relayrun.config.sections.training import BatchSizes, IterationRange
+from relayrun.config.sections.training import GlobalBatchSizes, IterationRange
 from relayrun.errors import ConfigError, FatalTrainingError
 from relayrun.tokens.order.prefetcher import Prefetcher
 from relayrun.tokens.order.sample_rows import RowBatch, SampleRow
@@ -66,7 +66,7 @@ class BatchReader(Iterator[Batch]):
         data_parallel_rank: int,
         data_parallel_size: int,
         micro_batch_size: int,
-        batch_sizes: BatchSizes,
+        batch_sizes: GlobalBatchSizes,
         consumed_samples: int,
         vocabulary_size: int | None = None,
     ) -> None:
@@ -137,7 +137,7 @@ class TrainingProgress:
 
     def __init__(
         self,
-        sizes: BatchSizes,
+        sizes: GlobalBatchSizes,
         *,
         iteration: int = 0,
         consumed_samples: int = 0,
@@ -215,11 +215,11 @@ class TrainingProgress:
         }
 
     @classmethod
-    def resume(cls, state: Mapping[str, Any], sizes: BatchSizes) -> Self:
+    def resume(cls, state: Mapping[str, Any], sizes: GlobalBatchSizes) -> Self:
         """Resume from a state with these batch sizes. Raises FatalTrainingError if the state is damaged."""
         try:
             legs = [
-                IterationRange(entry["iteration"], entry["consumed_samples"], BatchSizes.from_json(entry))
+                IterationRange(entry["iteration"], entry["consumed_samples"], GlobalBatchSizes.from_json(entry))
                 for entry in state["legs"]
             ]
             iteration, consumed = state["iteration"], state["consumed_samples"]
@@ -234,7 +234,7 @@ class TrainingProgress:
                 f"the progress in the checkpoint is damaged: {error}", hint="resume from an older checkpoint"
             ) from None
 
-    def _begin_leg(self, sizes: BatchSizes) -> None:
+    def _begin_leg(self, sizes: GlobalBatchSizes) -> None:
         """Begin a leg here. Legs that begin at this iteration or later never trained and are dropped."""
         self.legs = [leg for leg in self.legs if leg.iteration < self.iteration]
         last = self.legs[-1] if self.legs else None

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from relayrun.errors import ConfigError, InputError
 from relayrun.tokens.order.permutation import epoch_permutations
-from relayrun.tokens.order.remote_shards import BlockCache, open_shard_file
+from relayrun.tokens.order.remote_shards import BlockCache, open_cached_shard_file
 from relayrun.tokens.order.sample_rows import SampleRow, read_row
 from relayrun.tokens.shards.manifest import DatasetManifest, ShardEntry
 from relayrun.tokens.shards.shard import INDEX_HEADER, Shard
@@ -134,7 +134,7 @@ class _BinFile:
     def __init__(self, shard: ShardEntry, blocks: BlockCache | None) -> None:
         self._path = shard.prefix + ".bin"
         self._dtype = np.dtype(shard.dtype).newbyteorder("<")
-        self._bytes = open_shard_file(self._path, shard.bin_bytes, shard.fingerprint, blocks)
+        self._bytes = open_cached_shard_file(self._path, shard.bin_bytes, shard.fingerprint, blocks)
 
     def read(self, start: int, count: int) -> npt.NDArray[np.generic]:
         size = count * self._dtype.itemsize
@@ -153,7 +153,7 @@ class IndexFile:
         if not is_url(shard.prefix):
             Shard.open(shard.prefix)  # checks the index with clear errors
         self._path = shard.prefix + ".idx"
-        self._bytes = open_shard_file(self._path, shard.idx_bytes, shard.fingerprint, blocks)
+        self._bytes = open_cached_shard_file(self._path, shard.idx_bytes, shard.fingerprint, blocks)
         self.sequences: int = INDEX_HEADER.unpack(self._read(INDEX_HEADER.size, 0))[3]
 
     def lengths(self, first: int, end: int) -> npt.NDArray[np.int32]:

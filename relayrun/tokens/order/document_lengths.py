@@ -21,7 +21,7 @@ from relayrun.tokens.order.document_packing import WINDOWS_PER_BLOCK, assign_row
 from relayrun.tokens.order.document_windows import DocumentCut
 from relayrun.tokens.readers.columns import read_column
 from relayrun.tokens.readers.inputs import data_suffixes, find_data_files
-from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.shards.prefixes import find_prefixes
 from relayrun.tokens.shards.shard import Shard
 from relayrun.tokens.stores import urls
@@ -143,7 +143,7 @@ def lengths_by_file(
 
 def _text_lengths(path: str, column: str, engine: Tokenizer | None) -> Iterator[npt.NDArray[np.int64]]:
     for array in read_column(path, column, batch_bytes=_BATCH_BYTES):
-        texts = Texts.from_arrow(array.drop_null())
+        texts = PackedTexts.from_arrow(array.drop_null())
         if engine is None:
             yield np.array(texts.sizes, np.int64)
         else:

@@ -1,7 +1,7 @@
 """Token shards below URLs: found at the submit, and read by ranks through a cache of blocks.
 
-`freeze_shards` makes a manifest. `open_shard_file` opens a local or remote file. `BlockCache` keeps blocks of remote
-files on a node's disk: bounded in size, shared by processes without a lock.
+`freeze_shards` makes a manifest. `open_cached_shard_file` opens a local or remote file. `BlockCache` keeps blocks of
+remote files on a node's disk: bounded in size, shared by processes without a lock.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def _remote_entry(prefix: str, bin_bytes: int) -> ShardEntry:
             raise InputError(error.message, where=prefix, hint=error.hint) from None
 
 
-def open_shard_file(
+def open_cached_shard_file(
     path: str, size: int, fingerprint: str, blocks: BlockCache | None
 ) -> LocalShardFile | RemoteShardFile:
     """Open a local or remote file of a shard.

@@ -1,7 +1,7 @@
 """Texts in memory: the text column of Arrow tables, and texts as two buffers.
 
-`Texts` holds UTF-8 bytes and the offset of each text, without a Python object per text. `LongText` collects one text
-piece by piece and keeps a very long one in a temporary file. The other functions find the text column in an Arrow
+`PackedTexts` holds UTF-8 bytes and the offset of each text, without a Python object per text. `LongText` collects one
+text piece by piece and keeps a very long one in a temporary file. The other functions find the text column in an Arrow
 schema and check that its texts are UTF-8.
 """
 
@@ -47,7 +47,7 @@ def _offsets(encoded: Sequence[bytes | memoryview]) -> npt.NDArray[np.int64]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Texts:
+class PackedTexts:
     """UTF-8 texts: text i is `data[offsets[i]:offsets[i + 1]]`. `data` may extend beyond them at both ends."""
 
     data: npt.NDArray[np.uint8]
@@ -55,17 +55,17 @@ class Texts:
     """Shape [texts + 1]."""
 
     @classmethod
-    def of(cls, texts: Sequence[str]) -> Texts:
+    def of(cls, texts: Sequence[str]) -> PackedTexts:
         """Encode strings. Raises UnicodeEncodeError for a lone surrogate."""
         return cls.join([text.encode() for text in texts])
 
     @classmethod
-    def join(cls, encoded: Sequence[bytes | memoryview]) -> Texts:
+    def join(cls, encoded: Sequence[bytes | memoryview]) -> PackedTexts:
         """Join texts in UTF-8."""
         return cls(data=np.frombuffer(b"".join(encoded), np.uint8), offsets=_offsets(encoded))
 
     @classmethod
-    def from_arrow(cls, array: pa.Array) -> Texts:
+    def from_arrow(cls, array: pa.Array) -> PackedTexts:
         """Wrap the buffers of a string or large_string array without nulls; only the offsets are copied."""
         _, offsets, data = array.buffers()
         kind = np.int64 if pa.types.is_large_string(array.type) else np.int32
@@ -104,18 +104,18 @@ class Texts:
         view = memoryview(self.data)  # type: ignore[arg-type]
         return (view[begin:end] for begin, end in itertools.pairwise(self.offsets.tolist()))
 
-    def take(self, mask: npt.NDArray[np.bool_]) -> Texts:
+    def take(self, mask: npt.NDArray[np.bool_]) -> PackedTexts:
         """Return the texts where `mask`, shape [texts], is set."""
         bounds = zip(self.offsets[:-1][mask].tolist(), self.offsets[1:][mask].tolist(), strict=True)
-        return Texts.join([self.data[begin:end].data for begin, end in bounds])
+        return PackedTexts.join([self.data[begin:end].data for begin, end in bounds])
 
-    def split(self, most_bytes: int, most_texts: int) -> Iterator[Texts]:
+    def split(self, most_bytes: int, most_texts: int) -> Iterator[PackedTexts]:
         """Yield slices within both bounds, without copying; a text longer than `most_bytes` is alone."""
         begin = 0
         while begin < len(self):
             fits = int(np.searchsorted(self.offsets, self.offsets[begin] + most_bytes, side="right")) - 1
             end = min(max(fits, begin + 1), begin + most_texts, len(self))
-            yield Texts(data=self.data, offsets=self.offsets[begin : end + 1])
+            yield PackedTexts(data=self.data, offsets=self.offsets[begin : end + 1])
             begin = end
 
     def any_in(self, marked: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
@@ -252,7 +252,7 @@ def _utf8_mask(array: pa.Array, faults: LineFaults, where: Callable[[int], str])
     except pa.ArrowInvalid:
         array.validate()  # raises for offsets outside the buffers: then no row can be read
     good = np.ones(len(array), np.bool_)
-    for row, text in enumerate(Texts.from_arrow(array).views()):
+    for row, text in enumerate(PackedTexts.from_arrow(array).views()):
         if array[row].is_valid:
             try:
                 str(text, "utf-8")

@@ -125,7 +125,7 @@ _READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifiedShard:
+class ShardCheckResult:
     """A shard and its faults."""
 
     prefix: str
@@ -141,8 +141,8 @@ def verify_shards(
     eod: int | None = None,
     checksums: bool = True,
     threads: int | None = None,
-    report: Callable[[VerifiedShard], None] = lambda verified: None,
-) -> list[VerifiedShard]:
+    report: Callable[[ShardCheckResult], None] = lambda verified: None,
+) -> list[ShardCheckResult]:
     """Check shards and describe each fault; `report` gets each shard when it is done, in the order of `prefixes`.
 
     `vocabulary_size`: ids must lie below it. `eod`: every document must end with it. `checksums`: compare with the
@@ -160,11 +160,11 @@ def verify_shards(
 
 def _verify_shard(
     prefix: str, *, vocabulary_size: int | None, eod: int | None, records: ShardRecords | None
-) -> VerifiedShard:
+) -> ShardCheckResult:
     try:
         shard = Shard.open(prefix)
     except InputError as error:
-        return VerifiedShard(prefix=prefix, tokens=0, bytes=0, faults=(error.message,))
+        return ShardCheckResult(prefix=prefix, tokens=0, bytes=0, faults=(error.message,))
     whole = _uncut_shard(shard)
     faults = _index_faults(shard, cut=whole is not None)
     if whole is not None:
@@ -180,7 +180,7 @@ def _verify_shard(
         found = {"bin": digest.hexdigest(), "idx": xxhash.xxh3_128_hexdigest(Path(index).read_bytes())}
         wrong = [suffix for suffix in found if found[suffix] != expected.get(suffix)]
         faults += [f"the .{suffix} is not what its record says (xxh3-128)" for suffix in wrong]
-    return VerifiedShard(prefix=prefix, tokens=shard.tokens, bytes=shard.bin_bytes, faults=tuple(faults))
+    return ShardCheckResult(prefix=prefix, tokens=shard.tokens, bytes=shard.bin_bytes, faults=tuple(faults))
 
 
 def _uncut_shard(shard: Shard) -> Shard | None:

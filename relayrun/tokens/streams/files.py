@@ -14,7 +14,7 @@ from urllib.parse import unquote
 import pyarrow as pa
 
 from relayrun.config.sections.conditions import Condition, condition_columns, parse_row_condition
-from relayrun.config.sections.data import DataSource, StreamLimit, StreamSection
+from relayrun.config.sections.data import DataSource, StreamSection, StreamSubset
 from relayrun.errors import ConfigError, InputError, did_you_mean_path
 from relayrun.tokens.readers.arrow_files import open_parquet
 from relayrun.tokens.readers.columns import check_column, read_column
@@ -120,7 +120,7 @@ def find_text_files(source: DataSource, where: str) -> list[TextFileEntry]:
     if stream.partition_filters is not None:
         found = {path: found[path] for path in _in_partitions(list(found), stream.partition_filters, where)}
     files = [TextFileEntry(path=path, size=size, fingerprint="") for path, size in found.items()]
-    limit = stream.limit or StreamLimit()
+    limit = stream.limit or StreamSubset()
     if limit.fraction_of_files is not None:
         files = files[: max(1, round(len(files) * limit.fraction_of_files))]
     return [*_cut(files[: limit.nb_files], limit, stream)]
@@ -230,7 +230,7 @@ def _try_lines(path: str, stream: StreamSection, where: str) -> None:
         raise ConfigError(f"stream.filters: the first lines have no {missing[0]!r}", where=f"{where}, {path}")
 
 
-def _cut(files: list[TextFileEntry], limit: StreamLimit, stream: StreamSection) -> Iterator[TextFileEntry]:
+def _cut(files: list[TextFileEntry], limit: StreamSubset, stream: StreamSection) -> Iterator[TextFileEntry]:
     """Yield the files up to the limit of fragments or rows; the last file may be partial."""
     left = limit.nb_fragments or limit.nb_rows
     if left is None:

@@ -15,7 +15,7 @@ from relayrun.config.sections.data import DocumentWindowSection
 from relayrun.tokens.order.document_packing import document_cut, fill_row, pack_rows
 from relayrun.tokens.order.document_windows import DocumentCut
 from relayrun.tokens.order.sample_rows import SampleRow
-from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.shards.manifest import Manifest, TextFileEntry
 from relayrun.tokens.streams.run_tokenizer import load_run_tokenizer
 from relayrun.tokens.tokenize.encode.engines import select_engine
@@ -39,7 +39,7 @@ class StreamEncoder:
         self._paths = [file.path for file in files]
         self._column = column
 
-    def __call__(self, texts: Texts) -> Encoded:
+    def __call__(self, texts: PackedTexts) -> Encoded:
         """Return the ids of all texts, and the number of each. Raises FatalTrainingError for a changed tokenizer."""
         return self._engine.encode(texts)
 
@@ -51,7 +51,7 @@ class StreamEncoder:
         return chosen.build(tokenizer.definition, lambda: tokenizer.tokenizer)
 
 
-EncodeFunction = Callable[[Texts], Encoded]
+EncodeFunction = Callable[[PackedTexts], Encoded]
 """Maps texts to their ids and the number of ids of each text."""
 ENCODE_BATCH_BYTES = 4_000_000
 """Target bytes of a call of an engine, whose fixed cost equals encoding 50 kB."""
@@ -198,7 +198,7 @@ class LaneSamples:
 
 def encode_texts(parts: Sequence[pa.Array], encode: EncodeFunction) -> list[Encoded]:
     """Encode several arrays of texts (large_string without nulls) together; return a result for each array."""
-    texts = Texts.from_arrow(parts[0] if len(parts) == 1 else pa.concat_arrays(parts))
+    texts = PackedTexts.from_arrow(parts[0] if len(parts) == 1 else pa.concat_arrays(parts))
     found = [encode(batch) for batch in texts.split(_MAX_TEXT_BYTES, _BATCH_TEXTS)]
     ids = np.concatenate([np.empty(0, np.uint32), *(each for each, _ in found)]) if len(found) != 1 else found[0][0]
     lengths = np.concatenate([np.empty(0, np.int64), *(each for _, each in found)])

@@ -24,7 +24,7 @@ from pydantic import Field, ValidationError, model_validator
 from relayrun.config.sections.base import Section
 from relayrun.config.sections.conditions import Condition, condition_columns
 from relayrun.config.sections.data import DataSource, StreamSection
-from relayrun.config.sections.plain import Positive
+from relayrun.config.sections.dataclass_section import Positive
 from relayrun.errors import ConfigError
 from relayrun.tokens.order.prefetcher import Prefetcher
 from relayrun.tokens.readers.arrow_files import open_parquet

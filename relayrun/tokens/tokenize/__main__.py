@@ -54,7 +54,7 @@ def _begin(settings: TokenizationSettings) -> None:
     with metadata.hold():
         metadata.refuse_live_jobs()
         indices = prepare_submission(settings)
-    print(settings.job_logs, settings.name, *indices, sep="\n")
+    print(settings.job_output_files, settings.name, *indices, sep="\n")
 
 
 def _record(settings: TokenizationSettings) -> None:

@@ -22,7 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from relayrun.errors import InputError, refuse_urls
 from relayrun.tokens.readers.faults import BadLine, LineFaults
-from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.shards.shard import ShardWriter, TokenizerRecord
 from relayrun.tokens.tokenize.encode.engines import select_engine
 from relayrun.tokens.tokenize.encode.libraries import Engine
@@ -138,13 +138,13 @@ class MegatronTokenWriter(PipelineStep):  # type: ignore[misc]  # datatrove is u
         # workers are processes: without this each of them would start a thread per core
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         batches = self._batches(data or ())
-        first = next(batches, Texts.of([]))
+        first = next(batches, PackedTexts.of([]))
         engine, framing, made = _process_tokenizer(self.options, _file_stamp(self.options.tokenizer), _Sample(first))
         routed = engine.routed
         prefix = os.path.join(self.output_folder, shard_name(rank))
         shard = ShardWriter(prefix, np.dtype(framing.dtype).type, own_record=made)
         try:
-            texts: Texts | None = first
+            texts: PackedTexts | None = first
             while texts is not None:
                 with self.track_time(unit="batch"):
                     ids, lengths = framing.apply(*engine.encode(texts))
@@ -158,7 +158,7 @@ class MegatronTokenWriter(PipelineStep):  # type: ignore[misc]  # datatrove is u
             raise
         self.stat_update("routed documents", value=engine.routed - routed, unit="task")
 
-    def _batches(self, data: Iterable[Document]) -> Iterator[Texts]:
+    def _batches(self, data: Iterable[Document]) -> Iterator[PackedTexts]:
         options = self.options
         texts: list[str] = []
         size = 0
@@ -175,12 +175,12 @@ class MegatronTokenWriter(PipelineStep):  # type: ignore[misc]  # datatrove is u
                 self.stat_update("empty documents")
                 continue
             if texts and (len(texts) >= options.batch_documents or size + length > options.batch_bytes):
-                yield Texts.of(texts)
+                yield PackedTexts.of(texts)
                 texts, size = [], 0
             texts.append(text)
             size += length
         if texts:
-            yield Texts.of(texts)
+            yield PackedTexts.of(texts)
 
 
 def _utf8_length(text: Any, column: str) -> int:
@@ -211,7 +211,7 @@ def _one_of_two_names(name: str, value: Any, other: str, value_of_other: Any) ->
 class _Sample:
     """Texts that compare equal, so that the cache of `_process_tokenizer` ignores them."""
 
-    def __init__(self, texts: Texts) -> None:
+    def __init__(self, texts: PackedTexts) -> None:
         self.texts = next(texts.split(1_000_000, len(texts) or 1), texts)
 
     def __eq__(self, other: object) -> bool:

@@ -27,7 +27,7 @@ from relayrun.slurmtime import parse_time
 from relayrun.tokens.readers.inputs import read_paths_file
 from relayrun.tokens.stores.urls import join_path
 from relayrun.tokens.tokenize import processes
-from relayrun.tokens.tokenize.dump_status import ERROR_FILE, finished_shards
+from relayrun.tokens.tokenize.dump_status import ERROR_FILE, count_finished_shards
 from relayrun.tokens.tokenize.dumps import DumpsFolder, replace_link
 from relayrun.tokens.tokenize.job_config import TokenizationConfig, TokenizationSettings
 from relayrun.tokens.tokenize.options import TokenizeOptions
@@ -70,7 +70,7 @@ def prepare_submission(settings: TokenizationSettings) -> list[int]:
         raise InputError("there is no dump to tokenize", where=metadata.dumps, hint="prepare_dumps.py makes them")
     load_tokenizer(settings)
     output = settings.dataset_output
-    refuse_unwritable(metadata.path, metadata.completed, output, settings.job_logs, settings.csv)
+    refuse_unwritable(metadata.path, metadata.completed, output, settings.job_output_files, settings.csv)
     refuse_unwritable(*(place(index) for index in indices for place in (settings.dump_output, settings.dump_logs)))
     _check_inputs(metadata, indices, settings)
     link = metadata.tokenized_link
@@ -78,7 +78,7 @@ def prepare_submission(settings: TokenizationSettings) -> list[int]:
         words = f"finished dumps of this folder went to {os.readlink(link)}, not to {output}"
         raise InputError(words, where=link, hint="use another metadata folder, or the same output folder and names")
     output.mkdir(parents=True, exist_ok=True)
-    settings.job_logs.mkdir(parents=True, exist_ok=True)
+    settings.job_output_files.mkdir(parents=True, exist_ok=True)
     for index in indices:
         settings.dump_logs(index).mkdir(parents=True, exist_ok=True)
         (settings.dump_output(index) / ERROR_FILE).unlink(missing_ok=True)
@@ -120,7 +120,7 @@ def _tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]
     with metadata.in_use():
         start = datetime.now()
         paths_file, output = metadata.paths_file(index), settings.dump_output(index)
-        with processes.requeue_before_time_limit(lambda: finished_shards(output)):
+        with processes.requeue_before_time_limit(lambda: count_finished_shards(output)):
             result = tokenize_paths_file(
                 settings,
                 output_folder=output,
@@ -200,7 +200,7 @@ def submit_dumps(config: TokenizationConfig, *, wait: bool = True) -> list[int]:
 def _run_local(settings: TokenizationSettings, indices: Sequence[int], max_parallel: int) -> None:
     import submitit
 
-    executor = submitit.LocalExecutor(settings.job_logs / "submitit")
+    executor = submitit.LocalExecutor(settings.job_output_files / "submitit")
     executor.update_parameters(timeout_min=_LOCAL_LIMIT_MINUTES)
     running: dict[int, Any] = {}
     waiting = list(indices)
@@ -246,7 +246,10 @@ def _submit_slurm(config: TokenizationConfig, indices: Sequence[int]) -> None:
         for job, index in zip(jobs, part, strict=True):
             metadata.record_job(str(job.job_id), index)
         arrays.append(str(jobs[0].job_id).split("_")[0])
-    print(f"submitted {len(indices)} dumps as Slurm job {', '.join(arrays)}; logs: {settings.job_logs}", flush=True)
+    print(
+        f"submitted {len(indices)} dumps as Slurm job {', '.join(arrays)}; logs: {settings.job_output_files}",
+        flush=True,
+    )
 
 
 def _slurm_executor(config: TokenizationConfig, settings: TokenizationSettings) -> Any:
@@ -254,7 +257,7 @@ def _slurm_executor(config: TokenizationConfig, settings: TokenizationSettings) 
     import submitit
 
     try:
-        executor = submitit.SlurmExecutor(settings.job_logs / "submitit", python=shlex.join(config.command))
+        executor = submitit.SlurmExecutor(settings.job_output_files / "submitit", python=shlex.join(config.command))
     except RuntimeError as error:
         raise SchedulerError(
             f"Slurm is not installed here: {error}", hint="submit from a login node, or use the local executor"
@@ -278,7 +281,7 @@ def _sbatch_parameters(
     config: TokenizationConfig, settings: TokenizationSettings, wait: Sequence[str | None]
 ) -> dict[str, Any]:
     """Return options of sbatch for which submitit has no parameters."""
-    log = settings.job_logs / "R-%x-%j"
+    log = settings.job_output_files / "R-%x-%j"
     found: dict[str, Any] = {"output": f"{log}.out", "error": f"{log}.err"}
     if config.job.reservation is not None:
         found["reservation"] = config.job.reservation
@@ -295,4 +298,6 @@ def _raise_failures(settings: TokenizationSettings, failed: Sequence[int], total
         message = (settings.dump_output(failed[0]) / ERROR_FILE).read_text(encoding="utf-8").strip()
     numbers = ", ".join(map(str, failed))
     words = f"{len(failed)} of {total} dumps failed (dump {numbers}). Dump {failed[0]}: {message}"
-    raise RelayrunError(words, hint=f"logs: {settings.job_logs}; submit again when it is mended: what is done is kept")
+    raise RelayrunError(
+        words, hint=f"logs: {settings.job_output_files}; submit again when it is mended: what is done is kept"
+    )

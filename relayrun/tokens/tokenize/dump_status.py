@@ -245,7 +245,7 @@ def _covered_seconds(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def finished_shards(output: Path) -> int:
+def count_finished_shards(output: Path) -> int:
     """Return the number of finished shards in the folder of a dump."""
     return len(_read_record(output)[0])
 

@@ -33,7 +33,7 @@ from relayrun.files import (
     free_space,
     fsync_directory,
     read_json,
-    read_lines,
+    read_json_lines,
     remove_leftovers,
     replaced_folder,
     temporary_prefix,
@@ -134,7 +134,9 @@ class DumpsFolder:
         """Return the recorded jobs of unfinished dumps that are pending or running. Raises SchedulerError if there are
         such records and Slurm cannot be asked."""
         unfinished = set(self.pending())
-        ids = [str(record["slurm_job_id"]) for record in read_lines(self._jobs) if record.get("dump") in unfinished]
+        ids = [
+            str(record["slurm_job_id"]) for record in read_json_lines(self._jobs) if record.get("dump") in unfinished
+        ]
         live = slurm_scheduler().live_ids() if ids else set()  # one query for thousands of jobs
         return [job_id for job_id in dict.fromkeys(ids) if job_id in live]
 

@@ -16,9 +16,9 @@ from relayrun import places
 from relayrun.config.compose import sites, yaml_file
 from relayrun.config.compose.writable import check_outputs, check_writable
 from relayrun.config.sections.base import Section, SlurmTime
+from relayrun.config.sections.dataclass_section import OutputPath, Positive, SingleLine
 from relayrun.config.sections.job import ClusterSection, JobPlacement
 from relayrun.config.sections.job_script import check_setup_lines, sbatch_script_options
-from relayrun.config.sections.plain import OutputPath, Positive, SingleLine
 from relayrun.control.chain import job_script
 from relayrun.control.scheduler import slurm_commands
 from relayrun.control.scheduler.slurm import whole_job_command
@@ -57,7 +57,7 @@ class TokenizationSettings(TokenizeOptions):
         return Path(self.output_folder, self.tokenizer_name, self.dataset_name)
 
     @property
-    def job_logs(self) -> Path:
+    def job_output_files(self) -> Path:
         """Folder of the output of the jobs."""
         return Path(self.logs, "slurm", self.name)
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from relayrun.config.sections.base import Section
-from relayrun.config.sections.plain import OutputPath, Positive
+from relayrun.config.sections.dataclass_section import OutputPath, Positive
 from relayrun.errors import InputError
 
 AppendEod = Literal["yes", "no", "auto"]

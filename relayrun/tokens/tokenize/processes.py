@@ -34,7 +34,7 @@ from types import FrameType
 from typing import TypeVar
 
 from relayrun.control.scheduler.factory import slurm_scheduler
-from relayrun.errors import RelayrunError, SchedulerError, combined_error, split_error
+from relayrun.errors import RelayrunError, SchedulerError, combined_error, split_combined_error
 
 EXIT_MARGIN_SECONDS = 120.0
 """Time between the stop and the limit; a tenth of the time left at the start, if that is less."""
@@ -176,7 +176,9 @@ def run_tasks(
     if errors:
         in_order = [errors[item] for item in items if item in errors]
         defects = [error for error in in_order if not isinstance(error, (RelayrunError, OSError))]
-        if known := [error for each in in_order if isinstance(each, RelayrunError) for error in split_error(each)]:
+        if known := [
+            error for each in in_order if isinstance(each, RelayrunError) for error in split_combined_error(each)
+        ]:
             raise (defects or [combined_error(known, "files or tasks failed")])[0]
         raise (defects or in_order)[0]
 

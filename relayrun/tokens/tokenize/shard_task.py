@@ -30,7 +30,7 @@ from relayrun.errors import InputError, RelayrunError, combined_error
 from relayrun.tokens.readers.columns import read_column
 from relayrun.tokens.readers.faults import LineFaults
 from relayrun.tokens.readers.inputs import InputFile, stat_inputs
-from relayrun.tokens.readers.texts import Texts, release_pages
+from relayrun.tokens.readers.texts import PackedTexts, release_pages
 from relayrun.tokens.shards.shard import ShardWriter
 from relayrun.tokens.stores.urls import MissingInput, is_url, join_path, printable
 from relayrun.tokens.tokenize.encode.engines import EngineSelection
@@ -242,11 +242,13 @@ def _tokenize_file(
     return known
 
 
-def _tokenize_long(text: Texts, where: CutUnit, framing: DocumentFraming, engine: Engine, shard: ShardWriter) -> bool:
+def _tokenize_long(
+    text: PackedTexts, where: CutUnit, framing: DocumentFraming, engine: Engine, shard: ShardWriter
+) -> bool:
     """Encode one text in pieces, framed as `DocumentFraming` does. True if the shard got a document."""
     routed, begin, before = engine.routed, 0, shard.tokens
     for end in split_points(text.used, PIECE_BYTES, where):
-        piece = Texts(data=text.used, offsets=np.array([begin, end], np.int64))
+        piece = PackedTexts(data=text.used, offsets=np.array([begin, end], np.int64))
         ids = engine.encode(piece)[0]
         if ids.size and shard.tokens == before and framing.bos_id is not None:
             shard.append([framing.bos_id])
@@ -289,18 +291,18 @@ def _take_arrays(arrays: list[pa.Array]) -> pa.Array:
     return array
 
 
-def _text_batches(arrays: Iterator[pa.Array], job: TokenizeContext, record: TaskRecord) -> Iterator[Texts]:
+def _text_batches(arrays: Iterator[pa.Array], job: TokenizeContext, record: TaskRecord) -> Iterator[PackedTexts]:
     for array in arrays:
         if array.null_count:
             record.null_documents += array.null_count
             array = array.drop_null()
-        batches = Texts.from_arrow(array).split(job.options.batch_bytes, job.options.batch_documents)
+        batches = PackedTexts.from_arrow(array).split(job.options.batch_bytes, job.options.batch_documents)
         del array
         yield from batches
         del batches
 
 
-def sample_texts(job_column: str, paths: list[str], *, most_bytes: int, scratch: str | None = None) -> Texts:
+def sample_texts(job_column: str, paths: list[str], *, most_bytes: int, scratch: str | None = None) -> PackedTexts:
     """Return the first readable texts of at most eight files, evenly chosen. `scratch`: see `read_column`."""
     paths = [path for path in paths if is_url(path) or os.path.isfile(path)]  # a pipe can be read only once
     chosen = paths[:: max(1, len(paths) // 8)][:8]
@@ -309,7 +311,7 @@ def sample_texts(job_column: str, paths: list[str], *, most_bytes: int, scratch:
         left = most_bytes // len(chosen)
         try:
             for array in read_column(path, job_column, batch_bytes=left, scratch=scratch, faults=LineFaults(skip=True)):
-                for piece in Texts.from_arrow(array.drop_null()).views():
+                for piece in PackedTexts.from_arrow(array.drop_null()).views():
                     if left > 0 and piece:
                         texts.append(str(piece[:left], "utf-8", "ignore"))  # the cut may split a character
                         left -= len(piece)
@@ -317,7 +319,7 @@ def sample_texts(job_column: str, paths: list[str], *, most_bytes: int, scratch:
                     break
         except InputError:  # the task of the file reports it
             continue
-    return Texts.of(texts)
+    return PackedTexts.of(texts)
 
 
 @functools.lru_cache(maxsize=1)

@@ -29,7 +29,7 @@ from relayrun.files import temporary_prefix
 from relayrun.tokens.readers.columns import read_column
 from relayrun.tokens.readers.faults import LineFaults
 from relayrun.tokens.readers.inputs import stat_inputs
-from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.shards.checks import verify_shards
 from relayrun.tokens.shards.prefixes import find_prefixes
 from relayrun.tokens.shards.shard import FOLDER_RECORD, Shard
@@ -206,7 +206,7 @@ class _Source:
         faults = LineFaults(skip=bool(self.task.bad_lines))
         column, size = self.record.settings["column"], TokenizeOptions.default("batch_bytes")
         for array in read_column(path, column, batch_bytes=size, scratch=tempfile.gettempdir(), faults=faults):
-            yield from Texts.from_arrow(array.drop_null()).views()
+            yield from PackedTexts.from_arrow(array.drop_null()).views()
 
     def compare_all(self, temp_dir: str | None) -> SourceComparison:
         """Make the whole shard again and compare checksums."""
@@ -220,7 +220,7 @@ class _Source:
         with tempfile.TemporaryDirectory(dir=temp_dir, prefix=f"{temporary_prefix()}verify-") as folder:
             definition = Path(folder, "tokenizer.json")
             definition.write_text(self.definition, encoding="utf-8")
-            tokenizer, sample = _reference_tokenizer(self.definition), Texts.of([])
+            tokenizer, sample = _reference_tokenizer(self.definition), PackedTexts.of([])
             job = TokenizeContext(
                 dataset=self.record.dataset,
                 output=folder,
@@ -263,7 +263,7 @@ def _reference_tokenizer(definition: str) -> Tokenizer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifiedDump:
+class DumpCheckResult:
     """One finished dump and the faults of its shards."""
 
     index: int
@@ -290,8 +290,8 @@ def verify_dumps(
     workers: int,
     full: bool = False,
     temp_dir: str | None = None,
-    report: Callable[[VerifiedDump], None] = lambda verified: None,
-) -> list[VerifiedDump]:
+    report: Callable[[DumpCheckResult], None] = lambda verified: None,
+) -> list[DumpCheckResult]:
     """Check the shards of every finished dump by their checksums, and a sample of documents (`full`: all) by their
     files.
 
@@ -315,12 +315,12 @@ def verify_dumps(
     return done
 
 
-def _verify_dump(folder: Path, index: int, full: bool, workers: int, temp_dir: str | None) -> VerifiedDump:
+def _verify_dump(folder: Path, index: int, full: bool, workers: int, temp_dir: str | None) -> DumpCheckResult:
     try:
         record = FolderRecord.read(folder)
         prefixes = find_prefixes([folder])
     except (InputError, FileNotFoundError) as error:  # missing shards, or half a shard
-        return VerifiedDump(index=index, shards=0, documents=0, faults=(first_line(error),))
+        return DumpCheckResult(index=index, shards=0, documents=0, faults=(first_line(error),))
     there = {os.path.basename(prefix) for prefix in prefixes}
     faults = [f"{name} is gone" for name, task in record.tasks.items() if task.tokens and name not in there]
     checked = verify_shards(prefixes, eod=record.settings["eos"], threads=workers)
@@ -333,6 +333,6 @@ def _verify_dump(folder: Path, index: int, full: bool, workers: int, temp_dir: s
         report=lambda each: print_comparison(each) if each.fault is None else None,
     )
     faults += [f"{each.prefix}: {each.fault}" for each in compared if each.fault is not None]
-    return VerifiedDump(
+    return DumpCheckResult(
         index=index, shards=len(checked), documents=sum(each.documents for each in compared), faults=tuple(faults)
     )

@@ -39,7 +39,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from torch.distributed.checkpoint.api import CheckpointException
 
 from relayrun.config.compose.schema import RunConfig
-from relayrun.config.sections.training import BatchSizes, IterationRange
+from relayrun.config.sections.training import GlobalBatchSizes, IterationRange
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run, stream_positions_path
 from relayrun.errors import FatalTrainingError
@@ -164,7 +164,7 @@ class Checkpointer:
     def restore_copy(
         self,
         plain: dict[str, Any],
-        sizes: BatchSizes,
+        sizes: GlobalBatchSizes,
         fill: Callable[[ShardedStateDict, dict[str, Any]], dict[str, Any]],
     ) -> TrainingProgress:
         """Restore a state of an unchanged layout; return its position.
@@ -265,7 +265,7 @@ class Checkpointer:
         publish.prune_checkpoints(self._run, self._attempt, self._settings.keep_last, self._settings.keep_every)
         return commit
 
-    def load(self, path: Path, sizes: BatchSizes, *, root: str | None, foreign: bool = False) -> TrainingProgress:
+    def load(self, path: Path, sizes: GlobalBatchSizes, *, root: str | None, foreign: bool = False) -> TrainingProgress:
         """Load the state at `path`; return its position, to continue with these batch sizes.
 
         `root`: the checksum of its commit, None without a commit. `foreign`: the checkpoint belongs to another run;
@@ -307,7 +307,7 @@ class Checkpointer:
             log.warning("%s was saved without checksums: its bytes are taken as they are", path)
         return reader
 
-    def _load(self, path: Path, sizes: BatchSizes, *, root: str | None, foreign: bool) -> TrainingProgress:
+    def _load(self, path: Path, sizes: GlobalBatchSizes, *, root: str | None, foreign: bool) -> TrainingProgress:
         reader = self._open(path, root)
         common = reader.common()
         anew = foreign and self._settings.finetune
@@ -357,7 +357,7 @@ class Checkpointer:
             words = f"a rank read at most {read:,} bytes of tensors, and needs at most {needed:,}"
             log.info("%s: %s", reader.folder, words)
 
-    def _position(self, common: dict[str, Any], sizes: BatchSizes, *, foreign: bool) -> TrainingProgress:
+    def _position(self, common: dict[str, Any], sizes: GlobalBatchSizes, *, foreign: bool) -> TrainingProgress:
         if foreign and self._settings.no_load_data:
             iteration = common["progress"]["iteration"]
             return TrainingProgress(sizes, iteration=iteration, legs=[IterationRange(iteration, 0, sizes)])

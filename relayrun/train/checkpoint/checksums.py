@@ -155,7 +155,7 @@ def write_checksum_index(folder: Path, iteration: int, files: Mapping[str, FileC
         if not path.is_file() or name == CHECKSUM_INDEX:
             continue
         if name not in known:
-            known[name] = checksum_in_checkpoint(FolderCheckpointFiles(folder), name)
+            known[name] = hash_checkpoint_file(FolderCheckpointFiles(folder), name)
         elif (size := path.stat().st_size) != known[name].bytes:
             raise OSError(f"{path} has {size} bytes, not the {known[name].bytes} that were written")
     parts = {name: {k: v for k, v in asdict(known[name]).items() if v is not None} for name in sorted(known)}
@@ -262,7 +262,7 @@ def committed_checksum(folder: Path | str) -> str | None:
     return None if commit is None else commit.checksum
 
 
-def checksum_in_checkpoint(files: CheckpointFiles, name: str) -> FileChecksum:
+def hash_checkpoint_file(files: CheckpointFiles, name: str) -> FileChecksum:
     """Return size and hash of a file of a checkpoint, read in pieces. Raises OSError."""
     with files.open(name) as file:
         return FileChecksum(bytes=files.size(name), xxh3_128=open_file_checksum(file))
@@ -284,7 +284,7 @@ def verify_checkpoint(folder: Path | CheckpointFiles, root: str | None) -> tuple
     for name, known in sums.files.items():
         if known.blocks is None:
             try:
-                found = checksum_in_checkpoint(files, name)
+                found = hash_checkpoint_file(files, name)
             except OSError as error:
                 faults.append(f"{name} cannot be read: {error.strerror or error}")
                 continue

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relayrun.config.sections.training import BatchSizes
+from relayrun.config.sections.training import GlobalBatchSizes
 from relayrun.control.trainers.megatron_lm_log import TRACKER_FILE
 from relayrun.errors import InputError
 from relayrun.train.checkpoint import safe_pickle
@@ -52,10 +52,12 @@ class MegatronCheckpoint:
         return int(self.args.get("consumed_train_samples") or 0)
 
     @property
-    def batch_sizes(self) -> BatchSizes:
+    def batch_sizes(self) -> GlobalBatchSizes:
         """Batch sizes from the arguments. Raises ValueError."""
         ramp = self.args.get("rampup_batch_size")
-        return BatchSizes(int(self.args["global_batch_size"]), None if ramp is None else [int(each) for each in ramp])
+        return GlobalBatchSizes(
+            int(self.args["global_batch_size"]), None if ramp is None else [int(each) for each in ramp]
+        )
 
     @property
     def precision(self) -> str:

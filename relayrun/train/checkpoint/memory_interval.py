@@ -30,7 +30,7 @@ INTERVAL_SLACK = 0.75
 
 
 @dataclass(frozen=True, kw_only=True)
-class CopyTimes:
+class MedianCopyAndStepTime:
     """Median seconds of the newest copies and steps, on the slowest rank."""
 
     copy: float
@@ -115,7 +115,7 @@ class MemoryCopySchedule:
 
     def record_copy(
         self, iteration: int, *, copy: float, beside: float, neighbour: float, step: float
-    ) -> CopyTimes | None:
+    ) -> MedianCopyAndStepTime | None:
         """Record the seconds of a copy and of a median step; return the measurements if the interval changes, else
         None.
 
@@ -129,7 +129,7 @@ class MemoryCopySchedule:
             return None
         for seen, seconds in ((self._copies, copy), (self._beside, beside), (self._neighbours, neighbour)):
             seen.append(seconds)
-        measured = CopyTimes(
+        measured = MedianCopyAndStepTime(
             copy=median(self._copies),
             beside=max(0.0, median(self._beside)),
             neighbour=median(self._neighbours),

@@ -25,14 +25,14 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, s
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
 from relayrun.config.compose.schema import RunConfig
-from relayrun.config.sections.training import BatchSizes
+from relayrun.config.sections.training import GlobalBatchSizes
 from relayrun.control.agent.memory_copies import SLOTS_PER_RANK, MemorySlot, NodeMemoryFullError
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.errors import InputError
-from relayrun.files import append_line, read_lines_backwards
+from relayrun.files import append_line, read_json_lines_backwards
 from relayrun.tokens.order.batches import TrainingProgress
 from relayrun.train.checkpoint.checkpointer import Checkpointer, torch_bytes
-from relayrun.train.checkpoint.memory_interval import CopyTimes, MemoryCopySchedule, StepSlowdown
+from relayrun.train.checkpoint.memory_interval import MedianCopyAndStepTime, MemoryCopySchedule, StepSlowdown
 from relayrun.train.checkpoint.memory_replication import (
     MemoryCopy,
     NeighbourReplica,
@@ -136,7 +136,7 @@ class MemoryTier:
         if self._neighbour is not None:
             self._neighbour.discard(after=after)
 
-    def load(self, iteration: int, sizes: BatchSizes) -> TrainingProgress | None:
+    def load(self, iteration: int, sizes: GlobalBatchSizes) -> TrainingProgress | None:
         """Restore the copies of this iteration; return their position.
 
         None, on every rank, if a rank has neither an intact copy nor one at its neighbour; then nothing has changed.
@@ -195,10 +195,10 @@ class MemoryTier:
         return write_copy(slot, pieces, **header, size=size, plain=len(plain), layout=_layout(sharded))
 
     def _known(self) -> int | None:
-        lines = read_lines_backwards(self._attempt.memory_intervals)
+        lines = read_json_lines_backwards(self._attempt.memory_intervals)
         return next((int(line["interval"]) for _, line in lines), None)
 
-    def _note(self, iteration: int, measured: CopyTimes) -> None:
+    def _note(self, iteration: int, measured: MedianCopyAndStepTime) -> None:
         """On rank 0: report the new interval and its reason. If the disk is full, training continues."""
         steps = self._interval.steps
         cost = measured.cost(steps)

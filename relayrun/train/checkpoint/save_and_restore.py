@@ -46,7 +46,7 @@ from relayrun.train.distributed import Ranks
 from relayrun.train.hook_list import Hooks
 from relayrun.train.loss_guard import LossGuard
 from relayrun.train.reporting import liveness
-from relayrun.train.reporting.liveness import HeartbeatWriter, Timings
+from relayrun.train.reporting.liveness import NodeHeartbeatWriter, RankTimings
 from relayrun.train.requests import AgreedRequests, RequestPoller
 
 log = logging.getLogger(__name__)
@@ -64,8 +64,8 @@ class Saver:
     control: RequestPoller
     hooks: Hooks
     say: Callable[[str], None]
-    timings: Timings
-    heartbeat: HeartbeatWriter
+    timings: RankTimings
+    heartbeat: NodeHeartbeatWriter
     asynchronous: bool
     saved_iteration: int
     """Iteration of the newest durable checkpoint."""

@@ -27,7 +27,7 @@ from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.train.export import model_families
 from relayrun.train.export.model_mapping import MappedTensor, ModelMapping
 from relayrun.train.export.source_and_target import CheckpointSource
-from relayrun.train.export.torch_dist import CheckpointContents, CheckpointReader, new_folder
+from relayrun.train.export.torch_dist import CheckpointReader, TorchDistSavePlan, new_folder
 from relayrun.train.model.size import pad_to_multiple
 
 ROPE_CONTEXT = 8192
@@ -358,7 +358,7 @@ def import_huggingface(
     first = next(iter(wanted))
     of = weights.read(first).dtype if dtype == "auto" else DTYPES[dtype]
     with new_folder(output) as made:
-        contents = CheckpointContents()
+        contents = TorchDistSavePlan()
         for piece in chosen.pieces(model, rows):
             _add_piece(contents, piece, shapes[piece.key], of, weights)
         contents.add_extra_states(shapes)
@@ -384,7 +384,7 @@ def read_huggingface_config(folder: Path) -> dict[str, Any]:
 
 
 def _add_piece(
-    contents: CheckpointContents,
+    contents: TorchDistSavePlan,
     piece: MappedTensor,
     size: tuple[int, ...],
     dtype: torch.dtype,

@@ -41,7 +41,7 @@ from relayrun.train.export.huggingface import DTYPES
 from relayrun.train.export.model_families import LLAMA, require_llama
 from relayrun.train.export.model_mapping import EMBEDDING, FINAL_NORM, OUTPUT
 from relayrun.train.export.source_and_target import CheckpointSource
-from relayrun.train.export.torch_dist import CheckpointContents, CheckpointReader, new_folder
+from relayrun.train.export.torch_dist import CheckpointReader, TorchDistSavePlan, new_folder
 from relayrun.train.model.size import flops_per_token, pad_to_multiple
 
 
@@ -68,7 +68,7 @@ def write_megatron(source: CheckpointSource, folder: Path) -> MegatronExport:
     weights = mapping.megatron_shapes(model, vocabulary)
     common = reader.common()
     position = megatron_state.checkpoint_position(common, config, source.iteration)
-    contents, notes = CheckpointContents(), []
+    contents, notes = TorchDistSavePlan(), []
     for key in weights:
         contents.copy_tensor(reader, key, key)
     contents.add_extra_states(weights)
@@ -116,7 +116,7 @@ def write_megatron(source: CheckpointSource, folder: Path) -> MegatronExport:
     )
 
 
-def _add_generators(contents: CheckpointContents, reader: CheckpointReader, config: RunConfig) -> list[str]:
+def _add_generators(contents: TorchDistSavePlan, reader: CheckpointReader, config: RunConfig) -> list[str]:
     """Add the states of the random generators, one for each tensor- and pipeline-parallel rank; return notes.
 
     Megatron-LM stops without them. They come from the run's first data-parallel ranks; fresh states replace missing
@@ -161,7 +161,7 @@ def _generators(reader: CheckpointReader, key: str, seed: int) -> list[dict[str,
 
 
 @dataclass(frozen=True, kw_only=True)
-class MegatronImport:
+class MegatronImportResult:
     """Result of an import."""
 
     iteration: int
@@ -174,7 +174,7 @@ class MegatronImport:
 
 def import_megatron(
     checkpoint: MegatronCheckpoint, output: Path, *, distributed: bool | None = None, weights_only: bool = False
-) -> MegatronImport:
+) -> MegatronImportResult:
     """Write the checkpoint `output`, whole or not at all.
 
     `distributed`: True for a run with the distributed optimizer; None: as it was. Raises InputError if the checkpoint
@@ -190,7 +190,7 @@ def import_megatron(
     kind = checkpoint.distributed is not None if distributed is None else distributed
     adam, why = _adam(checkpoint, reader) if not weights_only else (None, "weights alone were asked for")
     with new_folder(output) as made:
-        contents = CheckpointContents()
+        contents = TorchDistSavePlan()
         for key in weights:
             contents.copy_tensor(reader, key, key)
         contents.add_extra_states(weights)
@@ -217,7 +217,7 @@ def import_megatron(
         written.add_checksums(checkpoint.iteration)
     left = megatron_settings.describe_not_taken(checkpoint, optimizer=why)
     left += [f"{key} {list(reader.shapes[key])}: the model has no such weight" for key in extra]
-    return MegatronImport(
+    return MegatronImportResult(
         iteration=checkpoint.iteration,
         consumed_samples=checkpoint.consumed_samples,
         optimizer=adam is not None,

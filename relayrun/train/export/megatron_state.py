@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from relayrun.config.compose.megatron_flags import saved_arguments
+from relayrun.config.compose.megatron_flags import megatron_checkpoint_args
 from relayrun.config.compose.schema import RunConfig
 from relayrun.errors import InputError
 from relayrun.tokens.order.batches import TrainingProgress
-from relayrun.train.export.torch_dist import CheckpointContents, CheckpointReader
+from relayrun.train.export.torch_dist import CheckpointReader, TorchDistSavePlan
 
 
 def checkpoint_position(common: dict[str, Any], config: RunConfig, iteration: int) -> TrainingProgress:
@@ -40,7 +40,7 @@ def megatron_arguments(
     """Return the arguments that Megatron's programs and tools read. `vocabulary`: padded. `dtype`: of the weights."""
     model, training, optimizer = config.model, config.training, config.optimizer
     warmup, decay = config.lr_steps(position.reaches)
-    return saved_arguments(config) | {
+    return megatron_checkpoint_args(config) | {
         "group_query_attention": model.num_query_groups != model.num_attention_heads,
         "kv_channels": model.hidden_size // model.num_attention_heads,
         "max_position_embeddings": training.seq_length,
@@ -143,7 +143,7 @@ class AdamState:
     """Form of a distributed optimizer's state; None: plain."""
 
     def copy_into(
-        self, contents: CheckpointContents, weights: Mapping[str, tuple[int, ...]], *, distributed: bool, precision: str
+        self, contents: TorchDistSavePlan, weights: Mapping[str, tuple[int, ...]], *, distributed: bool, precision: str
     ) -> None:
         """Add the tensors in another form. `weights`: shapes by key. Raises InputError if a tensor is missing."""
         found = set(self.reader.tensors)
@@ -203,7 +203,7 @@ def find_adam_state(reader: CheckpointReader, state: Mapping[str, Any]) -> AdamS
     return AdamState(reader=reader, groups=plain, step=int(steps.pop()), main=main, form=form)
 
 
-def _copy(reader: CheckpointReader, contents: CheckpointContents, key: str, name: str, size: tuple[int, ...]) -> None:
+def _copy(reader: CheckpointReader, contents: TorchDistSavePlan, key: str, name: str, size: tuple[int, ...]) -> None:
     found = reader.size(key)
     if found == size:
         contents.copy_tensor(reader, key, name)

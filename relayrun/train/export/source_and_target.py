@@ -104,7 +104,7 @@ def _revision(run: Run, iteration: int) -> int | None:
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def check_target(target: Path) -> None:
+def check_target_is_new(target: Path) -> None:
     """Raise InputError if `target` exists, or this user may not create it."""
     refuse_existing(target)
     refuse_unwritable(target)

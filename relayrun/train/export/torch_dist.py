@@ -1,6 +1,6 @@
 """A torch_dist checkpoint without ranks, GPU and megatron-core: read and write its tensors, into a new folder.
 
-`CheckpointReader` reads parts of tensors. `CheckpointContents` names all tensors first and makes each when it is
+`CheckpointReader` reads parts of tensors. `TorchDistSavePlan` names all tensors first and makes each when it is
 written. `new_folder` appears whole or not at all.
 
 megatron-core saves a weight of all layers as one tensor with the layers as its first dimension, split over files as
@@ -273,7 +273,7 @@ class WrittenCheckpoint:
         checksums.write_checksum_index(self.folder, iteration, files | self.files.files)
 
 
-class CheckpointContents(DefaultSavePlanner):
+class TorchDistSavePlan(DefaultSavePlanner):
     """The tensors and objects of a checkpoint, as a save plan of torch's writer; each is made when it is written."""
 
     def __init__(self) -> None:

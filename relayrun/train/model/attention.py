@@ -93,7 +93,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         else:
             out = self._attend(query, key, value, packed_seq_params, dropout)
         if self._context_size > 1:
-            out = scatter_sequence(out)
+            out = all_to_all_heads_to_sequence(out)
         return out[..., :channels].flatten(2)
 
     def _attend(
@@ -269,7 +269,7 @@ def gather_sequence(
     return _gathered(query, size), _gathered(key, size), _gathered(value, size)
 
 
-def scatter_sequence(out: torch.Tensor) -> torch.Tensor:
+def all_to_all_heads_to_sequence(out: torch.Tensor) -> torch.Tensor:
     """Exchange [sequence, batch, heads / n, channels] for this rank's [sequence / n, batch, heads, channels]."""
     size = parallel_state.get_context_parallel_world_size()
     sequence, batch, heads, channels = out.shape

@@ -32,7 +32,7 @@ from relayrun.train import megatron_versions
 from relayrun.train.model.attention import CausalAttention, LatentAttention
 from relayrun.train.model.experts import local_experts
 from relayrun.train.model.packed_documents import document_attention
-from relayrun.train.user_code import describe_error, import_user_code
+from relayrun.train.user_code import describe_error, import_user_object
 
 Implementation = Literal["local", "transformer_engine"]
 
@@ -60,7 +60,7 @@ def block_spec(chosen: Implementation, transformer: TransformerConfig, stage: in
 
         layer, norm = _transformer_engine_layer, TENorm
     else:
-        layer, norm = _local_layer, NormWithState
+        layer, norm = _local_layer, NormWithExtraState
     first = get_transformer_layer_offset(transformer, vp_stage=stage)
     count = get_num_layers_to_build(transformer, vp_stage=stage)
     experts = expert_layer_pattern(transformer.moe_layer_freq, transformer.num_layers, transformer.num_moe_experts)
@@ -103,20 +103,20 @@ def _local_layer(transformer: TransformerConfig, experts: int | None) -> ModuleS
     names = dict(parts.sharded_state_dict_keys_map)
     for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
         if getattr(attention, name, None) is WrappedTorchNorm:
-            setattr(attention, name, NormWithState)
+            setattr(attention, name, NormWithExtraState)
     attention.core_attention = CausalAttention
     if transformer.multi_latent_attention:
         # megatron-core 0.16.1 assumes TransformerEngine and calls isinstance with a class that is None: TypeError
         if not HAVE_TE:
             multi_latent_attention.HAVE_TE = False
         parts.self_attention.module = LatentAttention
-        parts.input_layernorm = NormWithState
+        parts.input_layernorm = NormWithExtraState
         if transformer.qk_layernorm:
             attention.q_layernorm = attention.kv_layernorm = Norm
         names |= LATENT_NAMES
     if experts is not None:
         parts.mlp = local_experts(transformer)
-        parts.pre_mlp_layernorm = NormWithState
+        parts.pre_mlp_layernorm = NormWithExtraState
         names.pop(BEFORE_MLP, None)
     parts.sharded_state_dict_keys_map = names
     return _with_xielu(layer, transformer)
@@ -160,7 +160,7 @@ class Norm(torch.nn.Module):
         return functional.layer_norm(hidden, weight.shape, weight, self.bias, self._eps)
 
 
-class NormWithState(Norm):
+class NormWithExtraState(Norm):
     """Norm with the empty extra state that TransformerEngine's norm has in its place.
 
     So a checkpoint of local layers has every key that a program with TransformerEngine reads: of the last norm, and of
@@ -249,7 +249,7 @@ def build_user_model(
 
     Raises ConfigError if the function cannot be imported, raises an error, or returns another type.
     """
-    function = import_user_code(path)
+    function = import_user_object(path)
     try:
         names = inspect.signature(function).parameters
         found = function(transformer, **{name: value for name, value in known.items() if name in names})

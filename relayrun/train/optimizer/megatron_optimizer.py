@@ -1,6 +1,6 @@
 """Adam and the learning rate schedule as megatron-core builds them, with a patched distributed optimizer.
 
-`ShardedDistributedOptimizer` saves its state without gathering it. A data-parallel rank holds a range of each flattened
+`ShardedCheckpointOptimizer` saves its state without gathering it. A data-parallel rank holds a range of each flattened
 parameter; a checkpoint names parts of tensors by offset and size along each axis. A range of a matrix is up to three
 such blocks: the end of a row, whole rows, the beginning of a row (`state_shards`).
 
@@ -272,7 +272,7 @@ def prepared_gradient(optimizer: MegatronOptimizer, parameter: torch.Tensor) -> 
     return gradient
 
 
-class ShardedDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]  # megatron-core has no types
+class ShardedCheckpointOptimizer(DistributedOptimizer):  # type: ignore[misc]  # megatron-core has no types
     """DistributedOptimizer of megatron-core; each rank saves and loads the part of the state it holds.
 
     megatron-core's `fully_reshardable` gathers the whole state on every data-parallel rank at a save, and reads all of
@@ -329,7 +329,7 @@ class ShardedDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]  
                         yield parameter, range(ranges["param"].start, ranges["param"].end)
 
 
-class TorchDistributedOptimizer(ShardedDistributedOptimizer):
+class TorchDistributedOptimizer(ShardedCheckpointOptimizer):
     """DistributedOptimizer of megatron-core over torch.optim.AdamW, with an exact resume."""
 
     def initialize_state(self) -> None:
@@ -376,7 +376,7 @@ def patch_distributed_optimizers(optimizer: MegatronOptimizer) -> None:
     """
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(inner, DistributedOptimizer) and not inner.is_stub_optimizer:
-            inner.__class__ = ShardedDistributedOptimizer if HAVE_APEX_OR_TE else TorchDistributedOptimizer
+            inner.__class__ = ShardedCheckpointOptimizer if HAVE_APEX_OR_TE else TorchDistributedOptimizer
             if isinstance(inner, TorchDistributedOptimizer):
                 inner.initialize_state()
 

@@ -68,7 +68,7 @@ def import_optimizer_class(settings: OptimizerSection) -> MakeOptimizer:
     """Import `optimizer.class`; return its factory. Raises ConfigError if it cannot be used."""
     path = settings.class_path
     assert path is not None
-    found = user_code.import_user_code(path)
+    found = user_code.import_user_object(path)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise ConfigError(f"{path} is no class that inherits torch.optim.Optimizer")
 

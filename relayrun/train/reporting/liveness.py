@@ -45,7 +45,7 @@ from relayrun.train.hooks import Hook, Step, ValidationResult
 log = logging.getLogger(__name__)
 
 
-class Timings(Hook):
+class RankTimings(Hook):
     """Seconds of the last steps, evaluations and saves on this rank."""
 
     def __init__(self, begin: AttemptStart) -> None:
@@ -139,14 +139,14 @@ RARE_HEARTBEAT_SECONDS = 60.0
 
 
 @dataclass(kw_only=True)
-class HeartbeatWriter:
+class NodeHeartbeatWriter:
     """Writes the heartbeat of this node if `active`. `rare`: an agent follows the ranks of this node."""
 
     folder: Path
     node: str
     active: bool
     iteration: int
-    timings: Timings
+    timings: RankTimings
     rare: bool = False
     sections: SectionReporter | None = None
     """Reports sections to the agent, on every rank, once the config is known."""
@@ -205,7 +205,7 @@ STEP_SECTIONS = ("forward", "optimizer")
 class SectionReporter:
     """Reports this rank's section; without an agent's `folder` nothing is written."""
 
-    def __init__(self, folder: Path | None, rank: int, *, timings: Timings, hang_timeout: float) -> None:
+    def __init__(self, folder: Path | None, rank: int, *, timings: RankTimings, hang_timeout: float) -> None:
         self._page: ActivityPage | None = None
         self._timings, self._hang_timeout = timings, hang_timeout
         self._measured_at = 0

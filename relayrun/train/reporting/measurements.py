@@ -30,7 +30,7 @@ from relayrun.train import timers
 from relayrun.train.distributed import Ranks
 from relayrun.train.model.gpt import ModelStage
 from relayrun.train.optimizer import megatron_optimizer
-from relayrun.train.optimizer.megatron_optimizer import ScheduledOptimizer, ShardedDistributedOptimizer
+from relayrun.train.optimizer.megatron_optimizer import ScheduledOptimizer, ShardedCheckpointOptimizer
 from relayrun.train.optimizer.parameter_groups import parameter_names
 from relayrun.train.timers import DeviceTimestamps, Timestamp
 
@@ -114,7 +114,7 @@ def _held_elements(optimizer: ScheduledOptimizer) -> dict[torch.Tensor, range]:
     """Return this rank's elements of the parameters that data-parallel ranks share."""
     found: dict[torch.Tensor, range] = {}
     for inner in optimizer.inner.chained_optimizers:
-        if isinstance(inner, ShardedDistributedOptimizer):
+        if isinstance(inner, ShardedCheckpointOptimizer):
             found |= dict(inner.held())
     return found
 

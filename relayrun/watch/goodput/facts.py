@@ -19,7 +19,7 @@ from relayrun.control.rundir.restarts import FailedRestart, iteration_resets
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.job_history import Allocation, allocations
 from relayrun.errors import RunDirError
-from relayrun.files import read_lines
+from relayrun.files import read_json_lines
 
 CLOCK_TOLERANCE_SECONDS = 5.0
 """Largest difference between the clocks of nodes and scheduler when an attempt is matched to its allocation."""
@@ -249,7 +249,7 @@ def _attempt_facts(
         each.restart: Hang.read(restarts.failed_restart_folder(attempt.failures, each.restart) / attempt.hang.name)
         for each in failed
     }
-    bases = [int(entry["base_iteration"]) for entry in read_lines(attempt.rollbacks)]
+    bases = [int(entry["base_iteration"]) for entry in read_json_lines(attempt.rollbacks)]
     return AttemptFacts(
         attempt=attempt,
         begin=begin,

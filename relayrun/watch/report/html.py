@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from relayrun.watch.text import split_column
+from relayrun.watch.text import parse_column_header
 
 
 class Markup(str):
@@ -111,7 +111,7 @@ def html_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
 
     On a narrow screen a row of more than four columns becomes a list, with its column's name before each value.
     """
-    heads = [(name, "n" if is_number else None) for name, is_number in map(split_column, names)]
+    heads = [(name, "n" if is_number else None) for name, is_number in map(parse_column_header, names)]
     body = [
         tag("tr", *(tag("td", text, class_=css, data_name=name) for text, (name, css) in zip(row, heads, strict=True)))
         for row in rows[-MAX_TABLE_ROWS:]

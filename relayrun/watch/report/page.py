@@ -213,7 +213,7 @@ def data_section(page: RunReportData) -> Markup:
     return section("Data", html_table(("data set", "weight|n", "samples read|n", "epochs|n"), rows))
 
 
-def evaluations_section(page: RunReportData) -> Markup:
+def evaluation_jobs_section(page: RunReportData) -> Markup:
     """Return the results of evaluation jobs; losses on held-out text are in the chart."""
     rows = []
     for result in page.evaluations:
@@ -271,7 +271,7 @@ SECTIONS: tuple[Callable[[RunReportData], Markup], ...] = (
     failures_section,
     attempts_section,
     data_section,
-    evaluations_section,
+    evaluation_jobs_section,
     checkpoints_section,
     configuration_section,
 )

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from relayrun.control.rundir import merged_metrics
 from relayrun.control.rundir.run import Run
-from relayrun.files import atomic_file, read_lines
+from relayrun.files import atomic_file, read_json_lines
 from relayrun.watch.text import text_table
 
 _TIME_UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
@@ -75,7 +75,7 @@ def _attempt_row(run: Run, number: int) -> AttemptRow | None:
     begin, end = attempt.read_begin(), attempt.read_end()
     if begin is None:
         return None
-    steps: list[dict[str, Any]] = [line for line in read_lines(attempt.metrics) if "loss" in line]
+    steps: list[dict[str, Any]] = [line for line in read_json_lines(attempt.metrics) if "loss" in line]
     seconds = sum(line.get("step_seconds", 0.0) for line in steps)  # optional for a foreign program
     tokens = round(sum(line.get("tokens_per_second", 0.0) * line.get("step_seconds", 0.0) for line in steps))
     return AttemptRow(

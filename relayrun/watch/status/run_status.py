@@ -35,7 +35,7 @@ from relayrun.control.rundir.triggers import Trigger
 from relayrun.control.scheduler.base import RESERVATION_GONE, Job
 from relayrun.control.scheduler.job_history import JobEnd
 from relayrun.errors import RunDirError
-from relayrun.files import read_json, read_lines
+from relayrun.files import read_json, read_json_lines
 from relayrun.tokens.streams.lane_cursor import FAULT_REASONS, LaneCursor, skipped_rows
 from relayrun.watch import unsent_notices
 from relayrun.watch.status.cron_check_record import FolderCache
@@ -137,7 +137,7 @@ def _read_run_status(records: RunRecords, cache: FolderCache | None) -> RunStatu
     strikes = excluded_nodes.read_node_failures(run)
     counts = Counter(each.node for each in strikes if now - each.time < excluded_nodes.FAILURE_EXPIRE_SECONDS)
     newest = None if records.number is None else run.attempt(records.number)
-    failures = [line for number in run.attempt_numbers() for line in read_lines(run.attempt(number).failed_saves)]
+    failures = [line for number in run.attempt_numbers() for line in read_json_lines(run.attempt(number).failed_saves)]
     failed_restarts = restarts.read_failed_restarts(newest) if newest is not None else []
     beats = newest.read_heartbeats() if records.running and newest is not None else []
     end_time = begin.job_end_time if begin is not None and records.running else None

@@ -10,7 +10,7 @@ from rich.cells import cell_len
 
 from relayrun.watch.status.cron_check_record import LastCronCheck
 from relayrun.watch.status.summary import DamagedRun, RunSummary
-from relayrun.watch.text import format_seconds, print_table, split_column, text_table
+from relayrun.watch.text import format_seconds, parse_column_header, print_table, text_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,7 +26,7 @@ def print_runs(found: Sequence[RunSummary | DamagedRun]) -> None:
     if sys.stdout.isatty() and len(found) <= MAX_FOLDED_ROWS:
         print_table(runs_table(found))
         return
-    columns = list(map(split_column, RUN_COLUMNS))
+    columns = list(map(parse_column_header, RUN_COLUMNS))
     rows = [[name for name, _ in columns], *map(_run_cells, found)]
     widths = [max(map(cell_len, cells)) for cells in zip(*rows, strict=True)]
     for row in rows:

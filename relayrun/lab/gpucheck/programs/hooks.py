@@ -16,7 +16,7 @@ import xxhash
 
 from relayrun.control.rundir.records import AttemptOutcome, CheckpointCommit
 from relayrun.control.rundir.run import Run
-from relayrun.files import append_line, read_lines
+from relayrun.files import append_line, read_json_lines
 from relayrun.lab.gpucheck.programs.common import cuda_event, wait_for
 from relayrun.lab.gpucheck.setup import NOTES_FOLDER
 from relayrun.train.hooks import Gradients, Hook, HookContext, Step, StepStart
@@ -135,7 +135,7 @@ class SavePaceHook(Hook):
                 time.sleep(0.05)
 
     def _durable(self, iteration: int) -> bool:
-        return any(line.get("iteration") == iteration for line in read_lines(self._commits))
+        return any(line.get("iteration") == iteration for line in read_json_lines(self._commits))
 
 
 def write_note(context: HookContext, name: str, record: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ MAX_MEMORY_SHARE = 0.95
 """Share of a GPU's memory that torch may reserve: the rest is left for CUDA, NCCL and temporary buffers."""
 
 
-def try_all_variants() -> None:
+def train_every_config() -> None:
     """Try the variants one after the other, and write each result at once; an error does not affect the others."""
     program = RankProgram.begin("configs")
     cpu_patches.patch_for_cpu()
@@ -221,4 +221,4 @@ def export_and_compare() -> None:
 
 
 if __name__ == "__main__":
-    run_measurement(try_all_variants, search_largest_batch, export_and_compare)
+    run_measurement(train_every_config, search_largest_batch, export_and_compare)

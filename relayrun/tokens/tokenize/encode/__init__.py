@@ -6,5 +6,5 @@
     engines                        select the engine of a job and prove it
     routing, partial_vocabulary    texts that the fast engine must not have, and the reference for them
 
-In: `Texts`. Out: ids and lengths, equal to those of `Tokenizer.encode`.
+In: `PackedTexts`. Out: ids and lengths, equal to those of `Tokenizer.encode`.
 """

@@ -17,7 +17,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from relayrun.errors import InputError
-from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.tokenize.encode import tokenizer_files
 from relayrun.tokens.tokenize.encode.families import BYTE_LEVEL_FAMILIES, EnginePlan, plan_engine
 from relayrun.tokens.tokenize.encode.libraries import (
@@ -148,7 +148,7 @@ def _build_engine(selection: EngineSelection, definition: str, reference: _Refer
 def select_engine(
     wanted: EngineName,
     tokenizer: Tokenizer | TokenizerLoader,
-    sample: Texts,
+    sample: PackedTexts,
     report: Callable[[str], None],
     *,
     definition: str | None = None,
@@ -174,7 +174,7 @@ def select_engine(
 
 
 def _prove_engine(
-    wanted: EngineName, reference: _Reference, sample: Texts, report: Callable[[str], None], definition: str
+    wanted: EngineName, reference: _Reference, sample: PackedTexts, report: Callable[[str], None], definition: str
 ) -> EngineSelection | None:
     """Return the fast engine, or None after `report` got the reason."""
     plan = plan_engine(definition)
@@ -204,13 +204,15 @@ def _prove_engine(
 
 
 def _first_wrong_text(
-    selection: EngineSelection, engine: Engine, reference: _Reference, sample: Texts, definition: str
+    selection: EngineSelection, engine: Engine, reference: _Reference, sample: PackedTexts, definition: str
 ) -> str | None:
     packages = (ENGINE_PACKAGES["huggingface"], ENGINE_PACKAGES[selection.engine])
     both = (definition.encode(), repr(selection).encode())
     of_sample = (sample.used.tobytes(), (sample.offsets - sample.offsets[0]).tobytes())
-    proofs: dict[str, Callable[[], Texts]] = {
-        tokenizer_files.cache_key("edge cases", both, packages): lambda: Texts.of(edge_cases(reference.of(definition))),
+    proofs: dict[str, Callable[[], PackedTexts]] = {
+        tokenizer_files.cache_key("edge cases", both, packages): lambda: PackedTexts.of(
+            edge_cases(reference.of(definition))
+        ),
         tokenizer_files.cache_key("sample", (*both, *of_sample), packages): lambda: sample,
     }
     for name, make in proofs.items():
@@ -223,7 +225,7 @@ def _first_wrong_text(
     return None
 
 
-def _first_difference(encoded: Encoded, right: Encoded, texts: Texts) -> str | None:
+def _first_difference(encoded: Encoded, right: Encoded, texts: PackedTexts) -> str | None:
     if np.array_equal(encoded[0], right[0]) and np.array_equal(encoded[1], right[1]):
         return None
     ours, theirs = (np.split(ids, np.cumsum(lengths)[:-1]) for ids, lengths in (encoded, right))

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.tokenize.encode.tokenizer_files import byte_letters
 
 _VOCABULARY = '"vocab":{'
@@ -89,7 +89,7 @@ class Engine(Protocol):
     routed: int
     """Texts that the reference has encoded so far."""
 
-    def encode(self, texts: Texts) -> Encoded:
+    def encode(self, texts: PackedTexts) -> Encoded:
         """Return the ids of all texts, and the number of ids of each."""
         ...
 
@@ -101,7 +101,7 @@ class HuggingFaceEngine:
         self.routed = 0
         self._tokenizer = tokenizer
 
-    def encode(self, texts: Texts) -> Encoded:
+    def encode(self, texts: PackedTexts) -> Encoded:
         parts: list[npt.NDArray[np.uint32]] = []
         for batch in texts.split(_HF_BYTES, 1000):
             encodings = self._tokenizer.encode_batch_fast(batch.strings(), add_special_tokens=False)
@@ -118,7 +118,7 @@ class GigatokenEngine:
         self.routed = 0
         self._backend: Any = gigatoken.Tokenizer.from_json(definition).backend
 
-    def encode(self, texts: Texts) -> Encoded:
+    def encode(self, texts: PackedTexts) -> Encoded:
         if not len(texts):
             return _concatenate([])
         import awkward as ak  # avoids an object and a copy per text
@@ -143,7 +143,7 @@ class ByteEngine:
         # None: bytes that never occur in UTF-8
         self._ids = np.array([0 if id_ is None else id_ for id_ in ids], np.uint32)
 
-    def encode(self, texts: Texts) -> Encoded:
+    def encode(self, texts: PackedTexts) -> Encoded:
         return self._ids[texts.used], texts.sizes
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.tokenize.encode.families import BYTE_LETTERS
 from relayrun.tokens.tokenize.encode.libraries import (
     Encoded,
@@ -54,14 +54,14 @@ class PartialVocabularyEngine:
         self._whole: Engine | None = None
         self._items: tuple[_Items, _Items] | None = None
 
-    def encode(self, texts: Texts) -> Encoded:
+    def encode(self, texts: PackedTexts) -> Encoded:
         engine = self._whole or self._part(texts)
         if engine is None:
             engine = self._whole = self._make()
             self._items = None
         return engine.encode(texts)
 
-    def _part(self, texts: Texts) -> Engine | None:
+    def _part(self, texts: PackedTexts) -> Engine | None:
         """Return the reference with the entries that these texts can use; None if they need the whole one."""
         if len(texts.used) > self._left:
             return None
@@ -80,7 +80,7 @@ class PartialVocabularyEngine:
         except Exception:  # not written as by `tokenizers`; or a collision of hashes leaves a merge without its parts
             return None
 
-    def _words(self, cut: Tokenizer, texts: Texts) -> set[str] | None:
+    def _words(self, cut: Tokenizer, texts: PackedTexts) -> set[str] | None:
         """Return the words of the texts, escaped, as the reference's normalizer and pre-tokenizer write them."""
 
         def normal(text: str) -> str:

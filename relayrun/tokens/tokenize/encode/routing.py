@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from relayrun.tokens.readers.texts import Texts
+from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.tokenize.encode.families import EnginePlan, UnicodeForm
 from relayrun.tokens.tokenize.encode.libraries import Encoded, Engine
 
@@ -28,7 +28,7 @@ Positions = npt.NDArray[np.int64]
 
 def encode_pieces(
     engine: Engine,
-    texts: Texts,
+    texts: PackedTexts,
     begins: Positions,
     ends: Positions,
     ids: npt.NDArray[np.uint32],
@@ -47,7 +47,7 @@ def encode_pieces(
     before = np.zeros(used.size + 1, np.int64)  # removed bytes before each byte
     np.cumsum(inside, out=before[1:])
     starts = np.unique(np.concatenate([cut - before[cut] for cut in (documents, begins, *cuts)]))
-    others, lengths = engine.encode(Texts(data=used[~inside], offsets=starts))
+    others, lengths = engine.encode(PackedTexts(data=used[~inside], offsets=starts))
     bounds = np.zeros(len(starts), np.int64)
     np.cumsum(lengths, out=bounds[1:])
 
@@ -79,7 +79,7 @@ class CharacterSet:
         return found
 
 
-def find_characters(texts: Texts, table: CharacterSet, first_lead: int) -> npt.NDArray[np.int64]:
+def find_characters(texts: PackedTexts, table: CharacterSet, first_lead: int) -> npt.NDArray[np.int64]:
     """Return the positions where characters of `table` begin, ascending, in `texts.data`. `first_lead`, at least 0xC2,
     is the lowest first byte of any of them: other bytes are skipped."""
     used = np.append(texts.used, np.zeros(3, np.uint8))  # the bytes after the last character may be read
@@ -95,7 +95,7 @@ def find_characters(texts: Texts, table: CharacterSet, first_lead: int) -> npt.N
     return np.asarray(leads[table.points[points]] + texts.offsets[0], np.int64)
 
 
-def texts_holding(texts: Texts, table: CharacterSet, first_lead: int) -> npt.NDArray[np.bool_]:
+def texts_holding(texts: PackedTexts, table: CharacterSet, first_lead: int) -> npt.NDArray[np.bool_]:
     """Return which texts hold a character of `table`, shape [texts]; `first_lead`: see `find_characters`."""
     suspect = texts.highest() >= first_lead
     if suspect.all():
@@ -105,7 +105,7 @@ def texts_holding(texts: Texts, table: CharacterSet, first_lead: int) -> npt.NDA
     return suspect
 
 
-def texts_holding_bytes(texts: Texts, needles: tuple[bytes, ...]) -> npt.NDArray[np.bool_]:
+def texts_holding_bytes(texts: PackedTexts, needles: tuple[bytes, ...]) -> npt.NDArray[np.bool_]:
     """Return which texts hold one of these pieces of UTF-8, shape [texts]. Pieces must not be empty."""
     found = np.zeros(len(texts), np.bool_)
     highest = texts.used.max(initial=0)
@@ -162,7 +162,7 @@ class AddedTokenEngine:
         self._ids = {content.encode(): id_ for content, id_ in tokens}
         self._pattern = re.compile(longest_match_pattern({*self._ids, *(content.encode() for content in special)}))
 
-    def encode(self, texts: Texts) -> Encoded:
+    def encode(self, texts: PackedTexts) -> Encoded:
         data, documents = texts.used.tobytes(), (texts.offsets - texts.offsets[0]).tolist()
         found: list[tuple[int, int, int]] = []
         for begin, end in itertools.pairwise(documents):
@@ -199,10 +199,10 @@ class DigitEngine:
     def __init__(self, engine: Engine, *, each: bool) -> None:
         self.routed = 0
         self._engine, self._each = engine, each
-        self._ids = engine.encode(Texts.of([*"0123456789"]))[0]
+        self._ids = engine.encode(PackedTexts.of([*"0123456789"]))[0]
         assert self._ids.size == 10
 
-    def encode(self, texts: Texts) -> Encoded:
+    def encode(self, texts: PackedTexts) -> Encoded:
         ascii_digits = (texts.used - np.uint8(0x30)) < 10
         others, ends = _other_digits(texts)
         if self._each:
@@ -215,7 +215,7 @@ class DigitEngine:
         return encode_pieces(self._engine, texts, _NO_POSITIONS, _NO_POSITIONS, np.empty(0, np.uint32), (borders,))
 
 
-def _other_digits(texts: Texts) -> tuple[Positions, Positions]:
+def _other_digits(texts: PackedTexts) -> tuple[Positions, Positions]:
     """Return begins and ends of numeric characters beyond ASCII, in the bytes used."""
     begins = find_characters(texts, numeric_table(), _FIRST_NUMERIC_LEAD) - texts.offsets[0]
     lead = texts.used[begins]
@@ -255,7 +255,7 @@ class RoutedEngine:
         self._normalizer: Callable[[str], str] | None = None
         self._other: Engine | None = None
 
-    def encode(self, texts: Texts) -> Encoded:
+    def encode(self, texts: PackedTexts) -> Encoded:
         elsewhere = self._doubtful(texts)
         kept = texts.take(~elsewhere) if elsewhere.any() else texts
         if self._form is not None:
@@ -276,11 +276,11 @@ class RoutedEngine:
         ids[~from_other], ids[from_other] = fast_ids, other_ids
         return ids, lengths
 
-    def _doubtful(self, texts: Texts) -> npt.NDArray[np.bool_]:
+    def _doubtful(self, texts: PackedTexts) -> npt.NDArray[np.bool_]:
         """Return which texts the fast engine must not encode, shape [texts]."""
         return texts_holding(texts, self._table, FIRST_UNASSIGNED_LEAD) | texts_holding_bytes(texts, self._needles)
 
-    def _normalized(self, texts: Texts, form: UnicodeForm) -> tuple[Texts, npt.NDArray[np.bool_]]:
+    def _normalized(self, texts: PackedTexts, form: UnicodeForm) -> tuple[PackedTexts, npt.NDArray[np.bool_]]:
         """Return the texts after the tokenizer's own normalizer, and which of them the engine must not encode then.
 
         The normalizer does not change a text that Python finds in the form: both know all its characters, and Unicode
@@ -297,7 +297,7 @@ class RoutedEngine:
         unsure = np.zeros(len(texts), np.bool_)
         if not new:
             return texts, unsure
-        made = Texts.join([new.get(index, view) for index, view in enumerate(texts.views())])
+        made = PackedTexts.join([new.get(index, view) for index, view in enumerate(texts.views())])
         unsure[[*new]] = True
         unsure[unsure] = self._doubtful(made.take(unsure))
         return made, unsure

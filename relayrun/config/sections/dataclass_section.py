@@ -1,8 +1,8 @@
 """Sections without pydantic: dataclasses that a submit validates with pydantic and a job reads from plan.json.
 
 A job's supervisor and agents run on the host's Python, which has the standard library alone. So a section that they
-read is a dataclass below `PlainSection`, with its limits in the metadata of `Annotated`: `Limits` and `Checked` give
-pydantic its schema, and `read_section` checks the same types and limits without pydantic.
+read is a dataclass below `DataclassSection`, with its limits in the metadata of `Annotated`: `Limits` and `Checked`
+give pydantic its schema, and `read_section` checks the same types and limits without pydantic.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union
 
 from relayrun.errors import why_url_is_refused
 
-_Section = TypeVar("_Section", bound="PlainSection")
+_Section = TypeVar("_Section", bound="DataclassSection")
 _Reader = Callable[[Any, str], Any]
 
 
@@ -92,7 +92,7 @@ OutputPath = Annotated[SingleLine, Checked(_on_this_machine)]
 """A folder for output: a path, not a URL."""
 
 
-class PlainSection:
+class DataclassSection:
     """A part of the config that is a frozen dataclass with keyword-only fields."""
 
     __pydantic_config__: typing.ClassVar[dict[str, Any]] = {"extra": "forbid", "strict": True}
