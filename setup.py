@@ -11,7 +11,7 @@ from setuptools.command.build_py import build_py
 
 SHARED = (
     "launchers/**/*.sh",
-    "launchers/*.py",
+    "launchers/**/*.py",
     "container/*",
     "configs/**/*.yaml",
     "scripts/tokenization/**/*",

@@ -31,7 +31,7 @@ BEGIN = st.builds(
     exit_trigger=st.none() | st.just("ann"),
     predecessor_cancelled=st.booleans(),
     failed_attempts=st.integers(0, 10),
-    max_failed_attempts=st.integers(1, 5),
+    chain=st.builds(ChainSection, max_failed_attempts=st.integers(1, 5)),
     verdict=st.none() | st.just(ChainEnd("failed", "fatal: nan")),
 )
 END = st.builds(
@@ -46,8 +46,7 @@ END = st.builds(
     total_steps=st.integers(1, 50),
     stop_after=st.none() | st.integers(1, 50),
     failed_attempts=st.integers(0, 10),
-    max_failed_attempts=st.integers(1, 5),
-    auto_requeue=st.booleans(),
+    chain=st.builds(ChainSection, max_failed_attempts=st.integers(1, 5), auto_requeue=st.booleans()),
 )
 
 
@@ -62,7 +61,7 @@ def test_begin_stops_for_every_reason(facts: StartFacts) -> None:
         or facts.exit_trigger is not None
         or facts.predecessor_cancelled
         or facts.verdict is not None
-        or facts.failed_attempts >= facts.max_failed_attempts
+        or facts.failed_attempts >= facts.chain.max_failed_attempts
     )
     assert (decision.action == "stop") == must_stop == (decision.chain_end is not None)
 
@@ -75,11 +74,11 @@ def test_end_lets_nothing_run_on_that_made_no_progress_too_often(facts: EndFacts
         assert decision.action == "stop"
     assert (decision.action == "stop") == (decision.chain_end is not None)
     if decision.action in ("continue", "retry"):
-        assert facts.auto_requeue
+        assert facts.chain.auto_requeue
     if decision.action == "continue":
         assert facts.durable_iteration > facts.base_iteration
     if decision.action == "retry":
-        assert facts.failed_attempts + 1 < facts.max_failed_attempts
+        assert facts.failed_attempts + 1 < facts.chain.max_failed_attempts
         assert 30 <= decision.delay <= 1800
     assert isinstance(decision, Decision)
 
@@ -130,7 +129,7 @@ def test_every_history_ends_in_progress_or_stop_within_k_attempts(
 @given(END)
 def test_no_job_follows_where_the_reservation_has_ended(facts: EndFacts) -> None:
     decision = decide_at_end(replace(facts, reservation="reservation camp ended", cancelled=False))
-    assert decision.action == ("stop" if facts.auto_requeue or decision.action == "stop" else "end")
+    assert decision.action == ("stop" if facts.chain.auto_requeue or decision.action == "stop" else "end")
     last = min(facts.total_steps or 0, facts.stop_after or 50)
     if facts.outcome in (None, "saved") and facts.durable_iteration < last:
         assert decision.reason.startswith("reservation camp ended")

@@ -64,7 +64,7 @@ def test_a_run_of_three_attempts(tab: Page, two: list[RunReportData], tmp_path: 
     words = tab.evaluate("document.body.innerText")
     for each in ("ranks started again", "uncorrectable ECC error", "nid001019", "checkpoint.interval: 500 -> 250"):
         assert each in words, each
-    assert tab.evaluate("document.querySelectorAll('line.round').length") == 6
+    assert tab.evaluate("document.querySelectorAll('line.restart').length") == 6
     tab.show(path.as_uri(), width=1200)
     draw(tab, "report.png", 1550)
     tab.show(path.as_uri(), width=400, scheme="dark")

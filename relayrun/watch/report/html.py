@@ -82,7 +82,7 @@ svg{{display:block;width:100%;height:100%;overflow:hidden}}
 path,line{{vector-effect:non-scaling-stroke}} .line{{fill:none;stroke-width:1.3;stroke-linejoin:round}}
 .dots{{fill:none;stroke-width:6;stroke-linecap:round}} .grid{{stroke:var(--rule);stroke-width:.6}}
 .attempt{{stroke:var(--soft);stroke-width:1;stroke-dasharray:3 3}} .failed{{stroke:var(--bad);stroke-width:1.3}}
-.round{{stroke:var(--bad);stroke-width:1.3;stroke-dasharray:1.5 3}}
+.restart{{stroke:var(--bad);stroke-width:1.3;stroke-dasharray:1.5 3}}
 table{{border-collapse:collapse;width:100%;font-size:.85rem;margin:.4rem 0}}
 th,td{{text-align:left;padding:.2rem .6rem .2rem 0;border-bottom:1px solid var(--rule);vertical-align:top}}
 th{{color:var(--soft);font-weight:600;overflow-wrap:normal}} table:not(.many) td:first-child{{min-width:6.5em}}
