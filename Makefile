@@ -26,7 +26,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt scripts/tools/setup.sh
 	scripts/tools/setup.sh $(VENV)
 
 demo: setup ## raw text to a trained model on this machine, without Slurm (about 6 minutes)
-	$(BIN)/python -m relayrun.lab.demo $(DEMO)
+	$(BIN)/python -m scripts.demo $(DEMO)
 
 demo-slurm: setup slurm ## the same as Slurm jobs, on a four-node Slurm on this machine
 	scripts/tools/demo_slurm.sh $(DEMO)

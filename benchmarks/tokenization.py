@@ -34,7 +34,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from _results import spread, write
 
-from relayrun.lab.demo.corpus import build_corpus
+from relayrun.lab.corpus import build_corpus
 from relayrun.tokens.shards.shard import Shard
 
 CACHE = Path(tempfile.gettempdir()) / "relayrun-benchmarks" / "tokenization-2"

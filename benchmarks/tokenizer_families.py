@@ -33,7 +33,7 @@ from _report import FAMILIES as WANTED
 from _results import spread, write
 from tokenization import _SET_CHILD_SUBREAPER, BARE, BASELINE, CACHE, FILES, KNOWN, TASKS, digests, measured, ours, run
 
-from relayrun.lab.demo.corpus import build_corpus
+from relayrun.lab.corpus import build_corpus
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.published import FORMS, published

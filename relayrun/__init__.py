@@ -3,7 +3,7 @@
 What lies where. A room imports only rooms that stand below it in this list, which a test reads from here:
 
     cli               the `relayrun` command: its verbs in five groups
-    lab               experiments on an installation: planted faults, checks of GPUs, the demo
+    lab               experiments on an installation: planted faults, checks of GPUs, text to try
     submit            from a config to a queued job
     watch             what happened, for people: status, report, goodput, messages
     train             the program that a rank executes: loop, model, checkpoints, export

@@ -2,7 +2,7 @@
 
 faults          injects faults into a chain on a cluster and compares the result with an undisturbed run
 gpucheck        measures whether training works on this machine's GPUs, and how fast
-demo            raw text to a trained model on one machine
+corpus          documentation and code of this Python as text to tokenize
 small_run       makes and submits the small runs; compare_runs compares runs bit by bit
 
 Input: a cluster or a machine. Output: a table, a JSON file and a page. In the package only `cli/` imports it.

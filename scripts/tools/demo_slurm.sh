@@ -12,4 +12,4 @@ if ! "${CLUSTER}" status >/dev/null 2>&1; then
 fi
 SLURM_CONF="${PWD}/.test-cluster/etc/slurm.conf"
 export SLURM_CONF
-.venv/bin/python -m relayrun.lab.demo --slurm "$@"
+.venv/bin/python -m scripts.demo --slurm "$@"

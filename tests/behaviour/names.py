@@ -58,7 +58,6 @@ PROGRAMS = {
     "relayrun.control.scheduler.local_srun": "starter of ranks on one machine",
     "relayrun.config.compose.writable": "check of outputs, for scripts",
     "relayrun.tokens.mixture.stream_worker": "worker of a stream",
-    "relayrun.lab.demo": "demo",
     "relayrun.lab.faults.processes": "signals to parts of a job",
     "relayrun.lab.faults.supervisor_faults": "supervisor with a fault",
     "relayrun.train.export.evaluate": "evaluation job",

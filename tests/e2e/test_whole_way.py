@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from relayrun.config.compose import yaml_file
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_json_lines
-from relayrun.lab.demo.corpus import build_corpus
+from relayrun.lab.corpus import build_corpus
 from relayrun.tokens.readers.inputs import read_paths_file
 from relayrun.tokens.shards.shard import Shard
 from relayrun.tokens.tokenize.train_tokenizer import train_tokenizer

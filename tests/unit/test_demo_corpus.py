@@ -16,7 +16,7 @@ import pytest
 
 from relayrun.errors import ConfigError, InputError
 from relayrun.files import write_json
-from relayrun.lab.demo.corpus import Corpus, build_corpus, docstrings, is_learnable, pydoc_topics
+from relayrun.lab.corpus import Corpus, build_corpus, docstrings, is_learnable, pydoc_topics
 from relayrun.tokens.tokenize.encode import tokenizer_files as module
 from relayrun.tokens.tokenize.encode.tokenizer_files import write_byte_tokenizer
 from relayrun.tokens.tokenize.train_tokenizer import BOS_TOKEN, EOS_TOKEN, train_tokenizer

@@ -14,10 +14,10 @@ from rich.console import Console
 from relayrun.config.compose import resolve
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError
-from relayrun.lab.demo import __main__ as demo
 from relayrun.places import CODE_ROOT as ROOT
 from relayrun.watch.report import terminal_report
 from relayrun.watch.report.terminal_report import AttemptRow, AttemptsAndLosses, attempts_table
+from scripts.demo import __main__ as demo
 
 PAGE = (ROOT / "docs/chain.md").read_text(encoding="utf-8")
 

@@ -14,11 +14,11 @@ from relayrun.config.compose import resolve
 from relayrun.control.rundir.records import AttemptEnd, CheckpointCommit, StartTimes
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError
-from relayrun.lab.demo import __main__ as demo
-from relayrun.lab.demo import stories
 from relayrun.places import CODE_ROOT as ROOT
 from relayrun.slurmtime import parse_time
 from relayrun.watch.report import terminal_report
+from scripts.demo import __main__ as demo
+from scripts.demo import stories
 from tests.history import began
 
 STEPS = 360

@@ -61,7 +61,7 @@ def add_example_arguments(parser: argparse.ArgumentParser) -> None:
 def run_example(options: argparse.Namespace) -> int:
     """Write documentation and sources of this Python installation as parquet. Raises RelayrunError."""
     check_outputs({"--output-folder": options.output_folder})
-    from relayrun.lab.demo.corpus import build_corpus  # pyarrow
+    from relayrun.lab.corpus import build_corpus  # pyarrow
 
     made = build_corpus(options.output_folder, megabytes=options.megabytes)
     for each in (made.docs, made.code, made.heldout):

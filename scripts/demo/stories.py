@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relayrun.files import replaced_folder
-from relayrun.lab.demo.corpus import PARTS, is_heldout, write_parquet
+from relayrun.lab.corpus import PARTS, is_heldout, write_parquet
 
 HELDOUT_SHARE = 0.01
 

@@ -1,6 +1,6 @@
 """`make demo`: raw text to a trained model on one machine, with the commands that a user would type.
 
-    python -m relayrun.lab.demo [--slurm] [--size 3m] [--megabytes 24] [--set NAME=VALUE]
+    python -m scripts.demo [--slurm] [--size 3m] [--megabytes 24] [--set NAME=VALUE]
 
 The first job trains a third of the steps and measures the time of a start and of a step on this machine. The time
 limits of the next jobs follow from that. At the end the loss is compared with the unigram entropy, and the model
@@ -37,7 +37,7 @@ from relayrun.control.rundir.time_limit import GRACE_SAVES, measured_grace_perio
 from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.errors import InputError, RelayrunError, run_main
 from relayrun.files import read_json_lines
-from relayrun.lab.demo import corpus, stories
+from relayrun.lab import corpus
 from relayrun.slurmtime import format_time
 from relayrun.tokens.order.datasets import WindowOrder
 from relayrun.tokens.shards.manifest import Manifest
@@ -46,6 +46,7 @@ from relayrun.watch.follow import ProgressFollower
 from relayrun.watch.report import terminal_report
 from relayrun.watch.report.terminal_report import AttemptsAndLosses
 from relayrun.watch.text import print_table
+from scripts.demo import stories
 
 PROMPT_WORDS = 12
 NEW_TOKENS = 60
