@@ -24,7 +24,8 @@ def python_path(run: Run, attempt: int) -> list[str]:
     return shlex.split(found[1])[0].split(":")
 
 
-@pytest.mark.parametrize("site", [pytest.param("", marks=pytest.mark.long), "/site/lib"])
+@pytest.mark.long
+@pytest.mark.parametrize("site", ["", "/site/lib"])
 def test_the_users_python_path_reaches_the_ranks_of_every_attempt(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, site: str
 ) -> None:

@@ -21,6 +21,7 @@ COUNT = "my_team.probes:CountSteps"
 BREAKS = "tests.training.user_hooks:Breaks"
 
 
+@pytest.mark.long
 def test_the_hook_of_the_docs_counts_the_steps_of_a_run_over_three_attempts(tmp_path: Path) -> None:
     (example,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
     assert f"hooks: [{COUNT}]" in PAGE

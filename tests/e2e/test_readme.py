@@ -149,7 +149,7 @@ def test_every_line_that_installs_relayrun_does(machine: NewMachine, line: str) 
     machine.bash(f"source .venv/bin/activate\npip uninstall --yes relayrun\n{line}\ncd ..\nrelayrun --help")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_line_that_an_error_names_brings_the_extra(machine: NewMachine) -> None:
     """Such an error comes from an installed relayrun, so pip needs no index to find it."""
     machine.bash("source .venv/bin/activate\npip install .\npip install 'relayrun[tokenize]'")

@@ -76,8 +76,13 @@ def reference(slurm: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(folder / "runs" / UNDISTURBED.name)
 
 
+EVERY_TIME = ("rank-killed", "crash-loop", "batch-script-killed", "end-killed")
+"""Faults of `make test`; `make test-long` has all of them."""
+
+
 @pytest.mark.parametrize(
-    "fault", [pytest.param(fault, id=fault.name, marks=[pytest.mark.long] * fault.long) for fault in FAULTS]
+    "fault",
+    [pytest.param(fault, id=fault.name, marks=[pytest.mark.long] * (fault.name not in EVERY_TIME)) for fault in FAULTS],
 )
 def test_a_chain_survives_or_stops_with_a_reason(
     fault: Fault, make_cluster: MakeCluster, reference: Run, tmp_path: Path

@@ -33,6 +33,7 @@ def gpu_check(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProces
     return done, json.loads(result.read_text()) if result.exists() else {}
 
 
+@pytest.mark.long
 def test_the_whole_way_on_cpus(tmp_path: Path) -> None:
     every = [part.name for part in PARTS if part.name != "layouts"]  # of which a test of its own knows
     done, result = gpu_check(tmp_path, "--only", *every)

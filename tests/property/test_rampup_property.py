@@ -95,7 +95,7 @@ class Places:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(attempts(), st.data())
 def test_every_position_is_trained_or_passed_over_once_whatever_changes(
     plan: list[tuple[Any, ...]], data: st.DataObject

@@ -214,6 +214,7 @@ def test_a_job_with_less_time_than_its_lead_trains_and_the_next_one_has_the_plan
     wait_for_end(cluster, run, plan)
 
 
+@pytest.mark.long
 def test_ranks_save_before_a_reservation_that_was_made_shorter_ends(cluster: TestCluster, make_run: MakeRun) -> None:  # noqa: F811
     run, _ = make_run("--steps=10000", total_steps=10000, fallback_job=True, **SLURM)
     camp, where = "reservationname=camp", "nodes=n2,n3"

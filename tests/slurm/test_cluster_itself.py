@@ -85,6 +85,7 @@ def test_killed_node_goes_down_with_its_job_and_comes_back(make_cluster: MakeClu
     cluster.wait_until(lambda: cluster.node_state("n3") == "IDLE", what="n3 is idle again")
 
 
+@pytest.mark.long
 def test_queue_and_running_job_survive_the_controller(cluster: TestCluster) -> None:
     running = cluster.sbatch(["--job-name=runs on", "--wrap=srun sleep 4"])
     held = cluster.sbatch(["--job-name=held", "--hold", "--wrap=true"])

@@ -28,7 +28,13 @@ def cut_by_stop_file(attempt: Any) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("distributed", [False, True], ids=["adam", "distributed-optimizer-and-ramp"])
+@pytest.mark.parametrize(
+    "distributed",
+    [
+        pytest.param(False, id="adam", marks=pytest.mark.long),
+        pytest.param(True, id="distributed-optimizer-and-ramp"),
+    ],
+)
 def test_three_attempts_equal_the_uninterrupted_run_to_the_last_bit(
     harness: Callable[..., Any], distributed: bool
 ) -> None:

@@ -71,7 +71,9 @@ def test_a_loss_of_sequences_does_not_depend_on_the_micro_batch_size(one_rank: d
     assert distance(one_rank, "token sequence of 1", one_rank, "token sequence of 4") < 1e-4
 
 
-@pytest.mark.parametrize("layout", ["DP2", "CP2", "TP2", "PP2"])
+@pytest.mark.parametrize(
+    "layout", ["DP2", pytest.param("CP2", marks=pytest.mark.long), pytest.param("TP2", marks=pytest.mark.long), "PP2"]
+)
 def test_nor_does_the_layout(tmp_path: Path, one_rank: dict[str, np.ndarray], layout: str) -> None:
     names = [f"token {loss} {share}" for loss in LOSSES for share in (0.0, 0.9)]
     found = run(tmp_path, layout, [[name, "token", 4, name.split()[1], float(name.split()[2])] for name in names])

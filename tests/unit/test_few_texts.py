@@ -87,8 +87,10 @@ def _repeated(count: int) -> list[str]:
 
 @pytest.mark.parametrize(
     "texts",
-    [["x" * (MAX_LETTERS + 1)], _repeated(MAX_LETTERS // 60 + 1)],
-    ids=["one that is long", "many that are short"],
+    [
+        pytest.param(["x" * (MAX_LETTERS + 1)], id="one that is long"),
+        pytest.param(_repeated(MAX_LETTERS // 60 + 1), id="many that are short", marks=pytest.mark.long),
+    ],
 )
 def test_many_texts_ask_for_the_whole_tokenizer_once(texts: list[str]) -> None:
     whole, asked = small("GPT-2"), []
