@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
 from dataclasses import replace
@@ -15,7 +16,7 @@ from relayrun.errors import ConfigError, RelayrunError
 from relayrun.files import append_line
 from relayrun.lab.compare_runs import AttemptValues, first_difference
 from relayrun.lab.gpucheck import check, report
-from relayrun.lab.gpucheck.check import CheckPart
+from relayrun.lab.gpucheck.check import PARTS, CheckPart
 from relayrun.lab.gpucheck.performance import affordable_sizes
 from relayrun.lab.gpucheck.resume import attempt_values
 from relayrun.lab.gpucheck.setup import NOTES_FOLDER, CheckFailed, CheckSetup
@@ -176,3 +177,9 @@ def test_a_small_disk_gets_a_model_of_fewer_layers(tmp_path: Path) -> None:
     assert affordable_sizes(h200, 1e6, 100 * 10**9) == (1, 2)  # however slow
     with pytest.raises(CheckFailed, match="bytes free; two checkpoints of one layer have"):
         affordable_sizes(h200, 2e9, 10**9)
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
+def test_the_function_of_every_part_is_there(part: CheckPart) -> None:
+    module, _, name = part.function.partition(":")
+    assert callable(getattr(importlib.import_module(module), name))

@@ -90,7 +90,7 @@ def describe_machine(setup: CheckSetup) -> dict[str, Any]:
     }
 
 
-def measure_save_and_load(setup: CheckSetup, figures: PartFigures) -> None:
+def measure_save(setup: CheckSetup, figures: PartFigures) -> None:
     """Save a few times, kill the run, load. Raises CheckFailed."""
     sizes = setup.sizes
     write_speed = disk_speed(setup.path)
