@@ -36,8 +36,9 @@ def document_lengths(inputs: npt.NDArray[np.int64], eod: int, own: DocumentLengt
 
 def document_positions(inputs: npt.NDArray[np.int64], eod: int, own: DocumentLengths = None) -> npt.NDArray[np.int64]:
     """Return positions in documents, int64 [batch, sequence]: `reset_position_ids`. `own` as in `document_lengths`."""
-    rows = document_lengths(inputs, eod, own)
-    return np.stack([np.concatenate([np.arange(length) for length in row]) for row in rows])
+    at = np.arange(inputs.shape[1])
+    rows = [np.asarray(row, np.int64) for row in document_lengths(inputs, eod, own)]
+    return np.stack([at - np.repeat(np.cumsum(row) - row, row) for row in rows])
 
 
 def eod_loss_mask(inputs: npt.NDArray[np.int64], eod: int) -> npt.NDArray[np.float32]:
