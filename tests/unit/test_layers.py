@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "relayrun"
 ORDER = re.findall(r"^    ([a-z.]+) ", relayrun.__doc__ or "", re.M)
 """The rooms, each of which imports only those behind it: read from the one place where people read them."""
 STANDARD_LIBRARY_ONLY = ("", "control", "slurmtime", "places", "masking", "client", "files", "errors")
-PLAIN_SECTIONS = tuple(PACKAGE / f"config/sections/{name}.py" for name in ("plain", "chain", "command"))
+PLAIN_SECTIONS = tuple(PACKAGE / f"config/sections/{name}.py" for name in ("dataclass_section", "chain", "command"))
 HEAVY = ("train",)
 """Rooms that may import torch and megatron-core; and so may:"""
 HEAVY_MODULES = (
@@ -139,6 +139,11 @@ def test_siblings_do_not_import_each_other_in_a_circle(package: Path) -> None:
         list(TopologicalSorter(graph).static_order())
     except CycleError as error:
         raise AssertionError(error.args[1]) from None
+
+
+def test_the_sections_of_jobs_are_there() -> None:
+    """A name that moves must not take its file out of the rule below."""
+    assert all(path.is_file() for path in (*PLAIN_SECTIONS, *HEAVY_MODULES))
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
