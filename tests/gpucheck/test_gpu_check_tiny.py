@@ -118,6 +118,7 @@ def test_restarts_that_are_not_exact_are_found_and_named(tmp_path: Path) -> None
     assert f"FAILED: recovery: {failed.what}: {failed.value}" in done.stdout
 
 
+@pytest.mark.long
 def test_a_job_that_its_ranks_have_left_is_found_although_every_bit_is_right(tmp_path: Path) -> None:
     done, result = gpu_check(tmp_path, "--only", "recovery", f"--hook={PLANTED}:LeavesItsJob")
     assert done.returncode == 1, done.stdout + done.stderr

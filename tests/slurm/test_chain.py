@@ -160,6 +160,7 @@ def test_a_node_that_is_blamed_twice_is_left_out_of_the_next_job(cluster: TestCl
     assert [begin.options.get("exclude") for begin in begins if begin] == ["n3", "n3", "n1,n3"]
 
 
+@pytest.mark.long
 def test_a_node_that_nobody_can_replace_is_used_again(cluster: TestCluster, make_run: MakeRun) -> None:  # noqa: F811
     """Without it the third job would wait for ever, with no word from Slurm but that it waits."""
     run = dies_twice_on_n1(cluster, make_run, exclude="n2,n3")

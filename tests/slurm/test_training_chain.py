@@ -195,6 +195,7 @@ def test_a_bash_launcher_from_anywhere_with_its_options_triggers_and_resume(
     cluster.run(["scancel", other])
 
 
+@pytest.mark.long
 def test_the_job_of_a_bash_launcher_that_queues_itself_again_goes_on(
     cluster: TestCluster, workspace: Workspace, tmp_path: Path
 ) -> None:
