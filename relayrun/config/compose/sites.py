@@ -9,6 +9,7 @@ from pathlib import Path
 from relayrun import places
 from relayrun.config.compose import yaml_file
 from relayrun.config.compose.yaml_file import LocatedSettings
+from relayrun.config.sections.batch_systems import BATCH_SYSTEMS
 from relayrun.errors import ConfigError, did_you_mean
 
 log = logging.getLogger(__name__)
@@ -87,7 +88,8 @@ def refuse_other_cluster(settings: LocatedSettings, environment: Mapping[str, st
     Other ignored variables are logged.
     """
     cluster, executor = settings.values.get("cluster"), settings.values.get("executor")
-    if executor == "local" or (isinstance(cluster, dict) and cluster.get("scheduler") == "local"):
+    system = BATCH_SYSTEMS.get(str(cluster.get("scheduler"))) if isinstance(cluster, dict) else None
+    if executor == "local" or (system is not None and not system.slurm):
         return
     for name in OTHER_CLUSTER_VARIABLES:
         if environment.get(name):

@@ -8,7 +8,6 @@ with fewer nodes if it has spare or elastic ones.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,17 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import RankFailure, Record
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import MinimumNodes, Scheduler, UsableNodes
+from relayrun.control.scheduler.error_lines import (
+    HARDWARE_ERROR,
+    LAST_WORDS,
+    LAUNCH_FAILURE,
+    NODE_FAILURE,
+    TaskEnd,
+    expand_nodelist,
+    is_not_node_related,
+    is_secondary_error,
+    task_ends,
+)
 from relayrun.errors import SchedulerError
 from relayrun.files import read_json_lines
 
@@ -39,97 +49,15 @@ class NodeFailureRecord(Record):
     """The node failed its health check, so that ranks cannot train there: it counts as FAILURES_TO_EXCLUDE failures."""
 
 
-TASK_END = re.compile(r"^(?:.*\s)?srun: error: (\S+): tasks? ([\d,\-\[\]]+): (.+)$")
-_NODE_FAILURE = re.compile(r"^(?:.*[ \t])?(?:(?:srun|slurmstepd\S*): .*[Nn]|error: N)ode failure on (\S+)", re.M)
-_LAUNCH_FAILURE = re.compile(r"^(?:.*[ \t])?srun: error: Task launch for \S+ failed on node (\S+): (.+)$", re.M)
-_TERMINATING = re.compile(r"^(?:.*\s)?(?:srun: .*\bTerminating Step|error: \*\*\* (?:STEP|JOB) )")
-"""Here and above a line may begin with any text: slurmstepd adds a time, its name, or a label."""
-_SECONDARY = re.compile(
-    r"connection (?:was )?(?:closed|reset|refused|aborted)|broken pipe|remote process exited|ncclRemoteError|watchdog"
-    r"|collective operation timeout|timeout caused pair closure|Dist(?:Network|Store)Error|socket timeout"
-    r"|wait timeout|terminated|SIGTERM|^KeyboardInterrupt|^SystemExit|ChildFailedError|CalledProcessError",
-    re.I,
-)
-_NOT_NODE_RELATED = re.compile(
-    r"EADDRINUSE|address already in use|\bport \S+ is already in use|another process is utilizing it|gai ?error"
-    r"|name or service not known|failure in name resolution|no address associated with|could not resolve host"
-    r"|python\S*: (?:can't open file .*\[Errno 20?\]|can't find '__main__'|(?:Error while finding .*)?No module named)"
-    r"|(?:^|[\s/])(?:ba|da|z|k)?sh: (?:\d+: cannot open .+: |(?!line )[^:]+: )No such file",
-    re.I,
-)
-"""A port that another program holds, a name that does not resolve, a script that does not exist."""
-_HARDWARE_ERROR = re.compile(r"CUDA error|uncorrectable|\bXid\b|Input/output error|Stale file handle", re.I)
-"""Words of a sick node: beside them no other line in a log is the cause."""
-_LAST_WORDS = re.compile(
-    r"^(?:\s*(?:\[[^\]]*\](?:<\w+>)?:?|\d+:))*\s*"
-    r"(?:[\w.]*(?:Error|Exception|gaierror)(?::| \()|The (?:IPv4|server socket) "
-    r"|(?:.*/)?(?:python[\d.]*|(?:ba|da|z|k)?sh|curl|wget|ssh): )"
-)
-"""After rank labels: the last line of a traceback, torch's message about a socket, an interpreter's about its script.
-"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskEnd:
-    """One line of srun about the end of tasks."""
-
-    nodes: list[str]
-    tasks: set[int]
-    what: str
-    """In srun's words: `Killed`, `Exited with exit code 1`, ..."""
-    ended: bool
-    """The step was already ending, so that a signal may be srun's own."""
-
-    @property
-    def signalled(self) -> bool:
-        return not self.what.startswith("Exited")
-
-
-def is_secondary_error(error: str) -> bool:
-    """True if a rank's last words only report that another rank is gone, or that it was told to end."""
-    return _SECONDARY.search(error) is not None and not is_not_node_related(error)
-
-
-def is_not_node_related(words: str) -> bool:
-    """True if the words of a failure name a cause that lies in no node."""
-    return _NOT_NODE_RELATED.search(words) is not None
-
-
 def cause_outside_nodes(log: str, first: TaskEnd | RankFailure | None) -> str:
     """Return the words of a cause that lies in no node; empty if the cause is another. `first`: the first failure. A
     rank's record counts; without one the last words in the log, unless a task was ended by a signal of its own."""
     if isinstance(first, RankFailure):
         return first.error if is_not_node_related(first.error) else ""
-    if (first is not None and first.signalled and not first.ended) or _HARDWARE_ERROR.search(log):
+    if (first is not None and first.signalled and not first.ended) or HARDWARE_ERROR.search(log):
         return ""
-    said = [line.strip() for line in log.splitlines() if _LAST_WORDS.match(line) and not is_secondary_error(line)]
+    said = [line.strip() for line in log.splitlines() if LAST_WORDS.match(line) and not is_secondary_error(line)]
     return said[-1] if said and is_not_node_related(said[-1]) else ""
-
-
-def task_ends(log: str) -> list[TaskEnd]:
-    """Return srun's lines about the ends of tasks in a job's standard error, in their order."""
-    found, ended = [], False
-    for line in log.splitlines():
-        ended = ended or _TERMINATING.match(line) is not None
-        if task := TASK_END.match(line):
-            nodes, tasks = expand_nodelist(task[1]), set(map(int, expand_nodelist(task[2])))
-            found.append(TaskEnd(nodes=nodes, tasks=tasks, what=task[3].strip(), ended=ended))
-    return found
-
-
-def expand_nodelist(text: str) -> list[str]:
-    """Expand a compressed list: `n[1-3],m` is n1, n2, n3, m, and `0-2` is 0, 1, 2. Other text stays as it is."""
-    found = []
-    for name, ranges in re.findall(r"([^,\[\]]*)(?:\[([^\]]*)\])?,?", text.rstrip(":.")):
-        if not ranges and re.fullmatch(r"\d+-\d+", name):
-            name, ranges = "", name
-        for part in ranges.split(",") if ranges else [""]:
-            first, dash, last = part.partition("-")
-            if dash and first.isdecimal() and last.isdecimal():
-                found += [f"{name}{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
-            elif name or part:
-                found.append(name + part)
-    return found
 
 
 def first_failure(log: str, failures: Sequence[RankFailure]) -> TaskEnd | RankFailure | None:
@@ -170,9 +98,9 @@ def blamed_nodes(log: str, failures: Sequence[RankFailure], *, ntasks: int) -> d
     (`first_failure`) or could not be started. No node is blamed if all tasks ended in the same way, if several nodes
     had the same error, if the cause lies in no node (`cause_outside_nodes`), or if no task can be named.
     """
-    if lost := [node for nodes in _NODE_FAILURE.findall(log) for node in expand_nodelist(nodes.strip(":,."))]:
+    if lost := [node for nodes in NODE_FAILURE.findall(log) for node in expand_nodelist(nodes.strip(":,."))]:
         return dict.fromkeys(lost, "node failure")
-    unstarted = {node: what for nodes, what in _LAUNCH_FAILURE.findall(log) for node in expand_nodelist(nodes)}
+    unstarted = {node: what for nodes, what in LAUNCH_FAILURE.findall(log) for node in expand_nodelist(nodes)}
     if unstarted:
         return unstarted if len(unstarted) == 1 else {}
     if len(failures) >= ntasks > 1 and len({failure.error for failure in failures}) == 1:

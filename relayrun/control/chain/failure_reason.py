@@ -15,6 +15,7 @@ from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptStart, RankFailure
 from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler import error_lines
 from relayrun.control.trainers.registry import trainer_of
 from relayrun.files import last_bytes
 
@@ -131,7 +132,7 @@ def why_failed(run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, ex
         program=[*plan.command_prefix, *trainer_of(plan, run).command(started)][0],
     )
     who = _why_no_restart(attempt) or node_health.why_health_ended_attempt(attempt) or first_failure_text(log, failures)
-    if attempt.started.exists() or excluded_nodes.is_not_node_related(who):  # time was not short
+    if attempt.started.exists() or error_lines.is_not_node_related(who):  # time was not short
         return who, fatal
     short = time_limit.explain_short_training_time(attempt, now=time.time(), asked=plan.time_limit)
     return "; ".join(filter(None, [who, short])), fatal
@@ -154,7 +155,7 @@ def first_failure_log(plan: Plan, attempt: Attempt) -> str:
     log = attempt_log(attempt)
     if plan.chain.recovery == "job":
         return log
-    return "\n".join(line for line in log.splitlines() if not excluded_nodes.TASK_END.match(line))
+    return "\n".join(line for line in log.splitlines() if not error_lines.TASK_END.match(line))
 
 
 def fatal_reason(
@@ -200,7 +201,7 @@ def fatal_reason(
 
 def _no_task_started(log: str, ntasks: int) -> bool:
     """Return whether srun reports it of every task; the local starter names no tasks, and has one node."""
-    ends = excluded_nodes.task_ends(log)
+    ends = error_lines.task_ends(log)
     codes = tuple(f"Exited with exit code {code}" for code in NOT_STARTED_CODES)
     return not ends or len({task for end in ends if end.what.startswith(codes) for task in end.tasks}) >= ntasks
 

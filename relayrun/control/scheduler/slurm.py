@@ -10,15 +10,17 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import (
     FallbackJobs,
     FallbackOrder,
     Job,
+    JobHistory,
     MinimumNodes,
+    QueuedJob,
     RankLaunch,
     Scheduler,
     UsableNodes,
@@ -46,6 +48,15 @@ LASTING_RESERVATIONS = {"HOURLY", "DAILY", "WEEKDAY", "WEEKEND", "WEEKLY", "NO_H
 
 class Slurm(SlurmCommands, Scheduler):
     """The scheduler of a chain, through Slurm's commands."""
+
+    @classmethod
+    def for_run(cls, run: Run, *, patience: float) -> Slurm:
+        return cls(patience=patience)
+
+    @classmethod
+    def queued_jobs(cls, chains: Sequence[tuple[Run, Sequence[str]]], *, patience: float) -> list[list[QueuedJob]]:
+        queued = jobs_by_name([name for _, names in chains for name in names], patience=patience)
+        return [[job for name in names for job in queued[name]] for _, names in chains]
 
     def current_job_id(self) -> str:
         job_id = os.environ.get("SLURM_JOB_ID")
@@ -118,6 +129,12 @@ class Slurm(SlurmCommands, Scheduler):
     @property
     def fallback_jobs(self) -> FallbackJobs:
         return SlurmFallbackJobs(self)
+
+    @property
+    def history(self) -> JobHistory:
+        from relayrun.control.scheduler.job_history import SlurmHistory  # jobs do without it
+
+        return SlurmHistory()
 
     def submit_first(self, plan: Plan, script: Path, evaluation: Path | None = None) -> str:
         Path(plan.log_folder).mkdir(parents=True, exist_ok=True)  # without this folder a job dies without a log
@@ -308,6 +325,7 @@ class Slurm(SlurmCommands, Scheduler):
         return float(found[1]) if found else 30.0
 
 
+SCHEDULER = Slurm
 _SRUN = ["srun", "--kill-on-bad-exit=1", "--export=ALL"]
 _NO_RESOURCES = ["--cpus-per-task=1", "--cpu-bind=none", "--mem=0", "--gres=none", "--input=none", "--quiet"]
 
@@ -327,14 +345,6 @@ def escape_file_pattern(path: str) -> str:
     if "\n" in path:
         raise ConfigError("a path with a line break cannot stand in a job script", where=repr(path))
     return path.replace("%", "%%")
-
-
-@dataclass(frozen=True, kw_only=True)
-class QueuedJob:
-    """A job and its pending reason in Slurm's words; the reason is empty if the job does not wait."""
-
-    job: Job
-    reason: str
 
 
 def jobs_by_name(names: Sequence[str], *, patience: float) -> dict[str, list[QueuedJob]]:
