@@ -178,7 +178,7 @@ def _never_evaluated(whole: Campaign, judged: _JudgedMembers) -> dict[str, str]:
     except _UNREADABLE:  # the next look sees it
         return {}
     return {
-        name: f"{what}, whose job {each.job.id} never starts: {each.reason}"
+        name: f"{what}, whose job {each.id} never starts: {each.reason}"
         for (name, what, *_), found in zip(waiting, queued, strict=True)
         for each in found
         if job_history.never_starts(each.reason)
@@ -339,7 +339,7 @@ def record_queued_members(folder: Path, whole: Campaign, *, patience: float) -> 
         if first:
             path = campaign.member_started_path(folder, member.name)
             path.parent.mkdir(parents=True, exist_ok=True)
-            MemberStarted(job_id=first[0].job.id, time=time.time()).write(path)
+            MemberStarted(job_id=first[0].id, time=time.time()).write(path)
 
 
 def _job_names(whole: Campaign, member: CampaignMember, run: Run) -> tuple[str, str]:

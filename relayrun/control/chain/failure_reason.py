@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from relayrun.control.chain import excluded_nodes
 from relayrun.control.job_log import LOG_PREFIX
 from relayrun.control.rundir import node_health, restarts, time_limit
 from relayrun.control.rundir.attempt import Attempt
@@ -101,8 +100,8 @@ def _end_of_traceback(lines: Sequence[str]) -> int:
 
 def first_failure_text(log: str, failures: Sequence[RankFailure]) -> str:
     """Return in one line which rank failed first by itself, and how; empty if unknown. `log`: standard error."""
-    first = excluded_nodes.first_failure(log, failures)
-    if not isinstance(first, RankFailure) and (cause := excluded_nodes.cause_outside_nodes(log, first)):
+    first = error_lines.first_failure(log, failures)
+    if not isinstance(first, RankFailure) and (cause := error_lines.cause_outside_nodes(log, first)):
         return _one_line(cause)
     if first is None:
         return ""
@@ -180,7 +179,7 @@ def fatal_reason(
         worked_before: an earlier attempt since the last submit reached its first step.
         program: the program that every rank should start.
     """
-    first = excluded_nodes.first_failure(log, failures)
+    first = error_lines.first_failure(log, failures)
     if isinstance(first, RankFailure) and first.repeats:
         return _TYPED.sub("", first_failure_text(log, failures))
     if worked_before:
@@ -189,7 +188,7 @@ def fatal_reason(
     if len(failures) >= ntasks and len(errors) == 1 and (error := errors.pop()).startswith(_MISSING_MODULE):
         return f"every rank: {_one_line(error)}"
     if exit_code in NOT_STARTED_CODES and not began and not failures and _no_task_started(log, ntasks):
-        if cause := excluded_nodes.cause_outside_nodes(log, first):  # the program exists, but its script does not
+        if cause := error_lines.cause_outside_nodes(log, first):  # the program exists, but its script does not
             return _one_line(cause)
         what = "is not found" if exit_code == 127 else "cannot be executed"
         return (

@@ -46,6 +46,8 @@ class Job:
     id: str
     name: str
     state: str
+    reason: str = ""
+    """Pending reason in Slurm's words, if it was asked for."""
     nodes: str = ""
     """Compressed."""
     num_nodes: int = 1
@@ -82,14 +84,6 @@ class Job:
     def waits(self) -> bool:
         """The job is queued, and perhaps held."""
         return self.state in _WAITING
-
-
-@dataclass(frozen=True, kw_only=True)
-class QueuedJob:
-    """A job and its pending reason in Slurm's words; the reason is empty if the job does not wait."""
-
-    job: Job
-    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,13 +237,13 @@ class Scheduler(ABC):
         return cls()
 
     @classmethod
-    def queued_jobs(cls, chains: Sequence[tuple[Run, Sequence[str]]], *, patience: float) -> list[list[QueuedJob]]:
+    def queued_jobs(cls, chains: Sequence[tuple[Run, Sequence[str]]], *, patience: float) -> list[list[Job]]:
         """Return the queued and running jobs of several runs, each given with the names of its jobs."""
         found = []
         for run, names in chains:
             scheduler = cls.for_run(run, patience=patience)
             jobs = [scheduler.query(job_id) for name in names if (job_id := scheduler.find_job(name))]
-            found.append([QueuedJob(job=job, reason="") for job in jobs if job is not None and job.live])
+            found.append([job for job in jobs if job is not None and job.live])
         return found
 
     @abstractmethod

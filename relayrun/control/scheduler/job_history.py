@@ -202,17 +202,14 @@ def join_resized(rows: Sequence[Allocation]) -> list[Allocation]:
     RESIZING in all rows but the last, and each row starts at the end of the row before."""
     found: list[Allocation] = []
     for each in sorted(rows, key=lambda row: row.start):
-        at = next((at for at, before in enumerate(found) if _went_on(before) == (each.job_id, each.start)), None)
+        same = ((row.job_id, row.end, row.state) == (each.job_id, each.start, RESIZING) for row in found)
+        at = next((at for at, goes_on in enumerate(same) if goes_on), None)
         if at is None:
             found.append(each)
         else:
             resized = [*found[at].resized, (each.start, each.nodes)]
             found[at] = replace(found[at], end=each.end, state=each.state, resized=resized)
     return [replace(each, end=None) if each.state == RESIZING else each for each in found]
-
-
-def _went_on(row: Allocation) -> tuple[str, float | None] | None:
-    return (row.job_id, row.end) if row.state == RESIZING else None
 
 
 def _allocations_by_controller(plan: Plan) -> list[Allocation]:

@@ -31,7 +31,6 @@ from relayrun.control.scheduler.base import (
     Job,
     JobHistory,
     MinimumNodes,
-    QueuedJob,
     RankLaunch,
     Scheduler,
     is_live_state,
@@ -64,8 +63,8 @@ class LocalScheduler(Scheduler):
         return cls(run)
 
     @classmethod
-    def queued_jobs(cls, chains: Sequence[tuple[Run, Sequence[str]]], *, patience: float) -> list[list[QueuedJob]]:
-        return [[QueuedJob(job=job, reason="") for job in cls(run)._live()] for run, _ in chains]
+    def queued_jobs(cls, chains: Sequence[tuple[Run, Sequence[str]]], *, patience: float) -> list[list[Job]]:
+        return [cls(run)._live() for run, _ in chains]
 
     def current_job_id(self) -> str:
         job_id = os.environ.get(JOB_ID_VARIABLE)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from relayrun.control.rundir.plan import Plan
@@ -20,7 +21,6 @@ from relayrun.control.scheduler.base import (
     Job,
     JobHistory,
     MinimumNodes,
-    QueuedJob,
     RankLaunch,
     Scheduler,
     UsableNodes,
@@ -54,7 +54,7 @@ class Slurm(SlurmCommands, Scheduler):
         return cls(patience=patience)
 
     @classmethod
-    def queued_jobs(cls, chains: Sequence[tuple[Run, Sequence[str]]], *, patience: float) -> list[list[QueuedJob]]:
+    def queued_jobs(cls, chains: Sequence[tuple[Run, Sequence[str]]], *, patience: float) -> list[list[Job]]:
         queued = jobs_by_name([name for _, names in chains for name in names], patience=patience)
         return [[job for name in names for job in queued[name]] for _, names in chains]
 
@@ -347,9 +347,9 @@ def escape_file_pattern(path: str) -> str:
     return path.replace("%", "%%")
 
 
-def jobs_by_name(names: Sequence[str], *, patience: float) -> dict[str, list[QueuedJob]]:
+def jobs_by_name(names: Sequence[str], *, patience: float) -> dict[str, list[Job]]:
     """Return the queued and running jobs of all users, by job name. Raises SchedulerError."""
-    found: dict[str, list[QueuedJob]] = {name: [] for name in names}
+    found: dict[str, list[Job]] = {name: [] for name in names}
     if not names:
         return found
     command = ["squeue", "--noheader", f"--name={','.join(sorted(found))}", "--format=%i|%T|%r|%j"]
@@ -358,7 +358,7 @@ def jobs_by_name(names: Sequence[str], *, patience: float) -> dict[str, list[Que
         job_id, state, reason, name = (*line.split("|", 3), "", "", "")[:4]
         if name in found:
             job = Job(id=job_id, name=name, state=state)
-            found[name].append(QueuedJob(job=job, reason=reason if job.waits and reason != "None" else ""))
+            found[name].append(replace(job, reason=reason) if job.waits and reason != "None" else job)
     return found
 
 

@@ -119,10 +119,8 @@ def read_run_facts(run: Run, *, now: float | None = None) -> RunAllocations:
 
 
 def _first_submit(run: Run, found: Sequence[AttemptFacts]) -> float:
-    """Time of the first submit; jobs may have had nodes long before the first attempt began.
-
-    The files of a copied directory are newer than its first attempt.
-    """
+    """Time of the first submit; jobs may have had nodes long before the first attempt began. The files of a copied
+    directory are newer than its first attempt."""
     times = [each.begin.job_start_time or each.begin.start_time for each in found]
     with contextlib.suppress(OSError):
         times += [run.config_revision(number).stat().st_mtime for number in run.revisions()[:1]]
@@ -132,10 +130,8 @@ def _first_submit(run: Run, found: Sequence[AttemptFacts]) -> float:
 def join_allocations(
     found: Sequence[AttemptFacts], known: Sequence[Allocation], *, plan: Plan, now: float
 ) -> list[NodeAllocation]:
-    """Join attempts with the scheduler's allocations; the chain's own records replace forgotten ones.
-
-    Allocations do not overlap: one job of a chain runs at a time.
-    """
+    """Join attempts with the scheduler's allocations; the chain's own records replace forgotten ones. Allocations do
+    not overlap: one job of a chain runs at a time."""
     result = []
     taken: set[int] = set()
     for number, each in enumerate(found):

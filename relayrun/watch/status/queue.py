@@ -61,6 +61,7 @@ def query_queue(run: Run, plan: Plan | None = None, *, brief: bool = False) -> Q
         if hidden and history.other_jobs_are_hidden():
             name = user_name(plan.owner or 0)
             return QueueStatus(hidden=f"Slurm shows the jobs of {name}, who owns this run, to nobody else")
+        idle = all(job.waits or job.state == "COMPLETING" for job in jobs)
         since = run.plan.stat().st_mtime - CLOCK_TOLERANCE_SECONDS
         fallback_jobs = asked.live_fallback_jobs(plan, anyone=True)
         return QueueStatus(
@@ -68,15 +69,11 @@ def query_queue(run: Run, plan: Plan | None = None, *, brief: bool = False) -> Q
             fallback_jobs=fallback_jobs,
             evaluations=states,
             reasons=history.pending_reasons(plan) if waits or fallback_jobs else {},
-            last_job=history.last_job(plan, since=since) if _nothing_runs(jobs) else None,
+            last_job=history.last_job(plan, since=since) if idle else None,
             abandoned=history.abandoned_jobs() if waits else [],
         )
     except SchedulerError as error:
         return QueueStatus(error=error.message)
-
-
-def _nothing_runs(jobs: list[Job]) -> bool:
-    return all(job.waits or job.state == "COMPLETING" for job in jobs)
 
 
 def _evaluations(run: Run, asked: Scheduler) -> dict[str, str]:

@@ -14,7 +14,7 @@ from relayrun.config.sections.batch_systems import batch_system
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run, is_stopped
 from relayrun.control.scheduler import slurm
-from relayrun.control.scheduler.base import QueuedJob
+from relayrun.control.scheduler.base import Job
 from relayrun.errors import RunDirError, SchedulerError
 from relayrun.watch.status import queue
 from relayrun.watch.status.cron_check_record import FolderCache
@@ -33,7 +33,7 @@ class RunsWatcher:
     def __init__(self, *, without_jobs: Collection[Path] = ()) -> None:
         """`without_jobs`: run directories whose end the caller knows, if they have no job now."""
         self._without_jobs = without_jobs
-        self._jobs: dict[str, list[QueuedJob]] = {}
+        self._jobs: dict[str, list[Job]] = {}
         self._error: str | None = None
         self._quiet: dict[Path, tuple[float, QueueStatus]] = {}
         self._plans: dict[Path, Plan] = {}
@@ -94,8 +94,7 @@ class RunsWatcher:
         found = self._jobs.get(plan.job_name, [])
         if found:
             self._quiet.pop(run.path, None)
-            reasons = {each.job.id: each.reason for each in found if each.reason}
-            return QueueStatus(jobs=[each.job for each in found], reasons=reasons)
+            return QueueStatus(jobs=found, reasons={job.id: job.reason for job in found if job.reason})
         if run.path in self._without_jobs:
             return QueueStatus()
         submitted = run.plan.stat().st_mtime
