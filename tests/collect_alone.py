@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +33,12 @@ def is_collected(path: Path) -> bool:
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def in_own_process(files: Sequence[Path]) -> subprocess.CompletedProcess[str]:
+    """Run this program in a process that has imported nothing."""
+    command = [sys.executable, "-m", "tests.collect_alone", *map(str, files)]
+    return subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, check=False, timeout=600)
 
 
 def main(files: Sequence[str]) -> int:
