@@ -17,10 +17,8 @@ COMPARED_VALUES = (("loss", "loss"), ("grad_norm", "gradient norm"))
 
 
 def loss_differences(run: Run, reference: Run, last: int) -> list[str]:
-    """Return a line for each difference in loss, gradient norm and evaluations of iterations 1 to `last`.
-
-    `last`: the run's last iteration; the reference may have more.
-    """
+    """Return a line for each difference in loss, gradient norm and evaluations of iterations 1 to `last`. `last`: the
+    run's last iteration; the reference may have more."""
     (own, twice), (other, twice_there) = _exact_metrics(run), _exact_metrics(reference)
     other = {name: text for name, text in other.items() if int(name.split()[0]) <= last}
     faults = [f"iteration {place} stands twice" for place in [*twice, *twice_there]]

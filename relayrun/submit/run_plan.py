@@ -16,6 +16,7 @@ from relayrun import places
 from relayrun.config.compose import determinism
 from relayrun.config.compose.layout_rules import elastic_nodes
 from relayrun.config.compose.schema import CommandConfig, CommonConfig, JobSection, MegatronConfig, RunConfig
+from relayrun.config.sections.batch_systems import batch_system
 from relayrun.config.sections.job_script import sbatch_script_options
 from relayrun.control import decisions
 from relayrun.control.rundir.checkpoint_records import BEGINNING, ResumePoint
@@ -109,7 +110,7 @@ def make_plan(config: CommonConfig, run: Run, root: Path, *, revision: int, base
         setup=job.setup,
         trainer=config.trainer,
         trainer_settings=settings,
-        host_python=sys.executable if cluster.scheduler == "local" else cluster.host_python,
+        host_python=sys.executable if batch_system(cluster.scheduler).one_machine else cluster.host_python,
         package_root=str(root),
         log_folder=str(log_folder(run)),
         load_path=base.path,

@@ -30,7 +30,6 @@ from relayrun.control.rundir.campaign import Campaign, CampaignMembership
 from relayrun.control.rundir.checkpoint_records import BEGINNING, Lineage, ResumePoint, resume_point
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
-from relayrun.control.scheduler import job_history
 from relayrun.control.scheduler.base import CONTROLLER_PATIENCE, Scheduler
 from relayrun.control.scheduler.factory import scheduler_for_plan, slurm_scheduler
 from relayrun.errors import ConfigError, RunDirError
@@ -267,7 +266,7 @@ def _refuse_while_live(run: Run) -> None:
         return
     plan = Plan.load(run)
     scheduler = _scheduler(plan, run)
-    for job_id in job_history.abandoned_local_jobs(plan, run):
+    for job_id in scheduler.history.abandoned_jobs():
         scheduler.cancel(job_id)
         log.info("job %s of this run is cancelled: the terminal that would have started it has gone", job_id)
     existing_run.refuse_while_live(run, plan, scheduler)

@@ -49,7 +49,7 @@ FAULTS = (
         function="decide_at_start",
         old="if facts.predecessor_cancelled:",
         new="if facts.predecessor_cancelled and facts.stopped:",
-        tests=("test_begin_stops_for_every_reason",),
+        tests=("test_each_reason_alone_keeps_the_ranks_from_starting",),
     ),
     Fault(
         name="the last iteration is not enough",
@@ -57,7 +57,7 @@ FAULTS = (
         function="_all_done_reason",
         old="facts.durable_iteration >= facts.total_steps",
         new="facts.durable_iteration > facts.total_steps",
-        tests=("test_begin_stops_for_every_reason",),
+        tests=("test_each_reason_alone_keeps_the_ranks_from_starting",),
     ),
     Fault(
         name="a cancelled successor is replaced",

@@ -51,7 +51,8 @@ def masked_values(value: Any, volatile: Mapping[str, Any]) -> Any:
 
 def machine(text: str) -> str:
     """Return a text without this machine's and this user's name."""
-    text = text.replace(socket.gethostname(), "HOST")
+    host = re.escape(socket.gethostname())  # a short name may stand within an id by chance
+    text = re.sub(rf"(?<![A-Za-z0-9]){host}(?![A-Za-z0-9])", "HOST", text)
     return re.sub(rf"\b{re.escape(getpass.getuser())}\b", "USER", text) if getpass.getuser() != "relayrun" else text
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import zipfile
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from . import commands, counts, decisions, ends, plans, plant, staged, strings, 
 from .__main__ import PARTS, main
 from .differences import differences
 from .faults import FAULTS, Fault
-from .masks import ROOT, masked, masked_values, write_text
+from .masks import ROOT, machine, masked, masked_values, write_text
 
 PROGRAM = '''"""A program."""
 import sys
@@ -331,3 +332,8 @@ def test_all_faults_can_be_placed_and_have_tests(capsys: pytest.CaptureFixture[s
     assert len({fault.room for fault in FAULTS}) >= 10
     assert plant.main(None, list_alone=True) == 0
     assert capsys.readouterr().out == f"{len(FAULTS)} faults can be placed\n"
+
+
+def test_the_name_of_the_machine_is_masked_as_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "vm")
+    assert machine('"node": "vm", run_vm.log, "id": "vmqhzc5m"') == '"node": "HOST", run_HOST.log, "id": "vmqhzc5m"'

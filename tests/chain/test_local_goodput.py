@@ -44,7 +44,7 @@ def test_the_parts_of_a_chain_sum_to_what_its_queue_says(make_run: MakeRun) -> N
 
 
 def test_a_hang_is_booked_until_it_is_noticed_and_what_was_not_saved_is_redone(make_run: MakeRun) -> None:
-    timeout = 3.0
+    timeout = 3
     changes = {"hang_timeout": timeout, "max_failed_attempts": 1}
     run, plan = make_run("--steps=20", "--stop-at=5", "--stop-rank=1", "--start-seconds=0.1", **changes)
     run_chain(run, plan)

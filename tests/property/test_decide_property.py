@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -49,6 +50,38 @@ END = st.builds(
     chain=st.builds(ChainSection, max_failed_attempts=st.integers(1, 5), auto_requeue=st.booleans()),
 )
 
+NOTHING = StartFacts(
+    stopped=None,
+    durable_iteration=9,
+    total_steps=10,
+    exit_trigger=None,
+    predecessor_cancelled=False,
+    failed_attempts=2,
+    chain=ChainSection(max_failed_attempts=3),
+    verdict=None,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "state"),
+    [
+        ({}, None),
+        ({"stopped": ChainEnd("failed", "as STOP says")}, "failed"),
+        ({"durable_iteration": 10}, "done"),
+        ({"durable_iteration": 11}, "done"),
+        ({"stop_after": 10}, None),
+        ({"stop_after": 9}, "done"),
+        ({"exit_trigger": "ann"}, "stopped"),
+        ({"predecessor_cancelled": True}, "stopped"),
+        ({"verdict": ChainEnd("failed", "as the attempt before says")}, "failed"),
+        ({"failed_attempts": 3}, "failed"),
+    ],
+)
+def test_each_reason_alone_keeps_the_ranks_from_starting(changes: dict[str, Any], state: str | None) -> None:
+    """The property below meets a reason alone by chance only."""
+    decision = decide_at_start(replace(NOTHING, **changes))
+    assert (decision.action, decision.chain_end) == ("run" if state is None else "stop", state)
+
 
 @pytest.mark.slow
 @given(BEGIN)
@@ -64,6 +97,46 @@ def test_begin_stops_for_every_reason(facts: StartFacts) -> None:
         or facts.failed_attempts >= facts.chain.max_failed_attempts
     )
     assert (decision.action == "stop") == must_stop == (decision.chain_end is not None)
+
+
+FAILED = EndFacts(
+    outcome=None,
+    outcome_reason="",
+    exit_code=1,
+    hang=None,
+    cancelled=False,
+    base_iteration=5,
+    durable_iteration=5,
+    total_steps=10,
+    failed_attempts=1,
+    chain=ChainSection(max_failed_attempts=3, auto_requeue=True),
+)
+PROGRESS = {"durable_iteration": 6}
+
+
+@pytest.mark.parametrize(
+    ("changes", "action", "state"),
+    [
+        ({}, "retry", None),
+        ({"failed_attempts": 2}, "stop", "failed"),
+        (PROGRESS, "continue", None),
+        ({"outcome": "saved", **PROGRESS}, "continue", None),
+        ({"outcome": "saved", "durable_iteration": 10}, "stop", "done"),
+        ({"outcome": "saved", "stop_after": 6, **PROGRESS}, "stop", "done"),
+        ({"outcome": "done", "total_steps": None}, "stop", "done"),
+        ({"outcome": "exit", **PROGRESS}, "stop", "stopped"),
+        ({"outcome": "fatal", **PROGRESS}, "stop", "failed"),
+        ({"cancelled": True, **PROGRESS}, "stop", "stopped"),
+        ({"reservation": "it is over", **PROGRESS}, "stop", "stopped"),
+        ({"chain": ChainSection(auto_requeue=False)}, "end", None),
+        ({"chain": ChainSection(auto_requeue=False), **PROGRESS}, "end", None),
+    ],
+)
+def test_each_cause_alone_decides_what_comes_behind_an_attempt(
+    changes: dict[str, Any], action: str, state: str | None
+) -> None:
+    decision = decide_at_end(replace(FAILED, **changes))
+    assert (decision.action, decision.chain_end) == (action, state)
 
 
 @pytest.mark.slow

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.chain.excluded_nodes import expand_nodelist, read_node_failures
+from relayrun.control.chain.excluded_nodes import read_node_failures
 from relayrun.control.rundir import triggers
 from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptEnd, AttemptStart
 from relayrun.control.rundir.run import Run, stop_reason
+from relayrun.control.scheduler.error_lines import expand_nodelist
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import SchedulerError
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.chain import excluded_nodes
 from relayrun.control.rundir import node_health
 from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler import error_lines
 from tests.chain.test_local_recovery import SETTINGS, assert_same_run
 from tests.workspace import Workspace, ends
 
@@ -58,5 +58,5 @@ def test_a_sick_node_is_left_out_of_its_job_or_of_the_next_one(cluster: TestClus
     assert found(run, 2) == []
     begin = run.attempt(2).read_begin()
     assert begin is not None
-    assert "n1" not in excluded_nodes.expand_nodelist(begin.nodes)
+    assert "n1" not in error_lines.expand_nodelist(begin.nodes)
     assert_same_run(run, workspace.run("whole"))

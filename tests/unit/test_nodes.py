@@ -6,7 +6,6 @@ import pytest
 
 from relayrun.control.chain.excluded_nodes import (
     NodeFailureRecord,
-    blamed_nodes,
     read_node_failures,
     record_node_failures,
     worst_nodes,
@@ -14,6 +13,7 @@ from relayrun.control.chain.excluded_nodes import (
 from relayrun.control.chain.failure_reason import first_failure_text
 from relayrun.control.rundir.records import RankFailure
 from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler.error_lines import blamed_nodes
 
 
 def failure(rank: int, node: str, error: str = "CUDA error", time: float = 1.0) -> RankFailure:

@@ -31,7 +31,6 @@ from relayrun.control.rundir.storage_limits import QuotaLimit
 from relayrun.control.scheduler import job_history, slurm
 from relayrun.control.scheduler.base import Job
 from relayrun.control.scheduler.job_history import JobEnd
-from relayrun.control.scheduler.slurm import QueuedJob
 from relayrun.errors import InputError, SchedulerError, user_name
 from relayrun.watch import cron_check, symptoms, unsent_notices
 from relayrun.watch.status import cron_check_record as records
@@ -58,14 +57,14 @@ class World:
         )
         self.folder = folder / "runs"
         self.start = self.now = float(int(time.time()))
-        self.jobs: list[QueuedJob] = []
+        self.jobs: list[Job] = []
         self.error: Exception | None = None
         self.asked = 0
         if told:
             tell(self)
         os.utime(self.run.plan, (self.start, self.start))
 
-    def jobs_of(self, names: list[str], *, patience: float) -> dict[str, list[QueuedJob]]:
+    def jobs_of(self, names: list[str], *, patience: float) -> dict[str, list[Job]]:
         """Answer for Slurm what the jobs of all chains are."""
         if self.error is not None:
             raise self.error
@@ -79,8 +78,7 @@ class World:
     def queue(self, *jobs: tuple[str, str, str]) -> None:
         """Let the chain have these jobs: id, state, and why it waits."""
         self.jobs = [
-            QueuedJob(job=Job(id=number, name=self.plan.job_name, state=state), reason=reason)
-            for number, state, reason in jobs
+            Job(id=number, name=self.plan.job_name, state=state, reason=reason) for number, state, reason in jobs
         ]
 
     def begin(self, number: int, job: str, *, base: int = 0) -> None:

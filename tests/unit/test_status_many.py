@@ -18,6 +18,7 @@ from relayrun.control.rundir.find_runs import all_run_folders
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import Hang, Heartbeat
 from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler import slurm
 from relayrun.control.scheduler.local_queue import LocalQueue
 from relayrun.errors import RunDirError
 from relayrun.files import append_line
@@ -260,3 +261,18 @@ def test_a_watcher_sees_what_changes_between_two_looks(folder: Path) -> None:
     entry = after[str(run.path)]
     assert isinstance(entry, RunSummary)
     assert (entry.state, entry.iteration, entry.stop, entry.last_end) == ("stopped", 61, "by ann", "saved: seen again")
+
+
+def test_a_local_queue_that_cannot_be_read_says_nothing_of_slurm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [make_history(tmp_path / name, lines=10, attempts=1) for name in ("local", "slurm")]
+    replace(Plan.load(runs[1]), scheduler="slurm").write(runs[1].plan)
+    answers = {"local": queue.QueueStatus(error="the queue is not read"), "slurm": queue.QueueStatus()}
+    monkeypatch.setattr(queue, "query_queue", lambda run, plan, brief: answers[run.path.name])
+    monkeypatch.setattr(slurm, "jobs_by_name", lambda names, patience: {name: [] for name in names})
+    found = {Path(entry.path).name: entry for entry in RunsWatcher().statuses(runs, now=time.time())}
+    assert {name: getattr(entry, "scheduler_error", None) for name, entry in found.items()} == {
+        "local": "the scheduler did not answer: the queue is not read",
+        "slurm": None,
+    }

@@ -18,6 +18,7 @@ from relayrun.config.compose import resolve, sites
 from relayrun.config.compose.resolve import config_differences
 from relayrun.config.compose.schema import CommonConfig, RunConfig
 from relayrun.config.compose.yaml_file import LocatedSettings
+from relayrun.config.sections.batch_systems import batch_system
 from relayrun.control.rundir.find_runs import find_run
 from relayrun.control.scheduler import local
 from relayrun.control.scheduler.factory import local_scheduler
@@ -190,7 +191,7 @@ def print_submitted(submitted: submission.SubmittedRun) -> None:
         flush=True,
     )
     unsent_notices.send_in_background(submitted.run)
-    if submitted.plan.scheduler == "local":
+    if batch_system(submitted.plan.scheduler).one_machine:
         follower = ProgressFollower(submitted.run, total_steps=submitted.plan.total_steps)
         local_scheduler(submitted.run).run_queue(local.print_event, follower.poll)
         unsent_notices.send_in_background(submitted.run)  # a STOP of the queue itself

@@ -13,6 +13,7 @@ from pathlib import Path
 from relayrun.cli import add_set_option
 from relayrun.cli.run import stop as run_stop
 from relayrun.config.compose import campaign as config
+from relayrun.config.sections.batch_systems import batch_system
 from relayrun.control.chain import campaign as supervisor
 from relayrun.control.chain import jobs
 from relayrun.control.rundir import campaign
@@ -72,7 +73,7 @@ def submit(options: argparse.Namespace) -> int:
 def start_due_members(folder: Path) -> int:
     """Start the due members; with the local scheduler run all. Returns an exit code."""
     whole = Campaign.load(folder)
-    if whole.scheduler == "local":
+    if batch_system(whole.scheduler).one_machine:
         return run_here(folder, whole)
     look = supervisor.start_due_in_campaign(folder)
     for words in look.begun:
@@ -118,8 +119,7 @@ def _evaluates(member: CampaignMember) -> bool:
     """True if the chain has ended and an evaluation waits without a terminal: a stage may wait for it."""
     try:
         ended = stop_reason(member.run) is not None
-        every = local_scheduler(member.run).every_job() if ended else []
-        return any(job.auxiliary and job.state == "PENDING" for job in every)
+        return ended and local_scheduler(member.run).has_waiting_auxiliary
     except (RelayrunError, OSError, ValueError):
         return False
 

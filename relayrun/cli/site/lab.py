@@ -13,6 +13,7 @@ from typing import Any
 from relayrun import places
 from relayrun.cli import add_set_option
 from relayrun.config.compose.writable import check_writable
+from relayrun.config.sections.batch_systems import batch_system
 from relayrun.control.scheduler.factory import slurm_scheduler
 from relayrun.errors import ConfigError, InputError
 from relayrun.files import atomic_file
@@ -59,7 +60,7 @@ def run_drill(options: argparse.Namespace) -> int:
     """Inject the faults that have no result yet, and write the page; return 1 if one failed, 130 after Ctrl-C."""
     faults = session.select_faults("all" if options.list else options.faults)
     cluster = read_cluster(options.cluster)
-    if cluster.get("scheduler") != "slurm":
+    if not batch_system(cluster["scheduler"]).slurm:
         raise ConfigError(f"cluster {cluster['name']} has no Slurm, whose jobs the drill disturbs", where="--cluster")
     control = None if options.test_cluster is None else TestClusterControl(options.test_cluster)
     skipped = session.skipped_faults(faults, test_cluster=control is not None)
@@ -174,8 +175,9 @@ def run_gpu_check(options: argparse.Namespace) -> int:
         nodes=options.nodes,
     )
     check.select_parts(options.only, PARTS)
-    gpucheck_cluster.check_arguments(setup, slurm=cluster["scheduler"] == "slurm")
-    if cluster["scheduler"] == "slurm" and not options.inside:
+    slurm = batch_system(cluster["scheduler"]).slurm
+    gpucheck_cluster.check_arguments(setup, slurm=slurm)
+    if slurm and not options.inside:
         check.prepare_folder(setup)
         program = command_inside_job(options, folder)
         number, script = gpucheck_cluster.submit_check_job(setup, cluster, program, time=options.time)

@@ -14,6 +14,7 @@ from typing import Any
 from relayrun.cli import add_run
 from relayrun.config.compose import yaml_file
 from relayrun.config.compose.writable import check_outputs, check_writable
+from relayrun.config.sections.batch_systems import batch_system
 from relayrun.control import chain_state
 from relayrun.control.rundir import campaign, find_runs
 from relayrun.control.rundir.find_runs import find_run, find_runs_below
@@ -196,7 +197,7 @@ def _refuse_busy_run(run: Run) -> None:
     states = {job: state for job, state in asked.evaluations.items() if state != "gone"}
     if jobs := {job: state for job, state in states.items() if is_live_state(state.upper())}:
         told = ", ".join(f"{job} ({state})" for job, state in jobs.items())
-        end = "" if plan.scheduler == "local" else f", or end them: scancel {' '.join(jobs)}"
+        end = f", or end them: scancel {' '.join(jobs)}" if batch_system(plan.scheduler).slurm else ""
         words = f"jobs that evaluate its checkpoints write into its directory: {told}"
         hint = f"wait for them{end}"
         raise InputError(words, where=run.path, hint=hint)

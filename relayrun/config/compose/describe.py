@@ -57,10 +57,7 @@ def _with_trainers(setting: Setting) -> Setting:
 
 
 def find_setting(name: str) -> list[Setting]:
-    """Return the setting `name`; for a section, also all settings within.
-
-    Raises ConfigError with the nearest name.
-    """
+    """Return the setting `name`; for a section, also all settings within. Raises ConfigError with the nearest name."""
     known = describe_settings()
     found = [each for each in known if each.name == name or each.name.startswith(f"{name}.")]
     if found:
@@ -73,10 +70,8 @@ def find_setting(name: str) -> list[Setting]:
 
 
 def json_schema() -> dict[str, Any]:
-    """Return a JSON schema of run config files, for editors.
-
-    Nothing is required, since a file may leave settings to the files that it includes.
-    """
+    """Return a JSON schema of run config files, for editors. Nothing is required, since a file may leave settings to
+    the files that it includes."""
     schema = CommonConfig.model_json_schema()
     for kind in CONFIG_CLASSES.values():
         own = kind.model_json_schema()

@@ -31,9 +31,7 @@ def deterministic_variables(config: RunConfig) -> dict[str, str]:
 
 def check_deterministic_environment(environment: Mapping[str, str], *, where: str) -> None:
     """Raise ConfigError for the first variable with a value that breaks determinism. Unset variables are accepted.
-
-    `where` names the environment in the error.
-    """
+    `where` names the environment in the error."""
     for name, values in DETERMINISTIC_VALUES.items():
         value = environment.get(name)
         if value is not None and value.lower() not in [accepted.lower() for accepted in values]:

@@ -304,9 +304,7 @@ def check_fp8_layout(config: LayoutConfig) -> None:
 
 def _check_fp8_sizes(config: LayoutConfig) -> None:
     """Refuse sizes without FP8 kernels: axes must be multiples of 16; with mxfp8, of the 32 numbers of a scale.
-
-    TransformerEngine needs a multiple of 8 along the axis of tokens. Inputs of experts are padded.
-    """
+    TransformerEngine needs a multiple of 8 along the axis of tokens. Inputs of experts are padded."""
     recipe = config.model.transformer.fp8_recipe
     multiple = 32 if recipe == "mxfp8" else 16
     tokens = config.training.seq_length * config.training.micro_batch_size // config.parallel.context_parallel_size

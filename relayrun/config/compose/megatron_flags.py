@@ -126,10 +126,8 @@ def _eval_iters(value: int, given: SettingContext) -> FlagValues:
 
 
 def _eval_interval(value: int, given: SettingContext) -> FlagValues:
-    """0 is after the last iteration only, at which Megatron-LM evaluates anyway.
-
-    Without validation data it is the former default: NVIDIA's code of core 0.16 has no default, and divides by it.
-    """
+    """0 is after the last iteration only, at which Megatron-LM evaluates anyway. Without validation data it is the
+    former default: NVIDIA's code of core 0.16 has no default, and divides by it."""
     assert given.config.training is not None
     return (str(value or given.config.training.steps),) if _evaluates(given) else ("1000",)
 
@@ -284,10 +282,8 @@ def megatron_checkpoint_args(config: CommonConfig) -> dict[str, Any]:
 
 
 def saved_settings(section: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a section that an import copies from a checkpoint's arguments.
-
-    Raises KeyError for a required argument that is missing.
-    """
+    """Return the settings of a section that an import copies from a checkpoint's arguments. Raises KeyError for a
+    required argument that is missing."""
     return {
         row.name: arguments[row.argument] if row.saved is REQUIRED else arguments.get(row.argument, row.saved)
         for row in FLAG_TABLE

@@ -120,10 +120,8 @@ def _literal(prefix: str) -> str:
 
 
 def _name(path: str) -> str | None:
-    """Return the name of a data set: `/data/web*` → web; `/data/web/*` → web.
-
-    Samples are counted by name, so it depends on the path alone.
-    """
+    """Return the name of a data set: `/data/web*` → web; `/data/web/*` → web. Samples are counted by name, so it
+    depends on the path alone."""
     for part in reversed(Path(path.strip()).parts):
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", re.sub(r"\[[^]]*\]|[*?]", "", part)).strip("-._")
         if name:

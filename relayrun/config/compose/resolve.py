@@ -44,10 +44,8 @@ NODES_PLACEHOLDER = "{nodes}"
 
 
 def load_run_config(path: Path, overrides: Sequence[str] = ()) -> CommonConfig:
-    """Compose and check the run config at `path`; `overrides` are texts `name.name=value`.
-
-    Paths in the result are absolute. Raises ConfigError.
-    """
+    """Compose and check the run config at `path`; `overrides` are texts `name.name=value`. Paths in the result are
+    absolute. Raises ConfigError."""
     return validate_settings(read_settings(path, overrides))
 
 
@@ -62,10 +60,8 @@ def require_native(config: CommonConfig) -> RunConfig:
 def read_settings(
     path: Path, overrides: Sequence[str] = (), *, changes: Sequence[LocatedSettings] = ()
 ) -> LocatedSettings:
-    """Compose the run config at `path` without checks, with the location of each setting. Raises ConfigError.
-
-    `changes` take precedence over the file and the overrides, except overrides of the cluster.
-    """
+    """Compose the run config at `path` without checks, with the location of each setting. Raises ConfigError. `changes`
+    take precedence over the file and the overrides, except overrides of the cluster."""
     settings = _read_with_includes(path, ())
     settings.root = root = places.project_folder(path)
     mixture_setting.insert_mixture(settings, root)  # so that overrides may change a part of it
@@ -85,10 +81,8 @@ def read_settings(
 
 
 def validate_settings(settings: LocatedSettings) -> CommonConfig:
-    """Check composed settings against the schema and make their paths absolute, from `settings.root`.
-
-    Raises ConfigError.
-    """
+    """Check composed settings against the schema and make their paths absolute, from `settings.root`. Raises
+    ConfigError."""
     for several in CAMPAIGN_SECTIONS:
         if several in settings.values:
             words = "this config is of several runs"
@@ -150,10 +144,7 @@ def _with_absolute_paths(config: CommonConfig, root: Path) -> CommonConfig:
 
 
 def run_directory(given: str | None, project: str, name: str, root: Path) -> str:
-    """Return the absolute directory of a run: `given`, or the default below `root`.
-
-    Raises ConfigError for a URL.
-    """
+    """Return the absolute directory of a run: `given`, or the default below `root`. Raises ConfigError for a URL."""
     if given and (refusal := why_url_is_refused(given)) is not None:
         raise ConfigError(refusal, where="run_dir", hint=URL_WRITE_HINT)
     return _absolute(given or f"logs/runs/{project}/{name}", root)

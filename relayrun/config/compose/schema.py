@@ -274,10 +274,8 @@ class RunConfig(layout_rules.LayoutConfig):
             )
 
     def lr_steps(self, reaches: Callable[[int], int]) -> tuple[int, int]:
-        """Return the iterations of the warm-up, and of the decay of the learning rate.
-
-        `reaches(samples)` is the iteration that consumes the last of so many samples; a length in tokens ends with it.
-        """
+        """Return the iterations of the warm-up, and of the decay of the learning rate. `reaches(samples)` is the
+        iteration that consumes the last of so many samples; a length in tokens ends with it."""
         optimizer, length = self.optimizer, self.training.seq_length
         warmup, decay = optimizer.lr_warmup_steps, optimizer.lr_decay_steps or self.training.steps
         if optimizer.lr_warmup_tokens is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from relayrun import places
 from relayrun.config.compose import yaml_file
 from relayrun.config.compose.yaml_file import LocatedSettings
+from relayrun.config.sections.batch_systems import BATCH_SYSTEMS
 from relayrun.errors import ConfigError, did_you_mean
 
 log = logging.getLogger(__name__)
@@ -52,9 +53,7 @@ def site_names(folders: Sequence[Path]) -> list[str]:
 
 def read_site(name: str, *, folders: Sequence[Path], where: str | None) -> LocatedSettings:
     """Read the file of cluster `name`. Raises ConfigError, with the location `where` of the name, if it does not exist.
-
-    `name` may be the path of a file, too.
-    """
+    `name` may be the path of a file, too."""
     places_of_it = [folder / f"{name}.yaml" for folder in folders]
     if name.endswith((".yaml", ".yml")):
         places_of_it = [Path(name)]
@@ -83,11 +82,10 @@ def sbatch_options_from_environment(environment: Mapping[str, str]) -> dict[str,
 
 def refuse_other_cluster(settings: LocatedSettings, environment: Mapping[str, str]) -> None:
     """Raise ConfigError for a variable that sends jobs to another cluster, since relayrun asks this cluster's Slurm.
-
-    Other ignored variables are logged.
-    """
+    Other ignored variables are logged."""
     cluster, executor = settings.values.get("cluster"), settings.values.get("executor")
-    if executor == "local" or (isinstance(cluster, dict) and cluster.get("scheduler") == "local"):
+    system = BATCH_SYSTEMS.get(str(cluster.get("scheduler"))) if isinstance(cluster, dict) else None
+    if executor == "local" or (system is not None and not system.slurm):
         return
     for name in OTHER_CLUSTER_VARIABLES:
         if environment.get(name):
@@ -119,10 +117,8 @@ def insert_environment(settings: LocatedSettings, environment: Mapping[str, str]
 
 
 def insert_job_defaults(settings: LocatedSettings, *, only: Collection[str] | None = None) -> None:
-    """Put the site's defaults of jobs under the config's own; `sbatch` is merged option by option.
-
-    `only`: names of the settings that apply to jobs other than training.
-    """
+    """Put the site's defaults of jobs under the config's own; `sbatch` is merged option by option. `only`: names of the
+    settings that apply to jobs other than training."""
     cluster = settings.values.get("cluster")
     if not isinstance(cluster, dict) or not isinstance(defaults := cluster.get("job"), dict):
         return

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from relayrun.config.sections.base import NAME_PATTERN, Section
+from relayrun.config.sections.batch_systems import batch_system
 from relayrun.config.sections.chain import ChainSection
 from relayrun.config.sections.checkpoint import CheckpointSection
 from relayrun.config.sections.command import CommandSection
@@ -79,8 +80,8 @@ class CommonConfig(Section):
                 )
         if (setting := self.outlives_nodes) is None:
             return self
-        if self.cluster.scheduler == "local":
-            raise ValueError(f"{setting}: scheduler local has one machine; leave it out")
+        if batch_system(self.cluster.scheduler).one_machine:
+            raise ValueError(f"{setting}: scheduler {self.cluster.scheduler} has one machine; leave it out")
         if self.job.sbatch.get("gpus"):
             raise ValueError(
                 f"job.sbatch: --gpus is of the whole job, and with {setting} the next one may have fewer nodes; "

@@ -18,10 +18,8 @@ AnyPath = str | os.PathLike[str]
 
 
 def read_only_path_of(path: AnyPath, read_only_paths: Sequence[str]) -> str | None:
-    """Return the first of `read_only_paths` that contains `path`, links followed; None if it may be written.
-
-    A URL may always be written.
-    """
+    """Return the first of `read_only_paths` that contains `path`, links followed; None if it may be written. A URL may
+    always be written."""
     if "://" in os.fspath(path):
         return None
     real = os.path.realpath(path)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from relayrun.config.sections.base import NAME_PATTERN, Section, SlurmTime
+from relayrun.config.sections.batch_systems import BATCH_SYSTEMS, batch_system
 from relayrun.config.sections.dataclass_section import NonNegative, Positive, SingleLine
 from relayrun.config.sections.job_script import ContainerSection, SbatchOptions
 
@@ -195,6 +196,12 @@ class EvaluationSection(Section):
         return self
 
 
+if TYPE_CHECKING:
+    SchedulerName = str
+else:
+    SchedulerName = Literal[tuple(BATCH_SYSTEMS)]
+
+
 class ClusterSection(Section):
     """Settings of a site; a file of configs/clusters/."""
 
@@ -202,7 +209,7 @@ class ClusterSection(Section):
     """Name of the site."""
     not_checked: list[SingleLine] = []
     """Facts of the site file that the site's documentation does not confirm. `relayrun check` names them."""
-    scheduler: Literal["slurm", "local"]
+    scheduler: SchedulerName
     """`slurm`, or `local` for jobs one after the other on this machine."""
     job: dict[str, Any] = {}
     """Defaults of the `job` section at this site (account, partition, ...)."""
@@ -246,8 +253,9 @@ class ClusterSection(Section):
 
     @model_validator(mode="after")
     def _fitting_container(self) -> Self:
-        if self.scheduler == "local" and self.container.runtime in ("pyxis", "edf"):
-            raise ValueError(f"container.runtime {self.container.runtime} is srun's, and scheduler local has none")
+        if not batch_system(self.scheduler).slurm and self.container.runtime in ("pyxis", "edf"):
+            words = f"container.runtime {self.container.runtime} is srun's, and scheduler {self.scheduler} has none"
+            raise ValueError(words)
         if self.container.runtime != "none" and self.python is None:
             raise ValueError("a container has a Python of its own; set cluster.python to its path in the container")
         return self

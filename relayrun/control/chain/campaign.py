@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from relayrun.config.sections.batch_systems import batch_system
 from relayrun.control.chain import jobs
 from relayrun.control.chain.evaluation_jobs import evaluation_job_name, submit_stage_evaluation
 from relayrun.control.job_log import log_line
@@ -24,9 +25,9 @@ from relayrun.control.rundir.checkpoint_records import BEGINNING, ResumePoint
 from relayrun.control.rundir.evaluations import EvaluationDir, EvaluationResult
 from relayrun.control.rundir.plan import Plan, chain_job_name, fallback_job_name
 from relayrun.control.rundir.run import Run, is_owned_by_this_user, is_stopped, read_stop
-from relayrun.control.scheduler import job_history, slurm
-from relayrun.control.scheduler.base import Job, Scheduler
-from relayrun.control.scheduler.factory import local_scheduler, scheduler_for_plan
+from relayrun.control.scheduler import job_history
+from relayrun.control.scheduler.base import Scheduler
+from relayrun.control.scheduler.factory import scheduler_class, scheduler_for_plan
 from relayrun.control.scheduler.slurm_commands import NoAnswerError, NotInstalledError, TooManyJobsError
 from relayrun.errors import RelayrunError, RunDirError, SchedulerError
 from relayrun.files import folder_lock
@@ -123,7 +124,7 @@ def start_due_in_campaign(
     waiting = [member for member in whole.members if not campaign.member_started_path(folder, member.name).exists()]
     if not waiting or campaign.campaign_stop_reason(folder) is not None:
         return CampaignPassResult()
-    if whole.owner != os.geteuid() or (whole.scheduler == "local" and not from_terminal):
+    if whole.owner != os.geteuid() or (batch_system(whole.scheduler).one_machine and not from_terminal):
         return CampaignPassResult(stuck=_stuck(_judged(folder, whole, waiting)))
     with folder_lock(folder, patience=patience) as mine:
         judged = _judged(folder, whole, waiting)
@@ -155,7 +156,7 @@ def _begin_due(
     able = [(member, ready) for member, ready in judged if ready.base is not None]
     due = [entry for entry in able if not entry[1].stuck]  # members that Slurm refused come last
     due += [entry for entry in able if entry[1].stuck and (leaving is not None or not now < entry[1].again)]
-    limit = 1 if whole.scheduler == "local" else whole.at_once
+    limit = 1 if batch_system(whole.scheduler).one_machine else whole.at_once
     room = len(due) if limit is None or not due else limit - _living(folder, whole, leaving, patience)
     for member, ready in due:
         if len(begun) >= room:
@@ -170,19 +171,16 @@ def _begin_due(
 
 def _never_evaluated(whole: Campaign, judged: _JudgedMembers) -> dict[str, str]:
     """Return, by member, that the job of its awaited evaluation never starts unless a person changes something."""
-    awaited = {member.name: ready.awaited for member, ready in judged if ready.awaited is not None}
-    if whole.scheduler == "local":
-        return {}
+    waiting = [(member.name, ready.what, *ready.awaited) for member, ready in judged if ready.awaited is not None]
     try:
-        names = {name: evaluation_job_name(Plan.load(run), folder) for name, (run, folder) in awaited.items()}
-        queued = slurm.jobs_by_name(list(names.values()), patience=0)
+        names = [(run, [evaluation_job_name(Plan.load(run), folder)]) for _, _, run, folder in waiting]
+        queued = scheduler_class(whole.scheduler).queued_jobs(names, patience=0)
     except _UNREADABLE:  # the next look sees it
         return {}
     return {
-        member.name: f"{ready.what}, whose job {each.job.id} never starts: {each.reason}"
-        for member, ready in judged
-        if member.name in names
-        for each in queued[names[member.name]]
+        name: f"{what}, whose job {each.id} never starts: {each.reason}"
+        for (name, what, *_), found in zip(waiting, queued, strict=True)
+        for each in found
         if job_history.never_starts(each.reason)
     }
 
@@ -319,11 +317,8 @@ def _living(folder: Path, whole: Campaign, leaving: Run | None, patience: float)
         except _UNREADABLE:
             unknown += 1
     try:
-        if whole.scheduler == "local":
-            return unknown + sum(bool(_jobs_here(run)) for _, run in runs)
-        names = [_job_names(whole, member, run) for member, run in runs]
-        queued = slurm.jobs_by_name([name for pair in names for name in pair], patience=patience)
-        return unknown + sum(any(queued[name] for name in pair) for pair in names)
+        names = [(run, _job_names(whole, member, run)) for member, run in runs]
+        return unknown + sum(map(bool, scheduler_class(whole.scheduler).queued_jobs(names, patience=patience)))
     except SchedulerError:
         return unknown + len(runs)
 
@@ -338,22 +333,13 @@ def _has_started(folder: Path, member: CampaignMember) -> bool:
 def record_queued_members(folder: Path, whole: Campaign, *, patience: float) -> None:
     """Record first jobs whose queueing process was killed, under the lock. Raises SchedulerError and OSError."""
     waiting = [member for member in whole.members if not _has_started(folder, member) and member.run.plan.exists()]
-    if whole.scheduler == "local":
-        found = {member.name: _jobs_here(member.run) for member in waiting}
-    else:
-        names = {member.name: _job_names(whole, member, member.run)[0] for member in waiting}
-        queued = slurm.jobs_by_name(list(names.values()), patience=patience)
-        found = {name: [each.job for each in queued[own]] for name, own in names.items()}
-    for name, first in found.items():
+    names = [(member.run, _job_names(whole, member, member.run)[:1]) for member in waiting]
+    queued = scheduler_class(whole.scheduler).queued_jobs(names, patience=patience)
+    for member, first in zip(waiting, queued, strict=True):
         if first:
-            campaign.member_started_path(folder, name).parent.mkdir(parents=True, exist_ok=True)
-            MemberStarted(job_id=first[0].id, time=time.time()).write(campaign.member_started_path(folder, name))
-
-
-def _jobs_here(run: Run) -> list[Job]:
-    """Return the pending and running jobs of a run on this machine, from its local queue, whatever the plan says."""
-    scheduler = local_scheduler(run)
-    return scheduler.live(scheduler.every_job())
+            path = campaign.member_started_path(folder, member.name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            MemberStarted(job_id=first[0].id, time=time.time()).write(path)
 
 
 def _job_names(whole: Campaign, member: CampaignMember, run: Run) -> tuple[str, str]:

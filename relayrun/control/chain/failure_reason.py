@@ -8,13 +8,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from relayrun.control.chain import excluded_nodes
 from relayrun.control.job_log import LOG_PREFIX
 from relayrun.control.rundir import node_health, restarts, time_limit
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptStart, RankFailure
 from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler import error_lines
 from relayrun.control.trainers.registry import trainer_of
 from relayrun.files import last_bytes
 
@@ -100,8 +100,8 @@ def _end_of_traceback(lines: Sequence[str]) -> int:
 
 def first_failure_text(log: str, failures: Sequence[RankFailure]) -> str:
     """Return in one line which rank failed first by itself, and how; empty if unknown. `log`: standard error."""
-    first = excluded_nodes.first_failure(log, failures)
-    if not isinstance(first, RankFailure) and (cause := excluded_nodes.cause_outside_nodes(log, first)):
+    first = error_lines.first_failure(log, failures)
+    if not isinstance(first, RankFailure) and (cause := error_lines.cause_outside_nodes(log, first)):
         return _one_line(cause)
     if first is None:
         return ""
@@ -131,7 +131,7 @@ def why_failed(run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, ex
         program=[*plan.command_prefix, *trainer_of(plan, run).command(started)][0],
     )
     who = _why_no_restart(attempt) or node_health.why_health_ended_attempt(attempt) or first_failure_text(log, failures)
-    if attempt.started.exists() or excluded_nodes.is_not_node_related(who):  # time was not short
+    if attempt.started.exists() or error_lines.is_not_node_related(who):  # time was not short
         return who, fatal
     short = time_limit.explain_short_training_time(attempt, now=time.time(), asked=plan.time_limit)
     return "; ".join(filter(None, [who, short])), fatal
@@ -154,7 +154,7 @@ def first_failure_log(plan: Plan, attempt: Attempt) -> str:
     log = attempt_log(attempt)
     if plan.chain.recovery == "job":
         return log
-    return "\n".join(line for line in log.splitlines() if not excluded_nodes.TASK_END.match(line))
+    return "\n".join(line for line in log.splitlines() if not error_lines.TASK_END.match(line))
 
 
 def fatal_reason(
@@ -179,7 +179,7 @@ def fatal_reason(
         worked_before: an earlier attempt since the last submit reached its first step.
         program: the program that every rank should start.
     """
-    first = excluded_nodes.first_failure(log, failures)
+    first = error_lines.first_failure(log, failures)
     if isinstance(first, RankFailure) and first.repeats:
         return _TYPED.sub("", first_failure_text(log, failures))
     if worked_before:
@@ -188,7 +188,7 @@ def fatal_reason(
     if len(failures) >= ntasks and len(errors) == 1 and (error := errors.pop()).startswith(_MISSING_MODULE):
         return f"every rank: {_one_line(error)}"
     if exit_code in NOT_STARTED_CODES and not began and not failures and _no_task_started(log, ntasks):
-        if cause := excluded_nodes.cause_outside_nodes(log, first):  # the program exists, but its script does not
+        if cause := error_lines.cause_outside_nodes(log, first):  # the program exists, but its script does not
             return _one_line(cause)
         what = "is not found" if exit_code == 127 else "cannot be executed"
         return (
@@ -200,7 +200,7 @@ def fatal_reason(
 
 def _no_task_started(log: str, ntasks: int) -> bool:
     """Return whether srun reports it of every task; the local starter names no tasks, and has one node."""
-    ends = excluded_nodes.task_ends(log)
+    ends = error_lines.task_ends(log)
     codes = tuple(f"Exited with exit code {code}" for code in NOT_STARTED_CODES)
     return not ends or len({task for end in ends if end.what.startswith(codes) for task in end.tasks}) >= ntasks
 

@@ -34,6 +34,7 @@ from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.plan import PLAN_FORMAT, Plan
 from relayrun.control.rundir.records import AttemptEnd, AttemptOutcome, AttemptStart, ChainEnd, Hang
 from relayrun.control.rundir.run import Run, is_stopped, read_stop, write_stop
+from relayrun.control.scheduler import error_lines
 from relayrun.control.scheduler.base import CONTROLLER_PATIENCE, RESERVATION_GONE, Job, Scheduler, user_python_path
 from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.control.trainers.base import Trainer
@@ -378,7 +379,7 @@ def _record_node_failures(run: Run, plan: Plan, attempt: Attempt, started: Attem
     record(node_health.sick_nodes(attempt), sick=True)
     if end.cause in ("failed", "unknown"):
         log, failures = failure_reason.first_failure_log(plan, attempt), failure_reason.read_failures(attempt)
-        blame = excluded_nodes.blamed_nodes(log, failures, ntasks=plan.rank_count(started.options))
+        blame = error_lines.blamed_nodes(log, failures, ntasks=plan.rank_count(started.options))
         record(blame)
         for node, reason in blame.items():
             log_line(f"a strike for node {node}: {reason}")

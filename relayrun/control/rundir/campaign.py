@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from relayrun.config.sections.batch_systems import batch_system
 from relayrun.control.rundir import checkpoint_records
 from relayrun.control.rundir.records import Record, foreign_owner
 from relayrun.control.rundir.run import Run, is_stopped
@@ -62,7 +63,8 @@ class Campaign(Record):
     """For people, as project/name."""
     owner: int
     """User id of the owner of its jobs."""
-    scheduler: Literal["slurm", "local"]
+    scheduler: str
+    """A key of `BATCH_SYSTEMS`."""
     at_once: int | None
     """Maximum number of chains at a time; None: no maximum."""
     members: list[CampaignMember]
@@ -73,6 +75,7 @@ class Campaign(Record):
         try:
             entry = read_json(path := folder / "campaign.json")
             others = {owner for each in (folder, path) if (owner := foreign_owner(each)) is not None}
+            batch_system(entry["scheduler"])
             entry["owner"] = max(others, default=entry["owner"])  # whatever the file says
             return cls.of(entry | {"members": [CampaignMember.of(member) for member in entry["members"]]})
         except FileNotFoundError:

@@ -6,9 +6,10 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from relayrun import __version__, places
+from relayrun.config.sections.batch_systems import batch_system
 from relayrun.config.sections.chain import ChainSection
 from relayrun.config.sections.dataclass_section import read_section
 from relayrun.control.rundir.records import Record, foreign_owner
@@ -30,7 +31,8 @@ class Plan(Record):
     """Project and name, `project/name`, for people."""
     job_name: str
     """Slurm's job name; unique to the run directory, for `--dependency=singleton`."""
-    scheduler: Literal["slurm", "local"]
+    scheduler: str
+    """A key of `BATCH_SYSTEMS`."""
     total_steps: int | None
     """The last iteration; None: the program itself ends when it is done."""
     stop_after: int | None = None
@@ -104,6 +106,7 @@ class Plan(Record):
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> Plan:
         """Make the plan from a JSON object. Raises ValueError for a setting of another type or outside its limits."""
+        batch_system(value["scheduler"])
         return super().of({**value, "chain": read_section(ChainSection, value["chain"], "chain")})
 
     @classmethod
@@ -134,7 +137,7 @@ class Plan(Record):
     @property
     def fallback_job(self) -> bool:
         """True if a small job waits behind the chain's newest job, in case that job fails without recording it."""
-        return self.chain.fallback_job and self.chain.auto_requeue and self.scheduler == "slurm"
+        return self.chain.fallback_job and self.chain.auto_requeue and batch_system(self.scheduler).fallback_jobs
 
     @property
     def fallback_job_name(self) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
 from relayrun.errors import SchedulerError
 
 CONTROLLER_PATIENCE = 600.0
@@ -45,6 +46,8 @@ class Job:
     id: str
     name: str
     state: str
+    reason: str = ""
+    """Pending reason in Slurm's words, if it was asked for."""
     nodes: str = ""
     """Compressed."""
     num_nodes: int = 1
@@ -81,6 +84,70 @@ class Job:
     def waits(self) -> bool:
         """The job is queued, and perhaps held."""
         return self.state in _WAITING
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobEnd:
+    """The end of a job, as its scheduler recorded it."""
+
+    id: str
+    state: str
+    """Slurm's state: FAILED, TIMEOUT, NODE_FAIL, OUT_OF_MEMORY, `CANCELLED by 1000`, ..."""
+    exit_code: str = ""
+    """Exit of the batch script: `1`, or `signal 9`; empty if it is 0 or unknown."""
+    nodes: str = ""
+    reason: str = ""
+    end_time: float | None = None
+    """Seconds since 1970."""
+    source: str
+    """The source of the record: sacct, scontrol or the local queue."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allocation:
+    """One period in which a job had nodes. Times are seconds since 1970, by the scheduler's clock."""
+
+    job_id: str
+    nodes: int
+    """Number of nodes at its start."""
+    submit: float | None
+    """Time of the submit or requeue; None if unknown."""
+    eligible: float | None
+    """Time from which only a lack of nodes kept the job from starting."""
+    start: float
+    end: float | None
+    """None while the job has its nodes."""
+    source: str
+    """The source of the record: sacct, squeue or the local queue."""
+    state: str = ""
+    """State of the job, in the scheduler's word."""
+    resized: Sequence[tuple[float, int]] = ()
+    """Time of each loss of nodes and the number of nodes left, oldest first."""
+
+
+class JobHistory:
+    """The history of a chain's jobs, for people. The defaults fit a scheduler that keeps no record of jobs."""
+
+    def last_job(self, plan: Plan, *, since: float) -> JobEnd | None:
+        """Return the newest job since a time that ran and ended, else one that never ran; None if unknown."""
+        return None
+
+    def pending_reasons(self, plan: Plan) -> dict[str, str]:
+        """Return, by job id, why each queued job of the chain waits, its fallback job included, in Slurm's words."""
+        return {}
+
+    def abandoned_jobs(self) -> list[str]:
+        """Return the ids of queued jobs that never start because the terminal that ran the queue has gone."""
+        return []
+
+    def other_jobs_are_hidden(self) -> bool:
+        """Return whether the scheduler hides the jobs of other users."""
+        return False
+
+    def allocations(self, plan: Plan, *, since: float, job_ids: Sequence[str]) -> list[Allocation]:
+        """Return every allocation of the chain that the scheduler remembers, oldest first. `since`: seconds since 1970.
+        `job_ids`: the jobs that began an attempt; the first one may have had another name."""
+        return []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +231,21 @@ class Scheduler(ABC):
     of nodes, reservations, comments in jobs, or a record of users.
     """
 
+    @classmethod
+    def for_run(cls, run: Run, *, patience: float) -> Scheduler:
+        """Construct the scheduler of a run. `patience`: seconds for which a question is repeated."""
+        return cls()
+
+    @classmethod
+    def queued_jobs(cls, chains: Sequence[tuple[Run, Sequence[str]]], *, patience: float) -> list[list[Job]]:
+        """Return the queued and running jobs of several runs, each given with the names of its jobs."""
+        found = []
+        for run, names in chains:
+            scheduler = cls.for_run(run, patience=patience)
+            jobs = [scheduler.query(job_id) for name in names if (job_id := scheduler.find_job(name))]
+            found.append([job for job in jobs if job is not None and job.live])
+        return found
+
     @abstractmethod
     def current_job_id(self) -> str:
         """Return the id of the job that this process runs in."""
@@ -217,6 +299,11 @@ class Scheduler(ABC):
     def fallback_jobs(self) -> FallbackJobs | None:
         """None if a job whose batch script is killed comes back without them."""
         return None
+
+    @property
+    def history(self) -> JobHistory:
+        """The record of ended jobs, and of the reasons why jobs wait."""
+        return JobHistory()
 
     def live_fallback_jobs(self, plan: Plan, *, anyone: bool = False) -> list[Job]:
         """Return the chain's pending or running fallback jobs: this user's, or `anyone`'s."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 from relayrun.control.rundir.plan import Plan
@@ -15,7 +16,13 @@ if TYPE_CHECKING:
 
 def scheduler_for_plan(plan: Plan, run: Run, *, patience: float = CONTROLLER_PATIENCE) -> Scheduler:
     """Return the scheduler that a plan names. `patience`: seconds for which a question to Slurm is repeated."""
-    return slurm_scheduler(patience=patience) if plan.scheduler == "slurm" else local_scheduler(run)
+    return scheduler_class(plan.scheduler).for_run(run, patience=patience)
+
+
+def scheduler_class(name: str) -> type[Scheduler]:
+    """Return the class of the scheduler that a plan or a campaign names: SCHEDULER in the module of that name."""
+    found: type[Scheduler] = importlib.import_module(f"{__package__}.{name}").SCHEDULER
+    return found
 
 
 def slurm_scheduler(*, patience: float = CONTROLLER_PATIENCE) -> Slurm:

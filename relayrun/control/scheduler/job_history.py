@@ -9,13 +9,12 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler import slurm_commands
-from relayrun.control.scheduler.base import is_live_state
-from relayrun.control.scheduler.local_queue import LocalJob, LocalQueue
+from relayrun.control.scheduler.base import Allocation, JobEnd, JobHistory, is_live_state
+from relayrun.control.scheduler.local_queue import LocalQueue
 from relayrun.control.scheduler.slurm_commands import parse_timestamp
 from relayrun.errors import SchedulerError
 
@@ -27,34 +26,71 @@ SILENT_COMMANDS: set[str] = set()
 """Commands that timed out once; this process does not call them again."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class JobEnd:
-    """The end of a job, as its scheduler recorded it."""
+class SlurmHistory(JobHistory):
+    """The history in Slurm's accounting, or in its controller."""
 
-    id: str
-    state: str
-    """Slurm's state: FAILED, TIMEOUT, NODE_FAIL, OUT_OF_MEMORY, `CANCELLED by 1000`, ..."""
-    exit_code: str = ""
-    """Exit of the batch script: `1`, or `signal 9`; empty if it is 0 or unknown."""
-    nodes: str = ""
-    reason: str = ""
-    end_time: float | None = None
-    """Seconds since 1970."""
-    source: str
-    """The source of the record: sacct, scontrol or the local queue."""
+    def last_job(self, plan: Plan, *, since: float) -> JobEnd | None:
+        return _last_job_by_sacct(plan, since) or _last_job_by_controller(plan)
+
+    def pending_reasons(self, plan: Plan) -> dict[str, str]:
+        names = ",".join([plan.job_name, plan.fallback_job_name])
+        text = ask_slurm(["squeue", "--noheader", f"--name={names}", "--format=%i|%r"])
+        rows = [line.partition("|") for line in (text or "").splitlines()]
+        return {job_id: reason for job_id, _, reason in rows if reason not in ("", "None")}
+
+    def other_jobs_are_hidden(self) -> bool:
+        found = re.search(r"^PrivateData\s*=\s*(\S*)", ask_slurm(["scontrol", "show", "config"]) or "", re.M)
+        return found is not None and "jobs" in found[1].split(",")
+
+    def allocations(self, plan: Plan, *, since: float, job_ids: Sequence[str]) -> list[Allocation]:
+        accounted = _allocations_by_sacct(f"--name={plan.job_name}", since)
+        if missing := set(job_ids) - {each.job_id for each in accounted}:
+            accounted += _allocations_by_sacct(f"--jobs={','.join(sorted(missing))}", since)
+        known = {each.job_id for each in accounted}
+        remembered = [] if known >= set(job_ids) else _allocations_by_controller(plan)
+        accounted += [each for each in remembered if each.job_id not in known]
+        return sorted(accounted, key=lambda each: each.start)
 
 
-def last_job(plan: Plan, *, since: float) -> JobEnd | None:
-    """Return the newest job since a time that ran and ended, else one that never ran; None if Slurm has none."""
-    return _last_job_by_sacct(plan, since) or _last_job_by_controller(plan)
+class LocalHistory(JobHistory):
+    """The history in the files of a local queue."""
 
+    def __init__(self, queue: LocalQueue) -> None:
+        self._queue = queue
 
-def pending_reasons(plan: Plan) -> dict[str, str]:
-    """Return, by job id, why each queued job of the chain waits, its fallback job included, in Slurm's words."""
-    names = ",".join([plan.job_name, plan.fallback_job_name])
-    text = ask_slurm(["squeue", "--noheader", f"--name={names}", "--format=%i|%r"])
-    rows = [line.partition("|") for line in (text or "").splitlines()]
-    return {job_id: reason for job_id, _, reason in rows if reason not in ("", "None")}
+    def last_job(self, plan: Plan, *, since: float) -> JobEnd | None:
+        jobs = [job for job in self._queue.every_job() if not job.auxiliary and job.end_time]
+        ended = [job for job in jobs if not is_live_state(job.state)]
+        ran = [job for job in ended if job.start_time is not None] or ended
+        if not ran:
+            return None
+        job, code = ran[-1], ran[-1].exit_code or 0
+        words = str(code) if code > 0 else f"signal {-code}" if code else ""
+        return JobEnd(id=job.id, state=job.state, exit_code=words, end_time=job.end_time, source="the local queue")
+
+    def abandoned_jobs(self) -> list[str]:
+        if self._queue.is_being_run():
+            return []
+        old = time.time() - ANSWER_SECONDS  # a submit is followed by the start of the queue
+        waiting = [job for job in self._queue.every_job() if job.state == "PENDING" and not job.auxiliary]
+        return [job.id for job in waiting if self._queue.path(job.id).stat().st_mtime < old]
+
+    def allocations(self, plan: Plan, *, since: float, job_ids: Sequence[str]) -> list[Allocation]:
+        jobs = [job for job in self._queue.every_job() if not job.auxiliary]
+        return [
+            Allocation(
+                job_id=job.id,
+                nodes=1,
+                submit=job.submit_time,
+                eligible=job.eligible_time,
+                start=job.start_time,
+                end=None if is_live_state(job.state) else job.end_time,
+                source="the local queue",
+                state=job.state,
+            )
+            for job in jobs
+            if job.start_time is not None and job.state != "PENDING"  # a requeued job has lost its earlier times
+        ]
 
 
 def never_starts(reason: str | None) -> bool:
@@ -75,34 +111,6 @@ _NEVER_STARTS = (
     r"|JobHoldMaxRequeue|(launch[ _]failed|job)[ _]requeued[ _](in[ _])?held([ _]state)?"
 )
 _WAITS_FOR_BUDGET = r"(Assoc|QOS)Grp(?!\w*Run)\w+Minutes(Limit)?"
-
-
-def other_jobs_are_hidden() -> bool:
-    """Return whether Slurm hides the jobs of other users (PrivateData=jobs)."""
-    found = re.search(r"^PrivateData\s*=\s*(\S*)", ask_slurm(["scontrol", "show", "config"]) or "", re.M)
-    return found is not None and "jobs" in found[1].split(",")
-
-
-def abandoned_local_jobs(plan: Plan, run: Run) -> list[str]:
-    """Return the ids of local jobs that never start because the terminal that ran the queue has gone."""
-    queue = LocalQueue(run.path / "local")
-    if plan.scheduler != "local" or queue.is_being_run():
-        return []
-    old = time.time() - ANSWER_SECONDS  # a submit is followed by the start of the queue
-    waiting = [job for job in queue.every_job() if job.state == "PENDING" and not job.auxiliary]
-    return [job.id for job in waiting if queue.path(job.id).stat().st_mtime < old]
-
-
-def last_local_job(every: Sequence[LocalJob]) -> JobEnd | None:
-    """`last_job` for the jobs of a local queue."""
-    jobs = [job for job in every if not job.auxiliary and job.end_time]
-    ended = [job for job in jobs if not is_live_state(job.state)]
-    ran = [job for job in ended if job.start_time is not None] or ended
-    if not ran:
-        return None
-    job, code = ran[-1], ran[-1].exit_code or 0
-    words = str(code) if code > 0 else f"signal {-code}" if code else ""
-    return JobEnd(id=job.id, state=job.state, exit_code=words, end_time=job.end_time, source="the local queue")
 
 
 def _last_job_by_sacct(plan: Plan, since: float) -> JobEnd | None:
@@ -182,59 +190,6 @@ def ask_slurm(command: Sequence[str]) -> str | None:
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Allocation:
-    """One period in which a job had nodes. Times are seconds since 1970, by the scheduler's clock."""
-
-    job_id: str
-    nodes: int
-    """Number of nodes at its start."""
-    submit: float | None
-    """Time of the submit or requeue; None if unknown."""
-    eligible: float | None
-    """Time from which only a lack of nodes kept the job from starting."""
-    start: float
-    end: float | None
-    """None while the job has its nodes."""
-    source: str
-    """The source of the record: sacct, squeue or the local queue."""
-    state: str = ""
-    """State of the job, in the scheduler's word."""
-    resized: Sequence[tuple[float, int]] = ()
-    """Time of each loss of nodes and the number of nodes left, oldest first."""
-
-
-def allocations(plan: Plan, run: Run, *, since: float, job_ids: Sequence[str]) -> list[Allocation]:
-    """Return every allocation of the chain that the scheduler remembers, oldest first; empty if it does not answer.
-    `since`: seconds since 1970. `job_ids`: the jobs that began an attempt; the first one may have had another name."""
-    if plan.scheduler == "local":
-        return _local_allocations(run)
-    accounted = _allocations_by_sacct(f"--name={plan.job_name}", since)
-    if missing := set(job_ids) - {each.job_id for each in accounted}:
-        accounted += _allocations_by_sacct(f"--jobs={','.join(sorted(missing))}", since)
-    known = {each.job_id for each in accounted}
-    remembered = [] if known >= set(job_ids) else _allocations_by_controller(plan)
-    return sorted([*accounted, *(each for each in remembered if each.job_id not in known)], key=lambda each: each.start)
-
-
-def _local_allocations(run: Run) -> list[Allocation]:
-    jobs = [job for job in LocalQueue(run.path / "local").every_job() if not job.auxiliary]
-    return [
-        Allocation(
-            job_id=job.id,
-            nodes=1,
-            submit=job.submit_time,
-            eligible=job.eligible_time,
-            start=job.start_time,
-            end=None if is_live_state(job.state) else job.end_time,
-            source="the local queue",
-            state=job.state,
-        )
-        for job in jobs
-        if job.start_time is not None and job.state != "PENDING"  # a requeued job has lost its earlier times
-    ]
-
-
 def _allocations_by_sacct(which: str, since: float) -> list[Allocation]:
     # --duplicates: a requeued job has a row for each start
     rows = _sacct_rows(which, since, "JobID,State,NNodes,Submit,Eligible,Start,End", "--duplicates")
@@ -247,17 +202,14 @@ def join_resized(rows: Sequence[Allocation]) -> list[Allocation]:
     RESIZING in all rows but the last, and each row starts at the end of the row before."""
     found: list[Allocation] = []
     for each in sorted(rows, key=lambda row: row.start):
-        at = next((at for at, before in enumerate(found) if _went_on(before) == (each.job_id, each.start)), None)
+        same = ((row.job_id, row.end, row.state) == (each.job_id, each.start, RESIZING) for row in found)
+        at = next((at for at, goes_on in enumerate(same) if goes_on), None)
         if at is None:
             found.append(each)
         else:
             resized = [*found[at].resized, (each.start, each.nodes)]
             found[at] = replace(found[at], end=each.end, state=each.state, resized=resized)
     return [replace(each, end=None) if each.state == RESIZING else each for each in found]
-
-
-def _went_on(row: Allocation) -> tuple[str, float | None] | None:
-    return (row.job_id, row.end) if row.state == RESIZING else None
 
 
 def _allocations_by_controller(plan: Plan) -> list[Allocation]:

@@ -29,6 +29,7 @@ from relayrun.control.scheduler.base import (
     BEGIN_BACKOFF,
     MAX_FAILED_BEGINS,
     Job,
+    JobHistory,
     MinimumNodes,
     RankLaunch,
     Scheduler,
@@ -56,6 +57,14 @@ class LocalScheduler(Scheduler):
     def __init__(self, run: Run) -> None:
         self._run = run
         self._queue = LocalQueue(run.path / "local")
+
+    @classmethod
+    def for_run(cls, run: Run, *, patience: float) -> LocalScheduler:
+        return cls(run)
+
+    @classmethod
+    def queued_jobs(cls, chains: Sequence[tuple[Run, Sequence[str]]], *, patience: float) -> list[list[Job]]:
+        return [cls(run)._live() for run, _ in chains]
 
     def current_job_id(self) -> str:
         job_id = os.environ.get(JOB_ID_VARIABLE)
@@ -85,16 +94,23 @@ class LocalScheduler(Scheduler):
         )
 
     def jobs(self, plan: Plan, *, anyone: bool = False) -> list[Job]:
-        return self.live(self.every_job())
+        return self._live()
 
-    def every_job(self) -> list[LocalJob]:
-        """Return the jobs of the queue, as recorded."""
-        return self._queue.every_job()
-
-    def live(self, every: Sequence[LocalJob]) -> list[Job]:
-        """The given jobs that belong to the chain and are pending or running."""
-        jobs = [self._seen(job) for job in every if not job.auxiliary]
+    def _live(self) -> list[Job]:
+        """Return the pending and running jobs of the chain, whatever the plan says."""
+        jobs = [self._seen(job) for job in self._queue.every_job() if not job.auxiliary]
         return [job for job in jobs if job.live]
+
+    @property
+    def has_waiting_auxiliary(self) -> bool:
+        """True if a job outside the chain waits for a terminal that runs it."""
+        return any(job.auxiliary and job.state == "PENDING" for job in self._queue.every_job())
+
+    @property
+    def history(self) -> JobHistory:
+        from relayrun.control.scheduler.job_history import LocalHistory  # jobs do without it
+
+        return LocalHistory(self._queue)
 
     def find_job(self, name: str) -> str | None:
         return next((job.id for job in self._queue.every_job() if job.name == name and is_live_state(job.state)), None)
@@ -339,6 +355,9 @@ class LocalScheduler(Scheduler):
                         os.killpg(job.pid, signal.SIGKILL)
                 with self._queue.locked():
                     self._queue.write_job(replace(job, state="NODE_FAIL", end_time=time.time()))
+
+
+SCHEDULER = LocalScheduler
 
 
 def _with_start(record: LocalJob, job: LocalJob) -> LocalJob:

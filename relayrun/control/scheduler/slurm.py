@@ -10,14 +10,16 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import (
     FallbackJobs,
     FallbackOrder,
     Job,
+    JobHistory,
     MinimumNodes,
     RankLaunch,
     Scheduler,
@@ -46,6 +48,15 @@ LASTING_RESERVATIONS = {"HOURLY", "DAILY", "WEEKDAY", "WEEKEND", "WEEKLY", "NO_H
 
 class Slurm(SlurmCommands, Scheduler):
     """The scheduler of a chain, through Slurm's commands."""
+
+    @classmethod
+    def for_run(cls, run: Run, *, patience: float) -> Slurm:
+        return cls(patience=patience)
+
+    @classmethod
+    def queued_jobs(cls, chains: Sequence[tuple[Run, Sequence[str]]], *, patience: float) -> list[list[Job]]:
+        queued = jobs_by_name([name for _, names in chains for name in names], patience=patience)
+        return [[job for name in names for job in queued[name]] for _, names in chains]
 
     def current_job_id(self) -> str:
         job_id = os.environ.get("SLURM_JOB_ID")
@@ -118,6 +129,12 @@ class Slurm(SlurmCommands, Scheduler):
     @property
     def fallback_jobs(self) -> FallbackJobs:
         return SlurmFallbackJobs(self)
+
+    @property
+    def history(self) -> JobHistory:
+        from relayrun.control.scheduler.job_history import SlurmHistory  # jobs do without it
+
+        return SlurmHistory()
 
     def submit_first(self, plan: Plan, script: Path, evaluation: Path | None = None) -> str:
         Path(plan.log_folder).mkdir(parents=True, exist_ok=True)  # without this folder a job dies without a log
@@ -308,6 +325,7 @@ class Slurm(SlurmCommands, Scheduler):
         return float(found[1]) if found else 30.0
 
 
+SCHEDULER = Slurm
 _SRUN = ["srun", "--kill-on-bad-exit=1", "--export=ALL"]
 _NO_RESOURCES = ["--cpus-per-task=1", "--cpu-bind=none", "--mem=0", "--gres=none", "--input=none", "--quiet"]
 
@@ -329,17 +347,9 @@ def escape_file_pattern(path: str) -> str:
     return path.replace("%", "%%")
 
 
-@dataclass(frozen=True, kw_only=True)
-class QueuedJob:
-    """A job and its pending reason in Slurm's words; the reason is empty if the job does not wait."""
-
-    job: Job
-    reason: str
-
-
-def jobs_by_name(names: Sequence[str], *, patience: float) -> dict[str, list[QueuedJob]]:
+def jobs_by_name(names: Sequence[str], *, patience: float) -> dict[str, list[Job]]:
     """Return the queued and running jobs of all users, by job name. Raises SchedulerError."""
-    found: dict[str, list[QueuedJob]] = {name: [] for name in names}
+    found: dict[str, list[Job]] = {name: [] for name in names}
     if not names:
         return found
     command = ["squeue", "--noheader", f"--name={','.join(sorted(found))}", "--format=%i|%T|%r|%j"]
@@ -348,7 +358,7 @@ def jobs_by_name(names: Sequence[str], *, patience: float) -> dict[str, list[Que
         job_id, state, reason, name = (*line.split("|", 3), "", "", "")[:4]
         if name in found:
             job = Job(id=job_id, name=name, state=state)
-            found[name].append(QueuedJob(job=job, reason=reason if job.waits and reason != "None" else ""))
+            found[name].append(replace(job, reason=reason) if job.waits and reason != "None" else job)
     return found
 
 

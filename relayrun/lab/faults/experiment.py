@@ -239,10 +239,8 @@ def may_still_run(target: ClusterUnderTest) -> bool:
 
 
 def cancel_jobs(target: ClusterUnderTest) -> str:
-    """End the chain and cancel the jobs of the test by their ids; return a sentence.
-
-    Raises SchedulerError if one stays.
-    """
+    """End the chain and cancel the jobs of the test by their ids; return a sentence. Raises SchedulerError if one
+    stays."""
     for job in target.own_jobs:
         target.slurm.cancel(job)
     return cancel_chain(target.run, target.slurm, user="the drill")
@@ -330,10 +328,8 @@ def job_output_files(run: Run) -> list[Path]:
 
 
 def _fault_cost(run: Run) -> tuple[float, int, float]:
-    """Seconds without new steps, steps computed again, and all node seconds.
-
-    The seconds are those of one node: lost time, the starts of later attempts, and the waits before them.
-    """
+    """Seconds without new steps, steps computed again, and all node seconds. The seconds are those of one node: lost
+    time, the starts of later attempts, and the waits before them."""
     try:
         spent = account_for_run(run)
     except RelayrunError:  # no attempt began

@@ -56,10 +56,8 @@ class ClusterUnderTest:
     """Nodes whose daemons the fault has stopped."""
 
     def wait(self, condition: Callable[[], object], *, what: str = "what the fault needs") -> None:
-        """Wait until the condition holds. Raises FaultNotInjected after the time limit.
-
-        Time during which all jobs of the chain are pending does not count.
-        """
+        """Wait until the condition holds. Raises FaultNotInjected after the time limit. Time during which all jobs of
+        the chain are pending does not count."""
         limit, queued = WAIT_SECONDS * self.patience, 0.0
         begin = time.monotonic()
         while not condition():
@@ -237,10 +235,8 @@ class SignalSender(Protocol):
     """Sends signals to the processes of a job."""
 
     def signal(self, run: Run, job_id: str, role: str, number: signal.Signals, only: Sequence[int] = ()) -> list[str]:
-        """Signal processes of a role of `processes`, for ranks those in `only` or all; return the reached ones.
-
-        Raises SchedulerError if the job cannot be reached.
-        """
+        """Signal processes of a role of `processes`, for ranks those in `only` or all; return the reached ones. Raises
+        SchedulerError if the job cannot be reached."""
 
 
 class StepSignalSender:

@@ -86,10 +86,8 @@ def run_check(
     say: Callable[[str], None] = lambda text: None,
     parts: Sequence[CheckPart] = PARTS,
 ) -> tuple[Path, list[CheckRow]]:
-    """Run the check; return the result file and its table. Raises RelayrunError if there is no device to check.
-
-    `only`: names of parts, default all. The first part, which describes the machine, always runs.
-    """
+    """Run the check; return the result file and its table. Raises RelayrunError if there is no device to check. `only`:
+    names of parts, default all. The first part, which describes the machine, always runs."""
     began = time.monotonic()
     chosen = select_parts(only, parts)
     prepare_folder(setup)
@@ -149,10 +147,8 @@ class PartOutcome:
 def run_parts(
     setup: CheckSetup, parts: Sequence[CheckPart], say: Callable[[str], None], *, began: float, stretch: float = 1.0
 ) -> list[PartOutcome]:
-    """Measure the parts in this order.
-
-    `began`: start of the check on the monotonic clock. `stretch`: factor on the time limits of parts.
-    """
+    """Measure the parts in this order. `began`: start of the check on the monotonic clock. `stretch`: factor on the
+    time limits of parts."""
     found = []
     for part in parts:
         left = setup.sizes.seconds - (time.monotonic() - began)

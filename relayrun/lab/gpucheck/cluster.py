@@ -34,10 +34,8 @@ CLUSTER_FOLDER = places.shared_file("configs/clusters")
 def submit_check_job(
     setup: CheckSetup, cluster: dict[str, Any], program: Sequence[str], *, time: str
 ) -> tuple[str, Path]:
-    """Submit the job; return its id and script. Raises ConfigError or SchedulerError; then no job is queued.
-
-    `cluster`: the site's file. `program`: arguments of Python inside the job.
-    """
+    """Submit the job; return its id and script. Raises ConfigError or SchedulerError; then no job is queued. `cluster`:
+    the site's file. `program`: arguments of Python inside the job."""
     config = job_config(setup, cluster)
     job_check.refuse_job_settings(config)
     path = setup.path / "job.sbatch"

@@ -216,10 +216,8 @@ def disk_speed(folder: Path) -> float:
 
 
 def summarize_trace(path: Path) -> dict[str, Any]:
-    """Return the longest kernels of a Chrome trace with their seconds; on a CPU its operations.
-
-    `busy_seconds`: time in which at least one ran. `seconds`: from the first begin to the last end.
-    """
+    """Return the longest kernels of a Chrome trace with their seconds; on a CPU its operations. `busy_seconds`: time in
+    which at least one ran. `seconds`: from the first begin to the last end."""
     events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     kind = "kernel" if any(event.get("cat") == "kernel" for event in events) else "cpu_op"
     chosen = [event for event in events if event.get("cat") == kind and event.get("ph") == "X"]

@@ -114,10 +114,8 @@ def cut_hook(cuts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def recorded_run_sections(
     setup: CheckSetup, *, cuts: Sequence[Mapping[str, Any]], deterministic: bool, ranks: int | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Return the sections of a small run that records digests of every iteration, and interrupts itself.
-
-    `cuts`: see `programs.hooks.SignalSelfHook`. `ranks`: default one per GPU.
-    """
+    """Return the sections of a small run that records digests of every iteration, and interrupts itself. `cuts`: see
+    `programs.hooks.SignalSelfHook`. `ranks`: default one per GPU."""
     sizes, ranks = setup.sizes, ranks or setup.ranks
     return {
         "model": dict(sizes.resumed_model),

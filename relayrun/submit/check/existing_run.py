@@ -21,7 +21,6 @@ from relayrun.control.rundir.checkpoint_records import Lineage, resume_point
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.control.rundir.time_limit import GRACE_SAVES, start_seconds
-from relayrun.control.scheduler import job_history
 from relayrun.control.scheduler.base import RESERVATION_GONE, Scheduler
 from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.errors import ConfigError, RunDirError, describe_owner, group_name, user_name
@@ -152,7 +151,7 @@ def check_existing_run(
     with findings.catching("run.jobs", ok="the run has no job"):
         former = Plan.load(run)
         scheduler = scheduler_for_plan(former, run, patience=0)  # a person waits: once is enough
-        refuse_while_live(run, former, scheduler, without=job_history.abandoned_local_jobs(former, run))
+        refuse_while_live(run, former, scheduler, without=scheduler.history.abandoned_jobs())
     with findings.catching("run.state", ok="the chain has not ended, or goes on with --resume"):
         refuse_after_end(run, resume=intent.resume)
     with findings.catching("run.stop_after"):

@@ -21,6 +21,7 @@ from typing import Any
 
 from relayrun import places
 from relayrun.config.compose.schema import CommandConfig, CommonConfig, MegatronConfig, RunConfig
+from relayrun.config.sections.batch_systems import batch_system
 from relayrun.control.trainers.command import PLACEHOLDERS
 from relayrun.errors import ConfigError
 from relayrun.submit.check import megatron_lm
@@ -167,7 +168,7 @@ def check_programs(config: CommonConfig, findings: Findings) -> None:
         _check_rank_python(config, MEGATRON_LM_PACKAGES, findings)
     elif isinstance(config, RunConfig):
         _check_rank_python(config, _imported_names(config), findings)
-    if config.cluster.scheduler == "slurm":
+    if not batch_system(config.cluster.scheduler).one_machine:
         _check_host_python(config, findings)
     if config.cluster.modules:
         _check_modules(config, findings)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from relayrun.config.compose.schema import CommonConfig, MegatronConfig, RunConfig
 from relayrun.config.compose.yaml_file import LocatedSettings
+from relayrun.config.sections.batch_systems import batch_system
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError
@@ -80,7 +81,7 @@ def check_run(
     storage.check_purges(config.cluster.purge_days, run, manifest, findings)
     if isinstance(config, MegatronConfig):
         megatron_lm.check_launcher_file(config, plan, run, script, adopted or {}, findings)
-    if plan.scheduler == "slurm" and script is not None:
+    if batch_system(plan.scheduler).slurm and script is not None:
         evaluation = None if config.evaluation is None else policies.evaluation_script(config, plan, run)
         slurm.check_slurm(plan, script, findings, evaluation=evaluation)
     settings.check_wandb(config, findings)

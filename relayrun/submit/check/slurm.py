@@ -12,6 +12,7 @@ from pathlib import Path
 
 from relayrun.config.compose.schema import CommonConfig
 from relayrun.config.compose.sites import sbatch_options_from_environment
+from relayrun.config.sections.batch_systems import batch_system
 from relayrun.config.sections.job_script import check_setup_lines
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.scheduler import slurm_commands
@@ -40,7 +41,7 @@ def check_job_settings(config: CommonConfig, findings: Findings) -> None:
 def refuse_job_settings(config: CommonConfig) -> None:
     """Raise ConfigError for an option that sbatch does not have, and for lines of a job that Bash cannot read."""
     check_setup_lines(config.job.setup, where="job.setup")
-    if config.cluster.scheduler == "slurm":
+    if batch_system(config.cluster.scheduler).slurm:
         slurm_commands.check_sbatch_options(config.job.sbatch, where="job.sbatch")
         if config.evaluation is not None:
             slurm_commands.check_sbatch_options(config.evaluation.job.sbatch, where="evaluation.job.sbatch")

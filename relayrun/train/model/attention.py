@@ -169,10 +169,8 @@ def _within(window: int, before: int, length: int, *, device: torch.device) -> t
 
 
 def _of_one_width(*parts: torch.Tensor) -> list[torch.Tensor]:
-    """Pad the channels of query, key and value to the widest with zeros, which do not change the result.
-
-    torch's flash kernels need equal channels in value and query; without a flash kernel torch keeps all scores.
-    """
+    """Pad the channels of query, key and value to the widest with zeros, which do not change the result. torch's flash
+    kernels need equal channels in value and query; without a flash kernel torch keeps all scores."""
     width = max(part.shape[-1] for part in parts)
     return [part if part.shape[-1] == width else functional.pad(part, (0, width - part.shape[-1])) for part in parts]
 

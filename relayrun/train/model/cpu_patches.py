@@ -122,10 +122,8 @@ def _streams() -> None:
 
 
 def _splits() -> None:
-    """Return the numbers of tokens per rank as numpy arrays, as after a copy from a GPU.
-
-    transformer/moe/moe_utils.py converts only tensors of a GPU, and torch's all-to-all takes no tensors.
-    """
+    """Return the numbers of tokens per rank as numpy arrays, as after a copy from a GPU. transformer/moe/moe_utils.py
+    converts only tensors of a GPU, and torch's all-to-all takes no tensors."""
     from megatron.core.transformer.moe import token_dispatcher
 
     original = token_dispatcher.maybe_move_tensor_to_cpu
@@ -139,9 +137,7 @@ def _splits() -> None:
 
 def _compiled() -> None:
     """Run the parts of the fused loss uncompiled: a compiler may be missing, and takes longer than runs on CPUs.
-
-    fusions/fused_cross_entropy.py lets torch compile them on first use.
-    """
+    fusions/fused_cross_entropy.py lets torch compile them on first use."""
     from megatron.core.fusions import fused_cross_entropy
 
     for name, function in vars(fused_cross_entropy).copy().items():

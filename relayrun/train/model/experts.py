@@ -63,10 +63,8 @@ class AuxiliaryLosses:
         return bool(self._names)
 
     def take(self, micro_batches: int) -> dict[str, float]:
-        """Return the mean of each loss over layers, micro-batches and replicas, equal on every rank, and reset.
-
-        One small all-reduce; none if the model has no such losses.
-        """
+        """Return the mean of each loss over layers, micro-batches and replicas, equal on every rank, and reset. One
+        small all-reduce; none if the model has no such losses."""
         if not self._names:
             return {}
         tracker = get_moe_layer_wise_logging_tracker()

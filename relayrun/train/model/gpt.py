@@ -42,10 +42,8 @@ from relayrun.train.timers import Timers
 
 
 def transformer_arguments(model: ModelSection, *, on_gpu: bool) -> dict[str, Any]:
-    """Return the settings of `model.transformer` as fields of a TransformerConfig.
-
-    Raises FatalTrainingError if the installed megatron-core lacks a field that is set.
-    """
+    """Return the settings of `model.transformer` as fields of a TransformerConfig. Raises FatalTrainingError if the
+    installed megatron-core lacks a field that is set."""
     settings = model.transformer
     given = settings.model_dump() | {name: getattr(settings, name) for name in LLAMA_DEFAULTS}
     if settings.multi_latent_attention:
@@ -250,10 +248,8 @@ class ModelStage:
             chunk.module.load_state_dict(state[str(number)], strict=True)
 
     def parameters(self) -> int:
-        """Return the parameters of the whole model over its stages and tensor-parallel parts, padding included.
-
-        A tied output layer on another stage than the embeddings is counted once.
-        """
+        """Return the parameters of the whole model over its stages and tensor-parallel parts, padding included. A tied
+        output layer on another stage than the embeddings is counted once."""
         own = 0
         whole = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
         experts = parallel_state.get_expert_data_parallel_rank() == 0

@@ -34,10 +34,8 @@ log = logging.getLogger(__name__)
 
 
 def choose_fused_kernels(config: RunConfig, device: torch.device) -> dict[str, bool]:
-    """Return the fields of a TransformerConfig that turn the kernels on or off.
-
-    On GPUs rank 0 logs them. Raises FatalTrainingError if a kernel is set and cannot be used.
-    """
+    """Return the fields of a TransformerConfig that turn the kernels on or off. On GPUs rank 0 logs them. Raises
+    FatalTrainingError if a kernel is set and cannot be used."""
     why_not = {
         "apply_rope_fusion": _why_no_rope(config, device),
         "gradient_accumulation_fusion": _why_no_gradient_accumulation(device),
@@ -88,10 +86,8 @@ FP8_AVAILABLE = {
 
 
 def check_fp8(settings: TransformerSection, transformer: TransformerConfig) -> None:
-    """Check fp8 before the model is built; megatron-core and TransformerEngine check it in the first step.
-
-    Raises FatalTrainingError if the installed version lacks the recipe, or this GPU does not support it.
-    """
+    """Check fp8 before the model is built; megatron-core and TransformerEngine check it in the first step. Raises
+    FatalTrainingError if the installed version lacks the recipe, or this GPU does not support it."""
     manager: Any = getattr(fp8_utils, "FP8GlobalStateManager", None)
     if settings.fp8 is None or manager is None:  # without TransformerEngine `layers` reports it
         return
@@ -162,10 +158,8 @@ def add_weight_gradient(inputs: torch.Tensor, gradient: torch.Tensor, total: tor
 
 
 def defer_output_layer_alone(model: Any) -> None:
-    """Let the other linear layers of a GPTModel compute their gradients at once.
-
-    megatron-core's local layers read the shared config, and cannot keep deferred inputs.
-    """
+    """Let the other linear layers of a GPTModel compute their gradients at once. megatron-core's local layers read the
+    shared config, and cannot keep deferred inputs."""
     config: Any = model.config
     at_once = copy.copy(config)
     at_once.defer_embedding_wgrad_compute = False

@@ -106,9 +106,7 @@ def positions_for(rotary: torch.nn.Module, length: int) -> RowwiseRotaryEmbeddin
 @cache
 def document_attention(attention: type) -> type:
     """Return megatron-core's `TEDotProductAttention`, given as `attention`, as a class that also takes PackedDocuments.
-
-    The base class gets them in its own format, `thd`: concatenated rows, with the starts of the documents.
-    """
+    The base class gets them in its own format, `thd`: concatenated rows, with the starts of the documents."""
 
     class DocumentAttention(attention):  # type: ignore[misc]
         """`attention`; with PackedDocuments, for [sequence, batch, heads, channels] too."""

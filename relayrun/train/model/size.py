@@ -221,10 +221,8 @@ def _bytes_a_parameter(config: RunConfig) -> tuple[int, int, int]:
 
 
 def _kept_of_feed_forward(model: ModelSection) -> float:
-    """Return the kept channels per token of feed-forward layers, on average over layers.
-
-    Each expert of a token gets a copy of it and returns another.
-    """
+    """Return the kept channels per token of feed-forward layers, on average over layers. Each expert of a token gets a
+    copy of it and returns another."""
     transformer = model.transformer
     matrices = 3 if transformer.gated_linear_unit else 2
     each = matrices * expert_width(model) + 2 * model.hidden_size

@@ -104,10 +104,8 @@ class ScheduledOptimizer:
         return gradient_norm(self.inner, self._model.device)
 
     def step(self, norm: float | None) -> None:
-        """Clip the prepared gradients of this norm, and update; None: skip the update. The schedule advances.
-
-        `prepare` and `step` are the two parts of megatron-core's ChainedOptimizer.step (optimizer.py).
-        """
+        """Clip the prepared gradients of this norm, and update; None: skip the update. The schedule advances. `prepare`
+        and `step` are the two parts of megatron-core's ChainedOptimizer.step (optimizer.py)."""
         if norm is not None:
             clip_gradients(self.inner, maximum=self._clip, norm=norm)
             self.inner.step_with_ready_grads()
@@ -115,10 +113,8 @@ class ScheduledOptimizer:
         self.schedule.step(increment=1)
 
     def load(self, state: dict[str, Any], position: TrainingProgress) -> None:
-        """Load the state of a checkpoint, with groups from `parameter_groups.fit_groups`.
-
-        Hyperparameters stay those of this attempt's config revision.
-        """
+        """Load the state of a checkpoint, with groups from `parameter_groups.fit_groups`. Hyperparameters stay those of
+        this attempt's config revision."""
         self.inner.load_state_dict(state)
         for group, settings in zip(self.inner.param_groups, self._settings_of_groups, strict=True):
             if not self._own:  # else the distributed optimizer merges groups with equal settings
@@ -142,10 +138,8 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 
 
 def _types(settings: Settings) -> dict[str, Any]:
-    """Return the types of the optimizer's state, as fields of megatron-core's OptimizerConfig.
-
-    Raises FatalTrainingError without TransformerEngine, whose Adam alone supports other types than fp32.
-    """
+    """Return the types of the optimizer's state, as fields of megatron-core's OptimizerConfig. Raises
+    FatalTrainingError without TransformerEngine, whose Adam alone supports other types than fp32."""
     if not settings.use_precision_aware_optimizer:
         return {}  # otherwise the type of the gradients concerns their buffers only
     if importlib.util.find_spec("transformer_engine") is None:
@@ -210,9 +204,7 @@ def learning_rate_schedule(
 @torch.no_grad()
 def gradient_norm(optimizer: MegatronOptimizer, device: torch.device) -> float:
     """Return the norm of the prepared gradients over all ranks, which call it together; equal on each of them.
-
-    `device`: of the gradients, also on a rank without any.
-    """
+    `device`: of the gradients, also on a rank without any."""
     squares = []
     for group, gradients in _by_group(optimizer).items():
         square = torch.zeros(1, device=device)
@@ -228,9 +220,7 @@ def gradient_norm(optimizer: MegatronOptimizer, device: torch.device) -> float:
 @torch.no_grad()
 def count_zero_gradients(optimizer: MegatronOptimizer, device: torch.device) -> torch.Tensor:
     """Return the number of zero elements in the prepared gradients over all ranks, which call it together: float64 [1].
-
-    The result stays on the device, without a wait for it.
-    """
+    The result stays on the device, without a wait for it."""
     found = torch.zeros(1, dtype=torch.int64, device=device)
     for group, gradients in _by_group(optimizer).items():
         of_group = torch.zeros_like(found)
@@ -370,10 +360,8 @@ class TorchDistributedOptimizer(ShardedCheckpointOptimizer):
 
 
 def patch_distributed_optimizers(optimizer: MegatronOptimizer) -> None:
-    """Replace the class of the distributed optimizers inside `optimizer`, in place.
-
-    megatron-core creates them inside get_megatron_optimizer, with no parameter for the class.
-    """
+    """Replace the class of the distributed optimizers inside `optimizer`, in place. megatron-core creates them inside
+    get_megatron_optimizer, with no parameter for the class."""
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(inner, DistributedOptimizer) and not inner.is_stub_optimizer:
             inner.__class__ = ShardedCheckpointOptimizer if HAVE_APEX_OR_TE else TorchDistributedOptimizer
@@ -383,9 +371,7 @@ def patch_distributed_optimizers(optimizer: MegatronOptimizer) -> None:
 
 def use_fused_adam(optimizer: MegatronOptimizer) -> None:
     """Let the torch.optim.AdamW inside `optimizer` update in one kernel, as TransformerEngine's and Apex's do.
-
-    megatron-core has no option for it.
-    """
+    megatron-core has no option for it."""
     for adam in _adams(optimizer):
         for group in (adam.defaults, *adam.param_groups):
             group["fused"] = True

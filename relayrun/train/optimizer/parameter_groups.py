@@ -27,10 +27,8 @@ _EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc\d\.weight))(\d
 
 
 def parameter_names(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[torch.nn.Parameter, str]]:
-    """Yield this rank's parameters with their names in the whole model.
-
-    Layers are counted from 0 over all pipeline stages, experts over all ranks of a layer.
-    """
+    """Yield this rank's parameters with their names in the whole model. Layers are counted from 0 over all pipeline
+    stages, experts over all ranks of a layer."""
     for chunk in chunks:
         layers, held = {}, 0
         for path, module in chunk.named_modules():

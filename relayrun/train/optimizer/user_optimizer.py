@@ -91,10 +91,8 @@ def import_optimizer_class(settings: OptimizerSection) -> MakeOptimizer:
 
 
 def replace_adam(optimizer: MegatronOptimizer, make: MakeOptimizer) -> None:
-    """Replace each Adam inside `optimizer`.
-
-    megatron-core creates them inside get_megatron_optimizer, with no parameter for the class.
-    """
+    """Replace each Adam inside `optimizer`. megatron-core creates them inside get_megatron_optimizer, with no parameter
+    for the class."""
     for inner in optimizer.chained_optimizers:
         if inner.is_stub_optimizer:
             continue
@@ -289,10 +287,8 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def fit_plain_state(found: PlainState, wanted: PlainState) -> PlainState:
-    """Return the plain part `found` in the form of the optimizer whose state is `wanted`, which is not changed.
-
-    It is `found` itself if both have the same optimizers with equally many groups each.
-    """
+    """Return the plain part `found` in the form of the optimizer whose state is `wanted`, which is not changed. It is
+    `found` itself if both have the same optimizers with equally many groups each."""
     _, own = extract_sharded_base(extract_nonpersistent(wanted)[1])
     if [len(_param_groups(part)) for part in _state_parts(found)] == [
         len(_param_groups(part)) for part in _state_parts(own)

@@ -167,10 +167,8 @@ class _Steps:
         return "redone" if self.begun or self._facts.first_start is not None else "failed start"
 
     def split_at_restarts(self, block: MetricsBlock) -> Iterator[MetricsBlock]:
-        """Split the lines at failures of the ranks, and book each failure on the way.
-
-        A failure that lost steps is marked by a line; a failure exactly at a checkpoint is not.
-        """
+        """Split the lines at failures of the ranks, and book each failure on the way. A failure that lost steps is
+        marked by a line; a failure exactly at a checkpoint is not."""
         number = block.records.get(0, {}).get("restart")
         while self._failed and isinstance(number, int) and self._failed[0].restart < number:
             self._end_restart()
@@ -263,10 +261,8 @@ class _Steps:
             self._rolled_back = False
 
     def _put(self, parts: Mapping[str, Amounts], ends: Amounts) -> None:
-        """Book the lines, grouped by the grain if a sink is set.
-
-        A line during which the number of nodes changes is booked alone.
-        """
+        """Book the lines, grouped by the grain if a sink is set. A line during which the number of nodes changes is
+        booked alone."""
         starts: Indices = np.zeros(1, dtype=np.intp)
         if self._grain is not None:
             starts = np.flatnonzero(np.diff(ends // self._grain, prepend=-1))

@@ -17,7 +17,8 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptEnd, AttemptOutcome, AttemptStart, CheckpointCommit, Hang, StartTimes
 from relayrun.control.rundir.restarts import FailedRestart, iteration_resets
 from relayrun.control.rundir.run import Run
-from relayrun.control.scheduler.job_history import Allocation, allocations
+from relayrun.control.scheduler.base import Allocation
+from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.errors import RunDirError
 from relayrun.files import read_json_lines
 
@@ -107,7 +108,8 @@ def read_run_facts(run: Run, *, now: float | None = None) -> RunAllocations:
         hint = f"relayrun status {run.path} says what it waits for"
         raise RunDirError("no attempt of this run has begun", where=run.path, hint=hint)
     job_ids = list(dict.fromkeys(each.begin.job_id for each in found))
-    known = allocations(plan, run, since=_first_submit(run, found) - 3600, job_ids=job_ids)
+    history = scheduler_for_plan(plan, run).history
+    known = history.allocations(plan, since=_first_submit(run, found) - 3600, job_ids=job_ids)
     return RunAllocations(
         run=run,
         plan=plan,
@@ -117,10 +119,8 @@ def read_run_facts(run: Run, *, now: float | None = None) -> RunAllocations:
 
 
 def _first_submit(run: Run, found: Sequence[AttemptFacts]) -> float:
-    """Time of the first submit; jobs may have had nodes long before the first attempt began.
-
-    The files of a copied directory are newer than its first attempt.
-    """
+    """Time of the first submit; jobs may have had nodes long before the first attempt began. The files of a copied
+    directory are newer than its first attempt."""
     times = [each.begin.job_start_time or each.begin.start_time for each in found]
     with contextlib.suppress(OSError):
         times += [run.config_revision(number).stat().st_mtime for number in run.revisions()[:1]]
@@ -130,10 +130,8 @@ def _first_submit(run: Run, found: Sequence[AttemptFacts]) -> float:
 def join_allocations(
     found: Sequence[AttemptFacts], known: Sequence[Allocation], *, plan: Plan, now: float
 ) -> list[NodeAllocation]:
-    """Join attempts with the scheduler's allocations; the chain's own records replace forgotten ones.
-
-    Allocations do not overlap: one job of a chain runs at a time.
-    """
+    """Join attempts with the scheduler's allocations; the chain's own records replace forgotten ones. Allocations do
+    not overlap: one job of a chain runs at a time."""
     result = []
     taken: set[int] = set()
     for number, each in enumerate(found):

@@ -51,10 +51,8 @@ class _LineForm:
 
 
 def read_metrics_blocks(path: Path, names: Sequence[str]) -> Iterator[MetricsBlock]:
-    """Yield the lines of an attempt's metrics, oldest first; nothing for a missing file.
-
-    `names`: the requested numbers. Lines that are not a whole JSON object are skipped: a killed writer leaves them.
-    """
+    """Yield the lines of an attempt's metrics, oldest first; nothing for a missing file. `names`: the requested
+    numbers. Lines that are not a whole JSON object are skipped: a killed writer leaves them."""
     try:
         file = open(path, "rb")  # noqa: SIM115 - closed below
     except FileNotFoundError:

@@ -9,10 +9,8 @@ from relayrun.control.rundir import evaluations
 from relayrun.control.rundir.evaluations import SubmittedEvaluation
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
-from relayrun.control.scheduler import job_history
-from relayrun.control.scheduler.base import Job, Scheduler
-from relayrun.control.scheduler.factory import local_scheduler, scheduler_for_plan
-from relayrun.control.scheduler.job_history import JobEnd
+from relayrun.control.scheduler.base import Job, JobEnd, Scheduler
+from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.errors import SchedulerError, user_name
 
 CLOCK_TOLERANCE_SECONDS = 3600.0
@@ -53,48 +51,29 @@ def query_queue(run: Run, plan: Plan | None = None, *, brief: bool = False) -> Q
     `plan`: the run's plan, if already read. `brief`: skip evaluations. Raises RunDirError if there is no run.
     """
     plan = Plan.load(run) if plan is None else plan
-    if plan.scheduler == "local":
-        return _ask_local(run, plan, brief=brief)
     try:
         asked = scheduler_for_plan(plan, run, patience=RETRY_SECONDS)
+        history = asked.history
         states = {} if brief else _evaluations(run, asked)
         jobs = asked.jobs(plan, anyone=True)
-        waiting_jobs = [job for job in jobs if job.waits]
+        waits = any(job.waits for job in jobs)
         hidden = not jobs and plan.owner is not None and chain_state.is_owned_by_another_user(plan)
-        if hidden and job_history.other_jobs_are_hidden():
+        if hidden and history.other_jobs_are_hidden():
             name = user_name(plan.owner or 0)
             return QueueStatus(hidden=f"Slurm shows the jobs of {name}, who owns this run, to nobody else")
+        idle = all(job.waits or job.state == "COMPLETING" for job in jobs)
         since = run.plan.stat().st_mtime - CLOCK_TOLERANCE_SECONDS
         fallback_jobs = asked.live_fallback_jobs(plan, anyone=True)
         return QueueStatus(
             jobs=jobs,
             fallback_jobs=fallback_jobs,
             evaluations=states,
-            reasons=job_history.pending_reasons(plan) if waiting_jobs or fallback_jobs else {},
-            last_job=job_history.last_job(plan, since=since) if _nothing_runs(jobs) else None,
+            reasons=history.pending_reasons(plan) if waits or fallback_jobs else {},
+            last_job=history.last_job(plan, since=since) if idle else None,
+            abandoned=history.abandoned_jobs() if waits else [],
         )
     except SchedulerError as error:
         return QueueStatus(error=error.message)
-
-
-def _ask_local(run: Run, plan: Plan, *, brief: bool) -> QueueStatus:
-    asked = local_scheduler(run)
-    try:
-        every = asked.every_job()
-        jobs = asked.live(every)
-        pending = any(job.state == "PENDING" for job in jobs)
-        return QueueStatus(
-            jobs=jobs,
-            evaluations={} if brief else _evaluations(run, asked),
-            last_job=job_history.last_local_job(every) if _nothing_runs(jobs) else None,
-            abandoned=job_history.abandoned_local_jobs(plan, run) if pending else [],
-        )
-    except SchedulerError as error:
-        return QueueStatus(error=error.message)
-
-
-def _nothing_runs(jobs: list[Job]) -> bool:
-    return all(job.waits or job.state == "COMPLETING" for job in jobs)
 
 
 def _evaluations(run: Run, asked: Scheduler) -> dict[str, str]:

@@ -32,8 +32,8 @@ from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run, stream_positions_path
 from relayrun.control.rundir.storage_limits import PurgeForecast, QuotaForecast
 from relayrun.control.rundir.triggers import Trigger
-from relayrun.control.scheduler.base import RESERVATION_GONE, Job
-from relayrun.control.scheduler.job_history import JobEnd
+from relayrun.control.scheduler import error_lines
+from relayrun.control.scheduler.base import RESERVATION_GONE, Job, JobEnd
 from relayrun.errors import RunDirError
 from relayrun.files import read_json, read_json_lines
 from relayrun.tokens.streams.lane_cursor import FAULT_REASONS, LaneCursor, skipped_rows
@@ -196,7 +196,7 @@ def _used_again(
     if begin is None or not excluded:
         return []
     struck = {strike.node for strike in strikes if strike.attempt >= begin.attempt}  # failed in this attempt
-    return [node for node in excluded if node in excluded_nodes.expand_nodelist(begin.nodes) and node not in struck]
+    return [node for node in excluded if node in error_lines.expand_nodelist(begin.nodes) and node not in struck]
 
 
 def _purges(run: Run, plan: Plan, durable: ResumePoint | None, *, living: bool) -> list[PurgeForecast]:

@@ -10,10 +10,11 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from relayrun.config.sections.batch_systems import batch_system
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run, is_stopped
 from relayrun.control.scheduler import slurm
-from relayrun.control.scheduler.slurm import QueuedJob
+from relayrun.control.scheduler.base import Job
 from relayrun.errors import RunDirError, SchedulerError
 from relayrun.watch.status import queue
 from relayrun.watch.status.cron_check_record import FolderCache
@@ -32,7 +33,7 @@ class RunsWatcher:
     def __init__(self, *, without_jobs: Collection[Path] = ()) -> None:
         """`without_jobs`: run directories whose end the caller knows, if they have no job now."""
         self._without_jobs = without_jobs
-        self._jobs: dict[str, list[QueuedJob]] = {}
+        self._jobs: dict[str, list[Job]] = {}
         self._error: str | None = None
         self._quiet: dict[Path, tuple[float, QueueStatus]] = {}
         self._plans: dict[Path, Plan] = {}
@@ -59,14 +60,15 @@ class RunsWatcher:
         silent: QueueStatus | None = None
         for run in runs:
             try:
-                plan = self._plans.get(run.path)
+                plan = self._plans.get(run.path) or Plan.load(run)
+                shared = batch_system(plan.scheduler).slurm
                 if is_stopped(run):
                     answer = QueueStatus()
-                elif silent is not None and (plan or Plan.load(run)).scheduler == "slurm":
+                elif silent is not None and shared:
                     answer = silent
                 else:
-                    answer = self._queue(run, brief=brief)
-                    silent = answer if answer.error is not None else silent
+                    answer = self._queue(run, plan, brief=brief)
+                    silent = answer if shared and answer.error is not None else silent
                 found.append(read(run, answer, now=now, plan=plan, cache=cache))
             except (RunDirError, OSError) as error:  # a damaged run must not hide the others
                 damaged.append(DamagedRun(path=str(run.path), error=getattr(error, "message", None) or str(error)))
@@ -78,23 +80,21 @@ class RunsWatcher:
             with contextlib.suppress(RunDirError, OSError):
                 self._plans[run.path] = Plan.load(run)
         live = [plan for run in runs if (plan := self._plans.get(run.path)) is not None and not is_stopped(run)]
-        names = [plan.job_name for plan in live if plan.scheduler == "slurm"]
+        names = [plan.job_name for plan in live if batch_system(plan.scheduler).slurm]
         try:
             self._jobs, self._error = slurm.jobs_by_name(names, patience=queue.RETRY_SECONDS), None
         except SchedulerError as error:
             self._jobs, self._error = {}, error.message
 
-    def _queue(self, run: Run, *, brief: bool) -> QueueStatus:
-        plan = self._plans.get(run.path) or Plan.load(run)
-        if plan.scheduler != "slurm":
+    def _queue(self, run: Run, plan: Plan, *, brief: bool) -> QueueStatus:
+        if not batch_system(plan.scheduler).slurm:
             return queue.query_queue(run, plan, brief=brief)
         if self._error is not None:
             return QueueStatus(error=self._error)
         found = self._jobs.get(plan.job_name, [])
         if found:
             self._quiet.pop(run.path, None)
-            reasons = {each.job.id: each.reason for each in found if each.reason}
-            return QueueStatus(jobs=[each.job for each in found], reasons=reasons)
+            return QueueStatus(jobs=found, reasons={job.id: job.reason for job in found if job.reason})
         if run.path in self._without_jobs:
             return QueueStatus()
         submitted = run.plan.stat().st_mtime

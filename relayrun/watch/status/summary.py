@@ -24,8 +24,7 @@ from relayrun.control.rundir.records import AttemptEnd, AttemptStart, ChainEnd, 
 from relayrun.control.rundir.restarts import resets_iteration
 from relayrun.control.rundir.run import Run, read_stop
 from relayrun.control.scheduler import job_history
-from relayrun.control.scheduler.base import RESERVATION_GONE
-from relayrun.control.scheduler.job_history import JobEnd
+from relayrun.control.scheduler.base import RESERVATION_GONE, JobEnd
 from relayrun.errors import RunDirError
 from relayrun.watch.status.cron_check_record import FolderCache, LastCronCheck, last_cron_check
 from relayrun.watch.status.queue import QueueStatus

@@ -15,10 +15,8 @@ MicroBatchTry = dict[str, Any]
 
 
 def search_micro_batch(first: int, largest: int, attempt: Callable[[int], MicroBatchTry]) -> list[MicroBatchTry]:
-    """Try `first`, then double it while it fits and is at most `largest`, or halve it until it fits.
-
-    Returns all tries in order. `attempt(micro_batch)` returns a record with `fits`.
-    """
+    """Try `first`, then double it while it fits and is at most `largest`, or halve it until it fits. Returns all tries
+    in order. `attempt(micro_batch)` returns a record with `fits`."""
     tries = [attempt(first)]
     while tries[-1]["fits"] and 2 * tries[-1]["micro_batch"] <= largest:
         tries.append(attempt(2 * tries[-1]["micro_batch"]))

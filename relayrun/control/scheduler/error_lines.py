@@ -1,0 +1,168 @@
+"""The node to blame for a failed attempt, from lines of srun and the last words of ranks.
+
+No field says it: srun, torch, the shell and Python report a failure in words alone, and their words stand here. An
+error that all ranks share blames no node.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from relayrun.control.rundir.records import RankFailure
+
+TASK_END = re.compile(r"^(?:.*\s)?srun: error: (\S+): tasks? ([\d,\-\[\]]+): (.+)$")
+_NODE_FAILURE = re.compile(r"^(?:.*[ \t])?(?:(?:srun|slurmstepd\S*): .*[Nn]|error: N)ode failure on (\S+)", re.M)
+_LAUNCH_FAILURE = re.compile(r"^(?:.*[ \t])?srun: error: Task launch for \S+ failed on node (\S+): (.+)$", re.M)
+_TERMINATING = re.compile(r"^(?:.*\s)?(?:srun: .*\bTerminating Step|error: \*\*\* (?:STEP|JOB) )")
+"""Here and above a line may begin with any text: slurmstepd adds a time, its name, or a label."""
+_SECONDARY = re.compile(
+    r"connection (?:was )?(?:closed|reset|refused|aborted)|broken pipe|remote process exited|ncclRemoteError|watchdog"
+    r"|collective operation timeout|timeout caused pair closure|Dist(?:Network|Store)Error|socket timeout"
+    r"|wait timeout|terminated|SIGTERM|^KeyboardInterrupt|^SystemExit|ChildFailedError|CalledProcessError",
+    re.I,
+)
+_NOT_NODE_RELATED = re.compile(
+    r"EADDRINUSE|address already in use|\bport \S+ is already in use|another process is utilizing it|gai ?error"
+    r"|name or service not known|failure in name resolution|no address associated with|could not resolve host"
+    r"|python\S*: (?:can't open file .*\[Errno 20?\]|can't find '__main__'|(?:Error while finding .*)?No module named)"
+    r"|(?:^|[\s/])(?:ba|da|z|k)?sh: (?:\d+: cannot open .+: |(?!line )[^:]+: )No such file",
+    re.I,
+)
+"""A port that another program holds, a name that does not resolve, a script that does not exist."""
+_HARDWARE_ERROR = re.compile(r"CUDA error|uncorrectable|\bXid\b|Input/output error|Stale file handle", re.I)
+"""Words of a sick node: beside them no other line in a log is the cause."""
+_LAST_WORDS = re.compile(
+    r"^(?:\s*(?:\[[^\]]*\](?:<\w+>)?:?|\d+:))*\s*"
+    r"(?:[\w.]*(?:Error|Exception|gaierror)(?::| \()|The (?:IPv4|server socket) "
+    r"|(?:.*/)?(?:python[\d.]*|(?:ba|da|z|k)?sh|curl|wget|ssh): )"
+)
+"""After rank labels: the last line of a traceback, torch's message about a socket, an interpreter's about its script.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskEnd:
+    """One line of srun about the end of tasks."""
+
+    nodes: list[str]
+    tasks: set[int]
+    what: str
+    """In srun's words: `Killed`, `Exited with exit code 1`, ..."""
+    ended: bool
+    """The step was already ending, so that a signal may be srun's own."""
+
+    @property
+    def signalled(self) -> bool:
+        return not self.what.startswith("Exited")
+
+
+def is_secondary_error(error: str) -> bool:
+    """True if a rank's last words only report that another rank is gone, or that it was told to end."""
+    return _SECONDARY.search(error) is not None and not is_not_node_related(error)
+
+
+def is_not_node_related(words: str) -> bool:
+    """True if the words of a failure name a cause that lies in no node."""
+    return _NOT_NODE_RELATED.search(words) is not None
+
+
+def task_ends(log: str) -> list[TaskEnd]:
+    """Return srun's lines about the ends of tasks in a job's standard error, in their order."""
+    found, ended = [], False
+    for line in log.splitlines():
+        ended = ended or _TERMINATING.match(line) is not None
+        if task := TASK_END.match(line):
+            nodes, tasks = expand_nodelist(task[1]), set(map(int, expand_nodelist(task[2])))
+            found.append(TaskEnd(nodes=nodes, tasks=tasks, what=task[3].strip(), ended=ended))
+    return found
+
+
+def expand_nodelist(text: str) -> list[str]:
+    """Expand a compressed list: `n[1-3],m` is n1, n2, n3, m, and `0-2` is 0, 1, 2. Other text stays as it is."""
+    found = []
+    for name, ranges in re.findall(r"([^,\[\]]*)(?:\[([^\]]*)\])?,?", text.rstrip(":.")):
+        if not ranges and re.fullmatch(r"\d+-\d+", name):
+            name, ranges = "", name
+        for part in ranges.split(",") if ranges else [""]:
+            first, dash, last = part.partition("-")
+            if dash and first.isdecimal() and last.isdecimal():
+                found += [f"{name}{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
+            elif name or part:
+                found.append(name + part)
+    return found
+
+
+def cause_outside_nodes(log: str, first: TaskEnd | RankFailure | None) -> str:
+    """Return the words of a cause that lies in no node; empty if the cause is another. `first`: the first failure. A
+    rank's record counts; without one the last words in the log, unless a task was ended by a signal of its own."""
+    if isinstance(first, RankFailure):
+        return first.error if is_not_node_related(first.error) else ""
+    if (first is not None and first.signalled and not first.ended) or _HARDWARE_ERROR.search(log):
+        return ""
+    said = [line.strip() for line in log.splitlines() if _LAST_WORDS.match(line) and not is_secondary_error(line)]
+    return said[-1] if said and is_not_node_related(said[-1]) else ""
+
+
+def first_failure(log: str, failures: Sequence[RankFailure]) -> TaskEnd | RankFailure | None:
+    """Return the end of the task that failed first by itself: its rank's record or, without one, srun's line.
+
+    srun ends the other tasks, and their ranks see a connection closed: neither is evidence. So srun's order counts,
+    except for tasks with secondary words: srun may report a peer first. None if no task can be named.
+    """
+    ends = task_ends(log)
+    primary = sorted((entry for entry in failures if not is_secondary_error(entry.error)), key=lambda entry: entry.time)
+    for end in ends:
+        if end.ended or end.what.startswith("Terminated"):
+            continue
+        said = [failure for failure in failures if failure.rank in end.tasks]
+        if any(failure in primary for failure in said):
+            return primary[0]
+        if not said:
+            return end
+    return primary[0] if primary else _killed_by_itself(ends)
+
+
+def _killed_by_itself(ends: Sequence[TaskEnd]) -> TaskEnd | None:
+    """Return the killed task if only its peers left words and no other task was terminated or killed before. A task
+    that ignores srun's SIGTERM is killed too, KillWait later: then the two cases cannot be told apart."""
+    killed = []
+    for end in ends:
+        if end.what.startswith("Terminated"):
+            break
+        if end.ended and end.signalled:
+            killed.append(end)
+    return killed[0] if len(killed) == 1 else None
+
+
+def blamed_nodes(log: str, failures: Sequence[RankFailure], *, ntasks: int) -> dict[str, str]:
+    """Return the nodes to blame for a failed attempt, with the reason in words. `log`: standard error of its job.
+
+    A node failure that Slurm reports always counts. Otherwise the node is blamed whose task failed first by itself
+    (`first_failure`) or could not be started. No node is blamed if all tasks ended in the same way, if several nodes
+    had the same error, if the cause lies in no node (`cause_outside_nodes`), or if no task can be named.
+    """
+    if lost := [node for nodes in _NODE_FAILURE.findall(log) for node in expand_nodelist(nodes.strip(":,."))]:
+        return dict.fromkeys(lost, "node failure")
+    unstarted = {node: what for nodes, what in _LAUNCH_FAILURE.findall(log) for node in expand_nodelist(nodes)}
+    if unstarted:
+        return unstarted if len(unstarted) == 1 else {}
+    if len(failures) >= ntasks > 1 and len({failure.error for failure in failures}) == 1:
+        return {}
+    first = first_failure(log, failures)
+    if cause_outside_nodes(log, first):
+        return {}
+    if isinstance(first, RankFailure):
+        primary = [failure for failure in failures if not is_secondary_error(failure.error)]
+        alike = {failure.node for failure in primary if failure.error == first.error}
+        several = {failure.node for failure in primary} if not task_ends(log) else alike  # the nodes' clocks may differ
+        return {first.node: first.error} if len(alike | several) == 1 else {}
+    if first is None or len(first.nodes) != 1 or _all_tasks_alike(log, first, ntasks):
+        return {}
+    return {first.nodes[0]: first.what}
+
+
+def _all_tasks_alike(log: str, first: TaskEnd, ntasks: int) -> bool:
+    alike = [end for end in task_ends(log) if end.what == first.what and not (end.ended and end.signalled)]
+    return len({task for end in alike for task in end.tasks}) >= ntasks > 1
