@@ -19,6 +19,8 @@ from relayrun.config.compose.resolve import config_differences
 from relayrun.config.compose.schema import CommonConfig, RunConfig
 from relayrun.config.compose.yaml_file import LocatedSettings
 from relayrun.control.rundir.find_runs import find_run
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.trust import refuse_untrusted
 from relayrun.control.scheduler import local
 from relayrun.control.scheduler.factory import local_scheduler
 from relayrun.errors import RelayrunError, RunDirError
@@ -206,10 +208,13 @@ def add_resume_arguments(parser: argparse.ArgumentParser) -> None:
 def run_resume(options: argparse.Namespace) -> int:
     """Submit a run with its newest revision, changed by --set, even if its chain has ended. Raises RelayrunError."""
     found = find_run(options.name)
+    if found.plan.exists():
+        Plan.load_trusted(found)
     newest = max(found.revisions(), default=None)
     if newest is None:
         raise RunDirError("this run has no config to go on with", where=found.config, hint="use `relayrun submit`")
     path = found.config_revision(newest)
+    refuse_untrusted(found.path, [f"config/{path.name}"])
     place = f"run_dir={quote_yaml(str(found.path))}"  # the run may have moved
     given = resolve.read_settings(path, [*options.overrides, place])
     config = resolve.validate_settings(given)
