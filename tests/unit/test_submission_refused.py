@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import shutil
 import tempfile
@@ -118,6 +119,7 @@ def shared() -> Iterator[Workspace]:
         work.mkdir()
         os.chown(work, OWNER.uid, TEAM)
         work.chmod(0o2775)
+        codecs.lookup("ascii")  # loaded now: another user may not be able to read this Python's files
         yield Workspace.make(work)
     finally:
         os.umask(mask)

@@ -92,10 +92,16 @@ def check_run(
 
 def check_config(config: CommonConfig, given: LocatedSettings | None = None) -> Findings:
     """Look at what the config alone, and this machine's Pythons, tell."""
+    findings = settings_findings(config, given)
+    programs.check_programs(config, findings)
+    return findings
+
+
+def settings_findings(config: CommonConfig, given: LocatedSettings | None = None) -> Findings:
+    """Look at the settings themselves; nothing that they name is started or opened."""
     findings = Findings(config, given)
     settings.check_settings(config, findings)
     slurm.check_job_settings(config, findings)
-    programs.check_programs(config, findings)
     return findings
 
 
