@@ -75,10 +75,12 @@ def hostile_project(top: Path) -> Path:
     Campaign(kind="stages", name="theirs/stages", owner=0, scheduler="slurm", at_once=None, members=members).save(
         campaign
     )
-    for lock in (ended.path / "local/queue.lock", ended.path / "local/runner.lock", live.path / ".submit.lock"):
+    (runs / "logs").mkdir()
+    (runs / f"logs/{Plan.load(ended).job_name}-1.err").write_text("words of a job\n")
+    for lock in (ended.path / "local/queue.lock", waiting.path / "local/runner.lock", live.path / ".submit.lock"):
         lock.unlink(missing_ok=True)
         lock.symlink_to(top / "mine")
-    os.mkfifo(live.path / "quota.json")
+    os.mkfifo(waiting.path / "quota.json")
     make_configs(folder, [ended, live, waiting], command)
     for name in ("yaml.py", "rich.py", "pydantic.py", "sitecustomize.py", "relayrun.py"):
         (folder / name).write_text(f"open({str(harm / name)!r}, 'w')\n")

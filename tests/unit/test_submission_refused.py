@@ -119,7 +119,8 @@ def shared() -> Iterator[Workspace]:
         work.mkdir()
         os.chown(work, OWNER.uid, TEAM)
         work.chmod(0o2775)
-        codecs.lookup("ascii")  # loaded now: another user may not be able to read this Python's files
+        for name in ("ascii", "latin-1"):  # loaded now: another user may not be able to read this Python's files
+            codecs.lookup(name)
         yield Workspace.make(work)
     finally:
         os.umask(mask)
