@@ -30,7 +30,6 @@ from relayrun.control.rundir.campaign import Campaign, CampaignMembership
 from relayrun.control.rundir.checkpoint_records import BEGINNING, Lineage, ResumePoint, resume_point
 from relayrun.control.rundir.plan import ACTED_ON_NAMES, Plan
 from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.trust import refuse_untrusted
 from relayrun.control.scheduler import job_history
 from relayrun.control.scheduler.base import CONTROLLER_PATIENCE, Scheduler
 from relayrun.control.scheduler.factory import scheduler_for_plan, slurm_scheduler
@@ -43,6 +42,7 @@ from relayrun.submit.check.report import CheckReport, check_run
 from relayrun.submit.run_plan import log_folder, make_plan
 from relayrun.tokens.mixture.data_change import integer_mixture_weights
 from relayrun.tokens.shards.manifest import Manifest
+from relayrun.trust import refuse_untrusted
 
 log = logging.getLogger(__name__)
 

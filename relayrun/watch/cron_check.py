@@ -29,8 +29,8 @@ from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.find_runs import find_runs_below
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
-from relayrun.control.rundir.trust import UntrustedError
 from relayrun.errors import InputError, RelayrunError, RunDirError, user_name
+from relayrun.trust import UntrustedError
 from relayrun.watch import unsent_notices
 from relayrun.watch.status import cron_check_record
 from relayrun.watch.status.cron_check_record import LATE_CHECK_SECONDS, CronCheckRecord

@@ -19,9 +19,9 @@ from relayrun.control.chain import supervisor
 from relayrun.control.rundir import mirror
 from relayrun.control.rundir.checkpoint_records import BEGINNING, ResumePoint
 from relayrun.control.rundir.mirror import CheckpointCopy, MirrorOwner, MirrorPolicy
+from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import ChainEnd, Heartbeat
 from relayrun.control.rundir.run import Run, stop_reason, write_stop
-from relayrun.control.rundir.trust import UntrustedError
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.control.scheduler.local_queue import JOB_ID_VARIABLE
 from relayrun.errors import ConfigError, RunDirError, SchedulerError
@@ -32,6 +32,7 @@ from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.train.mirror import sync
 from relayrun.train.mirror.destination import CopyRateLimit
 from relayrun.train.mirror.sync import destination_at
+from relayrun.trust import UntrustedError
 from tests.history import began
 from tests.slurm.test_triggers_uids import MEMBER, OWNER, TEAM, acting_as
 from tests.workspace import Workspace
@@ -195,7 +196,8 @@ def test_what_a_group_may_write_is_refused_before_a_job_starts(
             run.stop.unlink()
             path.chmod(mode)
         assert supervisor.begin_attempt(Run(run.path)) == 0
-        LocalScheduler(run).cancel(job)
+        for found in LocalScheduler(run).jobs(Plan.load(run)):
+            LocalScheduler(run).cancel(found.id)
         (untouched := next(path for path in run.code.rglob("errors.py"))).chmod(0o664)
         with pytest.raises(UntrustedError, match=f"chmod -R go-w {run.path}"):
             submission.submit_run(wanted, resume=True)

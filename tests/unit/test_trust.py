@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.rundir import trust
-from relayrun.control.rundir.trust import UntrustedError, group_writable_parent, read_trusted, read_with_owner
+from relayrun import trust
 from relayrun.files import open_lock, read_bytes, read_json_lines, writable_by_owner_alone
+from relayrun.trust import UntrustedError, group_writable_parent, read_trusted, read_with_owner
 
 ME, OTHER = 61_021, 61_022
 

@@ -21,7 +21,6 @@ from relayrun.config.compose.schema import CommonConfig, RunConfig
 from relayrun.config.compose.yaml_file import LocatedSettings
 from relayrun.control.rundir.find_runs import find_run
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.trust import refuse_untrusted
 from relayrun.control.scheduler import local
 from relayrun.control.scheduler.factory import local_scheduler
 from relayrun.errors import RelayrunError, RunDirError, describe_owner
@@ -31,6 +30,7 @@ from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.submit.check.findings import CheckFinding
 from relayrun.submit.check.report import CheckReport, settings_findings
 from relayrun.submit.launcher_overrides import quote_yaml
+from relayrun.trust import refuse_untrusted
 from relayrun.watch import unsent_notices
 from relayrun.watch.follow import ProgressFollower
 from relayrun.watch.text import json_text, print_table

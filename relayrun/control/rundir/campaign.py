@@ -24,9 +24,9 @@ from typing import Any, Literal
 from relayrun.control.rundir import checkpoint_records
 from relayrun.control.rundir.records import Record
 from relayrun.control.rundir.run import Run, is_stopped
-from relayrun.control.rundir.trust import read_with_owner, refuse_untrusted
 from relayrun.errors import RunDirError
 from relayrun.files import write_atomic, write_json
+from relayrun.trust import read_with_owner, refuse_untrusted
 
 MEMBERSHIP_NAME = "membership.json"
 

@@ -15,8 +15,8 @@ from relayrun.config.sections.chain import ChainSection
 from relayrun.config.sections.dataclass_section import read_section
 from relayrun.control.rundir.records import Record
 from relayrun.control.rundir.run import PLAN_NAME, Run
-from relayrun.control.rundir.trust import OTHER_OWNER_HINT, UntrustedError, read_with_owner, refuse_untrusted
 from relayrun.errors import RunDirError, user_name
+from relayrun.trust import OTHER_OWNER_HINT, UntrustedError, read_with_owner, refuse_untrusted
 
 PLAN_FORMAT = 3
 """Format number of the run directory; `Plan.migrate` converts an older one, and a newer one is refused."""

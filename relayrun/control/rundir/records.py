@@ -20,9 +20,9 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from relayrun.control.rundir.trust import read_trusted
 from relayrun.errors import RunDirError
 from relayrun.files import append_line, read_bytes, write_json
+from relayrun.trust import read_trusted
 
 if TYPE_CHECKING:  # newer than the oldest Python of a batch script
     from typing import Self
@@ -71,7 +71,7 @@ class Record:
 
     @classmethod
     def read_trusted(cls, folder: Path | str, name: str) -> Self | None:
-        """Read a record that names programs or addresses: also raises UntrustedError, see `rundir.trust`."""
+        """Read a record that names programs or addresses: also raises UntrustedError, see `relayrun.trust`."""
         try:
             text = read_trusted(folder, name)
         except FileNotFoundError:

@@ -19,7 +19,6 @@ from relayrun.control.rundir.checkpoint_records import Lineage, ResumePoint, res
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.control.rundir.time_limit import GRACE_SAVES, start_seconds
-from relayrun.control.rundir.trust import OTHER_OWNER_HINT
 from relayrun.control.scheduler import job_history
 from relayrun.control.scheduler.base import RESERVATION_GONE, Scheduler
 from relayrun.control.scheduler.factory import scheduler_for_plan
@@ -32,6 +31,7 @@ from relayrun.submit.check.findings import Findings
 from relayrun.submit.run_plan import stop_after
 from relayrun.tokens.mixture.data_change import AcceptedData, apply_data_change
 from relayrun.tokens.shards.manifest import Manifest
+from relayrun.trust import OTHER_OWNER_HINT
 
 Config = TypeVar("Config", bound=CommonConfig)
 
