@@ -19,6 +19,7 @@ from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.submit.check.findings import Findings
 from relayrun.submit.forecast import Forecast, forecast_run, format_bytes
 from relayrun.tokens.shards.manifest import Manifest
+from relayrun.trust import group_writable_parent
 
 USABLE_GPU_MEMORY = 0.9
 """Share of a GPU's memory that a run can use; the rest is for CUDA, NCCL's buffers and gaps."""
@@ -60,6 +61,9 @@ def check_run(
     storage.check_written_paths(config, run, log_folder, findings)
     with findings.catching("place.run_dir", ok=f"run directory {run.path}"):
         existing_run.refuse_unwritable_run(run)
+        if run.path.exists() and (above := group_writable_parent(run.path)) is not None:
+            words = f"the group of {above} may rename run directories there, and cannot change what lies in them"
+            findings.ok("place.run_dir", words, where=above)
     read = megatron_lm.as_native_config(config, findings) if isinstance(config, MegatronConfig) else config
     manifest = data.check_data(read, run, findings) if isinstance(read, RunConfig) else None
     used: list[DatasetUsage] = []
