@@ -529,7 +529,7 @@ def test_a_job_looks_once_a_minute(run: Run, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-def test_the_next_command_sends_and_status_says_what_is_not_sent(
+def test_a_command_that_acts_sends_and_status_says_what_is_not_sent(
     run: Run, web: Web, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HOOK", raising=False)
@@ -541,8 +541,13 @@ def test_the_next_command_sends_and_status_says_what_is_not_sent(
     assert "1 not sent: t0: the environment variable HOOK is not set on " in capsys.readouterr().out
     monkeypatch.setenv("HOOK", f"http://127.0.0.1:{web.port}/hook")
 
-    def told() -> bool:  # the process of the command before may have its turn, without the variable
+    with monkeypatch.context() as patch:
+        patch.setattr(unsent_notices, "_start", lambda *_: pytest.fail("a look sends"))
         main(["logs", str(run.path)])
+        main(["status", str(run.path)])
+
+    def told() -> bool:  # the process of the command before may have its turn, without the variable
+        main(["stop", str(run.path)])
         return bool(web.requests)
 
     wait_for(told)
