@@ -11,6 +11,7 @@ What lies where. A room imports only rooms that stand below it in this list, whi
     config.compose    from YAML files to one checked config
     control           what decides and survives: chain, agents, trainers, scheduler, run directory
     config.sections   the settings of a run
+    trust             whose a file is, and whether it may start a program
     slurmtime         durations as Slurm writes them
     places            the code, the files that belong to it, and the project
     masking           secrets in text that people see

@@ -84,6 +84,17 @@ def umask() -> int:
         return next((int(line.split()[1], 8) for line in status if line.startswith(b"Umask:")), 0o022)
 
 
+@contextlib.contextmanager
+def writable_by_owner_alone() -> Iterator[None]:
+    """Withhold write permission from group and others for all that this process makes in a `with` block."""
+    before = os.umask(0o022)
+    os.umask(before | 0o022)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
 def write_atomic(path: str | os.PathLike[str], data: str | bytes, *, mode: int = 0o666, durable: bool = True) -> None:
     """Write `data` to `path` whole or not at all; the file gets `mode` less the umask. `durable` syncs it to disk."""
     path = Path(path)
@@ -237,14 +248,19 @@ def read_with_identity(path: str | os.PathLike[str]) -> tuple[bytes, FileIdentit
     ten files of each, for which `open` takes twice as long."""
     fd, found = _open_for_reading(path)
     try:
-        text = os.read(fd, found.st_size)
-        while len(text) != found.st_size or not text:  # a part, or a file that does not tell its size
-            if not (part := os.read(fd, READ_BLOCK)):
-                break
-            text += part
+        return read_descriptor(fd, found.st_size), (found.st_ino, found.st_mtime_ns)
     finally:
         os.close(fd)
-    return text, (found.st_ino, found.st_mtime_ns)
+
+
+def read_descriptor(fd: int, size: int) -> bytes:
+    """Read a file of `size` bytes, as its status says, from the start. Raises OSError."""
+    text = os.read(fd, size)
+    while len(text) != size or not text:  # a part, or a file that does not tell its size
+        if not (part := os.read(fd, READ_BLOCK)):
+            break
+        text += part
+    return text
 
 
 def file_identity(path: str | os.PathLike[str]) -> FileIdentity:
@@ -254,12 +270,14 @@ def file_identity(path: str | os.PathLike[str]) -> FileIdentity:
 
 
 def _open_for_reading(path: str | os.PathLike[str]) -> tuple[int, os.stat_result]:
-    """Return an open descriptor, which the caller closes, and its status. Raises OSError as `open` does."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    """Return an open descriptor, which the caller closes, and its status. Raises OSError as `open` does, and for a pipe
+    or a device, which another user may put into a run directory: a reader would wait or read for ever."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     found = os.fstat(fd)
-    if stat.S_ISDIR(found.st_mode):
+    if not stat.S_ISREG(found.st_mode):
         os.close(fd)
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+        number = errno.EISDIR if stat.S_ISDIR(found.st_mode) else errno.EINVAL
+        raise OSError(number, os.strerror(number), os.fspath(path))
     return fd, found
 
 
@@ -296,7 +314,7 @@ def read_json_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """Yield the complete records of a file written by `append_line`; a missing file has none. A line that is not valid
     JSON is skipped: a killed writer left it."""
     try:
-        file = open(path, encoding="utf-8", errors="replace")  # noqa: SIM115 - closed below, where the generator is
+        file = open(_open_for_reading(path)[0], encoding="utf-8", errors="replace")  # noqa: SIM115 - closed below
     except FileNotFoundError:  # and no other error: a file system that is away for a moment does not empty a record
         return
     with file:
@@ -421,10 +439,16 @@ def unused_name(folder: Path, name: str) -> Path:
     return next(path for path in candidates if not os.path.lexists(path))
 
 
+def open_lock(path: str | os.PathLike[str], flags: int = os.O_RDWR | os.O_CREAT) -> int:
+    """Open a lock file, made if it is missing. Nothing is truncated, and a link, which somebody may have put there, is
+    not followed. Raises OSError."""
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
+
 @contextlib.contextmanager
 def folder_lock(folder: Path, *, patience: float = 20.0) -> Iterator[bool]:
     """Hold the file `lock` of a folder; yield whether it was acquired within `patience` seconds. Raises OSError."""
-    fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    fd = open_lock(folder / "lock")
     try:
         deadline, held = time.monotonic() + patience, False
         while not held:
@@ -447,7 +471,7 @@ def exclusive_maker(final: Path) -> Iterator[bool]:
     final.parent.mkdir(parents=True, exist_ok=True)
     lock, held = final.with_name(f".{final.name}.lock"), True
     while True:
-        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fd = open_lock(lock)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

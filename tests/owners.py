@@ -10,20 +10,28 @@ import pytest
 
 
 def give_away(monkeypatch: pytest.MonkeyPatch, *paths: Path) -> None:
-    """Let the file system say that these files and folders belong to another user."""
-    lstat, stat = os.lstat, os.stat
+    """Let the file system say that these files and folders belong to another user, by name and by descriptor."""
+    lstat = os.lstat
 
-    def look(path: str | os.PathLike[str]) -> os.stat_result:
-        found = lstat(path)
-        if Path(path) not in paths:
-            return found
-        fields = list(found[:10])
-        fields[4] += 1
-        return os.stat_result(fields)
+    def is_theirs(found: os.stat_result) -> bool:
+        for path in paths:
+            try:
+                if os.path.samestat(found, lstat(path)):
+                    return True
+            except FileNotFoundError:
+                continue
+        return False
 
-    def look_behind(path: Any, **more: Any) -> os.stat_result:
-        real = None if more or isinstance(path, int) else Path(os.path.realpath(path))
-        return look(real) if real in paths else stat(path, **more)
+    def changed(look: Any) -> Any:
+        def looked(*given: Any, **more: Any) -> os.stat_result:
+            found: os.stat_result = look(*given, **more)
+            if not is_theirs(found):
+                return found
+            fields = list(found[:10])
+            fields[4] += 1
+            return os.stat_result(fields)
 
-    monkeypatch.setattr(os, "lstat", look)
-    monkeypatch.setattr(os, "stat", look_behind)
+        return looked
+
+    for name in ("lstat", "stat", "fstat"):
+        monkeypatch.setattr(os, name, changed(getattr(os, name)))

@@ -25,6 +25,7 @@ look() {
 
 trap ended USR2 TERM
 
+umask g-w,o-w # the next job executes what this one writes
 pause=5
 while :; do # as long as the job lasts: a controller or a file system may be away
   look &

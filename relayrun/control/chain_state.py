@@ -1,26 +1,22 @@
 """The state of a chain by its records: failed attempts in a row, signs of life, the owner, and the times of its jobs.
 
 Reads the run directory and the scheduler, and changes nothing. Slurm may hide the jobs of other users
-(PrivateData=jobs), so the heartbeats of an attempt show whether it is alive. A run may be taken over by another user
-while a job begins: the job writes begin.json and then reads the plan, the submit writes the plan and then looks for
-begin.json, so at least one of them sees the other.
+(PrivateData=jobs), so the heartbeats of an attempt show whether it is alive.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from relayrun.control.job_log import log_line
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import Heartbeat
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import Scheduler
-from relayrun.errors import RelayrunError, user_name
+from relayrun.errors import RelayrunError
 
 
 def count_failed_attempts(run: Run, plan: Plan, *, last: int | None = None) -> int:
@@ -99,27 +95,3 @@ def longest_heartbeat_interval(beats: Sequence[Heartbeat]) -> float:
 def is_owned_by_another_user(plan: Plan) -> bool:
     """Return whether another user than this process's owns the run."""
     return plan.owner not in (None, os.geteuid())
-
-
-TAKE_OVER_SECONDS = 10.0
-"""Seconds for the submit to put the plan back."""
-
-
-def is_taken_over(plan: Plan, job_id: str) -> bool:
-    """Return whether another user owns the plan, and log the owner."""
-    if plan.owner is None or not is_owned_by_another_user(plan):
-        return False
-    log_line(f"this run has been taken over by {user_name(plan.owner)}; job {job_id} leaves it alone")
-    return True
-
-
-def is_taken_over_meanwhile(run: Run, job_id: str) -> bool:
-    """Return whether another user has taken the run over while this job began, and stays its owner."""
-    plan = Plan.load(run)
-    if is_owned_by_another_user(plan):
-        log_line("another user is about to take this run over; a submit that finds this attempt puts the plan back")
-    deadline = time.monotonic() + TAKE_OVER_SECONDS
-    while is_owned_by_another_user(plan) and time.monotonic() < deadline:
-        time.sleep(0.5)
-        plan = Plan.load(run)
-    return is_taken_over(plan, job_id)

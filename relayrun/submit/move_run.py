@@ -26,7 +26,7 @@ from typing import Any
 
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError, RunDirError
-from relayrun.files import append_line, free_space, fsync_directory, read_json, read_json_lines, write_json
+from relayrun.files import append_line, free_space, fsync_directory, open_lock, read_json, read_json_lines, write_json
 from relayrun.tokens.stores.direct_io import HashingFile, file_checksum
 
 CHUNK_BYTES = 8 << 20
@@ -323,7 +323,7 @@ def _proven(staging: Path) -> dict[str, dict[str, Any]]:
 @contextlib.contextmanager
 def _no_submit(source: Path) -> Iterator[None]:
     """Keep others from submitting the run meanwhile. Raises RunDirError if somebody does."""
-    with open(source / ".submit.lock", "a") as lock:
+    with open(open_lock(source / ".submit.lock"), "wb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

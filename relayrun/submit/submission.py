@@ -28,19 +28,20 @@ from relayrun.control.notify import notices
 from relayrun.control.rundir import campaign, mirror, triggers
 from relayrun.control.rundir.campaign import Campaign, CampaignMembership
 from relayrun.control.rundir.checkpoint_records import BEGINNING, Lineage, ResumePoint, resume_point
-from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.plan import ACTED_ON_NAMES, Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import CONTROLLER_PATIENCE, Scheduler
 from relayrun.control.scheduler.factory import scheduler_for_plan, slurm_scheduler
 from relayrun.errors import ConfigError, RunDirError
-from relayrun.files import write_atomic
+from relayrun.files import open_lock, writable_by_owner_alone, write_atomic
 from relayrun.submit import code_snapshot, initial_checkpoint, policies
 from relayrun.submit.check import existing_run
-from relayrun.submit.check.existing_run import SubmitIntent
+from relayrun.submit.check.existing_run import FormerRun, SubmitIntent
 from relayrun.submit.check.report import CheckReport, check_run
 from relayrun.submit.run_plan import log_folder, make_plan
 from relayrun.tokens.mixture.data_change import integer_mixture_weights
 from relayrun.tokens.shards.manifest import Manifest
+from relayrun.trust import refuse_untrusted
 
 log = logging.getLogger(__name__)
 
@@ -67,11 +68,13 @@ def submit_run(
 ) -> SubmittedRun:
     """Check, prepare the run directory, queue one job. Raises RelayrunError; then nothing was queued.
 
-    `resume`: allow a chain that has ended. `take_over`: allow the run of another user, whose jobs have ended.
+    `resume`: allow a chain that has ended. `take_over`: go on with the run of another user, whose jobs have ended,
+    in a new run directory.
     `given`: the locations of the settings, for errors.
     """
     intent = SubmitIntent(resume=resume, accept_data_change=accept_data_change, take_over=take_over)
-    with prepared_run(config, intent, given) as (run, plan):
+    config, former = existing_run.own_run(config, take_over=take_over, now=time.time())
+    with prepared_run(config, intent, given, former=former) as (run, plan):
         return SubmittedRun(run=run, plan=plan, job_id=jobs.queue_first_job(run, plan, _scheduler(plan, run)))
 
 
@@ -94,7 +97,8 @@ def adopt_job(config: CommonConfig, intent: SubmitIntent, *, host_python: str | 
     nodes = config.job.model_copy(update={"nodes": job.num_nodes})
     cluster = config.cluster.model_copy(update={"host_python": host_python or config.cluster.host_python})
     config = type(config).model_validate(config.model_copy(update={"job": nodes, "cluster": cluster}).model_dump())
-    with prepared_run(config, intent, adopted=job.options) as (run, plan):
+    config, former = existing_run.own_run(config, take_over=intent.take_over, now=time.time())
+    with prepared_run(config, intent, adopted=job.options, former=former) as (run, plan):
         scheduler.adopt(job, plan)  # under the lock: a second first job sees this one
         jobs.queue_fallback_job(run, plan, job.id, options=job.options)
         return run
@@ -107,6 +111,8 @@ def check_submission(
 
     `launcher`: the Bash script that is to be given to sbatch, instead of a job of relayrun's own.
     """
+    if intent is not None:
+        config, _ = existing_run.own_run(config, take_over=intent.take_over, now=time.time())
     run = Run(Path(config.run_dir or ""))
     plan = make_plan(config, run, places.CODE_ROOT, revision=max(run.revisions(), default=0) + 1)
     script = launcher or job_script.job_script(plan, run)
@@ -122,13 +128,15 @@ def prepared_run(
     membership: CampaignMembership | None = None,
     awaited: bool = False,
     adopted: Mapping[str, str] | None = None,
+    former: FormerRun | None = None,
 ) -> Iterator[tuple[Run, Plan]]:
     """The run directory made or brought up to date, and locked. After an error it is as before, STOP too.
 
     `membership`: of the campaign that the run is made for. `awaited`: what it begins with is not there yet.
-    `adopted`: options of the job that becomes the first.
+    `adopted`: options of the job that becomes the first. `former`: the run of another user that it goes on with.
     """
     run = Run(Path(config.run_dir or ""))
+    existing_run.refuse_other_owner(run)
     # the run's state is looked at under the lock, and Slurm by the scheduler
     plan = make_plan(config, run, places.CODE_ROOT, revision=0)
     found = check_run(config, plan, run, log_folder=log_folder(run), given=given, adopted=adopted)
@@ -136,9 +144,9 @@ def prepared_run(
     for finding in found.findings.warnings:
         log.warning("%s", finding.line)
     log_folder(run).mkdir(parents=True, exist_ok=True)
-    with _submit_lock(run) as made, _undone_on_error(run, made):
+    with _submit_lock(run) as made, writable_by_owner_alone(), _undone_on_error(run, made):
         _refuse_while_live(run)
-        existing_run.refuse_other_owner(run, take_over=intent.take_over, now=time.time())
+        _refuse_untrusted(run)
         policies.refuse_mirror_of_other_run(config, run, take_over=intent.take_over)
         existing_run.refuse_after_end(run, resume=intent.resume)
         existing_run.check_stop_after(config, run)
@@ -150,6 +158,7 @@ def prepared_run(
         if membership is not None:  # before the plan, which makes it a run
             membership.write(campaign.membership_path(run))
         base = BEGINNING if awaited else _initial_checkpoint(config, run, found.manifest, new=membership is not None)
+        base = former.base if former is not None and base == BEGINNING and not run.revisions() else base
         root = code_snapshot.snapshot_code(run, places.CODE_ROOT) if _takes_snapshot(config) else places.CODE_ROOT
         revision = _add_revision(run, config)
         plan = make_plan(_with_checkout_snapshot(run, config), run, root, revision=revision, base=base)
@@ -162,8 +171,7 @@ def prepared_run(
                 barrier,
             )
         _acknowledge_stale(run)
-        # a queued job may have begun meanwhile
-        existing_run.claim_run(run, plan, take_over=intent.take_over, now=time.time())
+        existing_run.claim_run(run, plan, former, now=time.time())
         write_atomic(run.job_script, job_script.job_script(plan, run), mode=0o777)
         if plan.fallback_job:
             write_atomic(run.fallback_script, job_script.fallback_script(plan, run), mode=0o777)
@@ -172,6 +180,14 @@ def prepared_run(
         run.stop.unlink(missing_ok=True)
         policies.write_notice_policy(config, run)  # behind STOP, which would be told once more
         yield run, plan
+
+
+def _refuse_untrusted(run: Run) -> None:
+    """Raise UntrustedError if another user can have written what the jobs of this run will execute."""
+    copies = [path for path in run.code.rglob("*") if not path.is_symlink()]
+    refuse_untrusted(run.path, [*ACTED_ON_NAMES, "config", *(str(path.relative_to(run.path)) for path in copies)])
+    if run.plan.exists():
+        Plan.load_trusted(run)
 
 
 def _initial_checkpoint(config: CommonConfig, run: Run, manifest: Manifest | None, *, new: bool) -> ResumePoint:
@@ -325,10 +341,10 @@ def _submit_lock(run: Run) -> Iterator[list[Path]]:
     made = [folder for folder in (run.path, *run.path.parents) if not folder.exists()]
     for folder in reversed(made):
         try:
-            folder.mkdir()
+            folder.mkdir(0o755 if folder == run.path else 0o777)
         except FileExistsError:  # another submit's
             made.remove(folder)
-    with open(run.path / ".submit.lock", "w") as lock:
+    with open(open_lock(run.path / ".submit.lock"), "wb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -28,8 +28,9 @@ from relayrun.control.rundir.campaign import campaign_folders, read_membership
 from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.find_runs import find_runs_below
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.run import Run, is_owned_by_this_user
+from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError, RelayrunError, RunDirError, user_name
+from relayrun.trust import UntrustedError
 from relayrun.watch import unsent_notices
 from relayrun.watch.status import cron_check_record
 from relayrun.watch.status.cron_check_record import LATE_CHECK_SECONDS, CronCheckRecord
@@ -178,15 +179,16 @@ class CronCheck:
         living: dict[str, tuple[Run, Plan]] = {}
         for run in find_runs_below(self._folder, depth=cron_check_record.MAX_FOLDER_DEPTH):
             try:
-                plan = Plan.load(run)
-                if plan.owner not in (None, os.geteuid()):  # another user's jobs and notices
-                    continue
+                plan = Plan.load(run) if run.path.stat().st_uid == os.geteuid() else None
+                if plan is None or plan.owner != os.geteuid():
+                    continue  # another user's, damaged or not, or a copy of it
                 if run.stop.exists():
                     ended.append((run, plan))
                 else:
-                    living[self._name(run)] = run, plan
+                    living[self._name(run)] = run, Plan.load_trusted(run)
             except (RelayrunError, OSError) as error:
-                seen[self._name(run)] = self._unreadable(run, getattr(error, "message", None) or str(error))
+                words = str(error) if isinstance(error, UntrustedError) else getattr(error, "message", "") or str(error)
+                seen[self._name(run)] = self._unreadable(run, words)
         return ended, living
 
     def _living(self, name: str, run: Run, plan: Plan, status: RunStatus, *, told: bool) -> list[_SeenSymptom]:
@@ -226,7 +228,7 @@ class CronCheck:
             self._running[name] = {"job": job.id, "since": known["since"] if same else self._now}
         policy, since = notices.read_notice_policy(run), self._running_since(name)
         live = status.state in ("running", "queued")
-        if live and quota.is_measurement_due(run, now=self._now) and is_owned_by_this_user(run):
+        if live and quota.is_measurement_due(run, now=self._now):
             with contextlib.suppress(OSError):  # a full disk is a symptom of its own
                 quota.measure_quotas(run, plan, now=self._now)
         found = find_symptoms(run, plan, status, now=self._now, running_since=since, policy=policy)
@@ -280,7 +282,7 @@ class CronCheck:
         due = [entry for entry in entries if self._is_due(entry, max(self._settle, entry.symptom.patience))]
         name = self._name(run)
         try:
-            policy = notices.read_trusted_notice_policy(run) if is_owned_by_this_user(run) else None
+            policy = notices.read_trusted_notice_policy(run)
             written: Mapping[str, object] = {}
             complaints: list[str] = []
             if policy is not None:

@@ -68,7 +68,7 @@ def send_due_notices(
     Raises RelayrunError for a damaged run directory, OSError if results cannot be recorded.
     """
     plan, policy = Plan.load(run), notices.read_trusted_notice_policy(run)
-    if policy is None or plan.owner not in (None, os.geteuid()):
+    if policy is None or plan.owner != os.geteuid():
         return []
     turn = notices.take_sender_lock(run, now=time.time())
     if turn is None:

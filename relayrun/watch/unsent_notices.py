@@ -1,4 +1,4 @@
-"""Unsent notices of a run: any command of the run's owner sends them, and `relayrun status` counts them.
+"""Unsent notices of a run: commands that change a run of this user send them, and `relayrun status` counts them.
 
 Every command imports this module, so it does not import the code that sends.
 """
@@ -13,7 +13,7 @@ from relayrun import places
 from relayrun.control.notify import notices
 from relayrun.control.notify.notices import NoticePolicy
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.run import Run, is_owned_by_this_user
+from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError
 
 
@@ -21,8 +21,7 @@ def send_in_background(run: Run) -> None:
     """Start a process that sends the run's due notices, if this user owns the run. Raises nothing."""
     try:
         policy = notices.read_trusted_notice_policy(run)
-        plan = Plan.load(run) if policy is not None and is_owned_by_this_user(run) else None
-        if policy is None or plan is None or plan.owner not in (None, os.geteuid()):
+        if policy is None or (plan := Plan.load_trusted(run)).owner != os.geteuid():
             return
         from relayrun.control.notify.events import write_due_notices  # slow import
 

@@ -28,6 +28,7 @@ from relayrun.control.rundir.records import ChainEnd, CheckpointCommit
 from relayrun.control.rundir.run import Run, stop_reason, write_stop
 from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.control.scheduler.slurm_commands import TooManyJobsError
+from relayrun.errors import RunDirError
 from tests.campaigns import ROOT
 from tests.history import began
 from tests.owners import give_away
@@ -109,7 +110,8 @@ def test_nothing_begins_without_its_record_behind_a_stop_and_for_another_user(
     folder, slurm = make({}, {})
     record = folder / "campaign.json"
     record.rename(folder / "aside")
-    assert start_due_in_campaign(folder).begun == []  # the submit was killed
+    with pytest.raises(RunDirError, match="its submit was killed"):
+        start_due_in_campaign(folder)
     assert campaign.waits_for_campaign(Run(folder.with_name("campaign-01")))
     (folder / "aside").rename(record)
     campaign.write_campaign_stop(folder, "stopped by ada")
@@ -137,7 +139,7 @@ def test_nothing_of_another_users_campaign_or_run_begins_whatever_the_records_sa
             look = start_due_in_campaign(folder)
             assert look.begun == []
             assert set(look.stuck) == {"01", "02"}
-            assert "its directory or its plan belongs to another user" in look.stuck["01"]
+            assert "this belongs to" in look.stuck["01"]
     assert not slurm.jobs()
     assert len(start_due_in_campaign(folder).begun) == 2
 
@@ -151,7 +153,7 @@ def test_no_evaluation_of_another_users_run_is_queued_for_a_stage_that_waits_for
     evaluation = evaluations.evaluation_dir(run, 10, 1)
     give_away(monkeypatch, run.path)
     submit_stage_evaluation(run, evaluation)
-    assert "belongs to another user" in capfd.readouterr().err
+    assert "this belongs to" in capfd.readouterr().err
     assert not evaluation.path.exists()
     assert not slurm.jobs()
 
@@ -504,7 +506,7 @@ def test_a_member_that_cannot_be_read_holds_up_no_other(make: Make, damage: str)
     assert sorted(jobs_by_name(slurm)) == ["01", "03"]
     assert len(look.begun) == 2
     assert list(look.stuck) == ["02"]
-    assert look.stuck["02"].startswith("the plan of 02 cannot be read: ")
+    assert look.stuck["02"].startswith("02 cannot begin: ")
     assert start_due_in_campaign(folder).stuck == look.stuck
 
 
@@ -712,11 +714,16 @@ def test_status_says_who_is_stuck_as_the_page_shows(
     wanted = re.findall(r"^stuck: .*$", (ROOT / "docs/sweeps.md").read_text(encoding="utf-8"), re.M)
     assert main(["status", str(member_run(folder, "01").path)]) == 0
     shown = capsys.readouterr().out.splitlines()
+    assert shown[-1].startswith("due: work/campaign: 01, 02, 03: ")
+    assert not slurm.jobs()  # a look starts nothing
+    start_due_in_campaign(folder)
+    assert main(["status", str(member_run(folder, "01").path)]) == 0
+    shown = capsys.readouterr().out.splitlines()
     assert [shown[-1]] == [line.replace("my-project/my-sweep", "work/campaign") for line in wanted]
     assert main(["sweep", "status", str(folder)]) == 0
     said = capsys.readouterr()
     assert "its first job is refused" in " ".join(said.out.split())
-    assert "campaign: 03: its first job is refused: sbatch" in said.err
+    assert "stuck: work/campaign: 03: its first job is refused: sbatch" in said.err
 
 
 def test_trouble_of_many_members_is_one_line() -> None:

@@ -53,7 +53,6 @@ ROWS = [
     "batch-script-killed-at-begin",
     "successor-cancelled",
     "view-unreadable",
-    "take-over-refused",
     "module-missing",
 ]
 SAYS = {"ranks 1 did not answer": "no progress for"}

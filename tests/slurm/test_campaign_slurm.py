@@ -110,7 +110,7 @@ def test_a_sweep_of_twelve_runs(cluster: TestCluster, tmp_path: Path) -> None:
     submit_and_kill(cluster, "sweep", config, folder / "campaign.json")
     members = {member.name: member for member in Campaign.load(folder).members}
     assert list(members) == [f"{number:02}" for number in range(1, 13)]
-    relayrun(cluster, "sweep", "status", folder)  # the next command of anybody
+    relayrun(cluster, "sweep", "resume", folder)
     assert open_chains(folder) == ["01", "02", "03"]
     runs = [member.run for member in members.values()]
     wait_for_steps(cluster, runs[0])
@@ -150,7 +150,7 @@ def test_a_plan_of_four_stages(cluster: TestCluster, tmp_path: Path) -> None:
     config = write_stages(tmp_path, seconds=2.0, cluster=SITE, chain=PATIENCE)
     folder = tmp_path / "plan"
     submit_and_kill(cluster, "stages", config, folder / "campaign.json")
-    relayrun(cluster, "stages", "status", folder)
+    relayrun(cluster, "stages", "resume", folder)
     members = {member.name: member for member in Campaign.load(folder).members}
     runs = {name: member.run for name, member in members.items()}
     wait_for_steps(cluster, runs["stable"])

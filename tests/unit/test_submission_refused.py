@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +15,24 @@ import pytest
 
 from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import RunConfig
-from relayrun.control import chain_state
 from relayrun.control.chain import supervisor
 from relayrun.control.rundir import mirror
+from relayrun.control.rundir.checkpoint_records import BEGINNING, ResumePoint
 from relayrun.control.rundir.mirror import CheckpointCopy, MirrorOwner, MirrorPolicy
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import ChainEnd, Heartbeat
-from relayrun.control.rundir.run import Run, write_stop
+from relayrun.control.rundir.run import Run, stop_reason, write_stop
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.control.scheduler.local_queue import JOB_ID_VARIABLE
 from relayrun.errors import ConfigError, RunDirError, SchedulerError
 from relayrun.files import append_line, read_json_lines
 from relayrun.submit import policies, submission
+from relayrun.submit.check import existing_run
 from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.train.mirror import sync
 from relayrun.train.mirror.destination import CopyRateLimit
 from relayrun.train.mirror.sync import destination_at
+from relayrun.trust import UntrustedError
 from tests.history import began
 from tests.slurm.test_triggers_uids import MEMBER, OWNER, TEAM, acting_as
 from tests.workspace import Workspace
@@ -117,6 +120,8 @@ def shared() -> Iterator[Workspace]:
         work.mkdir()
         os.chown(work, OWNER.uid, TEAM)
         work.chmod(0o2775)
+        for name in ("ascii", "latin-1"):  # loaded now: another user may not be able to read this Python's files
+            codecs.lookup(name)
         yield Workspace.make(work)
     finally:
         os.umask(mask)
@@ -124,19 +129,19 @@ def shared() -> Iterator[Workspace]:
 
 
 @pytest.mark.slow
-def test_a_run_has_one_owner_at_a_time(shared: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_take_over_makes_a_run_directory_of_ones_own(shared: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submission, "log_folder", lambda _: shared.folder / "logs")
     wanted = resolve.load_run_config(shared.config("run", cluster={"python": None}))
     with acting_as(OWNER):
         job = submission.submit_run(wanted).job_id
     run = shared.run("run")
+    before = tree(run.path)
     with acting_as(MEMBER):
-        for anyway in (False, True):
-            with pytest.raises(RunDirError, match="this run has jobs already"):
-                submission.submit_run(wanted, take_over=anyway)
+        with pytest.raises(RunDirError, match=f"this run is {OWNER.uid}'s, who submitted it last"):
+            submission.submit_run(wanted)
+        with pytest.raises(RunDirError, match="this run has jobs already"):
+            submission.submit_run(wanted, take_over=True)
     LocalScheduler(run).cancel(job)
-    with acting_as(MEMBER), pytest.raises(RunDirError, match=f"this run is {OWNER.uid}'s, who submitted it last"):
-        submission.submit_run(wanted)
     # a job of the owner runs where this user cannot see it
     began(run, 1, base=0)
     run.attempt(1).heartbeats.mkdir()
@@ -149,39 +154,58 @@ def test_a_run_has_one_owner_at_a_time(shared: Workspace, monkeypatch: pytest.Mo
     ):
         submission.submit_run(wanted, take_over=True)
     monkeypatch.setattr(submission.time, "time", lambda: 2e9 + 10_000)
+    with acting_as(MEMBER), pytest.raises(RunDirError, match="this run has no checkpoint to go on from"):
+        submission.submit_run(wanted, take_over=True)
+    base = ResumePoint(iteration=2, path=str(run.checkpoint(2)))
+    monkeypatch.setattr(existing_run, "resume_point", lambda found: base if found.path == run.path else BEGINNING)
+    monkeypatch.setattr(submission.initial_checkpoint, "find_initial_checkpoint", lambda *_, **__: base)
     with acting_as(MEMBER):
-        mine = submission.submit_run(wanted, take_over=True).job_id
-    assert Plan.load(run).owner == MEMBER.uid
-    assert [line["owner"] for line in read_json_lines(run.owners)] == [OWNER.uid, MEMBER.uid]
-    monkeypatch.setenv(JOB_ID_VARIABLE, job)  # one of the first owner's, which waited all the while
-    with acting_as(OWNER):
-        assert supervisor.begin_attempt(Run(run.path)) == supervisor.EXIT_CHAIN_ENDS
-    assert not run.stop.exists()
-    assert run.attempt_numbers() == [1]
-    assert [found.id for found in LocalScheduler(run).jobs(Plan.load(run))] == [mine]
+        mine = submission.submit_run(wanted, take_over=True)
+        assert submission.check_submission(wanted, intent=SubmitIntent(take_over=True)).run == mine.run
+    assert mine.run.path == run.path.with_name(f"run-{MEMBER.uid}")
+    assert (mine.plan.owner, mine.plan.load_path, mine.plan.load_iteration) == (MEMBER.uid, base.path, 2)
+    config = resolve.require_native(resolve.read_resolved_config(mine.run.config_revision(1)))
+    assert config.checkpoint.load == f"{run.path}:2"
+    (line,) = read_json_lines(mine.run.owners)
+    assert (line["owner"], line["former"], line["run"]) == (MEMBER.uid, OWNER.uid, str(run.path))
+    assert tree(run.path).keys() - before.keys() == {
+        "attempts",
+        *(n for n in tree(run.path) if n.startswith("attempts/")),
+    }
 
 
 @pytest.mark.slow
-def test_a_job_that_begins_during_a_take_over_leaves_the_run_alone(
+def test_what_a_group_may_write_is_refused_before_a_job_starts(
     shared: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The umask of the submit lets the group write, and nothing that jobs execute follows it."""
     monkeypatch.setattr(submission, "log_folder", lambda _: shared.folder / "logs")
+    wanted = resolve.load_run_config(shared.config("run", cluster={"python": None}, debug={"backup_codebase": True}))
     with acting_as(OWNER):
-        job = submission.submit_run(resolve.load_run_config(shared.config("run", cluster={"python": None}))).job_id
-    run = shared.run("run")
-    monkeypatch.setattr(chain_state, "TAKE_OVER_SECONDS", 0.1)  # nobody puts the plan back
-    measured = supervisor.next_grace_period
+        job = submission.submit_run(wanted).job_id
+        run = shared.run("run")
+        assert [path for path in [run.path, *run.path.rglob("*")] if _others_write(path)] == [run.triggers]
+        code = next(path for path in run.code.rglob("run_module.py"))
+        monkeypatch.setenv(JOB_ID_VARIABLE, job)
+        for path in (run.path, run.plan, run.job_script, run.config_revision(1), code, run.path / "local"):
+            mode = path.stat().st_mode
+            path.chmod(mode | 0o020)
+            with pytest.raises(UntrustedError, match="its group may write this"):
+                supervisor.begin_attempt(Run(run.path))
+            assert (stop_reason(run) or "").startswith("this job could not begin: its group may write this")
+            run.stop.unlink()
+            path.chmod(mode)
+        assert supervisor.begin_attempt(Run(run.path)) == 0
+        for found in LocalScheduler(run).jobs(Plan.load(run)):
+            LocalScheduler(run).cancel(found.id)
+        (untouched := next(path for path in run.code.rglob("errors.py"))).chmod(0o664)
+        with pytest.raises(UntrustedError, match=f"chmod -R go-w {run.path}"):
+            submission.submit_run(wanted, resume=True)
+        assert _others_write(untouched)
 
-    def taken_over_meanwhile(*arguments: Any) -> tuple[float, float | None]:
-        replace(Plan.load(run), owner=MEMBER.uid).write(run.plan)
-        return measured(*arguments)
 
-    monkeypatch.setattr(supervisor, "next_grace_period", taken_over_meanwhile)
-    monkeypatch.setenv(JOB_ID_VARIABLE, job)
-    with acting_as(OWNER):
-        assert supervisor.begin_attempt(Run(run.path)) == supervisor.EXIT_CHAIN_ENDS
-    assert Run(run.path).newest_begun() is None  # what it has made owns nothing
-    assert not run.stop.exists()
+def _others_write(path: Path) -> bool:
+    return not path.is_symlink() and path.name != ".submit.lock" and bool(path.stat().st_mode & 0o022)
 
 
 @pytest.mark.parametrize("mask", [0o077, 0o022, 0o002])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,18 +21,20 @@ from relayrun.config.compose.schema import CommonConfig, RunConfig
 from relayrun.config.compose.yaml_file import LocatedSettings
 from relayrun.config.sections.batch_systems import batch_system
 from relayrun.control.rundir.find_runs import find_run
+from relayrun.control.rundir.plan import Plan
 from relayrun.control.scheduler import local
 from relayrun.control.scheduler.factory import local_scheduler
-from relayrun.errors import RelayrunError, RunDirError
+from relayrun.errors import RelayrunError, RunDirError, describe_owner
 from relayrun.submit import launcher_overrides, submission
 from relayrun.submit.check import report_text
 from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.submit.check.findings import CheckFinding
-from relayrun.submit.check.report import CheckReport
+from relayrun.submit.check.report import CheckReport, settings_findings
 from relayrun.submit.launcher_overrides import quote_yaml
+from relayrun.trust import refuse_untrusted
 from relayrun.watch import unsent_notices
 from relayrun.watch.follow import ProgressFollower
-from relayrun.watch.text import json_text
+from relayrun.watch.text import json_text, print_table
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +53,35 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
 def run_check(options: argparse.Namespace) -> int:
     """Print findings and plan; return 1 if a submit would refuse. Raises RelayrunError."""
     given = resolve.read_settings(options.config, options.overrides)
+    if (stranger := _file_of_another_user(given)) is not None:
+        return _check_passively(given, stranger, json=options.json)
     return check_settings(given, _intent(options, resume=options.resume), json=options.json)
+
+
+def _file_of_another_user(given: LocatedSettings) -> Path | None:
+    """Return a file of these settings that is neither this user's nor root's."""
+    files = {Path(place.rpartition(":")[0]) for place in given.places.values()}
+    return next((file for file in files if file.is_file() and file.stat().st_uid not in (os.geteuid(), 0)), None)
+
+
+def _check_passively(given: LocatedSettings, stranger: Path, *, json: bool) -> int:
+    """Check the settings alone: no program that they name is started, no address asked, no folder written to."""
+    findings = settings_findings(resolve.validate_settings(given), given)
+    words = f"{describe_owner(stranger)}: programs, data, folders and the job, which it names, were not looked at"
+    remedy = "read it, and check a copy of your own; a submit starts what it names as you"
+    findings.warn("settings.owner", words, where=stranger, remedy=remedy)
+    if json:
+        _print_without_plan(findings.all)
+    else:
+        print_table(report_text.findings_table(findings.all))
+    return 1 if findings.errors else 0
+
+
+def _print_without_plan(found: Sequence[CheckFinding]) -> None:
+    refused = any(each.level == "error" for each in found)
+    lines = [each.as_json() for each in found]
+    nothing = {"run": None, "run_dir": None, "refused": refused, "findings": lines, "data": [], "plan": None}
+    print(json_text({**nothing, "changes": []}))
 
 
 def _intent(options: argparse.Namespace, *, resume: bool) -> SubmitIntent:
@@ -73,8 +104,7 @@ def check_settings(
         if not json:
             raise
         refused = CheckFinding(name=name, level="error", words=error.message, where=error.where, remedy=error.hint)
-        found = {"run": None, "run_dir": None, "refused": True, "findings": [refused.as_json()]}
-        print(json_text({**found, "data": [], "plan": None, "changes": []}))
+        _print_without_plan([refused])
         return 1
     changes = changes_since_last_submit(report)
     if json:
@@ -207,10 +237,13 @@ def add_resume_arguments(parser: argparse.ArgumentParser) -> None:
 def run_resume(options: argparse.Namespace) -> int:
     """Submit a run with its newest revision, changed by --set, even if its chain has ended. Raises RelayrunError."""
     found = find_run(options.name)
+    if found.plan.exists():
+        Plan.load_trusted(found)
     newest = max(found.revisions(), default=None)
     if newest is None:
         raise RunDirError("this run has no config to go on with", where=found.config, hint="use `relayrun submit`")
     path = found.config_revision(newest)
+    refuse_untrusted(found.path, [f"config/{path.name}"])
     place = f"run_dir={quote_yaml(str(found.path))}"  # the run may have moved
     given = resolve.read_settings(path, [*options.overrides, place])
     config = resolve.validate_settings(given)

@@ -143,15 +143,16 @@ def _run_queue(member: CampaignMember) -> None:
 
 
 def status(options: argparse.Namespace) -> int:
-    """Start the due members, and print the state of every run. Raises RelayrunError."""
+    """Print the state of every run; nothing is started. Raises RelayrunError."""
     folder = find_campaign(options.name)
-    look = supervisor.start_due_members([folder], say=lambda words: print(words, file=sys.stderr))[folder]
+    look = supervisor.look_at_campaigns([folder])[folder]
     entries = view.read_campaign_status(folder, now=time.time())
     if options.json:
         print(json_text([asdict(entry) for entry in entries]))
     else:
         print_table(view.campaign_table(entries))
-        _print_blocked(folder, look.stuck)
+        for line in supervisor.campaign_lines(folder, look):
+            print(line, file=sys.stderr)
     return 0
 
 

@@ -12,7 +12,7 @@ from relayrun.control.rundir.find_runs import find_run
 from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.errors import RunDirError
 from relayrun.files import last_lines
-from relayrun.watch import follow, unsent_notices
+from relayrun.watch import follow
 
 POLL_SECONDS = 1.0
 
@@ -31,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the end of a job's logs and, with --follow, new output until the chain ends. Raises RunDirError."""
     found = find_run(options.name)
-    unsent_notices.send_in_background(found)
     if options.rank is not None:
         newest = max(found.attempt_numbers(), default=None)
         attempt = options.attempt if options.attempt is not None else newest

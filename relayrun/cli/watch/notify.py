@@ -11,8 +11,10 @@ from pathlib import Path
 from relayrun.cli import add_run
 from relayrun.config.compose import resolve
 from relayrun.control.notify import notices
+from relayrun.control.notify.events import write_due_notices
 from relayrun.control.notify.notices import Notice, NoticeMessage, NoticePolicy
 from relayrun.control.rundir.find_runs import find_run
+from relayrun.control.rundir.plan import Plan
 from relayrun.errors import RunDirError
 from relayrun.submit import policies
 from relayrun.watch import send_notices, unsent_notices
@@ -55,7 +57,9 @@ def run_test(options: argparse.Namespace) -> int:
 def run_send(options: argparse.Namespace) -> int:
     """Send the due notices of a run; return 1 if one was not sent. Raises RelayrunError."""
     run = find_run(options.name)
-    _policy(options.name)
+    policy, plan = _policy(options.name), Plan.load_trusted(run)
+    for words in write_due_notices(run, plan, policy, now=time.time(), at_work=False):
+        print(f"not written: {words}")
     failed = send_notices.send_due_notices(run, job=False, environment=os.environ)
     for words in failed:
         print(f"NOT SENT: {words}")

@@ -15,7 +15,6 @@ from relayrun.control.rundir import find_runs
 from relayrun.control.rundir.campaign import campaign_folders
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError
-from relayrun.watch import unsent_notices
 from relayrun.watch.status import queue, tables
 from relayrun.watch.status.runs import RunsWatcher
 from relayrun.watch.status.summary import DamagedRun, RunSummary
@@ -48,17 +47,16 @@ def run(options: argparse.Namespace) -> int:
         from relayrun.watch.status import run_status, run_status_text
 
         run = find_runs.find_run(options.name)
-        stuck = _start_due_stages([run])
+        stuck = _stuck_stages([run])
         facts = run_status.read_run_status(run, queue.query_queue(run), now=now)
         if options.json:
             print(json_text(run_status_text.run_status_as_json(facts)))
         else:
             print_table(run_status_text.run_status_table(facts, now=now))
         _print_lines(stuck, options)
-        unsent_notices.send_in_background(run)
         return 0
     runs = find_runs.all_run_folders()
-    stuck = _start_due_stages(runs)
+    stuck = _stuck_stages(runs)
     if options.json:
         from relayrun.watch.status import run_status_text
 
@@ -70,24 +68,18 @@ def run(options: argparse.Namespace) -> int:
     else:
         print(f"no runs below {find_runs.runs_folder()}")
     _print_lines(stuck, options)
-    for run in runs:
-        unsent_notices.send_in_background(run)
     return 0
 
 
-def _start_due_stages(runs: Sequence[Run]) -> list[str]:
-    """Start due members of the runs' sweeps and stages; return a line for each reason that blocks members."""
+def _stuck_stages(runs: Sequence[Run]) -> list[str]:
+    """Return lines on members of the runs' sweeps and stages that wait for a person or for the next look."""
     folders = campaign_folders(runs)
     if not folders:
         return []
     from relayrun.control.chain import campaign
 
-    looks = campaign.start_due_members(folders)
-    return [
-        f"stuck: {folder.parent.name}/{folder.name}: {words}"
-        for folder, look in looks.items()
-        for words in campaign.stuck_lines(look.stuck)
-    ]
+    looks = campaign.look_at_campaigns(folders)
+    return [line for folder, look in looks.items() for line in campaign.campaign_lines(folder, look)]
 
 
 def _print_lines(stuck: Sequence[str], options: argparse.Namespace) -> None:

@@ -52,7 +52,7 @@ class CheckpointCopier:
         if saved == self._seen and time.monotonic() < self._next:
             return
         self._seen, self._next = saved, time.monotonic() + COPY_AGAIN_SECONDS
-        policy = MirrorPolicy.read_own(mirror.mirror_policy_path(self._run))
+        policy = MirrorPolicy.read_trusted(self._run.path, mirror.MIRROR_POLICY_NAME)
         if policy is not None:
             command = ["nice", "-n", "19", *policy.program, str(self._run.path)]
             with open(mirror.mirror_folder(self._run) / "log", "ab") as log:

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from relayrun.config.sections.batch_systems import batch_system
@@ -24,7 +25,7 @@ from relayrun.control.rundir.campaign import Campaign, CampaignMember, MemberRef
 from relayrun.control.rundir.checkpoint_records import BEGINNING, ResumePoint
 from relayrun.control.rundir.evaluations import EvaluationDir, EvaluationResult
 from relayrun.control.rundir.plan import Plan, chain_job_name, fallback_job_name
-from relayrun.control.rundir.run import Run, is_owned_by_this_user, is_stopped, read_stop
+from relayrun.control.rundir.run import Run, is_stopped, read_stop
 from relayrun.control.scheduler import job_history
 from relayrun.control.scheduler.base import Scheduler
 from relayrun.control.scheduler.factory import scheduler_class, scheduler_for_plan
@@ -74,6 +75,8 @@ class CampaignPassResult:
     """The members that were started, in words."""
     stuck: dict[str, str] = field(default_factory=dict)
     """By member, why it needs a person to start; under `""` the reason that blocks all members."""
+    due: str = ""
+    """The members that could start now and by what, where the look itself starts nothing."""
 
 
 def start_due_members_of(run: Run, *, leaves: bool = False, patience: float = PATIENCE) -> None:
@@ -96,10 +99,21 @@ def start_due_members(
     say: Callable[[str], None] = log_line,
 ) -> dict[Path, CampaignPassResult]:
     """Start the due members of these campaigns; return the result of each look by folder. Errors are logged."""
+    return _visit(folders, partial(start_due_in_campaign, leaving=leaving, patience=patience), say)
+
+
+def look_at_campaigns(folders: Iterable[Path]) -> dict[Path, CampaignPassResult]:
+    """Return by folder which members of anybody's campaigns need a person or could start; nothing is started."""
+    return _visit(folders, _look_at_campaign, lambda words: None)
+
+
+def _visit(
+    folders: Iterable[Path], visit: Callable[[Path], CampaignPassResult], say: Callable[[str], None]
+) -> dict[Path, CampaignPassResult]:
     looks: dict[Path, CampaignPassResult] = {}
     for folder in folders:
         try:
-            looks[folder] = start_due_in_campaign(folder, leaving=leaving, patience=patience)
+            looks[folder] = visit(folder)
             for words in looks[folder].begun:
                 say(words)
         except _UNREADABLE as error:
@@ -116,21 +130,36 @@ def start_due_in_campaign(
     `from_terminal`: this process runs the local queue; no other process would start local members. `leaving`: the run
     whose last job this is: a member that Slurm refused is tried at once, since no later look is certain.
     """
-    if not campaign.is_campaign(folder):  # its submit was killed or still runs
-        return CampaignPassResult(
-            stuck={"": "there is no campaign.json: its submit was killed, or it was moved or removed"}
-        )
-    whole = Campaign.load(folder)
-    waiting = [member for member in whole.members if not campaign.member_started_path(folder, member.name).exists()]
-    if not waiting or campaign.campaign_stop_reason(folder) is not None:
+    whole, waiting = _waiting_members(folder)
+    if not waiting:
         return CampaignPassResult()
     if whole.owner != os.geteuid() or (batch_system(whole.scheduler).one_machine and not from_terminal):
         return CampaignPassResult(stuck=_stuck(_judged(folder, whole, waiting)))
+    whole = Campaign.load_trusted(folder)
     with folder_lock(folder, patience=patience) as mine:
         judged = _judged(folder, whole, waiting)
         if not mine or campaign.campaign_stop_reason(folder) is not None:
             return CampaignPassResult(stuck=_stuck(judged))
         return _begin_due(folder, whole, judged, leaving, patience)
+
+
+def _look_at_campaign(folder: Path) -> CampaignPassResult:
+    whole, waiting = _waiting_members(folder)
+    judged = _judged(folder, whole, waiting)
+    able = [member.name for member, ready in judged if ready.base is not None and not ready.stuck]
+    names = ", ".join(able[: max(0, _room(folder, whole, len(able), None, PATIENCE))])
+    due = f"{names}: a job of it, the sentinel, or `relayrun {whole.kind} resume {folder}` begins it"
+    return CampaignPassResult(stuck=_stuck(judged), due=due if names else "")
+
+
+def _waiting_members(folder: Path) -> tuple[Campaign, list[CampaignMember]]:
+    """Return a campaign, and its members that have not started and may. Raises RunDirError."""
+    if not campaign.is_campaign(folder):  # its submit was killed or still runs
+        raise RunDirError("there is no campaign.json: its submit was killed, or it was moved or removed")
+    whole = Campaign.load(folder)
+    if campaign.campaign_stop_reason(folder) is not None:
+        return whole, []
+    return whole, [each for each in whole.members if not campaign.member_started_path(folder, each.name).exists()]
 
 
 _JudgedMembers = list[tuple[CampaignMember, Readiness]]
@@ -156,8 +185,7 @@ def _begin_due(
     able = [(member, ready) for member, ready in judged if ready.base is not None]
     due = [entry for entry in able if not entry[1].stuck]  # members that Slurm refused come last
     due += [entry for entry in able if entry[1].stuck and (leaving is not None or not now < entry[1].again)]
-    limit = 1 if batch_system(whole.scheduler).one_machine else whole.at_once
-    room = len(due) if limit is None or not due else limit - _living(folder, whole, leaving, patience)
+    room = _room(folder, whole, len(due), leaving, patience)
     for member, ready in due:
         if len(begun) >= room:
             break
@@ -189,14 +217,11 @@ def _start_member(folder: Path, member: CampaignMember, base: ResumePoint, patie
     """Queue the first job of a member unless it exists. Raises MemberStartError, SchedulerError and OSError."""
     run = member.run
     try:
-        plan, own = Plan.load(run), is_owned_by_this_user(run)
+        plan = Plan.load_trusted(run)
         newest = run.newest_begun()
         begun = None if newest is None else newest.read_begin()
     except _UNREADABLE as error:
-        raise MemberStartError(f"the plan of {member.name} cannot be read: {_error_line(error)}") from None
-    if not own:
-        words = f"{member.name} cannot begin: its directory or its plan belongs to another user ({run.path})"
-        raise MemberStartError(words)
+        raise MemberStartError(f"{member.name} cannot begin: {_error_line(error)}") from None
     record = campaign.member_started_path(folder, member.name)
     record.parent.mkdir(parents=True, exist_ok=True)
     scheduler = scheduler_for_plan(plan, run, patience=patience)
@@ -305,6 +330,12 @@ def _readiness_after_evaluation(before: str, run: Run, base: ResumePoint) -> Rea
     return Readiness(why=f"{what}, which has no result yet", awaited=(run, folder), what=what)
 
 
+def _room(folder: Path, whole: Campaign, due: int, leaving: Run | None, patience: float) -> int:
+    """Return how many of `due` members may start now beside the chains that live."""
+    limit = 1 if batch_system(whole.scheduler).one_machine else whole.at_once
+    return due if limit is None or not due else limit - _living(folder, whole, leaving, patience)
+
+
 def _living(folder: Path, whole: Campaign, leaving: Run | None, patience: float) -> int:
     """Return how many chains live, without the one that is `leaving`; all started ones if the scheduler is silent."""
     unknown = 0
@@ -351,6 +382,13 @@ def _job_names(whole: Campaign, member: CampaignMember, run: Run) -> tuple[str, 
         project, _, name = whole.name.partition("/")
         own = chain_job_name(project, f"{name}-{member.name}", run.path)
         return own, fallback_job_name(own)
+
+
+def campaign_lines(folder: Path, look: CampaignPassResult) -> list[str]:
+    """Return a line per reason that keeps members from starting, and one for members that no process has started."""
+    name = f"{folder.parent.name}/{folder.name}"
+    lines = [f"stuck: {name}: {words}" for words in stuck_lines(look.stuck)]
+    return [*lines, f"due: {name}: {look.due}"] if look.due else lines
 
 
 def stuck_lines(stuck: Mapping[str, str]) -> list[str]:

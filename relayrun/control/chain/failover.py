@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 
-from relayrun.control import chain_state, decisions
+from relayrun.control import decisions
 from relayrun.control.chain import background, campaign, excluded_nodes, jobs, supervisor
 from relayrun.control.job_log import log_line
 from relayrun.control.rundir import restarts
@@ -44,7 +44,7 @@ def run_fallback_job(run: Run) -> int:
     fallback_jobs = scheduler.fallback_jobs
     if fallback_jobs is None or not plan.fallback_job:
         return 0
-    if is_stopped(run) or chain_state.is_taken_over(plan, own):
+    if is_stopped(run):
         return 0
     order = fallback_jobs.order(own)
     live = [job for job in scheduler.jobs(plan) if job.state != "COMPLETING"]  # a completing job continues nothing

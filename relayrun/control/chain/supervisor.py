@@ -54,15 +54,13 @@ def begin_attempt(run: Run) -> int:
     """Open an attempt, or end the chain. Prints the attempt's directory for job.sh; returns the exit code. Raises
     SchedulerError and OSError, for which the caller retries; RunDirError after STOP is written."""
     try:
-        plan = Plan.load(run)
+        plan = Plan.load_trusted(run)
     except RunDirError as error:
-        if run.plan.exists():  # it is a run, but this version cannot continue it
+        if run.plan.exists():  # it is a run, but this version or this user cannot continue it
             write_stop(run, _could_not_begin(error))
         raise
     scheduler = scheduler_for_plan(plan, run)
     job_id = scheduler.current_job_id()
-    if chain_state.is_taken_over(plan, job_id):
-        return EXIT_CHAIN_ENDS
     try:
         return _decide_and_open(run, plan, scheduler, job_id)
     except SchedulerError:
@@ -118,9 +116,6 @@ def _decide_and_open(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) ->
         return EXIT_CHAIN_ENDS
     options = jobs.successor_options(job, scheduler)
     attempt = _open_attempt(run, plan, scheduler, job, line, base, options=options, rolled_back=chosen is not None)
-    if chain_state.is_taken_over_meanwhile(run, job_id):  # without begin.json its attempt owns nothing
-        attempt.begin.unlink()
-        return EXIT_CHAIN_ENDS
     chained = plan.chain.auto_requeue and plan.chain.mode == "singleton"
     followed = chained and _queue_successor(run, plan, scheduler, attempt, job_id, options)
     # a job that outlives a node must stay requeueable: after a loss Slurm may refuse changes of it

@@ -181,8 +181,8 @@ def read_notice_policy(run: Run) -> NoticePolicy | None:
 
 
 def read_trusted_notice_policy(run: Run) -> NoticePolicy | None:
-    """Return the policy for sending. Raises RunDirError if it is damaged or another user's file."""
-    return NoticePolicy.read_own(notice_policy_path(run))
+    """Return the policy for sending. Raises RunDirError if it is damaged or not trusted."""
+    return NoticePolicy.read_trusted(run.path, NOTICE_POLICY_NAME)
 
 
 def notice_policy_path(run: Run) -> Path:

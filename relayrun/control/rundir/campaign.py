@@ -14,6 +14,7 @@ Standard library only.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -22,10 +23,11 @@ from typing import Any, Literal
 
 from relayrun.config.sections.batch_systems import batch_system
 from relayrun.control.rundir import checkpoint_records
-from relayrun.control.rundir.records import Record, foreign_owner
+from relayrun.control.rundir.records import Record
 from relayrun.control.rundir.run import Run, is_stopped
 from relayrun.errors import RunDirError
-from relayrun.files import read_json, write_atomic, write_json
+from relayrun.files import write_atomic, write_json
+from relayrun.trust import read_with_owner, refuse_untrusted
 
 MEMBERSHIP_NAME = "membership.json"
 
@@ -73,16 +75,22 @@ class Campaign(Record):
     def load(cls, folder: Path) -> Campaign:
         """Read the campaign of a folder. Raises RunDirError if there is none."""
         try:
-            entry = read_json(path := folder / "campaign.json")
-            others = {owner for each in (folder, path) if (owner := foreign_owner(each)) is not None}
+            text, owner = read_with_owner(folder, "campaign.json")
+            entry = json.loads(text.decode())
             batch_system(entry["scheduler"])
-            entry["owner"] = max(others, default=entry["owner"])  # whatever the file says
+            entry["owner"] = entry["owner"] if owner == os.geteuid() else owner  # the file can only disclaim this user
             return cls.of(entry | {"members": [CampaignMember.of(member) for member in entry["members"]]})
         except FileNotFoundError:
             hint = "submit its config again: nothing of it was queued"
             raise RunDirError("there is no campaign here", where=folder, hint=hint) from None
         except (ValueError, TypeError, KeyError) as error:
             raise RunDirError(f"unreadable record: {error}", where=folder / "campaign.json") from None
+
+    @classmethod
+    def load_trusted(cls, folder: Path) -> Campaign:
+        """Read a campaign whose members this process starts. Raises UntrustedError too."""
+        refuse_untrusted(folder, ["campaign.json", "members"])
+        return cls.load(folder)
 
     def save(self, folder: Path) -> None:
         """Write the record into a folder, which makes the folder a campaign."""

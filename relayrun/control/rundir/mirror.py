@@ -38,6 +38,8 @@ from relayrun.control.rundir.run import Run
 from relayrun.errors import RunDirError
 from relayrun.files import read_json_lines, read_json_lines_backwards
 
+MIRROR_POLICY_NAME = "mirror/policy.json"
+
 
 @dataclass(frozen=True, kw_only=True)
 class MirrorPolicy(Record):
@@ -155,7 +157,7 @@ def mirror_folder(run: Run) -> Path:
 
 
 def mirror_policy_path(run: Run) -> Path:
-    return mirror_folder(run) / "policy.json"
+    return run.path / MIRROR_POLICY_NAME
 
 
 def read_mirror_policy(run: Run) -> MirrorPolicy | None:

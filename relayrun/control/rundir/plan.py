@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,13 +14,19 @@ from relayrun import __version__, places
 from relayrun.config.sections.batch_systems import batch_system
 from relayrun.config.sections.chain import ChainSection
 from relayrun.config.sections.dataclass_section import read_section
-from relayrun.control.rundir.records import Record, foreign_owner
+from relayrun.control.rundir.records import Record
 from relayrun.control.rundir.run import PLAN_NAME, Run
-from relayrun.errors import RunDirError
-from relayrun.files import read_json
+from relayrun.errors import RunDirError, user_name
+from relayrun.trust import OTHER_OWNER_HINT, UntrustedError, read_with_owner, refuse_untrusted
 
 PLAN_FORMAT = 3
 """Format number of the run directory; `Plan.migrate` converts an older one, and a newer one is refused."""
+
+ACTED_ON_NAMES = (
+    *(PLAN_NAME, "job.sbatch", "fallback.sbatch", "evaluation.sbatch", "local", "attempts", "membership.json"),
+    *("notices/policy.json", "mirror/policy.json", "evaluations/policy.json", "wandb/settings"),
+)
+"""Files that jobs execute or that name programs, addresses or runs, and folders of such files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +49,8 @@ class Plan(Record):
     submitted_after_attempt: int
     """Highest attempt at the last explicit submit; older attempts no longer count as failed."""
     owner: int | None = None
-    """User id of the submitter, whose jobs alone continue the run; None: not recorded. In a plan.json that another user
-    owns it is that user, whatever the file says."""
+    """User id of the owner of the run directory and plan.json, whatever the file says: this user, unless one of them is
+    another user's. The file can only disclaim this user: then it is a copy of another user's run."""
 
     chain: ChainSection
     """The config's own section. What its `auto` means for this run stands below."""
@@ -111,7 +119,7 @@ class Plan(Record):
 
     @classmethod
     def load(cls, run: Run) -> Plan:
-        """Read the plan of a run. Raises RunDirError if there is none, or if its format is newer."""
+        """Read the plan of anybody's run. Raises RunDirError if there is none, or if its format is newer."""
         found = read_plan_format(run)
         if found is None:
             hint = (
@@ -120,13 +128,31 @@ class Plan(Record):
             )
             raise RunDirError("this is no run directory: it has no plan.json", where=run.path, hint=hint)
         entry, number = found
-        if (owner := foreign_owner(run.plan)) is not None:
-            entry["owner"] = owner
         try:
             return cls.of(entry | {"format": number})
         except (ValueError, TypeError, KeyError) as error:
             words = f"it has no {error.args[0]}" if isinstance(error, KeyError) else error
             raise RunDirError(f"unreadable record: {words}", where=run.plan) from None
+
+    @classmethod
+    def load_trusted(cls, run: Run) -> Plan:
+        """Read the plan of a run that this process acts for. Raises UntrustedError unless the plan, and every other
+        file that its jobs execute or that names a program or an address, is trusted."""
+        plan = cls.load(run)
+        refuse_untrusted(run.path, [*ACTED_ON_NAMES, f"config/{plan.config_revision:04}.yaml", *plan.code_names(run)])
+        if plan.owner not in (os.geteuid(), 0):
+            words = f"this is a copy of a run of {user_name(plan.owner or 0)}, whose settings nobody has looked at"
+            raise UntrustedError(words, where=run.plan, hint=OTHER_OWNER_HINT)
+        return plan
+
+    def code_names(self, run: Run) -> list[str]:
+        """Return the files that start the jobs of a run with a snapshot of the code, relative to its directory."""
+        root = os.path.relpath(os.path.realpath(self.package_root), os.path.realpath(run.path))
+        if root.startswith(".."):
+            return []
+        return [
+            f"{root}/{name}" for name in ("launchers/lib/job.sh", "launchers/lib/run_module.py", "relayrun/control")
+        ]
 
     def migrate(self, run: Run) -> Plan:
         """Convert the run directory of a chain that goes on to this version's format; return its plan."""
@@ -196,8 +222,11 @@ def fallback_job_name(name: str) -> str:
 def read_plan_format(run: Run) -> tuple[dict[str, Any], int] | None:
     """Return plan.json and its format; None without a plan. Raises RunDirError for a damaged plan or a newer format."""
     try:
-        entry = read_json(f"{run.path}/{PLAN_NAME}")
+        text, owner = read_with_owner(run.path, PLAN_NAME)
+        entry = json.loads(text.decode())
         number = int(entry["format"])
+        recorded = entry.get("owner")
+        entry["owner"] = recorded if recorded is not None and owner == os.geteuid() else owner
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError) as error:

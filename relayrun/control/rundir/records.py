@@ -15,14 +15,14 @@ records which checkpoints count. Standard library only.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from relayrun.errors import RunDirError, user_name
+from relayrun.errors import RunDirError
 from relayrun.files import append_line, read_bytes, write_json
+from relayrun.trust import read_trusted
 
 if TYPE_CHECKING:  # newer than the oldest Python of a batch script
     from typing import Self
@@ -56,12 +56,6 @@ def _record_fields(kind: type[Record]) -> _RecordFields:
     return set(blank), required, blank, factories
 
 
-def foreign_owner(path: Path | str) -> int | None:
-    """Return the user id of a file's (or its link target's) owner if it is another user. Raises OSError."""
-    owners = {os.lstat(path).st_uid, os.stat(path).st_uid} - {os.geteuid()}
-    return max(owners, default=None)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """A dataclass that is one JSON object."""
@@ -76,14 +70,13 @@ class Record:
         return cls.parse(text, where=path)
 
     @classmethod
-    def read_own(cls, path: Path | str) -> Self | None:
-        """Read a record that names programs or addresses: also raises RunDirError for a file of another user."""
-        record = cls.read(path)
-        if record is not None and (owner := foreign_owner(path)) is not None:
-            words = f"this file belongs to {user_name(owner)}: nothing that it names is started or written to"
-            hint = "let its owner do it, or submit the run yourself with --take-over"
-            raise RunDirError(words, where=path, hint=hint)
-        return record
+    def read_trusted(cls, folder: Path | str, name: str) -> Self | None:
+        """Read a record that names programs or addresses: also raises UntrustedError, see `relayrun.trust`."""
+        try:
+            text = read_trusted(folder, name)
+        except FileNotFoundError:
+            return None
+        return cls.parse(text, where=f"{folder}/{name}")
 
     @classmethod
     def parse(cls, text: bytes, *, where: Path | str) -> Self:

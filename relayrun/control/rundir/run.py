@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import cast
 
 from relayrun.control.rundir.attempt import Attempt, PathIn
-from relayrun.control.rundir.records import ChainEnd, ChainEndState, foreign_owner
+from relayrun.control.rundir.records import ChainEnd, ChainEndState
 from relayrun.files import path_exists, read_bytes, write_atomic
 
 PLAN_NAME, ATTEMPTS_NAME, STOP_NAME = "plan.json", "attempts", "STOP"
@@ -120,11 +120,6 @@ class Run:
 
     def staging(self, attempt: int) -> Path:
         return self.checkpoints / ".staging" / f"{attempt:04}"
-
-
-def is_owned_by_this_user(run: Run) -> bool:
-    """Return whether the file system says that the run belongs to this user. Raises OSError."""
-    return all(foreign_owner(path) is None for path in (os.path.realpath(run.path), run.plan))
 
 
 def stream_positions_path(folder: Path) -> Path:

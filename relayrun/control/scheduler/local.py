@@ -37,6 +37,7 @@ from relayrun.control.scheduler.base import (
 )
 from relayrun.control.scheduler.local_queue import JOB_ID_VARIABLE, LocalJob, LocalQueue, signal_group
 from relayrun.errors import SchedulerError
+from relayrun.files import open_lock
 
 KILL_WAIT = 30.0
 """Seconds from SIGTERM at the time limit to SIGKILL; Slurm's default."""
@@ -186,7 +187,7 @@ class LocalScheduler(Scheduler):
         queue.
         """
         self._queue.folder.mkdir(parents=True, exist_ok=True)
-        with open(self._queue.folder / "runner.lock", "w") as lock:
+        with open(open_lock(self._queue.folder / "runner.lock"), "wb") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 from relayrun.control.rundir.records import Record
 from relayrun.control.scheduler.base import clean_environment
 from relayrun.errors import SchedulerError
+from relayrun.files import open_lock
 
 JOB_ID_VARIABLE = "RELAYRUN_LOCAL_JOB_ID"
 
@@ -95,7 +96,7 @@ class LocalQueue:
     def is_being_run(self) -> bool:
         """Return whether a process runs the queue now."""
         try:
-            with open(f"{self.folder}/runner.lock") as lock:
+            with open(open_lock(f"{self.folder}/runner.lock", os.O_RDONLY), "rb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return False
         except BlockingIOError:
@@ -138,7 +139,7 @@ class LocalQueue:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the lock of the queue for a change."""
-        with open(self.folder / "queue.lock", "w") as lock:
+        with open(open_lock(self.folder / "queue.lock"), "wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 

@@ -6,7 +6,6 @@
 |---|---|
 | kill | SIGKILL of this process |
 | kill-with-parent | SIGKILL of the parent process, then of this one |
-| change-owner | for some seconds another user owns the plan |
 
 `Fault.commands` starts it instead of the supervisor. Uses the standard library alone.
 """
@@ -17,15 +16,8 @@ import os
 import runpy
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
-
-from relayrun.files import read_json, write_atomic, write_json
-
-OTHER_USER_ID = 4242
-"""An unused uid."""
-CHANGE_SECONDS = 3.0
 
 
 def before_rename(name: str, action: Callable[[], None]) -> None:
@@ -47,18 +39,8 @@ def kill(name: str, *, parent: bool) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def change_owner(plan: Path) -> None:
-    """Let another user own the plan for a while, as a take-over does that finds the attempt and gives up."""
-    before = plan.read_bytes()
-    write_json(plan, read_json(plan) | {"owner": OTHER_USER_ID})
-    threading.Timer(CHANGE_SECONDS, write_atomic, (plan, before)).start()
-
-
 if __name__ == "__main__":
     fault, name, _, module = sys.argv[1:5]
     del sys.argv[1:5]
-    if fault == "change-owner":
-        before_rename(name, lambda: change_owner(Path(os.environ["RELAYRUN_RUN_DIR"]) / "plan.json"))
-    else:
-        before_rename(name, lambda: kill(name, parent=fault == "kill-with-parent"))
+    before_rename(name, lambda: kill(name, parent=fault == "kill-with-parent"))
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -290,14 +290,6 @@ JOB_FAULTS: tuple[Fault, ...] = (
         actions.block_metrics_view,
         logged="the merged views: left for later",
     ),
-    Fault(
-        "take-over-refused",
-        "another user's take-over writes the plan while a job begins, finds its attempt, and puts the plan back",
-        SAVED_ONCE,
-        actions.signal_save_and_exit,
-        commands=_supervisor_fault(AT_SECOND_BEGIN, "change-owner begin.json"),
-        logged="another user is about to take this run over",
-    ),
 )
 
 PROGRAM_FAULTS: tuple[Fault, ...] = (

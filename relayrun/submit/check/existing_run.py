@@ -1,29 +1,27 @@
 """Check what an existing run allows: its live jobs, its end, its owner, its data, its checkpoint to start from.
 
-A run has one owner, the user who submitted it last: Slurm may hide the jobs of other users, so two owners could start
-attempts of one run at once. `claim_run` writes the plan, which makes its owner the owner of the run.
+A run has one owner, who owns its directory. Another user goes on with it in a directory of his own, see `own_run`.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import stat
-import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import CommonConfig, RunConfig
 from relayrun.control import chain_state
-from relayrun.control.rundir.checkpoint_records import Lineage, resume_point
+from relayrun.control.rundir.checkpoint_records import Lineage, ResumePoint, resume_point
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.control.rundir.time_limit import GRACE_SAVES, start_seconds
 from relayrun.control.scheduler.base import RESERVATION_GONE, Scheduler
 from relayrun.control.scheduler.factory import scheduler_for_plan
-from relayrun.errors import ConfigError, RunDirError, describe_owner, group_name, user_name
+from relayrun.errors import ConfigError, RunDirError, describe_owner, user_name
 from relayrun.errors import refuse_unwritable as refuse_unwritable_place
 from relayrun.files import append_line
 from relayrun.slurmtime import format_time
@@ -32,38 +30,57 @@ from relayrun.submit.check.findings import Findings
 from relayrun.submit.run_plan import stop_after
 from relayrun.tokens.mixture.data_change import AcceptedData, apply_data_change
 from relayrun.tokens.shards.manifest import Manifest
+from relayrun.trust import OTHER_OWNER_HINT
+
+Config = TypeVar("Config", bound=CommonConfig)
 
 
-def refuse_other_owner(run: Run, *, take_over: bool, now: float) -> None:
-    """Raise RunDirError if another user owns the run, unless this one takes it over and nothing of it runs."""
-    if not run.plan.exists():
-        return
-    plan = Plan.load(run)
-    if plan.owner is None or not chain_state.is_owned_by_another_user(plan):
-        return
-    name = user_name(plan.owner)
-    if not take_over:
-        hint = f"let {name} submit, or take it over with --take-over when {name}'s jobs have ended"
-        raise RunDirError(f"this run is {name}'s, who submitted it last", where=run.path, hint=hint)
-    _refuse_live_attempt(run, plan, now=now)
+@dataclass(frozen=True, kw_only=True)
+class FormerRun:
+    """A run of another user, from whose newest checkpoint a run of this user starts."""
+
+    run: Run
+    owner: int
+    base: ResumePoint
 
 
-def claim_run(run: Run, plan: Plan, *, take_over: bool, now: float) -> None:
-    """Write the plan, which makes its owner the run's. Raises RunDirError as `refuse_other_owner`.
+def refuse_other_owner(run: Run) -> None:
+    """Raise RunDirError if another user owns the run. Nothing that the run names is looked at."""
+    plan = Plan.load(run) if run.plan.exists() else None
+    if plan is not None and chain_state.is_owned_by_another_user(plan):
+        name = user_name(plan.owner or 0)
+        words = f"this run is {name}'s, who submitted it last"
+        raise RunDirError(words, where=run.path, hint=f"let {name} submit. {OTHER_OWNER_HINT.capitalize()}")
 
-    A job of the former owner may begin at the same time. It writes begin.json first and then reads the plan, this
-    writes the plan first and then looks for begin.json: at least one of both sees the other. Who sees an attempt here
-    raises, and whoever undoes the submit puts the plan back; the attempt waits for that before it gives way.
+
+def own_run(config: Config, *, take_over: bool, now: float) -> tuple[Config, FormerRun | None]:
+    """Return the config of a submit, and the run that it takes over: where the run directory is another user's, the
+    config gets a directory of this user's beside it, NAME-USER, and starts from the newest checkpoint of that run.
+
+    Raises RunDirError if that run may have a job, or if it has no checkpoint.
     """
-    refuse_other_owner(run, take_over=take_over, now=now)
-    former = Plan.load(run) if run.plan.exists() else None
-    before = None if former is None else former.owner
-    if before != plan.owner:
-        name = user_name(os.geteuid())
-        append_line(run.owners, {"owner": plan.owner, "name": name, "former": before, "time": now})
+    run = Run(Path(config.run_dir or ""))
+    plan = Plan.load(run) if take_over and run.plan.exists() else None
+    if plan is None or not chain_state.is_owned_by_another_user(plan):
+        return config, None
+    refuse_while_live(run, plan, scheduler_for_plan(plan, run, patience=0))
+    _refuse_live_attempt(run, plan, now=now)
+    base = resume_point(run)
+    if base.path is None:
+        hint = "submit your config without --take-over, with a name or a run_dir of its own"
+        raise RunDirError("this run has no checkpoint to go on from", where=run.path, hint=hint)
+    changes: dict[str, object] = {"run_dir": f"{run.path}-{user_name(os.geteuid())}"}
+    if (saves := config.checkpoint_section) is not None:  # without it the plan alone names the checkpoint
+        changes["checkpoint"] = saves.model_copy(update={"load": f"{run.path}:{base.iteration}"})
+    return config.model_copy(update=changes), FormerRun(run=run, owner=plan.owner or 0, base=base)
+
+
+def claim_run(run: Run, plan: Plan, former: FormerRun | None, *, now: float) -> None:
+    """Write the plan, and the first time a line that says whose the run is, and whose it goes on with."""
+    if not run.owners.exists():
+        line = {"owner": plan.owner, "name": user_name(os.geteuid()), "former": former and former.owner, "time": now}
+        append_line(run.owners, line | ({} if former is None else {"run": str(former.run.path)}))
     plan.write(run.plan)
-    if former is not None and before not in (None, plan.owner):
-        _refuse_live_attempt(run, former, now=now)
 
 
 def _refuse_live_attempt(run: Run, plan: Plan, *, now: float) -> None:
@@ -88,12 +105,8 @@ def refuse_unwritable_run(run: Run) -> None:
         return
     found = closed.stat()
     name = user_name(found.st_uid)
-    if found.st_mode & stat.S_IWGRP:
-        who, hint = f"the user {name} and the group {group_name(found.st_gid)} may", "ask one of them"
-    else:
-        who = f"the user {name} may"
-        hint = f"to share the run with a group, let {name} run `chmod -R g+w {run.path}`, and submit under umask 002"
-    raise RunDirError(f"you may not write here: only {who}; {describe_owner(closed)}", where=closed, hint=hint)
+    words = f"you may not write here: only the user {name} may; {describe_owner(closed)}"
+    raise RunDirError(words, where=closed, hint=OTHER_OWNER_HINT)
 
 
 def _unwritable_paths(run: Run) -> Iterator[Path]:
@@ -128,7 +141,8 @@ class SubmitIntent:
     """Continue even if the chain has ended."""
     accept_data_change: bool = False
     take_over: bool = False
-    """Go on with a run of another user's, whose jobs have ended, and with copies of a run whose directory is lost."""
+    """Go on with a run of another user's, whose jobs have ended, in a directory of one's own, and with copies of a run
+    whose directory is lost."""
 
 
 def check_existing_run(
@@ -157,7 +171,7 @@ def check_existing_run(
     with findings.catching("run.stop_after"):
         check_stop_after(config, run)
     with findings.catching("run.owner"):
-        refuse_other_owner(run, take_over=intent.take_over, now=time.time())
+        refuse_other_owner(run)
     if isinstance(config, RunConfig) and manifest is not None:
         with findings.catching("run.data", ok="the data are those that the run began with, or changes that it takes"):
             evolved_data(config, run, manifest, accept=intent.accept_data_change)

@@ -20,6 +20,7 @@ from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.submit.check.findings import Findings
 from relayrun.submit.forecast import Forecast, forecast_run, format_bytes
 from relayrun.tokens.shards.manifest import Manifest
+from relayrun.trust import group_writable_parent
 
 USABLE_GPU_MEMORY = 0.9
 """Share of a GPU's memory that a run can use; the rest is for CUDA, NCCL's buffers and gaps."""
@@ -61,6 +62,9 @@ def check_run(
     storage.check_written_paths(config, run, log_folder, findings)
     with findings.catching("place.run_dir", ok=f"run directory {run.path}"):
         existing_run.refuse_unwritable_run(run)
+        if run.path.exists() and (above := group_writable_parent(run.path)) is not None:
+            words = f"the group of {above} may rename run directories there, and cannot change what lies in them"
+            findings.ok("place.run_dir", words, where=above)
     read = megatron_lm.as_native_config(config, findings) if isinstance(config, MegatronConfig) else config
     manifest = data.check_data(read, run, findings) if isinstance(read, RunConfig) else None
     used: list[DatasetUsage] = []
@@ -93,10 +97,16 @@ def check_run(
 
 def check_config(config: CommonConfig, given: LocatedSettings | None = None) -> Findings:
     """Look at what the config alone, and this machine's Pythons, tell."""
+    findings = settings_findings(config, given)
+    programs.check_programs(config, findings)
+    return findings
+
+
+def settings_findings(config: CommonConfig, given: LocatedSettings | None = None) -> Findings:
+    """Look at the settings themselves; nothing that they name is started or opened."""
     findings = Findings(config, given)
     settings.check_settings(config, findings)
     slurm.check_job_settings(config, findings)
-    programs.check_programs(config, findings)
     return findings
 
 

@@ -65,7 +65,7 @@ def mirror_checkpoints(run: Run, *, verify: bool = False, pace: CopyRateLimit | 
     `verify`: read all copies back in full, too. Raises RelayrunError if the run has no mirror, if its place is away or
     holds the copies of another run, and if another process copies now.
     """
-    policy = MirrorPolicy.read_own(mirror.mirror_policy_path(run))
+    policy = MirrorPolicy.read_trusted(run.path, mirror.MIRROR_POLICY_NAME)
     if policy is None:
         raise RunDirError(
             "the checkpoints of this run are not copied to a second place",

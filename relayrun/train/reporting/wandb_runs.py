@@ -25,6 +25,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.tracker_runs import read_tracker_runs
 from relayrun.control.trainers.tools import WandbMode
 from relayrun.errors import InputError
+from relayrun.files import open_lock
 from relayrun.train.reporting import trackers
 from relayrun.train.reporting.trackers import wandb_client_settings
 
@@ -165,7 +166,7 @@ def send_evaluations(run: Run, config: CommonConfig, mode: WandbMode) -> None:
         return
     import wandb
 
-    with open(run.evaluations / "wandb.lock", "w") as lock:
+    with open(open_lock(run.evaluations / "wandb.lock"), "wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two jobs may end at the same time
         client, known = trackers.start_wandb_client(
             run,

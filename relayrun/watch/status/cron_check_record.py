@@ -21,7 +21,7 @@ from relayrun.control.notify.notices import QUIET_SECONDS
 from relayrun.control.rundir.records import Record
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RunDirError, user_name
-from relayrun.files import RealPathCache
+from relayrun.files import RealPathCache, open_lock
 
 _cached_user_name = functools.cache(user_name)
 MAX_FOLDER_DEPTH = 4
@@ -99,11 +99,11 @@ def is_first_in_hour(lock: int, *, now: float) -> bool:
 
 def _open_lock(path: Path) -> int:
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        fd = open_lock(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         os.utime(fd, (0, 0))  # nothing was reported yet
         return fd
     except FileExistsError:
-        return os.open(path, os.O_RDWR)
+        return open_lock(path, os.O_RDWR)
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from relayrun.control.rundir.run import Run, read_stop
 from relayrun.control.scheduler import job_history
 from relayrun.control.scheduler.base import RESERVATION_GONE, JobEnd
 from relayrun.errors import RunDirError
+from relayrun.files import open_lock
 from relayrun.watch.status.cron_check_record import FolderCache, LastCronCheck, last_cron_check
 from relayrun.watch.status.queue import QueueStatus
 
@@ -248,7 +249,7 @@ def _chain_state(
 
 def _submit_under_way(run: Run) -> bool:
     try:
-        lock = os.open(f"{run.path}/.submit.lock", os.O_RDONLY | os.O_CLOEXEC)
+        lock = open_lock(f"{run.path}/.submit.lock", os.O_RDONLY)
     except OSError:
         return False
     try:

@@ -1,0 +1,123 @@
+"""Decides whether files of a run directory are trusted: only those start a program, name an address or lead a write.
+
+A file is trusted if this user or root owns it and every folder from the run directory down, and nobody else may write
+them. Links are not followed: each part of the path is opened below the descriptor of its folder, and the caller reads
+the descriptor that was judged. A group that may write a folder above the run directory can only exchange run
+directories, whose files it does not own; a folder above in which everybody may rename is refused. Standard library
+only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shlex
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from relayrun.errors import RunDirError, user_name
+from relayrun.files import read_descriptor
+
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+OTHER_OWNER_HINT = "submit a config of your own; with --take-over its run goes on from the checkpoints of this one"
+
+
+class UntrustedError(RunDirError):
+    """Another user can have written a file on which a program, an address or a write depends."""
+
+
+def read_trusted(folder: Path | str, name: str) -> bytes:
+    """Return the bytes of a trusted file below `folder`. Raises UntrustedError, and OSError as `open` does."""
+    with _opened(folder) as (top, path), _opened_below(top, path, name) as fd:
+        return read_descriptor(fd, os.fstat(fd).st_size)
+
+
+def refuse_untrusted(folder: Path | str, names: Iterable[str]) -> None:
+    """Raise UntrustedError unless `folder` and the files and folders of these names below it, if any, are trusted."""
+    with _opened(folder) as (top, path):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError), _opened_below(top, path, name):
+                pass
+
+
+def read_with_owner(folder: Path | str, name: str) -> tuple[bytes, int]:
+    """Return the bytes of a file of anybody, and its owner: another user if the file or `folder` is another user's."""
+    try:
+        fd = os.open(f"{folder}/{name}", _FLAGS)
+    except OSError as error:
+        raise _link_error(error, f"{folder}/{name}") from None
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise UntrustedError("this is no file", where=f"{folder}/{name}")
+        others = {found.st_uid, os.stat(folder).st_uid} - {os.geteuid()}
+        return read_descriptor(fd, found.st_size), max(others, default=os.geteuid())
+    finally:
+        os.close(fd)
+
+
+def group_writable_parent(folder: Path | str) -> str | None:
+    """Return the nearest folder above `folder` that its group may write."""
+    above = Path(os.path.realpath(folder)).parents
+    return next((str(each) for each in above if os.stat(each).st_mode & stat.S_IWGRP), None)
+
+
+@contextlib.contextmanager
+def _opened(folder: Path | str) -> Iterator[tuple[int, str]]:
+    path = os.path.realpath(folder)
+    for above in Path(path).parents:
+        mode = os.stat(above).st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise UntrustedError("everybody may rename what lies here", where=above, hint=f"chmod o-w {_word(above)}")
+    fd = os.open(path, _FLAGS)
+    try:
+        _refuse(fd, path, path)
+        yield fd, path
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _opened_below(top: int, folder: str, name: str) -> Iterator[int]:
+    fd, path = os.dup(top), folder
+    try:
+        for part in name.split("/"):
+            path = f"{path}/{part}"
+            try:
+                below = os.open(part, _FLAGS, dir_fd=fd)
+            except OSError as error:
+                raise _link_error(error, path) from None
+            os.close(fd)
+            fd = below
+            _refuse(fd, path, folder)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _refuse(fd: int, path: str, folder: str) -> None:
+    """Raise UntrustedError, with the command that mends it, unless this file or folder is trusted."""
+    found = os.fstat(fd)
+    if found.st_uid not in (os.geteuid(), 0):
+        words = f"this belongs to {user_name(found.st_uid)}: nothing that it names is started or written to"
+        raise UntrustedError(words, where=path, hint=OTHER_OWNER_HINT)
+    if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+        raise UntrustedError("this is no file and no folder", where=path, hint=f"rm {_word(path)}")
+    if writers := found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        who = "everybody" if writers & stat.S_IWOTH else "its group"
+        words = f"{who} may write this, so that nothing that it names is started or written to"
+        raise UntrustedError(words, where=path, hint=f"look at it, then: chmod -R go-w {_word(folder)}")
+
+
+def _link_error(error: OSError, path: str) -> Exception:
+    """Return the error for a part of a path that cannot be opened: a link is not trusted."""
+    if error.errno != errno.ELOOP:
+        return OSError(error.errno, error.strerror, path)
+    return UntrustedError("this is a link, which is not followed", where=path, hint="put the file itself there")
+
+
+def _word(path: Path | str) -> str:
+    return shlex.quote(str(path))

@@ -1,0 +1,167 @@
+"""Files that another user can have written start nothing, with users that the kernel tells apart.
+
+The users need no accounts: root may take any number. Without root the owners are pretended, see `tests.owners`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from relayrun import trust
+from relayrun.files import open_lock, read_bytes, read_json_lines, writable_by_owner_alone
+from relayrun.trust import UntrustedError, group_writable_parent, read_trusted, read_with_owner
+
+ME, OTHER = 61_021, 61_022
+
+
+@contextmanager
+def acting_as(uid: int) -> Iterator[None]:
+    """This process with the effective ids of a user, by which the kernel judges access to files."""
+    groups = os.getgroups()
+    os.setgroups([])
+    os.setegid(uid)
+    os.seteuid(uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+        os.setgroups(groups)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder of ME with `notices/policy.json`, behind folders that everybody can pass."""
+    if os.geteuid() != 0:
+        if os.environ.get("CI") == "true":
+            pytest.fail("two users need root, and CI must not skip this")
+        pytest.skip("two users need root")
+    top = Path(tempfile.mkdtemp())
+    top.chmod(0o755)
+    try:
+        with writable_by_owner_alone():
+            (made := top / "run").mkdir()
+            (made / "notices").mkdir()
+            (made / "notices/policy.json").write_bytes(b"{}")
+        for path in (made, made / "notices", made / "notices/policy.json"):
+            os.chown(path, ME, ME)
+        yield made
+    finally:
+        shutil.rmtree(top)
+
+
+NAME = "notices/policy.json"
+
+
+def refusal(folder: Path) -> str:
+    """Why ME is refused the file; empty if it is read."""
+    with acting_as(ME):
+        try:
+            assert read_trusted(folder, NAME) == b"{}"
+        except UntrustedError as error:
+            return str(error)
+    return ""
+
+
+def test_a_file_of_this_user_or_of_root_is_read(folder: Path) -> None:
+    assert refusal(folder) == ""
+    os.chown(folder / NAME, 0, 0)
+    assert refusal(folder) == ""
+    (folder.parent / "link").symlink_to(folder)  # what this user names may be a link
+    assert refusal(folder.parent / "link") == ""
+
+
+@pytest.mark.parametrize("name", [".", "notices", NAME])
+def test_each_part_of_the_path_must_be_this_users(folder: Path, name: str) -> None:
+    os.chown(folder / name, OTHER, OTHER)
+    said = refusal(folder)
+    assert f"this belongs to {OTHER}" in said
+    assert "--take-over" in said
+
+
+@pytest.mark.parametrize("name", [".", "notices", NAME])
+@pytest.mark.parametrize(("bits", "who"), [(0o020, "its group"), (0o002, "everybody")])
+def test_no_part_may_be_written_by_others_and_the_command_that_mends_it_is_said(
+    folder: Path, name: str, bits: int, who: str
+) -> None:
+    (folder / name).chmod((folder / name).stat().st_mode | bits)
+    said = refusal(folder)
+    assert f"{who} may write this" in said
+    os.system(said.partition("look at it, then: ")[2])
+    assert refusal(folder) == ""
+
+
+@pytest.mark.parametrize("name", ["notices", NAME])
+def test_a_link_below_the_folder_is_not_followed(folder: Path, name: str) -> None:
+    (folder / name).rename(folder.parent / "aside")
+    (folder / name).symlink_to(folder.parent / "aside")
+    assert "this is a link" in refusal(folder)
+
+
+def test_a_pipe_is_refused_at_once(folder: Path) -> None:
+    (folder / NAME).unlink()
+    os.mkfifo(folder / NAME, 0o600)
+    os.chown(folder / NAME, ME, ME)
+    assert "this is no file" in refusal(folder)
+
+
+def test_of_the_folders_above_only_one_in_which_everybody_renames_is_refused(folder: Path) -> None:
+    above = folder.parent
+    above.chmod(0o775)
+    assert refusal(folder) == ""
+    assert group_writable_parent(folder) == str(above)
+    above.chmod(0o1777)
+    assert refusal(folder) == ""
+    above.chmod(0o777)
+    assert "everybody may rename" in refusal(folder)
+
+
+def test_the_bytes_that_are_read_are_those_that_were_judged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody exchanges the file between the judgement and the reading."""
+    judge, path = trust._refuse, folder / NAME
+
+    def judge_and_exchange(fd: int, name: str, top: str) -> None:
+        judge(fd, name, top)
+        if name.endswith(NAME):
+            path.with_name("new").write_bytes(b'{"program": ["theirs"]}')
+            path.with_name("new").replace(path)
+
+    monkeypatch.setattr(trust, "_refuse", judge_and_exchange)
+    assert refusal(folder) == ""
+    assert path.read_bytes() != b"{}"
+
+
+def test_whose_a_file_is_is_the_uid_of_its_folder_and_its_own(folder: Path) -> None:
+    with acting_as(ME):
+        assert read_with_owner(folder / "notices", "policy.json") == (b"{}", ME)
+    for name in ("notices", NAME):
+        os.chown(folder / name, OTHER, OTHER)
+        with acting_as(ME):
+            assert read_with_owner(folder / "notices", "policy.json") == (b"{}", OTHER)
+        os.chown(folder / name, ME, ME)
+
+
+@pytest.mark.parametrize("target", ["/dev/zero", "pipe"])
+def test_a_reader_neither_waits_nor_reads_for_ever(tmp_path: Path, target: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "record.json").symlink_to(target)
+    with pytest.raises(OSError, match="Invalid argument"):
+        read_bytes(tmp_path / "record.json")
+    with pytest.raises(OSError, match="Invalid argument"):
+        list(read_json_lines(tmp_path / "record.json"))
+
+
+def test_a_lock_is_not_opened_through_a_link_and_truncates_nothing(tmp_path: Path) -> None:
+    (mine := tmp_path / "mine").write_text("words")
+    (tmp_path / "lock").symlink_to(mine)
+    with pytest.raises(OSError, match="symbolic links"):
+        open_lock(tmp_path / "lock")
+    os.close(open_lock(mine))
+    assert mine.read_text() == "words"
