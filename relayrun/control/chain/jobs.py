@@ -304,9 +304,16 @@ def cancel_chain(run: Run, scheduler: Scheduler, *, user: str) -> str:
     withdrawn: list[str] = []
     with contextlib.suppress(SchedulerError):  # it would find STOP; it may belong to a former owner
         withdrawn = cancel_fallback_jobs(plan, scheduler, anyone=True)
-    jobs = scheduler.jobs(plan, anyone=True)
-    for job in sorted(jobs, key=lambda job: not job.waits):  # else a pending job would start
-        scheduler.cancel(job.id)
+    done: list[str] = []
+    try:
+        jobs = scheduler.jobs(plan, anyone=True)
+        for job in sorted(jobs, key=lambda job: not job.waits):  # else a pending job would start
+            scheduler.cancel(job.id)
+            done.append(job.id)
+    except SchedulerError as error:
+        words = f"{error.message}; cancelled: {', '.join(done) or 'no job'}"
+        words += "" if unwritten else "; STOP is written: a queued job ends when it starts, a running one goes on"
+        raise SchedulerError(words, hint="call `relayrun cancel` again when the scheduler answers") from None
     said = f"cancelled {', '.join(f'{job.id} ({job.state.lower()})' for job in jobs)}" if jobs else "no job was there"
     said += f", and the fallback job {', '.join(withdrawn)}" if withdrawn else ""
     reason, saved = f"cancelled by {user}{unwritten}", "its checkpoints cannot be looked at"

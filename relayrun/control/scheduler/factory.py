@@ -13,16 +13,19 @@ if TYPE_CHECKING:
     from relayrun.control.scheduler.slurm import Slurm
 
 
-def scheduler_for_plan(plan: Plan, run: Run, *, patience: float = CONTROLLER_PATIENCE) -> Scheduler:
-    """Return the scheduler that a plan names. `patience`: seconds for which a question to Slurm is repeated."""
-    return slurm_scheduler(patience=patience) if plan.scheduler == "slurm" else local_scheduler(run)
+def scheduler_for_plan(
+    plan: Plan, run: Run, *, patience: float = CONTROLLER_PATIENCE, ordered: bool = False
+) -> Scheduler:
+    """Return the scheduler that a plan names. `patience`: seconds for which a question to Slurm is repeated. `ordered`:
+    a person waits for an order, see `SlurmCommands`."""
+    return slurm_scheduler(patience=patience, ordered=ordered) if plan.scheduler == "slurm" else local_scheduler(run)
 
 
-def slurm_scheduler(*, patience: float = CONTROLLER_PATIENCE) -> Slurm:
-    """Return the Slurm of this machine. `patience`: seconds for which a question is repeated."""
+def slurm_scheduler(*, patience: float = CONTROLLER_PATIENCE, ordered: bool = False) -> Slurm:
+    """Return the Slurm of this machine. `patience` and `ordered`: see `scheduler_for_plan`."""
     from relayrun.control.scheduler.slurm import Slurm
 
-    return Slurm(patience=patience)
+    return Slurm(patience=patience, ordered=ordered)
 
 
 def local_scheduler(run: Run) -> LocalScheduler:
