@@ -53,9 +53,13 @@ def mask_tokens(text: str) -> tuple[str, list[str]]:
     return _TOKEN.sub(replace, text), found
 
 
-_SURE = r"pass(?:word|wd|phrase)|pwd|secret|(?:api|access|secret|private|auth|account)[_-]?key|jwt|credentials?"
-_SECRET_VARIABLE = re.compile(rf"(?:.*[_-])?(?:({_SURE})|token|key|auth|sig(?:nature)?)", re.I)
-"""Names of variables and options; the group: any value is a secret, which else has to look random."""
+_SECRET = re.compile(
+    r"(?:.*[_-])?(?:pass(?:word|wd|phrase)|pwd|secret|(?:api|access|secret|private|auth|account)[_-]?key|jwt|credentials?)",
+    re.I,
+)
+"""Names of variables and options whose value is a secret."""
+_PERHAPS_SECRET = re.compile(r"(?:.*[_-])?(?:token|key|auth|sig(?:nature)?)", re.I)
+"""Names whose value is a secret if it looks random."""
 _HARMLESS = re.compile(r"""['"]?(?:$|[$`~/.<]|(?:true|false|yes|no|on|off|none|null|[0-9]{1,5})['"]?$)""", re.I)
 """Values that are no secrets: references, paths, switches and numbers."""
 _ASSIGNMENT = re.compile(r"(?<![\w$-])-{0,2}([A-Za-z_][\w-]*)=(\S*)|(?<!\S)--([A-Za-z][\w-]*) +([^\s-]\S*)")
@@ -65,10 +69,11 @@ _UUID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 
 def is_secret_variable(name: str, value: str) -> bool:
     """Return whether a variable or option of this name with this value is likely to hold a secret."""
-    found = _SECRET_VARIABLE.fullmatch(name)
-    if found is None or _HARMLESS.match(value):
+    if _HARMLESS.match(value):
         return False
-    return found[1] is not None or (name.isupper() and name.endswith("TOKEN")) or looks_random(value)
+    if _SECRET.fullmatch(name) or (name.isupper() and name.endswith("TOKEN")):
+        return True
+    return _PERHAPS_SECRET.fullmatch(name) is not None and looks_random(value)
 
 
 def describe_secret(text: str, *, variable: str = "") -> str | None:

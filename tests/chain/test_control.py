@@ -111,6 +111,32 @@ def test_a_scheduler_that_does_not_answer_leaves_the_trigger_to_the_next_job(
     assert not run.stop.exists()
 
 
+def test_a_cancel_without_an_answer_says_what_was_done(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said `squeue: no answer within 10 s`: STOP was written, and the queued job stayed."""
+    run, plan = make_run()
+    scheduler = LocalScheduler(run)
+    scheduler.submit(plan, run.job_script, options={}, delay=600)
+    (job_id,) = (job.id for job in scheduler.jobs(plan))
+
+    def cancel(self: LocalScheduler, job_id: str) -> None:
+        raise slurm_commands.TimedOutError("scancel: no answer within 120 s")
+
+    monkeypatch.setattr(LocalScheduler, "cancel", cancel)
+    assert cli.main(["cancel", str(run.path)]) == 1
+    said = capsys.readouterr().err
+    assert (
+        "error: scancel: no answer within 120 s; cancelled: no job; STOP is written: a queued job ends at its start"
+        in said
+    )
+    assert "call `relayrun cancel` again when the scheduler answers" in said
+    assert run.stop.exists()
+    monkeypatch.undo()
+    assert cli.main(["cancel", str(run.path)]) == 0
+    assert f"cancelled {job_id}" in capsys.readouterr().out
+
+
 @pytest.fixture
 def full(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing can be written any more, not even STOP; only an empty file can be made."""

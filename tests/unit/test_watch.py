@@ -14,6 +14,7 @@ from relayrun.control.chain import watch
 from relayrun.control.chain.failure_reason import log_excerpt, log_tail
 from relayrun.control.chain.watch import Watch, stall_limit
 from relayrun.control.rundir.records import Heartbeat
+from tests.waiting import wait_for
 
 
 def beat(phase: str, step: float | None = None, save: float | None = None, interval: float = 0.0) -> Heartbeat:
@@ -53,8 +54,7 @@ def batch(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A batch script that waits for a starter, which stands still."""
     script = f"sh -c 'kill -STOP $$; exec sleep 1000' & echo $! >{tmp_path}/starter; wait; echo ended >{tmp_path}/ended"
     process = subprocess.Popen(["bash", "-c", script])
-    while "T (stopped)" not in state(tmp_path):
-        time.sleep(0.01)
+    wait_for(lambda: "T (stopped)" in state(tmp_path), words="the starter stands still")
     yield process
     if state(tmp_path):
         os.kill(starter(tmp_path), signal.SIGKILL)

@@ -311,9 +311,10 @@ def cancel_chain(run: Run, scheduler: Scheduler, *, user: str) -> str:
             scheduler.cancel(job.id)
             done.append(job.id)
     except SchedulerError as error:
-        words = f"{error.message}; cancelled: {', '.join(done) or 'no job'}"
-        words += "" if unwritten else "; STOP is written: a queued job ends when it starts, a running one goes on"
-        raise SchedulerError(words, hint="call `relayrun cancel` again when the scheduler answers") from None
+        error.message += f"; cancelled: {', '.join(done) or 'no job'}"
+        error.message += "" if unwritten else "; STOP is written: a queued job ends at its start, a running one goes on"
+        error.hint = error.hint or "call `relayrun cancel` again when the scheduler answers"
+        raise
     said = f"cancelled {', '.join(f'{job.id} ({job.state.lower()})' for job in jobs)}" if jobs else "no job was there"
     said += f", and the fallback job {', '.join(withdrawn)}" if withdrawn else ""
     reason, saved = f"cancelled by {user}{unwritten}", "its checkpoints cannot be looked at"

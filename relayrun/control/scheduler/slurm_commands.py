@@ -337,9 +337,9 @@ class SlurmCommands:
         try:
             return self.ask(["squeue", "--noheader", "--me", f"--name={name}", "--format=%i|%k"]).splitlines()
         except SchedulerError as unknown:
-            words = f"{error.message}; whether it has queued the job is unknown: {unknown.message}"
-            hint = f"look with `squeue --me --name={name}`; scancel a job that is there, then call this again"
-            raise type(error)(words, hint=hint) from None
+            error.message += f"; whether it has queued the job is unknown: {unknown.message}"
+            error.hint = f"look with `squeue --me --name={name}`; scancel a job that is there, then call this again"
+            raise error from None
 
     def jobs_named(self, name: str, *, anyone: bool = False) -> list[Job]:
         """Return the queued and running jobs with this name: this user's, or with `anyone` every user's."""
