@@ -261,31 +261,27 @@ def run_main(main: Callable[[], int | None]) -> int:
     """
     log_to_stderr()
     with inert_output():
-        return _run_main(main)
-
-
-def _run_main(main: Callable[[], int | None]) -> int:
-    try:
-        return main() or 0
-    except RelayrunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except ModuleNotFoundError as error:
-        if (missing := missing_extra(error)) is None:
-            raise
-        print(f"error: {missing}", file=sys.stderr)
-        return 1
-    except BrokenPipeError:  # `relayrun ... | head`: the reader left, which is no error of ours
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except OSError as error:
-        if error.filename is None and error.strerror is None:
-            raise
-        print(f"error: {_explain_os_error(error)}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+        try:
+            return main() or 0
+        except RelayrunError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        except ModuleNotFoundError as error:
+            if (missing := missing_extra(error)) is None:
+                raise
+            print(f"error: {missing}", file=sys.stderr)
+            return 1
+        except BrokenPipeError:  # `relayrun ... | head`: the reader left, which is no error of ours
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        except OSError as error:
+            if error.filename is None and error.strerror is None:
+                raise
+            print(f"error: {_explain_os_error(error)}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return 130
 
 
 def _explain_os_error(error: OSError) -> RelayrunError:

@@ -293,7 +293,7 @@ def test_a_secret_in_the_config_is_refused_and_not_shown(
     shown = capsys.readouterr()
     assert "looks like a secret, and the config is copied into the run directory" in shown.out
     assert where in shown.out
-    assert 'of mode 0600: export NAME="$(cat FILE)"' in " ".join(shown.out.split())
+    assert 'of mode 0600 in job.setup: export NAME="$(cat FILE)"' in " ".join(shown.out.split())
     assert "0123456789" not in shown.out + shown.err
     assert not any("0123456789" in each.read_text(errors="replace") for each in workspace.folder.rglob("plan.json"))
 

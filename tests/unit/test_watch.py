@@ -6,6 +6,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -74,26 +75,28 @@ def state(folder: Path) -> str:
 
 
 def watch_of_ended_ranks(seconds: float) -> Watch:
-    """The watch of an attempt whose ranks it has ended so many seconds ago."""
+    """The watch of an attempt whose ranks it has ended so many seconds ago; its other duties fail."""
     made = object.__new__(Watch)
-    made._ended, made._killed = time.monotonic() - seconds, set()
+    made._observer, made._complaints = None, {}
+    made.attempt, made._notices = SimpleNamespace(commits=None), SimpleNamespace(look=lambda: None)  # type: ignore[assignment]
+    made._ended = time.monotonic() - seconds
     return made
 
 
 def test_a_starter_that_outlives_its_ranks_is_ended(batch: subprocess.Popen[bytes], tmp_path: Path) -> None:
     """A stopped starter held three nodes to the time limit: the batch script waited for it."""
     watching = watch_of_ended_ranks(watch.STARTER_SECONDS - 1)
-    watching._look_for_starter(batch.pid)
+    watching.look(batch.pid)
     assert state(tmp_path)
     watching._ended = time.monotonic() - watch.STARTER_SECONDS - 1
-    watching._look_for_starter(batch.pid)
+    watching.look(batch.pid)
     assert batch.wait(timeout=60) == 0
     assert (tmp_path / "ended").read_text() == "ended\n"  # the batch script goes on to `end`
 
 
 def test_a_batch_script_whose_starter_cannot_be_ended_is_ended(batch: subprocess.Popen[bytes], tmp_path: Path) -> None:
     watching = watch_of_ended_ranks(2 * watch.STARTER_SECONDS + 1)
-    watching._look_for_starter(batch.pid)
+    watching.look(batch.pid)
     assert batch.wait(timeout=60) == -signal.SIGKILL
 
 

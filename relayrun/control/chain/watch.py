@@ -90,8 +90,6 @@ class Watch:
         self._pause = RETRY_SECONDS
         self._ended: float | None = None
         """Time at which the ranks were killed."""
-        self._killed: set[int] = set()
-        """Starters of the ranks that were killed after them."""
         self._handed_over: float | None = None
         """Time at which a hang was left to the agents, which end the ranks and may restart them."""
         self._left: float | None = None
@@ -263,9 +261,8 @@ class Watch:
             log_line("the starter of the ranks cannot be ended; ending the batch script")
             os.kill(batch_pid, signal.SIGKILL)
         elif seconds > STARTER_SECONDS:
-            for pid in set(other_children(batch_pid)) - self._killed:
+            for pid in other_children(batch_pid):
                 log_line(f"process {pid}, which started the ranks, is still there; ending it")
-                self._killed.add(pid)
                 os.kill(pid, signal.SIGKILL)
 
     def _guard(self, batch_pid: int) -> None:

@@ -323,7 +323,12 @@ class SlurmCommands:
                     raise SchedulerError(f"sbatch: no job id in its answer {job_id!r}")
                 return job_id
             except SchedulerError as error:
-                rows = self._rows_after(error, name)
+                try:
+                    rows = self.ask(["squeue", "--noheader", "--me", f"--name={name}", "--format=%i|%k"]).splitlines()
+                except SchedulerError as unknown:
+                    error.message += f"; whether it has queued the job is unknown: {unknown.message}"
+                    error.hint = f"look with `squeue --me --name={name}`; scancel a job that is there, and try again"
+                    raise error from None
                 found = [row.partition("|")[0] for row in rows if row.partition("|")[2] == comment]
                 if found:
                     return found[0]
@@ -331,15 +336,6 @@ class SlurmCommands:
                     raise
             time.sleep(pause)
             pause = min(2 * pause, 30.0)
-
-    def _rows_after(self, error: SchedulerError, name: str) -> list[str]:
-        """Return id and comment of this user's jobs of this name. Raises SchedulerError, with the `error` of sbatch."""
-        try:
-            return self.ask(["squeue", "--noheader", "--me", f"--name={name}", "--format=%i|%k"]).splitlines()
-        except SchedulerError as unknown:
-            error.message += f"; whether it has queued the job is unknown: {unknown.message}"
-            error.hint = f"look with `squeue --me --name={name}`; scancel a job that is there, then call this again"
-            raise error from None
 
     def jobs_named(self, name: str, *, anyone: bool = False) -> list[Job]:
         """Return the queued and running jobs with this name: this user's, or with `anyone` every user's."""

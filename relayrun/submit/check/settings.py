@@ -44,13 +44,9 @@ def check_secrets(config: CommonConfig, findings: Findings) -> None:
         variable = name.removeprefix(environment) if name.startswith(environment) else ""
         if found := describe_secret(" ".join(text for _, text in texts), variable=variable):
             words = f"{found} looks like a secret, and the config is copied into the run directory"
-            findings.refuse("settings.secret", words, setting=name, value="(not shown)", remedy=SECRET_REMEDY)
+            remedy = 'export it where you submit, or read a file of mode 0600 in job.setup: export NAME="$(cat FILE)"'
+            findings.refuse("settings.secret", words, setting=name, value="(not shown)", remedy=remedy)
 
-
-SECRET_REMEDY = (
-    "take it out; export it as a variable in the environment that submits, or let a line of job.setup read it from a "
-    'file of mode 0600: export NAME="$(cat FILE)"'
-)
 
 PLACEHOLDER = re.compile(r"/set/|CHANGE[_-]?ME\b|<[a-z][a-z _-]*>$", re.IGNORECASE)
 """Placeholders of values that somebody must still set; matched at the beginning of a text."""

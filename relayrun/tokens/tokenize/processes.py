@@ -168,8 +168,8 @@ def use_one_thread() -> None:
 def hidden_secrets() -> Iterator[None]:
     """Keep secrets out of the environment of this process and its workers; Slurm's own stay, for a requeue. A value is
     also blanked where it lies: `/proc/PID/environ` of a worker shows the memory of the start."""
-    secrets = {name: value for name, value in os.environ.items() if describe_secret(value, variable=name)}
-    secrets = {name: value for name, value in secrets.items() if not name.startswith("SLURM_")}
+    others = [pair for pair in os.environ.items() if not pair[0].startswith("SLURM_")]
+    secrets = {name: value for name, value in others if describe_secret(value, variable=name)}
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_void_p
     for name, value in secrets.items():
