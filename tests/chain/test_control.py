@@ -20,7 +20,10 @@ from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.control.scheduler import slurm_commands
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.control.scheduler.local_queue import LocalQueue
+from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import RunDirError, user_name
+from relayrun.submit import submission
+from relayrun.watch.status import queue
 from tests.waiting import wait_for
 
 from .conftest import MakeRun
@@ -135,6 +138,15 @@ def test_a_cancel_without_an_answer_says_what_was_done(
     monkeypatch.undo()
     assert cli.main(["cancel", str(run.path)]) == 0
     assert f"cancelled {job_id}" in capsys.readouterr().out
+
+
+def test_cancel_stop_save_and_submit_are_orders_of_a_person(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then each command of Slurm has as long to answer as in a job."""
+    run, plan = make_run(scheduler="slurm")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    for scheduler in (queue.run_scheduler(run), submission._scheduler(plan, run)):
+        assert isinstance(scheduler, Slurm)
+        assert scheduler._ordered
 
 
 @pytest.fixture
