@@ -191,12 +191,21 @@ def team(accounting: None) -> Iterator[Team]:
 
 
 def assert_open_to_the_group(run: Run, group: str) -> None:
-    """Everything belongs to the group, which may write all of it; others may write nothing."""
+    """Everything belongs to the group, which may write all of it but what may hold secrets; others write nothing."""
     gid = grp.getgrnam(group).gr_gid
     copies = {path for path in run.code.rglob("*") if path.is_file()}  # of the checkout, which keep its modes
     for path in {run.path, *run.path.rglob("*")} - copies:
         found = path.stat()
-        wanted = 0o770 if path == run.triggers else 0o775 if path.is_dir() or path.suffix == ".sbatch" else 0o664
+        private = path.name in ("job.env", "setup.sh", "compute_environment.txt")
+        wanted = (
+            0o600
+            if private
+            else 0o770
+            if path == run.triggers
+            else 0o775
+            if path.is_dir() or path.suffix == ".sbatch"
+            else 0o664
+        )
         assert (found.st_gid, oct(stat.S_IMODE(found.st_mode) & 0o777)) == (gid, oct(wanted)), path
 
 
