@@ -197,15 +197,8 @@ def assert_open_to_the_group(run: Run, group: str) -> None:
     for path in {run.path, *run.path.rglob("*")} - copies:
         found = path.stat()
         private = path.name in ("job.env", "setup.sh", "compute_environment.txt")
-        wanted = (
-            0o600
-            if private
-            else 0o770
-            if path == run.triggers
-            else 0o775
-            if path.is_dir() or path.suffix == ".sbatch"
-            else 0o664
-        )
+        usual = 0o775 if path.is_dir() or path.suffix == ".sbatch" else 0o664
+        wanted = 0o770 if path == run.triggers else 0o600 if private else usual
         assert (found.st_gid, oct(stat.S_IMODE(found.st_mode) & 0o777)) == (gid, oct(wanted)), path
 
 
