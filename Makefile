@@ -22,7 +22,7 @@ help: ## this list
 
 setup: $(VENV)/.ready ## create .venv/ with everything (torch first; BUILD=cpu or cuda chooses its build)
 
-$(VENV)/.ready: pyproject.toml constraints.txt scripts/tools/setup.sh
+$(VENV)/.ready: pyproject.toml constraints.txt constraints-hashes.txt scripts/tools/setup.sh
 	scripts/tools/setup.sh $(VENV)
 
 demo: setup ## raw text to a trained model on this machine, without Slurm (about 6 minutes)

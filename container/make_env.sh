@@ -2,14 +2,14 @@
 # Gives an image relayrun's packages: a virtual environment on a file system that all nodes see, over the image's own.
 # Runs inside the image, on a node with the processor of the ranks (aarch64 on Alps and JUPITER):
 #   make container-env ENV=/scratch/YOU/relayrun-env [IMAGE_PYTHON=python3]
-# What the image has stays as it is, torch first of all: of the versions in constraints.txt only what is missing is
+# What the image has stays as it is, torch first of all: of constraints-hashes.txt only what is missing is
 # installed. cluster.python is then ENV/bin/python, a link to the image's own Python.
 set -euo pipefail
 
 environment="${1:?ENV: a folder on a file system that all nodes see}"
 python="${2:-python3}"
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-constraints="${CONSTRAINTS:-${root}/constraints.txt}"
+constraints="${CONSTRAINTS:-${root}/constraints-hashes.txt}"
 
 if [[ -e "${environment}" && ! -e "${environment}/pyvenv.cfg" ]]; then
   echo "error: ${environment}: this is no virtual environment; name another folder" >&2

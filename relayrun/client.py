@@ -14,11 +14,13 @@
 
 With several ranks, rank 0 asks and tells the others, so that all leave behind the same iteration. `step_done` and
 `checkpoint_done` do nothing on other ranks (RANK, or SLURM_PROCID, is not 0). Outside of a chain nothing is written,
-and nobody asks for anything. Nothing here raises: a program must not end because a disk is full.
+and nobody asks for anything. Nothing here raises: a program must not end because a disk is full. Lines that could not
+be written are written with the next ones, or at the end of the program.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
 import os
@@ -39,6 +41,11 @@ SECONDS = 1.0
 
 _looked: dict[str, float] = {}
 _answers: dict[str, bool] = {}
+
+MOST_UNWRITTEN = 100_000
+"""Lines of a file that are kept until it can be written; the oldest ones are dropped."""
+_unwritten: dict[str, list[bytes]] = {}
+"""By the path of a file."""
 
 
 def step_done(iteration: int, **metrics: float) -> None:
@@ -96,12 +103,34 @@ def _append(name: str, record: dict[str, object]) -> None:
     folder = os.environ.get(FOLDER)
     if folder is None or not _first():
         return
-    line = b"\n" + json.dumps(record | {"time": time.time()}).encode() + b"\n"  # the one before may be torn
+    path = os.path.join(folder, name)
+    _unwritten.setdefault(path, []).append(json.dumps(record | {"time": time.time()}).encode())
+    _write(path, again=len(_unwritten[path]) > 1)
+
+
+def _write(path: str, *, again: bool) -> None:
+    """Append the unwritten lines of a file with one write. `again`: a write of some has failed before."""
+    lines = _unwritten[path]
+    del lines[:-MOST_UNWRITTEN]
     try:
-        file = os.open(os.path.join(folder, name), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         try:
-            os.write(file, line)
+            if again:  # an error may come behind the write: what is there is not written again
+                size = sum(map(len, lines)) + 2 * len(lines)
+                end = os.pread(file, size, max(0, os.fstat(file).st_size - size)).split(b"\n")
+                lines[:] = [line for line in lines if line not in end]
+            text = b"".join(b"\n" + line + b"\n" for line in lines) or b"\n"  # the line before may be torn
+            written = os.write(file, text)
         finally:
             os.close(file)
+        while lines and written >= len(lines[0]) + 2:  # a full disk takes a part: a torn line is written again
+            written -= len(lines.pop(0)) + 2
     except OSError as error:
-        print(f"relayrun: {name} not written: {error}", file=sys.stderr)
+        print(f"relayrun: {os.path.basename(path)} not written yet: {error}", file=sys.stderr)
+
+
+@atexit.register
+def _write_the_rest() -> None:
+    for path, lines in _unwritten.items():
+        if lines:
+            _write(path, again=True)

@@ -26,6 +26,8 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from relayrun.terminal import inert, inert_output
+
 
 class RelayrunError(Exception):
     """An error with a message, `where` (file, line, name) and a `hint` what to do."""
@@ -235,7 +237,7 @@ class _StderrLines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         level = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
         try:
-            print(f"{level}{self.format(record)}", file=sys.stderr, flush=True)  # the stream that it is by now
+            print(inert(f"{level}{self.format(record)}"), file=sys.stderr, flush=True)  # the stream that it is by now
         except Exception:
             self.handleError(record)
 
@@ -251,34 +253,35 @@ def log_to_stderr() -> None:
 
 
 def run_main(main: Callable[[], int | None]) -> int:
-    """Run a program's `main`; return its exit code.
+    """Run a program's `main` with inert output; return its exit code.
 
     Warnings go to standard error. A RelayrunError, a missing module of an extra, or an OSError that names a file
     (read-only, full disk, missing) becomes one message on standard error and exit code 1. Anything else is a defect of
     relayrun and keeps its traceback.
     """
     log_to_stderr()
-    try:
-        return main() or 0
-    except RelayrunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except ModuleNotFoundError as error:
-        if (missing := missing_extra(error)) is None:
-            raise
-        print(f"error: {missing}", file=sys.stderr)
-        return 1
-    except BrokenPipeError:  # `relayrun ... | head`: the reader left, which is no error of ours
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except OSError as error:
-        if error.filename is None and error.strerror is None:
-            raise
-        print(f"error: {_explain_os_error(error)}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    with inert_output():
+        try:
+            return main() or 0
+        except RelayrunError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        except ModuleNotFoundError as error:
+            if (missing := missing_extra(error)) is None:
+                raise
+            print(f"error: {missing}", file=sys.stderr)
+            return 1
+        except BrokenPipeError:  # `relayrun ... | head`: the reader left, which is no error of ours
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        except OSError as error:
+            if error.filename is None and error.strerror is None:
+                raise
+            print(f"error: {_explain_os_error(error)}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return 130
 
 
 def _explain_os_error(error: OSError) -> RelayrunError:

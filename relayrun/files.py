@@ -343,24 +343,28 @@ READ_BLOCK = 65_536
 """Maximum bytes per read of a file from its end."""
 FIRST_READ_BLOCK = 4096
 """Bytes of the first read: most callers want the last line."""
+MAX_MEAN_LINE = 2048
+"""Mean bytes of a line beyond which `last_lines` returns fewer lines."""
 
 
 def last_lines(path: str | os.PathLike[str], count: int) -> tuple[bytes, int]:
-    """Return the last lines of a file and its size; nothing of a missing file. Only its end is read."""
+    """Return the last lines of a file and its size; nothing of a missing file. Only its end is read, at most
+    `MAX_MEAN_LINE` bytes per line and 256 KiB: a file need not have lines. `\\r` ends a line of a progress bar."""
     try:
         fd, found = _open_for_reading(path)
     except FileNotFoundError:
         return b"", 0
     size = found.st_size
     try:
-        text = b""
-        for _, block in _blocks_backwards(fd, size):
-            text = block + text
-            if text.count(b"\n") > count:
+        blocks, ends, floor = [], 0, size - (1 << 18) - count * MAX_MEAN_LINE
+        for at, block in _blocks_backwards(fd, size):
+            blocks.append(block)
+            ends += block.count(b"\n") + block.count(b"\r") - block.count(b"\r\n") - block.startswith(b"\n")
+            if ends > count or at < floor:
                 break
     finally:
         os.close(fd)
-    return b"".join(text.splitlines(keepends=True)[-count:] if count else []), size
+    return b"".join(b"".join(blocks[::-1]).splitlines(keepends=True)[-count:] if count else []), size
 
 
 def last_bytes(path: str | os.PathLike[str], most: int, *, since: int = 0) -> bytes:

@@ -1,6 +1,6 @@
-"""Forms of secrets: names of files, and tokens that are known by their form.
+"""Forms of secrets: names of files and variables, values, and tokens that are known by their form.
 
-Neither list is complete. They keep common secrets of a checkout out of run directories, which others may read.
+No list is complete. They keep common secrets of a checkout out of run directories, which others may read.
 """
 
 from __future__ import annotations
@@ -51,3 +51,53 @@ def mask_tokens(text: str) -> tuple[str, list[str]]:
         return f"<{found[-1]}>"
 
     return _TOKEN.sub(replace, text), found
+
+
+_SECRET = re.compile(
+    r"(?:.*[_-])?(?:pass(?:word|wd|phrase)|pwd|secret|(?:api|access|secret|private|auth|account)[_-]?key|jwt|credentials?)",
+    re.I,
+)
+"""Names of variables and options whose value is a secret."""
+_PERHAPS_SECRET = re.compile(r"(?:.*[_-])?(?:token|key|auth|sig(?:nature)?)", re.I)
+"""Names whose value is a secret if it looks random."""
+_HARMLESS = re.compile(r"""['"]?(?:$|[$`~/.<]|(?:true|false|yes|no|on|off|none|null|[0-9]{1,5})['"]?$)""", re.I)
+"""Values that are no secrets: references, paths, switches and numbers."""
+_ASSIGNMENT = re.compile(r"(?<![\w$-])-{0,2}([A-Za-z_][\w-]*)=(\S*)|(?<!\S)--([A-Za-z][\w-]*) +([^\s-]\S*)")
+_URL_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@$]+@")
+_UUID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
+
+
+def is_secret_variable(name: str, value: str) -> bool:
+    """Return whether a variable or option of this name with this value is likely to hold a secret."""
+    if _HARMLESS.match(value):
+        return False
+    if _SECRET.fullmatch(name) or (name.isupper() and name.endswith("TOKEN")):
+        return True
+    return _PERHAPS_SECRET.fullmatch(name) is not None and looks_random(value)
+
+
+def describe_secret(text: str, *, variable: str = "") -> str | None:
+    """Describe what in a text, the value of `variable` if given, looks like a secret, without repeating it."""
+    if tokens := mask_tokens(text)[1]:
+        return f"a {tokens[0]}"
+    if _URL_PASSWORD.search(text):
+        return "a password in a URL"
+    pairs = [(found[1] or found[3], found[2] or found[4] or "") for found in _ASSIGNMENT.finditer(text)]
+    named = (name for name, value in [(variable, text), *pairs] if is_secret_variable(name, value))
+    return next((f"the value of {name}" for name in named), None)
+
+
+def looks_random(part: str) -> bool:
+    """Return whether a part of a text looks like a key: a long word that mixes letters and digits unlike a name."""
+    return _UUID.search(part) is not None or any(_is_random(word) for word in re.split(r"[-_.,]", part))
+
+
+def _is_random(word: str) -> bool:
+    if "$" in word or len(word) < 9:
+        return False
+    runs = len(re.findall(r"[A-Za-z]+|[0-9]+", word))
+    if word.isdigit():
+        return len(word) >= 16  # the number of a Discord webhook
+    if word.isalpha():
+        return len(word) >= 20 and len(re.findall(r"[a-z][A-Z]", word)) >= 3
+    return runs >= 5 or (len(word) >= 16 and runs >= 3)

@@ -16,6 +16,7 @@ from pathlib import Path
 from queue import Queue
 
 from relayrun.control.rundir.records import AttemptStart
+from relayrun.terminal import inert
 
 LOG_FINISH_SECONDS = 2.0
 """Maximum seconds for the last lines."""
@@ -49,7 +50,7 @@ class AgentLog:
 
 def log_node_line(name: str, text: str, *, log: AgentLog | None = None) -> None:
     """Write a line with time and node into the job's log, and into the log of this agent."""
-    line = f"[relayrun {time.strftime('%Y-%m-%dT%H:%M:%S')} {name}] {text}"
+    line = f"[relayrun {time.strftime('%Y-%m-%dT%H:%M:%S')} {name}] {inert(text)}"
     with contextlib.suppress(OSError):  # srun has gone with the batch host, or the disk is full
         print(line, file=sys.stderr, flush=True)
     if log is not None:
@@ -62,7 +63,7 @@ LOG_PREFIX = "[relayrun "
 def log_line(text: str) -> None:
     """Write one line with the time to standard error. A full or silent disk of the log raises no error."""
     with contextlib.suppress(OSError):
-        print(f"{LOG_PREFIX}{time.strftime('%Y-%m-%dT%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+        print(f"{LOG_PREFIX}{time.strftime('%Y-%m-%dT%H:%M:%S')}] {inert(text)}", file=sys.stderr, flush=True)
 
 
 def stdout_beside(log: str | None) -> str | None:

@@ -30,7 +30,7 @@ from relayrun.control.rundir.campaign import Campaign, CampaignMembership
 from relayrun.control.rundir.checkpoint_records import BEGINNING, Lineage, ResumePoint, resume_point
 from relayrun.control.rundir.plan import ACTED_ON_NAMES, Plan
 from relayrun.control.rundir.run import Run
-from relayrun.control.scheduler.base import CONTROLLER_PATIENCE, Scheduler
+from relayrun.control.scheduler.base import Scheduler
 from relayrun.control.scheduler.factory import scheduler_for_plan, slurm_scheduler
 from relayrun.errors import ConfigError, RunDirError
 from relayrun.files import open_lock, writable_by_owner_alone, write_atomic
@@ -272,9 +272,9 @@ def dry_run(config: CommonConfig) -> str:
 
 def _scheduler(plan: Plan, run: Run) -> Scheduler:
     """The plan's scheduler, asked for long only inside a job: elsewhere a person waits for the answer."""
-    return scheduler_for_plan(
-        plan, run, patience=CONTROLLER_PATIENCE if "SLURM_JOB_ID" in os.environ else INTERACTIVE_SECONDS
-    )
+    if "SLURM_JOB_ID" in os.environ:
+        return scheduler_for_plan(plan, run)
+    return scheduler_for_plan(plan, run, patience=INTERACTIVE_SECONDS, ordered=True)
 
 
 def _refuse_while_live(run: Run) -> None:

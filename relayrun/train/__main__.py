@@ -29,6 +29,7 @@ from relayrun.control.rundir.plan import Plan, read_plan_format
 from relayrun.control.rundir.records import AttemptOutcome, RankFailure
 from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError, FatalTrainingError, RelayrunError, log_to_stderr
+from relayrun.terminal import inert
 from relayrun.train import megatron_versions
 from relayrun.train.reporting import liveness
 from relayrun.train.reporting.liveness import NodeHeartbeatWriter, RankTimings, is_first_of_node, node_name
@@ -119,7 +120,7 @@ def main(flag: SignalFlag) -> int:
         train_attempt(run, begin, config, flag, timings, heartbeat, process_began=began)
     except BaseException as error:
         if isinstance(error, RelayrunError):
-            print(f"error: {error}", file=sys.stderr)
+            print(inert(f"error: {error}"), file=sys.stderr)
         else:
             traceback.print_exc()
         fatal = fails_on_every_attempt(error, before_first_step=heartbeat is None or heartbeat.phase == "start")

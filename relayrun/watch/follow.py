@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import os
@@ -15,6 +16,9 @@ from relayrun.control import job_log
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RunDirError
+
+MAX_POLL_BYTES = 1 << 24
+"""Maximum new bytes of a log that one poll returns."""
 
 
 class ProgressFollower:
@@ -105,7 +109,8 @@ class ChainLogFollower:
     """Offset up to which each file was read."""
 
     def poll(self) -> list[tuple[Path, bytes]]:
-        """Return the new bytes of each file since the last call; a truncated file is returned from its start."""
+        """Return new bytes of each file, whole characters, at most `MAX_POLL_BYTES`; a truncated file is returned from
+        its start."""
         try:
             current = job_log_files(self.run)
         except RunDirError:
@@ -116,9 +121,10 @@ class ChainLogFollower:
                 with open(path, "rb") as file:
                     size = os.fstat(file.fileno()).st_size
                     at = self.seen.get(path, 0)
-                    file.seek(at if at <= size else 0)
-                    text = file.read()
-                    self.seen[path] = file.tell()
+                    begin = file.seek(at if at <= size else 0)
+                    text = file.read(MAX_POLL_BYTES)
+                    text = text[: codecs.utf_8_decode(text, "surrogateescape", False)[1]]
+                    self.seen[path] = begin + len(text)
             except OSError:  # removed, or the file system is unavailable for a while
                 continue
             if text:

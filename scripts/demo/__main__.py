@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
-from rich.console import Console
 
 from relayrun import places
 from relayrun.config.compose import resolve, yaml_file
@@ -45,7 +44,7 @@ from relayrun.tokens.tokenize.train_tokenizer import train_tokenizer
 from relayrun.watch.follow import ProgressFollower
 from relayrun.watch.report import terminal_report
 from relayrun.watch.report.terminal_report import AttemptsAndLosses
-from relayrun.watch.text import print_table
+from relayrun.watch.text import inert_console, print_table
 from scripts.demo import stories
 
 PROMPT_WORDS = 12
@@ -62,7 +61,7 @@ CHART_WIDTH = 48
 """Characters of the chart of attempts."""
 MAX_EMPTY_JOBS = 4
 """Chains in a row without a new checkpoint, each with twice the time of the previous one, before the demo gives up."""
-console = Console(stderr=True, highlight=False)
+console = inert_console(sys.stderr, highlight=False)
 
 
 def first_heldout_words(folder: Path, *, words: int) -> str:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Create the virtual environment VENV with the versions of constraints.txt: torch first, then the rest,
-# so that no other package pulls in another torch.
+# Create the virtual environment VENV with the versions of constraints.txt: first the files whose hashes stand in
+# constraints-hashes.txt and no others, then torch, whose builds have no hash there. Nothing pulls in another torch.
 #
 #   scripts/tools/setup.sh [VENV]      default: .venv; PYTHON=... chooses the interpreter (3.11 or 3.12)
 #
@@ -26,7 +26,7 @@ find_python() {
 }
 
 python="$(find_python)"
-echo "set-up: ${VENV} with $("${python}" --version); torch, then the other packages (a few minutes on a first run)"
+echo "set-up: ${VENV} with $("${python}" --version); all packages by their hashes, then torch (a few minutes on a first run)"
 rm -f "${VENV}/.ready"
 if ! "${VENV}/bin/python" -c "${SUPPORTED}" 2>/dev/null; then
   "${python}" -m venv --clear "${VENV}" || {
@@ -55,6 +55,11 @@ torch_here() {
   "${VENV}/bin/python" -c 'import importlib.metadata as m; print(m.version("torch"))'
 }
 
+# setuptools first: it builds what has no wheel, and nothing is downloaded for a build
+readonly LOCKED=(install --quiet --require-hashes --no-deps --no-build-isolation --requirement)
+"${PIP[@]}" "${LOCKED[@]}" <(grep '^setuptools==' constraints-hashes.txt)
+"${PIP[@]}" "${LOCKED[@]}" constraints-hashes.txt
+
 here="$(torch_here 2>/dev/null || true)"
 if [[ "${BUILD}" == auto && "${here%%+*}" == "${TORCH}" ]]; then
   echo "set-up: torch ${here} is there, and stays; BUILD=cpu or BUILD=cuda chooses another build"
@@ -68,7 +73,8 @@ else
   echo "set-up: (PIP_EXTRA_INDEX_URL=... names an index with the small build for CPUs, which is taken where no GPU is)"
   install_torch "=${TORCH}" || install_torch "${TORCH}"
 fi
-echo "set-up: the other packages ..."
-"${PIP[@]}" install --quiet --constraint constraints.txt --editable '.[dev,bench]'
+echo "set-up: torch and what it alone needs have no hash here: its builds have other files under one version"
+# without an index: it fails if a package is missing above, and downloads none
+"${PIP[@]}" install --quiet --no-index --no-build-isolation --constraint constraints.txt --editable '.[dev,bench]'
 touch "${VENV}/.ready"
 echo "set-up: done, with torch $(torch_here)"

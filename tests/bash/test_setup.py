@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,7 @@ import pytest
 from relayrun.places import CODE_ROOT as ROOT
 
 PYTHON = """#!/usr/bin/env bash
+printf '%s\\n' "$*" >>"$(dirname "$PIP_LOG")/calls"
 case "$*" in
   *m.version*) printf '%s\\n' "$TORCH_HERE" ;;
   *torch==*) printf '%s\\n' "${@: -1}" >>"$PIP_LOG"; [[ " $PIP_HAS " == *" ${@: -1} "* ]] ;;
@@ -54,6 +59,65 @@ def test_a_build_of_this_version_that_is_there_stays(tmp_path: Path, here: str) 
     assert not (tmp_path / "log").exists()
     set_up(tmp_path, "cpu", [CPU], here=here)
     assert (tmp_path / "log").read_text().split() == [CPU]
+
+
+def test_every_package_is_installed_by_its_hash_and_nothing_else_is_downloaded(tmp_path: Path) -> None:
+    assert set_up(tmp_path, "cpu", [CPU]).returncode == 0
+    calls = (tmp_path / "calls").read_text().splitlines()
+    installs = [call for call in calls if " install " in call]
+    assert len(installs) == 4
+    for call in installs:
+        locked = "--require-hashes --no-deps --no-build-isolation" in call
+        assert locked or "torch==" in call or "--no-index --no-build-isolation" in call
+    assert "--require-hashes" in installs[1]
+    assert installs[1].endswith(" constraints-hashes.txt")
+
+
+def pins(name: str) -> dict[str, list[str]]:
+    """Lines of a file of versions, by name and version as PEP 503 writes the name."""
+    lines = [line.split() for line in (ROOT / name).read_text(encoding="utf-8").splitlines() if line[:1] != "#"]
+    return {
+        re.sub(r"[-_.]+", "-", first.lower().partition("==")[0]) + first.partition("==")[2]: rest
+        for first, *rest in lines
+    }
+
+
+def test_hashes_are_those_of_the_versions() -> None:
+    """After a change of constraints.txt: scripts/tools/write_hashes.py."""
+    hashes, versions = pins("constraints-hashes.txt"), pins("constraints.txt")
+    assert hashes.keys() == versions.keys() - {f"torch{VERSION}"}
+    assert all(each and re.fullmatch("--hash=sha256:[0-9a-f]{64}", each[0]) for each in hashes.values())
+    assert "://" not in (ROOT / "constraints-hashes.txt").read_text(encoding="utf-8")
+
+
+def test_a_file_with_another_hash_is_refused(tmp_path: Path) -> None:
+    """As `make setup` asks pip, with a wheel that is not what was looked at."""
+    wheel = tmp_path / "gigatoken-0.10.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr("gigatoken.py", "")
+        file.writestr(
+            "gigatoken-0.10.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: gigatoken\nVersion: 0.10.0\n"
+        )
+        file.writestr("gigatoken-0.10.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        file.writestr("gigatoken-0.10.0.dist-info/RECORD", "")
+    (line,) = (
+        each for each in (ROOT / "constraints-hashes.txt").read_text().splitlines() if each.startswith("gigatoken=")
+    )
+    wanted = tmp_path / "wanted.txt"
+    options = [
+        "--no-index",
+        f"--find-links={tmp_path}",
+        "--require-hashes",
+        "--no-deps",
+        f"--target={tmp_path / 'site'}",
+    ]
+    for added, code in (("", 1), (f" --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}", 0)):
+        wanted.write_text(line + added)
+        command = [sys.executable, "-m", "pip", "install", *options, "--requirement", str(wanted)]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == code, done.stderr
+        assert ("DO NOT MATCH THE HASHES" in done.stderr) == bool(code)
 
 
 def set_up(folder: Path, build: str, offered: list[str], *, here: str = "") -> subprocess.CompletedProcess[str]:

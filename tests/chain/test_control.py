@@ -20,7 +20,10 @@ from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.control.scheduler import slurm_commands
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.control.scheduler.local_queue import LocalQueue
+from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import RunDirError, user_name
+from relayrun.submit import submission
+from relayrun.watch.status import queue
 from tests.waiting import wait_for
 
 from .conftest import MakeRun
@@ -109,6 +112,41 @@ def test_a_scheduler_that_does_not_answer_leaves_the_trigger_to_the_next_job(
     assert "squeue is not installed here" in capsys.readouterr().out
     assert (run.triggers / "exit").exists()
     assert not run.stop.exists()
+
+
+def test_a_cancel_without_an_answer_says_what_was_done(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said `squeue: no answer within 10 s`: STOP was written, and the queued job stayed."""
+    run, plan = make_run()
+    scheduler = LocalScheduler(run)
+    scheduler.submit(plan, run.job_script, options={}, delay=600)
+    (job_id,) = (job.id for job in scheduler.jobs(plan))
+
+    def cancel(self: LocalScheduler, job_id: str) -> None:
+        raise slurm_commands.TimedOutError("scancel: no answer within 120 s")
+
+    monkeypatch.setattr(LocalScheduler, "cancel", cancel)
+    assert cli.main(["cancel", str(run.path)]) == 1
+    said = capsys.readouterr().err
+    assert (
+        "error: scancel: no answer within 120 s; cancelled: no job; STOP is written: a queued job ends at its start"
+        in said
+    )
+    assert "call `relayrun cancel` again when the scheduler answers" in said
+    assert run.stop.exists()
+    monkeypatch.undo()
+    assert cli.main(["cancel", str(run.path)]) == 0
+    assert f"cancelled {job_id}" in capsys.readouterr().out
+
+
+def test_cancel_stop_save_and_submit_are_orders_of_a_person(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then each command of Slurm has as long to answer as in a job."""
+    run, plan = make_run(scheduler="slurm")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    for scheduler in (queue.run_scheduler(run), submission._scheduler(plan, run)):
+        assert isinstance(scheduler, Slurm)
+        assert scheduler._ordered
 
 
 @pytest.fixture

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,6 +82,51 @@ def test_the_last_lines_are_those_of_the_end(tmp_path: Path, count: int, monkeyp
     text, size = files.last_lines(tmp_path / "log", count)
     assert text.decode() == "".join([*lines, "torn"][-count:] if count else [])
     assert size == (tmp_path / "log").stat().st_size
+
+
+@pytest.mark.parametrize("end", [b"\r", b"\r\n"])
+def test_a_carriage_return_ends_a_line(tmp_path: Path, end: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "READ_BLOCK", 7)
+    (tmp_path / "log").write_bytes(b"".join(b"%d%%%s" % (number, end) for number in range(500)))
+    text, _ = files.last_lines(tmp_path / "log", 30)
+    assert text.split() == [b"%d%%" % number for number in range(470, 500)]
+
+
+@pytest.mark.parametrize("content", ["progress bar", "one line", "sparse"])
+def test_a_log_without_lines_is_shown_in_bounded_time_and_memory(
+    tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The end of a log of 188 MB took more than 200 s, and of a sparse one of 10 GB more."""
+    run = Run(tmp_path / "run")
+    log = write_log(run, 1)
+    run.manifest.write_text("{}")
+    with open(log, "wb") as file:
+        if content == "sparse":
+            file.truncate(1 << 30)
+        else:
+            bar = b"\r 10%|####      | 1/10" if content == "progress bar" else b" 10%|####      | 1/10"
+            file.write(bar * (100_000_000 // len(bar)))
+    began = time.process_time()
+    tracemalloc.start()
+    assert main(["logs", str(run.path)]) == 0
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert time.process_time() - began < 10
+    assert peak < 48 << 20
+    shown = capsys.readouterr().out
+    assert len(shown.encode()) < 10 << 20
+    if content == "progress bar":
+        assert shown.count("10%|####      | 1/10\n") == 49  # the last one has no end yet
+
+
+def test_a_log_that_grows_much_is_followed_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path / "run")
+    log = write_log(run, 1, err="é" * 50 + "\x1b[1m")
+    monkeypatch.setattr(follow, "MAX_POLL_BYTES", 9)
+    following = follow.ChainLogFollower(run)
+    parts = [part for _ in range(20) for _, part in following.poll()]
+    assert b"".join(parts) == log.read_bytes()
+    assert all(part.decode() and len(part) <= 9 for part in parts)  # whole characters
 
 
 def test_following_goes_on_from_job_to_job_and_misses_nothing(tmp_path: Path) -> None:

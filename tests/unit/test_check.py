@@ -18,6 +18,8 @@ from relayrun.control.chain.quota import read_quotas
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError, split_combined_error
 from relayrun.files import append_line
+from relayrun.masking import describe_secret
+from relayrun.places import CODE_ROOT as ROOT
 from relayrun.submit import submission
 from relayrun.submit.check import programs, settings, slurm
 from relayrun.submit.check.data import build_manifest, data_usage
@@ -270,12 +272,50 @@ def test_the_key_of_wandb_is_looked_at_and_never_shown(
     assert environment.get("WANDB_API_KEY", "hunter2") not in json.dumps(found.as_json())
 
 
-def test_a_key_in_the_config_is_refused_and_not_shown(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
-    path = workspace.config("run", cluster={"environment": {"WANDB_API_KEY": "0123456789" * 4}})
+@pytest.mark.parametrize(
+    ("settings", "where"),
+    [
+        ({"cluster": {"environment": {"WANDB_API_KEY": "0123456789" * 4}}}, "cluster.environment.WANDB_API_KEY"),
+        ({"cluster": {"environment": {"HF_TOKEN": "0123456789"}}}, "cluster.environment.HF_TOKEN"),
+        ({"cluster": {"environment": {"AWS_SECRET_ACCESS_KEY": "x0123456789"}}}, "cluster.environment"),
+        ({"cluster": {"environment": {"SOMETHING": "hf_" + "0123456789" * 4}}}, "cluster.environment.SOMETHING"),
+        ({"job": {"setup": ["export PASSWORD=x0123456789"]}}, "job.setup"),
+        ({"job": {"setup": ["ulimit -n 4096", "login --api-key x0123456789"]}}, "job.setup"),
+        ({"job": {"setup": ["curl https://ann:x0123456789@host/file"]}}, "job.setup"),
+    ],
+)
+def test_a_secret_in_the_config_is_refused_and_not_shown(
+    settings: dict[str, Any], where: str, workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = workspace.config("run", **settings)
+    assert main(["submit", str(path)]) == 1
     assert main(["check", str(path)]) == 1
     shown = capsys.readouterr()
-    assert "a key stands in the config" in shown.out
+    assert "looks like a secret, and the config is copied into the run directory" in shown.out
+    assert where in shown.out
+    assert 'of mode 0600 in job.setup: export NAME="$(cat FILE)"' in " ".join(shown.out.split())
     assert "0123456789" not in shown.out + shown.err
+    assert not any("0123456789" in each.read_text(errors="replace") for each in workspace.folder.rglob("plan.json"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *('export HF_TOKEN="$(cat ~/.token)"', "export WANDB_API_KEY=$KEY", "TOKENIZERS_PARALLELISM=false"),
+        *("prog --eos-token=<eos> --max-token=512", "--json-key text", "export SSH_AUTH_SOCK=/tmp/agent"),
+        *("https://host/a:b@c", "--password-file=/home/ann/.pass", "export SECRET_FILE=x", "OLDPWD=/home/ann"),
+        *("mailto://${USER}:${PASSWORD}@mail?to=a@b.c", "s3://bucket/path", "--pad-token [PAD]", "--sort-key length"),
+    ],
+)
+def test_what_is_no_secret(text: str) -> None:
+    assert describe_secret(text) is None
+
+
+def test_no_config_of_the_repository_holds_what_looks_like_a_secret() -> None:
+    files = [path for place in ("configs", "launchers", "examples") for path in (ROOT / place).rglob("*.yaml")]
+    lines = [line for path in files for line in path.read_text().splitlines()]
+    assert len(files) > 10
+    assert [line for line in lines if describe_secret(line)] == []
 
 
 def test_a_variable_of_a_target_that_is_not_set_is_a_warning(

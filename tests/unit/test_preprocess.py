@@ -441,3 +441,50 @@ def test_no_worker_outlives_its_parent_and_no_shard_is_torn(
     assert "Traceback" not in errors
     wait_for(lambda: not Path(f"/proc/{worker}").exists(), words="the end of a worker without its parent")
     assert [name for name in shards(out) if not name.endswith(".tmp")] == ["00000_tokens.bin", "00000_tokens.idx"]
+
+
+SEES = """
+import os, sys, time
+from pathlib import Path
+from relayrun.tokens.tokenize import pipeline
+from relayrun.tokens.tokenize.options import TokenizeOptions
+
+def seen():
+    return os.environb.get(b"HF_TOKEN", b"") + Path("/proc/self/environ").read_bytes()
+
+def looks(task, *arguments, **options):
+    Path(sys.argv[5], f"seen-{os.getpid()}").write_bytes(seen())
+    return task(*arguments, **options)
+
+class Looking:
+    def __init__(self, task): self.task = task
+    def __call__(self, *arguments, **options): return looks(self.task, *arguments, **options)
+
+pipeline.tokenize_shard = Looking(pipeline.tokenize_shard)
+tokenizer, paths, data, out = sys.argv[1:5]
+options = TokenizeOptions(tokenizer=tokenizer, tasks=2, workers=2)
+pipeline.tokenize_paths_file(options, output_folder=out, dataset=data, paths_file=paths)
+print(os.environ["HF_TOKEN"], os.environ["HOME"])
+"""
+
+
+def test_a_worker_has_no_secret_in_its_environment(tmp_path: Path, tokenizer: Path, data: Path, out: Path) -> None:
+    """An engine is a package of somebody else, which sees what its process sees."""
+    write_jsonl(data / "a.jsonl", ["one text", "another text"])
+    write_jsonl(data / "b.jsonl", ["a third text"])
+    (tmp_path / "paths").write_text("a.jsonl\nb.jsonl\n")
+    (tmp_path / "seen").mkdir()
+    secret = "a-secret-0123456789"
+    done = subprocess.run(
+        [sys.executable, "-c", SEES, tokenizer, tmp_path / "paths", data, out, tmp_path / "seen"],
+        env=os.environ | {"HF_TOKEN": secret, "HOME": "/home/ann"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"{secret} /home/ann"  # the caller has it again
+    found = [path.read_bytes() for path in (tmp_path / "seen").iterdir()]
+    assert len(found) == 2
+    assert all(secret.encode() not in each and b"HOME=/home/ann" in each for each in found)

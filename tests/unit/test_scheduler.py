@@ -4,11 +4,12 @@ import math
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.scheduler import local_srun, slurm_commands
+from relayrun.control.scheduler import factory, local_srun, slurm_commands
 from relayrun.control.scheduler.base import Job, Scheduler, clean_environment
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.control.scheduler.slurm_commands import is_job_text_ambiguous, parse_job, parse_timestamp
@@ -401,3 +402,50 @@ def test_a_second_scheduler_writes_eleven_methods(capsys: pytest.CaptureFixture[
     with pytest.raises(SchedulerError, match="cannot delay"):
         printer.postpone("1", delay=1)
     assert "job.sbatch" in capsys.readouterr().out
+
+
+def slow_commands(folder: Path, monkeypatch: pytest.MonkeyPatch, *, seconds: float) -> None:
+    """Slurm's commands, each of which takes so long."""
+    answers = {"squeue": "", "sbatch": "17\n", "scontrol": ""}
+    for name, answer in answers.items():
+        (folder / name).write_text(f"#!/bin/sh\nsleep {seconds}\nprintf '{answer}'\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setattr(slurm_commands, "SILENCE_SECONDS", 0.1)
+
+
+def test_a_person_waits_for_an_order_as_long_as_a_job_and_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a controller that takes 30 s, cancel and submit gave up after 10 and 20 s."""
+    slow_commands(tmp_path, monkeypatch, seconds=0.5)
+    limits: list[float] = []
+    run = slurm_commands.run_slurm_command
+
+    def recorded(*arguments: Any, seconds: float, **options: Any) -> str:
+        limits.append(seconds)
+        return run(*arguments, seconds=seconds, **options)
+
+    monkeypatch.setattr(slurm_commands, "run_slurm_command", recorded)
+    caplog.set_level("INFO", "relayrun")
+    person = factory.slurm_scheduler(patience=5.0, ordered=True)
+    assert person.submit_once(["script"], name="j") == "17"
+    assert person.jobs_named("j") == []
+    assert limits == [slurm_commands.COMMAND_SECONDS] * 2
+    assert "sbatch has not answered for 0 s; waiting up to 120 s" in caplog.text
+    assert "squeue has not answered" in caplog.text
+    caplog.clear()
+    factory.slurm_scheduler(patience=5.0).jobs_named("j")  # a question of `status`
+    assert limits[2:] == [10.0]
+    assert not caplog.text
+
+
+def test_an_sbatch_without_an_answer_says_that_the_job_may_be_queued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_commands(tmp_path, monkeypatch, seconds=600)
+    monkeypatch.setattr(slurm_commands, "COMMAND_SECONDS", 0.2)
+    with pytest.raises(slurm_commands.TimedOutError, match="whether it has queued the job is unknown") as found:
+        Slurm(patience=0.0, ordered=True).submit_once(["script"], name="j-1")
+    assert found.value.hint is not None
+    assert "squeue --me --name=j-1" in found.value.hint

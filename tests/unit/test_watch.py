@@ -1,11 +1,21 @@
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
 from relayrun.config.sections.chain import ChainSection
+from relayrun.control.chain import watch
 from relayrun.control.chain.failure_reason import log_excerpt, log_tail
-from relayrun.control.chain.watch import stall_limit
+from relayrun.control.chain.watch import Watch, stall_limit
 from relayrun.control.rundir.records import Heartbeat
+from tests.waiting import wait_for
 
 
 def beat(phase: str, step: float | None = None, save: float | None = None, interval: float = 0.0) -> Heartbeat:
@@ -38,3 +48,60 @@ def test_the_excerpt_of_a_log_has_its_last_lines_without_the_supervisors_own(tmp
     assert log_excerpt(log_tail(str(log), since=len("old attempt\n"))) == "Traceback\n  File x\nValueError: bad"
     assert log_tail(str(tmp_path / "none")) == ""
     assert log_tail(None) == ""
+
+
+@pytest.fixture
+def batch(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A batch script that waits for a starter, which stands still."""
+    script = f"sh -c 'kill -STOP $$; exec sleep 1000' & echo $! >{tmp_path}/starter; wait; echo ended >{tmp_path}/ended"
+    process = subprocess.Popen(["bash", "-c", script])
+    wait_for(lambda: "T (stopped)" in state(tmp_path), words="the starter stands still")
+    yield process
+    if state(tmp_path):
+        os.kill(starter(tmp_path), signal.SIGKILL)
+    process.kill()
+    process.wait()
+
+
+def starter(folder: Path) -> int:
+    return int((folder / "starter").read_text() or 0)
+
+
+def state(folder: Path) -> str:
+    try:
+        return Path(f"/proc/{starter(folder)}/status").read_text()
+    except (FileNotFoundError, ValueError):
+        return ""
+
+
+def watch_of_ended_ranks(seconds: float) -> Watch:
+    """The watch of an attempt whose ranks it has ended so many seconds ago; its other duties fail."""
+    made = object.__new__(Watch)
+    made._observer, made._complaints = None, {}
+    made.attempt, made._notices = SimpleNamespace(commits=None), SimpleNamespace(look=lambda: None)  # type: ignore[assignment]
+    made._ended = time.monotonic() - seconds
+    return made
+
+
+def test_a_starter_that_outlives_its_ranks_is_ended(batch: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    """A stopped starter held three nodes to the time limit: the batch script waited for it."""
+    watching = watch_of_ended_ranks(watch.STARTER_SECONDS - 1)
+    watching.look(batch.pid)
+    assert state(tmp_path)
+    watching._ended = time.monotonic() - watch.STARTER_SECONDS - 1
+    watching.look(batch.pid)
+    assert batch.wait(timeout=60) == 0
+    assert (tmp_path / "ended").read_text() == "ended\n"  # the batch script goes on to `end`
+
+
+def test_a_batch_script_whose_starter_cannot_be_ended_is_ended(batch: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    watching = watch_of_ended_ranks(2 * watch.STARTER_SECONDS + 1)
+    watching.look(batch.pid)
+    assert batch.wait(timeout=60) == -signal.SIGKILL
+
+
+def test_the_watch_and_its_parents_are_no_starters() -> None:
+    assert os.getpid() not in watch.other_children(os.getppid())
+    with subprocess.Popen(["sleep", "1000"]) as child:
+        assert child.pid in watch.other_children(os.getpid())
+        child.kill()

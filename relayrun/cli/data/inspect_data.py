@@ -14,7 +14,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
 from relayrun.config.compose.writable import check_outputs
@@ -24,7 +23,7 @@ from relayrun.tokens.mixture import audit
 from relayrun.tokens.readers.inputs import FORMATS
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.watch.text import parse_column_header
+from relayrun.watch.text import inert_console, parse_column_header
 
 if TYPE_CHECKING:
     from relayrun.tokens.order.document_lengths import LengthOrder, LengthSummary
@@ -198,7 +197,7 @@ def print_ledger(audited: audit.AuditedRun) -> None:
         table.add_column(name, justify="right" if is_number else "left")
     for texts in cells:
         table.add_row(*texts)
-    Console(width=120, highlight=False).print(table)
+    inert_console(width=120, highlight=False).print(table)
     for row in rows:
         if (read := row.lanes) is not None:
             low, high = read.epochs

@@ -61,7 +61,6 @@ def run_create_mixture(arguments: argparse.Namespace) -> int:
         dry_run=arguments.dry_run,
         report=lambda line: print(line, file=sys.stderr),
     )
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # names need not be UTF-8
     print(summary, end="")
     return 0
 
@@ -106,6 +105,9 @@ def run_prefixes(arguments: argparse.Namespace) -> int:
         output = "".join(prefix + "\0" for prefix in prefixes)
     else:
         output = join_prefixes(prefixes) + "\n"
+    if sys.stdout.isatty():
+        print(output, end="")
+        return 0
     sys.stdout.buffer.write(os.fsencode(output))  # bytes: a file name need not be UTF-8
     sys.stdout.buffer.flush()
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from pathlib import Path
@@ -67,6 +68,5 @@ def print_log(path: Path, text: bytes, shown: Path | None) -> Path:
     """Print text of a file, below the file's name if it differs from `shown`; return the file."""
     if path != shown:
         print(f"{'' if shown is None else chr(10)}==> {path} <==", flush=True)
-    sys.stdout.buffer.write(text)
-    sys.stdout.flush()
+    print(re.sub(r"\r\n?", "\n", text.decode("utf-8", "surrogateescape")), end="", flush=True)
     return path

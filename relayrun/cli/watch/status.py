@@ -18,7 +18,7 @@ from relayrun.errors import InputError
 from relayrun.watch.status import queue, tables
 from relayrun.watch.status.runs import RunsWatcher
 from relayrun.watch.status.summary import DamagedRun, RunSummary
-from relayrun.watch.text import json_text, print_table
+from relayrun.watch.text import inert_console, json_text, print_table
 
 ShowRuns = Callable[[Sequence[RunSummary | DamagedRun], float], None]
 UNFINISHED_STATES = ("running", "queued", "waiting", "unknown")
@@ -112,7 +112,7 @@ def _live_table() -> Iterator[ShowRuns]:
     from relayrun.watch.status import run_status_text
     from relayrun.watch.status.run_status import RunStatus
 
-    with Live(auto_refresh=False) as live:
+    with Live(console=inert_console(), auto_refresh=False) as live:
 
         def show(found: Sequence[RunSummary | DamagedRun], now: float) -> None:
             if found and isinstance(found[0], RunStatus):

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from relayrun.config.sections.base import NAME_PATTERN, Section
 from relayrun.config.sections.dataclass_section import NonNegative, Positive, SingleLine
+from relayrun.masking import looks_random
 
 Event = Literal["stopped", "failed", "hang", "stalled", "anomaly", "disk", "node", "done", "evaluation"]
 EVENTS: tuple[Event, ...] = get_args(Event)
@@ -28,9 +29,6 @@ _SECRET_OPTION = re.compile(rf"--?[\w-]*({_SECRET_NAME.pattern})[\w-]*[=:](.+)",
 _WEBHOOK = re.compile(r"(hooks\.slack\.com|(\w+\.)?discord(app)?\.com|[\w.-]*webhook\.office\.com)(:\d+)?/", re.I)
 _KNOWN = re.compile(r"xox[abposr]-|gh[pousr]_|glpat-|hf_|tk_[A-Za-z0-9]{20}|AKIA|syt_|sk-")
 """Prefixes of tokens of well-known services."""
-
-
-_UUID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 
 
 class NotifyTarget(Section):
@@ -87,10 +85,10 @@ def secret_in(url: str) -> str | None:
         return "a password, behind the user's name"
     for part in re.split(r"[&;]", query):
         name, _, value = part.partition("=")
-        if value and "$" not in value and (_SECRET_NAME.fullmatch(name) or _looks_random(value)):
+        if value and "$" not in value and (_SECRET_NAME.fullmatch(name) or looks_random(value)):
             return f"what looks like a secret, as the value of {name}"
     for part in re.split(r"[/:@]", address.removeprefix(f"{user}@") if scheme in _PUBLIC else address):
-        if _looks_random(part):
+        if looks_random(part):
             return f"what looks like a token: a part of {len(part)} letters and digits"
     if scheme and rest and scheme.lower() not in _PUBLIC and "$" not in bare and "@" not in address:
         return f"a whole {scheme} URL, whose parts are its keys"
@@ -102,22 +100,6 @@ def _secret_argument(argument: str) -> str | None:
     if _KNOWN.search(argument) or (option is not None and "$" not in argument):
         return "what looks like a secret, in an argument of the command, which every user of the machine can see"
     return "a secret in a URL among the command's arguments" if "://" in argument and secret_in(argument) else None
-
-
-def _looks_random(part: str) -> bool:
-    """True if a part of a URL looks like a key: a long word that mixes letters and digits unlike a name."""
-    return _UUID.search(part) is not None or any(_is_random(word) for word in re.split(r"[-_.,]", part))
-
-
-def _is_random(word: str) -> bool:
-    if "$" in word or len(word) < 9:
-        return False
-    runs = len(re.findall(r"[A-Za-z]+|[0-9]+", word))
-    if word.isdigit():
-        return len(word) >= 16  # the number of a Discord webhook
-    if word.isalpha():
-        return len(word) >= 20 and len(re.findall(r"[a-z][A-Z]", word)) >= 3
-    return runs >= 5 or (len(word) >= 16 and runs >= 3)
 
 
 def may_be_shown(location: tuple[str, ...]) -> bool:

@@ -304,9 +304,17 @@ def cancel_chain(run: Run, scheduler: Scheduler, *, user: str) -> str:
     withdrawn: list[str] = []
     with contextlib.suppress(SchedulerError):  # it would find STOP; it may belong to a former owner
         withdrawn = cancel_fallback_jobs(plan, scheduler, anyone=True)
-    jobs = scheduler.jobs(plan, anyone=True)
-    for job in sorted(jobs, key=lambda job: not job.waits):  # else a pending job would start
-        scheduler.cancel(job.id)
+    done: list[str] = []
+    try:
+        jobs = scheduler.jobs(plan, anyone=True)
+        for job in sorted(jobs, key=lambda job: not job.waits):  # else a pending job would start
+            scheduler.cancel(job.id)
+            done.append(job.id)
+    except SchedulerError as error:
+        error.message += f"; cancelled: {', '.join(done) or 'no job'}"
+        error.message += "" if unwritten else "; STOP is written: a queued job ends at its start, a running one goes on"
+        error.hint = error.hint or "call `relayrun cancel` again when the scheduler answers"
+        raise
     said = f"cancelled {', '.join(f'{job.id} ({job.state.lower()})' for job in jobs)}" if jobs else "no job was there"
     said += f", and the fallback job {', '.join(withdrawn)}" if withdrawn else ""
     reason, saved = f"cancelled by {user}{unwritten}", "its checkpoints cannot be looked at"

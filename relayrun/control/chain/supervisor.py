@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import shlex
+import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -41,6 +42,7 @@ from relayrun.control.trainers.base import Trainer
 from relayrun.control.trainers.registry import trainer_of
 from relayrun.errors import RelayrunError, RunDirError, SchedulerError
 from relayrun.files import fsync_directory, write_atomic
+from relayrun.terminal import raw_stream
 
 EXIT_CHAIN_ENDS = 10
 """Exit code of `begin` if the ranks must not start."""
@@ -123,7 +125,7 @@ def _decide_and_open(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) ->
     evaluation_jobs.submit_due_evaluations(run, plan, scheduler_for_plan(plan, run, patience=0))
     campaign.start_due_members_of(run)
     log_line(f"attempt {attempt.number}, job {job_id}: {decision.reason}")
-    print(attempt.path)
+    print(attempt.path, file=raw_stream(sys.stdout))  # the batch script reads it
     return 0
 
 
@@ -263,10 +265,12 @@ def _open_attempt(
     for folder in (attempt.heartbeats, attempt.failures, run.stacks(number)):
         folder.mkdir(parents=True, exist_ok=True)
     if plan.setup:
-        write_atomic(attempt.setup, job_script.setup_script(plan.setup, report=str(attempt.setup_failed)))
+        script = job_script.setup_script(plan.setup, report=str(attempt.setup_failed))
+        write_atomic(attempt.setup, script, mode=0o600)
     for text in trainer.prepare(base, attempt=number):
         log_line(text)
-    write_atomic(attempt.path / "job.env", _environment(run, plan, scheduler, job, trainer, attempt, begin))
+    variables = _environment(run, plan, scheduler, job, trainer, attempt, begin)
+    write_atomic(attempt.path / "job.env", variables, mode=0o600)
     return attempt
 
 

@@ -51,6 +51,8 @@ AGENTS_FIRST_SECONDS = 30.0
 """Additional seconds before the watch ends ranks if agents, which know more, look for hangs too."""
 AGENT_SECONDS = 60.0
 """Seconds for agents to end ranks that hang; then the watch ends the whole step."""
+STARTER_SECONDS = 60.0
+"""Seconds for the program that started the ranks to end after them; then it is killed, and later the batch script."""
 PATIENCE = 10.0
 """Seconds for which a question to a controller that does not answer is repeated."""
 UNWRITABLE_FACTOR = 5
@@ -86,7 +88,8 @@ class Watch:
         self._changed = self._next_beats = time.monotonic()
         self._next_try = time.monotonic() + RETRY_SECONDS
         self._pause = RETRY_SECONDS
-        self._ended_hang = False
+        self._ended: float | None = None
+        """Time at which the ranks were killed."""
         self._handed_over: float | None = None
         """Time at which a hang was left to the agents, which end the ranks and may restart them."""
         self._left: float | None = None
@@ -120,6 +123,7 @@ class Watch:
             self._try("what the program says", self._observer.look)
         self._try("the merged views", self._follow)
         self._try("the look for ranks that hang", self._look_for_hang)
+        self._try("the starter of the ranks", lambda: self._look_for_starter(batch_pid))
         self._try("the guard", lambda: self._guard(batch_pid))
         self._try("the end of the reservation", lambda: self._look_at_reservation(batch_pid))
         self._try("the successor", self._look_after_successor)
@@ -158,7 +162,7 @@ class Watch:
         self._views.update(attempt=self.attempt.number)
 
     def _look_for_hang(self) -> None:
-        if self._ended_hang:
+        if self._ended is not None:
             return
         if self.attempt.outcome.exists():
             self._look_for_leaving()
@@ -247,7 +251,19 @@ class Watch:
 
     def _end_step(self) -> None:
         self.scheduler.signal_ranks(self.scheduler.current_job_id(), signal.SIGKILL)
-        self._ended_hang = True
+        self._ended = time.monotonic()
+
+    def _look_for_starter(self, batch_pid: int) -> None:
+        """End the starter of the ranks (srun, `agent.step_per_node`) if it outlives them, or else the batch script: it
+        waits for the starter, and a stopped one would hold the nodes to the time limit."""
+        seconds = 0.0 if self._ended is None else time.monotonic() - self._ended
+        if seconds > 2 * STARTER_SECONDS:
+            log_line("the starter of the ranks cannot be ended; ending the batch script")
+            os.kill(batch_pid, signal.SIGKILL)
+        elif seconds > STARTER_SECONDS:
+            for pid in other_children(batch_pid):
+                log_line(f"process {pid}, which started the ranks, is still there; ending it")
+                os.kill(pid, signal.SIGKILL)
 
     def _guard(self, batch_pid: int) -> None:
         """Start the guard of a job without successor, after the ranks, whose place in the job it could take."""
@@ -325,6 +341,18 @@ def is_process_alive(pid: int) -> bool:
     except PermissionError:
         pass
     return True
+
+
+def other_children(parent: int) -> list[int]:
+    """Return the children of a process of this node that are not this process or its parents."""
+    parents: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(path.parent.name)] = int(path.read_bytes().rpartition(b")")[2].split()[1])
+    own = os.getpid()
+    while parents.get(own, parent) != parent:
+        own = parents[own]
+    return [pid for pid, above in parents.items() if above == parent and pid != own]
 
 
 def run_guard(run: Run, number: int, *, batch_pid: int) -> int:

@@ -232,8 +232,9 @@ class Scheduler(ABC):
     """
 
     @classmethod
-    def for_run(cls, run: Run, *, patience: float) -> Scheduler:
-        """Construct the scheduler of a run. `patience`: seconds for which a question is repeated."""
+    def for_run(cls, run: Run, *, patience: float, ordered: bool = False) -> Scheduler:
+        """Construct the scheduler of a run. `patience`: seconds for which a question is repeated. `ordered`: a person
+        waits for an order."""
         return cls()
 
     @classmethod

@@ -14,9 +14,12 @@ if TYPE_CHECKING:
     from relayrun.control.scheduler.slurm import Slurm
 
 
-def scheduler_for_plan(plan: Plan, run: Run, *, patience: float = CONTROLLER_PATIENCE) -> Scheduler:
-    """Return the scheduler that a plan names. `patience`: seconds for which a question to Slurm is repeated."""
-    return scheduler_class(plan.scheduler).for_run(run, patience=patience)
+def scheduler_for_plan(
+    plan: Plan, run: Run, *, patience: float = CONTROLLER_PATIENCE, ordered: bool = False
+) -> Scheduler:
+    """Return the scheduler that a plan names. `patience`: seconds for which a question to Slurm is repeated. `ordered`:
+    a person waits for an order, see `SlurmCommands`."""
+    return scheduler_class(plan.scheduler).for_run(run, patience=patience, ordered=ordered)
 
 
 def scheduler_class(name: str) -> type[Scheduler]:
@@ -25,11 +28,11 @@ def scheduler_class(name: str) -> type[Scheduler]:
     return found
 
 
-def slurm_scheduler(*, patience: float = CONTROLLER_PATIENCE) -> Slurm:
-    """Return the Slurm of this machine. `patience`: seconds for which a question is repeated."""
+def slurm_scheduler(*, patience: float = CONTROLLER_PATIENCE, ordered: bool = False) -> Slurm:
+    """Return the Slurm of this machine. `patience` and `ordered`: see `scheduler_for_plan`."""
     from relayrun.control.scheduler.slurm import Slurm
 
-    return Slurm(patience=patience)
+    return Slurm(patience=patience, ordered=ordered)
 
 
 def local_scheduler(run: Run) -> LocalScheduler:

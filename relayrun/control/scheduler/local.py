@@ -60,7 +60,7 @@ class LocalScheduler(Scheduler):
         self._queue = LocalQueue(run.path / "local")
 
     @classmethod
-    def for_run(cls, run: Run, *, patience: float) -> LocalScheduler:
+    def for_run(cls, run: Run, *, patience: float, ordered: bool = False) -> LocalScheduler:
         return cls(run)
 
     @classmethod

@@ -50,8 +50,8 @@ class Slurm(SlurmCommands, Scheduler):
     """The scheduler of a chain, through Slurm's commands."""
 
     @classmethod
-    def for_run(cls, run: Run, *, patience: float) -> Slurm:
-        return cls(patience=patience)
+    def for_run(cls, run: Run, *, patience: float, ordered: bool = False) -> Slurm:
+        return cls(patience=patience, ordered=ordered)
 
     @classmethod
     def queued_jobs(cls, chains: Sequence[tuple[Run, Sequence[str]]], *, patience: float) -> list[list[Job]]:

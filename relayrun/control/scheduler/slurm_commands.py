@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import difflib
 import functools
+import logging
 import os
 import re
 import secrets
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +27,8 @@ from pathlib import Path
 from relayrun.control.scheduler.base import CONTROLLER_PATIENCE, Job, clean_environment, is_live_state
 from relayrun.errors import ConfigError, SchedulerError
 from relayrun.slurmtime import parse_time
+
+log = logging.getLogger(__name__)
 
 
 def asks_for_gpus(options: Mapping[str, str | None]) -> bool:
@@ -237,15 +241,19 @@ def run_slurm_command(command: Sequence[str], lines: Sequence[str] = (), *, seco
 
 COMMAND_SECONDS = 120.0
 """Time limit of one command. A command that hangs would hold the nodes to the end of the job."""
+SILENCE_SECONDS = 10.0
+"""Seconds after which a person hears that a command has not answered."""
 
 
 class SlurmCommands:
     """Questions and orders to Slurm, each with a time limit. For `patience` seconds a question is repeated after any
-    error, and an order if the controller did not answer."""
+    error, and an order if the controller did not answer. `ordered`: a person gave an order, and waits for each command
+    as long as a job does, with a line that says so."""
 
-    def __init__(self, *, patience: float = CONTROLLER_PATIENCE, pause: float = 2.0) -> None:
+    def __init__(self, *, patience: float = CONTROLLER_PATIENCE, pause: float = 2.0, ordered: bool = False) -> None:
         self._patience = patience
         self._pause = pause
+        self._ordered = ordered
 
     def ask(self, command: Sequence[str], *, answer: str = "") -> str:
         """Run a command that changes nothing, and repeat it after any error; return its output. Raises SchedulerError.
@@ -278,8 +286,17 @@ class SlurmCommands:
             pause = min(2 * pause, 30.0)
 
     def _once(self, command: Sequence[str], lines: Sequence[str] = (), *, words: bool = False) -> str:
-        seconds = min(COMMAND_SECONDS, max(10.0, self._patience))
-        return run_slurm_command(command, lines, seconds=seconds, words=words)
+        if not self._ordered:
+            seconds = min(COMMAND_SECONDS, max(10.0, self._patience))
+            return run_slurm_command(command, lines, seconds=seconds, words=words)
+        waits = "%s has not answered for %.0f s; waiting up to %.0f s"
+        line = threading.Timer(SILENCE_SECONDS, log.info, (waits, command[0], SILENCE_SECONDS, COMMAND_SECONDS))
+        line.daemon = True
+        line.start()
+        try:
+            return run_slurm_command(command, lines, seconds=COMMAND_SECONDS, words=words)
+        finally:
+            line.cancel()
 
     def update_job(self, job_id: str, *changes: str) -> None:
         """Change fields of a job by `scontrol update`. Raises SchedulerError."""
@@ -306,7 +323,12 @@ class SlurmCommands:
                     raise SchedulerError(f"sbatch: no job id in its answer {job_id!r}")
                 return job_id
             except SchedulerError as error:
-                rows = self.ask(["squeue", "--noheader", "--me", f"--name={name}", "--format=%i|%k"]).splitlines()
+                try:
+                    rows = self.ask(["squeue", "--noheader", "--me", f"--name={name}", "--format=%i|%k"]).splitlines()
+                except SchedulerError as unknown:
+                    error.message += f"; whether it has queued the job is unknown: {unknown.message}"
+                    error.hint = f"look with `squeue --me --name={name}`; scancel a job that is there, and try again"
+                    raise error from None
                 found = [row.partition("|")[0] for row in rows if row.partition("|")[2] == comment]
                 if found:
                     return found[0]

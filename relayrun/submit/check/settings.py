@@ -10,12 +10,15 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from relayrun.config.compose import determinism
 from relayrun.config.compose.schema import CommonConfig, MegatronConfig, RunConfig
 from relayrun.config.sections.notify import VARIABLE_PATTERN
 from relayrun.control.trainers.tools import wandb_mode
+from relayrun.masking import describe_secret
 from relayrun.submit.check.findings import Findings
 
 
@@ -32,6 +35,17 @@ def check_notify_variables(config: CommonConfig, findings: Findings) -> None:
             findings.warn(name, words, setting=f"notify.targets.{target}", remedy=remedy)
     if config.notify.targets and complete:
         findings.ok(name, "every variable of the targets of messages is set")
+
+
+def check_secrets(config: CommonConfig, findings: Findings) -> None:
+    """Refuse values that look like secrets: the config is copied into the run directory and into job scripts."""
+    environment = "cluster.environment."
+    for name, texts in groupby(_texts(config.model_dump(mode="json")), key=itemgetter(0)):
+        variable = name.removeprefix(environment) if name.startswith(environment) else ""
+        if found := describe_secret(" ".join(text for _, text in texts), variable=variable):
+            words = f"{found} looks like a secret, and the config is copied into the run directory"
+            remedy = 'export it where you submit, or read a file of mode 0600 in job.setup: export NAME="$(cat FILE)"'
+            findings.refuse("settings.secret", words, setting=name, value="(not shown)", remedy=remedy)
 
 
 PLACEHOLDER = re.compile(r"/set/|CHANGE[_-]?ME\b|<[a-z][a-z _-]*>$", re.IGNORECASE)
@@ -78,6 +92,7 @@ LONG_WARMUP = 0.5
 def check_settings(config: CommonConfig, findings: Findings) -> None:
     """Look at every setting by itself, and at pairs that make no sense together."""
     _placeholders(config, findings)
+    check_secrets(config, findings)
     if isinstance(config, RunConfig):
         _check_native(config, findings)
     elif isinstance(config, MegatronConfig):
@@ -211,10 +226,6 @@ WANDB_KEY = re.compile(r"(?:local-)?[0-9a-f]{40}|wandb_v1_[A-Za-z0-9_]{40,}")
 def check_wandb(config: CommonConfig, findings: Findings, environment: Mapping[str, str] = os.environ) -> None:
     """Look at W&B's variables, of this environment and of `cluster.environment`."""
     name = "tracking.wandb"
-    if "WANDB_API_KEY" in config.cluster.environment:
-        words = "a key stands in the config, which is copied into the run directory"
-        remedy = "take it out, and export WANDB_API_KEY in the environment that submits"
-        findings.refuse(name, words, setting="cluster.environment.WANDB_API_KEY", value="(not shown)", remedy=remedy)
     if not isinstance(config, RunConfig | MegatronConfig):
         findings.ok(name, f"W&B is the program's own affair: nothing is sent for a run of trainer {config.trainer}")
         return

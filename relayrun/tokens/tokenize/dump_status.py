@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from relayrun.errors import InputError
+from relayrun.terminal import inert, raw_stream
 from relayrun.tokens.readers.faults import MAX_EXAMPLES, describe_bad_lines
 from relayrun.tokens.tokenize import shard_folder
 from relayrun.tokens.tokenize.dumps import DumpsFolder
@@ -153,7 +155,7 @@ def watch_status(metadata_folder: str | os.PathLike[str], seconds: float) -> boo
     from rich.live import Live
     from rich.text import Text
 
-    console = Console(highlight=False)
+    console = Console(file=raw_stream(sys.stdout), highlight=False)
     with Live(console=console, auto_refresh=False) if console.is_terminal else contextlib.nullcontext() as live:
         while True:
             dumps = read_status(metadata_folder)
@@ -161,7 +163,7 @@ def watch_status(metadata_folder: str | os.PathLike[str], seconds: float) -> boo
             if live is None:
                 print(text, flush=True)
             else:
-                live.update(Text(text, no_wrap=True, overflow="crop"), refresh=True)
+                live.update(Text(inert(text), no_wrap=True, overflow="crop"), refresh=True)
             if (done := all_dumps_done(dumps, now=time.time())) is not None:
                 return done
             time.sleep(seconds)

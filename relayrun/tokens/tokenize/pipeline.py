@@ -17,12 +17,12 @@ from relayrun.errors import InputError, RelayrunError, refuse_urls
 from relayrun.files import remove_leftovers, write_atomic
 from relayrun.tokens.readers.faults import describe_bad_lines
 from relayrun.tokens.readers.inputs import InputFile, read_paths_file, stat_inputs
-from relayrun.tokens.stores.urls import absolute_path, join_path, resolve_url_link
+from relayrun.tokens.stores.urls import absolute_path, is_url, join_path, resolve_url_link
 from relayrun.tokens.tokenize import shard_folder
 from relayrun.tokens.tokenize.encode.engines import select_engine
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentTokenizer, load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.tokens.tokenize.processes import file_lock, run_tasks, use_one_thread
+from relayrun.tokens.tokenize.processes import file_lock, hidden_secrets, run_tasks, use_one_thread
 from relayrun.tokens.tokenize.shard_folder import ShardFolder, TaskRecord
 from relayrun.tokens.tokenize.shard_task import ShardTask, TokenizeContext, process_engine, sample_texts, tokenize_shard
 
@@ -105,10 +105,12 @@ def tokenize_paths_file(
             folder.drop(part.name)
         shard_folder.clear_progress(output)
         if todo:
-            context = _begin_tasks(folder, todo, options, tokenizer, source, logs)
-            del tokenizer  # else forks would inherit it
-            process_engine(context.definition, context.fingerprint, context.selection)
-            _run_tasks(folder, todo, context, workers)
+            # engines come from elsewhere; a store is read with credentials of the environment
+            with contextlib.nullcontext() if is_url(source) else hidden_secrets():
+                context = _begin_tasks(folder, todo, options, tokenizer, source, logs)
+                del tokenizer  # else forks would inherit it
+                process_engine(context.definition, context.fingerprint, context.selection)
+                _run_tasks(folder, todo, context, workers)
     result = _result(folder, inputs.values(), workers=workers, tasks_run=len(todo), seconds=time.monotonic() - started)
     if not result.documents:
         raise InputError(

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import ctypes
 import errno
 import fcntl
 import multiprocessing
@@ -35,6 +36,7 @@ from typing import TypeVar
 
 from relayrun.control.scheduler.factory import slurm_scheduler
 from relayrun.errors import RelayrunError, SchedulerError, combined_error, split_combined_error
+from relayrun.masking import describe_secret
 
 EXIT_MARGIN_SECONDS = 120.0
 """Time between the stop and the limit; a tenth of the time left at the start, if that is less."""
@@ -160,6 +162,24 @@ T = TypeVar("T")
 def use_one_thread() -> None:
     """Keep libraries from starting threads in this process and its workers; call before importing them."""
     os.environ.update(ONE_THREAD_ENVIRONMENT)
+
+
+@contextlib.contextmanager
+def hidden_secrets() -> Iterator[None]:
+    """Keep secrets out of the environment of this process and its workers; Slurm's own stay, for a requeue. A value is
+    also blanked where it lies: `/proc/PID/environ` of a worker shows the memory of the start."""
+    others = [pair for pair in os.environ.items() if not pair[0].startswith("SLURM_")]
+    secrets = {name: value for name, value in others if describe_secret(value, variable=name)}
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_void_p
+    for name, value in secrets.items():
+        if place := getenv(os.fsencode(name)):
+            ctypes.memset(place, 0, len(os.fsencode(value)))
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(secrets)
 
 
 def run_tasks(

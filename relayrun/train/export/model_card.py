@@ -119,7 +119,7 @@ def _trained_with(source: CheckpointSource, run: Run) -> list[str]:
             continue
         try:
             said = (run.debug_of(number) / "compute_environment.txt").read_text(encoding="utf-8")
-        except FileNotFoundError:
+        except (FileNotFoundError, PermissionError):  # it is for the run's owner alone
             return []
         commit = re.search(r"^== code\n.*\ncommit (\S+)", said, re.M)
         changed = re.search(r"^== difference to the commit\nnone$", said, re.M) is None

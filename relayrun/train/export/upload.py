@@ -11,13 +11,14 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relayrun.errors import ConfigError, InputError
 from relayrun.masking import is_secret_name, mask_tokens
+from relayrun.terminal import raw_stream
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -87,7 +88,7 @@ def upload_to_hub(hub: HubRepository, folder: Path, *, public: bool = False, rev
     size = sum((folder / name).stat().st_size for name in files)
     if not sys.stderr.isatty():
         disable_progress_bars()
-    with _one_error(hub):
+    with _one_error(hub), redirect_stderr(raw_stream(sys.stderr)):  # bars move the cursor
         api = hub.api()
         api.create_repo(hub.repository, private=not public, exist_ok=True)
         if revision is not None:

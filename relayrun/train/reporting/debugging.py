@@ -58,7 +58,7 @@ def _write_environment(path: Path, run: Run, begin: AttemptStart, config: RunCon
         text = environment.describe_environment(
             config, begin, root=places.CODE_ROOT, job_script=run.job_script, environment=os.environ
         )
-        write_atomic(path, text, durable=False)
+        write_atomic(path, text, mode=0o600, durable=False)  # it holds the difference to the commit
     except Exception as error:
         log.warning("%s not written: %s", path.name, error)
 

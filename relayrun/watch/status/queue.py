@@ -41,8 +41,8 @@ class QueueStatus:
 
 
 def run_scheduler(run: Run) -> Scheduler:
-    """Return the run's scheduler, with retries for an interactive command. Raises RunDirError if there is no run."""
-    return scheduler_for_plan(Plan.load(run), run, patience=RETRY_SECONDS)
+    """Return the run's scheduler, for the orders of a person. Raises RunDirError if there is no run."""
+    return scheduler_for_plan(Plan.load(run), run, patience=RETRY_SECONDS, ordered=True)
 
 
 def query_queue(run: Run, plan: Plan | None = None, *, brief: bool = False) -> QueueStatus:
