@@ -1,8 +1,9 @@
 """Messages between ranks: values as JSON in tensors, so nothing is unpickled.
 
-A value holds numbers, text, None, lists, tuples, dictionaries, torch's types, and records: data classes, named tuples,
-enumerations and errors of relayrun, torch.distributed and megatron-core. A record gets its fields, and neither its
-constructor nor other code of its class runs. `send_no_pickles` gives torch's own object collectives this form.
+A value holds numbers, text, bytes, lists, tuples, sets, dictionaries, tensors, torch's types, and records: data classes,
+named tuples, enumerations and errors of relayrun, torch.distributed and megatron-core. A record gets its fields, and
+neither its constructor nor other code of its class runs. `send_no_pickles` gives torch's own object collectives this
+form.
 
 `RankObjectCollectives` sends small values between all ranks through rank 0, beside the collectives of the same group.
 The collectives of a group must come in one order on every rank, so a second thread cannot call them. A second group
@@ -76,6 +77,13 @@ def _plain(value: Any) -> Any:
         return _plain_error(value)
     if isinstance(value, traceback.StackSummary):
         return {"stack": [[each.filename, each.lineno, each.name, each.line] for each in value]}
+    if isinstance(value, torch.Tensor):  # of the plain values of a state
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return {"tensor": [_plain(value.dtype), [*value.shape], data.hex()]}
+    if isinstance(value, (bytes, bytearray)):
+        return {"bytes": value.hex()}
+    if isinstance(value, (set, frozenset)):
+        return {"set": [_plain(each) for each in value]}
     if isinstance(value, slice):
         return {"slice": [value.start, value.stop, value.step]}
     if isinstance(value, (np.generic, int, float, str)):
@@ -86,10 +94,11 @@ def _plain(value: Any) -> Any:
 def _plain_error(error: BaseException) -> dict[str, Any]:
     """Return an error, or its words if a message cannot hold it as it is."""
     try:
-        found = {"error": [_name(type(error)), _plain(error.args), _plain(vars(error))]}
-        if str(_value(json.loads(json.dumps(found), object_hook=_value))) == str(error):
+        arguments = error.__reduce__()[1] if isinstance(error, OSError) else error.args  # of a file also its name
+        found = {"error": [_name(type(error)), _plain(arguments), _plain(vars(error))]}
+        if str(unpack(json.dumps(found).encode())) == str(error):
             return found
-    except (ValueError, TypeError, LookupError, AttributeError):
+    except (NotAMessage, ValueError, TypeError, LookupError, AttributeError):
         pass
     own = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
     name = _name(RuntimeError if own in (Exception, BaseException) else own)
@@ -134,7 +143,6 @@ def _error(content: list[Any]) -> BaseException:
     if not issubclass(kind, BaseException):
         raise TypeError(f"{content[0]} is no error")
     made = kind.__new__(kind, *arguments)
-    made.args = arguments
     vars(made).update(state)
     return made
 
@@ -155,6 +163,13 @@ _VALUES: Mapping[str, Callable[[Any], Any]] = {
     "enum": lambda content: _member(*content),
     "error": _error,
     "stack": traceback.StackSummary.from_list,
+    "tensor": lambda content: (
+        torch.frombuffer(bytearray.fromhex(content[2]), dtype=content[0]).reshape(content[1])
+        if content[2]
+        else torch.empty(content[1], dtype=content[0])
+    ),
+    "bytes": bytes.fromhex,
+    "set": set,
     "slice": lambda content: slice(*content),
 }
 
