@@ -1,9 +1,9 @@
 """Messages between ranks: values as JSON in tensors, so nothing is unpickled.
 
-A value holds numbers, text, bytes, lists, tuples, sets, dictionaries, tensors, torch's types, and records: data classes,
-named tuples, enumerations and errors of relayrun, torch.distributed and megatron-core. A record gets its fields, and
-neither its constructor nor other code of its class runs. `send_no_pickles` gives torch's own object collectives this
-form.
+A value holds numbers, text, bytes, lists, tuples, sets, dictionaries, tensors, torch's types, and records: data
+classes, named tuples, enumerations and errors of relayrun, torch.distributed and megatron-core. A record gets its
+fields, and neither its constructor nor other code of its class runs. `send_no_pickles` gives torch's own object
+collectives this form.
 
 `RankObjectCollectives` sends small values between all ranks through rank 0, beside the collectives of the same group.
 The collectives of a group must come in one order on every rank, so a second thread cannot call them. A second group
