@@ -485,10 +485,10 @@ def test_the_examples_are_messages_and_each_wrong_leaf_is_none(example: dict[str
 
 ATTACK = """
 import os, socket, json, sys, time, encodings.idna
-port, job, until = int(sys.argv[1]), sys.argv[2], time.time() + float(sys.argv[3])
-uid = sys.argv[4]
-if uid != "-":
-    os.setuid(int(uid))
+if sys.argv[1] != "-":
+    os.setuid(int(sys.argv[1]))
+print("ready", flush=True)
+port, job, until = int(sys.stdin.readline()), "1", time.time() + 600
 while time.time() < until:
     for node in (0, 1, 2):
         try:
@@ -507,7 +507,7 @@ while time.time() < until:
                     print("HEARD", got, flush=True)
         except OSError:
             pass
-    time.sleep(0.05)
+    time.sleep(0.01)
 """
 
 
@@ -515,11 +515,15 @@ while time.time() < until:
 @pytest.mark.parametrize("kind", ["one step", pytest.param("spare node", marks=pytest.mark.long)])
 def test_a_stranger_takes_no_place_and_changes_nothing(make_run: MakeRun, tmp_path: Path, kind: str) -> None:
     """Another user knows the job id, finds the port, and says hello as each of its nodes while the job begins."""
-    job = Agents(make_run, "1:1:7:SIGKILL") if kind == "one step" else Steps(make_run, "1:1:7:SIGKILL")
-    port = job.port if isinstance(job, Agents) else listening_port(job.starter.pid)
-    uid = "-" if os.getuid() else "65534"
-    attack = [sys.executable, "-c", ATTACK, str(port), "1", "600", uid]
-    with subprocess.Popen(attack, stdout=subprocess.PIPE, text=True) as attacker:
+    attack = [sys.executable, "-c", ATTACK, "-" if os.getuid() else "65534"]
+    with subprocess.Popen(attack, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as attacker:
+        assert attacker.stdin is not None
+        assert attacker.stdout is not None
+        assert attacker.stdout.readline() == "ready\n"
+        job = Agents(make_run, "1:1:7:SIGKILL") if kind == "one step" else Steps(make_run, "1:1:7:SIGKILL")
+        port = job.port if isinstance(job, Agents) else listening_port(job.starter.pid)
+        attacker.stdin.write(f"{port}\n")
+        attacker.stdin.flush()
         try:
             codes = job.wait() if isinstance(job, Agents) else [job.starter.wait(300)]
         finally:
