@@ -312,13 +312,13 @@ def test_a_secret_that_others_may_know_is_refused(tmp_path: Path, fault: str) ->
 
 
 def test_the_listener_is_on_the_address_that_peers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    with listen("127.0.0.1", 0, backlog=1) as listener:
+    with listen("127.0.0.1", 0) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
-    with listen("localhost", 0, backlog=1) as listener:
+    with listen("localhost", 0) as listener:
         assert listener.getsockname()[0] in ("127.0.0.1", "::1")
     own = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: own)
-    with listen("n0", 0, backlog=1) as listener:  # as /etc/hosts of Debian has it: no other node reaches that
+    with listen("n0", 0) as listener:  # as /etc/hosts of Debian has it: no other node reaches that
         assert listener.getsockname()[0] == "0.0.0.0"
 
 
@@ -331,10 +331,13 @@ def test_a_coordinator_that_nobody_reaches_listens_everywhere(desk: Desk, monkey
     assert desk.reception.listener.getsockname()[0] == "0.0.0.0"
     desk.listener = desk.reception.listener
     monkeypatch.undo()
-    with socket.create_connection(("127.0.0.1", desk.listener.getsockname()[1])):
-        desk.turn()
     desk.reception.look()
     assert desk.reception.listener is desk.listener
+    lines = MessageSocket(socket.create_connection(("127.0.0.1", desk.listener.getsockname()[1])))
+    with closing(lines), ThreadPoolExecutor(1) as thread:
+        done = thread.submit(desk.key.join, lines, 1)
+        wait_for(lambda: desk.turn() or done.done(), words="nobody answers")
+        assert list(desk.links) == [1]
 
 
 def test_the_interface_of_this_machine_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def _in_one_step(run: Run, plan: Plan, attempt: Attempt) -> int:
     ours, theirs = socket.socketpair()
     links = {0: MessageSocket(theirs)}
     coordinator = Coordinator(run, plan, attempt, nodes=nodes, links=links, say=say)
-    listener = listen(*address, backlog=nodes) if nodes > 1 else None
+    listener = listen(*address) if nodes > 1 else None
     reception = AgentConnections(coordinator, links, listener, key, attempt.refused_connections, say)
     return agent(upward=MessageSocket(ours)).run(reception)
 

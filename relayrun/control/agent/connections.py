@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from relayrun.control.agent import authentication
 from relayrun.control.agent.authentication import AttemptKey
@@ -25,9 +26,8 @@ from relayrun.control.agent.messages import GONE, Message, MessageSocket, messag
 from relayrun.control.rundir.records import RefusedConnections
 
 ACCEPT_SECONDS = 1.0
-"""Seconds without a new connection after one could not be accepted, for example with too many open files."""
-RECORD_SECONDS = 1.0
-"""Least seconds between two records of refused connections."""
+"""Seconds without a new connection after one could not be accepted, for example with too many open files; and between
+two records of refused ones."""
 MOST_STRANGERS = 256
 """Maximum connections without a proof; the oldest of the address with most of them makes room."""
 NARROW_SECONDS = 30.0
@@ -35,15 +35,12 @@ NARROW_SECONDS = 30.0
 another address."""
 
 
-@dataclass(frozen=True)
-class Stranger:
-    """A connection without a proof so far."""
+class Stranger(NamedTuple):
+    """A connection without a proof so far: its peer, the nonce of its challenge, its start by `time.monotonic`."""
 
     address: str
     nonce: str
-    """Of its challenge."""
     since: float
-    """Its start by `time.monotonic`."""
 
 
 @dataclass(eq=False)
@@ -65,10 +62,10 @@ class AgentConnections:
     def __post_init__(self) -> None:
         self._strangers: dict[MessageSocket, Stranger] = {}
         self._began = time.monotonic()
-        self._accepted = False
-        """A peer has reached the listener."""
+        self._joined = False
+        """An agent has reached the listener, or it is on all addresses."""
         self._refused: RefusedConnections | None = None
-        self._recorded = -RECORD_SECONDS
+        self._recorded = -ACCEPT_SECONDS
         """Time of the last record, by `time.monotonic`; infinite if it is complete."""
         self._full_since: float | None = None
         """Time at which a connection could not be accepted; None otherwise."""
@@ -97,25 +94,26 @@ class AgentConnections:
         for lines, stranger in [*self._strangers.items()]:
             if now - stranger.since > authentication.HANDSHAKE_SECONDS:
                 self._refuse(lines, f"no proof within {authentication.HANDSHAKE_SECONDS:g} s")
-        if now - self._recorded >= RECORD_SECONDS and self._refused is not None:
+        if now - self._recorded >= ACCEPT_SECONDS and self._refused is not None:
             self._recorded = float("inf")
             with contextlib.suppress(OSError):  # the log has the words
                 self._refused.write(self.record)
         if self.listener is not None and self._full_since is not None and now - self._full_since >= ACCEPT_SECONDS:
             self._full_since = None
             self._selector.register(self.listener, selectors.EVENT_READ, self._accept)
-        elif self.listener is not None and not self._accepted and now - self._began > NARROW_SECONDS:
+        elif self.listener is not None and not self._joined and now - self._began > NARROW_SECONDS:
             self._listen_on_all_addresses(self.listener)
 
     def _listen_on_all_addresses(self, listener: socket.socket) -> None:
         host, port = listener.getsockname()[:2]
-        self._accepted = True
+        self._joined, self.listener = True, None
         self._selector.unregister(listener)
         listener.close()
-        self.listener = socket.create_server(("", port), backlog=MOST_STRANGERS)
-        self.listener.setblocking(False)
-        self._selector.register(self.listener, selectors.EVENT_READ, self._accept)
         self.say(f"no agent has reached {host}:{port} for {NARROW_SECONDS:.0f} s; listening on all addresses")
+        with contextlib.suppress(OSError):  # the port is taken: the missing nodes are given up in time
+            self.listener = authentication.listen("", port)
+            self.listener.setblocking(False)
+            self._selector.register(self.listener, selectors.EVENT_READ, self._accept)
 
     def lose(self, node: int, why: str) -> None:
         """Give this node up: its later messages are ignored."""
@@ -152,7 +150,6 @@ class AgentConnections:
                 self.say(f"no agent's connection can be accepted for now: {error.strerror or error}")
             self._said = True
             return
-        self._accepted = True
         lines = MessageSocket(connection, longest=authentication.LONGEST_HANDSHAKE)
         self._strangers[lines] = stranger = Stranger(str(address[0]), secrets.token_hex(16), time.monotonic())
         self._selector.register(lines, selectors.EVENT_READ, partial(self._read, lines, None))
@@ -199,5 +196,6 @@ class AgentConnections:
         if not self.coordinator.expects(node):
             raise EOFError(f"node {node} is not expected")
         del self._strangers[lines]
+        self._joined = True
         self.links[node] = lines
         self._selector.modify(lines, selectors.EVENT_READ, partial(self._read, lines, node))

@@ -105,27 +105,15 @@ def _line_hmac(key: bytes, number: int, line: bytes) -> bytes:
 
 INTEGER, PORT = range(-(1 << 53), 1 << 53), range(1 << 16)
 SIZE = (range(1 << 62), None)
-GPU = {
-    "index": INTEGER,
-    "error?": str,
-    "ecc_uncorrected?": INTEGER,
-    "slowed?": INTEGER,
-    "rows_pending?": bool,
-    "rows_failed?": bool,
-}
-FACTS = {
-    "memory?": SIZE,
-    "ranks_memory?": SIZE,
-    "shm?": SIZE,
-    "tmp?": SIZE,
-    "open_files?": SIZE,
+_GPU_COUNTS = {"index": INTEGER, "ecc_uncorrected?": INTEGER, "slowed?": INTEGER}
+GPU = {**_GPU_COUNTS, "error?": str, "rows_pending?": bool, "rows_failed?": bool}
+FACTS = dict.fromkeys(("memory?", "ranks_memory?", "shm?", "tmp?", "open_files?"), SIZE) | {
     "unwritable?": {"run_dir?": str, "tmp?": str},
     "gpus?": [GPU],
-    "gpu_error?": str,
-    "xids?": [str],
     "command?": {"code": (INTEGER, None), "words": str},
-    "answer?": str,
+    "xids?": [str],
     "seconds?": float,
+    **dict.fromkeys(("answer?", "gpu_error?"), str),
 }
 """What `agent.node_facts` says of a node."""
 COPY, ACTIVITY = (INTEGER, INTEGER, str, bool), (INTEGER, INTEGER, str, INTEGER, float, (float, math.inf), str)
@@ -141,14 +129,7 @@ MESSAGE_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "health": {"facts": FACTS},
     "clock": {"sent": float, "here": float},
     "probing": {},
-    "probed": {
-        "matmul?": float,
-        "exchange?": float,
-        "on?": str,
-        "wrong?": (str, None),
-        "error?": (str, None),
-        "devices?": INTEGER,
-    },
+    "probed": {"matmul?": float, "exchange?": float, "on?": str, "wrong?": str, "error?": str, "devices?": INTEGER},
 }
 """Fields of each kind down to the leaves, as `fits` reads them. Further fields of a message, and other kinds, are
 ignored."""

@@ -94,7 +94,7 @@ def main() -> int:
     say = partial(log_node_line, os.environ.get("SLURMD_NODENAME") or socket.gethostname())
     links: dict[int, MessageSocket] = {}
     coordinator = Coordinator(run, plan, attempt, nodes=len(names), names=names, links=links, say=say)
-    listener = listen(os.environ["MASTER_ADDR"], 0, backlog=len(names))
+    listener = listen(os.environ["MASTER_ADDR"], 0)
     reception = AgentConnections(coordinator, links, listener, AttemptKey.of(attempt), attempt.refused_connections, say)
     for number in HANDLED_SIGNALS:  # the agents hear those that are for the ranks
         signal.signal(number, lambda heard, _frame: coordinator.ask("SIGTERM") if heard == signal.SIGTERM else None)
