@@ -223,3 +223,65 @@ def test_a_pickle_from_another_rank_runs_nothing(tmp_path: Path) -> None:
         assert evil.wait(300) == 0
     assert victim.stdout == "refused NotAMessage\n" * 2, victim.stderr
     assert not (tmp_path / "pwned").exists()
+
+
+NEIGHBOUR = """
+import logging, os, sys, torch
+from pathlib import Path
+from types import SimpleNamespace
+import torch.distributed as dist
+from relayrun.control.agent.memory_copies import MemorySlot, read_copies
+from relayrun.train.checkpoint.memory_replication import NeighbourReplica, write_copy
+rank, store, folder, secret, restart, skipped, turned = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), *sys.argv[4:]
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+folder.mkdir()
+os.environ["RELAYRUN_RESTART"] = restart
+dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+ranks = SimpleNamespace(rank=rank, world_size=2, cpu_group=dist.group.WORLD)
+replica = NeighbourReplica(folder, ranks, per_node=1, secret=secret.encode() * 32)
+replica._transfers = int(skipped)
+sends = dist.isend
+def turn(tensor, *arguments):
+    if turned == "1" and len(tensor) == 6 * 1000 * 1000 - (1 << 22):  # the last part of the copy
+        tensor = tensor.clone()
+        tensor[5] ^= 1
+    return sends(tensor, *arguments)
+dist.isend = turn
+own = MemorySlot(folder, rank, 0)
+size = 6 * 1000 * 1000
+own.reserve(size)
+data = torch.arange(size, dtype=torch.int64).to(torch.uint8)
+copy = write_copy(own, [data], rank=rank, ranks=2, iteration=7, size=size, plain=0, layout="x")
+replica.send(copy)
+replica._thread.join(30)
+print("kept", [found.rank for found in read_copies(folder) if found.kept], flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [
+        ({}, [1]),
+        ({"secret": "b"}, []),
+        ({"turned": "1"}, []),
+        pytest.param({"restart": "2"}, [], marks=pytest.mark.long),
+        pytest.param({"skipped": "1"}, [], marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_a_copy_counts_only_with_the_hmac_of_this_transfer(
+    tmp_path: Path, changes: dict[str, str], kept: list[int]
+) -> None:
+    """Rank 1 knows the secret, the restart and the number of the transfer, or not; rank 0 keeps its copy, or not."""
+    usual = {"secret": "a", "restart": "1", "skipped": "0", "turned": "0"}
+    command = [sys.executable, "-c", NEIGHBOUR]
+    where = f"file://{tmp_path}/store"
+    first = [*command, "0", where, str(tmp_path / "0"), *usual.values()]
+    second = [*command, "1", where, str(tmp_path / "1"), *(usual | changes).values()]
+    with subprocess.Popen(second, stdout=subprocess.DEVNULL) as other:
+        done = subprocess.run(first, capture_output=True, text=True, timeout=300, check=False)
+        other.kill()
+    assert done.stdout.splitlines()[-1] == f"kept {kept}", done.stdout + done.stderr
+    assert ("bytes without the HMAC of this attempt" in done.stdout) == bool(changes)
