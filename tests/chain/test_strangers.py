@@ -316,6 +316,8 @@ def test_the_listener_is_on_the_address_that_peers_are_told(monkeypatch: pytest.
         assert listener.getsockname()[0] == "127.0.0.1"
     with listen("localhost", 0) as listener:
         assert listener.getsockname()[0] in ("127.0.0.1", "::1")
+    with listen("no.such.host.invalid", 0) as listener:
+        assert listener.getsockname()[0] == "0.0.0.0"
     own = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: own)
     with listen("n0", 0) as listener:  # as /etc/hosts of Debian has it: no other node reaches that

@@ -93,12 +93,13 @@ def _same(given: str, digest: bytes) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listen on the address of this machine that peers are told as `host`. On all addresses if the name is local to
-    this machine, as in many /etc/hosts: other nodes know it by another address."""
-    for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM) if host else ():
-        if not _only_here(host, str(address[0])):
-            with suppress(OSError):
-                return socket.create_server(address[:2], family=family, backlog=socket.SOMAXCONN)
+    """Listen on the address of this machine that peers are told as `host`. On all addresses if the name is unknown or
+    local here, as in many /etc/hosts: other nodes know it by another address."""
+    with suppress(socket.gaierror):
+        for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM) if host else ():
+            if not _only_here(host, str(address[0])):
+                with suppress(OSError):
+                    return socket.create_server(address[:2], family=family, backlog=socket.SOMAXCONN)
     return socket.create_server(("", port), backlog=socket.SOMAXCONN)
 
 
