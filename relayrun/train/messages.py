@@ -20,8 +20,8 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from functools import cache
-from typing import Any, BinaryIO
+from functools import cache, lru_cache
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from relayrun.errors import RelayrunError
 RECORD_PACKAGES = ("relayrun", "torch.distributed", "megatron.core")
 _ATOMS = frozenset((type(None), bool, int, float, str))
 _TORCH_TYPES = (torch.dtype, torch.layout, torch.memory_format)
+_CONSTANTS = (*_TORCH_TYPES, Enum)
 
 
 class NotAMessage(RelayrunError):
@@ -54,7 +55,7 @@ def unpack(data: bytes) -> Any:
 
 def _plain(value: Any) -> Any:
     """Return a value in the types of JSON. Every object of JSON has one member: a tag of `_VALUES` and its content."""
-    kind = type(value)
+    kind: Any = type(value)
     if kind in _ATOMS:
         return value
     if kind is list:
@@ -63,16 +64,13 @@ def _plain(value: Any) -> Any:
         return {"size": [*value]}
     if kind is tuple:
         return {"tuple": [_plain(each) for each in value]}
-    if isinstance(value, Mapping):
+    if (form := _record_form(kind)) is not None:
+        fields = [getattr(value, name) for name in form[1]]
+        return {"record": [form[0], [each if type(each) in _ATOMS else _plain(each) for each in fields]]}
+    if isinstance(value, _CONSTANTS):
+        return _constant(value)
+    if kind is dict or isinstance(value, Mapping):
         return {"dict": [[_plain(key), _plain(each)] for key, each in value.items()]}
-    if dataclasses.is_dataclass(value):
-        return {"record": [_name(kind), [_plain(getattr(value, each.name)) for each in dataclasses.fields(value)]]}
-    if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        return {"record": [_name(kind), [_plain(each) for each in value]]}
-    if isinstance(value, _TORCH_TYPES):
-        return {"torch": str(value).removeprefix("torch.")}
-    if isinstance(value, Enum):
-        return {"enum": [_name(kind), value.name]}
     if isinstance(value, BaseException):
         return _plain_error(value)
     if isinstance(value, traceback.StackSummary):
@@ -89,6 +87,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (np.generic, int, float, str)):
         return value.item() if isinstance(value, np.generic) else value
     raise TypeError(f"a message between ranks holds data, and no {kind.__module__}.{kind.__qualname__}")
+
+
+@lru_cache(maxsize=None, typed=True)  # values of different enumerations may be equal
+def _constant(value: Any) -> dict[str, Any]:
+    if isinstance(value, Enum):
+        return {"enum": [_name(type(value)), value.name]}
+    return {"torch": str(value).removeprefix("torch.")}
 
 
 def _plain_error(error: BaseException) -> dict[str, Any]:
@@ -113,6 +118,16 @@ def _name(kind: type) -> str:
 
 
 @cache
+def _record_form(kind: Any) -> tuple[str, Sequence[str]] | None:
+    """Return the names of a record's class and of its fields; None for another class."""
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        return _name(kind), kind._fields
+    if dataclasses.is_dataclass(kind):
+        return _name(cast(type, kind)), [each.name for each in dataclasses.fields(kind)]
+    return None
+
+
+@cache
 def _class(name: str) -> type:
     """Return a class of the packages whose records a message may hold, or an error of Python's own."""
     module, _, path = name.partition(":")
@@ -130,11 +145,12 @@ def _class(name: str) -> type:
 
 def _record(content: list[Any]) -> Any:
     kind, values = _class(content[0]), content[1]
-    if issubclass(kind, tuple):
-        return kind._make(values)  # type: ignore[attr-defined]
-    made = object.__new__(kind)
-    for field, value in zip(dataclasses.fields(kind), values, strict=True):  # type: ignore[arg-type]
-        object.__setattr__(made, field.name, value)
+    if (form := _record_form(kind)) is None:
+        raise TypeError(f"{content[0]} is no record")
+    made: Any = object.__new__(kind) if not issubclass(kind, tuple) else tuple.__new__(kind, values)
+    for name, value in zip(form[1], values, strict=True):
+        if not isinstance(made, tuple):
+            object.__setattr__(made, name, value)
     return made
 
 
