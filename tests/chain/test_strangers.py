@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 from relayrun.control.agent import authentication, connections
+from relayrun.control.agent.__main__ import join_coordinator
 from relayrun.control.agent.authentication import AttemptKey, interface_towards, listen
 from relayrun.control.agent.messages import MESSAGE_FIELDS, MessageSocket, message_error
 from relayrun.control.rundir.attempt import Attempt
@@ -239,6 +240,23 @@ def test_a_coordinator_without_the_secret_is_no_coordinator(desk: Desk) -> None:
         stranger_as_coordinator(desk.key, lambda nonce, answer: {"kind": "welcome", "proof": "0" * 64})
     with pytest.raises(EOFError, match="does not know the secret"):  # the agent's own proof, given back
         stranger_as_coordinator(desk.key, lambda nonce, answer: {"kind": "welcome", "proof": answer["proof"]})
+
+
+@pytest.mark.parametrize("words", [b"", b"junk\n", b'{"kind": "challenge", "nonce": 7}\n', b"x" * 2000])
+def test_an_agent_tries_again_after_a_stranger_answered(desk: Desk, words: bytes) -> None:
+    said: list[str] = []
+    desk.listener.setblocking(True)
+    with ThreadPoolExecutor(1) as thread:
+        done = thread.submit(join_coordinator, desk.listener.getsockname(), desk.key, 1, say=said.append)
+        stranger, _ = desk.listener.accept()
+        stranger.sendall(words)
+        stranger.close()
+        desk.listener.setblocking(False)
+        wait_for(lambda: desk.turn() or done.done(), words="nobody answers")
+        desk.opened.append(done.result())
+    assert list(desk.links) == [1]
+    assert len(said) == 1
+    assert "does not answer as it should" in said[0]
 
 
 def stranger_as_coordinator(key: AttemptKey, welcome: Any) -> None:
@@ -539,6 +557,10 @@ def test_a_stranger_takes_no_place_and_changes_nothing(make_run: MakeRun, tmp_pa
     for rank in (0, 1):
         lines = list(read_json_lines(job.attempt.path / f"starts-{rank}.jsonl"))
         assert [(line["restart"], line["base"]) for line in lines] == [(1, 0), (2, 5)]
+    secret = job.attempt.read_secret()
+    others = [path for path in job.run.path.rglob("*") if path.is_file() and path != job.attempt.secret]
+    assert len(others) > 5
+    assert not [path for path in others if secret in (data := path.read_bytes()) or secret.hex().encode() in data]
     found = RefusedConnections.read(job.attempt.refused_connections)
     assert found is not None
     assert found.count > 2
