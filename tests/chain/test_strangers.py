@@ -399,10 +399,36 @@ EXAMPLES: list[dict[str, Any]] = [
     {"kind": "probed", "matmul": 0.1, "exchange": 0.2, "on": "cpu", "wrong": "1 row", "error": "e", "devices": 8},
 ]
 LEAVES: list[Any] = [
-    None, True, 0, -1, 1, 7, 1 << 31, 1 << 64, -(10**400), 0.5, math.nan, math.inf, -math.inf, 1e308,
-    "", "x", "\x1b[2J", "\ud800", "x" * 5000, [], [[]], [None] * 9, {}, {"x": {}}, {"memory": "x"}, {"gpus": [{}]},
-    {"unwritable": ["x"]}, {"ranks_memory": "x"}, {"command": {}},
-]  # fmt: skip
+    None,
+    True,
+    0,
+    -1,
+    1,
+    7,
+    1 << 31,
+    1 << 64,
+    -(10**400),
+    0.5,
+    math.nan,
+    math.inf,
+    -math.inf,
+    1e308,
+    "",
+    "x",
+    "\x1b[2J",
+    "\ud800",
+    "x" * 5000,
+    [],
+    [[]],
+    [None] * 9,
+    {},
+    {"x": {}},
+    {"memory": "x"},
+    {"gpus": [{}]},
+    {"unwritable": ["x"]},
+    {"ranks_memory": "x"},
+    {"command": {}},
+]
 
 
 def mutated(message: dict[str, Any], random: random.Random) -> dict[str, Any]:
