@@ -176,6 +176,8 @@ def began(run: Run, number: int, *, base: int = 0, **changes: Any) -> AttemptSta
     record = AttemptStart(**(values | changes))
     run.attempt(number).path.mkdir(parents=True, exist_ok=True)
     record.write(run.attempt(number).begin)
+    if not run.attempt(number).secret.exists():
+        run.attempt(number).make_secret()
     return record
 
 

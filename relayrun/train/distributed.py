@@ -28,9 +28,10 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from relayrun.config.compose import determinism
 from relayrun.config.compose.schema import RunConfig
 from relayrun.config.sections.job_script import sbatch_script_options
+from relayrun.control.agent.authentication import interface_towards
 from relayrun.control.scheduler.slurm_commands import asks_for_gpus
 from relayrun.errors import FatalTrainingError, RelayrunError
-from relayrun.train.messages import RankObjectCollectives
+from relayrun.train.messages import RankObjectCollectives, send_no_pickles
 
 T = TypeVar("T")
 GROUP_TIMEOUT = timedelta(minutes=30)
@@ -107,7 +108,7 @@ class Ranks:
         return result
 
     def gather(self, value: Any) -> list[Any]:
-        """Return `value` of every rank, in rank order, on every rank. It pickles: for rare use."""
+        """Return `value` of every rank, in rank order, on every rank: values of `train.messages`, for rare use."""
         if self.messages is not None:
             return self.messages.all_gather(value)
         values: list[Any] = [None] * self.world_size
@@ -188,6 +189,8 @@ def start_process_groups(config: RunConfig) -> Ranks:
             hint="change job.nodes, job.ntasks_per_node or the parallel section",
         )
     raise_file_limit(int(os.environ["RANK"]), world_size)
+    send_no_pickles()
+    bind_to_job_network(os.environ["MASTER_ADDR"])
     if torch.cuda.is_available():
         config.training.require_precision()
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
@@ -227,6 +230,12 @@ def start_process_groups(config: RunConfig) -> Ranks:
         virtual_stages=config.virtual_stages,
         is_last_stage=parallel_state.is_pipeline_last_stage(),
     )
+
+
+def bind_to_job_network(address: str) -> None:
+    """Let gloo listen on the interface towards rank 0, unless the site names one. NCCL chooses the fastest itself."""
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_towards(address)):
+        os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def stop_process_groups() -> None:

@@ -128,7 +128,10 @@ def exchange_with_neighbours(place: int, nodes: int, *, address: str, port: int,
     import torch
     from torch import distributed
 
+    from relayrun.train.distributed import bind_to_job_network
+
     device = torch.device("cuda", 0) if gpus else torch.device("cpu")
+    bind_to_job_network(address)
     distributed.init_process_group(
         "nccl" if gpus else "gloo",
         init_method=f"tcp://{address}:{port}",

@@ -8,15 +8,18 @@ import selectors
 import signal
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from relayrun.control.agent import connections
+from relayrun.control.agent import authentication, connections
 from relayrun.control.agent import messages as agent_messages
+from relayrun.control.agent.authentication import AttemptKey
 from relayrun.control.agent.connections import AgentConnections
 from relayrun.control.agent.messages import MessageSocket
+from relayrun.control.rundir.records import RefusedConnections
 from tests.unit.test_spare_nodes import NAMES, Nodes
 from tests.waiting import wait_for
 
@@ -33,9 +36,10 @@ class Desk:
         self.nodes.coordinator._links = self.links
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.said: list[str] = []
-        job = {"job": "1", "attempt": 1}
+        self.key = AttemptKey.of(self.nodes.attempt)
+        self.record = self.nodes.attempt.refused_connections
         self.reception = AgentConnections(
-            self.nodes.coordinator, self.links, listener=self.listener, job=job, say=self.said.append
+            self.nodes.coordinator, self.links, self.listener, self.key, self.record, self.said.append
         )
         self.selector = selectors.DefaultSelector()
         self.reception.watch(self.selector)
@@ -50,20 +54,38 @@ class Desk:
         raise AssertionError("it is never done")
 
     def connect(self) -> MessageSocket:
-        self.opened.append(MessageSocket(socket.create_connection(self.listener.getsockname(), 300)))
-        return self.opened[-1]
+        """A connection that has heard no challenge."""
+        lines = MessageSocket(socket.create_connection(self.listener.getsockname(), 300))
+        self.opened.append(lines)
+        return lines
+
+    def joined(self, node: int, key: AttemptKey | None = None) -> MessageSocket:
+        """A connection that has proved that it is this node's agent. Raises EOFError, as `join` does."""
+        lines = self.connect()
+        with ThreadPoolExecutor(1) as thread:
+            done = thread.submit((key or self.key).join, lines, node)
+            wait_for(lambda: self.turn() or done.done(), words="nobody answers")
+            done.result()
+        return lines
 
     def agent(self, node: int, /, **changes: Any) -> MessageSocket:
-        lines = self.connect()
-        hello = {"job": "1", "attempt": 1, "node": node, "name": NAMES[node], "port": 1} | changes
+        lines = self.joined(node)
+        hello = {"name": NAMES[node] if node < 3 else "x", "port": 1} | changes
         lines.send("hello", **{name: value for name, value in hello.items() if value is not None})
         self.turn()
         return lines
 
+    def refused(self) -> RefusedConnections:
+        self.reception.look()
+        found = RefusedConnections.read(self.record)
+        assert found is not None
+        return found
+
     def close(self) -> None:
-        for lines in (*self.opened, *self.links.values()):
+        for lines in (*self.opened, *self.links.values(), *self.reception._strangers):
             lines.close()
         self.listener.close()
+        self.selector.close()
 
 
 @pytest.fixture
@@ -92,10 +114,9 @@ def test_the_reception_closes_what_is_given_up_and_refuses_it_afterwards(desk: D
     desk.reception.lose(1, "no word")
     (start,) = agents[1].receive()
     assert start["kind"] == "start"
-    agents.append(desk.agent(1))
+    agents.append(desk.joined(1))
     for closed in (agents[1], agents[3]):
-        with pytest.raises(EOFError):
-            closed.receive()
+        assert is_closed(closed)
     assert desk.nodes.said[-1] == "n1 was given up, and is not taken in again: no word"
     assert sorted(desk.links) == [0, 2]
     desk.close()
@@ -123,19 +144,14 @@ def test_a_node_whose_step_and_connection_end_in_the_same_turn_is_lost_once(desk
         {"probe_port": "x"},
         {"name": None},
         {"name": 7},
-        {"node": True},
-        {"node": "1"},
-        {"node": [1]},
-        {"node": 3},
-        {"job": "2"},
     ],
     ids=str,
 )
-def test_a_hello_that_is_none_is_refused(desk: Desk, changes: dict[str, Any]) -> None:
+def test_a_hello_that_is_none_costs_its_node(desk: Desk, changes: dict[str, Any]) -> None:
     assert is_closed(desk.agent(1, **changes))
-    assert not desk.links
-    assert not is_closed(desk.agent(1))
-    assert list(desk.links) == [1]
+    assert desk.nodes.coordinator.given_up() == {1}
+    assert not is_closed(desk.agent(2))
+    assert list(desk.links) == [2]
     desk.close()
 
 
@@ -197,7 +213,7 @@ def test_a_stranger_that_says_nothing_is_closed_after_a_while(desk: Desk, monkey
     desk.reception.look()
     assert not is_closed(stranger)
     now = time.monotonic()
-    monkeypatch.setattr(connections, "UNIDENTIFIED_SECONDS", -1.0)
+    monkeypatch.setattr(authentication, "HANDSHAKE_SECONDS", -1.0)
     desk.reception.look()
     assert is_closed(stranger)
     assert not is_closed(agent)
@@ -228,7 +244,7 @@ def test_a_connection_that_cannot_be_accepted_is_tried_now_and_then(
     desk.selector.unregister(desk.listener)
     desk.reception.listener = full  # type: ignore[assignment]
     desk.selector.register(full, selectors.EVENT_READ, desk.reception._accept)
-    lines = desk.connect()
+    desk.connect()
     desk.turn()
     desk.reception.look()
     desk.turn()
@@ -240,8 +256,7 @@ def test_a_connection_that_cannot_be_accepted_is_tried_now_and_then(
     assert desk.said == ["no agent's connection can be accepted for now: Too many open files"]
     full.full = False
     desk.reception.look()
-    lines.send("hello", job="1", attempt=1, node=1, name="n1", port=1)
-    desk.turn()
+    desk.agent(1)
     assert list(desk.links) == [1]
     desk.close()
 
@@ -256,11 +271,15 @@ def test_a_connection_of_another_job_is_not_heard(make_run: MakeRun) -> None:
         return (nodes.attempt.path / "at-1-7-0").exists()
 
     wait_for(stands, words=nodes.log)
-    hello = b'{"kind": "hello", "node": 1, "job": "2", "attempt": 1, "name": "x"}\n'
-    for words in (hello, hello.replace(b'"2"', b'"1"'), b"GET / HTTP/1.1\r\n\r\n", b'{"kind": "leave", "code": 0}\n'):
+    hello = b'{"kind": "hello", "node": 1, "job": "1", "attempt": 1, "name": "x", "port": 1}\n'
+    for words in (hello, hello.replace(b"hello", b"answer"), b"GET / HTTP/1.1\r\n\r\n", b'{"kind": "leave"}\n'):
         with socket.create_connection(("127.0.0.1", nodes.port), 300) as stranger:
+            assert b"challenge" in stranger.recv(1000)
             stranger.sendall(words)
             assert stranger.recv(100) == b""
+    found = RefusedConnections.read(nodes.attempt.refused_connections)
+    assert found is not None
+    assert found.address == "127.0.0.1"
     nodes.agents[1].send_signal(signal.SIGUSR2)  # to one node alone: its ranks have heard it, and this test ends all
     nodes.attempt.stop.touch()
     assert nodes.wait() == [0, 0], nodes.log()

@@ -182,6 +182,7 @@ class Harness:
             "grace_period": 0.0,
         }
         AttemptStart(**(values | changes)).write(attempt.begin)
+        attempt.make_secret()
         return attempt
 
     def start(

@@ -21,7 +21,7 @@ import xxhash
 
 from relayrun.train.checkpoint.checksums import DamagedCheckpoint
 from relayrun.train.checkpoint.parallel_load import BlockExchange, BlockLocation, assign_reads
-from relayrun.train.messages import RankObjectCollectives
+from relayrun.train.messages import RankObjectCollectives, send_no_pickles
 
 RANKS = 4
 FOLDER = Path(sys.argv[1])
@@ -154,6 +154,7 @@ def messages(rank: int) -> dict[str, Any]:
 
 
 def main(rank: int) -> None:
+    send_no_pickles()
     dist.init_process_group("gloo", init_method=f"file://{FOLDER}/store", rank=rank, world_size=RANKS)
     cases = {
         "whole": exchange,

@@ -6,12 +6,14 @@ import re
 import selectors
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from relayrun.control.agent import coordinator, requests
+from relayrun.control.agent.authentication import AttemptKey
 from relayrun.control.agent.connections import AgentConnections
 from relayrun.control.agent.messages import MessageSocket
 from relayrun.control.rundir import node_health, restarts
@@ -218,7 +220,8 @@ def test_the_connection_of_a_node_that_was_told_to_leave_is_closed(three: Looked
     links: dict[int, MessageSocket] = {}
     three.coordinator._links = links
     listener = socket.create_server(("127.0.0.1", 0))
-    reception = AgentConnections(three.coordinator, links, listener=listener, job={"job": "1", "attempt": 1}, say=print)
+    key, record = AttemptKey.of(three.attempt), three.attempt.refused_connections
+    reception = AgentConnections(three.coordinator, links, listener, key, record, print)
     selector = selectors.DefaultSelector()
     reception.watch(selector)
 
@@ -233,7 +236,12 @@ def test_the_connection_of_a_node_that_was_told_to_leave_is_closed(three: Looked
     agents = []
     for node in range(3):
         agents.append(MessageSocket(socket.create_connection(listener.getsockname())))
-        agents[-1].send("hello", job="1", attempt=1, node=node, name=NAMES[node], port=1, probe_port=2)
+        with ThreadPoolExecutor(1) as thread:
+            joined = thread.submit(key.join, agents[-1], node)
+            while not joined.done():
+                turn()
+            joined.result()
+        agents[-1].send("hello", name=NAMES[node], port=1, probe_port=2)
         turn()
     for node, facts in enumerate((BROKEN, WELL, WELL)):
         agents[node].send("health", facts=facts)

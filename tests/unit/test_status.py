@@ -15,7 +15,7 @@ from relayrun import cli, files
 from relayrun.control.chain import excluded_nodes
 from relayrun.control.rundir import evaluations, find_runs, triggers
 from relayrun.control.rundir.evaluations import EvaluationResult, SubmittedEvaluation
-from relayrun.control.rundir.records import AttemptEnd, CheckpointCommit, Heartbeat
+from relayrun.control.rundir.records import AttemptEnd, CheckpointCommit, Heartbeat, RefusedConnections
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import Job
 from relayrun.errors import RunDirError
@@ -148,6 +148,17 @@ def test_a_slow_rank_is_named(run: Run) -> None:
     assert run_status.read_run_status(run, RUNNING, now=NOW).straggler == words
     append_line(run.attempt(2).metrics, {"iteration": 22, "loss": 2.0, "time": NOW, "slowest_rank_ratio": 1.1})
     assert run_status.read_run_status(run, RUNNING, now=NOW).straggler is None
+
+
+def test_connections_that_were_refused_are_a_field_and_a_line(run: Run) -> None:
+    assert run_status.read_run_status(run, RUNNING, now=NOW).refused_connections is None
+    refused = RefusedConnections(count=3, address="10.6.6.6", why="it does not answer the challenge", time=NOW)
+    refused.write(run.attempt(2).refused_connections)
+    found = run_status.read_run_status(run, RUNNING, now=NOW)
+    assert refused.told in text_of(found)
+    value = json.loads(json_text(run_status_text.run_status_as_json(found)))
+    assert value["refused_connections"]["count"] == 3
+    assert value["refused_connections"]["address"] == "10.6.6.6"
 
 
 def test_only_the_end_of_long_metrics_is_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,14 +14,15 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from relayrun.control.agent.authentication import HANDSHAKE_SECONDS, LONGEST_HANDSHAKE, AttemptKey, listen
 from relayrun.control.agent.connections import AgentConnections
 from relayrun.control.agent.coordinator import LONGEST_GATHER_SECONDS, Coordinator
-from relayrun.control.agent.messages import Message, MessageSocket
+from relayrun.control.agent.messages import MessageSocket
 from relayrun.control.agent.node_agent import FORWARDED_SIGNALS, NodeAgent
 from relayrun.control.agent.step_per_node import NODE_VARIABLE
 from relayrun.control.job_log import AgentLog, log_node_line
@@ -51,25 +52,25 @@ def main() -> int:
     plan, attempt = Plan.load(run), run.attempt(options.attempt)
     begin = attempt.started_record()
     if NODE_VARIABLE not in os.environ:
-        return _in_one_step(run, plan, attempt, begin)
+        return _in_one_step(run, plan, attempt)
     return _in_a_step_of_its_own(run, plan, attempt, begin, orphaned=options.orphaned)
 
 
-def _in_one_step(run: Run, plan: Plan, attempt: Attempt, begin: AttemptStart) -> int:
+def _in_one_step(run: Run, plan: Plan, attempt: Attempt) -> int:
     """Run an agent in one step with all others; the agent of the first node contains the coordinator."""
     node, nodes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     say = partial(log_node_line, _node_name())
     trainer = trainer_of(plan, run)  # before the connection, since the file system may be slow and a hello must not be
-    job: Message = {"job": begin.job_id, "attempt": attempt.number}
-    agent = partial(NodeAgent, run, plan, attempt, trainer, job=job, node=node, name=_node_name(), say=say)
+    key = AttemptKey.of(attempt)
+    agent = partial(NodeAgent, run, plan, attempt, trainer, node=node, name=_node_name(), say=say)
     address = _coordinator_address()
     if node:
-        return agent(upward=MessageSocket(connect_to_coordinator(address))).run()
+        return agent(upward=join_coordinator(address, key, node, say=say)).run()
     ours, theirs = socket.socketpair()
     links = {0: MessageSocket(theirs)}
     coordinator = Coordinator(run, plan, attempt, nodes=nodes, links=links, say=say)
-    listener = socket.create_server(("", address[1]), backlog=nodes) if nodes > 1 else None
-    reception = AgentConnections(coordinator, links, listener=listener, job=job, say=say)
+    listener = listen(*address) if nodes > 1 else None
+    reception = AgentConnections(coordinator, links, listener, key, attempt.refused_connections, say)
     return agent(upward=MessageSocket(ours)).run(reception)
 
 
@@ -84,14 +85,14 @@ def _in_a_step_of_its_own(
     say = partial(log_node_line, _node_name(), log=log)
     trainer = trainer_of(plan, run)
     say(f"the agent of attempt {attempt.number}, job {begin.job_id}")
-    job: Message = {"job": begin.job_id, "attempt": attempt.number}
+    until = time.monotonic() + REACH_SECONDS
     try:
-        upward = MessageSocket(connect_to_coordinator(_coordinator_address(), until=time.monotonic() + REACH_SECONDS))
+        upward = join_coordinator(_coordinator_address(), AttemptKey.of(attempt), node, until=until, say=say)
     except OSError as error:
         say(f"the coordinator at {':'.join(map(str, _coordinator_address()))} is not reached: {error}")
         log.finish()
         become_orphaned_program(orphaned, plan.package_root, node=node, number=0, log=path)
-    agent = NodeAgent(run, plan, attempt, trainer, job=job, node=node, name=_node_name(), upward=upward, say=say)
+    agent = NodeAgent(run, plan, attempt, trainer, node=node, name=_node_name(), upward=upward, say=say)
     code = agent.run()
     log.finish()
     if agent.orphaned:
@@ -127,19 +128,29 @@ def _coordinator_address() -> tuple[str, int]:
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
-def connect_to_coordinator(address: tuple[str, int], *, until: float | None = None) -> socket.socket:
+def join_coordinator(
+    address: tuple[str, int], key: AttemptKey, node: int, *, say: Callable[[str], None], until: float | None = None
+) -> MessageSocket:
     """Connect to the coordinator, which may start later than this agent. Retries without end, or `until` this time of
     `time.monotonic`; then it raises OSError."""
+    said = False
     while True:
-        try:
-            found = socket.create_connection(address, timeout=None if until is None else CONNECT_PAUSE * 100)
-        except OSError:
-            if until is not None and time.monotonic() > until:
-                raise
-            time.sleep(CONNECT_PAUSE)
-        else:
-            found.settimeout(None)
-            return found
+        with contextlib.suppress(OSError):
+            lines = MessageSocket(
+                socket.create_connection(address, timeout=HANDSHAKE_SECONDS), longest=LONGEST_HANDSHAKE
+            )
+            try:
+                key.join(lines, node)
+            except EOFError as error:
+                lines.close()
+                if not said:
+                    say(f"the coordinator at {address[0]}:{address[1]} does not answer as it should: {error}")
+                said = True
+            else:
+                return lines
+        if until is not None and time.monotonic() > until:
+            raise OSError("no answer of the coordinator")
+        time.sleep(CONNECT_PAUSE)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The agreement of the agents on restarts.
 
-    agent → coordinator    hello {port, probe_port} · dead {restart, rank, code, error, told}
+    agent → coordinator    hello {name, port, probe_port} · dead {restart, rank, code, error, told}
                            · ended {restart, memory, port, facts}
                            · asked {why} · beat {restart, standing} · started, stepped {restart, ...} (from rank 0)
     coordinator → agent    start {restart, place, nodes, base_iteration, base_path, memory, address, port}

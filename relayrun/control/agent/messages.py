@@ -1,13 +1,16 @@
 """Messages between the processes of one job: JSON objects, one on a line, over a socket; and the form of each kind.
 
 A message never runs code. A line that is no JSON object, or a message with wrong fields, ends its connection and
-never the coordinator: ports of jobs may meet, and anybody may send a message.
+never the coordinator. Between nodes each line begins with its HMAC, under a key of this connection and direction
+(`agent.authentication`); the number of the line is part of it, so no line can be changed, left out, or sent again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
+import math
 import socket
 from collections.abc import Mapping
 from typing import Any
@@ -25,12 +28,18 @@ LONGEST_MESSAGE = 1 << 20
 """Maximum bytes of a line; a longer one does not come from relayrun."""
 
 
-class MessageSocket:
-    """A socket that sends and receives messages."""
+GONE = "it closed the connection"
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
+
+class MessageSocket:
+    """A socket that sends and receives messages. `longest`: maximum bytes of a received line."""
+
+    def __init__(self, connection: socket.socket, *, longest: int = LONGEST_MESSAGE) -> None:
+        self.connection, self._longest = connection, longest
         self._rest = b""
+        self._keys: tuple[bytes, bytes] | None = None
+        self._sent = self._received = 0
+        """Lines with an HMAC so far, in each direction."""
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -39,13 +48,21 @@ class MessageSocket:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENCE_SECONDS)
 
+    def authenticate(self, send_key: bytes, receive_key: bytes) -> None:
+        """Send and accept only lines with an HMAC from here on."""
+        self._keys, self._longest = (send_key, receive_key), LONGEST_MESSAGE
+
     def fileno(self) -> int:
         return self.connection.fileno()
 
     def send(self, kind: str, **values: object) -> None:
         """Send a message. A lost peer is noticed by `receive`."""
+        line = json.dumps({"kind": kind, **values}).encode()
+        if self._keys is not None:
+            line = _line_hmac(self._keys[0], self._sent, line) + line
+            self._sent += 1
         with contextlib.suppress(OSError):
-            self.connection.sendall(json.dumps({"kind": kind, **values}).encode() + b"\n")
+            self.connection.sendall(line + b"\n")
 
     def receive(self) -> list[Message]:
         """Return the complete messages that have come. Raises EOFError if the peer is gone or sends anything else."""
@@ -53,66 +70,105 @@ class MessageSocket:
             data = self.connection.recv(RECEIVE_BYTES)
         except OSError:
             data = b""
-        if not data or len(self._rest) > LONGEST_MESSAGE:
-            raise EOFError
+        if not data:
+            raise EOFError(GONE)
         *lines, self._rest = (self._rest + data).split(b"\n")
+        if max(map(len, (*lines, self._rest))) > self._longest:
+            raise EOFError(f"a line of more than {self._longest} bytes")
         try:
-            found = [json.loads(line) for line in lines]
+            found = [json.loads(self._authentic(line)) for line in lines]
         except (ValueError, RecursionError):  # a thousand brackets, one in the other
-            raise EOFError from None
+            raise EOFError("a line that is no message") from None
         if not all(isinstance(message, dict) and isinstance(message.get("kind"), str) for message in found):
-            raise EOFError
+            raise EOFError("a line that is no message")
         return found
+
+    def _authentic(self, line: bytes) -> bytes:
+        if self._keys is None:
+            return line
+        given, content = line[:HMAC_CHARACTERS], line[HMAC_CHARACTERS:]
+        if not hmac.compare_digest(given, _line_hmac(self._keys[1], self._received, content)):
+            raise EOFError("a line without the HMAC of this connection")
+        self._received += 1
+        return content
 
     def close(self) -> None:
         self.connection.close()
 
 
-NUMBER = (int, float)
-MESSAGE_FIELDS: Mapping[str, Mapping[str, Any]] = {
-    "hello": {"node": int, "name": str, "port": int},
-    "dead": {"restart": int, "rank": int, "code": int, "error": str, "told": bool},
-    "ended": {"restart": int, "port": int, "memory": list, "facts": dict},
-    "beat": {"restart": int},
-    "asked": {},
-    "started": {"restart": int, "process": NUMBER, "initialised": NUMBER, "loaded": NUMBER},
-    "stepped": {"restart": int, "time": NUMBER},
-    "health": {"facts": dict},
-    "clock": {"sent": NUMBER, "here": NUMBER},
-    "probing": {},
-    "probed": {},
-}
-"""Required fields by kind. The coordinator ignores other kinds."""
-MESSAGE_ROWS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
-    "ended": {"memory": (int, int, str, bool)},
-    "beat": {"standing": (int, int, str, int, NUMBER, NUMBER, str)},
-}
-"""Lists of values in the order of `NodeMemoryCopy` and of `RankActivity`, or null."""
-PORTS = range(1 << 16)
+HMAC_CHARACTERS = 64
 
-assert len(MESSAGE_ROWS["ended"]["memory"]) == len(NodeMemoryCopy._fields)
-assert len(MESSAGE_ROWS["beat"]["standing"]) == len(RankActivity._fields)
+
+def _line_hmac(key: bytes, number: int, line: bytes) -> bytes:
+    return hmac.digest(key, b"%d " % number + line, "sha256").hex().encode()
+
+
+INTEGER, PORT = range(-(1 << 53), 1 << 53), range(1 << 16)
+SIZE = (range(1 << 62), None)
+_GPU_COUNTS = {"index": INTEGER, "ecc_uncorrected?": INTEGER, "slowed?": INTEGER}
+GPU = {**_GPU_COUNTS, "error?": str, "rows_pending?": bool, "rows_failed?": bool}
+FACTS = dict.fromkeys(("memory?", "ranks_memory?", "shm?", "tmp?", "open_files?"), SIZE) | {
+    "unwritable?": {"run_dir?": str, "tmp?": str},
+    "gpus?": [GPU],
+    "command?": {"code": (INTEGER, None), "words": str},
+    "xids?": [str],
+    "seconds?": float,
+    **dict.fromkeys(("answer?", "gpu_error?"), str),
+}
+"""What `agent.node_facts` says of a node."""
+COPY, ACTIVITY = (INTEGER, INTEGER, str, bool), (INTEGER, INTEGER, str, INTEGER, float, (float, math.inf), str)
+"""Values of `NodeMemoryCopy` and of `RankActivity`."""
+MESSAGE_FIELDS: Mapping[str, Mapping[str, Any]] = {
+    "hello": {"name": str, "port": PORT, "probe_port?": PORT},
+    "dead": {"restart": INTEGER, "rank": INTEGER, "code": INTEGER, "error": str, "told": bool},
+    "ended": {"restart": INTEGER, "port": PORT, "memory": [[*COPY]], "facts": FACTS},
+    "beat": {"restart": INTEGER, "standing?": ([[*ACTIVITY]], None)},
+    "asked": {"why": str},
+    "started": {"restart": INTEGER, "process": float, "initialised": float, "loaded": float},
+    "stepped": {"restart": INTEGER, "time": float},
+    "health": {"facts": FACTS},
+    "clock": {"sent": float, "here": float},
+    "probing": {},
+    "probed": {"matmul?": float, "exchange?": float, "on?": str, "wrong?": str, "error?": str, "devices?": INTEGER},
+}
+"""Fields of each kind down to the leaves, as `fits` reads them. Further fields of a message, and other kinds, are
+ignored."""
+
+assert len(COPY) == len(NodeMemoryCopy._fields)
+assert len(ACTIVITY) == len(RankActivity._fields)
 
 
 def message_error(message: Message) -> str:
     """Return the defect of a message in a few words; empty if it is valid or of an unknown kind."""
     kind = message["kind"]
-    for name, wanted in MESSAGE_FIELDS.get(kind, {}).items():
-        if not _has_type(message.get(name), wanted):
-            return f"{kind} without {name}" if name not in message else f"{kind} with {name} {message[name]!r:.40}"
-    for name, columns in MESSAGE_ROWS.get(kind, {}).items():
-        rows = message.get(name) or []
-        if not isinstance(rows, list) or not all(_is_row(row, columns) for row in rows):
-            return f"{kind} with {name} {rows!r:.40}"
-    for name in ("port", "probe_port"):
-        if kind in ("hello", "ended") and message.get(name, 0) not in PORTS:
+    for field, form in MESSAGE_FIELDS.get(kind, {}).items():
+        name = field.rstrip("?")
+        if name not in message and name == field:
+            return f"{kind} without {name}"
+        if name in message and not fits(message[name], form):
             return f"{kind} with {name} {message[name]!r:.40}"
     return ""
 
 
-def _is_row(row: object, columns: tuple[Any, ...]) -> bool:
-    return isinstance(row, list) and len(row) == len(columns) and all(map(_has_type, row, columns))
-
-
-def _has_type(value: object, wanted: Any) -> bool:
-    return isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool))
+def fits(value: object, form: Any) -> bool:
+    """Return whether a value has a form: a type, a range, a constant, a tuple of alternatives, a list of one form (any
+    number of such) or of several (a row), or a dictionary of forms (`name?` may be missing, and no other is there)."""
+    if isinstance(form, tuple):
+        return any(fits(value, each) for each in form)
+    if isinstance(form, range):
+        return type(value) is int and value in form
+    if form is float:  # also finite, and convertible
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e18
+    if isinstance(form, list):
+        if not isinstance(value, list) or (len(form) > 1 and len(value) != len(form)):
+            return False
+        return all(map(fits, value, form if len(form) > 1 else form * len(value)))
+    if isinstance(form, dict):
+        names = {name.rstrip("?"): each for name, each in form.items()}
+        required = form.keys() & names.keys()
+        return (
+            isinstance(value, dict)
+            and required <= value.keys() <= names.keys()
+            and all(fits(each, names[name]) for name, each in value.items())
+        )
+    return type(value) is form or (not isinstance(form, type) and value is not True and value == form)

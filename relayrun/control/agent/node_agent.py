@@ -63,7 +63,6 @@ class NodeAgent:
     """One node of an attempt.
 
     Args:
-        job: `job` and `attempt`, by which the coordinator recognizes its agents.
         node: number of this node in the job, from 0 on; name: its name.
         upward: connection to the coordinator.
         say: writes a line into the job's log.
@@ -76,14 +75,13 @@ class NodeAgent:
         attempt: Attempt,
         trainer: Trainer,
         *,
-        job: Message,
         node: int,
         name: str,
         upward: MessageSocket,
         say: Callable[[str], None],
     ) -> None:
         self._plan, self._attempt, self._say = plan, attempt, say
-        self._hello = {**job, "node": node, "name": name}
+        self._name = name
         self._handed_on = {*FORWARDED_SIGNALS, *trainer.asked_by}
         self._leave_signals = {signal.SIGTERM, trainer.leave_signal}
         self._forks = plan.trainer == "native"
@@ -139,7 +137,7 @@ class NodeAgent:
             self._memory = make_memory_folder()
         except OSError as error:
             self._say(f"ranks have no room in memory: {error}")
-        self._upward.send("hello", **self._hello, port=free_port(""), probe_port=free_port(""))
+        self._upward.send("hello", name=self._name, port=free_port(""), probe_port=free_port(""))
         self._start_server()
         if self._health is not None:
             self._health.look(lambda facts: self._upward.send("health", facts=facts))
@@ -334,9 +332,7 @@ class NodeAgent:
         if not error:
             self._say_server_gone(number, code, hung or f"the server that forks ranks ended ({code})")
             return
-        failures = [
-            RankFailure(rank=rank, node=self._hello["name"], error=error, time=time.time()) for rank in self._ranks
-        ]
+        failures = [RankFailure(rank=rank, node=self._name, error=error, time=time.time()) for rank in self._ranks]
 
         def write() -> None:
             for failure in failures:  # as each of them would have said
@@ -386,7 +382,7 @@ class NodeAgent:
             words = restart_ranks_exited_line(self.restart)
             self._say(words)
             with contextlib.suppress(OSError):
-                print(f"\n[relayrun {self._hello['name']}] {words}", flush=True)
+                print(f"\n[relayrun {self._name}] {words}", flush=True)
         if self._health is not None:
             self._health.look_between(self._say_ended, copies=self._memory)
         else:

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from relayrun.control.agent.authentication import AttemptKey, listen
 from relayrun.control.agent.connections import AgentConnections
 from relayrun.control.agent.coordinator import EXIT_FAILED, Coordinator
 from relayrun.control.agent.messages import MessageSocket
@@ -89,14 +90,12 @@ def main() -> int:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     run = Run(options.run_dir.absolute())
     plan, attempt = Plan.load(run), run.attempt(options.attempt)
-    begin = attempt.started_record()
     names = options.nodes.split(",")
     say = partial(log_node_line, os.environ.get("SLURMD_NODENAME") or socket.gethostname())
     links: dict[int, MessageSocket] = {}
     coordinator = Coordinator(run, plan, attempt, nodes=len(names), names=names, links=links, say=say)
-    listener = socket.create_server(("", 0), backlog=len(names))
-    job = {"job": begin.job_id, "attempt": attempt.number}
-    reception = AgentConnections(coordinator, links, listener=listener, job=job, say=say)
+    listener = listen(os.environ["MASTER_ADDR"], 0)
+    reception = AgentConnections(coordinator, links, listener, AttemptKey.of(attempt), attempt.refused_connections, say)
     for number in HANDLED_SIGNALS:  # the agents hear those that are for the ranks
         signal.signal(number, lambda heard, _frame: coordinator.ask("SIGTERM") if heard == signal.SIGTERM else None)
     selector = selectors.DefaultSelector()

@@ -228,6 +228,7 @@ def _open_attempt(
     previous_end = None if previous is None else previous.read_end()
     attempt = run.attempt(number)
     attempt.path.mkdir()
+    attempt.make_secret()
     fsync_directory(run.attempts)
     plan = _plan_for_time_limit(plan, job)
     leave_before, evaluation = next_grace_period(run, plan, line)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,6 +24,7 @@ from relayrun.files import (
 
 R = TypeVar("R", bound=Record)
 COMMITS_NAME, METRICS_NAME = "commits.jsonl", "metrics.jsonl"
+SECRET_BYTES = 32
 
 
 class PathIn:
@@ -104,6 +107,10 @@ class Attempt:
     """The shards of a run with Megatron-LM if they are too many for a command line."""
     guard_log = PathIn("guard.log")
     """The log of the guard; see `chain.watch`."""
+    secret = PathIn("secret")
+    """The key of all connections inside the attempt's job, by the supervisor; see `make_secret`."""
+    refused_connections = PathIn("refused_connections.json")
+    """Connections without proof of the secret, by the coordinator; see `rundir.records.RefusedConnections`."""
     hang = PathIn("hang.json")
     """Written by the supervisor when it ends an attempt that hangs."""
 
@@ -134,6 +141,27 @@ class Attempt:
     def read_end(self) -> AttemptEnd | None:
         """Return end.json; None while the end is not recorded. Raises RunDirError if the record is damaged."""
         return self._once(AttemptEnd, "end.json")
+
+    def make_secret(self) -> None:
+        """Create the secret, readable by the job's owner alone. Raises OSError, also if a file has its name."""
+        fd = os.open(self.secret, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            file.write(secrets.token_bytes(SECRET_BYTES))
+
+    def read_secret(self) -> bytes:
+        """Return the secret. Raises RunDirError if another user could have read or written it."""
+        try:
+            fd = os.open(self.secret, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            raise RunDirError(f"the attempt's secret cannot be read: {error.strerror}", where=self.secret) from None
+        with os.fdopen(fd, "rb") as file:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077 or found.st_uid != os.geteuid():
+                raise RunDirError("the attempt's secret is not a file of this user alone", where=self.secret)
+            secret = file.read(SECRET_BYTES + 1)
+        if len(secret) != SECRET_BYTES:
+            raise RunDirError(f"the attempt's secret has not {SECRET_BYTES} bytes", where=self.secret)
+        return secret
 
     def read_commits(self) -> list[CheckpointCommit]:
         """Return the checkpoints that the attempt has published so far, oldest first."""

@@ -306,3 +306,19 @@ class AttemptEnd(Record):
     def verdict(self) -> ChainEnd | None:
         """The end of the chain with this attempt; None if the chain goes on."""
         return None if self.chain_end is None else ChainEnd(self.chain_end, self.reason)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefusedConnections(Record):
+    """`refused_connections.json`: connections to the coordinator that did not prove that they belong to the job."""
+
+    count: int
+    address: str
+    """Peer of the newest one."""
+    why: str
+    time: float
+
+    @property
+    def told(self) -> str:
+        """One line for people."""
+        return f"{self.count} connections to this job were refused; the newest from {self.address}: {self.why}"

@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from pathlib import Path
 
 from relayrun.control.rundir import triggers
+from relayrun.control.rundir.plan import Plan
+from relayrun.lab.faults import processes
 from relayrun.lab.faults.target import ClusterUnderTest, wrapper_marker
+
+STRANGER_SECONDS = 6.0
 
 
 def do_nothing(_target: ClusterUnderTest) -> None:
@@ -31,6 +36,15 @@ def kill_batch_script_under_guard(target: ClusterUnderTest) -> None:
     guard = target.run.attempt(1).guard_log
     target.wait(lambda: guard.exists() and guard.stat().st_size)
     kill_batch_script(target)
+
+
+def let_stranger_try(target: ClusterUnderTest) -> None:
+    """Let a process without the attempt's secret try all ports on the job's first node, for some seconds."""
+    target.wait_iteration(5)
+    program = [Plan.load(target.run).host_python, str(Path(processes.__file__).resolve())]
+    arguments = [str(target.run.path), target.job_id(), "stranger", str(STRANGER_SECONDS)]
+    said = target.slurm.run_beside(target.job_id(), [*program, *arguments], nodes=1)
+    target.require("port" in said, "no process of the job listens")
 
 
 def stop_rank(target: ClusterUnderTest) -> None:

@@ -330,6 +330,14 @@ PROGRAM_FAULTS: tuple[Fault, ...] = (
         says="all ranks answered, others wait for rank 1 in",
     ),
     Fault(
+        "stranger",
+        "a process without the secret of the attempt tries all ports of the job",
+        ("done",),
+        actions.let_stranger_try,
+        config={"chain": {"recovery": "node"}},
+        logged="connections to this job were refused",
+    ),
+    Fault(
         "killed-while-staging",
         "SIGKILL while .staging holds bytes and no commit",
         FAILED_ONCE,

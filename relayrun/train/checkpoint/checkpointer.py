@@ -425,7 +425,7 @@ class Checkpointer:
         return self._writers.on_first_rank(action, SaveFailed)
 
     def _agree(self, action: Callable[[], T]) -> list[T]:
-        """In a save thread: run it on every rank; return all pickled results, or raise SaveFailed on all ranks."""
+        """In a save thread: run it on every rank; return all results, or raise SaveFailed on all ranks."""
         made, failure = None, None
         try:
             made = action()

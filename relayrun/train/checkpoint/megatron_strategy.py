@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from relayrun.train.checkpoint.async_writer import ThreadedWriter, WrittenFiles
 from relayrun.train.checkpoint.reader import CheckedReader
-from relayrun.train.messages import RankObjectCollectives, portable_error
+from relayrun.train.messages import RankObjectCollectives
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -121,7 +121,7 @@ def _together(
     try:
         made = own()
     except Exception as error:
-        met = _wrap_exception(portable_error(error))
+        met = _wrap_exception(error)
     everywhere = messages.gather((made, met))
     answers: list[tuple[Any, Any]] | None = None
     if everywhere is not None:
@@ -130,7 +130,7 @@ def _together(
             try:
                 answers = [(answer, None) for answer in join([each for each, _ in everywhere])]
             except Exception as error:
-                failures = {0: _wrap_exception(portable_error(error))}
+                failures = {0: _wrap_exception(error)}
         if failures:
             answers = [(None, failures)] * len(everywhere)
     answer, failures = messages.scatter(answers)

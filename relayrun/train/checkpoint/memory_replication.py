@@ -5,13 +5,17 @@ the node before. The messages use the group of all ranks with a tag of their own
 and no other process can send. A copy counts when its last byte has arrived and the hash of the sender matches.
 
 The hash, XXH3-128, covers the bytes and the fields of the header: rank, iteration, layout. So neither a changed byte
-nor a changed header passes as a copy.
+nor a changed header passes as a copy. A message to another node also carries HMAC-SHA256 under the attempt's secret,
+which covers the restart and the number of the transfer: the header before memory is taken for its bytes, and these
+before the copy counts.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -26,6 +30,7 @@ import torch.distributed as dist
 import xxhash
 
 from relayrun.control.agent.memory_copies import HEADER_BYTES, SLOTS_PER_RANK, MemorySlot, NodeMemoryFullError
+from relayrun.control.rundir.restarts import RESTART_VARIABLE
 from relayrun.train.checkpoint.async_writer import lower_thread_priority
 from relayrun.train.distributed import Ranks
 
@@ -38,6 +43,7 @@ COPY_TAG = 2
 """Tag of the messages; saves have another tag."""
 CHUNK_BYTES = 1 << 22
 """Bytes of a message: other messages to that rank wait for one at most."""
+HMAC_BYTES = 32
 SPARE_BYTES = 1 << 20
 """Spare room of a slot, so that a slightly larger next copy fits."""
 
@@ -45,8 +51,10 @@ SPARE_BYTES = 1 << 20
 class NeighbourReplica:
     """Position of this rank in the ring. All ranks call `send` and `fetch` at the same copies."""
 
-    def __init__(self, folder: Path, ranks: Ranks, *, per_node: int) -> None:
-        """`folder`: of this node's agent. `per_node`: ranks per node; there are at least two nodes."""
+    def __init__(self, folder: Path, ranks: Ranks, *, per_node: int, secret: bytes) -> None:
+        """`folder`: of this node's agent. `per_node`: ranks per node; there are at least two nodes. `secret`: of the
+        attempt."""
+        self._secret, self._restart, self._transfers = secret, os.environ.get(RESTART_VARIABLE, "1"), 0
         self._ranks = ranks
         self._next = (ranks.rank + per_node) % ranks.world_size
         self._before = (ranks.rank - per_node) % ranks.world_size
@@ -115,12 +123,12 @@ class NeighbourReplica:
         Both sides of a transfer call this at the same time. A copy of None is sent as an empty header. Returns True if
         a copy has arrived and is intact.
         """
+        self._transfers += 1
         header = b"" if copy is None else json.dumps(copy.header).encode()
         words = np.zeros(HEADER_BYTES, dtype=np.uint8)
         words[: len(header)] = np.frombuffer(header, dtype=np.uint8)
-        theirs = np.zeros(HEADER_BYTES, dtype=np.uint8)
-        self._pass(to, words, source, theirs)
-        text = theirs.tobytes().rstrip(b"\0")
+        mine, seal = self._hmac(self._ranks.rank, to), self._hmac(source, self._ranks.rank)
+        text = self._pass(to, words, mine, source, np.zeros_like(words), seal).tobytes().rstrip(b"\0")
         coming = json.loads(text) if text else {"size": 0}
         size = int(coming["size"])
         slot = min(slots, key=lambda slot: (slot.header() or {"iteration": -1})["iteration"])
@@ -129,7 +137,7 @@ class NeighbourReplica:
         for at in range(0, max(len(going), size), CHUNK_BYTES):
             until = min(at + CHUNK_BYTES, size)
             part = np.empty(max(0, until - at), dtype=np.uint8) if into is None else into[at:until]
-            self._pass(to, going[at : at + CHUNK_BYTES], source, part)
+            self._pass(to, going[at : at + CHUNK_BYTES], mine, source, part, seal)
             content.update(part.data)
         if into is None:
             return False
@@ -139,15 +147,32 @@ class NeighbourReplica:
         slot.commit(**coming)
         return True
 
-    def _pass(self, to: int | None, out: ByteArray, source: int | None, into: ByteArray) -> None:
-        works = []
+    def _hmac(self, sender: int | None, receiver: int | None) -> hmac.HMAC:
+        words = json.dumps(["copy", self._restart, self._transfers, sender, receiver])
+        return hmac.new(self._secret, words.encode(), "sha256")
+
+    def _pass(
+        self, to: int | None, out: ByteArray, mine: hmac.HMAC, source: int | None, into: ByteArray, seal: hmac.HMAC
+    ) -> ByteArray:
+        """Send `out` and receive `into`, each with the HMAC of all bytes so far. Raises ValueError if that is wrong."""
+        works, given = [], np.zeros(HMAC_BYTES, dtype=np.uint8)
+        if source is not None and len(into):
+            works += [
+                dist.irecv(torch.from_numpy(part), source, self._ranks.cpu_group, COPY_TAG) for part in (into, given)
+            ]
         if to is not None and len(out):
             works.append(dist.isend(torch.from_numpy(out), to, self._ranks.cpu_group, COPY_TAG))
-        if source is not None and len(into):
-            works.append(dist.irecv(torch.from_numpy(into), source, self._ranks.cpu_group, COPY_TAG))
+            mine.update(out.data)
+            sent = torch.frombuffer(bytearray(mine.digest()), dtype=torch.uint8)
+            works.append(dist.isend(sent, to, self._ranks.cpu_group, COPY_TAG))
         for work in works:
             assert work is not None
             work.wait()
+        if source is not None and len(into):
+            seal.update(into.data)
+            if not hmac.compare_digest(given.tobytes(), seal.digest()):
+                raise ValueError("bytes without the HMAC of this attempt")
+        return into
 
     def _room(self, slots: Sequence[MemorySlot], slot: MemorySlot, size: int) -> ByteArray | None:
         """Return the bytes of a voided slot with enough room; None if this node lacks memory, and nothing is kept."""

@@ -64,7 +64,9 @@ class MemoryTier:
         self._asked = config.checkpoint.memory_interval
         self._slots = [MemorySlot(folder, ranks.rank, number) for number in range(SLOTS_PER_RANK)]
         per_node = config.job.ntasks_per_node
-        self._neighbour = NeighbourReplica(folder, ranks, per_node=per_node) if per_node < ranks.world_size else None
+        self._neighbour: NeighbourReplica | None = None
+        if per_node < ranks.world_size:
+            self._neighbour = NeighbourReplica(folder, ranks, per_node=per_node, secret=attempt.read_secret())
         self._on = True
         self.source = "memory"
         """Source of the state that `load` restored: `memory` or `neighbour`."""

@@ -19,8 +19,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from relayrun.train.messages import portable_error
-
 BATCH_BYTES = 1 << 28
 """Largest number of bytes that a rank reads in a batch, apart from a larger block. Two batches are in memory."""
 MESSAGE_BYTES = 1 << 26
@@ -129,7 +127,7 @@ class BlockExchange:
         dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self.group)
         if int(failed.item()):
             errors: list[Exception | None] = [None] * self.group.size()
-            dist.all_gather_object(errors, None if met is None else portable_error(met), group=self.group)
+            dist.all_gather_object(errors, met, group=self.group)
             raise next(error for error in errors if error is not None)
 
 

@@ -28,7 +28,7 @@ from relayrun.control.rundir.evaluations import EvaluationResult
 from relayrun.control.rundir.mirror import MirrorPass
 from relayrun.control.rundir.node_health import Straggler
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.records import AttemptStart
+from relayrun.control.rundir.records import AttemptStart, RefusedConnections
 from relayrun.control.rundir.run import Run, stream_positions_path
 from relayrun.control.rundir.storage_limits import PurgeForecast, QuotaForecast
 from relayrun.control.rundir.triggers import Trigger
@@ -83,6 +83,8 @@ class RunStatus(RunSummary):
     """Rank and place of the last such failure, and the restart's steps and time."""
     sick_nodes: list[str]
     """Health problems of nodes in the newest attempt and the reaction to each, newest last."""
+    refused_connections: RefusedConnections | None
+    """Connections that did not prove that they belong to the newest attempt's job; None without one."""
     straggler: str | None
     """The rank that is slower than its peers, and in which part; None without one."""
     failed_saves: int
@@ -170,6 +172,7 @@ def _read_run_status(records: RunRecords, cache: FolderCache | None) -> RunStatu
         failed_restarts=len(failed_restarts),
         last_failed_restart=failed_restarts[-1].told if failed_restarts else None,
         sick_nodes=[] if newest is None else [found.told for found in node_health.read_findings(newest)],
+        refused_connections=None if newest is None else RefusedConnections.read(newest.refused_connections),
         straggler=Straggler.of(records.step["straggler"]).words if records.step.get("straggler") else None,
         failed_saves=len(failures),
         last_failed_save=f"iteration {failures[-1]['iteration']}: {failures[-1]['error']}" if failures else None,

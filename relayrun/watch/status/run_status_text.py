@@ -75,6 +75,7 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
         ("evaluations", _evaluations(status)),
         ("failed restarts", _count_and_last(status.failed_restarts, status.last_failed_restart)),
         ("node health", _node_health(status)),
+        ("refused", status.refused_connections.told if status.refused_connections else ""),
         ("straggler", status.straggler or ""),
         ("failed saves", _count_and_last(status.failed_saves, status.last_failed_save)),
         ("failed", failed if status.failed_attempts else ""),
