@@ -96,9 +96,12 @@ def is_call_of(value: Any, *names: str) -> bool:
     return isinstance(value, PickledCall) and str(value.function) in names
 
 
-def read_records(data: bytes) -> tuple[Any, list[PickledName]]:
-    """Return the content of a pickle and all names in it, also the unused ones. Raises CorruptPickle."""
-    interpreter = _Interpreter(data)
+def read_records(data: bytes, most: int = MOST_OBJECTS) -> tuple[Any, list[PickledName]]:
+    """Return the content of a pickle and all names in it, also the unused ones. Raises CorruptPickle.
+
+    `most`: opcodes that may make an object.
+    """
+    interpreter = _Interpreter(data, most)
     return interpreter.load(), [*interpreter.names.values()]
 
 
@@ -123,8 +126,8 @@ def check_key(key: Any) -> None:
 class _Interpreter:
     """One pickle. Each opcode is a method that takes the position of its operand and returns the next opcode's."""
 
-    def __init__(self, data: bytes) -> None:
-        self._data = data
+    def __init__(self, data: bytes, most: int) -> None:
+        self._data, self._most = data, most
         self._stack: list[Any] = []
         self._marks: list[int] = []
         """Length of the stack at each mark."""
@@ -151,7 +154,7 @@ class _Interpreter:
         steps: list[Callable[[int], int]] = [self._unknown] * 256
         for opcode, (name, *given) in _OPCODES.items():
             steps[opcode] = partial(getattr(self, name), *given) if given else getattr(self, name)
-        at, left = 0, MOST_OBJECTS
+        at, left = 0, self._most
         while at >= 0:
             code = data[at]
             if code == 0x94:  # MEMOIZE
@@ -173,7 +176,7 @@ class _Interpreter:
                 at = steps[code](at + 1)
                 left -= 1
                 if left < 0:
-                    raise RefusedPickle(f"it makes more than {MOST_OBJECTS} objects")
+                    raise RefusedPickle(f"it makes more than {self._most} objects")
 
     def _unknown(self, at: int) -> int:
         raise CorruptPickle(f"it has the unknown opcode {self._data[at - 1]:#x} at byte {at - 1}")

@@ -11,6 +11,7 @@ The ranks of Megatron-LM unpickle `.metadata`, `common.pt`, objects in `*.distcp
 from __future__ import annotations
 
 import ast
+import encodings.cp437  # noqa: F401 (zipfile would import it for some archives, and a file may import nothing)
 import io
 import math
 import os
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Any, BinaryIO
 
 from relayrun.control.trainers.pickle_records import (
@@ -45,7 +47,7 @@ MOST_PICKLE = 1 << 22
 """Largest pickle in a file; tensors are stored outside it."""
 MOST_METADATA = 1 << 30
 """Largest `.metadata`; it has about 150 bytes for each block."""
-MOST_VALUES = 1 << 20
+MOST_VALUES = 1 << 19
 """Values in a file; a value that is named again is counted again."""
 MOST_TEXT = 1 << 24
 """Characters of all texts in a file, counted likewise."""
@@ -149,7 +151,7 @@ def read_torch_file(data: bytes) -> Any:
     if len(data) > MOST_BYTES:
         raise RefusedPickle(f"it has more than {MOST_BYTES} bytes")
     archive = _Archive(io.BytesIO(data))
-    return _Values(archive).of(read_records(archive.pickle())[0])
+    return _Values(archive).of(read_records(archive.pickle(), MOST_VALUES)[0])
 
 
 class _Values:
@@ -196,7 +198,9 @@ class _Values:
         arguments: tuple[Any, ...] = self.of(call.arguments)
         items, state = self.of([*call.items]), self.of(call.state)
         if isinstance(made, Namespace):
-            vars(made).update(state if isinstance(state, dict) else {})
+            if not isinstance(state, (dict, NoneType)) or not all(isinstance(name, str) for name in state or ()):
+                raise CorruptPickle("it has arguments without a name")
+            vars(made).update(state or {})
             return made
         if (make := _MAKERS.get(str(call.function))) is not None and state is None:
             return make(*arguments) if arguments else make(items)
@@ -328,7 +332,7 @@ def _names_in_block(folder: Path, place: PlacedBlock) -> list[PickledName]:
 
 def names_in_torch_file(file: BinaryIO) -> list[PickledName]:
     """Return all names in the pickle of a file of `torch.save`. Raises CorruptPickle."""
-    return read_records(_Archive(file).pickle())[1]
+    return read_records(_Archive(file).pickle(), 2 * MOST_VALUES)[1]
 
 
 def read_bounded(path: Path) -> bytes:
