@@ -21,6 +21,7 @@ import zipfile
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -88,10 +89,7 @@ class _Archive:
     def __init__(self, file: BinaryIO) -> None:
         self._file, size = file, file.seek(0, os.SEEK_END)
         self._check_ends(file, size)
-        try:
-            self._zip = zipfile.ZipFile(file)
-        except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError) as error:
-            raise CorruptPickle(f"it is no file of torch.save: {error}") from None
+        self._zip = zipfile.ZipFile(file)
         entries = self._zip.infolist()
         names = {each.filename.lower() for each in entries}
         roots = {each.filename.partition("/")[0] for each in entries}
@@ -134,10 +132,7 @@ class _Archive:
         return self._storages[key]
 
     def _read(self, name: str, most: int) -> bytes:
-        try:
-            entry = self._zip.getinfo(f"{self._root}/{name}")
-        except KeyError:
-            raise CorruptPickle(f"it lacks {name}") from None
+        entry = self._zip.getinfo(f"{self._root}/{name}")
         if entry.file_size > most:
             raise RefusedPickle(f"its {name} has more than {most} bytes")
         self._file.seek(entry.header_offset + 26)  # without zipfile, since torch's writer may leave checksums out
@@ -150,8 +145,21 @@ def read_torch_file(data: bytes) -> Any:
     other objects. Raises CorruptPickle."""
     if len(data) > MOST_BYTES:
         raise RefusedPickle(f"it has more than {MOST_BYTES} bytes")
-    archive = _Archive(io.BytesIO(data))
-    return _Values(archive).of(read_records(archive.pickle(), MOST_VALUES)[0])
+    with _malformed():
+        archive = _Archive(io.BytesIO(data))
+        return _Values(archive).of(read_records(archive.pickle(), MOST_VALUES)[0])
+
+
+@contextmanager
+def _malformed() -> Iterator[None]:
+    try:
+        yield
+    except CorruptPickle:
+        raise
+    except (ArithmeticError, AttributeError, EOFError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CorruptPickle(f"it is no file of torch.save: {type(error).__name__}") from None
+    except (struct.error, zipfile.BadZipFile) as error:
+        raise CorruptPickle(f"it is no file of torch.save: {error}") from None
 
 
 class _Values:
@@ -319,7 +327,7 @@ def _pickles(folder: Path) -> Iterator[tuple[str, Callable[[], list[PickledName]
         yield METADATA_FILE, lambda: names
         for place in _objects(records):
             yield place.file, partial(_names_in_block, folder, place)
-    for path in sorted(folder.rglob("*.pt")):
+    for path in sorted(path for path in folder.rglob("*.pt") if path.is_file()):
         with path.open("rb") as file:
             yield str(path.relative_to(folder)), partial(names_in_torch_file, file)
 
@@ -332,7 +340,8 @@ def _names_in_block(folder: Path, place: PlacedBlock) -> list[PickledName]:
 
 def names_in_torch_file(file: BinaryIO) -> list[PickledName]:
     """Return all names in the pickle of a file of `torch.save`. Raises CorruptPickle."""
-    return read_records(_Archive(file).pickle(), 2 * MOST_VALUES)[1]
+    with _malformed():
+        return read_records(_Archive(file).pickle(), 2 * MOST_VALUES)[1]
 
 
 def read_bounded(path: Path) -> bytes:
