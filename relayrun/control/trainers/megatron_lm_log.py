@@ -22,8 +22,8 @@ from signal import Signals
 from relayrun.control.job_log import LogFollower, log_size
 from relayrun.control.trainers.base import FoundCheckpoint, ObservedStep, ProgramEnding, finite_number
 from relayrun.control.trainers.checkpoint_cleanup import quarantine_checkpoints
-from relayrun.control.trainers.pickle_records import CorruptPickle
-from relayrun.control.trainers.torch_files import METADATA_FILE, blocks_of, read_metadata_records
+from relayrun.control.trainers.pickle_records import CorruptPickle, read_records
+from relayrun.control.trainers.torch_files import METADATA_FILE, blocks_of, read_bounded
 from relayrun.files import fsync_directory, write_atomic
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
@@ -136,7 +136,7 @@ def _is_not_empty(path: Path) -> bool:
 def least_file_sizes(metadata: Path) -> dict[str, int]:
     """Return the minimum bytes of each file beside `.metadata`, by name. Raises CorruptPickle, and OSError. Records in
     an unknown form, as of a later torch, name no file here."""
-    records, _ = read_metadata_records(metadata)
+    records, _ = read_records(read_bounded(metadata))
     found: dict[str, int] = {}
     with contextlib.suppress(AttributeError, KeyError, TypeError):
         for block in blocks_of(records):

@@ -20,7 +20,7 @@ import struct
 import zipfile
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,20 +56,19 @@ MOST_TEXT = 1 << 24
 _ENTRY = re.compile(
     r"[^/]+/(data\.pkl|byteorder|version|data/\d+|\.(data/serialization_id|format_version|storage_alignment))"
 )
-_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1}
-_SIZES |= {"uint8": 1, "bool": 1}
 _STORAGES = {
-    "DoubleStorage": "float64",
-    "FloatStorage": "float32",
-    "BFloat16Storage": "bfloat16",
-    "HalfStorage": "float16",
-    "LongStorage": "int64",
-    "IntStorage": "int32",
-    "ShortStorage": "int16",
-    "CharStorage": "int8",
-    "ByteStorage": "uint8",
-    "BoolStorage": "bool",
+    "DoubleStorage": ("float64", 8),
+    "FloatStorage": ("float32", 4),
+    "BFloat16Storage": ("bfloat16", 2),
+    "HalfStorage": ("float16", 2),
+    "LongStorage": ("int64", 8),
+    "IntStorage": ("int32", 4),
+    "ShortStorage": ("int16", 2),
+    "CharStorage": ("int8", 1),
+    "ByteStorage": ("uint8", 1),
+    "BoolStorage": ("bool", 1),
 }
+"""Type of the numbers, and bytes of each."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +198,7 @@ class _Values:
         return tuple(made) if isinstance(found, tuple) else made
 
     def _called(self, call: PickledCall) -> Any:
-        if is_call_of(call, "torch._utils._rebuild_tensor_v2") and _dtype_of(*call.arguments[:1]) is not None:
+        if is_call_of(call, "torch._utils._rebuild_tensor_v2") and _has_known_type(*call.arguments[:1]):
             return self._tensor(*call.arguments)
         made: Any = Namespace() if is_call_of(call, "argparse.Namespace") else PickledCall(call.function, ())
         self._open[id(call)] = made
@@ -211,18 +210,18 @@ class _Values:
             vars(made).update(state or {})
             return made
         if (make := _MAKERS.get(str(call.function))) is not None and state is None:
-            return make(*arguments) if arguments else make(items)
+            return make(items) if make is _ordered else make(*arguments)
         made.arguments, made.items, made.state = arguments, items, state
         return made
 
     def _tensor(self, storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> StoredTensor:
         shape = size.arguments[0] if is_call_of(size, "torch.Size") else size
         kind, name, key, *_ = storage.value
-        dtype = _STORAGES[name.name]
+        dtype, item = _STORAGES[name.name]
         numbers = isinstance(shape, tuple) and all(type(each) is int and each >= 0 for each in (offset, *shape))
         if kind != "storage" or not numbers or not str(key).isdecimal() or len(shape) > MOST_DEEP:
             raise CorruptPickle("it holds a tensor of another form than torch's")
-        count, item = math.prod(shape), _SIZES[dtype]
+        count = math.prod(shape)
         if count * item > MOST_BYTES:
             raise RefusedPickle(f"it holds a tensor of more than {MOST_BYTES} bytes")
         wanted = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
@@ -233,21 +232,28 @@ class _Values:
         return StoredTensor(dtype=dtype, shape=shape, data=data if plain else b"")
 
 
-def _dtype_of(storage: Any = None) -> str | None:
-    """Return the type of the numbers in a storage; None if it is not known here."""
+def _has_known_type(storage: Any = None) -> bool:
     value = storage.value if isinstance(storage, PersistentId) and isinstance(storage.value, tuple) else ()
-    return _STORAGES.get(value[1].name) if len(value) > 2 and isinstance(value[1], PickledName) else None
+    return len(value) > 2 and isinstance(value[1], PickledName) and value[1].name in _STORAGES
 
 
-def _set(items: list[Any]) -> set[Any]:
+def _set(items: Iterable[Any] = ()) -> set[Any]:
+    items = [*items]
     for item in items:
         check_key(item)
     return set(items)
 
 
-_MAKERS: dict[str, Callable[..., Any]] = {"collections.OrderedDict": OrderedDict, "builtins.slice": slice}
-_MAKERS |= {f"{module}.set": _set for module in ("builtins", "__builtin__")} | {"__builtin__.slice": slice}
-_MAKERS |= {f"{module}.frozenset": lambda items: frozenset(_set(items)) for module in ("builtins", "__builtin__")}
+def _ordered(items: list[Any]) -> OrderedDict[Any, Any]:
+    for key, _ in items:
+        check_key(key)
+    return OrderedDict(items)
+
+
+_MAKERS: dict[str, Callable[..., Any]] = {"collections.OrderedDict": _ordered}
+for _module in ("builtins", "__builtin__"):
+    _MAKERS |= {f"{_module}.slice": slice, f"{_module}.set": _set}
+    _MAKERS[f"{_module}.frozenset"] = lambda items: frozenset(_set(items))
 
 
 MEGATRON_METADATA = "megatron.core.dist_checkpointing.strategies.torch"
@@ -323,7 +329,7 @@ def vet_checkpoint(folder: Path, *, checkout: Path | None = None) -> None:
 def _pickles(folder: Path) -> Iterator[tuple[str, Callable[[], list[PickledName]]]]:
     """Yield the name of each file with a pickle, and what reads its names."""
     if (folder / METADATA_FILE).is_file():
-        records, names = read_metadata_records(folder / METADATA_FILE)
+        records, names = read_records(read_bounded(folder / METADATA_FILE))
         yield METADATA_FILE, lambda: names
         for place in _objects(records):
             yield place.file, partial(_names_in_block, folder, place)
@@ -394,11 +400,6 @@ class PlacedBlock:
     file: str
     offset: int
     length: int
-
-
-def read_metadata_records(path: Path) -> tuple[Any, list[PickledName]]:
-    """Return records and names of a `.metadata`. Raises CorruptPickle and OSError."""
-    return read_records(read_bounded(path))
 
 
 def blocks_of(records: Any) -> Iterator[PlacedBlock]:

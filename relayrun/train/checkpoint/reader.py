@@ -16,7 +16,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -29,7 +29,7 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint import planner as dcp_planner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan
 from torch.futures import Future
 
@@ -245,10 +245,18 @@ def parse_metadata(data: bytes, folder: Path, *, checked: bool = False) -> Metad
 
 
 def _has_blocks(metadata: Metadata) -> bool:
-    places = metadata.storage_data
-    if not isinstance(places, dict) or not isinstance(metadata.state_dict_metadata, dict):
+    """Return whether blocks, tensors and objects have the types that readers need."""
+    places, kinds = metadata.storage_data, metadata.state_dict_metadata
+    if not isinstance(places, dict) or not isinstance(kinds, dict):
         return False
-    return all(isinstance(key, MetadataIndex) and isinstance(item, _StorageInfo) for key, item in places.items())
+    if not all(isinstance(key, MetadataIndex) and isinstance(item, _StorageInfo) for key, item in places.items()):
+        return False
+    return all(isinstance(kind, BytesStorageMetadata) or _is_tensor(kind) for kind in kinds.values())
+
+
+def _is_tensor(kind: Any) -> bool:
+    sizes = [kind.size, *(size for chunk in kind.chunks for size in (chunk.offsets, chunk.sizes))]
+    return isinstance(kind.properties.dtype, torch.dtype) and all(isinstance(size, torch.Size) for size in sizes)
 
 
 def file_ends(metadata: Metadata) -> dict[str, int]:
@@ -293,7 +301,7 @@ class _Records:
         if isinstance(found, PickledCall):
             return self._called(found)
         if isinstance(found, dict):
-            return {self.of(key): self.of(value) for key, value in found.items()}
+            return self._dict(found.items())
         if isinstance(found, (list, tuple)):
             return type(found)([self.of(each) for each in found])
         kind = vars(torch).get(found.name) if isinstance(found, PickledName) else None  # getattr would import modules
@@ -301,20 +309,32 @@ class _Records:
             return kind
         raise RefusedPickle(f"it names {found}, which is no part of a checkpoint")
 
+    def _dict(self, items: Iterable[Any]) -> dict[Any, Any]:
+        made = {}
+        for key, value in items:
+            if not isinstance(found := self.of(key), (str, int, MetadataIndex)):
+                raise RefusedPickle("it has a key that is no name of a tensor")
+            made[found] = self.of(value)
+        return made
+
     def _called(self, call: PickledCall) -> Any:
-        kind, owner = _KINDS.get(str(call.function)), _KINDS.get(str(call.function).rpartition(".")[0])
+        name = str(call.function)
+        kind, owner = _KINDS.get(name), _KINDS.get(name.rpartition(".")[0])
         if kind is not None and is_dataclass(kind) and not call.arguments and not call.items:
             return self._record(kind, call.state)
         if call.state is not None:
             raise RefusedPickle(f"it gives attributes to {call.function}")
         if kind is not None and issubclass(kind, Enum):
-            return kind(_only_number(call))
+            if len(call.arguments) != 1 or type(call.arguments[0]) is not int:  # with more, it makes classes
+                raise RefusedPickle(f"it calls {name} with another argument than a number")
+            return kind(call.arguments[0])
         if owner is not None and issubclass(owner, Enum) and not call.arguments:
             return owner[call.function.name.rpartition(".")[2]]
-        make = _MAKERS.get(str(call.function))
-        if make is None or (call.items and make is not OrderedDict):
-            raise RefusedPickle(f"it names {call.function}, which is no part of a checkpoint")
-        return make(*self.of(call.arguments), *([self.of(call.items)] if call.items else []))
+        if name == "collections.OrderedDict" and not call.arguments:
+            return OrderedDict(self._dict(call.items))
+        if name not in _MAKERS or call.items:
+            raise RefusedPickle(f"it names {name}, which is no part of a checkpoint")
+        return _MAKERS[name](*self.of(call.arguments))
 
     def _record(self, kind: type, state: Any) -> Any:
         made: Any = object.__new__(kind)
@@ -328,14 +348,6 @@ class _Records:
             raise RefusedPickle("it has an index without a name")
         made.__dict__.update(found)
         return made
-
-
-def _only_number(call: PickledCall) -> int:
-    """Return the argument of an enumeration, which also makes classes if it gets more."""
-    if len(call.arguments) != 1 or type(call.arguments[0]) is not int:
-        raise RefusedPickle(f"it calls {call.function} with another argument than a number")
-    number: int = call.arguments[0]
-    return number
 
 
 def _is_offset(value: Any) -> bool:
@@ -353,7 +365,6 @@ def _layout(name: str) -> torch.layout:
 _MAKERS: dict[str, Callable[..., Any]] = {
     "torch.Size": torch.Size,
     "torch.serialization._get_layout": _layout,
-    "collections.OrderedDict": OrderedDict,
     **{f"{module}.{name}": Path for module in ("pathlib", "pathlib._local") for name in METADATA_NAMES[module]},
 }
 """Constructors of values."""
