@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import gc
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -105,6 +106,18 @@ def read_records(data: bytes, most: int = MOST_OBJECTS) -> tuple[Any, list[Pickl
     return interpreter.load(), [*interpreter.names.values()]
 
 
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Keep the garbage collector from visiting millions of new records again and again."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 def _brief(value: Any) -> str:
     if isinstance(value, (str, bytes)):
         return str(value[:MOST_SHOWN])
@@ -135,18 +148,14 @@ class _Interpreter:
         self.names: dict[tuple[str, str], PickledName] = {}
 
     def load(self) -> Any:
-        collects = gc.isenabled()
-        gc.disable()  # it would visit millions of new records again and again
         try:
-            self._run()
+            with no_collection():
+                self._run()
             return self._stack.pop()
         except CorruptPickle:
             raise
         except (IndexError, TypeError, ValueError, struct.error) as error:
             raise CorruptPickle(f"it ends early, or has no form: {error}") from None
-        finally:
-            if collects:
-                gc.enable()
 
     def _run(self) -> None:
         """Execute all opcodes: the most frequent ones here, the others by their steps."""

@@ -17,7 +17,6 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,6 +39,7 @@ from relayrun.control.trainers.pickle_records import (
     PickledCall,
     PickledName,
     RefusedPickle,
+    no_collection,
     read_records,
 )
 from relayrun.control.trainers.torch_files import (
@@ -231,13 +231,21 @@ def parse_metadata(data: bytes, folder: Path, *, checked: bool = False) -> Metad
     DamagedCheckpoint, naming `folder`, if it cannot be read; with `checked` RefusedCheckpoint for both.
     """
     try:
-        found = _Records().of(read_records(data)[0])
+        with no_collection():
+            found = _Records().of(read_records(data)[0])
         if isinstance(found, Metadata) and _has_blocks(found):
             return found
         words = "it holds something else"
     except RefusedPickle as error:
         raise refusal_error(f"{METADATA_FILE}: {error}", folder) from None
-    except (ArithmeticError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:  # flipped bytes
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:  # flipped bytes
         words = str(error) if isinstance(error, CorruptPickle) else f"{type(error).__name__}: {error}"
     if checked:
         raise refusal_error(f"{METADATA_FILE}: {words}", folder)
@@ -278,24 +286,29 @@ megatron-core, which takes seconds."""
 _KINDS |= {f"{MEGATRON_METADATA}.MCoreMetadata": Metadata, f"{MEGATRON_METADATA}.MCoreSavePlan": SavePlan}
 
 
+_SCALARS = frozenset((type(None), str, int, bool, float, bytes))
+
+
 class _Records:
     """Turns the records of one pickle into torch's; each object that is made is a new one."""
 
     def __init__(self) -> None:
         self._made: dict[int, Any] = {}
         self._deep = 0
+        self._kinds: dict[PickledName, tuple[str, type | None, type | None]] = {}
+        """Name and kind of each function, and of the class around it."""
 
     def of(self, found: Any) -> Any:
         """Return the value or torch's record for a part of the pickle. Raises RefusedPickle."""
-        if found is None or type(found) in (str, int, bool, float, bytes):
+        if type(found) in _SCALARS:
             return found
-        if id(found) not in self._made:
+        if (made := self._made.get(id(found))) is None:
             self._deep += 1
             if self._deep > MOST_DEEP:
                 raise RefusedPickle("its values lie in one another without end")
-            self._made[id(found)] = self._new(found)
+            made = self._made[id(found)] = self._new(found)
             self._deep -= 1
-        return self._made[id(found)]
+        return made
 
     def _new(self, found: Any) -> Any:
         if isinstance(found, PickledCall):
@@ -318,10 +331,14 @@ class _Records:
         return made
 
     def _called(self, call: PickledCall) -> Any:
-        name = str(call.function)
-        kind, owner = _KINDS.get(name), _KINDS.get(name.rpartition(".")[0])
-        if kind is not None and is_dataclass(kind) and not call.arguments and not call.items:
+        if call.function not in self._kinds:
+            name = str(call.function)
+            self._kinds[call.function] = name, _KINDS.get(name), _KINDS.get(name.rpartition(".")[0])
+        name, kind, owner = self._kinds[call.function]
+        if kind is not None and not issubclass(kind, Enum) and not call.arguments and not call.items:
             return self._record(kind, call.state)
+        if name == "torch.Size" and type(call.arguments[0]) is tuple and not call.items and call.state is None:
+            return torch.Size(*call.arguments)
         if call.state is not None:
             raise RefusedPickle(f"it gives attributes to {call.function}")
         if kind is not None and issubclass(kind, Enum):
@@ -338,7 +355,7 @@ class _Records:
 
     def _record(self, kind: type, state: Any) -> Any:
         made: Any = object.__new__(kind)
-        found = self.of(state) or {}
+        found = {name: self.of(each) for name, each in state.items()} if type(state) is dict else self.of(state) or {}
         if kind is TensorProperties:
             made.__setstate__(found)
             return made
