@@ -30,6 +30,10 @@ MOST_KEY = 1 << 48
 """Bound of integers in keys: larger ones can have equal hashes."""
 
 
+MALFORMED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, struct.error)
+"""Errors that values of another form than expected raise."""
+
+
 class CorruptPickle(ValueError):
     """The bytes are no intact pickle, or no intact file of `torch.save`."""
 
@@ -154,7 +158,7 @@ class _Interpreter:
             return self._stack.pop()
         except CorruptPickle:
             raise
-        except (IndexError, TypeError, ValueError, struct.error) as error:
+        except MALFORMED as error:
             raise CorruptPickle(f"it ends early, or has no form: {error}") from None
 
     def _run(self) -> None:

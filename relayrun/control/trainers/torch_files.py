@@ -29,6 +29,7 @@ from types import NoneType
 from typing import Any, BinaryIO
 
 from relayrun.control.trainers.pickle_records import (
+    MALFORMED,
     MOST_DEEP,
     CorruptPickle,
     PersistentId,
@@ -155,10 +156,8 @@ def _malformed() -> Iterator[None]:
         yield
     except CorruptPickle:
         raise
-    except (ArithmeticError, AttributeError, EOFError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise CorruptPickle(f"it is no file of torch.save: {type(error).__name__}") from None
-    except (struct.error, zipfile.BadZipFile) as error:
-        raise CorruptPickle(f"it is no file of torch.save: {error}") from None
+    except (*MALFORMED, EOFError, zipfile.BadZipFile) as error:
+        raise CorruptPickle(f"it is no file of torch.save: {type(error).__name__}: {str(error)[:200]}") from None
 
 
 class _Values:
@@ -281,7 +280,7 @@ METADATA_NAMES = {
 """Names in `.metadata`, besides those of torch's types of numbers and layouts: records of values and their
 constructors. Megatron-LM's checkpoints contain records of the planner."""
 _KINDS = re.compile(r"(b?float|u?int|complex)\d+(_e\dm\d(fn)?(uz)?)?|bool|device|strided|(Untyped|\w+)Storage")
-"""torch's types of numbers and of storages."""
+"""Types of numbers and of storages in torch."""
 _BUILTINS = {"getattr", "set", "frozenset", "slice", "complex"}
 _ARRAYS = {"_reconstruct", "scalar"}
 _OBJECT_NAMES = {
@@ -318,7 +317,7 @@ def vet_checkpoint(folder: Path, *, checkout: Path | None = None) -> None:
             other = [str(name) for name in read() if not _is_value(name, checkout)]
             if other:
                 raise RefusedPickle(f"it names {', '.join(other[:3])}, which neither torch nor Megatron-LM writes")
-    except (CorruptPickle, AttributeError, KeyError, TypeError) as error:
+    except MALFORMED as error:
         raise InputError(
             f"this checkpoint is not loaded: {file}: {error}",
             where=folder,

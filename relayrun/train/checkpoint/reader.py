@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from relayrun.control.trainers.pickle_records import (
+    MALFORMED,
     MOST_DEEP,
     MOST_KEY,
     CorruptPickle,
@@ -238,14 +239,7 @@ def parse_metadata(data: bytes, folder: Path, *, checked: bool = False) -> Metad
         words = "it holds something else"
     except RefusedPickle as error:
         raise refusal_error(f"{METADATA_FILE}: {error}", folder) from None
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:  # flipped bytes
+    except MALFORMED as error:
         words = str(error) if isinstance(error, CorruptPickle) else f"{type(error).__name__}: {error}"
     if checked:
         raise refusal_error(f"{METADATA_FILE}: {words}", folder)
@@ -281,7 +275,7 @@ _KINDS: dict[str, type] = {
     for name in METADATA_NAMES[module.__name__]
     if (kind := getattr(module, name, None)) is not None
 }
-"""torch's records and enumerations by name. Megatron-LM's add fields to torch's, which accept them: no need to import
+"""Records and enumerations of torch by name. Megatron-LM's add fields to torch's, which accept them: no need to import
 megatron-core, which takes seconds."""
 _KINDS |= {f"{MEGATRON_METADATA}.MCoreMetadata": Metadata, f"{MEGATRON_METADATA}.MCoreSavePlan": SavePlan}
 
