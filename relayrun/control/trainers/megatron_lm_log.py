@@ -139,8 +139,8 @@ def least_file_sizes(metadata: Path) -> dict[str, int]:
     records, _ = read_records(read_bounded(metadata))
     found: dict[str, int] = {}
     with contextlib.suppress(AttributeError, KeyError, TypeError):
-        for block in blocks_of(records):
-            found[block.file] = max(found.get(block.file, 0), block.offset + block.length)
+        for _, file, offset, length in blocks_of(records):
+            found[file] = max(found.get(file, 0), offset + length)
     return found
 
 

@@ -332,40 +332,21 @@ def _member(*arguments: Any) -> PickledCall:
 
 _text = partial(str, encoding="utf-8", errors="surrogatepass")
 _long = partial(int.from_bytes, byteorder="little", signed=True)
-_OPCODES: dict[int, tuple[Any, ...]] = {
-    0x80: ("_skip", 1),  # PROTO
-    0x95: ("_skip", 8),  # FRAME
+_OPCODES: dict[int, tuple[Any, ...]] = {0x80: ("_skip", 1), 0x95: ("_skip", 8)}  # PROTO, FRAME
+_OPCODES |= {
     ord("."): ("_stop",),
     ord("("): ("_mark",),
     ord("0"): ("_pop",),
     ord("q"): ("_put", 1),
     ord("r"): ("_put", 4),
-    ord("N"): ("_constant", None),
-    0x88: ("_constant", True),
-    0x89: ("_constant", False),
-    ord(")"): ("_constant", ()),
-    ord("]"): ("_new", list),
-    ord("}"): ("_new", dict),
-    ord("J"): ("_int",),
-    ord("G"): ("_float",),
-    0x8A: ("_bytes", 1, _long),
-    0x8C: ("_bytes", 1, _text),
-    ord("X"): ("_bytes", 4, _text),
-    ord("C"): ("_bytes", 1, bytes),
-    ord("B"): ("_bytes", 4, bytes),
-    ord("t"): ("_tuple",),
-    0x85: ("_tuple_of", 1),
-    0x86: ("_tuple_of", 2),
-    0x87: ("_tuple_of", 3),
-    ord("a"): ("_append",),
-    ord("e"): ("_appends",),
-    ord("s"): ("_item",),
-    ord("u"): ("_items",),
-    ord("c"): ("_global",),
-    0x93: ("_stack_global",),
-    ord("R"): ("_call",),
-    0x81: ("_call",),  # NEWOBJ
-    ord("b"): ("_build",),
-    ord("Q"): ("_persistent",),
 }
+_OPCODES |= {ord("N"): ("_constant", None), 0x88: ("_constant", True), 0x89: ("_constant", False)}
+_OPCODES |= {ord(")"): ("_constant", ()), ord("]"): ("_new", list), ord("}"): ("_new", dict)}
+_OPCODES |= {ord("J"): ("_int",), ord("G"): ("_float",), 0x8A: ("_bytes", 1, _long)}
+_OPCODES |= {0x8C: ("_bytes", 1, _text), ord("X"): ("_bytes", 4, _text)}
+_OPCODES |= {ord("C"): ("_bytes", 1, bytes), ord("B"): ("_bytes", 4, bytes)}
+_OPCODES |= {ord("t"): ("_tuple",), 0x85: ("_tuple_of", 1), 0x86: ("_tuple_of", 2), 0x87: ("_tuple_of", 3)}
+_OPCODES |= {ord("a"): ("_append",), ord("e"): ("_appends",), ord("s"): ("_item",), ord("u"): ("_items",)}
+_OPCODES |= {ord("c"): ("_global",), 0x93: ("_stack_global",), ord("Q"): ("_persistent",)}
+_OPCODES |= {ord("R"): ("_call",), 0x81: ("_call",), ord("b"): ("_build",)}  # REDUCE, NEWOBJ, BUILD
 """Steps of the other known opcodes: method, and its first arguments."""

@@ -265,14 +265,8 @@ METADATA_NAMES = {
     "pathlib._local": {"PosixPath", "PurePosixPath"},
     _DCP + "filesystem": {"_StorageInfo", "_StoragePrefix"},
     _DCP + "metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
     },
     _DCP + "planner": {"BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
     MEGATRON_METADATA: {"MCoreMetadata", "MCoreSavePlan"},
@@ -330,17 +324,17 @@ def _pickles(folder: Path) -> Iterator[tuple[str, Callable[[], list[PickledName]
     if (folder / METADATA_FILE).is_file():
         records, names = read_records(read_bounded(folder / METADATA_FILE))
         yield METADATA_FILE, lambda: names
-        for place in _objects(records):
-            yield place.file, partial(_names_in_block, folder, place)
+        for name, offset, length in _objects(records):
+            yield name, partial(_names_in_block, folder / name, offset, length)
     for path in sorted(path for path in folder.rglob("*.pt") if path.is_file()):
         with path.open("rb") as file:
             yield str(path.relative_to(folder)), partial(names_in_torch_file, file)
 
 
-def _names_in_block(folder: Path, place: PlacedBlock) -> list[PickledName]:
-    with open(folder / place.file, "rb") as file:
-        file.seek(place.offset)
-        return names_in_torch_file(io.BytesIO(file.read(min(place.length, MOST_BYTES))))
+def _names_in_block(path: Path, offset: int, length: int) -> list[PickledName]:
+    with path.open("rb") as file:
+        file.seek(offset)
+        return names_in_torch_file(io.BytesIO(file.read(min(length, MOST_BYTES))))
 
 
 def names_in_torch_file(file: BinaryIO) -> list[PickledName]:
@@ -391,21 +385,12 @@ def _is_plain(declared: ast.ClassDef) -> bool:
     return any(re.fullmatch(r"(\w+\.)?(\w*Enum|dataclass(\(.*\))?|NamedTuple)", word) for word in words)
 
 
-@dataclass(frozen=True)
-class PlacedBlock:
-    """Place of a block in a file beside `.metadata`."""
-
-    key: str
-    file: str
-    offset: int
-    length: int
-
-
-def blocks_of(records: Any) -> Iterator[PlacedBlock]:
-    """Yield the place of each block. Raises AttributeError, KeyError or TypeError for records of another form."""
+def blocks_of(records: Any) -> Iterator[tuple[str, str, int, int]]:
+    """Yield key, file, offset and length of each block. Raises AttributeError, KeyError or TypeError for records of
+    another form."""
     for index, info in records.state["storage_data"].items():
         state = info.state
-        yield PlacedBlock(str(index.state["fqn"]), *place_of(state["relative_path"], state["offset"], state["length"]))
+        yield str(index.state["fqn"]), *place_of(state["relative_path"], state["offset"], state["length"])
 
 
 def place_of(file: Any, offset: Any, length: Any) -> tuple[str, int, int]:
@@ -417,8 +402,8 @@ def place_of(file: Any, offset: Any, length: Any) -> tuple[str, int, int]:
     return file, offset, length
 
 
-def _objects(records: Any) -> list[PlacedBlock]:
-    """Return the blocks that are no tensors."""
+def _objects(records: Any) -> list[tuple[str, int, int]]:
+    """Return file, offset and length of the blocks that are no tensors."""
     kinds = records.state["state_dict_metadata"]
     tensors = {key for key, kind in kinds.items() if is_call_of(kind, _DCP + "metadata.TensorStorageMetadata")}
-    return [block for block in blocks_of(records) if block.key not in tensors]
+    return [(file, offset, length) for key, file, offset, length in blocks_of(records) if key not in tensors]
