@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, StorageM
 
 from relayrun.cli import main
 from relayrun.control.rundir.run import Run
+from relayrun.control.trainers.megatron_lm_log import checkpoint_fault
 from relayrun.control.trainers.torch_files import MEGATRON_METADATA, METADATA_NAMES
 from relayrun.errors import RelayrunError
 from relayrun.files import append_line
@@ -211,6 +212,32 @@ class _Attribute:
 def test_no_other_attribute_is_given(tmp_path: Path, owner: type, name: str) -> None:
     with pytest.raises(RefusedCheckpoint, match=r"it asks for an attribute of something|which is no part of a"):
         parse_metadata(pickle.dumps(_Attribute(owner, name)), tmp_path)
+
+
+@pytest.mark.parametrize("path", ["../../secret", "/etc/hostname", "", ".."])
+def test_a_block_outside_the_checkpoint_is_refused(imported: Imported, tmp_path: Path, path: str) -> None:
+    metadata = read_metadata(imported.checkpoint)
+    next(iter(metadata.storage_data.values())).relative_path = path
+    data = pickle.dumps(metadata)
+    with pytest.raises(RefusedCheckpoint, match="it names a file outside the checkpoint"):
+        parse_metadata(data, tmp_path)
+    (tmp_path / ".metadata").write_bytes(data)
+    assert "outside the checkpoint" in (checkpoint_fault(tmp_path) or "")
+
+
+def test_a_record_with_values_of_another_type_is_refused(imported: Imported, tmp_path: Path) -> None:
+    """Readers take these types for granted."""
+    for change in (
+        lambda found: found.storage_data.update({"key": "value"}),
+        lambda found: found.state_dict_metadata.update({"key": "value"}),
+        lambda found: vars(found).update(planner_data={(1, 2): 3}),
+        lambda found: vars(next(iter(found.storage_data.values()))).update(length=-1),
+        lambda found: vars(next(iter(found.storage_data))).update(fqn=((1,),)),
+    ):
+        metadata = read_metadata(imported.checkpoint)
+        change(metadata)
+        with pytest.raises((RefusedCheckpoint, DamagedCheckpoint)):
+            parse_metadata(pickle.dumps(metadata), tmp_path)
 
 
 def test_what_relayrun_imports_has_hashes(imported: Imported) -> None:
