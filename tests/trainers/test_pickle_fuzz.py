@@ -64,15 +64,18 @@ def run_child(folder: Path, rounds: int) -> None:
     assert refused > rounds / 10
 
 
+@pytest.mark.slow
 def test_mutated_files_change_nothing(tmp_path: Path) -> None:
     run_child(tmp_path, 3000)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_hundred_thousand_mutated_files_change_nothing(tmp_path: Path) -> None:
     run_child(tmp_path, 100_000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["changes", "imports", "is slow", "takes memory"])
 def test_a_reader_that_does_harm_is_found(tmp_path: Path, fault: str) -> None:
     (tmp_path / "fault").write_text(fault)

@@ -119,6 +119,7 @@ def test_a_crafted_file_changes_nothing_that_it_names(named: str) -> None:
     assert Namespace(overwrite=False).overwrite is False
 
 
+@pytest.mark.slow
 def test_a_crafted_file_stays_small_as_values_and_as_text() -> None:
     mega = 1 << 20
     one = b"(" + unicode("storage") + b"ctorch\nFloatStorage\n" + unicode("0") + unicode("cpu") + b"K\x01tQ"
@@ -137,6 +138,7 @@ def test_a_crafted_file_stays_small_as_values_and_as_text() -> None:
                 read_torch_file(archive(b"\x80\x02" + data + b".", bytes(mega)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "opcodes",
     [

@@ -45,11 +45,11 @@ from relayrun.errors import InputError
 METADATA_FILE = ".metadata"
 MOST_BYTES = 1 << 28
 """Largest file that is read as values; arguments and a schedule take a few kilobytes."""
-MOST_PICKLE = 1 << 22
+MOST_PICKLE = 1 << 24
 """Largest pickle in a file; tensors are stored outside it."""
 MOST_METADATA = 1 << 30
 """Largest `.metadata`; it has about 150 bytes for each block."""
-MOST_VALUES = 1 << 19
+MOST_VALUES = 1 << 20
 """Values in a file; a value that is named again is counted again."""
 MOST_TEXT = 1 << 24
 """Characters of all texts in a file, counted likewise."""
