@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import io
 import os
 import pickle
+import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +50,27 @@ def in_object(folder: Path, target: Path) -> None:
         item.offset, item.length = file.tell(), len(data.getvalue())
         file.write(data.getvalue())
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@contextlib.contextmanager
+def unchanged(data: bytes) -> Iterator[None]:
+    """Check that the process has the same modules afterwards, and that all classes and functions of the modules that
+    the data names have the same attributes."""
+    named = {name.decode() for name in re.findall(rb"[a-z_][\w.]{2,}", data) if name.decode() in sys.modules}
+    before, modules = _attributes(named), {*sys.modules}
+    yield
+    assert {*sys.modules} == modules
+    assert _attributes(named) == before
+
+
+def _attributes(modules: set[str]) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for module in sorted(modules):
+        for name, value in vars(importlib.import_module(module)).copy().items():
+            if hasattr(value, "__dict__"):
+                more = {"__defaults__": getattr(value, "__defaults__", None)} if callable(value) else {}
+                found[f"{module}.{name}"] = {key: id(each) for key, each in {**vars(value), **more}.items()}
+    return found
 
 
 PLACES = (in_metadata, in_common, in_object)

@@ -17,6 +17,7 @@ from relayrun.control.rundir.find_runs import find_run, split_run_and_iteration
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers import megatron_lm_log
+from relayrun.control.trainers.torch_files import vet_checkpoint
 from relayrun.errors import ConfigError, InputError, RelayrunError
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.train.checkpoint import megatron_folder
@@ -120,6 +121,7 @@ def _find_megatron_lm(config: MegatronConfig, run: Run) -> ResumePoint:
             where=f"checkpoint.load: {folder}",
             hint=f"whole ones: {', '.join(map(str, sorted(found))) or 'none'}",
         )
+    vet_checkpoint(found[newest], checkout=Path(config.megatron_lm.dir).expanduser())
     return ResumePoint(iteration=0 if settings.finetune else newest, path=str(found[newest]))
 
 

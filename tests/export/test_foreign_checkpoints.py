@@ -21,18 +21,14 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, StorageM
 
 from relayrun.cli import main
 from relayrun.control.rundir.run import Run
+from relayrun.control.trainers.megatron_lm_log import checkpoint_fault
+from relayrun.control.trainers.torch_files import MEGATRON_METADATA, METADATA_NAMES
 from relayrun.errors import RelayrunError
 from relayrun.files import append_line
-from relayrun.train.checkpoint import checksums, reader
+from relayrun.train.checkpoint import checksums
 from relayrun.train.checkpoint.checksums import DamagedCheckpoint
-from relayrun.train.checkpoint.reader import (
-    ALLOWED_NAMES,
-    CheckedReader,
-    RefusedCheckpoint,
-    parse_metadata,
-    read_metadata,
-)
-from tests.crafted import PLACES, in_common, in_metadata
+from relayrun.train.checkpoint.reader import CheckedReader, RefusedCheckpoint, parse_metadata, read_metadata
+from tests.crafted import PLACES, in_common, in_metadata, unchanged
 
 from .models import Imported, make_hf, make_run
 
@@ -102,6 +98,8 @@ def test_the_crafted_ones_do_run_it_where_nobody_looks(imported: Imported, tmp_p
         "os.system",
         "builtins.eval",
         "torch.load",
+        "torch._dynamo",
+        "torch._inductor.codecache",
         "torch.serialization.load",
         "subprocess.run",
         "pathlib.Path.write_text",
@@ -110,8 +108,12 @@ def test_the_crafted_ones_do_run_it_where_nobody_looks(imported: Imported, tmp_p
 def test_only_records_can_be_named(tmp_path: Path, named: str) -> None:
     module, _, name = named.rpartition(".")
     data = b"c" + module.encode() + b"\n" + name.encode() + b"\n."
-    with pytest.raises(RefusedCheckpoint, match=f"it names {named}, which is no part of a checkpoint"):
+    with unchanged(data), pytest.raises(RefusedCheckpoint, match=f"it names {named}, which is no part of a checkpoint"):
         parse_metadata(data, tmp_path)
+
+
+NAMED = sorted(METADATA_NAMES.keys() - {MEGATRON_METADATA})
+"""Modules of torch's records; Megatron-LM's two are read as torch's."""
 
 
 def build(named: str, state: bytes) -> bytes:
@@ -135,7 +137,7 @@ ENTRIES = b"}" + unicode("__doc__") + unicode("another") + b"s"
     [
         "builtins.getattr",
         "torch.bfloat16",
-        *[f"{module}.{name}" for module in ALLOWED_NAMES for name in sorted(ALLOWED_NAMES[module])],
+        *[f"{module}.{name}" for module in NAMED for name in sorted(METADATA_NAMES[module])],
     ],
 )
 def test_nothing_that_is_named_is_changed(tmp_path: Path, named: str, state: bytes) -> None:
@@ -144,12 +146,12 @@ def test_nothing_that_is_named_is_changed(tmp_path: Path, named: str, state: byt
     with contextlib.suppress(ImportError, AttributeError):
         real = getattr(importlib.import_module(module), name)
         members = list(real) if isinstance(real, EnumType) else []
-        before = [each.__doc__ for each in (real, *members, reader._member)]
+        before = [each.__doc__ for each in (real, *members)]
         calls = [b"K" + bytes([member.value]) + b"\x85R" for member in members]
         for call in (b"", *calls):  # the enumeration, and each of its members
-            with pytest.raises((RefusedCheckpoint, DamagedCheckpoint)):
+            with unchanged(named.encode()), pytest.raises((RefusedCheckpoint, DamagedCheckpoint)):
                 parse_metadata(build(named, call + state), tmp_path)
-        assert [each.__doc__ for each in (real, *members, reader._member)] == before
+        assert [each.__doc__ for each in (real, *members)] == before
 
 
 def test_a_crafted_metadata_leaves_paths_as_they_were_and_deletes_no_folder(imported: Imported, tmp_path: Path) -> None:
@@ -208,8 +210,34 @@ class _Attribute:
     [(StorageMeta, "__init__"), (_MEM_FORMAT_ENCODING, "__init__"), (_MEM_FORMAT_ENCODING, "__class__")],
 )
 def test_no_other_attribute_is_given(tmp_path: Path, owner: type, name: str) -> None:
-    with pytest.raises(RefusedCheckpoint, match="it asks for an attribute of what is no enumeration"):
+    with pytest.raises(RefusedCheckpoint, match=r"it asks for an attribute of something|which is no part of a"):
         parse_metadata(pickle.dumps(_Attribute(owner, name)), tmp_path)
+
+
+@pytest.mark.parametrize("path", ["../../secret", "/etc/hostname", "", ".."])
+def test_a_block_outside_the_checkpoint_is_refused(imported: Imported, tmp_path: Path, path: str) -> None:
+    metadata = read_metadata(imported.checkpoint)
+    next(iter(metadata.storage_data.values())).relative_path = path
+    data = pickle.dumps(metadata)
+    with pytest.raises(RefusedCheckpoint, match="it names a file outside the checkpoint"):
+        parse_metadata(data, tmp_path)
+    (tmp_path / ".metadata").write_bytes(data)
+    assert "outside the checkpoint" in (checkpoint_fault(tmp_path) or "")
+
+
+def test_a_record_with_values_of_another_type_is_refused(imported: Imported, tmp_path: Path) -> None:
+    """Readers take these types for granted."""
+    for change in (
+        lambda found: found.storage_data.update({"key": "value"}),
+        lambda found: found.state_dict_metadata.update({"key": "value"}),
+        lambda found: vars(found).update(planner_data={(1, 2): 3}),
+        lambda found: vars(next(iter(found.storage_data.values()))).update(length=-1),
+        lambda found: vars(next(iter(found.storage_data))).update(fqn=((1,),)),
+    ):
+        metadata = read_metadata(imported.checkpoint)
+        change(metadata)
+        with pytest.raises((RefusedCheckpoint, DamagedCheckpoint)):
+            parse_metadata(pickle.dumps(metadata), tmp_path)
 
 
 def test_what_relayrun_imports_has_hashes(imported: Imported) -> None:

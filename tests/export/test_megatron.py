@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import os
-import resource
 import shutil
-import zipfile
-from argparse import Namespace
-from collections import OrderedDict
-from collections.abc import Iterator
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +18,11 @@ from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError, InputError
 from relayrun.submit.initial_checkpoint import find_initial_checkpoint
 from relayrun.tokens.shards.manifest import Manifest
-from relayrun.train.checkpoint import megatron_folder, safe_pickle
+from relayrun.train.checkpoint import megatron_folder
 from relayrun.train.checkpoint.megatron_folder import MegatronCheckpoint
 from relayrun.train.checkpoint.reader import CheckedReader
-from relayrun.train.checkpoint.safe_pickle import CorruptTorchFile, InertValue, StoredTensor
 from relayrun.train.export import megatron, megatron_settings
 from relayrun.train.export.torch_dist import CheckpointReader, TorchDistSavePlan
-from tests.crafted import Command
 from tests.export.models import Imported, make_hf
 from tests.export.trained import make_trained, tensors
 
@@ -328,157 +317,3 @@ def test_the_plain_torch_format_has_the_moments_by_number(trained: Imported, tmp
     whole = tensors(trained.checkpoint)["optimizer.state.exp_avg.embedding.word_embeddings.weight"]
     assert torch.equal(state["optimizer"]["state"][0]["exp_avg"], whole)
     assert state["opt_param_scheduler"]["num_steps"] == 56
-
-
-class Colour(Enum):
-    RED = 1
-
-
-def saved(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def test_a_pickle_is_read_as_names_and_values() -> None:
-    value = {
-        "args": Namespace(colour=Colour.RED, dtype=torch.bfloat16, many=(1, [2.5, None]), path=Path("/x")),
-        "ordered": OrderedDict(a=1),
-        "step": torch.tensor([[1.0, 2.0]]),
-        "view": torch.arange(6.0).reshape(2, 3).t(),
-        "set": {1, 2},
-    }
-    read = safe_pickle.read_pickle(saved(value))
-    assert read["args"].many == (1, [2.5, None])
-    assert isinstance(read["args"].colour, InertValue)
-    assert str(read["args"].dtype) == "torch.bfloat16"
-    assert "Path" in str(read["args"].path)
-    assert read["step"] == StoredTensor(dtype="float32", shape=(1, 2), data=torch.tensor([1.0, 2.0]).numpy().tobytes())
-    assert read["view"].data == b""
-    assert (read["ordered"], read["set"]) == ({"a": 1}, {1, 2})
-
-
-def test_a_crafted_file_runs_nothing(tmp_path: Path) -> None:
-    target = tmp_path / "was-run"
-    data = saved({"args": Namespace(), "iteration": 1, "more": Command(target)})
-    read = safe_pickle.read_pickle(data)
-    assert str(read["more"]) == f"posix.mkdir({target})"
-    assert not target.exists()
-    torch.load(io.BytesIO(data), weights_only=False)
-    assert target.is_dir()  # or the test would find nothing
-
-
-def archive(data: bytes, storage: bytes = b"") -> bytes:
-    """A file of torch.save with this pickle, and a storage 0."""
-    with zipfile.ZipFile(buffer := io.BytesIO(), "w", zipfile.ZIP_DEFLATED) as file:
-        file.writestr("x/data.pkl", data)
-        file.writestr("x/data/0", storage)
-    return buffer.getvalue()
-
-
-def unicode(text: str) -> bytes:
-    return b"X" + len(text).to_bytes(4, "little") + text.encode()
-
-
-@contextlib.contextmanager
-def little_memory() -> Iterator[None]:
-    """Give this process 2 GiB more than it has, and no more."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (2 << 30), before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
-
-
-@pytest.mark.parametrize(
-    "named",
-    [
-        "argparse Namespace",
-        "collections OrderedDict",
-        "builtins set",
-        "builtins getattr",
-        "torch._utils _rebuild_tensor_v2",
-        "relayrun.train.checkpoint.safe_pickle Inert",
-        "pathlib PosixPath",
-    ],
-)
-def test_a_crafted_file_changes_nothing_that_it_names(named: str) -> None:
-    """BUILD gave argparse.Namespace a `__getattribute__`: every option of the process was what the file said."""
-    things = [Namespace, OrderedDict, set, safe_pickle._member, safe_pickle._tensor, InertValue, Path]
-    before = [set(vars(each)) for each in things]
-    defaults = safe_pickle._tensor.__defaults__
-    name = b"c" + named.replace(" ", "\n").encode() + b"\n"
-    for attribute, value in (("overwrite", b"\x88"), ("__defaults__", b")"), ("__getattribute__", b"cfoo\nBar\n")):
-        for state in (b"N}" + unicode(attribute) + value + b"s\x86", b"}" + unicode(attribute) + value + b"s"):
-            with contextlib.suppress(CorruptTorchFile):
-                safe_pickle.read_pickle(archive(b"\x80\x02" + name + state + b"b0}."))
-    changed = {(each, name) for each, names in zip(things, before, strict=True) for name in set(vars(each)) - names}
-    for each, name in changed:  # or no other test of this process could run
-        delattr(each, name)
-    assert changed == set()
-    assert safe_pickle._tensor.__defaults__ == defaults
-
-
-def test_a_crafted_file_stays_small_as_values_and_as_text() -> None:
-    mega = 1 << 20
-    one = b"(" + unicode("storage") + b"ctorch\nFloatStorage\n" + unicode("0") + unicode("cpu") + b"K\x01tQ"
-    found = safe_pickle.read_pickle(archive(b"\x80\x02](" + one * 20 + b"e.", bytes(mega)))
-    assert len({id(each.data) for each in found}) == 1
-    inert = b"ca\nB\nq\x00)Rq\x01" + 40 * b"h\x00h\x01h\x01\x86Rq\x01"
-    plain = b"]q\x01" + 40 * b"](h\x01h\x01eq\x01"
-    view = b"ctorch._utils\n_rebuild_tensor_v2\n(" + one
-    part = view + b"K\x01J" + (mega // 4 - 1).to_bytes(4, "little") + b"\x85K\x01\x85tR"
-    huge = view + b"K\x00\x8a\x06" + (1 << 40).to_bytes(6, "little") + b"\x85K\x02\x85tR"
-    memo = b"Nr\xff\xff\xff\x7f"
-    with little_memory():
-        assert len(str(safe_pickle.read_pickle(archive(b"\x80\x02" + inert + b".")))) < 100
-        for data in (plain, b"](" + part * 4000 + b"e", huge):
-            with pytest.raises(CorruptTorchFile):
-                safe_pickle.read_pickle(archive(b"\x80\x02" + data + b".", bytes(mega)))
-        assert safe_pickle.read_pickle(archive(b"\x80\x02" + memo + b".")) is None
-
-
-@pytest.mark.parametrize(
-    "opcodes",
-    [
-        b"\x96" + (1 << 33).to_bytes(8, "little"),
-        b"](" + (64 << 20) * b"]" + b"e",
-        b"}N" + 60 * b"2\x86" + b"Ns",
-        b"}N" + 1_000_000 * b"\x85" + b"Ns",
-    ],
-    ids=["bytes that are not there", "many lists", "a key whose hash never ends", "a key that is deep"],
-)
-def test_a_crafted_file_takes_neither_memory_nor_time(opcodes: bytes) -> None:
-    """Each has a few kilobytes as a file; the last one ended the process."""
-    with little_memory(), pytest.raises(CorruptTorchFile):
-        safe_pickle.read_pickle(archive(b"\x80\x05" + opcodes + b"."))
-
-
-def test_a_record_that_holds_itself_is_read() -> None:
-    value = Namespace(many=[1])
-    value.many.append(value)
-    assert safe_pickle.read_pickle(saved(value)).many[0] == 1
-
-
-def test_no_attribute_of_a_real_thing_is_reached() -> None:
-    """getattr is for members of an enumeration alone."""
-
-    class Reach:
-        def __reduce__(self) -> Any:
-            return getattr, (Namespace(), "__class__")
-
-    with pytest.raises(CorruptTorchFile, match="asks for an attribute of something"):
-        safe_pickle.read_pickle(saved(Reach()))
-
-
-def test_whatever_is_no_such_file_is_unreadable() -> None:
-    whole = saved({"step": torch.ones(3)})
-    for data in (b"", b"x" * 100, whole[: len(whole) // 2], os.urandom(200)):
-        with pytest.raises(CorruptTorchFile):
-            safe_pickle.read_pickle(data)
-    with zipfile.ZipFile(buffer := io.BytesIO(), "w") as archive:
-        archive.writestr("a/data.pkl", b"\x80\x02.")
-    with pytest.raises(CorruptTorchFile):
-        safe_pickle.read_pickle(buffer.getvalue())

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from relayrun.control.trainers import megatron_lm_log
-from relayrun.control.trainers.megatron_lm_log import UnreadableMetadataError, least_file_sizes
+from relayrun.control.trainers.megatron_lm_log import least_file_sizes
+from relayrun.control.trainers.pickle_records import CorruptPickle
+from relayrun.control.trainers.torch_files import METADATA_FILE
 from relayrun.files import file_sizes
 
 
@@ -47,9 +49,9 @@ def save(folder: Path, iteration: int, *, without: str = "", track: bool = True)
     for name in (*megatron_lm_log.TORCH_DIST_FILES, "__0_0.distcp", "__1_0.distcp"):
         if name != without:
             (path / name).write_text(f"{name:12}")
-    if without != megatron_lm_log.METADATA_FILE:
+    if without != METADATA_FILE:
         metadata = Metadata({}, {Index(str(number)): block for number, block in enumerate(BLOCKS)})
-        (path / megatron_lm_log.METADATA_FILE).write_bytes(pickle.dumps(metadata))
+        (path / METADATA_FILE).write_bytes(pickle.dumps(metadata))
     if track:
         (folder / megatron_lm_log.TRACKER_FILE).write_text(str(iteration))
     return path
@@ -121,11 +123,11 @@ def test_every_file_that_the_metadata_names_must_be_there_in_its_length(tmp_path
 
 
 def test_a_metadata_that_is_torn_at_any_byte_is_no_metadata(tmp_path: Path) -> None:
-    path = save(tmp_path, 5) / megatron_lm_log.METADATA_FILE
+    path = save(tmp_path, 5) / METADATA_FILE
     data = path.read_bytes()
     for length in range(1, len(data)):
         path.write_bytes(data[:length])
-        with pytest.raises(UnreadableMetadataError):
+        with pytest.raises(CorruptPickle):
             least_file_sizes(path)
     assert (megatron_lm_log.checkpoint_fault(path.parent) or "").startswith(".metadata cannot be read")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from signal import Signals
 
 import pytest
+import torch
 
 from relayrun.control.rundir import triggers
 from relayrun.control.rundir.checkpoint_records import BEGINNING, ResumePoint
@@ -16,6 +17,8 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.trainers import megatron_lm
 from relayrun.control.trainers.megatron_lm import MegatronSettings, MegatronTrainer
 from relayrun.control.trainers.megatron_lm_log import MegatronDialect, MegatronProgram, megatron_dialect_of
+from relayrun.errors import InputError
+from tests.crafted import Command
 from tests.history import began
 
 TOKEN = "ghp_" + "a1B2" * 9
@@ -61,6 +64,19 @@ def test_the_signal_to_leave_is_the_one_that_the_program_is_told(
     run: Run, dialect: MegatronDialect, flags: list[str], signal: str
 ) -> None:
     assert trainer(run, *flags, dialect=dialect).leave_signal is Signals[signal]
+
+
+def test_an_attempt_does_not_begin_with_a_checkpoint_that_would_run_something(run: Run, tmp_path: Path) -> None:
+    """Ranks unpickle by themselves; the supervisor looks before each start, also before a restart."""
+    base = run.checkpoint(5)
+    (base / "mp_rank_00").mkdir(parents=True)
+    file = base / "mp_rank_00/model_optim_rng.pt"
+    torch.save({"iteration": 5}, file)
+    trainer(run).prepare(ResumePoint(iteration=5, path=str(base)), attempt=1)
+    torch.save(Command(tmp_path / "was-run"), file)
+    with pytest.raises(InputError, match=r"not loaded: mp_rank_00/model_optim_rng\.pt: it names posix\.mkdir"):
+        trainer(run).prepare(ResumePoint(iteration=5, path=str(base)), attempt=1)
+    assert not (tmp_path / "was-run").exists()
 
 
 def test_the_folders_of_an_attempt(run: Run) -> None:

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from relayrun.cli import main
 from relayrun.config.compose import resolve
 from relayrun.control.trainers import megatron_lm_log
 from relayrun.submit import submission
 from relayrun.submit.check.existing_run import SubmitIntent
+from tests.crafted import Command
 from tests.history import make_history
 from tests.unit.test_trainer_configs import MEGATRON, written
 
@@ -30,7 +32,7 @@ def checkout(folder: Path) -> dict[str, Any]:
 def save(folder: Path, iteration: int) -> Path:
     rank = folder / f"iter_{iteration:07d}" / "mp_rank_00"
     rank.mkdir(parents=True)
-    (rank / "model_optim_rng.pt").write_text("x")
+    torch.save({"iteration": iteration}, rank / "model_optim_rng.pt")
     megatron_lm_log.write_tracker(folder, iteration)
     return rank.parent
 
@@ -64,6 +66,15 @@ def test_a_checkpoint_behind_the_last_step_is_refused_but_not_its_weights(tmp_pa
     (words,) = refused(path, newest.parent)
     assert words == f"{newest.parent} stands at iteration 10, and training.steps is 10"
     assert refused(path, newest.parent, "checkpoint.finetune=true") == []
+
+
+def test_a_checkpoint_that_names_more_than_values_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, MEGATRON, megatron_lm=checkout(tmp_path), checkpoint={"interval": 5})
+    newest = save(tmp_path / "theirs", 5)
+    torch.save(Command(tmp_path / "was-run"), newest / "mp_rank_00/model_optim_rng.pt")
+    (words,) = refused(path, newest.parent)
+    assert words.startswith("this checkpoint is not loaded: mp_rank_00/model_optim_rng.pt: it names posix.mkdir, which")
+    assert not (tmp_path / "was-run").exists()
 
 
 def test_a_native_run_is_not_taken_for_a_checkpoint_of_megatron_lm(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from relayrun.control.trainers.checkpoint_cleanup import CheckpointRetention
 from relayrun.control.trainers.megatron_lm_log import MegatronDialect, MegatronProgram, iteration_of_folder
 from relayrun.control.trainers.observer import ProgramObserver
 from relayrun.control.trainers.tools import nsys_command, wandb_mode
+from relayrun.control.trainers.torch_files import vet_checkpoint
 from relayrun.files import write_atomic
 from relayrun.masking import mask_tokens
 
@@ -191,7 +192,8 @@ class MegatronTrainer:
 
     def prepare(self, base: ResumePoint, *, attempt: int) -> list[str]:
         """Set the tracker to the base, and hide everything beyond it; another run's checkpoint is loaded by its path.
-        The attempt gets its trigger folder, and the state of the checkout is recorded."""
+        The attempt gets its trigger folder, and the state of the checkout is recorded. Raises InputError for a
+        checkpoint that holds more than values."""
         self._run.checkpoints.mkdir(exist_ok=True)
         record = self._run.attempt(attempt)
         record.client.mkdir(exist_ok=True)
@@ -201,6 +203,8 @@ class MegatronTrainer:
         if self._settings.profile == "nsys":
             self._profiles(attempt).mkdir(parents=True, exist_ok=True)
         own = base.iteration if is_checkpoint_of(self._run, base) else 0
+        if base.path is not None:
+            vet_checkpoint(Path(base.path), checkout=None if self._settings.dir is None else Path(self._settings.dir))
         said = megatron_lm_log.prepare_checkpoints(self._run.checkpoints, base=own, attempt=attempt)
         if self._settings.dir is not None:
             try:

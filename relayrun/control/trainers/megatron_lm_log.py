@@ -4,15 +4,13 @@
     checkpoints/iter_0000010/                         .metadata common.pt metadata.json *.distcp   (torch_dist)
                                                       mp_rank_00/model_optim_rng.pt                (torch)
 
-Megatron-LM writes the tracker last. `.metadata` is a pickle; it is read without torch and without running anything.
+Megatron-LM writes the tracker last. `.metadata` is read without torch and without running anything.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import os
-import pickle
 import re
 import time
 from collections.abc import Container, Sequence
@@ -20,16 +18,15 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from signal import Signals
-from typing import Any
 
 from relayrun.control.job_log import LogFollower, log_size
 from relayrun.control.trainers.base import FoundCheckpoint, ObservedStep, ProgramEnding, finite_number
 from relayrun.control.trainers.checkpoint_cleanup import quarantine_checkpoints
+from relayrun.control.trainers.pickle_records import CorruptPickle, read_records
+from relayrun.control.trainers.torch_files import METADATA_FILE, blocks_of, read_bounded
 from relayrun.files import fsync_directory, write_atomic
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
-
-METADATA_FILE = ".metadata"
 
 TORCH_DIST_FILES = ("metadata.json", METADATA_FILE, "common.pt")
 """Files without which a folder of the format torch_dist cannot be loaded; metadata.json is written last."""
@@ -80,7 +77,7 @@ def _short_file(checkpoint: Path) -> str | None:
     """Return the file of `.metadata` that is missing or shorter than its blocks; None without one."""
     try:
         sizes = least_file_sizes(checkpoint / METADATA_FILE)
-    except UnreadableMetadataError as error:
+    except CorruptPickle as error:
         return f"{METADATA_FILE} cannot be read ({error})"
     for name, least in sorted(sizes.items()):
         try:
@@ -136,46 +133,14 @@ def _is_not_empty(path: Path) -> bool:
         return False
 
 
-class UnreadableMetadataError(Exception):
-    """The bytes are not those of a checkpoint's metadata; the text says why."""
-
-
-class _InertObject:
-    """Replaces every object that a pickle names."""
-
-    def __init__(self, *args: Any) -> None:
-        del args
-        self.state: Any = None
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        """Take an entry, as an OrderedDict does."""
-
-    def append(self, value: Any) -> None:
-        """Take a value, as a list does."""
-
-
-class _InertUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        del module, name
-        return _InertObject
-
-
 def least_file_sizes(metadata: Path) -> dict[str, int]:
-    """Return the minimum bytes of each file beside `.metadata`, by name. Raises UnreadableMetadataError if the pickle
-    is torn, and OSError. Records in an unknown form, as of a later torch, name no file here."""
-    data = metadata.read_bytes()
-    try:
-        records = _InertUnpickler(io.BytesIO(data)).load()
-    except Exception as error:  # whatever a pickle of torn bytes makes of it
-        raise UnreadableMetadataError(f"{type(error).__name__}: {error}") from None
+    """Return the minimum bytes of each file beside `.metadata`, by name. Raises CorruptPickle, and OSError. Records in
+    an unknown form, as of a later torch, name no file here."""
+    records, _ = read_records(read_bounded(metadata))
     found: dict[str, int] = {}
-    with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
-        for block in records.state["storage_data"].values():
-            name, end = str(block.state["relative_path"]), int(block.state["offset"]) + int(block.state["length"])
-            found[name] = max(found.get(name, 0), end)
+    with contextlib.suppress(AttributeError, KeyError, TypeError):
+        for _, file, offset, length in blocks_of(records):
+            found[file] = max(found.get(file, 0), offset + length)
     return found
 
 

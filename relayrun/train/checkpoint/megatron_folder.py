@@ -17,9 +17,9 @@ from typing import Any
 
 from relayrun.config.sections.training import GlobalBatchSizes
 from relayrun.control.trainers.megatron_lm_log import TRACKER_FILE
+from relayrun.control.trainers.pickle_records import CorruptPickle, is_record
+from relayrun.control.trainers.torch_files import read_bounded, read_torch_file
 from relayrun.errors import InputError
-from relayrun.train.checkpoint import safe_pickle
-from relayrun.train.checkpoint.safe_pickle import CorruptTorchFile, is_inert
 
 _COMMON = "common.pt"
 _NAME = re.compile(r"iter_(\d{7,})")
@@ -35,7 +35,7 @@ class MegatronCheckpoint:
     folder: Path
     """Contains .metadata and common.pt."""
     common: dict[str, Any]
-    """Plain values, and inert records of other objects (`safe_pickle`)."""
+    """Plain values, and records of other objects (`pickle_records`)."""
 
     @property
     def args(self) -> dict[str, Any]:
@@ -106,12 +106,8 @@ class MegatronCheckpoint:
         return {"iteration": iteration, "consumed_samples": consumed, "legs": [leg], "skipped": []}
 
 
-def parse_common(data: bytes, folder: Path) -> MegatronCheckpoint | None:
-    """Parse the bytes of a common.pt; None if it is not from Megatron-LM."""
-    try:
-        found = safe_pickle.read_pickle(data)
-    except CorruptTorchFile:
-        return None
+def as_checkpoint(found: Any, folder: Path) -> MegatronCheckpoint | None:
+    """Return the checkpoint with this content of common.pt; None if it is not from Megatron-LM."""
     if not isinstance(found, dict) or not isinstance(found.get("args"), Namespace):
         return None
     if not isinstance(found.get("iteration"), int) or isinstance(found.get("iteration"), bool):
@@ -132,7 +128,9 @@ def find_megatron_checkpoint(path: Path, iteration: int | None = None) -> Megatr
     else:
         return None
     try:
-        found = parse_common((folder / _COMMON).read_bytes(), folder)
+        found = as_checkpoint(read_torch_file(read_bounded(folder / _COMMON)), folder)
+    except CorruptPickle:
+        return None
     except FileNotFoundError:
         if folder == path:
             return None
@@ -171,8 +169,8 @@ def _whole(path: Path) -> str:
 
 
 def is_plain_value(value: Any) -> bool:
-    """True if a value contains no inert record."""
-    if is_inert(value):
+    """True if a value contains no record of an object."""
+    if is_record(value):
         return False
     if isinstance(value, dict):
         return all(is_plain_value(each) for pair in value.items() for each in pair)

@@ -5,8 +5,7 @@ is run. A block is read into memory once, hashed there, and unpacked from there.
 which blocks, or which layout wrote them. Ranks that need the same blocks read each of them once, see `parallel_load`.
 
 `.metadata` is a pickle, which may name any function to call; torch and megatron-core read it with `pickle.load`. A
-checkpoint may come from anybody, so only the names of torch's records are allowed here, and only records made by the
-reader get attributes.
+checkpoint may come from anybody: here records of the pickle (`pickle_records`) become new records of torch.
 
 `translate_common` turns Megatron-LM's `common.pt` into the common part of a run's checkpoint. The sharded part needs no
 translation: both sides have megatron-core's keys.
@@ -14,33 +13,56 @@ translation: both sides have megatron-core's keys.
 
 from __future__ import annotations
 
-import functools
 import io
 import pickle
-from collections.abc import Callable
-from dataclasses import is_dataclass
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint import filesystem as dcp_filesystem
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint import planner as dcp_planner
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan
 from torch.futures import Future
 
+from relayrun.control.trainers.pickle_records import (
+    MALFORMED,
+    MOST_DEEP,
+    MOST_KEY,
+    CorruptPickle,
+    PickledCall,
+    PickledName,
+    RefusedPickle,
+    no_collection,
+    read_records,
+)
+from relayrun.control.trainers.torch_files import (
+    MEGATRON_METADATA,
+    METADATA_FILE,
+    METADATA_NAMES,
+    StoredTensor,
+    check_size,
+    names_in_torch_file,
+    place_of,
+    read_bounded,
+    read_torch_file,
+)
 from relayrun.errors import InputError
 from relayrun.tokens.stores.urls import first_line
 from relayrun.train.checkpoint import megatron_folder
 from relayrun.train.checkpoint.checksums import DamagedCheckpoint, open_checksums
+from relayrun.train.checkpoint.megatron_folder import MegatronCheckpoint
 from relayrun.train.checkpoint.parallel_load import BlockExchange, BlockLocation
-from relayrun.train.checkpoint.safe_pickle import NotAllowed, StoredTensor, sealed_class
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
-METADATA_FILE = ".metadata"
 COMMON_FILE = "common.pt"
 FORMAT_FILE = "metadata.json"
 
@@ -98,8 +120,9 @@ class CheckedReader(FileSystemReader):
         return found
 
     def _plain_values(self) -> Any:
-        if (found := translate_common(self._common, self.folder)) is not None:
-            return found
+        found = megatron_folder.as_checkpoint(read_torch_file(self._common), self.folder)
+        if found is not None:
+            return translate_common(found)
         return torch.load(io.BytesIO(self._common), map_location="cpu", weights_only=True)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -139,6 +162,8 @@ class CheckedReader(FileSystemReader):
         content = io.BytesIO(data)
         if applied:
             content = io.BytesIO(self.transforms.transform_load_stream(items[0], applied, content).read(-1))
+        names_in_torch_file(content)  # within bounds, so that torch reads it within bounds
+        content.seek(0)
         if items[0].type == LoadItemType.BYTE_IO:
             for item in items:
                 content.seek(0)
@@ -156,8 +181,12 @@ class CheckedReader(FileSystemReader):
         """Return the result of `read`; torch's errors become DamagedCheckpoint or RefusedCheckpoint."""
         try:
             return read()
-        except pickle.UnpicklingError as error:
+        except (RefusedPickle, pickle.UnpicklingError) as error:
             raise refusal_error(f"{what}: {first_line(error)}", self.folder) from None
+        except CorruptPickle as error:
+            if self.checked:
+                raise refusal_error(f"{what}: {error}", self.folder) from None
+            raise DamagedCheckpoint(f"{what} cannot be read: {error}", where=self.folder) from None
         except (EOFError, RuntimeError) as error:
             if self.checked or (isinstance(error, RuntimeError) and "zip archive" not in str(error)):
                 raise
@@ -176,10 +205,11 @@ class CheckedReader(FileSystemReader):
         return data
 
     def _whole(self, name: str) -> bytes:
-        if self._sums is not None:
-            return self._sums.read(name)
         try:
-            return (self.folder / name).read_bytes()
+            check_size(self.folder / name)
+            return (self.folder / name).read_bytes() if self._sums is None else self._sums.read(name)
+        except RefusedPickle as error:
+            raise refusal_error(str(error), self.folder) from None
         except FileNotFoundError:
             raise DamagedCheckpoint(f"{name} is missing", where=self.folder) from None
 
@@ -192,7 +222,7 @@ def reported_error(error: BaseException, kind: type[E]) -> E | None:
 
 def read_metadata(folder: Path) -> Metadata:
     """Read and parse the metadata of a checkpoint. Raises OSError, and as `parse_metadata`."""
-    return parse_metadata((folder / METADATA_FILE).read_bytes(), folder)
+    return parse_metadata(read_bounded(folder / METADATA_FILE), folder)
 
 
 def parse_metadata(data: bytes, folder: Path, *, checked: bool = False) -> Metadata:
@@ -201,18 +231,34 @@ def parse_metadata(data: bytes, folder: Path, *, checked: bool = False) -> Metad
     `checked`: the bytes have the saved hash. Raises RefusedCheckpoint if it names anything but records,
     DamagedCheckpoint, naming `folder`, if it cannot be read; with `checked` RefusedCheckpoint for both.
     """
-    words = "it holds something else"
     try:
-        found = _Records(io.BytesIO(data)).load()
-        if isinstance(found, Metadata) and isinstance(found.storage_data, dict):
+        with no_collection():
+            found = _Records().of(read_records(data)[0])
+        if isinstance(found, Metadata) and _has_blocks(found):
             return found
-    except NotAllowed as error:
+        words = "it holds something else"
+    except RefusedPickle as error:
         raise refusal_error(f"{METADATA_FILE}: {error}", folder) from None
-    except Exception as error:  # flipped bytes in a pickle can raise anything
-        words = f"{type(error).__name__}: {error}"
+    except MALFORMED as error:
+        words = str(error) if isinstance(error, CorruptPickle) else f"{type(error).__name__}: {error}"
     if checked:
         raise refusal_error(f"{METADATA_FILE}: {words}", folder)
     raise DamagedCheckpoint(f"its {METADATA_FILE} cannot be read: {words}", where=folder)
+
+
+def _has_blocks(metadata: Metadata) -> bool:
+    """Return whether blocks, tensors and objects have the types that readers need."""
+    places, kinds = metadata.storage_data, metadata.state_dict_metadata
+    if not isinstance(places, dict) or not isinstance(kinds, dict):
+        return False
+    if not all(isinstance(key, MetadataIndex) and isinstance(item, _StorageInfo) for key, item in places.items()):
+        return False
+    return all(isinstance(kind, BytesStorageMetadata) or _is_tensor(kind) for kind in kinds.values())
+
+
+def _is_tensor(kind: Any) -> bool:
+    sizes = [kind.size, *(size for chunk in kind.chunks for size in (chunk.offsets, chunk.sizes))]
+    return isinstance(kind.properties.dtype, torch.dtype) and all(isinstance(size, torch.Size) for size in sizes)
 
 
 def file_ends(metadata: Metadata) -> dict[str, int]:
@@ -223,95 +269,127 @@ def file_ends(metadata: Metadata) -> dict[str, int]:
     return found
 
 
-_TORCH = "torch.distributed.checkpoint."
-ALLOWED_NAMES = {
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath", "PurePosixPath"},
-    "pathlib._local": {"PosixPath", "PurePosixPath"},
-    _TORCH + "filesystem": {"_StorageInfo", "_StoragePrefix"},
-    _TORCH + "metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    _TORCH + "planner": {"BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
+_KINDS: dict[str, type] = {
+    f"{kind.__module__}.{kind.__qualname__}": kind
+    for module in (dcp_filesystem, dcp_metadata, dcp_planner)
+    for name in METADATA_NAMES[module.__name__]
+    if (kind := getattr(module, name, None)) is not None
 }
-"""Records of values and their constructors: none opens, imports or calls anything from the pickle. Megatron-LM's
-checkpoints contain records of the planner."""
-_OF_MEGATRON = {
-    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): Metadata,
-    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): SavePlan,
-}
-"""Records that add fields to torch's. torch's classes accept these fields, and need no import of megatron-core, which
-takes seconds."""
+"""Records and enumerations of torch by name. Megatron-LM's add fields to torch's, which accept them: no need to import
+megatron-core, which takes seconds."""
+_KINDS |= {f"{MEGATRON_METADATA}.MCoreMetadata": Metadata, f"{MEGATRON_METADATA}.MCoreSavePlan": SavePlan}
 
 
-class _Records(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return sealed_class("getattr", _member)
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+_SCALARS = frozenset((type(None), str, int, bool, float, bytes))
+
+
+class _Records:
+    """Turns the records of one pickle into torch's; each object that is made is a new one."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, Any] = {}
+        self._deep = 0
+        self._kinds: dict[PickledName, tuple[str, type | None, type | None]] = {}
+        """Name and kind of each function, and of the class around it."""
+
+    def of(self, found: Any) -> Any:
+        """Return the value or torch's record for a part of the pickle. Raises RefusedPickle."""
+        if type(found) in _SCALARS:
             return found
-        if (record := _OF_MEGATRON.get((module, name))) is not None:
-            return _sealed(record)
-        if name not in ALLOWED_NAMES.get(module, ()):
-            raise NotAllowed(f"it names {module}.{name}, which is no part of a checkpoint")
-        try:
-            return _sealed(super().find_class(module, name))
-        except (ImportError, AttributeError):
-            raise NotAllowed(f"it names {module}.{name}, which the libraries here do not have") from None
+        if (made := self._made.get(id(found))) is None:
+            self._deep += 1
+            if self._deep > MOST_DEEP:
+                raise RefusedPickle("its values lie in one another without end")
+            made = self._made[id(found)] = self._new(found)
+            self._deep -= 1
+        return made
+
+    def _new(self, found: Any) -> Any:
+        if isinstance(found, PickledCall):
+            return self._called(found)
+        if isinstance(found, dict):
+            return self._dict(found.items())
+        if isinstance(found, (list, tuple)):
+            return type(found)([self.of(each) for each in found])
+        kind = vars(torch).get(found.name) if isinstance(found, PickledName) else None  # getattr would import modules
+        if isinstance(kind, torch.dtype) and found.module == "torch":
+            return kind
+        raise RefusedPickle(f"it names {found}, which is no part of a checkpoint")
+
+    def _dict(self, items: Iterable[Any]) -> dict[Any, Any]:
+        made = {}
+        for key, value in items:
+            if not isinstance(found := self.of(key), (str, int, MetadataIndex)):
+                raise RefusedPickle("it has a key that is no name of a tensor")
+            made[found] = self.of(value)
+        return made
+
+    def _called(self, call: PickledCall) -> Any:
+        if call.function not in self._kinds:
+            name = str(call.function)
+            self._kinds[call.function] = name, _KINDS.get(name), _KINDS.get(name.rpartition(".")[0])
+        name, kind, owner = self._kinds[call.function]
+        if kind is not None and not issubclass(kind, Enum) and not call.arguments and not call.items:
+            return self._record(kind, call.state)
+        if name == "torch.Size" and type(call.arguments[0]) is tuple and not call.items and call.state is None:
+            return torch.Size(*call.arguments)
+        if call.state is not None:
+            raise RefusedPickle(f"it gives attributes to {call.function}")
+        if kind is not None and issubclass(kind, Enum):
+            if len(call.arguments) != 1 or type(call.arguments[0]) is not int:  # with more, it makes classes
+                raise RefusedPickle(f"it calls {name} with another argument than a number")
+            return kind(call.arguments[0])
+        if owner is not None and issubclass(owner, Enum) and not call.arguments:
+            return owner[call.function.name.rpartition(".")[2]]
+        if name == "collections.OrderedDict" and not call.arguments:
+            return OrderedDict(self._dict(call.items))
+        if name not in _MAKERS or call.items:
+            raise RefusedPickle(f"it names {name}, which is no part of a checkpoint")
+        return _MAKERS[name](*self.of(call.arguments))
+
+    def _record(self, kind: type, state: Any) -> Any:
+        made: Any = object.__new__(kind)
+        found = {name: self.of(each) for name, each in state.items()} if type(state) is dict else self.of(state) or {}
+        if kind is TensorProperties:
+            made.__setstate__(found)
+            return made
+        if kind is _StorageInfo:
+            place_of(found["relative_path"], found["offset"], found["length"])
+        if kind is MetadataIndex and not (isinstance(found["fqn"], str) and _is_offset(found.get("offset"))):
+            raise RefusedPickle("it has an index without a name")
+        made.__dict__.update(found)
+        return made
 
 
-def _sealed(kind: Any) -> Any:
-    """Return the object that a pickle may name in place of a record, an enumeration or a function."""
-    make: Callable[..., Any] = kind
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        make = lambda *given: _Member(kind(*given))  # noqa: E731
-    elif isinstance(kind, type) and is_dataclass(kind):
-        make = functools.partial(object.__new__, kind)
-    return sealed_class(f"{kind.__module__}.{kind.__qualname__}", make, kind=kind)
+def _is_offset(value: Any) -> bool:
+    return value is None or (isinstance(value, torch.Size) and all(each < MOST_KEY for each in value))
 
 
-class _Member:
-    """Wraps a member of an enumeration, since the member itself belongs to the process."""
-
-    def __init__(self, member: Enum) -> None:
-        self.member = member
-
-    def __eq__(self, other: object) -> bool:
-        return (other.member if isinstance(other, _Member) else other) is self.member
-
-    def __hash__(self) -> int:
-        return hash(self.member)
+def _layout(name: str) -> torch.layout:
+    """Stand for torch's function, which keeps its answers."""
+    found = vars(torch).get(name.removeprefix("torch."))
+    if not isinstance(found, torch.layout):
+        raise RefusedPickle("it names a layout that torch does not have")
+    return found
 
 
-def _member(owner: Any, name: Any) -> _Member:
-    """Stand for getattr(class, name), which Python 3.11.0 to 3.11.3 write for a member of an enumeration."""
-    kind = getattr(owner, "kind", None) if isinstance(owner, type) else None
-    if isinstance(kind, type) and issubclass(kind, Enum) and isinstance(name, str) and name in kind.__members__:
-        return _Member(kind[name])
-    raise NotAllowed("it asks for an attribute of what is no enumeration")
+_MAKERS: dict[str, Callable[..., Any]] = {
+    "torch.Size": torch.Size,
+    "torch.serialization._get_layout": _layout,
+    **{f"{module}.{name}": Path for module in ("pathlib", "pathlib._local") for name in METADATA_NAMES[module]},
+}
+"""Constructors of values."""
 
 
 MEGATRON_LAYOUT = "those of Megatron-LM"
 """Equals no layout of ranks, so that generators start anew."""
 
 
-def translate_common(data: bytes, folder: Path) -> dict[str, Any] | None:
-    """Return the common part for the bytes of a common.pt; None if it is not from Megatron-LM.
+def translate_common(found: MegatronCheckpoint) -> dict[str, Any]:
+    """Return the common part of a run for a checkpoint of Megatron-LM.
 
     Its `data` is None: Megatron-LM records the number of samples, not their order.
     """
-    found = megatron_folder.parse_common(data, folder)
-    if found is None:
-        return None
     state: dict[str, Any] = {
         "layout": MEGATRON_LAYOUT,
         "fixed": found.fixed_settings(),

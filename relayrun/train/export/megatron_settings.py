@@ -13,12 +13,12 @@ from pydantic import ValidationError
 
 from relayrun.config.compose.megatron_flags import saved_settings
 from relayrun.config.compose.schema import CheckpointSection, ModelSection, OptimizerSection, RunConfig, TrainingSection
+from relayrun.control.trainers.pickle_records import is_record
 from relayrun.errors import InputError
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.train.checkpoint.megatron_folder import MegatronCheckpoint
-from relayrun.train.checkpoint.safe_pickle import is_inert
 from relayrun.train.export.source_and_target import CheckpointSource
 from relayrun.train.model.size import pad_to_multiple
 
@@ -196,7 +196,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _equal(found: Any, wanted: Any) -> bool:
-    if is_inert(found):  # a member of an enumeration
+    if is_record(found):  # a member of an enumeration
         return str(wanted) == str(found).rpartition(".")[2]
     if wanted is None or wanted is False:
         return found is None or found is False
@@ -204,7 +204,7 @@ def _equal(found: Any, wanted: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    return str(value) if is_inert(value) else repr(value)
+    return str(value) if is_record(value) else repr(value)
 
 
 def megatron_source(checkpoint: MegatronCheckpoint, tokenizer: str | None) -> CheckpointSource:

@@ -51,6 +51,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from relayrun.control.trainers.torch_files import METADATA_FILE
 from relayrun.errors import InputError, RelayrunError
 from relayrun.files import (
     fsync_directory,
@@ -63,7 +64,7 @@ from relayrun.files import (
 from relayrun.train.checkpoint import checksums
 from relayrun.train.checkpoint.async_writer import ThreadedWriter, WrittenFiles
 from relayrun.train.checkpoint.checksums import CHECKSUM_INDEX, DamagedCheckpoint
-from relayrun.train.checkpoint.reader import METADATA_FILE, CheckedReader
+from relayrun.train.checkpoint.reader import CheckedReader
 from relayrun.train.export.source_and_target import refuse_existing
 
 log = logging.getLogger(__name__)
