@@ -18,7 +18,7 @@ import relayrun
 PACKAGE = Path(__file__).resolve().parents[2] / "relayrun"
 ORDER = re.findall(r"^    ([a-z.]+) ", relayrun.__doc__ or "", re.M)
 """The rooms, each of which imports only those behind it: read from the one place where people read them."""
-STANDARD_LIBRARY_ONLY = ("", "control", "slurmtime", "places", "masking", "client", "files", "errors")
+STANDARD_LIBRARY_ONLY = ("", "control", "slurmtime", "places", "masking", "client", "publishing", "files", "errors")
 PLAIN_SECTIONS = tuple(PACKAGE / f"config/sections/{name}.py" for name in ("dataclass_section", "chain", "command"))
 HEAVY = ("train",)
 """Rooms that may import torch and megatron-core; and so may:"""
