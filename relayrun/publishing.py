@@ -43,9 +43,19 @@ def output_lock(final: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):
-            os.unlink(lock)
+        _surely_remove(lock)
         os.close(fd)
+
+
+def _surely_remove(path: Path) -> None:
+    """Remove a file or folder, if it is there, even if the signal that ends the command comes just then."""
+    try:
+        with contextlib.suppress(OSError):
+            files.remove_path(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            files.remove_path(path)
+        raise
 
 
 def _acquire(lock: Path, final: Path) -> int:
@@ -161,8 +171,7 @@ def _published(final: Path, replaces: Check | None) -> Iterator[Path]:
             published = True
             files.fsync_directory(final.parent)
         finally:
-            with contextlib.suppress(OSError):
-                files.remove_path(left)
+            _surely_remove(left)
 
 
 @contextlib.contextmanager
