@@ -131,6 +131,9 @@ def _temporary_file_for(path: Path, *, mode: int, durable: bool, new: bool = Fal
         if durable:
             os.fsync(fd)
         (rename_no_replace if new else os.replace)(temporary, path)
+    except OSError as error:
+        error.filename = error.filename or os.fspath(path)  # writes to a descriptor name no file
+        raise
     finally:
         os.close(fd)
         with contextlib.suppress(FileNotFoundError):

@@ -18,6 +18,7 @@ import os
 import shlex
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -122,12 +123,11 @@ def published_folder(final: Path, *, replaces: Check | None = None, read: InputF
     """
     with _published(final, replaces) as made:
         made.mkdir()
-        with _open_under_lock(made):
-            yield made
-            if read is not None:
-                read.check()
-                read.write_record(made)
-            files.fsync_tree(made, mode=made.stat().st_mode & 0o666)  # safetensors makes its files 0600
+        yield made
+        if read is not None:
+            read.check()
+            read.write_record(made)
+        files.fsync_tree(made, mode=made.stat().st_mode & 0o666)  # safetensors makes its files 0600
 
 
 @contextlib.contextmanager
@@ -175,15 +175,13 @@ def _published(final: Path, replaces: Check | None) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _open_under_lock(folder: Path) -> Iterator[None]:
-    """Hold a folder, so that commands on other nodes see that its owner lives."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def work_folder(place: str | os.PathLike[str] | None = None) -> Iterator[Path]:
+    """Yield a temporary folder in `place` (default: TMPDIR), which is removed at the end. Raises OSError."""
+    folder = Path(tempfile.mkdtemp(dir=place, prefix=f"{files.temporary_prefix()}work-"))
     try:
-        with contextlib.suppress(OSError):
-            files.try_lock(fd)
-        yield
+        yield folder
     finally:
-        os.close(fd)
+        _surely_remove(folder)
 
 
 def refuse_existing(final: Path) -> None:
@@ -277,11 +275,14 @@ class InputFiles:
         return {"arguments": {name: str(value) for name, value in self._arguments.items()}, "inputs": digest}
 
     def was_made(self, final: Path) -> bool:
-        """Return whether `published_folder` has made `final` of the same inputs, and all its files are there."""
+        """Return whether `published_folder` has made `final` of the same inputs, and all its files are there. What a
+        command left that was killed after that is removed."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             record = files.read_json(final / MADE_RECORD)
             sizes = files.file_sizes(final)
-            return bool(record["recipe"] == self._recipe()) and record["files"].items() <= sizes.items()
+            if record["recipe"] == self._recipe() and record["files"].items() <= sizes.items():
+                files.remove_leftovers(final.parent, shared=True)
+                return True
         return False
 
 

@@ -2,8 +2,8 @@
 
 Requests are lines of JSON on the standard input: `{"argv": ..., "output": file}` starts a command and answers its
 number, `{"wait": number}` answers its exit code. `stop_at` is the number of a file operation below `below`: there the
-command makes the file `OUTPUT.stopped` and waits until it is gone. `limit`: most bytes of a file. `count` of file
-operations stand in `OUTPUT.count` at the end.
+command makes the file `OUTPUT.stopped` and waits until it is gone. `limit`: most bytes of a file. All operations stand
+in `OUTPUT.operations` at the end.
 """
 
 from __future__ import annotations
@@ -34,21 +34,22 @@ def main() -> None:
 
 
 def _run(request: dict[str, Any]) -> int:
-    output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    said, output = os.pipe()  # which a limit of the size of files does not concern
     for fd in (1, 2):
         os.dup2(output, fd)
+    os.close(output)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.argv = ["relayrun", *request["argv"]]
     done = False
-    count = 0
+    operations: list[str] = []
     stopped = Path(request["output"] + ".stopped")
 
     def look(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal count, done
+        nonlocal done
         if done or not _changes(event, arguments, request["below"]):
             return
-        count += 1
-        if count == request.get("stop_at"):
+        operations.append(f"{event} {arguments[0]}")
+        if len(operations) == request.get("stop_at"):
             done = True
             stopped.touch()
             while stopped.exists():
@@ -57,7 +58,7 @@ def _run(request: dict[str, Any]) -> int:
 
     sys.addaudithook(look)
     if request.get("limit"):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (request["limit"], request["limit"]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (request["limit"], resource.RLIM_INFINITY))
     from relayrun.cli import main as relayrun
 
     try:
@@ -72,7 +73,12 @@ def _run(request: dict[str, Any]) -> int:
     done = True
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    Path(request["output"] + ".count").write_text(str(count))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(1, 2)
+    with open(said, "rb") as words:
+        Path(request["output"]).write_bytes(words.read())
+    Path(request["output"] + ".operations").write_text(json.dumps(operations))
     return code
 
 

@@ -101,7 +101,7 @@ class Place:
         self.folder, self.inputs, self.out, self._server = folder, folder / "in", folder / "out", server
         self._number = 0
         self._expected: dict[str, dict[str, str]] = {}
-        self._counts: dict[str, int] = {}
+        self._operations: dict[str, list[str]] = {}
 
     def fresh(self, command: Command) -> None:
         """Empty the outputs and make the inputs anew."""
@@ -128,7 +128,7 @@ class Place:
     def end(self, started: tuple[int, Path]) -> tuple[int, str]:
         """Wait for a command; return its exit code and what it says."""
         code = self._ask({"wait": started[0]})
-        return code, started[1].read_text()
+        return code, started[1].read_text() if started[1].exists() else ""
 
     def run(self, arguments: str, **more: object) -> tuple[int, str]:
         return self.end(self.start(arguments, **more))
@@ -140,13 +140,24 @@ class Place:
             started = self.start(COMMANDS[name].arguments)
             code, words = self.end(started)
             assert code == 0, words
-            self._counts[name] = int(Path(f"{started[1]}.count").read_text())
+            self._operations[name] = json.loads(Path(f"{started[1]}.operations").read_text())
             self._expected[name] = self.tree()
         return self._expected[name]
 
-    def operations(self, name: str) -> int:
+    def operations(self, name: str) -> list[str]:
         self.expected(name)
-        return self._counts[name]
+        return self._operations[name]
+
+    def stopped_in_work(self, name: str) -> tuple[int, Path]:
+        """Start a command and let it stop where it has begun its output."""
+        found = next(number for number, what in enumerate(self.operations(name), 1) if self._begins_output(what))
+        started = self.stopped(name, found)
+        assert started is not None
+        return started
+
+    def _begins_output(self, operation: str) -> bool:
+        event, _, path = operation.partition(" ")
+        return event in ("os.mkdir", "open") and ".tmp-" in path and "-work-" not in path
 
     def tree(self, top: Path | None = None) -> dict[str, str]:
         """Return name and content of everything below the outputs."""
@@ -166,8 +177,8 @@ class Place:
         """Start a command of fresh inputs and let it stop at a file operation; None if it takes fewer."""
         self.fresh(COMMANDS[name])
         started = self.start(COMMANDS[name].arguments, stop_at=at)
-        stop, count = Path(f"{started[1]}.stopped"), Path(f"{started[1]}.count")
-        wait_for(lambda: stop.exists() or count.exists())
+        stop, end = Path(f"{started[1]}.stopped"), Path(f"{started[1]}.operations")
+        wait_for(lambda: stop.exists() or end.exists())
         if stop.exists():
             return started
         self.end(started)
@@ -205,7 +216,9 @@ def again(place: Place, name: str) -> None:
     code, words = place.run(COMMANDS[name].arguments)
     assert code == 0, words
     assert "Traceback" not in words
-    assert place.tree() == place.expected(name)
+    found, expected = place.tree(), place.expected(name)
+    picture = {"s/lengths.png": expected.get("s/lengths.png")}  # a killed command may have published the rows alone
+    assert found == expected or found | picture == expected
 
 
 def interrupt(place: Place, name: str, number: signal.Signals, at: int) -> None:
@@ -238,7 +251,7 @@ def interrupt(place: Place, name: str, number: signal.Signals, at: int) -> None:
 
 def moments(place: Place, name: str, count: int) -> list[int]:
     """Return numbers of file operations: the last ones, which publish, and some others."""
-    last = place.operations(name)
+    last = len(place.operations(name))
     every = [*range(max(1, last - count // 2), last + 1)]
     draw = random.Random(name)
     return sorted({*every, *(draw.randint(1, last) for _ in range(count))})
@@ -247,7 +260,7 @@ def moments(place: Place, name: str, count: int) -> list[int]:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_killed_or_interrupted_command_leaves_nothing_half_and_goes_on(place: Place, name: str) -> None:
     draw = random.Random(name)
-    for at in moments(place, name, 3):
+    for at in moments(place, name, 2):
         interrupt(place, name, draw.choice(SIGNALS), at)
 
 
@@ -259,12 +272,13 @@ def test_every_signal_at_twenty_moments(place: Place, name: str, number: signal.
         interrupt(place, name, number, at)
 
 
-@pytest.mark.parametrize("others", [False, True], ids=["the same", "other arguments"])
+@pytest.mark.parametrize(
+    "others", [False, pytest.param(True, marks=pytest.mark.long)], ids=["the same", "other arguments"]
+)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_of_two_at_once_one_is_whole_and_the_other_names_it(place: Place, name: str, others: bool) -> None:
     expected, command = place.expected(name), COMMANDS[name]
-    started = place.stopped(name, place.operations(name) * 3 // 4)
-    assert started is not None
+    started = place.stopped_in_work(name)
     code, words = place.run(command.others if others else command.arguments)
     place.go(started)
     first, said = place.end(started)
@@ -278,8 +292,7 @@ def test_of_two_at_once_one_is_whole_and_the_other_names_it(place: Place, name: 
 def test_what_comes_to_stand_at_the_output_meanwhile_stays(place: Place, name: str) -> None:
     place.expected(name)
     command = COMMANDS[name]
-    started = place.stopped(name, place.operations(name) * 3 // 4)
-    assert started is not None
+    started = place.stopped_in_work(name)
     target = place.out / (command.appears or command.made)
     if command.over:
         (target / "thesis.txt").write_text("two weeks of work")
@@ -298,13 +311,14 @@ def test_what_comes_to_stand_at_the_output_meanwhile_stays(place: Place, name: s
     assert not [path for path in place.tree() if ".tmp-" in path]
 
 
-@pytest.mark.parametrize("how", ["changed", "removed", "replaced"])
+@pytest.mark.parametrize(
+    "how", ["replaced", *(pytest.param(how, marks=pytest.mark.long) for how in ("changed", "removed"))]
+)
 @pytest.mark.parametrize("name", WITH_INPUTS)
 def test_an_input_that_changes_while_it_is_read_is_named(place: Place, name: str, how: str) -> None:
     place.expected(name)
     command = COMMANDS[name]
-    started = place.stopped(name, place.operations(name) // 2)
-    assert started is not None
+    started = place.stopped_in_work(name)
     before, path = place.tree(), place.inputs / command.reads
     if how == "changed":
         os.utime(path, (1, 1))
@@ -328,10 +342,10 @@ def test_a_full_disk_is_one_line_about_the_output(place: Place, name: str) -> No
     """By a limit of a file's size."""
     place.fresh(COMMANDS[name])
     before = place.tree()
-    code, words = place.run(COMMANDS[name].arguments, limit=40)
+    code, words = place.run(COMMANDS[name].arguments, limit=5)
     assert code == 1, words
     assert "Traceback" not in words
-    assert str(place.out) in words or str(place.folder) in words
+    assert str(place.out) in words
     left = {path: value for path, value in place.tree().items() if path not in before}
     assert not [path for path in left if not path.startswith("meta")], left
     expected = place.expected(name)

@@ -48,8 +48,10 @@ def merge_shards(prefixes: Sequence[str], output: str | os.PathLike[str], *, mul
     """
     target, names = os.path.abspath(output), [os.path.abspath(prefix) for prefix in prefixes]
     if (done := _finished_merge(target, names, multimodal=multimodal)) is not None:
+        files.remove_leftovers(Path(target).parent, shared=True)
         log.info("%s: this is done already", target)
         return done
+    read = publishing.InputFiles(path for path in map(Path, _paths(names)) if path.exists())
     inputs = inspect_inputs(prefixes, output, multimodal=multimodal)
     state = on_interrupt(lambda: "nothing is kept; the same command begins again")
     with publishing.output_lock(Path(target)), state:
@@ -58,7 +60,7 @@ def merge_shards(prefixes: Sequence[str], output: str | os.PathLike[str], *, mul
         if (free := files.free_space(target)) < inputs.bytes:
             words = f"the merged shard takes {inputs.bytes:,} bytes, and {free:,} are free"
             raise InputError(words, where=Path(target).parent, hint="make room, or choose another place")
-        _write_merged(inputs, target, names, multimodal=multimodal)
+        _write_merged(inputs, read, target, names, multimodal=multimodal)
     return Shard.open(target, multimodal=multimodal)
 
 
@@ -67,7 +69,7 @@ def _finished_merge(target: str, prefixes: Sequence[str], *, multimodal: bool) -
     try:
         record = files.read_json(target + RECORD_SUFFIX)
         made = os.stat(target + RECORD_SUFFIX).st_mtime_ns
-        parts = [os.stat(prefix + suffix) for prefix in prefixes for suffix in (".bin", ".idx")]
+        parts = [os.stat(path) for path in _paths(prefixes)]
         index = xxhash.xxh3_128_hexdigest(Path(target + ".idx").read_bytes())
         same = record["merged"] == prefixes and record["xxh3_128"]["idx"] == index
         if same and max(part.st_mtime_ns for part in parts) < made:
@@ -78,10 +80,15 @@ def _finished_merge(target: str, prefixes: Sequence[str], *, multimodal: bool) -
     return None
 
 
-def _write_merged(inputs: MergeInputs, target: str, prefixes: list[str], *, multimodal: bool) -> None:
+def _paths(prefixes: Sequence[str]) -> list[str]:
+    return [prefix + suffix for prefix in prefixes for suffix in (".bin", ".idx")]
+
+
+def _write_merged(
+    inputs: MergeInputs, read: publishing.InputFiles, target: str, prefixes: list[str], *, multimodal: bool
+) -> None:
     """Write temporary files, then rename them, the .idx last: without it nothing is a shard."""
     shards, known, dtype = inputs.shards, inputs.records, inputs.shards[0].dtype
-    read = publishing.InputFiles(prefix + suffix for prefix in prefixes for suffix in (".bin", ".idx"))
     tokens, index_file = (files.temporary_name(Path(target)) for _ in range(2))
     made = [str(tokens), str(index_file), f"{tokens}{RECORD_SUFFIX}"]
     try:

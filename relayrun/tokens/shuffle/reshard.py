@@ -27,8 +27,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from relayrun.errors import InputError, refuse_unwritable
-from relayrun.files import atomic_file, remove_leftovers, temporary_prefix
-from relayrun.publishing import MADE_RECORD, InputFiles, published_folder
+from relayrun.files import atomic_file, remove_leftovers
+from relayrun.publishing import MADE_RECORD, InputFiles, published_folder, work_folder
 from relayrun.tokens.readers.columns import RowFile, inspect_files
 from relayrun.tokens.readers.faults import LineFaults, describe_bad_lines
 from relayrun.tokens.readers.inputs import data_suffixes, find_data_files
@@ -179,14 +179,13 @@ def reshard(options: ReshardOptions) -> int:
     """Write all rows, shuffled, to `output/data_{i}.parquet`, and return their number. The folder appears at once.
     Raises InputError if `output` exists, a file is torn or has other columns, or memory does not suffice."""
     output = Path(os.path.realpath(options.output))
+    remove_leftovers(options.temp_dir or tempfile.gettempdir(), shared=True)
     if (rows := rows_made(options, output)) is not None:
         log.info("%s: this is done already", options.output)
         return rows
     plan = make_shuffle_plan(options, tasks=1)
-    remove_leftovers(options.temp_dir or tempfile.gettempdir(), shared=True)
     read = input_files(options, (file.path for file in plan.files))
-    with tempfile.TemporaryDirectory(prefix=f"{temporary_prefix()}reshard-", dir=options.temp_dir) as folder:
-        work = Path(folder)
+    with work_folder(options.temp_dir) as work:
         with published_folder(options.output, read=read) as building:
             buckets: Buckets | None = _in_memory(plan)
             if buckets is None:

@@ -13,9 +13,8 @@ import math
 import os
 import shlex
 import socket
-import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -222,7 +221,8 @@ def _run_local(settings: TokenizationSettings, indices: Sequence[int], max_paral
         done = len(indices) - len(set(indices) & set(pending()))
         return f"{done} of {len(indices)} dumps are done and kept; the same command goes on"
 
-    with on_interrupt(kept), _ending_jobs(running):
+    with on_interrupt(kept), contextlib.ExitStack() as ending:
+        ending.callback(lambda: [(job.cancel(), job._process.wait()) for job in running.values()])
         while waiting or running:
             while waiting and len(running) < max_parallel:
                 index = waiting.pop(0)
@@ -235,19 +235,6 @@ def _run_local(settings: TokenizationSettings, indices: Sequence[int], max_paral
                 print(f"dump {index} {state} ({len(indices) - len(waiting) - len(running)}/{len(indices)})", flush=True)
             time.sleep(_POLL_SECONDS)
     return failed
-
-
-@contextlib.contextmanager
-def _ending_jobs(running: dict[int, Any]) -> Iterator[None]:
-    """End the processes that still run at the end, and wait for them: a person sees the last line last."""
-    try:
-        yield
-    finally:
-        for job in running.values():
-            job.cancel()
-        for job in running.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                job._process.wait(10)
 
 
 def _submit_slurm(config: TokenizationConfig, indices: Sequence[int]) -> None:

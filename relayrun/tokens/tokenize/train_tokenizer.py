@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from relayrun.errors import ConfigError, InputError
-from relayrun.publishing import InputFiles, Progress
+from relayrun.publishing import InputFiles
 from relayrun.tokens.readers.columns import read_column
 from relayrun.tokens.readers.inputs import data_suffixes, find_data_files
 from relayrun.tokens.stores import urls
@@ -61,18 +61,15 @@ def _train(folders: Sequence[str | os.PathLike[str]], output: Path, *, column: s
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     sample: list[str] = []
-    progress = Progress("reading text", SAMPLE_CHARACTERS)
     for folder in folders:
         left = share = SAMPLE_CHARACTERS // len(folders)
         for text in _texts(folder, column):
             sample.append(text[:_LONGEST])
             left -= len(sample[-1])
-            progress.add(len(sample[-1]))
             if left <= 0:
                 break
         if left == share:
             raise InputError(f"no file with text below this folder ends in {', '.join(data_suffixes())}", where=folder)
-    progress.end()
     log.info("training a vocabulary of %s entries", f"{vocabulary_size:,}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

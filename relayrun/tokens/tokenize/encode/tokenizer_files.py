@@ -25,7 +25,6 @@ import os
 import platform
 import re
 import ssl
-import tempfile
 import time
 import unicodedata
 import urllib.error
@@ -35,8 +34,8 @@ from pathlib import Path
 from typing import Any
 
 from relayrun.errors import InputError, did_you_mean_path, refuse_urls
-from relayrun.files import remove_leftovers, rename_no_replace, temporary_prefix, write_atomic, write_json
-from relayrun.publishing import MADE_RECORD, InputFiles, output_lock, published_folder, refuse_existing
+from relayrun.files import remove_leftovers, rename_no_replace, write_atomic, write_json
+from relayrun.publishing import MADE_RECORD, InputFiles, output_lock, published_folder, refuse_existing, work_folder
 
 log = logging.getLogger(__name__)
 
@@ -85,11 +84,11 @@ def new_tokenizer_folder(output: Path, read: InputFiles) -> Iterator[Path | None
     else:  # it may hold other files
         with output_lock(Path(os.path.realpath(output))):
             remove_leftovers(output)
-            with tempfile.TemporaryDirectory(prefix=temporary_prefix(), dir=output) as folder:
-                yield Path(folder)
+            with work_folder(output) as folder:
+                yield folder
                 read.check()
-                read.write_record(Path(folder))
-                for path in sorted(Path(folder).iterdir(), key=lambda path: path.name == "tokenizer.json"):
+                read.write_record(folder)
+                for path in sorted(folder.iterdir(), key=lambda path: path.name == "tokenizer.json"):
                     _add_new(path, output / path.name)
 
 
