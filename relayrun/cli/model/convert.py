@@ -208,11 +208,11 @@ def import_hf(options: argparse.Namespace) -> int:
     """Write a checkpoint from a Hugging Face folder. Raises RelayrunError."""
     output: Path = options.output.absolute()
     check_outputs({"--output": options.output})
+    if (read := _new_output(options, options.folder)) is None:
+        return 0
     if not (options.folder / "config.json").is_file():
         hint = did_you_mean_path(options.folder) or "give a folder that transformers' save_pretrained wrote"
         raise InputError("this is no Hugging Face folder: it has no config.json", where=options.folder, hint=hint)
-    if (read := _new_output(options, options.folder)) is None:
-        return 0
     from relayrun.train.export import huggingface  # torch: seconds
 
     made = huggingface.import_huggingface(
