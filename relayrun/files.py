@@ -136,8 +136,7 @@ def _temporary_file_for(path: Path, *, mode: int, durable: bool, new: bool = Fal
         raise
     finally:
         os.close(fd)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+        surely_remove(temporary)
 
 
 TEMPORARY_PREFIX = ".tmp-"
@@ -213,6 +212,17 @@ def remove_path(path: str | os.PathLike[str]) -> None:
         shutil.rmtree(path)
     else:
         os.unlink(path)
+
+
+def surely_remove(path: str | os.PathLike[str]) -> None:
+    """Remove a file or folder, if it is there, even if the signal that ends the command comes just then."""
+    try:
+        with contextlib.suppress(OSError):
+            remove_path(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            remove_path(path)
+        raise
 
 
 def owner_may_live(owner: str, path: str | os.PathLike[str]) -> bool:

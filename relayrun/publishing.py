@@ -44,19 +44,8 @@ def output_lock(final: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        _surely_remove(lock)
+        files.surely_remove(lock)
         os.close(fd)
-
-
-def _surely_remove(path: Path) -> None:
-    """Remove a file or folder, if it is there, even if the signal that ends the command comes just then."""
-    try:
-        with contextlib.suppress(OSError):
-            files.remove_path(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            files.remove_path(path)
-        raise
 
 
 def _acquire(lock: Path, final: Path) -> int:
@@ -65,7 +54,7 @@ def _acquire(lock: Path, final: Path) -> int:
         fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
             if not _is_free(fd, lock):
-                raise _held_by_another(fd, lock, final)
+                raise _held_by_another(fd, final)
             with contextlib.suppress(FileNotFoundError):  # who had it has removed it
                 if os.path.samestat(os.stat(lock), os.fstat(fd)):
                     _record_holder(fd)
@@ -89,9 +78,10 @@ def _is_free(fd: int, lock: Path) -> bool:
 
 def _record_holder(fd: int) -> None:
     words = (Path(sys.argv[0]).name, *(word for word in sys.argv[1:3] if not word.startswith("-")))
+    owner, command = files.process_identity(), shlex.join(words)
     record = {
-        "owner": files.process_identity(),
-        "command": shlex.join(words),
+        "owner": owner,
+        "command": command,
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "since": time.time(),
@@ -101,7 +91,7 @@ def _record_holder(fd: int) -> None:
         os.pwrite(fd, json.dumps(record).encode(), 0)
 
 
-def _held_by_another(fd: int, lock: Path, final: Path) -> InputError:
+def _held_by_another(fd: int, final: Path) -> InputError:
     words = "another process makes this"
     with contextlib.suppress(ValueError, KeyError, TypeError):
         record = json.loads(os.pread(fd, 4096, 0))
@@ -171,7 +161,7 @@ def _published(final: Path, replaces: Check | None) -> Iterator[Path]:
             published = True
             files.fsync_directory(final.parent)
         finally:
-            _surely_remove(left)
+            files.surely_remove(left)
 
 
 @contextlib.contextmanager
@@ -181,7 +171,7 @@ def work_folder(place: str | os.PathLike[str] | None = None) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        _surely_remove(folder)
+        files.surely_remove(folder)
 
 
 def refuse_existing(final: Path) -> None:
