@@ -16,6 +16,7 @@ What lies where. A room imports only rooms that stand below it in this list, whi
     places            the code, the files that belong to it, and the project
     masking           secrets in text that people see
     client            what a foreign program may say to the chain, and hear; one file that may be copied
+    publishing        outputs of commands, which appear whole or not at all
     files             files that survive a kill
     errors            the errors that are raised on purpose
     terminal          text from files and jobs, made harmless for a terminal

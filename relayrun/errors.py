@@ -15,15 +15,18 @@ ending the program is a warning: modules give it to `logging.getLogger(__name__)
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import grp
 import logging
 import os
 import pwd
 import re
+import signal
 import stat
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from relayrun.terminal import inert, inert_output
@@ -252,36 +255,99 @@ def log_to_stderr() -> None:
         log.setLevel(logging.INFO)
 
 
-def run_main(main: Callable[[], int | None]) -> int:
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that ask a command to end: Ctrl-C, `scancel` and `timeout`, a closed terminal."""
+_kept: list[str] = []
+"""What is kept of the work that was given up, innermost first; see `on_interrupt`."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """One of `ENDING_SIGNALS` came."""
+
+
+@contextlib.contextmanager
+def on_interrupt(words: Callable[[], str]) -> Iterator[None]:
+    """If a signal ends the command inside the block, it says in these words what is kept, and how to go on."""
+    try:
+        yield
+    except BaseException:  # libraries turn an interrupt into errors of their own
+        _kept.append(words())
+        raise
+
+
+@contextlib.contextmanager
+def _ending_signals() -> Iterator[list[int]]:
+    """Raise Interrupted at the first of `ENDING_SIGNALS` that is not ignored; yield the list that it will be in."""
+    came: list[int] = []
+    owner, former = os.getpid(), {}
+
+    def end(number: int, _frame: object) -> None:
+        if os.getpid() != owner or (came and number == signal.SIGINT):  # a fork; a person who does not want to wait
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        if not came:
+            came.append(number)
+            raise Interrupted
+
+    if threading.current_thread() is threading.main_thread():
+        usual = (signal.SIG_DFL, signal.default_int_handler)
+        former = {each: signal.signal(each, end) for each in ENDING_SIGNALS if signal.getsignal(each) in usual}
+    try:
+        yield came
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def run_command(main: Callable[[], int | None]) -> int:
+    """Run a command of a person as `run_main` does. Any of `ENDING_SIGNALS` ends it as Ctrl-C does: temporary files
+    are removed, one line says what is kept, and the exit code is 128 and the signal's number."""
+    _kept.clear()
+    with _ending_signals() as came:
+        try:
+            return run_main(main, interrupted=lambda: bool(came))
+        except BaseException:
+            if not came:
+                raise
+        name = "" if came[0] == signal.SIGINT else f" by {signal.Signals(came[0]).name}"
+        print(": ".join([f"interrupted{name}", *_kept[:1]]), file=sys.stderr)
+        return 128 + came[0]
+
+
+def run_main(main: Callable[[], int | None], *, interrupted: Callable[[], bool] = lambda: False) -> int:
     """Run a program's `main` with inert output; return its exit code.
 
     Warnings go to standard error. A RelayrunError, a missing module of an extra, or an OSError that names a file
     (read-only, full disk, missing) becomes one message on standard error and exit code 1. Anything else is a defect of
-    relayrun and keeps its traceback.
+    relayrun and keeps its traceback. `interrupted`: every error is raised if it returns True.
     """
     log_to_stderr()
     with inert_output():
         try:
             return main() or 0
-        except RelayrunError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-        except ModuleNotFoundError as error:
-            if (missing := missing_extra(error)) is None:
+        except BaseException as error:
+            if interrupted() or (code := _report(error)) is None:
                 raise
-            print(f"error: {missing}", file=sys.stderr)
-            return 1
-        except BrokenPipeError:  # `relayrun ... | head`: the reader left, which is no error of ours
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
-        except OSError as error:
-            if error.filename is None and error.strerror is None:
-                raise
-            print(f"error: {_explain_os_error(error)}", file=sys.stderr)
-            return 1
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            return 130
+            return code
+
+
+def _report(error: BaseException) -> int | None:
+    """Print what ended a program; return its exit code, or None for a defect."""
+    if isinstance(error, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+        return 130
+    if isinstance(error, BrokenPipeError):  # `relayrun ... | head`: the reader left, which is no error of ours
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    told: BaseException | None = error if isinstance(error, RelayrunError) else None
+    if isinstance(error, ModuleNotFoundError):
+        told = missing_extra(error)
+    elif isinstance(error, OSError) and (error.filename is not None or error.strerror is not None):
+        told = _explain_os_error(error)
+    if told is None:
+        return None
+    print(f"error: {told}", file=sys.stderr)
+    return 1
 
 
 def _explain_os_error(error: OSError) -> RelayrunError:

@@ -13,6 +13,7 @@ import errno
 import fcntl
 import functools
 import json
+import logging
 import os
 import re
 import secrets
@@ -26,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from relayrun.errors import RelayrunError
+
+log = logging.getLogger(__name__)
 
 
 def sync_data(path: str | os.PathLike[str]) -> None:
@@ -52,15 +55,22 @@ def fsync_directory(path: str | os.PathLike[str]) -> None:
 def fsync_tree(folder: Path, *, mode: int | None = None) -> None:
     """Sync all files and folders below `folder`, and give the files this mode. Raises OSError."""
     for directory, _, names in os.walk(folder):
-        for name in names:
-            fd = os.open(os.path.join(directory, name), os.O_RDONLY)
-            try:
-                if mode is not None:
-                    os.fchmod(fd, mode)
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+        for path in (os.path.join(directory, name) for name in names):
+            if os.path.islink(path):  # its target is another's
+                continue
+            fsync_file(path, mode=mode)
         fsync_directory(directory)
+
+
+def fsync_file(path: str | os.PathLike[str], *, mode: int | None = None) -> None:
+    """Sync a file, and give it this mode. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        if mode is not None:
+            os.fchmod(fd, mode)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 class RealPathCache:
@@ -95,10 +105,16 @@ def writable_by_owner_alone() -> Iterator[None]:
         os.umask(before)
 
 
-def write_atomic(path: str | os.PathLike[str], data: str | bytes, *, mode: int = 0o666, durable: bool = True) -> None:
-    """Write `data` to `path` whole or not at all; the file gets `mode` less the umask. `durable` syncs it to disk."""
+def write_atomic(
+    path: str | os.PathLike[str], data: str | bytes, *, mode: int = 0o666, durable: bool = True, new: bool = False
+) -> None:
+    """Write `data` to `path` whole or not at all; the file gets `mode` less the umask. `durable` syncs it to disk.
+    `new`: nothing is replaced; raises FileExistsError."""
     path = Path(path)
-    with _temporary_file_for(path, mode=mode, durable=durable) as (fd, _), os.fdopen(fd, "wb", closefd=False) as file:
+    with (
+        _temporary_file_for(path, mode=mode, durable=durable, new=new) as (fd, _),
+        os.fdopen(fd, "wb", closefd=False) as file,
+    ):
         file.write(data.encode() if isinstance(data, str) else data)
     if durable:
         fsync_directory(path.parent)
@@ -117,7 +133,7 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _temporary_file_for(path: Path, *, mode: int, durable: bool) -> Iterator[tuple[int, Path]]:
+def _temporary_file_for(path: Path, *, mode: int, durable: bool, new: bool = False) -> Iterator[tuple[int, Path]]:
     """Yield an open temporary file beside `path` and its name; after an exit without error it replaces `path`."""
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=temporary_prefix())
     try:
@@ -125,64 +141,136 @@ def _temporary_file_for(path: Path, *, mode: int, durable: bool) -> Iterator[tup
         yield fd, Path(temporary)
         if durable:
             os.fsync(fd)
-        os.replace(temporary, path)
+        (rename_no_replace if new else os.replace)(temporary, path)
+    except OSError as error:
+        error.filename = error.filename or os.fspath(path)  # writes to a descriptor name no file
+        raise
     finally:
         os.close(fd)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+        surely_remove(temporary)
 
 
-REPLACED_PREFIX = ".relayrun-aside-"
-"""Prefix of the names of folders that will replace others, or were replaced."""
+TEMPORARY_PREFIX = ".tmp-"
+"""Prefix of the names of files and folders that will get another name, or were replaced."""
 _ORIGINAL_NAME_MARK = "-formerly-"
-"""The former name of such a folder stands behind it, if a kill could leave that name without a folder."""
+"""The former name of a replaced file or folder stands behind it, if a kill could leave that name without one."""
+_LOCK_NAME = re.compile(r"\..+\.lock")
+"""Locks of `publishing.output_lock`."""
 
 
 def temporary_prefix() -> str:
     """Return the prefix of a temporary name, which identifies the owning process and its machine."""
-    return f".tmp-{_owner()}-"
+    return f"{TEMPORARY_PREFIX}{process_identity()}-"
 
 
-def _owner() -> str:
+def temporary_name(target: Path, *, formerly: bool = False) -> Path:
+    """Return a name beside `target` that no other process uses; `formerly`: for `target` itself, which makes way."""
+    unique = f"{temporary_prefix()}{secrets.token_hex(8)}"
+    return target.with_name(f"{unique}{_ORIGINAL_NAME_MARK}{target.name}" if formerly else unique + target.suffix)
+
+
+def process_identity() -> str:
+    """Return machine, number and start of this process: no other process ever has the same."""
     return f"{_machine()}-{os.getpid()}-{_state_and_start(os.getpid())[1]}"
 
 
-_OWNED = re.compile(rf"(?:\.tmp-|{re.escape(REPLACED_PREFIX)})([0-9a-f]{{8}}-[0-9]+)-([0-9]+)-([0-9]+)-.+")
+_OWNER = r"([0-9a-f]{8}-[0-9]+)-([0-9]+)-([0-9]+)"
+_OWNED = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}({_OWNER})-.+")
 LEFTOVER_SECONDS = 86_400.0
 """Seconds without a change after which a temporary file is a leftover, if its owner cannot be examined."""
 
 
 def remove_leftovers(folder: str | os.PathLike[str], *, shared: bool = False) -> list[str]:
-    """Remove temporary files and folders in `folder` that killed processes left; return their names.
+    """Remove temporary files, folders and locks in `folder` that killed processes left; log and return their names.
 
-    A folder that was set aside gets its name back if nothing has the name since. The owner is examined if it ran on
-    this machine (since its last boot, in this namespace of processes). Elsewhere, perhaps on another node that shares
-    the file system, a file is kept until it has not changed for a day. `shared`: in a folder such as /tmp only files of
-    this user count.
+    A file or folder that was set aside gets its name back if nothing has the name since. Whatever a process has open
+    under a lock stays. `shared`: in a folder such as /tmp only files of this user count.
     """
-    removed = []
+    removed, moved = [], []
     try:
         entries = list(os.scandir(folder))
     except (FileNotFoundError, NotADirectoryError):
         return []
     for entry in entries:
-        if (owner := _OWNED.fullmatch(entry.name)) is None:
-            continue
-        with contextlib.suppress(OSError):  # gone, or not ours to remove
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # gone, or not ours to remove
             if shared and entry.stat(follow_symlinks=False).st_uid != os.geteuid():
                 continue
-            if _is_alive(int(owner[2]), owner[3]) if owner[1] == _machine() else _changed_lately(entry.path):
-                continue
-            if name := entry.name.partition(_ORIGINAL_NAME_MARK)[2]:
-                with contextlib.suppress(FileExistsError):
-                    rename_no_replace(entry.path, os.path.join(folder, name))
-                    continue
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path)
+            if (name := _OWNED.fullmatch(entry.name)) is not None:
+                owner = name[1]
+            elif _LOCK_NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                owner = str(read_json(entry.path)["owner"])
             else:
-                os.unlink(entry.path)
-            removed.append(entry.name)
+                continue
+            with _sole_user(entry.path) as sole:
+                if not sole or owner_may_live(owner, entry.path):
+                    continue
+                if former := entry.name.partition(_ORIGINAL_NAME_MARK)[2]:
+                    with contextlib.suppress(FileExistsError):
+                        rename_no_replace(entry.path, os.path.join(folder, former))
+                        moved.append(former)
+                        continue
+                remove_path(entry.path)
+                removed.append(entry.name)
+    for what, names in (("removed what a killed command left", removed), ("put back what was to be replaced", moved)):
+        if names:
+            log.info("%s: %s", what, ", ".join(os.path.join(folder, name) for name in names))
     return removed
+
+
+def remove_path(path: str | os.PathLike[str]) -> None:
+    """Remove a file, a link, or a folder with its content. Raises OSError."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    else:
+        os.unlink(path)
+
+
+def surely_remove(path: str | os.PathLike[str]) -> None:
+    """Remove a file or folder, if it is there, even if the signal that ends the command comes just then."""
+    try:
+        with contextlib.suppress(OSError):
+            remove_path(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            remove_path(path)
+        raise
+
+
+def owner_may_live(owner: str, path: str | os.PathLike[str]) -> bool:
+    """Return whether the process with this `process_identity`, which owns `path`, lives.
+
+    It is examined if it ran on this machine (since its last boot, in this namespace of processes). Elsewhere, perhaps
+    on another node that shares the file system, it counts as alive until `path` has not changed for a day.
+    """
+    if (found := re.fullmatch(_OWNER, owner)) is None:
+        return True
+    return _is_alive(int(found[2]), found[3]) if found[1] == _machine() else _changed_lately(path)
+
+
+@contextlib.contextmanager
+def _sole_user(path: str) -> Iterator[bool]:
+    """Yield whether no other process, perhaps on another node, holds a lock on a file or folder; hold it meanwhile."""
+    if os.path.islink(path):
+        yield True
+        return
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        sole = True
+        with contextlib.suppress(OSError):  # a file system without locks
+            sole = try_lock(fd)
+        yield sole
+    finally:
+        os.close(fd)
+
+
+def try_lock(fd: int) -> bool:
+    """Lock an open file or folder until it is closed; return False if another process has it. Raises OSError on a file
+    system without locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @functools.cache
@@ -216,11 +304,11 @@ def _is_alive(pid: int, started: str) -> bool:
     return state != "Z" and start in (started, "0")
 
 
-def _changed_lately(path: str) -> bool:
-    """Return whether a file, or an entry directly inside a folder, changed within `LEFTOVER_SECONDS`."""
+def _changed_lately(path: str | os.PathLike[str]) -> bool:
+    """Return whether a file, or anything inside a folder, changed within `LEFTOVER_SECONDS`."""
     times = [os.lstat(path).st_mtime]
-    if os.path.isdir(path):
-        times += [entry.stat(follow_symlinks=False).st_mtime for entry in os.scandir(path)]
+    for folder, folders, names in os.walk(path):
+        times += [os.lstat(os.path.join(folder, name)).st_mtime for name in (*folders, *names)]
     return time.time() - max(times) < LEFTOVER_SECONDS
 
 
@@ -454,46 +542,11 @@ def folder_lock(folder: Path, *, patience: float = 20.0) -> Iterator[bool]:
     """Hold the file `lock` of a folder; yield whether it was acquired within `patience` seconds. Raises OSError."""
     fd = open_lock(folder / "lock")
     try:
-        deadline, held = time.monotonic() + patience, False
-        while not held:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                held = True
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    break
-                time.sleep(0.1)
+        deadline = time.monotonic() + patience
+        while not (held := try_lock(fd)) and time.monotonic() < deadline:
+            time.sleep(0.1)
         yield held
     finally:
-        os.close(fd)
-
-
-@contextlib.contextmanager
-def exclusive_maker(final: Path) -> Iterator[bool]:
-    """Yield whether this process alone makes `final`; meanwhile other processes get False. Raises OSError. Meanwhile
-    `.NAME.lock` lies beside `final`. On a file system without locks every process gets True."""
-    final.parent.mkdir(parents=True, exist_ok=True)
-    lock, held = final.with_name(f".{final.name}.lock"), True
-    while True:
-        fd = open_lock(lock)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            held = False
-        except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
-                os.close(fd)
-                raise
-        with contextlib.suppress(FileNotFoundError):
-            if not held or os.path.samestat(os.stat(lock), os.fstat(fd)):
-                break
-        os.close(fd)  # who had it has removed it
-    try:
-        yield held
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            if held:
-                os.unlink(lock)
         os.close(fd)
 
 
@@ -526,47 +579,6 @@ def rename_no_replace(source: str | os.PathLike[str], target: str | os.PathLike[
         os.rename(source, target)
 
 
-@contextlib.contextmanager
-def replaced_folder(final: Path, *, new: bool = False) -> Iterator[Path]:
-    """Yield an empty folder to fill; after an exit without error it replaces `final`.
-
-    A kill leaves the old folder or the new one, never a mix. If the file system cannot exchange two names at once, the
-    old folder may stand aside until the next call beside it gives its name back; that call also removes leftovers of
-    killed ones, and `shards.prefixes.find_prefixes` never reads them. The caller has checked that `final` may be
-    deleted. `new`: nothing may exist there, and FileExistsError is raised if something has come meanwhile. Links in the
-    path of `final` are followed, so that a link to a folder keeps pointing to it. Raises OSError.
-    """
-    final = Path(os.path.realpath(final))
-    final.parent.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(final.parent, shared=True)
-    building = final.parent / f"{REPLACED_PREFIX}{_owner()}-{secrets.token_hex(8)}"
-    building.mkdir()
-    try:
-        yield building
-        fsync_directory(building)
-        if new:
-            rename_no_replace(building, final)
-            fsync_directory(final.parent)
-        else:
-            _swap(building, final)
-    except BaseException:
-        shutil.rmtree(building, ignore_errors=True)
-        raise
-
-
-def _swap(building: Path, final: Path) -> None:
-    """Rename `building` to `final`, then delete the old folder."""
-    old = building
-    if not os.path.lexists(final):
-        rename_no_replace(building, final)
-    elif not _rename(building, final, _EXCHANGE):
-        old = final.parent / f"{REPLACED_PREFIX}{_owner()}-{secrets.token_hex(4)}{_ORIGINAL_NAME_MARK}{final.name}"
-        try:
-            os.rename(final, old)
-            rename_no_replace(building, final)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                rename_no_replace(old, final)
-            raise
-    fsync_directory(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+def exchange_names(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
+    """Give two files or folders each other's name at once; return False if this file system cannot. Raises OSError."""
+    return _rename(one, other, _EXCHANGE)

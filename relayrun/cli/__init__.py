@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 
 import relayrun
-from relayrun.errors import run_main
+from relayrun.errors import run_command
 
 AddArguments = Callable[[argparse.ArgumentParser], None]
 
@@ -63,7 +63,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the `relayrun` command. Imports the module of the requested command alone."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    return run_main(lambda: _run(arguments))
+    return run_command(lambda: _run(arguments))
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -115,7 +115,7 @@ def as_program(add_arguments: AddArguments, description: str | None) -> int:
         options = parser.parse_args()
         return int(options.run(options))
 
-    return run_main(run)
+    return run_command(run)
 
 
 def _run(arguments: Sequence[str]) -> int:

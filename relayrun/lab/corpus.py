@@ -25,7 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from relayrun.errors import ConfigError, InputError
-from relayrun.files import replaced_folder, write_json
+from relayrun.files import write_json
+from relayrun.publishing import published_folder
 
 CORPUS_SETS = ("docs", "code", "heldout")
 CORPUS_RECORD = "corpus.json"
@@ -83,7 +84,7 @@ def build_corpus(output: Path, *, megabytes: float = 24, seed: int = 0) -> Corpu
     """
     if not megabytes > 0:
         raise ConfigError(f"a corpus needs a positive size, not {megabytes:g} MB")
-    _check_output(output)
+    _check_output(output, output)
     wanted = int(megabytes * 1e6)
     docs = int(wanted * DOCS_SHARE)
     sizes = dict(zip(CORPUS_SETS, (docs, wanted - docs, 0), strict=True))
@@ -103,13 +104,12 @@ def build_corpus(output: Path, *, megabytes: float = 24, seed: int = 0) -> Corpu
             words = f"this Python installation gave no text for the set '{name}'"
             hint = "ask for more megabytes"
             raise InputError(words, where=sysconfig.get_path("stdlib"), hint=hint)
-    with replaced_folder(output) as building:
+    with published_folder(output, replaces=lambda found: _check_output(found, output)) as building:
         for name, made in sets.items():
             made.texts.sort(key=lambda document: _keyed(document[0], seed))
             _write_documents(building / name, made.texts, parts=1 if name == "heldout" else PARTS)
         counts = {name: {"documents": made.documents, "bytes": made.bytes} for name, made in sets.items()}
         write_json(building / CORPUS_RECORD, {"seed": seed, "megabytes": megabytes, "sets": counts})
-        _check_output(output)  # again: files may have appeared meanwhile
     return Corpus(**sets)
 
 
@@ -240,16 +240,16 @@ def _write_documents(folder: Path, documents: Sequence[tuple[str, str]], *, part
         write_parquet(folder / f"part-{number:03d}.parquet", text=texts, path=paths)
 
 
-def _check_output(output: Path) -> None:
-    """Raise InputError for a folder that is not an earlier corpus."""
-    if not output.exists():
+def _check_output(found: Path, output: Path) -> None:
+    """Raise InputError, naming `output`, if the folder `found` is not an earlier corpus."""
+    if not found.exists():
         return
-    if not output.is_dir():
+    if not found.is_dir():
         raise InputError("the output exists and is not a folder", where=output)
     ours = re.compile(rf"{re.escape(CORPUS_RECORD)}|({'|'.join(CORPUS_SETS)})/part-\d{{3}}\.parquet")
-    for folder, _, names in os.walk(output):
+    for folder, _, names in os.walk(found):
         for name in names:
-            relative = os.path.relpath(os.path.join(folder, name), output)
+            relative = os.path.relpath(os.path.join(folder, name), found)
             if not ours.fullmatch(relative):
                 words = f"the output holds something that is no part of a corpus: {relative}"
                 hint = "move it away, or choose another output"

@@ -26,7 +26,16 @@ from typing import Any
 
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError, RunDirError
-from relayrun.files import append_line, free_space, fsync_directory, open_lock, read_json, read_json_lines, write_json
+from relayrun.files import (
+    append_line,
+    free_space,
+    fsync_directory,
+    open_lock,
+    read_json,
+    read_json_lines,
+    rename_no_replace,
+    write_json,
+)
 from relayrun.tokens.stores.direct_io import HashingFile, file_checksum
 
 CHUNK_BYTES = 8 << 20
@@ -145,7 +154,7 @@ def _move(source: Path, target: Path) -> None:
             _refuse_links(source, found, target)
             if not staging.exists():
                 try:
-                    os.rename(source, target)
+                    rename_no_replace(source, target)
                     fsync_directory(target.parent)
                     fsync_directory(source.parent)
                     print(f"renamed to {target}: it is the same file system")
@@ -242,7 +251,7 @@ def _copy(source: Path, target: Path, staging: Path, found: dict[str, RunDirEntr
         name: entry.size for name, entry in found.items() if entry.kind != "other"
     }:
         raise RunDirError("the copy has other files than the run", where=copy, hint="somebody writes there")
-    os.rename(copy, target)
+    rename_no_replace(copy, target)
     fsync_directory(target.parent)
 
 

@@ -139,8 +139,10 @@ def _write(folder: Path, files: Mapping[str, str]) -> dict[str, bool]:
     made = {}
     for name, text in files.items():
         path = folder / name
-        made[name] = not path.exists() and not path.is_symlink()
-        if made[name]:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, text, mode=0o777 if name == LAUNCHER_PATH else 0o666)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            write_atomic(path, text, mode=0o777 if name == LAUNCHER_PATH else 0o666, new=True)
+            made[name] = True
+        except FileExistsError:
+            made[name] = False
     return made

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from relayrun.files import replaced_folder
+from relayrun.errors import InputError
 from relayrun.lab.corpus import PARTS, is_heldout, write_parquet
+from relayrun.publishing import published_folder
 
 HELDOUT_SHARE = 0.01
 
@@ -152,7 +153,12 @@ def build_stories(output: Path, *, megabytes: float = 8.0, seed: int = 0) -> Sto
         else:
             train.append(text)
             size += len(text.encode())
-    with replaced_folder(output) as building:
+
+    def check(found: Path) -> None:
+        if others := {path.name for path in found.iterdir()} - {"train", "heldout"}:
+            raise InputError(f"this folder holds something that is no story: {min(others)}", where=output)
+
+    with published_folder(output, replaces=check) as building:
         for number in range(PARTS):
             write_parquet(building / "train" / f"part-{number:03d}.parquet", text=train[number::PARTS])
         write_parquet(building / "heldout" / "part-000.parquet", text=heldout)

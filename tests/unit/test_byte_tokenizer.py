@@ -39,6 +39,9 @@ def test_a_byte_is_a_token_and_its_id(tmp_path: Path, capsys: pytest.CaptureFixt
         assert encode(text, add_special_tokens=False).ids == [*text.encode()]
         assert loaded.tokenizer.decode([*text.encode()], skip_special_tokens=False) == text
     assert encode("a\0\x03b", add_special_tokens=False).ids == [97, 3, 3, 98]
+    assert main(["dumps", "tokenizer", "--bytes", "--output-folder", str(tmp_path / "t")]) == 0
+    assert "this is done already" in capsys.readouterr().err
+    (tmp_path / "t" / "tokenizer.json").write_text("another")
     assert main(["dumps", "tokenizer", "--bytes", "--output-folder", str(tmp_path / "t")]) == 1
     assert "there is a tokenizer" in capsys.readouterr().err
 

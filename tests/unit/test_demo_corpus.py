@@ -173,7 +173,7 @@ def test_of_two_tokenizers_in_one_folder_one_is_whole_and_the_other_is_refused(
             lambda: train_tokenizer([corpus.code.folder], tmp_path / "t"),
             lambda: write_byte_tokenizer(tmp_path / "t"),
         ):
-            with pytest.raises(InputError, match="another process makes a tokenizer here"):
+            with pytest.raises(InputError, match="another process makes this: "):
                 make()
         write_json(*given)
 

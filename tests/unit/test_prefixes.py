@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relayrun.errors import InputError
-from relayrun.files import REPLACED_PREFIX, replaced_folder
+from relayrun.errors import InputError, RelayrunError
+from relayrun.files import TEMPORARY_PREFIX
+from relayrun.publishing import published_folder
 from relayrun.tokens.shards.prefixes import find_prefixes, join_prefixes
 from relayrun.tokens.shards.shard import ShardWriter
 
@@ -105,7 +106,7 @@ def test_missing_empty_and_wrong_folders_are_errors(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_being_built_is_not_read(tmp_path: Path) -> None:
     prefix = shard(tmp_path / "s")
-    shard(tmp_path / f"{REPLACED_PREFIX}0" / "s")
+    shard(tmp_path / f"{TEMPORARY_PREFIX}0" / "s")
     assert find_prefixes([tmp_path]) == [prefix]
 
 
@@ -146,13 +147,16 @@ def test_the_door_imports_nothing_heavy() -> None:
 
 def test_a_replaced_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     final = tmp_path / "deep" / "final"
-    with replaced_folder(final) as building:
+    with published_folder(final, replaces=str) as building:
         (building / "one").write_text("1")
         assert not final.exists()
-    with pytest.raises(FileNotFoundError), replaced_folder(final) as building:
+    with (
+        pytest.raises(RelayrunError, match="cannot be written: No such file"),
+        published_folder(final, replaces=str) as building,
+    ):
         (building / "gone" / "two").write_text("2")
     assert os.listdir(final) == ["one"]
-    with replaced_folder(final) as building:
+    with published_folder(final, replaces=str) as building:
         (building / "three").write_text("3")
     assert os.listdir(final) == ["three"]
     assert os.listdir(final.parent) == ["final"]
@@ -162,23 +166,23 @@ def test_what_a_killed_run_left_aside_is_removed_but_not_what_a_live_one_builds(
     program = f"""
 import os, signal
 from pathlib import Path
-from relayrun.files import replaced_folder
-with replaced_folder(Path({str(tmp_path)!r}, "killed")) as building:
+from relayrun.publishing import published_folder
+with published_folder(Path({str(tmp_path)!r}, "killed")) as building:
     (building / "sub").mkdir()
     os.kill(os.getpid(), signal.SIGKILL)
 """
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=600).returncode == -signal.SIGKILL
-    (dead,) = os.listdir(tmp_path)
-    assert dead.startswith(REPLACED_PREFIX)
-    far = tmp_path / f"{REPLACED_PREFIX}01234567-1-2-3-of-another-node"  # whose locks this node may not see
+    lock, dead = sorted(os.listdir(tmp_path))
+    assert (lock, dead.startswith(TEMPORARY_PREFIX)) == (".killed.lock", True)
+    far = tmp_path / f"{TEMPORARY_PREFIX}01234567-1-2-3-of-another-node"  # whose locks this node may not see
     far.mkdir()
-    with replaced_folder(tmp_path / "live") as building:
-        with replaced_folder(tmp_path / "other"):
+    with published_folder(tmp_path / "live", replaces=str) as building:
+        with published_folder(tmp_path / "other", replaces=str):
             pass
         assert building.exists()
     assert sorted(os.listdir(tmp_path)) == sorted([far.name, "live", "other"])
     os.utime(far, (1, 1))
-    with replaced_folder(tmp_path / "other"):
+    with published_folder(tmp_path / "other", replaces=str):
         pass
     assert sorted(os.listdir(tmp_path)) == ["live", "other"]
 
@@ -193,7 +197,7 @@ def test_a_kill_at_any_rename_loses_neither_the_old_folder_nor_the_new_one(
 import os, signal
 from itertools import count
 from pathlib import Path
-from relayrun import files
+from relayrun import files, publishing
 calls = count()
 def cut(rename):
     def call(*given, **more):
@@ -204,14 +208,14 @@ def cut(rename):
 os.rename = cut(os.rename)
 files._rename = cut(files._rename) if {exchange} else lambda *_: False
 files.shutil.rmtree = cut(files.shutil.rmtree)
-with files.replaced_folder(Path({str(tmp_path)!r}, "mix")) as building:
+with publishing.published_folder(Path({str(tmp_path)!r}, "mix"), replaces=str) as building:
     (building / "new").touch()
 """
     (tmp_path / "mix").mkdir()
     (tmp_path / "mix" / "old").touch()
     killed = subprocess.run([sys.executable, "-c", program], check=False).returncode
     assert killed == (0 if exchange and call == 2 else -signal.SIGKILL)
-    with replaced_folder(tmp_path / "other"):
+    with published_folder(tmp_path / "other", replaces=str):
         pass
     assert sorted(os.listdir(tmp_path)) == ["mix", "other"]
     assert os.listdir(tmp_path / "mix") == (["old"] if call == 0 or (call == 1 and not exchange) else ["new"])
@@ -220,7 +224,7 @@ with files.replaced_folder(Path({str(tmp_path)!r}, "mix")) as building:
 def test_a_link_to_a_folder_keeps_pointing_to_the_replaced_one(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     (tmp_path / "link").symlink_to("store")
-    with replaced_folder(tmp_path / "link") as building:
+    with published_folder(tmp_path / "link", replaces=str) as building:
         (building / "one").write_text("1")
     assert (tmp_path / "link").is_symlink()
     assert os.listdir(tmp_path / "store") == ["one"]

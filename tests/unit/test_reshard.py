@@ -289,8 +289,8 @@ def test_what_comes_to_stand_at_the_output_meanwhile_is_kept(
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "thesis.txt").write_text("two weeks of work")
 
-    monkeypatch.setattr(module, "draw_lengths", meanwhile)
-    with pytest.raises(RelayrunError, match="out: the output came to be meanwhile"):
+    monkeypatch.setattr(module, "write_files", meanwhile)
+    with pytest.raises(RelayrunError, match="out: another process has put something here meanwhile"):
         reshard(data, tmp_path / "out")
     assert (tmp_path / "out" / "thesis.txt").read_text() == "two weeks of work"
     assert sorted(os.listdir(tmp_path)) == ["data", "out"]
@@ -302,13 +302,13 @@ def test_of_two_shuffles_into_one_folder_the_second_is_refused(
     """Both said that they were done, and the first one's files were gone."""
 
     def meanwhile(*given: Any) -> None:
-        monkeypatch.setattr(module, "draw_lengths", draw)
-        draw(*given)
-        with pytest.raises(RelayrunError, match="out: another shuffle writes this output"):
+        monkeypatch.setattr(module, "write_files", write)
+        write(*given)
+        with pytest.raises(RelayrunError, match=r"out: another process makes this: .*, since 2"):
             reshard(data, tmp_path / "out", seed=1)
 
-    draw = module.draw_lengths
-    monkeypatch.setattr(module, "draw_lengths", meanwhile)
+    write = module.write_files
+    monkeypatch.setattr(module, "write_files", meanwhile)
     assert reshard(data, tmp_path / "out") == ROWS
     assert sorted(os.listdir(tmp_path)) == ["data", "out"]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from relayrun import places
+from relayrun import files, places
 from relayrun.cli import main
 from relayrun.cli.watch import runs as command
 from relayrun.control.rundir import campaign
@@ -52,14 +52,15 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the archive were another file system."""
-    rename = os.rename
+    rename, without_replacing = os.rename, files._rename
 
-    def between(source: Any, target: Any) -> None:
+    def between(source: Any, target: Any, *flag: int) -> Any:
         if "archive" in str(target) and "archive" not in str(source):
             raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(source), None, str(target))
-        rename(source, target)
+        return without_replacing(source, target, *flag) if flag else rename(source, target)
 
     monkeypatch.setattr(os, "rename", between)
+    monkeypatch.setattr(files, "_rename", between)
 
 
 def held(path: Path) -> dict[str, object]:
@@ -146,6 +147,7 @@ def cut_at(monkeypatch: pytest.MonkeyPatch, number: int) -> list[str]:
         (move_run, "fsync_directory"),
         (move_run, "file_checksum"),
         (os, "rename"),
+        (move_run, "rename_no_replace"),
         (shutil, "rmtree"),
     ]:
         before(module, name)

@@ -19,6 +19,7 @@ from rich.table import Table
 from relayrun.config.compose.writable import check_outputs
 from relayrun.control.rundir.find_runs import find_run
 from relayrun.errors import ConfigError
+from relayrun.publishing import published_file
 from relayrun.tokens.mixture import audit
 from relayrun.tokens.readers.inputs import FORMATS
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
@@ -99,7 +100,8 @@ def run_lengths(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(records[0] if len(records) == 1 else records, indent=2))
     if options.picture is not None:
-        draw_length_picture(orders, options.picture, unit=" or ".join(sorted(units)))
+        with published_file(options.picture) as picture:
+            draw_length_picture(orders, picture, unit=" or ".join(sorted(units)))
     return 0
 
 

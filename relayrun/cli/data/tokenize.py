@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import signal
-import sys
 from pathlib import Path
 
 from relayrun.config.compose.writable import check_outputs
@@ -111,7 +109,6 @@ def run_global_shuffle(given: argparse.Namespace) -> int:
     # pyarrow: slow import, not needed for --help
     from relayrun.tokens.shuffle.reshard import LENGTHS_PICTURE, ReshardOptions, reshard
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # temporary files are removed
     options = ReshardOptions(
         dataset_folder=given.dataset_folder,
         output=given.output_folder,

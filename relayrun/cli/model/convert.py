@@ -8,6 +8,7 @@ from pathlib import Path
 from relayrun.config.compose.writable import check_outputs
 from relayrun.control.rundir.find_runs import find_run, split_run_and_iteration
 from relayrun.errors import InputError, did_you_mean_path
+from relayrun.publishing import InputFiles
 from relayrun.train.checkpoint import megatron_folder
 from relayrun.train.export import megatron_settings, upload
 from relayrun.train.export.source_and_target import CheckpointSource, check_target_is_new, find_checkpoint, parse_size
@@ -66,11 +67,15 @@ def export_hf(options: argparse.Namespace) -> int:
     source = _checked_source(options)
     if hub is not None:
         hub.check()
+    if (read := _new_output(options, source.folder)) is None:
+        if hub is not None:
+            print(upload.upload_to_hub(hub, Path(options.output), public=options.public))
+        return 0
     from relayrun.train.export import huggingface, model_card  # torch: seconds
     from relayrun.train.export.torch_dist import new_folder
 
     compared = ""
-    with new_folder(options.output) as folder:
+    with new_folder(options.output, read) as folder:
         made = huggingface.write_huggingface(
             source, folder, dtype=options.dtype, max_shard_size=limit, mapping=options.mapping
         )
@@ -100,10 +105,12 @@ def export_torch(options: argparse.Namespace) -> int:
     """Write a checkpoint in Megatron's plain torch format. Raises RelayrunError."""
     check_outputs({"--output": options.output})
     source = _checked_source(options)
+    if (read := _new_output(options, source.folder)) is None:
+        return 0
     from relayrun.train.export import megatron  # torch: seconds
     from relayrun.train.export.torch_dist import new_folder
 
-    with new_folder(options.output) as folder:
+    with new_folder(options.output, read) as folder:
         parameters = megatron.write_torch_format(
             source,
             folder,
@@ -120,11 +127,12 @@ def export_megatron(options: argparse.Namespace) -> int:
     check_outputs({"--output": options.output})
     name, iteration = split_run_and_iteration(options.name)
     source = find_checkpoint(find_run(name), options.iteration if iteration is None else iteration)
-    check_target_is_new(options.output)
+    if (read := _new_output(options, source.folder)) is None:
+        return 0
     from relayrun.train.export import megatron  # torch: seconds
     from relayrun.train.export.torch_dist import new_folder
 
-    with new_folder(options.output) as folder:
+    with new_folder(options.output, read) as folder:
         made = megatron.write_megatron(source, folder)
     what = "weights, optimizer and schedule" if made.optimizer else "weights"
     print(f"iteration {source.iteration}: {made.parameters:,} parameters ({what}): {Path(options.output).absolute()}")
@@ -133,16 +141,26 @@ def export_megatron(options: argparse.Namespace) -> int:
     return 0
 
 
+def _new_output(options: argparse.Namespace, folder: Path) -> InputFiles | None:
+    """Return the files of a checkpoint that is read; None, after a line, if this command has made the output of them.
+    Raises InputError if anything else is there."""
+    chosen = {name: value for name, value in vars(options).items() if name not in ("run", "output")}
+    read = InputFiles((path for path in folder.rglob("*") if path.is_file()), chosen)
+    if read.was_made(options.output):
+        print(f"{options.output.absolute()}: this is done already")
+        return None
+    check_target_is_new(options.output)
+    return read
+
+
 def _checked_source(options: argparse.Namespace) -> CheckpointSource:
-    """The checkpoint, after run, iteration, output and tokenizer were checked. Raises RelayrunError."""
+    """The checkpoint, after run, iteration and tokenizer were checked. Raises RelayrunError."""
     folder = Path(options.name).expanduser()
     if (found := megatron_folder.find_megatron_checkpoint(folder, options.iteration)) is not None:
-        check_target_is_new(options.output)
         return megatron_settings.megatron_source(found, options.tokenizer)
     if options.tokenizer is not None:
         raise InputError("a run has a tokenizer of its own", where=options.name, hint="leave out --tokenizer")
     source = find_checkpoint(find_run(options.name), options.iteration)
-    check_target_is_new(options.output)
     if not source.config.data.mock_data:
         _ = source.tokenizer
     return source
@@ -190,7 +208,8 @@ def import_hf(options: argparse.Namespace) -> int:
     """Write a checkpoint from a Hugging Face folder. Raises RelayrunError."""
     output: Path = options.output.absolute()
     check_outputs({"--output": options.output})
-    check_target_is_new(output)
+    if (read := _new_output(options, options.folder)) is None:
+        return 0
     if not (options.folder / "config.json").is_file():
         hint = did_you_mean_path(options.folder) or "give a folder that transformers' save_pretrained wrote"
         raise InputError("this is no Hugging Face folder: it has no config.json", where=options.folder, hint=hint)
@@ -202,6 +221,7 @@ def import_hf(options: argparse.Namespace) -> int:
         dtype=options.dtype,
         divisible_by=options.make_vocab_size_divisible_by,
         mapping=options.mapping,
+        read=read,
     )
     print(
         f"{made.vocabulary} tokens, padded to {made.padded_vocabulary}: {output}\n"
@@ -214,17 +234,18 @@ def import_megatron(options: argparse.Namespace) -> int:
     """Write a checkpoint from a folder of Megatron-LM. Raises RelayrunError."""
     output: Path = options.output.absolute()
     check_outputs({"--output": options.output})
-    check_target_is_new(output)
     name, iteration = split_run_and_iteration(options.folder)
     folder = Path(name).expanduser()
     found = megatron_folder.find_megatron_checkpoint(folder, iteration)
     if found is None:
         hint = did_you_mean_path(folder) or "give a folder with latest_checkpointed_iteration.txt, or one of its iter_*"
         raise InputError("this is no checkpoint folder of Megatron-LM (torch_dist)", where=folder, hint=hint)
+    if (read := _new_output(options, found.folder)) is None:
+        return 0
     from relayrun.train.export import megatron  # torch: seconds
 
     made = megatron.import_megatron(
-        found, output, distributed=options.use_distributed_optimizer, weights_only=options.weights_only
+        found, output, distributed=options.use_distributed_optimizer, weights_only=options.weights_only, read=read
     )
     what = (
         f"iteration {made.iteration}, {made.consumed_samples} samples, weights and optimizer"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import time
 from functools import partial
@@ -105,13 +104,11 @@ def _run_session(drill: FaultSession, options: argparse.Namespace) -> int:
         if not options.yes and not _confirmed():
             tell("nothing was queued")
             return 1
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             drill.run_pending()
         except KeyboardInterrupt:
             stopped = True
         finally:
-            signal.signal(signal.SIGTERM, before)
             _write_reports(drill)
     else:
         _write_reports(drill)

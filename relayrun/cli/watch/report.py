@@ -11,7 +11,7 @@ from relayrun.config.compose.writable import check_outputs
 from relayrun.control.rundir.find_runs import find_run
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError, RunDirError
-from relayrun.files import atomic_file
+from relayrun.publishing import published_file
 from relayrun.watch.goodput import tables
 from relayrun.watch.goodput.account import account_for_run
 from relayrun.watch.report import terminal_report
@@ -84,7 +84,7 @@ def _write_page(runs: list[Run], target: Path | None, *, as_json: bool) -> None:
     if as_json:
         _print_json([report_as_json(page) for page in pages])
     if target is not None:
-        with atomic_file(target) as temporary:
+        with published_file(target) as temporary:
             temporary.write_text(report_page(pages, now=time.time()), encoding="utf-8")
         print(target)
 

@@ -9,13 +9,14 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 from relayrun.errors import ConfigError, InputError, refuse_unwritable, refuse_urls
-from relayrun.files import RealPathCache, fsync_directory, replaced_folder, write_atomic
+from relayrun.files import RealPathCache, write_atomic
+from relayrun.publishing import InputFiles, published_folder
 from relayrun.tokens.mixture import shard_selection
 from relayrun.tokens.mixture.shard_selection import (
     CutShard,
@@ -161,6 +162,7 @@ def create_mixture(
         refuse_urls(output)
         refuse_unwritable(Path(os.path.realpath(output)).parent)
     datasets = _read_datasets(folders, shares, seed, report)
+    read = InputFiles(path for dataset in datasets for path in _files_of(dataset))
     refuse_two_tokenizers(datasets, allow=allow_other_tokenizer)
     if whole_shards:
         taken = shard_selection.select_whole_shards(
@@ -182,13 +184,18 @@ def create_mixture(
     if dry_run:
         return summary
     report(f"linking {links:,} shards into {output}")
-    with replaced_folder(output) as building:
+    with published_folder(output, replaces=lambda found: _check_former_mixture(found, output)) as building:
         for dataset in datasets:
             _link_shards(dataset, building / dataset.name)
         write_atomic(building / SUMMARY_TEXT, summary.encode("utf-8", "backslashreplace"))
         write_atomic(building / SUMMARY_JSON, mixture_summary_json(datasets, seed))
-        check_mixture_output(output, folders)  # again: the links may have taken minutes
+        read.check()
     return summary
+
+
+def _files_of(dataset: MixtureDataset) -> Iterator[str]:
+    for shard, real in zip(dataset.shards, dataset.bin_paths, strict=True):
+        yield from (real, shard.prefix + ".idx")
 
 
 def distinct_names(names: Sequence[str], fallbacks: Sequence[str], *, reserved: Sequence[str] = ()) -> list[str]:
@@ -219,8 +226,12 @@ def check_mixture_output(output: Path, folders: Sequence[Path]) -> None:
         if final == real or real in final.parents or final in real.parents:
             words = "output and input lie inside each other"
             raise InputError(words, where=f"{output} and {folder}", hint="give an output folder of its own")
-    if not final.exists():
-        return
+    if final.exists():
+        _check_former_mixture(final, output)
+
+
+def _check_former_mixture(final: Path, output: Path) -> None:
+    """Raise InputError, naming `output`, if `final` is not a former mixture."""
     if not final.is_dir():
         raise InputError("the output exists and is not a folder", where=output)
     hint = "move it away, or choose another output"
@@ -329,4 +340,3 @@ def _link_shards(dataset: MixtureDataset, folder: Path) -> None:
         if dataset.cut is not None and number == dataset.passes:
             os.symlink(dataset.bin_paths[count], start + dataset.links[count] + ".bin")
             write_atomic(start + dataset.links[count] + ".idx", dataset.cut.index())
-        fsync_directory(place)

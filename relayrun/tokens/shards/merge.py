@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,9 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from relayrun import files
-from relayrun.errors import InputError, refuse_unwritable, refuse_urls
+from relayrun import files, publishing
+from relayrun.errors import InputError, on_interrupt, refuse_unwritable, refuse_urls
+from relayrun.publishing import Progress
 from relayrun.tokens.shards.shard import (
     RECORD_SUFFIX,
     Shard,
@@ -30,7 +30,7 @@ from relayrun.tokens.shards.shard import (
     encode_index,
     write_shard_record,
 )
-from relayrun.tokens.stores.direct_io import DirectFile
+from relayrun.tokens.stores.direct_io import DirectFile, file_checksum
 
 log = logging.getLogger(__name__)
 
@@ -46,29 +46,58 @@ def merge_shards(prefixes: Sequence[str], output: str | os.PathLike[str], *, mul
     records) tokenizers, and if `output` exists or is one of the inputs. Warns if an input without a record leaves the
     tokenizer of the result unnamed.
     """
-    target = os.path.abspath(output)
-    inputs = inspect_inputs(prefixes, output, multimodal=multimodal)
-    with files.exclusive_maker(Path(target)) as held:
-        if not held:
-            hint = "wait for it, or choose another name"
-            raise InputError("another merge writes this output", where=target, hint=hint)
-        _refuse_existing(target)  # again: another merge may have ended since
+    target, names = os.path.abspath(output), [os.path.abspath(prefix) for prefix in prefixes]
+    if (done := _finished_merge(target, names, multimodal=multimodal)) is not None:
         files.remove_leftovers(Path(target).parent, shared=True)
-        _write_merged(inputs, target, [os.path.abspath(prefix) for prefix in prefixes], multimodal=multimodal)
+        log.info("%s: this is done already", target)
+        return done
+    read = publishing.InputFiles(path for path in map(Path, _paths(names)) if path.exists())
+    inputs = inspect_inputs(prefixes, output, multimodal=multimodal)
+    state = on_interrupt(lambda: "nothing is kept; the same command begins again")
+    with publishing.output_lock(Path(target)), state:
+        files.remove_leftovers(Path(target).parent, shared=True)
+        _refuse_existing(target, names)  # again: another merge may have ended since
+        if (free := files.free_space(target)) < inputs.bytes:
+            words = f"the merged shard takes {inputs.bytes:,} bytes, and {free:,} are free"
+            raise InputError(words, where=Path(target).parent, hint="make room, or choose another place")
+        _write_merged(inputs, read, target, names, multimodal=multimodal)
     return Shard.open(target, multimodal=multimodal)
 
 
-def _write_merged(inputs: MergeInputs, target: str, prefixes: list[str], *, multimodal: bool) -> None:
-    """Write temporary files, then rename them; remove all of them on a failure."""
-    shards, known, dtype = inputs.shards, inputs.records, inputs.shards[0].dtype
-    folder = Path(target).parent
-    tokens, index_file = (str(folder / f"{files.temporary_prefix()}{secrets.token_hex(8)}") for _ in range(2))
-    made = [tokens, index_file]
+def _finished_merge(target: str, prefixes: Sequence[str], *, multimodal: bool) -> Shard | None:
+    """Return the shard `target` if a merge of these shards, none of which changed since, has finished it."""
     try:
-        with DirectFile(tokens) as out:
+        record = files.read_json(target + RECORD_SUFFIX)
+        made = os.stat(target + RECORD_SUFFIX).st_mtime_ns
+        parts = [os.stat(path) for path in _paths(prefixes)]
+        index = xxhash.xxh3_128_hexdigest(Path(target + ".idx").read_bytes())
+        same = record["merged"] == prefixes and record["xxh3_128"]["idx"] == index
+        if same and max(part.st_mtime_ns for part in parts) < made:
+            shard = Shard.open(target, multimodal=multimodal)
+            return shard if file_checksum(target + ".bin") == record["xxh3_128"]["bin"] else None
+    except (OSError, ValueError, KeyError, TypeError, InputError):
+        pass
+    return None
+
+
+def _paths(prefixes: Sequence[str]) -> list[str]:
+    return [prefix + suffix for prefix in prefixes for suffix in (".bin", ".idx")]
+
+
+def _write_merged(
+    inputs: MergeInputs, read: publishing.InputFiles, target: str, prefixes: list[str], *, multimodal: bool
+) -> None:
+    """Write temporary files, then rename them, the .idx last: without it nothing is a shard."""
+    shards, known, dtype = inputs.shards, inputs.records, inputs.shards[0].dtype
+    tokens, index_file = (files.temporary_name(Path(target)) for _ in range(2))
+    made = [str(tokens), str(index_file), f"{tokens}{RECORD_SUFFIX}"]
+    try:
+        with DirectFile(str(tokens)) as out:
             digest = xxhash.xxh3_128()
+            progress = Progress("merging", sum(shard.tokens * shard.dtype.itemsize for shard in shards))
             for shard, record in zip(shards, known, strict=True):
-                _append_shard(shard, {} if record is None else record.xxh3_128, out, digest)
+                _append_shard(shard, {} if record is None else record.xxh3_128, out, digest, progress)
+            progress.end()
             os.fsync(out.fileno())
         bounds, sequences = [np.zeros(1, np.int64)], 0
         for shard in shards:
@@ -78,27 +107,47 @@ def _write_merged(inputs: MergeInputs, target: str, prefixes: list[str], *, mult
         index = encode_index(lengths, np.concatenate(bounds), dtype)
         if multimodal:
             index += b"".join(np.asarray(shard.modes()).tobytes() for shard in shards)
-        with open(index_file, "wb") as file:
-            file.write(index)
-            file.flush()
-            os.fsync(file.fileno())
+        index_file.write_bytes(index)
+        files.fsync_file(index_file)
         sums = {"bin": digest.hexdigest(), "idx": xxhash.xxh3_128_hexdigest(index)}
         largest = _largest_id(shards, known)
         own = ShardRecord(made=inputs.made, xxh3_128=sums, largest_id=largest, texts=inputs.texts)
+        read.check()
+        write_shard_record(str(tokens), own, merged=prefixes)
         try:
-            files.rename_no_replace(tokens, target + ".bin")
-            made += [target + ".bin", target + RECORD_SUFFIX]
-            write_shard_record(target, own, merged=prefixes)
-            files.rename_no_replace(index_file, target + ".idx")
+            _remove_half_published(target, prefixes, sums)
+            for suffix, path in ((RECORD_SUFFIX, f"{tokens}{RECORD_SUFFIX}"), (".bin", tokens), (".idx", index_file)):
+                files.rename_no_replace(path, target + suffix)
+                made.append(target + suffix)
         except FileExistsError:
-            _refuse_existing(target)
+            _refuse_existing(target, [])
             raise
     except BaseException:
         for path in made:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
         raise
-    files.fsync_directory(folder)
+    files.fsync_directory(Path(target).parent)
+
+
+def _is_half_published(target: str, prefixes: Sequence[str]) -> bool:
+    """Return whether a killed merge of the same shards has published its record, and perhaps its .bin, and no .idx."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return bool(files.read_json(target + RECORD_SUFFIX)["merged"] == prefixes) and not os.path.lexists(
+            target + ".idx"
+        )
+    return False
+
+
+def _remove_half_published(target: str, prefixes: Sequence[str], sums: dict[str, str]) -> None:
+    """Remove what a killed merge of the same shards has published; its .bin only if its bytes are these."""
+    if not _is_half_published(target, prefixes):
+        return
+    if os.path.lexists(target + ".bin"):
+        if file_checksum(target + ".bin") != sums["bin"]:
+            raise FileExistsError
+        os.unlink(target + ".bin")
+    os.unlink(target + RECORD_SUFFIX)
 
 
 @dataclass(frozen=True)
@@ -124,7 +173,7 @@ def inspect_inputs(prefixes: Sequence[str], output: str | os.PathLike[str], *, m
     shards = [Shard.open(prefix, multimodal=multimodal) for prefix in prefixes]
     if not shards:
         raise InputError("there is no shard to merge")
-    _refuse_existing(target)
+    _refuse_existing(target, [os.path.abspath(prefix) for prefix in prefixes])
     refuse_unwritable(Path(target).parent)
     dtype = shards[0].dtype
     if other := next((shard for shard in shards if shard.dtype != dtype), None):
@@ -136,9 +185,10 @@ def inspect_inputs(prefixes: Sequence[str], output: str | os.PathLike[str], *, m
     return MergeInputs(shards, known, _common_tokenizer(prefixes, known, target), texts)
 
 
-def _refuse_existing(target: str) -> None:
-    for suffix in (".bin", ".idx"):
-        if os.path.exists(target + suffix):
+def _refuse_existing(target: str, prefixes: Sequence[str]) -> None:
+    """Raise InputError if the shard `target` exists, unless a killed merge of the same shards has left it half made."""
+    for suffix in (".bin", ".idx", RECORD_SUFFIX):
+        if os.path.lexists(target + suffix) and not _is_half_published(target, prefixes):
             raise InputError("this exists already", where=target + suffix, hint="move it away, or choose another name")
 
 
@@ -177,7 +227,9 @@ def _describe_token(id_: int | None) -> str:
     return "no token" if id_ is None else f"the token {id_}"
 
 
-def _append_shard(shard: Shard, sums: dict[str, str], out: DirectFile, digest: xxhash.xxh3_128) -> None:
+def _append_shard(
+    shard: Shard, sums: dict[str, str], out: DirectFile, digest: xxhash.xxh3_128, progress: Progress
+) -> None:
     """Append the tokens of `shard` to `out`; its offsets must be contiguous from 0. Raises InputError if its files do
     not have the checksums `sums` of its record, if any."""
     left = shard.tokens * shard.dtype.itemsize
@@ -195,6 +247,7 @@ def _append_shard(shard: Shard, sums: dict[str, str], out: DirectFile, digest: x
                 own.update(piece[:read])
             out.commit(read)
             left -= read
+            progress.add(read)
     if not sums or shard.cut:  # a cut shard has the record of the whole one
         return
     index = xxhash.xxh3_128_hexdigest(Path(shard.prefix + ".idx").read_bytes())

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from relayrun.errors import InputError, RelayrunError, combined_error, did_you_mean_path
-from relayrun.files import REPLACED_PREFIX, read_json
+from relayrun.files import TEMPORARY_PREFIX, read_json
 
 SHARD_SUFFIXES = (".bin", ".idx")
 
@@ -146,7 +146,7 @@ def _walk_prefixes(root: str, seen: set[tuple[int, int]]) -> Iterator[str]:
             for entry in entries:
                 stem, suffix = entry.name[:-4], entry.name[-4:]
                 if entry.is_dir():
-                    if not entry.name.startswith(REPLACED_PREFIX):
+                    if not entry.name.startswith(TEMPORARY_PREFIX):
                         folders.append(entry.path)
                 elif suffix in SHARD_SUFFIXES and stem:
                     if not entry.is_file():

@@ -6,7 +6,7 @@ A stage begins when all tasks have finished the previous one (submit_reshard.sh:
     scatter   every task scatters some parts of the files to buckets
     measure   task 0 writes the first file, which fixes the number of rows per file
     write     every task writes a run of the other files
-    finish    task 0 draws the plot, gives the folder its name, and removes temporary files
+    finish    task 0 gives the folder its name, draws the plot, and removes temporary files
 
 A killed task leaves a whole part, a whole file, or nothing: running all stages again, with any number of tasks, does
 the missing work.
@@ -21,6 +21,7 @@ the missing work.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -31,21 +32,24 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from relayrun.errors import InputError, RelayrunError, refuse_unwritable
-from relayrun.files import free_space, fsync_directory, read_json, write_atomic, write_json
+from relayrun.files import (
+    free_space,
+    fsync_directory,
+    fsync_tree,
+    read_json,
+    rename_no_replace,
+    write_atomic,
+    write_json,
+)
 from relayrun.tokens.readers.columns import RowFile, check_files
 from relayrun.tokens.shuffle import reshard
 from relayrun.tokens.shuffle.buckets import output_file_name
-from relayrun.tokens.shuffle.text_lengths import draw_lengths
 from relayrun.tokens.stores import urls
 
 log = logging.getLogger(__name__)
-
-_LOCAL_SETTINGS = {"output", "memory_limit", "temp_dir", "threads"}
-"""Options that the bytes of the output do not depend on."""
 
 
 class ReshardTask:
@@ -64,6 +68,8 @@ class ReshardTask:
         """Do this task's share of a stage; `finish` returns the number of rows. Raises RelayrunError."""
         if self.task and stage in ("begin", "measure", "finish"):
             return None
+        if not self.work.exists() and (rows := reshard.rows_made(self.options, self.output)) is not None:
+            return rows if stage == "finish" else None
         if self._is_named() and stage != "finish":  # a former start was killed after its last rename
             return None
         does: dict[str, Callable[[], int | None]] = {
@@ -145,26 +151,30 @@ class ReshardTask:
             if missing := [name for name in names if not (self.building / name).exists()]:
                 words = f"{len(missing)} files are missing, the first is {missing[0]}"
                 raise RelayrunError(words, where=self.building, hint="submit again: what is done is kept")
-            before = reshard.open_buckets(self._plan(), self.work).before
-            after = [np.load(self.work / f"after-{number}.npy") for number in range(rows["files"])]
-            draw_lengths(before, after, self.building / reshard.LENGTHS_PICTURE)
-            # a killed task left the others half written
-            for name in {*os.listdir(self.building)} - {*names, reshard.LENGTHS_PICTURE}:
+            for name in {*os.listdir(self.building)} - {*names}:  # a killed task left the others half written
                 os.unlink(self.building / name)
-            fsync_directory(self.building)
-            if self.output.exists():
-                raise InputError(
-                    "the output came to be meanwhile", where=self.output, hint="move it away, submit again"
-                )
-            os.rename(self.building, self.output)
+            plan = self._plan()
+            if _plan_to_json(plan)["of"] != json.loads((self.work / "plan.json").read_text())["of"]:
+                hint = "submit again, which begins anew"
+                raise InputError("files changed while they were read", where=self.options.dataset_folder, hint=hint)
+            reshard.input_files(self.options, (file.path for file in plan.files)).write_record(self.building)
+            fsync_tree(self.building)
+            try:
+                rename_no_replace(self.building, self.output)
+            except FileExistsError:
+                hint = "move it away, submit again"
+                raise InputError("the output came to be meanwhile", where=self.output, hint=hint) from None
             fsync_directory(self.output.parent)
+        if not (self.output / reshard.LENGTHS_PICTURE).exists():
+            find = functools.partial(reshard.open_buckets, self._plan(), self.work)
+            reshard.draw_picture(find, rows["files"], self.output, self.work)
         shutil.rmtree(self.work)
         return rows["all"]
 
 
 def _plan_to_json(plan: reshard.ShufflePlan) -> dict[str, Any]:
     """Return the content of plan.json; `of` holds everything that the output bytes depend on."""
-    names = [field.name for field in fields(plan.options) if field.name not in _LOCAL_SETTINGS]
+    names = [field.name for field in fields(plan.options) if field.name not in reshard.LOCAL_SETTINGS]
     options = {name: getattr(plan.options, name) for name in names}
     options["dataset_folder"] = urls.absolute_path(plan.options.dataset_folder)
     changed = (0 if urls.is_url(file.path) else os.stat(file.path).st_mtime_ns for file in plan.files)

@@ -15,18 +15,20 @@ import math
 import os
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from relayrun.errors import InputError, refuse_unwritable
-from relayrun.files import exclusive_maker, remove_leftovers, replaced_folder, temporary_prefix
+from relayrun.files import atomic_file, remove_leftovers
+from relayrun.publishing import MADE_RECORD, InputFiles, published_folder, work_folder
 from relayrun.tokens.readers.columns import RowFile, inspect_files
 from relayrun.tokens.readers.faults import LineFaults, describe_bad_lines
 from relayrun.tokens.readers.inputs import data_suffixes, find_data_files
@@ -48,6 +50,8 @@ from relayrun.tokens.tokenize.options import TokenizeOptions
 log = logging.getLogger(__name__)
 
 LENGTHS_PICTURE = "lengths.png"
+LOCAL_SETTINGS = {"output", "memory_limit", "temp_dir", "threads"}
+"""Options that the bytes of the output do not depend on."""
 _BASE = 200_000_000
 """Memory of the process itself, with Arrow and the plot."""
 
@@ -174,38 +178,51 @@ def _shares(options: ReshardOptions, fixed: int, least: int) -> ThreadShares:
 def reshard(options: ReshardOptions) -> int:
     """Write all rows, shuffled, to `output/data_{i}.parquet`, and return their number. The folder appears at once.
     Raises InputError if `output` exists, a file is torn or has other columns, or memory does not suffice."""
-    plan = make_shuffle_plan(options, tasks=1)
+    output = Path(os.path.realpath(options.output))
     remove_leftovers(options.temp_dir or tempfile.gettempdir(), shared=True)
-    with exclusive_maker(Path(os.path.realpath(options.output))) as held:
-        if not held:
-            hint = "wait for it, or choose another folder"
-            raise InputError("another shuffle writes this output", where=options.output, hint=hint)
-        try:
-            return _reshard(plan, options)
-        except FileExistsError:
-            hint = "move it away, shuffle again"
-            raise InputError("the output came to be meanwhile", where=options.output, hint=hint) from None
-
-
-def _reshard(plan: ShufflePlan, options: ReshardOptions) -> int:
-    with (
-        replaced_folder(options.output, new=True) as building,
-        tempfile.TemporaryDirectory(prefix=f"{temporary_prefix()}reshard-", dir=options.temp_dir) as folder,
-    ):
-        work = Path(folder)
-        buckets: Buckets | None = _in_memory(plan)
-        if buckets is None:
-            scatter_parts(plan, range(len(plan.parts)), work)
-            buckets = open_buckets(plan, work)
-        rows = write_first_file(plan, buckets, building, work)
-        files = count_files(buckets, rows)
-        write_files(plan, buckets, range(1, files), rows, building, work)
-        draw_lengths(
-            buckets.before,
-            [np.load(work / f"after-{number}.npy") for number in range(files)],
-            building / LENGTHS_PICTURE,
-        )
+    if (rows := rows_made(options, output)) is not None:
+        log.info("%s: this is done already", options.output)
+        return rows
+    plan = make_shuffle_plan(options, tasks=1)
+    read = input_files(options, (file.path for file in plan.files))
+    with work_folder(options.temp_dir) as work:
+        with published_folder(options.output, read=read) as building:
+            buckets: Buckets | None = _in_memory(plan)
+            if buckets is None:
+                scatter_parts(plan, range(len(plan.parts)), work)
+                buckets = open_buckets(plan, work)
+            of_a_file = write_first_file(plan, buckets, building, work)
+            files = count_files(buckets, of_a_file)
+            write_files(plan, buckets, range(1, files), of_a_file, building, work)
+        draw_picture(lambda: buckets, files, output, work)
     return int(buckets.counts.sum())
+
+
+def input_files(options: ReshardOptions, paths: Iterable[str]) -> InputFiles:
+    """Return everything that the rows of the output depend on."""
+    chosen = {name: value for name, value in asdict(options).items() if name not in LOCAL_SETTINGS}
+    chosen["dataset_folder"] = urls.absolute_path(options.dataset_folder)
+    return InputFiles((path for path in paths if not urls.is_url(path)), {"command": "dumps shuffle"} | chosen)
+
+
+def rows_made(options: ReshardOptions, output: Path) -> int | None:
+    """Return the rows of an output that this command has made from these files before; None for any other."""
+    root = urls.absolute_path(options.dataset_folder)
+    if urls.is_url(root) or not (output / MADE_RECORD).exists():
+        return None
+    if not input_files(options, (urls.join_path(root, file.path) for file in find_data_files(root))).was_made(output):
+        return None
+    return sum(int(pq.read_metadata(path).num_rows) for path in output.glob("data_*.parquet"))
+
+
+def draw_picture(find: Callable[[], Buckets], files: int, output: Path, work: Path) -> None:
+    """Draw the lengths before and after into a finished output. A picture that cannot be drawn is a warning."""
+    try:
+        after = [np.load(work / f"after-{number}.npy") for number in range(files)]
+        with atomic_file(output / LENGTHS_PICTURE) as picture:
+            draw_lengths(find().before, after, picture)
+    except Exception as error:
+        log.warning("%s: the rows are whole, their picture is missing: %s", output / LENGTHS_PICTURE, error)
 
 
 def make_shuffle_plan(options: ReshardOptions, *, tasks: int) -> ShufflePlan:

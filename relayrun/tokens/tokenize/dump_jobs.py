@@ -21,7 +21,14 @@ from typing import Any
 
 from relayrun.config.sections.job_script import sbatch_script_options
 from relayrun.control.scheduler.factory import slurm_scheduler
-from relayrun.errors import InputError, RelayrunError, SchedulerError, did_you_mean_path, refuse_unwritable
+from relayrun.errors import (
+    InputError,
+    RelayrunError,
+    SchedulerError,
+    did_you_mean_path,
+    on_interrupt,
+    refuse_unwritable,
+)
 from relayrun.files import write_atomic
 from relayrun.slurmtime import parse_time
 from relayrun.tokens.readers.inputs import read_paths_file
@@ -180,10 +187,14 @@ def submit_dumps(config: TokenizationConfig, *, wait: bool = True) -> list[int]:
     if not metadata.path.is_dir():
         hint = did_you_mean_path(metadata.path) or "prepare_dumps.py makes it"
         raise InputError("there is no such metadata folder", where=metadata.path, hint=hint)
+    if not metadata.pending() and (finished := metadata.finished()):
+        print(f"all {len(finished)} dumps are done")
+        return []
+    failed: set[int] = set()
     if config.executor == "local":
         with metadata.in_use():
             indices = prepare_submission(settings)
-            _run_local(settings, indices, config.max_parallel)
+            failed = _run_local(settings, indices, config.max_parallel)
     else:
         with metadata.hold():
             metadata.refuse_live_jobs()
@@ -193,18 +204,25 @@ def submit_dumps(config: TokenizationConfig, *, wait: bool = True) -> list[int]:
             return indices
         while metadata.live_jobs():
             time.sleep(10 * _POLL_SECONDS)
-    _raise_failures(settings, sorted(set(indices) & set(metadata.pending())), len(indices))
+    _raise_failures(settings, sorted(failed | set(indices) & set(metadata.pending())), len(indices))
     return indices
 
 
-def _run_local(settings: TokenizationSettings, indices: Sequence[int], max_parallel: int) -> None:
+def _run_local(settings: TokenizationSettings, indices: Sequence[int], max_parallel: int) -> set[int]:
+    """Run the dumps in local processes; return those that failed, even if another process has made them since."""
     import submitit
 
     executor = submitit.LocalExecutor(settings.job_output_files / "submitit")
     executor.update_parameters(timeout_min=_LOCAL_LIMIT_MINUTES)
     running: dict[int, Any] = {}
-    waiting = list(indices)
-    try:
+    waiting, failed, pending = list(indices), set(), DumpsFolder(settings.metadata_folder).pending
+
+    def kept() -> str:
+        done = len(indices) - len(set(indices) & set(pending()))
+        return f"{done} of {len(indices)} dumps are done and kept; the same command goes on"
+
+    with on_interrupt(kept), contextlib.ExitStack() as ending:
+        ending.callback(lambda: [(job.cancel(), job._process.wait()) for job in running.values()])
         while waiting or running:
             while waiting and len(running) < max_parallel:
                 index = waiting.pop(0)
@@ -212,12 +230,11 @@ def _run_local(settings: TokenizationSettings, indices: Sequence[int], max_paral
             for index in [index for index, job in running.items() if job.done()]:
                 job = running.pop(index)
                 job._process.wait()  # submitit leaves reaping to the garbage collector
-                state = "failed" if index in DumpsFolder(settings.metadata_folder).pending() else "done"
+                failed |= {index} & set(pending())
+                state = "failed" if index in failed else "done"
                 print(f"dump {index} {state} ({len(indices) - len(waiting) - len(running)}/{len(indices)})", flush=True)
             time.sleep(_POLL_SECONDS)
-    finally:
-        for job in running.values():
-            job.cancel()
+    return failed
 
 
 def _submit_slurm(config: TokenizationConfig, indices: Sequence[int]) -> None:

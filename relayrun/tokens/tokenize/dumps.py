@@ -21,7 +21,6 @@ import heapq
 import logging
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,11 +34,10 @@ from relayrun.files import (
     read_json,
     read_json_lines,
     remove_leftovers,
-    replaced_folder,
-    temporary_prefix,
     write_atomic,
     write_json,
 )
+from relayrun.publishing import published_folder, work_folder
 from relayrun.tokens.readers import inputs
 from relayrun.tokens.stores import urls
 from relayrun.tokens.tokenize.processes import file_lock
@@ -51,7 +49,7 @@ def replace_link(link: Path, target: str) -> None:
     """Make `link` point to `target` atomically. Raises InputError if `link` is not a link."""
     if link.exists() and not link.is_symlink():
         raise InputError("a link is to be made here, but there is a file or folder", where=link)
-    with tempfile.TemporaryDirectory(dir=link.parent, prefix=temporary_prefix()) as folder:
+    with work_folder(link.parent) as folder:
         fresh = os.path.join(folder, "link")
         os.symlink(target, fresh)
         os.replace(fresh, link)
@@ -233,10 +231,17 @@ def prepare_dumps(
         _refuse_to_change_half_done(metadata, contents)
         replace_link(metadata.raw_link, dataset)
         metadata.write_sizes({dump.index: dump.size for dump in dumps})
-        with replaced_folder(metadata.dumps) as fresh:
+        with published_folder(metadata.dumps, replaces=_check_paths_files) as fresh:
             for index, content in contents.items():
                 write_atomic(fresh / f"paths_file_{index}.txt", content)
     return dumps
+
+
+def _check_paths_files(dumps: Path) -> None:
+    """Raise InputError if `dumps/` holds anything but paths files."""
+    if others := [name for name in os.listdir(dumps) if not _PATHS_FILE.fullmatch(name)]:
+        words = f"this folder, which is made anew, holds something that is no paths file: {others[0]}"
+        raise InputError(words, where=dumps.parent / "dumps", hint="move it away")
 
 
 def estimated_hours(size: int, *, seconds_per_gb: float) -> float:

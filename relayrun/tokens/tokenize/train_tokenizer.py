@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from relayrun.errors import ConfigError, InputError
+from relayrun.publishing import InputFiles
 from relayrun.tokens.readers.columns import read_column
 from relayrun.tokens.readers.inputs import data_suffixes, find_data_files
 from relayrun.tokens.stores import urls
-from relayrun.tokens.tokenize.encode.tokenizer_files import lock_tokenizer_folder, write_tokenizer_folder
+from relayrun.tokens.tokenize.encode.tokenizer_files import new_tokenizer_folder, write_tokenizer_folder
 from relayrun.tokens.tokenize.options import TokenizeOptions
+
+log = logging.getLogger(__name__)
 
 BOS_TOKEN, EOS_TOKEN = "<|begin_of_text|>", "<|end_of_text|>"
 SPECIAL_TOKENS = (BOS_TOKEN, EOS_TOKEN)
@@ -43,11 +47,17 @@ def train_tokenizer(
         raise ConfigError(
             f"a byte-level vocabulary needs {256 + len(SPECIAL_TOKENS)} entries or more, not {vocabulary_size}"
         )
-    with lock_tokenizer_folder(output):
-        return _train(folders, output, column=column, vocabulary_size=vocabulary_size)
+    roots = [urls.absolute_path(folder) for folder in folders]
+    found = [urls.join_path(root, file.path) for root in roots for file in find_data_files(root)]
+    chosen = {"folders": roots, "column": column, "vocabulary_size": vocabulary_size}
+    read = InputFiles((path for path in found if not urls.is_url(path)), chosen)
+    with new_tokenizer_folder(output, read) as made:
+        if made is not None:
+            _train(folders, made, column=column, vocabulary_size=vocabulary_size)
+    return output
 
 
-def _train(folders: Sequence[str | os.PathLike[str]], output: Path, *, column: str, vocabulary_size: int) -> Path:
+def _train(folders: Sequence[str | os.PathLike[str]], output: Path, *, column: str, vocabulary_size: int) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     sample: list[str] = []
@@ -60,6 +70,7 @@ def _train(folders: Sequence[str | os.PathLike[str]], output: Path, *, column: s
                 break
         if left == share:
             raise InputError(f"no file with text below this folder ends in {', '.join(data_suffixes())}", where=folder)
+    log.info("training a vocabulary of %s entries", f"{vocabulary_size:,}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -72,7 +83,6 @@ def _train(folders: Sequence[str | os.PathLike[str]], output: Path, *, column: s
     )
     tokenizer.train_from_iterator(sample, trainer)
     write_tokenizer_folder(output, tokenizer, {"bos_token": BOS_TOKEN, "eos_token": EOS_TOKEN})
-    return output
 
 
 def _texts(folder: str | os.PathLike[str], column: str) -> Iterator[str]:

@@ -22,6 +22,7 @@ from relayrun.config.compose.schema import ModelSection
 from relayrun.config.sections.model import TransformerSection
 from relayrun.errors import InputError
 from relayrun.files import read_json, write_json
+from relayrun.publishing import InputFiles
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.train.export import model_families
@@ -319,7 +320,13 @@ class HuggingFaceWeights:
 
 
 def import_huggingface(
-    folder: Path, output: Path, *, dtype: str = "auto", divisible_by: int = 128, mapping: str | None = None
+    folder: Path,
+    output: Path,
+    *,
+    dtype: str = "auto",
+    divisible_by: int = 128,
+    mapping: str | None = None,
+    read: InputFiles | None = None,
 ) -> HuggingFaceImport:
     """Write the checkpoint `output`, whole or not at all.
 
@@ -357,7 +364,7 @@ def import_huggingface(
     shapes = chosen.megatron_shapes(model, size)
     first = next(iter(wanted))
     of = weights.read(first).dtype if dtype == "auto" else DTYPES[dtype]
-    with new_folder(output) as made:
+    with new_folder(output, read) as made:
         contents = TorchDistSavePlan()
         for piece in chosen.pieces(model, rows):
             _add_piece(contents, piece, shapes[piece.key], of, weights)

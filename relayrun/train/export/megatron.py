@@ -34,6 +34,7 @@ from relayrun.config.compose import yaml_file
 from relayrun.config.compose.schema import ModelSection, RunConfig
 from relayrun.control.trainers.megatron_lm_log import TRACKER_FILE
 from relayrun.errors import InputError
+from relayrun.publishing import InputFiles
 from relayrun.train.checkpoint.megatron_folder import MegatronCheckpoint
 from relayrun.train.checkpoint.reader import MEGATRON_LAYOUT, with_torch_tensors
 from relayrun.train.export import megatron_settings, megatron_state
@@ -173,7 +174,12 @@ class MegatronImportResult:
 
 
 def import_megatron(
-    checkpoint: MegatronCheckpoint, output: Path, *, distributed: bool | None = None, weights_only: bool = False
+    checkpoint: MegatronCheckpoint,
+    output: Path,
+    *,
+    distributed: bool | None = None,
+    weights_only: bool = False,
+    read: InputFiles | None = None,
 ) -> MegatronImportResult:
     """Write the checkpoint `output`, whole or not at all.
 
@@ -189,7 +195,7 @@ def import_megatron(
     LLAMA.check({key: shape for key, shape in reader.shapes.items() if key in weights}, model, rows, checkpoint.folder)
     kind = checkpoint.distributed is not None if distributed is None else distributed
     adam, why = _adam(checkpoint, reader) if not weights_only else (None, "weights alone were asked for")
-    with new_folder(output) as made:
+    with new_folder(output, read) as made:
         contents = TorchDistSavePlan()
         for key in weights:
             contents.copy_tensor(reader, key, key)

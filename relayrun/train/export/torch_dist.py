@@ -14,8 +14,6 @@ import io
 import itertools
 import logging
 import pickle
-import secrets
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -53,19 +51,12 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from relayrun.control.trainers.torch_files import METADATA_FILE
 from relayrun.errors import InputError, RelayrunError
-from relayrun.files import (
-    fsync_directory,
-    fsync_tree,
-    remove_leftovers,
-    rename_no_replace,
-    temporary_prefix,
-    write_json,
-)
+from relayrun.files import write_json
+from relayrun.publishing import InputFiles, published_folder
 from relayrun.train.checkpoint import checksums
 from relayrun.train.checkpoint.async_writer import ThreadedWriter, WrittenFiles
 from relayrun.train.checkpoint.checksums import CHECKSUM_INDEX, DamagedCheckpoint
 from relayrun.train.checkpoint.reader import CheckedReader
-from relayrun.train.export.source_and_target import refuse_existing
 
 log = logging.getLogger(__name__)
 
@@ -206,35 +197,21 @@ class _Into(DefaultLoadPlanner):
 
 
 @contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
-    """Yield an empty folder beside `target`; at the end it is synced and gets its name, after an error it is removed.
-
-    Raises InputError if `target` exists or cannot be written.
-    """
-    target = target.absolute()
-    refuse_existing(target)
-    temporary = target.with_name(f"{temporary_prefix()}{secrets.token_hex(8)}")  # two containers may have one number
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(target.parent, shared=True)
-        temporary.mkdir()
-        yield temporary
-        # safetensors makes its files 0600; they get the mode of the umask
-        fsync_tree(temporary, mode=temporary.stat().st_mode & 0o666)
-        refuse_existing(target)
-        rename_no_replace(temporary, target)
-        fsync_directory(target.parent)
-    except RelayrunError:
-        raise
-    except (Exception, CheckpointException) as error:
-        words = _why_not_written(error)
-        if words is None:
+def new_folder(target: Path, read: InputFiles | None = None) -> Iterator[Path]:
+    """Yield an empty folder, as `published_folder` does. Raises InputError if `target` exists or cannot be written."""
+    with published_folder(target.absolute(), read=read) as made:
+        try:
+            yield made
+        except RelayrunError:
             raise
-        raise InputError(
-            f"cannot be written: {words}", where=target, hint="see that there is room, and that you may write there"
-        ) from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        except (Exception, CheckpointException) as error:
+            if read is not None:
+                read.check()  # a checkpoint that is removed meanwhile is not the output's fault
+            words = _why_not_written(error)
+            if words is None:
+                raise
+            hint = "see that there is room, and that you may write there"
+            raise InputError(f"cannot be written: {words}", where=target, hint=hint) from None
 
 
 def _why_not_written(error: BaseException | None) -> str | None:

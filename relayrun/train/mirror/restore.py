@@ -15,7 +15,7 @@ from relayrun.control.rundir.mirror import CheckpointCopy
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError, RunDirError
-from relayrun.files import fsync_directory, unused_name
+from relayrun.files import fsync_directory, rename_no_replace, unused_name
 from relayrun.train.checkpoint.checksums import FolderCheckpointFiles
 from relayrun.train.mirror.destination import (
     CopyFailed,
@@ -154,6 +154,8 @@ def fetch_copy(where: str, iteration: int | None, target: Path) -> list[str]:
     def fetch(copy: CheckpointCopy) -> str:
         final = target / copy.name
         if os.path.lexists(final):
+            if not copy_faults(FolderCheckpointFiles(final), copy.as_commit(place.where), hashes=copy.hashes)[0]:
+                return f"iteration {copy.iteration} is there already, verified: {final}"
             raise InputError("something has this name already", where=final, hint="give another folder")
         _fetch(place, copy, copy.as_commit(place.where), staging / copy.name)
         _name(staging / copy.name, final)
@@ -189,6 +191,6 @@ def _fetch(place: MirrorDestination, copy: CheckpointCopy, commit: CheckpointCom
 
 
 def _name(staged: Path, final: Path) -> None:
-    os.rename(staged, final)
+    rename_no_replace(staged, final)
     fsync_directory(final.parent)
     commit_marker(staged).unlink(missing_ok=True)

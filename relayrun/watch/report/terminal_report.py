@@ -13,7 +13,8 @@ from rich.table import Table
 
 from relayrun.control.rundir import merged_metrics
 from relayrun.control.rundir.run import Run
-from relayrun.files import atomic_file, read_json_lines
+from relayrun.files import read_json_lines
+from relayrun.publishing import published_file
 from relayrun.watch.text import text_table
 
 _TIME_UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
@@ -146,7 +147,7 @@ def write_png(report: AttemptsAndLosses, path: Path) -> None:
         loss.axvspan(left, right, color=_colour(row), alpha=0.12, linewidth=0, zorder=0)
     loss.set(xlabel="iteration", ylabel="nats per token")
     loss.legend(loc="upper right")
-    with atomic_file(path) as temporary:
+    with published_file(path) as temporary:
         FigureCanvasAgg(figure).print_png(temporary)
 
 

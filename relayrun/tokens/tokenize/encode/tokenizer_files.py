@@ -20,6 +20,7 @@ import hashlib
 import http.client
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import platform
 import re
@@ -33,7 +34,10 @@ from pathlib import Path
 from typing import Any
 
 from relayrun.errors import InputError, did_you_mean_path, refuse_urls
-from relayrun.files import exclusive_maker, write_atomic, write_json
+from relayrun.files import remove_leftovers, rename_no_replace, write_atomic, write_json
+from relayrun.publishing import MADE_RECORD, InputFiles, output_lock, published_folder, refuse_existing, work_folder
+
+log = logging.getLogger(__name__)
 
 BYTE_SPECIAL_TOKENS = {"eos_token": "<EOS>", "pad_token": "<PAD>", "bos_token": "<BOS>", "unk_token": "<UNK>"}
 """Special tokens by their names in transformers, in the order of their ids."""
@@ -50,14 +54,14 @@ def write_byte_tokenizer(output: Path) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([*ids])
-    with lock_tokenizer_folder(output):
-        write_tokenizer_folder(output, tokenizer, BYTE_SPECIAL_TOKENS)
+    with new_tokenizer_folder(output, InputFiles((), BYTE_SPECIAL_TOKENS)) as made:
+        if made is not None:
+            write_tokenizer_folder(made, tokenizer, BYTE_SPECIAL_TOKENS)
     return output
 
 
 def write_tokenizer_folder(output: Path, tokenizer: Any, special_tokens: Mapping[str, str]) -> None:
     """Write tokenizer.json and the two settings files of transformers, with the special tokens by their names there."""
-    output.mkdir(parents=True, exist_ok=True)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **special_tokens}
     write_json(output / "special_tokens_map.json", special_tokens)
     write_json(output / "tokenizer_config.json", settings)
@@ -65,15 +69,36 @@ def write_tokenizer_folder(output: Path, tokenizer: Any, special_tokens: Mapping
 
 
 @contextlib.contextmanager
-def lock_tokenizer_folder(output: Path) -> Iterator[None]:
-    """Keep other processes from making a tokenizer in this folder. Raises InputError if one exists or is being made."""
+def new_tokenizer_folder(output: Path, read: InputFiles) -> Iterator[Path | None]:
+    """Yield a folder to write a tokenizer into, whose files appear in `output` afterwards, tokenizer.json last; None if
+    a tokenizer of the same inputs is there. Raises InputError if there is another one, or one is being made."""
     refuse_urls(output)
-    with exclusive_maker(Path(os.path.realpath(output))) as held:
-        if not held:
-            raise InputError("another process makes a tokenizer here", where=output, hint="choose another folder")
-        if (output / "tokenizer.json").exists():
+    if (output / "tokenizer.json").exists():
+        if not read.was_made(output):
             raise InputError("there is a tokenizer", where=output, hint="move it away, or choose another folder")
-        yield
+        log.info("%s: this is done already", output)
+        yield None
+    elif not output.is_dir():
+        with published_folder(output, read=read) as made:
+            yield made
+    else:  # it may hold other files
+        with output_lock(Path(os.path.realpath(output))):
+            remove_leftovers(output)
+            with work_folder(output) as folder:
+                yield folder
+                read.check()
+                read.write_record(folder)
+                for path in sorted(folder.iterdir(), key=lambda path: path.name == "tokenizer.json"):
+                    _add_new(path, output / path.name)
+
+
+def _add_new(made: Path, final: Path) -> None:
+    """Rename a file. Raises InputError if there is another one; the same bytes, and a record, a killed command left."""
+    try:
+        (os.replace if final.name == MADE_RECORD else rename_no_replace)(made, final)
+    except FileExistsError:
+        if made.read_bytes() != final.read_bytes():
+            refuse_existing(final)
 
 
 def byte_letters() -> list[str]:

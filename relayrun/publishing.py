@@ -1,0 +1,300 @@
+"""Outputs of commands: an output appears whole under its name, or not at all, and nothing of others is touched.
+
+    .NAME.lock            says who makes NAME; the kernel frees it when that process ends
+    .tmp-OWNER-...        the output while it is made, beside NAME
+    .relayrun-made.json   in a folder: what it was made from, and its files; the same command knows it again
+
+The output is synced and gets its name in one step, which fails if another process has put something there meanwhile. A
+command first removes leftovers of killed ones beside its output (`files.remove_leftovers`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shlex
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from relayrun import files
+from relayrun.errors import InputError, RelayrunError, on_interrupt
+
+MADE_RECORD = ".relayrun-made.json"
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+Check = Callable[[Path], None]
+"""Raises RelayrunError if what has this path must not be replaced."""
+
+
+@contextlib.contextmanager
+def output_lock(final: Path) -> Iterator[None]:
+    """Let this process alone make `final`. Raises InputError, which names the process that makes it, and OSError."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    lock = final.with_name(f".{final.name}.lock")
+    fd = _acquire(lock, final)
+    try:
+        yield
+    finally:
+        files.surely_remove(lock)
+        os.close(fd)
+
+
+def _acquire(lock: Path, final: Path) -> int:
+    """Return the descriptor that holds the lock, with this process on record."""
+    while True:
+        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            if not _is_free(fd, lock):
+                raise _held_by_another(fd, final)
+            with contextlib.suppress(FileNotFoundError):  # who had it has removed it
+                if os.path.samestat(os.stat(lock), os.fstat(fd)):
+                    _record_holder(fd)
+                    return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def _is_free(fd: int, lock: Path) -> bool:
+    try:
+        return files.try_lock(fd)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return not files.owner_may_live(str(json.loads(os.pread(fd, 4096, 0))["owner"]), lock)
+    return True
+
+
+def _record_holder(fd: int) -> None:
+    words = (Path(sys.argv[0]).name, *(word for word in sys.argv[1:3] if not word.startswith("-")))
+    owner, command = files.process_identity(), shlex.join(words)
+    record = {
+        "owner": owner,
+        "command": command,
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "since": time.time(),
+    }
+    with contextlib.suppress(OSError):  # a full disk: the lock is held all the same
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, json.dumps(record).encode(), 0)
+
+
+def _held_by_another(fd: int, final: Path) -> InputError:
+    words = "another process makes this"
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        record = json.loads(os.pread(fd, 4096, 0))
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["since"]))
+        words += f": {record['command']!a}, process {int(record['pid'])} on {record['host']!a}, since {since}"
+    return InputError(words, where=final, hint="wait for it, or choose another output")
+
+
+@contextlib.contextmanager
+def published_folder(final: Path, *, replaces: Check | None = None, read: InputFiles | None = None) -> Iterator[Path]:
+    """Yield an empty folder to fill; after an exit without error it is synced and becomes `final`.
+
+    Args:
+        final: the new name. Links in it are followed, so that a link to a folder keeps pointing to it.
+        replaces: checks a folder that `final` is already, which is replaced then; None: nothing may exist there.
+        read: what the folder is made from: must not change meanwhile, and is put on record for `InputFiles.was_made`.
+
+    Raises InputError if something else stands at `final` now or at the end, or if another process makes it.
+    """
+    with _published(final, replaces) as made:
+        made.mkdir()
+        yield made
+        if read is not None:
+            read.check()
+            read.write_record(made)
+        files.fsync_tree(made, mode=made.stat().st_mode & 0o666)  # safetensors makes its files 0600
+
+
+@contextlib.contextmanager
+def published_file(final: Path) -> Iterator[Path]:
+    """Yield a name for a file to write; after an exit without error it is synced and becomes, or replaces, `final`.
+
+    Raises InputError if `final` changes meanwhile, or another process makes it.
+    """
+    before = None
+    with contextlib.suppress(FileNotFoundError):
+        before = files.file_identity(final)
+
+    def unchanged(found: Path) -> None:
+        if files.file_identity(found) != before:
+            raise _came_meanwhile(final)
+
+    with _published(final, None if before is None else unchanged) as made:
+        yield made
+        files.fsync_file(made, mode=0o666 & ~files.umask())
+
+
+@contextlib.contextmanager
+def _published(final: Path, replaces: Check | None) -> Iterator[Path]:
+    """Yield a name beside `final` for a file or folder, which takes the place of `final` at the end."""
+    if replaces is None:
+        refuse_existing(final)
+    final = Path(os.path.realpath(final))
+    left = made = files.temporary_name(final)
+    published = False
+
+    def state() -> str:
+        return f"{final} is made" if published else f"{final} is as it was; the same command begins again"
+
+    with _blaming(final, made), output_lock(final), on_interrupt(state):
+        files.remove_leftovers(final.parent, shared=True)
+        if replaces is None:
+            refuse_existing(final)
+        try:
+            yield made
+            left = _name(made, final, replaces)
+            published = True
+            files.fsync_directory(final.parent)
+        finally:
+            files.surely_remove(left)
+
+
+@contextlib.contextmanager
+def work_folder(place: str | os.PathLike[str] | None = None) -> Iterator[Path]:
+    """Yield a temporary folder in `place` (default: TMPDIR), which is removed at the end. Raises OSError."""
+    folder = Path(tempfile.mkdtemp(dir=place, prefix=f"{files.temporary_prefix()}work-"))
+    try:
+        yield folder
+    finally:
+        files.surely_remove(folder)
+
+
+def refuse_existing(final: Path) -> None:
+    """Raise InputError if `final` exists."""
+    if os.path.lexists(final):
+        raise InputError("this exists already", where=final, hint="move it away, or choose another output")
+
+
+def _came_meanwhile(final: Path) -> InputError:
+    words = "another process has put something here meanwhile, which stays as it is"
+    return InputError(words, where=final, hint="move it away, or choose another output, and call this again")
+
+
+def _name(made: Path, final: Path, replaces: Check | None) -> Path:
+    """Rename `made` to `final`; return the new name of what it replaces, which has passed `replaces` there."""
+    if replaces is None or not os.path.lexists(final):
+        try:
+            files.rename_no_replace(made, final)
+        except FileExistsError:
+            raise _came_meanwhile(final) from None
+        return made
+    if not files.exchange_names(made, final):
+        return _replace_in_two_steps(made, final, replaces)
+    try:
+        replaces(made)
+    except BaseException:
+        files.exchange_names(made, final)
+        raise
+    return made
+
+
+def _replace_in_two_steps(made: Path, final: Path, replaces: Check) -> Path:
+    """Replace `final` on a file system that cannot exchange two names; `remove_leftovers` puts it back after a kill."""
+    old = files.temporary_name(final, formerly=True)
+    try:
+        os.rename(final, old)
+        replaces(old)
+        files.rename_no_replace(made, final)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            files.rename_no_replace(old, final)
+        raise
+    return old
+
+
+@contextlib.contextmanager
+def _blaming(final: Path, made: Path) -> Iterator[None]:
+    """Name the output, and the room that is left, in an error about a file below `made` or about a full disk."""
+    try:
+        yield
+    except OSError as error:
+        named = None if error.filename is None else os.fsdecode(error.filename)
+        if not (error.errno in _NO_ROOM if named is None else Path(named).is_relative_to(made)):
+            raise
+        free = f"; {files.free_space(final.parent):,} bytes are free there" if error.errno in _NO_ROOM else ""
+        words = f"cannot be written: {os.strerror(error.errno or 0)}{free}"
+        raise RelayrunError(words, where=final, hint="see that there is room, and that you may write there") from None
+
+
+class InputFiles:
+    """What an output is made from: arguments of a command, and files as they were when it began to read them."""
+
+    def __init__(self, paths: Iterable[str | os.PathLike[str]], arguments: Mapping[str, Any] | None = None) -> None:
+        self._arguments = arguments or {}
+        self._seen = {os.fspath(path): self._look(path) for path in paths}
+
+    @staticmethod
+    def _look(path: str | os.PathLike[str]) -> tuple[int, int, int]:
+        found = os.stat(path)
+        return found.st_size, found.st_mtime_ns, found.st_ino
+
+    def check(self) -> None:
+        """Raise InputError that names the first file that changed or vanished since."""
+        for path, before in self._seen.items():
+            try:
+                what = "changed" if self._look(path) != before else None
+            except FileNotFoundError:
+                what = "was removed"
+            if what is not None:
+                raise InputError(f"this file {what} while it was read", where=path, hint="call the command again")
+
+    def write_record(self, folder: Path) -> None:
+        """Put on record what the files of a folder were made from. Raises OSError."""
+        record = {"recipe": self._recipe(), "files": files.file_sizes(folder)}
+        files.write_atomic(folder / MADE_RECORD, json.dumps(record))
+
+    def _recipe(self) -> dict[str, Any]:
+        """Return the arguments, and a hash of all paths, sizes and times."""
+        known = sorted((os.path.abspath(path), *seen[:2]) for path, seen in self._seen.items())
+        digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()
+        return {"arguments": {name: str(value) for name, value in self._arguments.items()}, "inputs": digest}
+
+    def was_made(self, final: Path) -> bool:
+        """Return whether `published_folder` has made `final` of the same inputs, and all its files are there. What a
+        command left that was killed after that is removed."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            record = files.read_json(final / MADE_RECORD)
+            sizes = files.file_sizes(final)
+            if record["recipe"] == self._recipe() and record["files"].items() <= sizes.items():
+                files.remove_leftovers(final.parent, shared=True)
+                return True
+        return False
+
+
+class Progress:
+    """A line on a terminal that says how much of a command's work is done; nothing elsewhere."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self._what, self._total, self._done, self._next = what, max(total, 1), 0, 0.0
+        self._shown = sys.stderr.isatty()
+
+    def add(self, count: int) -> None:
+        """Count work that is done; cheap enough for every piece of it."""
+        self._done += count
+        if self._shown and time.monotonic() >= self._next:
+            self._next = time.monotonic() + 0.5
+            self._write(f"{self._what}: {min(self._done / self._total, 1):.0%}")
+
+    def end(self) -> None:
+        """Clear the line."""
+        if self._shown:
+            self._write("")
+
+    def _write(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,100 @@
+"""Runs commands in forks of one process, which has imported the libraries; a command can stop at a file operation.
+
+Requests are lines of JSON on the standard input: `{"argv": ..., "output": file}` starts a command and answers its
+number, `{"wait": number}` answers its exit code. `stop_at` is the number of a file operation below `below`: there the
+command makes the file `OUTPUT.stopped` and waits until it is gone. `limit`: most bytes of a file. All operations stand
+in `OUTPUT.operations` at the end.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+CHANGING = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "ctypes.dlsym")
+
+
+def main() -> None:
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "wait" in request:
+            answer = os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
+        elif (answer := os.fork()) == 0:
+            os._exit(_run(request))
+        print(json.dumps(answer), flush=True)
+
+
+def _run(request: dict[str, Any]) -> int:
+    said, output = os.pipe()  # which a limit of the size of files does not concern
+    for fd in (1, 2):
+        os.dup2(output, fd)
+    os.close(output)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.argv = ["relayrun", *request["argv"]]
+    done = False
+    operations: list[str] = []
+    stopped = Path(request["output"] + ".stopped")
+
+    def look(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal done
+        if done or not _changes(event, arguments, request["below"]):
+            return
+        operations.append(f"{event} {arguments[0]}")
+        if len(operations) == request.get("stop_at"):
+            done = True
+            stopped.touch()
+            while stopped.exists():
+                time.sleep(0.002)
+            done = False
+
+    sys.addaudithook(look)
+    if request.get("limit"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (request["limit"], resource.RLIM_INFINITY))
+    from relayrun.cli import main as relayrun
+
+    try:
+        code = relayrun()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        code = 99
+    done = True
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(1, 2)
+    with open(said, "rb") as words:
+        Path(request["output"]).write_bytes(words.read())
+    Path(request["output"] + ".operations").write_text(json.dumps(operations))
+    return code
+
+
+def _changes(event: str, arguments: tuple[Any, ...], below: str) -> bool:
+    """Whether an audit event is a change of a file in the folder of the outputs, or a call of renameat2."""
+    if event == "ctypes.dlsym":
+        return "renameat2" in str(arguments[1])
+    if event == "open":
+        return _lies_in(arguments[0], below) and bool(arguments[2] & (os.O_WRONLY | os.O_RDWR))
+    return event in CHANGING and _lies_in(arguments[0], below)
+
+
+def _lies_in(path: object, below: str) -> bool:
+    return isinstance(path, str | bytes | os.PathLike) and os.fsdecode(path).startswith(below)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    main()
