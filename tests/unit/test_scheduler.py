@@ -243,21 +243,32 @@ REAL = (
     "RunTime=00:00:01 TimeLimit=00:05:00 TimeMin=N/A StartTime=2026-11-22T17:51:40 EndTime=2026-11-22T17:56:40 "
     "PreemptTime=None Partition=debug ExcNodeList=(null) NodeList=n1 BatchHost=n1 NumNodes=1 CPUs/Task=2 "
     "MinMemoryNode=0 Features=(null) OverSubscribe=OK Licenses=(null) Network={network} Command=/w/script {text} "
-    "WorkDir=/w/{text} Comment={comment}  StdErr=/w/{text}/6.out StdIn=/dev/null StdOut=/w/{text}/6.out Power= {gpus}"
+    "WorkDir=/w/{text} Comment={comment}  StdErr=/w/{text}/6.out StdIn=/dev/null StdOut={output} Power= {gpus}"
 )
 """One line of scontrol, of Slurm 22.05."""
+LINES = {
+    "22.05": REAL,
+    "24.11": REAL.replace(" Power=", ""),
+    "26.05": REAL.replace(" Power=", "")
+    .replace("OverSubscribe=OK", "OverSubscribe=NO Exclusive=NO")
+    .replace(" WorkDir=", " SubmitLine=sbatch /w/script {text} WorkDir=")
+    .replace("  StdErr=/w/{text}/6.out", " StdErr="),
+}
 
 
-@pytest.mark.parametrize("gpus", ["", "TresPerNode=gres:gpu:2 "])
-def test_no_text_of_a_persons_becomes_a_field(gpus: str) -> None:
+@pytest.mark.parametrize("output", ["/dev/null", "/w/{text}/6.out"])
+@pytest.mark.parametrize("version", LINES)
+@pytest.mark.parametrize("gpus", ["", "TresPerNode=gres/gpu:2 "])
+def test_no_text_of_a_persons_becomes_a_field(gpus: str, version: str, output: str) -> None:
     text = "x JobState=COMPLETED NodeList=n9 TresPerNode=gres:gpu:9 ExcNodeList=n3 Power= "
     text += "Comment=relayrun:begin-failed=2@n4"
-    parts = {"network": text, "text": text, "account": text.lower(), "gpus": gpus}
-    plain = REAL.format(name=text, comment="relayrun:begin-failed=1@n0,n7", **parts)
+    parts = {"network": text, "text": text, "account": text.lower(), "gpus": gpus, "output": output.format(text=text)}
+    plain = LINES[version].format(name=text, comment="relayrun:begin-failed=1@n0,n7", **parts)
     block = f"{text} UserId=a(1) {text} Command=/x"
-    whole = REAL.format(name=block, comment="relayrun:begin-failed=1@n0,n7", **parts)
+    whole = LINES[version].format(name=block, comment="relayrun:begin-failed=1@n0,n7", **parts)
     for line, name in ((plain, text), (whole, block)):
-        job = parse_job(line, name=name if is_job_text_ambiguous(line) else None)
+        asked = gpus.strip().removeprefix("TresPerNode=") or "N/A"
+        job = parse_job(line, name=name if is_job_text_ambiguous(line) else None, gpus=asked)
         assert (job.id, job.name, job.state, job.nodes, job.requeue) == ("6", name, "RUNNING", "n1", True)
         assert job.begin_failed_on == "n0,n7"
         assert job.options.get("gpus-per-node") == ("2" if gpus else None)

@@ -30,6 +30,7 @@ from relayrun.control.scheduler.slurm_commands import (
     STOPPED_BY_COMMENT,
     NoAnswerError,
     SlurmCommands,
+    are_gpus_ambiguous,
     gpu_options_like_script,
     is_job_text_ambiguous,
     parse_job,
@@ -60,11 +61,13 @@ class Slurm(SlurmCommands, Scheduler):
             if "Invalid job id" in error.message:
                 return None
             raise
-        name = None
-        if is_job_text_ambiguous(text):  # the job's name contains text that looks like a field
-            command = ["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%j"]
-            name = self.ask(command, answer="Invalid job id").removesuffix("\n")
-        return parse_job(text, name=name)
+        name = self._field(job_id, "%j") if is_job_text_ambiguous(text) else None
+        return parse_job(text, name=name, gpus=self._field(job_id, "%b") if are_gpus_ambiguous(text) else "")
+
+    def _field(self, job_id: str, letter: str) -> str:
+        """Return one field of a job, in squeue's format."""
+        command = ["squeue", "--noheader", "--states=all", f"--jobs={job_id}", f"--format={letter}"]
+        return self.ask(command, answer="Invalid job id").removesuffix("\n")
 
     def jobs(self, plan: Plan, *, anyone: bool = False) -> list[Job]:
         return self.jobs_named(plan.job_name, anyone=anyone)
