@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 
 import pytest
 
@@ -45,9 +44,11 @@ def test_a_cancelled_job_stays_cancelled(apart: TestCluster, make_run: MakeRun, 
     wait_for_iteration(apart, run)
     begin = AttemptStart.read(run.attempt(1).begin)
     assert begin is not None
-    time.sleep(1)
+    guard = run.attempt(1).guard_log
+    apart.wait_until(lambda: guard.exists() and "guarding attempt 1" in guard.read_text(), what="the guard")
     apart.run(["scancel", begin.job_id])
     wait_for_end(apart, run, plan)
+    assert "not the batch host" not in guard.read_text()
     assert [end.cause for end in ends(run)] == ["cancelled"], logs(run)
     assert stop_reason(run) in ("the job was cancelled", "the job before this one was cancelled")
     job = apart.job(begin.job_id)

@@ -9,7 +9,7 @@ import pytest
 
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.scheduler import local_srun, slurm_commands
-from relayrun.control.scheduler.base import Job, Scheduler, clean_environment
+from relayrun.control.scheduler.base import FallbackOrder, Job, Scheduler, clean_environment
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.control.scheduler.slurm_commands import is_job_text_ambiguous, parse_job, parse_timestamp
 from relayrun.errors import SchedulerError
@@ -412,3 +412,26 @@ def test_a_second_scheduler_writes_eleven_methods(capsys: pytest.CaptureFixture[
     with pytest.raises(SchedulerError, match="cannot delay"):
         printer.postpone("1", delay=1)
     assert "job.sbatch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "whole"),
+    [
+        ({}, False),
+        ({"partition": "large"}, True),
+        ({"partition": "large,debug"}, False),
+        ({"partition": "other"}, False),
+    ],
+)
+def test_a_fallback_job_is_as_large_as_its_partition_requires(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str], whole: bool
+) -> None:
+    """On Slurm 26.05 `sbatch --test-only` takes a job of one node that its partition never lets start."""
+    shown = "echo 'PartitionName=debug Default=YES MinNodes=0'; echo 'PartitionName=large Default=NO MinNodes=2'"
+    slurm = slurm_of(tmp_path, monkeypatch, scontrol=shown, sbatch=f'echo "$@" >>{tmp_path}/asked; echo 7')
+    order = FallbackOrder(job_id="6", failed_begins=0)
+    given: dict[str, str | None] = {"nodes": "2", **options}
+    assert slurm.fallback_jobs.queue(tmp_path / "script", name="x", order=order, options=given, limit=60) == "7"
+    queued = (tmp_path / "asked").read_text().splitlines()[-1]
+    assert "--test-only" not in queued
+    assert ("--nodes=2" in queued) is whole
