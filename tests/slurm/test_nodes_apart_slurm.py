@@ -45,10 +45,11 @@ def test_a_cancelled_job_stays_cancelled(apart: TestCluster, make_run: MakeRun, 
     begin = AttemptStart.read(run.attempt(1).begin)
     assert begin is not None
     guard = run.attempt(1).guard_log
-    apart.wait_until(lambda: guard.exists() and "guarding attempt 1" in guard.read_text(), what="the guard")
+    if mode == "requeue":  # the other mode has a guard only where no successor could be queued
+        apart.wait_until(lambda: guard.exists() and "guarding attempt 1" in guard.read_text(), what="the guard")
     apart.run(["scancel", begin.job_id])
     wait_for_end(apart, run, plan)
-    assert "not the batch host" not in guard.read_text()
+    assert not guard.exists() or "not the batch host" not in guard.read_text()
     assert [end.cause for end in ends(run)] == ["cancelled"], logs(run)
     assert stop_reason(run) in ("the job was cancelled", "the job before this one was cancelled")
     job = apart.job(begin.job_id)
