@@ -15,7 +15,7 @@ SHUFFLE := $(if $(filter random,$(ORDER)),--shuffle=$(shell date +%s%N))
 ALONE = $(shell grep -lr --include=*.py pytest.mark.alone tests)
 SHELL_FILES = $(shell git ls-files '*.sh')
 
-.PHONY: help setup demo demo-slurm test test-long test-torch check format gpu-check container-env drill drill-kills bench cluster-up cluster-down clean
+.PHONY: help setup demo demo-slurm test test-long test-slurm test-torch check format gpu-check container-env drill drill-kills bench cluster-up cluster-down clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -41,6 +41,27 @@ test-long: setup accounting browser ## the tests that take long
 	status=0; \
 	$(PYTEST) $(BESIDE) $(SHUFFLE) -m "long and not alone" || status=$$?; \
 	$(PYTEST) $(SHUFFLE) -m "long and alone" $(ALONE) || status=$$?; \
+	make --no-print-directory test-slurm SLURM_VERSION="$(filter-out $(OWN_SLURM),$(SLURM_VERSIONS))" || status=$$?; \
+	exit $$status
+
+# Versions that the machine lacks have a root each, built by scripts/tools/slurm_version.sh.
+SLURM_VERSIONS := 22.05 24.11 26.05
+OWN_SLURM = $(shell PATH="$$PATH:/usr/sbin:/sbin"; slurmctld -V 2>/dev/null | sed -n 's/^slurm-wlm \([0-9]*\.[0-9]*\)\..*/\1/p')
+SLURM_VERSION := all
+SLURM_TESTS := $(addprefix tests/slurm/,test_law_slurm.py test_fallback_slurm.py test_fallback_sites_slurm.py \
+  test_spare_nodes_slurm.py test_goodput_slurm.py test_free_text.py test_nodes_apart_slurm.py)
+test-slurm: setup accounting ## the tests of chains on Slurm 22.05, 24.11 and 26.05; SLURM_VERSION=26.05: on one of them
+	if [[ "$${RELAYRUN_NO_SLURM:-}" == 1 ]]; then echo "NOT TESTED on Slurm: RELAYRUN_NO_SLURM=1" >&2; exit 0; fi; \
+	status=0; \
+	for version in $(if $(filter all,$(SLURM_VERSION)),$(SLURM_VERSIONS),$(SLURM_VERSION)); do \
+	  if ! missing="$$(scripts/tools/slurm_version.sh check "$$version" 2>&1)"; then \
+	    echo "NOT TESTED on Slurm $$version: $$missing" >&2; \
+	    [[ "$(SLURM_VERSION)" != "$$version" ]] || status=1; \
+	    continue; \
+	  fi; \
+	  echo "tests on Slurm $$version" >&2; \
+	  scripts/tools/slurm_version.sh run "$$version" env SLURM_VERSION="$$version" $(PYTEST) $(BESIDE) $(SLURM_TESTS) || status=$$?; \
+	done; \
 	exit $$status
 
 # In an environment of its own, .venv-torch-cuda or .venv-torch-cpu.

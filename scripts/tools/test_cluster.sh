@@ -20,6 +20,9 @@
 #   --first-job-id N CLUSTER_FIRST_JOB_ID 1   of it follows the MASTER_PORT: clusters side by side need others
 #   --port-base P    CLUSTER_PORT_BASE  auto  NODES+2 TCP ports from P on; found and reserved, if not given
 #   --accounting 0|1 CLUSTER_ACCOUNTING 0     slurmdbd and a database of its own: sacct answers, and limits are enforced
+#   --apart 0|1      CLUSTER_APART      0     every node has process ids of its own, as a machine: needs root. `kill-node`
+#                                             is a power loss there: the node's jobs end with its slurmd
+#   --topology 0|1   CLUSTER_TOPOLOGY   0     two switches: the first half of the nodes hangs on the second one
 # Partitions: debug (default), high and low (a job in high takes the nodes of one in low, which is requeued).
 # With accounting, whoever submits needs `sacctmgr add user NAME account=team`; QOS: normal, and one (one submitted job).
 # Needs scripts/tools/install_slurm.sh once (with --accounting for that). As root, jobs of any user run; else only one's own.
@@ -49,6 +52,8 @@ node_timeout="${CLUSTER_NODE_TIMEOUT:-10}"
 first_job_id="${CLUSTER_FIRST_JOB_ID:-1}"
 port_base="${CLUSTER_PORT_BASE:-auto}"
 accounting="${CLUSTER_ACCOUNTING:-0}"
+apart="${CLUSTER_APART:-0}"
+topology="${CLUSTER_TOPOLOGY:-0}"
 
 usage() {
   sed -n '2,/^set /s/^#[ ]\{0,1\}//p' "${BASH_SOURCE[0]}"
@@ -77,6 +82,8 @@ check_settings() {
   number --first-job-id "$first_job_id" 1 999999
   [[ "$port_base" == auto ]] || number --port-base "$port_base" 1024 $((65534 - nodes))
   number --accounting "$accounting" 0 1
+  number --apart "$apart" 0 1
+  number --topology "$topology" 0 1
 }
 
 # Refuses a folder in which no cluster was ever started.
@@ -129,6 +136,8 @@ start_ctld() {
 
 write_conf() {
   conf_write "$1" "$accounting" "$nodes" "$cpus" "$gpus" "$kill_wait" "$grace" "$node_timeout" "$first_job_id" "$2"
+  [[ "$topology" == 0 ]] || conf_topology "$1" "$nodes"
+  [[ "$apart" == 0 ]] || conf_apart "$1"
 }
 
 up() {
@@ -212,12 +221,14 @@ main() {
   local -a words=()
   while (($# > 0)); do
     case "$1" in
-      --nodes | --cpus | --gpus | --kill-wait | --grace | --node-timeout | --first-job-id | --port-base | --accounting)
+      --nodes | --cpus | --gpus | --kill-wait | --grace | --node-timeout | --first-job-id | --port-base | --accounting | \
+        --apart | --topology)
         [[ $# -ge 2 ]] || fail "$1 needs a value"
         option "$1" "$2"
         shift
         ;;
-      --nodes=* | --cpus=* | --gpus=* | --kill-wait=* | --grace=* | --node-timeout=* | --first-job-id=* | --port-base=* | --accounting=*)
+      --nodes=* | --cpus=* | --gpus=* | --kill-wait=* | --grace=* | --node-timeout=* | --first-job-id=* | --port-base=* | \
+        --accounting=* | --apart=* | --topology=*)
         option "${1%%=*}" "${1#*=}"
         ;;
       -h | --help)

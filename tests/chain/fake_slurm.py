@@ -164,6 +164,8 @@ class FakeSlurm:
             return rest[2].replace(",", "\n") + "\n"
         if rest[:2] == ["show", "job"]:
             return self._shown(rest[2], jobs[rest[2]])
+        if rest[:2] == ["show", "partition"]:
+            return "PartitionName=debug Default=YES MinNodes=1\n"
         if rest[:2] == ["show", "reservation"]:
             raise RefusedError(f"Reservation {rest[2]} not found")
         if rest[0] == "requeue":

@@ -62,6 +62,8 @@ class TestCluster:
         grace: seconds that a preempted job of the partition `low` has.
         node_timeout: seconds without an answer after which a node counts as lost; few only where a test loses one.
         accounting: with slurmdbd and a database: sacct answers, limits hold, users need an association.
+        apart: every node has process ids of its own, as a machine has.
+        topology: with two switches, so that Slurm orders nodes otherwise than by their names.
     """
 
     __test__ = False  # not a class of tests, whatever its name
@@ -77,6 +79,8 @@ class TestCluster:
         grace: int = 10,
         node_timeout: int = 120,
         accounting: bool = False,
+        apart: bool = False,
+        topology: bool = False,
     ) -> None:
         self.path = path.resolve()
         self.conf = self.path / "etc/slurm.conf"
@@ -90,6 +94,8 @@ class TestCluster:
             f"--node-timeout={node_timeout}",
             f"--first-job-id={next(FIRST_JOB_IDS)}",
             f"--accounting={int(accounting)}",
+            f"--apart={int(apart)}",
+            f"--topology={int(topology)}",
         ]
         tools = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"]
         self.env = {

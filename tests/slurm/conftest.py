@@ -12,6 +12,7 @@ import pytest
 from .cluster import ROOT, TestCluster
 
 INSTALL = ROOT / "scripts/tools/install_slurm.sh"
+VERSION_COMMAND = ("env", f"PATH={os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin", "slurmctld", "-V")
 
 MakeCluster = Callable[..., TestCluster]
 
@@ -21,6 +22,22 @@ def slurm_complaint(*options: str) -> str:
     """What is missing for a cluster and how to install it; empty where all is there. Options of install_slurm.sh."""
     done = subprocess.run([INSTALL, "--check", *options], capture_output=True, text=True, check=False, timeout=600)
     return "" if done.returncode == 0 else done.stderr.strip()
+
+
+@cache
+def installed_version() -> str:
+    """The words of `slurmctld -V`; empty where there is none."""
+    try:
+        return subprocess.run([*VERSION_COMMAND], capture_output=True, text=True, check=False, timeout=600).stdout
+    except FileNotFoundError:
+        return ""
+
+
+def version_complaint(wanted: str, installed: str) -> str:
+    """The way to the wanted version where these tests would run on another one; empty where none is wanted."""
+    if not wanted or f" {wanted}." in installed:
+        return ""
+    return f"this is {installed.strip() or 'no Slurm'}, not {wanted}: make test-slurm SLURM_VERSION={wanted}"
 
 
 def verdict(complaint: str, environ: Mapping[str, str]) -> tuple[str, str]:
@@ -36,7 +53,7 @@ def verdict(complaint: str, environ: Mapping[str, str]) -> tuple[str, str]:
 @pytest.fixture(scope="session")
 def slurm() -> None:
     """Slurm is installed; otherwise the test is skipped or fails, see `verdict`."""
-    judge(slurm_complaint())
+    judge(version_complaint(os.environ.get("SLURM_VERSION", ""), installed_version()) or slurm_complaint())
 
 
 @pytest.fixture(scope="session")

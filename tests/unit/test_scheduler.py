@@ -10,7 +10,7 @@ import pytest
 
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.scheduler import factory, local_srun, slurm_commands
-from relayrun.control.scheduler.base import Job, Scheduler, clean_environment
+from relayrun.control.scheduler.base import FallbackOrder, Job, Scheduler, clean_environment
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.control.scheduler.slurm_commands import is_job_text_ambiguous, parse_job, parse_timestamp
 from relayrun.errors import SchedulerError
@@ -244,21 +244,32 @@ REAL = (
     "RunTime=00:00:01 TimeLimit=00:05:00 TimeMin=N/A StartTime=2026-11-22T17:51:40 EndTime=2026-11-22T17:56:40 "
     "PreemptTime=None Partition=debug ExcNodeList=(null) NodeList=n1 BatchHost=n1 NumNodes=1 CPUs/Task=2 "
     "MinMemoryNode=0 Features=(null) OverSubscribe=OK Licenses=(null) Network={network} Command=/w/script {text} "
-    "WorkDir=/w/{text} Comment={comment}  StdErr=/w/{text}/6.out StdIn=/dev/null StdOut=/w/{text}/6.out Power= {gpus}"
+    "WorkDir=/w/{text} Comment={comment}  StdErr=/w/{text}/6.out StdIn=/dev/null StdOut={output} Power= {gpus}"
 )
 """One line of scontrol, of Slurm 22.05."""
+LINES = {
+    "22.05": REAL,
+    "24.11": REAL.replace(" Power=", ""),
+    "26.05": REAL.replace(" Power=", "")
+    .replace("OverSubscribe=OK", "OverSubscribe=NO Exclusive=NO")
+    .replace(" WorkDir=", " SubmitLine=sbatch /w/script {text} WorkDir=")
+    .replace("  StdErr=/w/{text}/6.out", " StdErr="),
+}
 
 
-@pytest.mark.parametrize("gpus", ["", "TresPerNode=gres:gpu:2 "])
-def test_no_text_of_a_persons_becomes_a_field(gpus: str) -> None:
+@pytest.mark.parametrize("output", ["/dev/null", "/w/{text}/6.out"])
+@pytest.mark.parametrize("version", LINES)
+@pytest.mark.parametrize("gpus", ["", "TresPerNode=gres/gpu:2 "])
+def test_no_text_of_a_persons_becomes_a_field(gpus: str, version: str, output: str) -> None:
     text = "x JobState=COMPLETED NodeList=n9 TresPerNode=gres:gpu:9 ExcNodeList=n3 Power= "
     text += "Comment=relayrun:begin-failed=2@n4"
-    parts = {"network": text, "text": text, "account": text.lower(), "gpus": gpus}
-    plain = REAL.format(name=text, comment="relayrun:begin-failed=1@n0,n7", **parts)
+    parts = {"network": text, "text": text, "account": text.lower(), "gpus": gpus, "output": output.format(text=text)}
+    plain = LINES[version].format(name=text, comment="relayrun:begin-failed=1@n0,n7", **parts)
     block = f"{text} UserId=a(1) {text} Command=/x"
-    whole = REAL.format(name=block, comment="relayrun:begin-failed=1@n0,n7", **parts)
+    whole = LINES[version].format(name=block, comment="relayrun:begin-failed=1@n0,n7", **parts)
     for line, name in ((plain, text), (whole, block)):
-        job = parse_job(line, name=name if is_job_text_ambiguous(line) else None)
+        asked = gpus.strip().removeprefix("TresPerNode=") or "N/A"
+        job = parse_job(line, name=name if is_job_text_ambiguous(line) else None, gpus=asked)
         assert (job.id, job.name, job.state, job.nodes, job.requeue) == ("6", name, "RUNNING", "n1", True)
         assert job.begin_failed_on == "n0,n7"
         assert job.options.get("gpus-per-node") == ("2" if gpus else None)
@@ -449,3 +460,26 @@ def test_an_sbatch_without_an_answer_says_that_the_job_may_be_queued(
         Slurm(patience=0.0, ordered=True).submit_once(["script"], name="j-1")
     assert found.value.hint is not None
     assert "squeue --me --name=j-1" in found.value.hint
+
+
+@pytest.mark.parametrize(
+    ("options", "whole"),
+    [
+        ({}, False),
+        ({"partition": "large"}, True),
+        ({"partition": "large,debug"}, False),
+        ({"partition": "other"}, False),
+    ],
+)
+def test_a_fallback_job_is_as_large_as_its_partition_requires(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str], whole: bool
+) -> None:
+    """On Slurm 26.05 `sbatch --test-only` takes a job of one node that its partition never lets start."""
+    shown = "echo 'PartitionName=debug Default=YES MinNodes=0'; echo 'PartitionName=large Default=NO MinNodes=2'"
+    slurm = slurm_of(tmp_path, monkeypatch, scontrol=shown, sbatch=f'echo "$@" >>{tmp_path}/asked; echo 7')
+    order = FallbackOrder(job_id="6", failed_begins=0)
+    given: dict[str, str | None] = {"nodes": "2", **options}
+    assert slurm.fallback_jobs.queue(tmp_path / "script", name="x", order=order, options=given, limit=60) == "7"
+    queued = (tmp_path / "asked").read_text().splitlines()[-1]
+    assert "--test-only" not in queued
+    assert ("--nodes=2" in queued) is whole

@@ -32,6 +32,7 @@ from relayrun.control.scheduler.slurm_commands import (
     STOPPED_BY_COMMENT,
     NoAnswerError,
     SlurmCommands,
+    are_gpus_ambiguous,
     gpu_options_like_script,
     is_job_text_ambiguous,
     parse_job,
@@ -71,11 +72,13 @@ class Slurm(SlurmCommands, Scheduler):
             if "Invalid job id" in error.message:
                 return None
             raise
-        name = None
-        if is_job_text_ambiguous(text):  # the job's name contains text that looks like a field
-            command = ["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%j"]
-            name = self.ask(command, answer="Invalid job id").removesuffix("\n")
-        return parse_job(text, name=name)
+        name = self._field(job_id, "%j") if is_job_text_ambiguous(text) else None
+        return parse_job(text, name=name, gpus=self._field(job_id, "%b") if are_gpus_ambiguous(text) else "")
+
+    def _field(self, job_id: str, letter: str) -> str:
+        """Return one field of a job, in squeue's format."""
+        command = ["squeue", "--noheader", "--states=all", f"--jobs={job_id}", f"--format={letter}"]
+        return self.ask(command, answer="Invalid job id").removesuffix("\n")
 
     def jobs(self, plan: Plan, *, anyone: bool = False) -> list[Job]:
         return self.jobs_named(plan.job_name, anyone=anyone)
@@ -423,7 +426,7 @@ class SlurmFallbackJobs(FallbackJobs):
     start.
     """
 
-    def __init__(self, slurm: SlurmCommands) -> None:
+    def __init__(self, slurm: Slurm) -> None:
         self._slurm = slurm
 
     def live(self, name: str, *, anyone: bool = False) -> list[Job]:
@@ -436,13 +439,22 @@ class SlurmFallbackJobs(FallbackJobs):
         first = [f"--job-name={name}", f"--dependency=afternotok:{order.job_id}", "--kill-on-invalid-dep=yes", limited]
         small = _option_words({option: options[option] for option in FALLBACK_OPTIONS if options.get(option)})
         whole = _option_words({option: value for option, value in options.items() if option not in TIME_OPTIONS})
-        try:  # a partition may require several nodes; without a test, sbatch queues a job that waits for ever
+        try:  # sbatch queues a job that no partition or site ever lets start
+            if self._too_small(options.get("partition")):
+                raise SchedulerError("a job of one node never starts in its partition")
             self._slurm.order(["sbatch", "--test-only", limited, *small, str(script)])
             return self._slurm.submit_once([*first, *small, str(script)], name=name, comment=_order_comment(order))
         except NoAnswerError:
             raise
         except SchedulerError:  # a site may require GPUs or several nodes for every job
             return self._slurm.submit_once([*first, *whole, str(script)], name=name, comment=_order_comment(order))
+
+    def _too_small(self, partition: str | None) -> bool:
+        """True if the job's partitions require several nodes. On Slurm 26.05 `sbatch --test-only` does not say so."""
+        names = partition.split(",") if partition else []
+        rows = self._slurm.partitions()
+        taken = [row for row in rows if (row["PartitionName"] in names if names else row.get("Default") == "YES")]
+        return bool(taken) and all(int(row.get("MinNodes") or 1) > 1 for row in taken)
 
     def move(self, job_id: str, order: FallbackOrder) -> None:
         self._slurm.update_job(job_id, f"Dependency=afternotok:{order.job_id}", f"Comment={_order_comment(order)}")

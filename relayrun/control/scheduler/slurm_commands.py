@@ -3,11 +3,11 @@
 `parse_job` reads a job as `scontrol show job --oneliner` prints it, where texts of users are not escaped:
 
     JobId=1 JobName=TEXT UserId=... Account=... JobState=... NodeList=... Network=TEXT Command=TEXT
-    WorkDir=TEXT Comment=TEXT StdErr=TEXT StdIn=TEXT StdOut=TEXT Power=... TresPerNode=...
+    SubmitLine=TEXT WorkDir=TEXT Comment=TEXT StdErr=TEXT StdIn=TEXT StdOut=TEXT Power=... TresPerNode=...
 
-A text may contain ` JobState=COMPLETED`. So fields are read only between the name and the network (or the command),
-where Slurm writes accounts in small letters; fields behind all texts are read from the end. If the name may contain
-fields, there is a second ` UserId=`, and the caller asks Slurm for the name.
+(`SubmitLine` since Slurm 25.11, no `Power` since 24.05.) A text may contain ` JobState=COMPLETED`. So fields are read
+only between the name and the network (or the command), where Slurm writes accounts in small letters. If the name or
+the path of the output may contain fields, the caller asks Slurm for the name or the GPUs alone.
 """
 
 from __future__ import annotations
@@ -90,18 +90,26 @@ def is_job_text_ambiguous(text: str) -> bool:
     return text.count(" UserId=") > 1
 
 
-def job_fields(text: str, *, name: str | None = None) -> dict[str, str]:
-    """Return the non-empty fields of one job. `name`: the job's name, if it is known. `JobName` is complete. `Comment`
-    is present if it is one word, as relayrun's comments are."""
+def are_gpus_ambiguous(text: str) -> bool:
+    """True if what looks like a job's GPUs may belong to the path of its output. A chain's job writes to /dev/null."""
+    _, output, tail = text.rpartition(" StdOut=")
+    return bool(output) and " TresPer" in tail and (text.count(" StdOut=") > 1 or not tail.startswith("/dev/null "))
+
+
+def job_fields(text: str, *, name: str | None = None, gpus: str = "") -> dict[str, str]:
+    """Return the non-empty fields of one job. `name`: the job's name, if it is known; `gpus`: its `TresPerNode`, needed
+    if `are_gpus_ambiguous`. `Comment` is present if it is one word, as relayrun's comments are."""
     start, known = _after_name(text, name)
     texts = re.compile(r" (?:Network|Command)=").search(text, start)
     core, rest = (text[start:], "") if texts is None else (text[start : texts.start()], text[texts.start() :])
     for field, value in _FIELD.findall(core):
         known.setdefault(field, value)
-    if comment := re.search(r" Comment=(\S*) +StdErr=|.* Comment=(\S*)\s*$", rest):
-        known["Comment"] = comment[1] or comment[2] or ""  # an emptied comment is shown as empty
-    tail = rest[max(rest.rfind(" Power="), rest.rfind(" StdOut="), 0) :]
-    for field, value in _FIELD.findall(tail):
+    if comment := re.search(r" Comment=(\S*) +StdErr=", rest) or re.search(r".* Comment=(\S*)\s*$", rest):
+        known["Comment"] = comment[1]  # an emptied comment is shown as empty
+    tail = (
+        [("TresPerNode", gpus)] if are_gpus_ambiguous(text) else _FIELD.findall(rest[max(rest.rfind(" StdOut="), 0) :])
+    )
+    for field, value in tail:
         if field.startswith("TresPer"):
             known.setdefault(field, value)
     return {field: value for field, value in known.items() if value not in ("", "(null)")}
@@ -126,16 +134,16 @@ def _after_name(text: str, name: str | None) -> tuple[int, dict[str, str]]:
     return end, known | {"JobName": text[begin:end]}
 
 
-def parse_job(text: str, *, name: str | None = None) -> Job:
-    """Parse one line of `scontrol show job --oneliner`; `name`: the job's name, needed if `is_job_text_ambiguous`."""
-    known = job_fields(text, name=name)
+def parse_job(text: str, *, name: str | None = None, gpus: str = "") -> Job:
+    """Parse one line of `scontrol show job --oneliner`; `name` and `gpus`: see `job_fields`."""
+    known = job_fields(text, name=name, gpus=gpus)
     options = {option: known[field] for field, option in _KEPT_OPTIONS.items() if field in known}
     if "MinMemoryCPU" in known:
         options["mem-per-cpu"] = known["MinMemoryCPU"]
     elif known.get("MinMemoryNode", "0") != "0":
         options["mem"] = known["MinMemoryNode"]
-    if gpus := re.search(r"(?:gres[:/])?gpu[:=](\S+)", known.get("TresPerNode", "")):
-        options["gpus-per-node"] = gpus[1]
+    if count := re.search(r"(?:gres[:/])?gpu[:=](\S+)", known.get("TresPerNode", "")):
+        options["gpus-per-node"] = count[1]
     start, end = parse_timestamp(known.get("StartTime", "")), parse_timestamp(known.get("EndTime", ""))
     limit = None if known.get("TimeLimit", "UNLIMITED") == "UNLIMITED" else parse_time(known["TimeLimit"])
     state, comment = known.get("JobState", "UNKNOWN"), known.get("Comment", "")

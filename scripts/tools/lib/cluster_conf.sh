@@ -120,6 +120,23 @@ PartitionName=low Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode
 END
 }
 
+# conf_topology DIR NODES: Slurm's order of nodes is another one than that of their names.
+conf_topology() {
+  local -r dir="$1" last=$(($2 - 1)) half=$((($2 + 1) / 2))
+  {
+    echo "SwitchName=s0 Nodes=n[$half-$last]"
+    echo "SwitchName=s1 Nodes=n[0-$((half - 1))]"
+    echo "SwitchName=top Switches=s[0-1]"
+  } >"$dir/etc/topology.conf"
+  echo "TopologyPlugin=topology/tree" >>"$dir/etc/slurm.conf"
+}
+
+# conf_apart DIR: a slurmd with process ids of its own cannot write the pid file that the machine reads.
+conf_apart() {
+  sed -i 's|^SlurmdPidFile=.*|SlurmdPidFile="'"$1"'/run/inside-%n.pid"|' "$1/etc/slurm.conf"
+  : >"$1/etc/apart"
+}
+
 # conf_accounting DIR USER PORT: slurmdbd, and a database that only this user reaches, through a socket in db/.
 conf_accounting() {
   local -r dir="$1" user="$2" port="$3"

@@ -10,7 +10,8 @@ process_is() {
   [[ "$pid" =~ ^[1-9][0-9]*$ ]] || return 1
   { mapfile -d '' -t words <"/proc/$pid/cmdline"; } 2>/dev/null || return 1
   local -r line=" ${words[*]:1} "
-  [[ "${words[0]:-}" == "$program" || "${words[0]:-}" == */"$program" ]] || return 1
+  [[ "${words[0]:-}" == "$program" || "${words[0]:-}" == */"$program" ]] ||
+    [[ "$program" == slurmd && "${words[0]:-}" == unshare ]] || return 1
   if [[ "$program" == slurmdbd || "$program" == mariadbd ]]; then
     grep -qzxsF -e "SLURM_CONF=$conf" "/proc/$pid/environ"
     return
@@ -39,6 +40,7 @@ daemon_start() {
   case "$program" in
     slurmdbd) command=("$program" -D) ;;
     mariadbd) command=("$program" --defaults-file="$dir/etc/mariadb.cnf") ;;
+    slurmd) [[ ! -e "$dir/etc/apart" ]] || command=(unshare --pid --fork --kill-child --mount-proc "${command[@]}") ;;
   esac
   if pid="$(daemon_pid "$dir" "$program" "$node")"; then
     echo "$name already runs (pid $pid)" >&2
@@ -50,6 +52,7 @@ daemon_start() {
     setsid "${command[@]}" ${node:+-N "$node"} "$@" >>"$dir/run/$name.out" 2>&1 </dev/null 9>&- &
   pid="$!"
   disown "$pid"
+  [[ "${command[0]}" != unshare ]] || echo "$pid" >"$dir/run/$name.pid"
   for ((try = 0; try < 1200; try++)); do
     daemon_pid "$dir" "$program" "$node" >/dev/null && return 0
     [[ -d "/proc/$pid" ]] || break
