@@ -178,6 +178,7 @@ def prepared_run(
         policies.write_evaluation_policy(config, plan, run)
         policies.write_mirror_policy(config, run, take_over=intent.take_over)
         run.stop.unlink(missing_ok=True)
+        run.requests.unlink(missing_ok=True)  # an explicit submit revokes what a person changed
         policies.write_notice_policy(config, run)  # behind STOP, which would be told once more
         yield run, plan
 

@@ -130,7 +130,7 @@ class FakeSlurm:
                 raise RefusedError(
                     "sbatch: error: Batch job submission failed: Requested node configuration is not available"
                 )
-            further = {"nodes": asked} | ({"options": options} if after else {})
+            further = {"nodes": asked, "options": options}
             return self.add(name, comment=comment, delay=delay, exclude=exclude, after=after, **further) + "\n"
         if program == "squeue":
             if "steps" in options:
@@ -221,7 +221,8 @@ class FakeSlurm:
         hours, minutes = divmod(4 * 60 + minutes, 60)
         return (
             f"JobId={job_id} JobName={job['name']} JobState={job['state']} Requeue={job['requeue']} "
-            f"TimeLimit=01:00:00 StartTime=2026-11-21T04:48:32 EndTime=2026-11-21T{hours:02}:{minutes:02}:{seconds:02} "
+            f"TimeLimit={job.get('limit', '01:00:00')} Partition={job.get('partition', 'debug')} "
+            f"StartTime=2026-11-21T04:48:32 EndTime=2026-11-21T{hours:02}:{minutes:02}:{seconds:02} "
             f"NodeList={job.get('lost', 'n0')} BatchHost=n0 Reservation={job.get('reservation', '(null)')} "
             f"NumNodes={job['nodes']} ExcNodeList={job['exclude'] or '(null)'} Comment={job['comment'] or '(null)'}\n"
         )

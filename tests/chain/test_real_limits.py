@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from relayrun.control.chain import jobs, supervisor
+from relayrun.control.chain import supervisor, watch
+from relayrun.control.chain.requested_options import read_requests
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import stop_reason
 from relayrun.control.scheduler.base import Job
@@ -85,9 +86,62 @@ def test_with_the_time_that_was_asked_for_the_lead_is_the_plans_and_a_warning_is
     assert "leave_from" not in (stage.run.attempt(4).path / "job.env").read_text()
 
 
-def test_a_successor_asks_for_the_time_of_the_plan() -> None:
-    job = Job(id="1", name="j", state="RUNNING", options={"time": "00:08:00", "nodes": "2"})
-    assert jobs.successor_options(job, Slurm()) == {"nodes": "2"}
+def asked_for(stage: Stage, job_id: str) -> dict[str, str]:  # noqa: F811
+    own = {"dependency", "comment", "parsable", "begin"}
+    return {name: value for name, value in stage.slurm.jobs()[job_id]["options"].items() if name not in own}
+
+
+def test_a_successor_asks_for_the_plan_and_not_for_what_slurm_gave(stage: Stage) -> None:  # noqa: F811
+    """A plugin chose the partition and refuses one that is given; the reservation is this job's."""
+    replace(read_requests(stage.run), accepted={"1": {"partition": "debug", "nodes": "1", "time": "01:00:00"}}).write(
+        stage.run.requests
+    )
+    stage.slurm.set("1", partition="debug", limit="00:08:00", seconds=480)
+    assert fresh_begin(stage).code == 0
+    (job,) = stage.slurm.pending()
+    assert asked_for(stage, job) == {}
+    assert "partition" not in stage.slurm.jobs()[next(iter(stage.slurm.fallback_jobs()))]["options"]
+    assert read_requests(stage.run).accepted[job]["partition"] == "debug"
+    begin = stage.run.attempt(4).read_begin()
+    assert begin is not None
+    assert begin.options["time"] == "00:08:00"  # a fact of the attempt
+
+
+@pytest.mark.parametrize("noticed_by", ["end", "watch", "next begin"])
+def test_a_change_of_the_waiting_job_holds_for_the_job_behind_it(stage: Stage, noticed_by: str) -> None:  # noqa: F811
+    assert fresh_begin(stage).code == 0
+    (job,) = stage.slurm.pending()
+    stage.slurm.set(job, partition="low")
+    if noticed_by == "watch":
+        run_child(lambda: look_now(stage), stage.run_path, stage.slurm)
+    if noticed_by != "next begin":
+        ended(stage)
+        assert read_requests(stage.run).changes["partition"]["value"] == "low"
+    stage.slurm.set("1", state="COMPLETED")
+    stage.slurm.set(job, state="RUNNING")
+    assert fresh_begin(stage, job).code == 0
+    (following,) = stage.slurm.pending()
+    assert asked_for(stage, following) == {"partition": "low"}
+
+
+def look_now(stage: Stage) -> int:  # noqa: F811
+    found = watch.Watch(stage.run, 4)
+    found._next_try = 0.0
+    found._look_after_successor()
+    return 0
+
+
+def test_a_requeued_job_does_not_keep_a_lowered_time_limit(stage: Stage) -> None:  # noqa: F811
+    """Only an operator may raise it: another job takes its place."""
+    plan = Plan.load(stage.run)
+    replace(plan, time_limit=3600, chain=replace(plan.chain, mode="requeue")).write(stage.run.plan)
+    assert fresh_begin(stage).code == 0
+    assert not stage.slurm.pending()
+    stage.slurm.set("1", limit="00:08:00")
+    ended(stage)
+    (job,) = stage.slurm.pending()
+    assert job != "1"
+    assert asked_for(stage, job) == {"partition": "debug"}  # of a job that a person queued
 
 
 @pytest.mark.parametrize("held", ["PENDING", "RESV_DEL_HOLD"])

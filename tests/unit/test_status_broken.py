@@ -12,6 +12,7 @@ import pytest
 
 from relayrun.cli import main
 from relayrun.config.compose import resolve
+from relayrun.control.chain.requested_options import RequestedOptions
 from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
@@ -300,3 +301,10 @@ def test_checkpoints_left_behind_by_a_fall_back_are_told_with_the_reason(run: Ru
         CheckpointCommit(iteration=18, path=str(run.checkpoint(18)), consumed_samples=1, time=NOW, seconds=1.0)
     )
     assert status(run, QueueStatus()).left_behind == []  # they have been computed again
+
+
+def test_what_a_person_changed_in_a_waiting_job_is_shown(run: Run) -> None:
+    change = {"value": "low", "job": "8", "instead": "debug"}
+    RequestedOptions(changes={"partition": change, "qos": {**change, "instead": ""}}).write(run.requests)
+    shown = words_of(status(run, QueueStatus(jobs=[Job(id="8", name="j", state="PENDING")])))
+    assert "changed partition is low instead of debug since job 8; qos is low since job 8" in shown

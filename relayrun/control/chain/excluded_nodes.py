@@ -95,15 +95,16 @@ def next_job_options(
     return found
 
 
-def update_pending_job_nodes(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) -> None:
-    """Exclude nodes that are bad now from a queued job, and let it start with the nodes that are up. A node that a
-    person may have excluded stays excluded. Raises SchedulerError."""
+def update_pending_job_nodes(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) -> bool:
+    """Exclude nodes that are bad now from a queued job, and let it start with the nodes that are up; return whether the
+    job was changed. A node that a person may have excluded stays excluded. Raises SchedulerError."""
     control, failures = scheduler.nodes, read_node_failures(run)
     if control is None or not (failures or plan.outlives_nodes):  # nothing to ask Slurm for
-        return
+        return False
     job = scheduler.query(job_id)
     if job is None:
-        return
+        return False
+    changed = False
     options = _without_reduced_nodes(plan, job.options)
     if failures:
         before = _expanded(control, options.get("exclude"))
@@ -115,11 +116,13 @@ def update_pending_job_nodes(run: Run, plan: Plan, scheduler: Scheduler, job_id:
         if after != before:
             control.exclude(job_id, sorted(after))
             log_line(f"job {job_id} leaves out {', '.join(sorted(after)) or 'no node'}; see {run.node_failures}")
-            options = _with_exclude(after, options)
+            options, changed = _with_exclude(after, options), True
     least, _, most = job.options.get("nodes", "1").partition("-")
     count = _startable_node_count(run, plan, control, options)
     if count is not None and (count := min(count, int(most or least))) != int(least):
         control.allow_fewer(job_id, _minimum(plan, count, wanted=int(most or least)))
+        changed = True
+    return changed
 
 
 def requeue_node_count(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) -> MinimumNodes | None:

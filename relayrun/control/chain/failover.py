@@ -9,9 +9,10 @@ this; the records make it happen once.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from relayrun.control import decisions
-from relayrun.control.chain import background, campaign, excluded_nodes, jobs, supervisor
+from relayrun.control.chain import background, campaign, excluded_nodes, jobs, requested_options, supervisor
 from relayrun.control.job_log import log_line
 from relayrun.control.rundir import restarts
 from relayrun.control.rundir.attempt import Attempt
@@ -51,8 +52,7 @@ def run_fallback_job(run: Run) -> int:
     if live:
         last = next((job for job in live if job.waits), live[-1])
         known = scheduler.query(last.id)
-        options, failed_begins = (known.options, known.failed_begins) if known else (plan.sbatch_options, 0)
-        jobs.queue_fallback_job(run, plan, last.id, options=options, failed_begins=failed_begins)
+        jobs.queue_fallback_job(run, plan, last.id, failed_begins=known.failed_begins if known else 0)
         return 0
     failed = scheduler.query(order.job_id)
     ended = _chain_end(run, scheduler, order, failed)
@@ -96,16 +96,17 @@ def _was_replaced(newest: Attempt | None, job: Job) -> bool:
 def _queue_next(
     run: Run, plan: Plan, scheduler: Scheduler, fallback_jobs: FallbackJobs, order: FallbackOrder, failed: Job | None
 ) -> None:
-    newest = run.newest_begun()
-    begin = newest.read_begin() if newest is not None else None
-    given = jobs.successor_options(failed, scheduler) if failed else begin.options if begin else {}
-    tried = _tried_nodes(scheduler, failed)
+    if failed is not None:
+        failed = replace(failed, options=jobs.options_without_tried_nodes(failed, scheduler))
+        requested_options.note_changes(run, plan, failed)
+    given, tried = requested_options.wished_options(run), _tried_nodes(scheduler, failed)
     options = excluded_nodes.next_job_options(run, plan, scheduler, given, tried=tried)
     tried = [node for node in tried if node in options.get("exclude", "").split(",")]  # too few other nodes may be up
     count = _failed_begins(order, failed)
     delay = BEGIN_BACKOFF << (count - 1)
     job_id = scheduler.submit(plan, run.job_script, options=options, delay=delay)
     log_line(f"job {order.job_id} failed and left no successor; job {job_id} goes on, not before {delay} s from now")
+    requested_options.record_accepted(run, scheduler, job_id)
     jobs.queue_fallback_job(run, plan, job_id, options=options, failed_begins=count)
     try:
         fallback_jobs.count_failed_begins(job_id, count, ",".join(tried))

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from relayrun.control.chain import excluded_nodes
+from relayrun.control.chain import excluded_nodes, requested_options
 from relayrun.control.chain.job_script import FALLBACK_TIME_LIMIT
 from relayrun.control.job_log import log_line
 from relayrun.control.rundir.attempt import Attempt
@@ -27,13 +27,13 @@ from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.control.trainers.registry import trainer_of
 from relayrun.errors import RunDirError, SchedulerError, describe_owner
 from relayrun.files import write_atomic
-from relayrun.slurmtime import parse_time
 
 
 def queue_fallback_job(
-    run: Run, plan: Plan, job_id: str, *, options: Mapping[str, str | None], failed_begins: int = 0
+    run: Run, plan: Plan, job_id: str, *, options: Mapping[str, str] | None = None, failed_begins: int = 0
 ) -> None:
-    """Queue a fallback job behind the chain's newest job, after `failed_begins` jobs in a row that could not begin."""
+    """Queue a fallback job behind the chain's newest job, after `failed_begins` jobs in a row that could not begin.
+    `options`: of that job beside the plan's; None: the wished ones."""
     scheduler = scheduler_for_plan(plan, run, patience=0)
     jobs = scheduler.fallback_jobs
     if not plan.fallback_job or jobs is None:
@@ -43,13 +43,13 @@ def queue_fallback_job(
         former = [job.id for job in scheduler.live_fallback_jobs(plan) if job.waits]
         if former and _move_fallback_job(jobs, former[0], order):
             return
-        given = {name: value for name, value in options.items() if value is not None}
+        given = requested_options.wished_options(run) if options is None else options
         jobs.queue(
             run.fallback_script,
             name=plan.fallback_job_name,
             order=order,
             options=_chain_options(plan, given),
-            limit=_fallback_time_limit(plan, given),
+            limit=min(FALLBACK_TIME_LIMIT, plan.time_limit),
         )
         for job in scheduler.live_fallback_jobs(plan) if former else []:
             if job.waits and job.id in former:
@@ -68,17 +68,9 @@ def _move_fallback_job(jobs: FallbackJobs, job_id: str, order: FallbackOrder) ->
 
 
 def _chain_options(plan: Plan, given: Mapping[str, str]) -> dict[str, str | None]:
-    """Return all options of the chain's jobs: `given`, read back from one of them, overrides the plan."""
+    """Return all options of the chain's jobs: `given` overrides the plan."""
     planned = {"nodes": str(plan.nodes_of_job), "cpus-per-task": str(plan.cpus_per_task), **plan.sbatch_options}
     return planned | slurm_commands.gpu_options_like_script(given, plan.sbatch_options)
-
-
-def _fallback_time_limit(plan: Plan, given: Mapping[str, str]) -> int:
-    try:
-        asked = parse_time(given["time"])
-    except (KeyError, ValueError):  # not given, or UNLIMITED
-        asked = plan.time_limit
-    return min(FALLBACK_TIME_LIMIT, asked)
 
 
 def cancel_fallback_jobs(plan: Plan, scheduler: Scheduler, *, anyone: bool = False) -> list[str]:
@@ -93,8 +85,14 @@ def queue_first_job(run: Run, plan: Plan, scheduler: Scheduler) -> str:
     """Queue the first job of a prepared run, and a fallback job behind it; return its id. Raises SchedulerError."""
     evaluation = run.evaluation_script if run.evaluation_policy.exists() else None
     job_id = scheduler.submit_first(plan, run.job_script, evaluation)
-    queue_fallback_job(run, plan, job_id, options=plan.sbatch_options)
+    requested_options.record_accepted(run, _hasty(run, plan), job_id)
+    queue_fallback_job(run, plan, job_id)
     return job_id
+
+
+def _hasty(run: Run, plan: Plan) -> Scheduler:
+    """Return the scheduler without retries, for what a job that is queued already can go without."""
+    return scheduler_for_plan(plan, run, patience=0)
 
 
 def ensure_successor(
@@ -104,7 +102,6 @@ def ensure_successor(
     attempt: Attempt,
     *,
     own: str,
-    options: Mapping[str, str],
     delay: int = 0,
 ) -> str:
     """Queue a job behind `own` unless one is pending; return its id. Several pending jobs are reduced to one."""
@@ -112,7 +109,7 @@ def ensure_successor(
     if found:
         job_id = found[0].id
     else:
-        wanted = excluded_nodes.next_job_options(run, plan, scheduler, options)
+        wanted = excluded_nodes.next_job_options(run, plan, scheduler, requested_options.wished_options(run))
         try:
             job_id = scheduler.submit(plan, run.job_script, options=wanted, delay=delay)
         except SchedulerError:  # a limit of submitted jobs may allow one job behind this one, but not two
@@ -120,6 +117,7 @@ def ensure_successor(
                 raise
             job_id = scheduler.submit(plan, run.job_script, options=wanted, delay=delay)
         log_line(f"queued job {job_id} behind this one" + (f", not before {delay} s from now" if delay else ""))
+        requested_options.record_accepted(run, _hasty(run, plan), job_id)
     for job in found[1:]:  # the answer to a submit was lost, and a second job was submitted
         cancel_job(scheduler, job)
     try:
@@ -127,7 +125,7 @@ def ensure_successor(
         attempt.retry_successor.unlink(missing_ok=True)
     except OSError as error:  # it is queued; its cancellation will go unnoticed
         log_line(f"{attempt.successor.name} not written: {error}")
-    queue_fallback_job(run, plan, job_id, options=options)
+    queue_fallback_job(run, plan, job_id)
     return job_id
 
 
@@ -142,10 +140,9 @@ def cancel_job(scheduler: Scheduler, job: Job) -> None:
     log_line(f"cancelled queued job {job.id}")
 
 
-def successor_options(job: Job, scheduler: Scheduler) -> dict[str, str]:
-    """Return the options of the running job that hold for its successors: neither its time limit, which Slurm or a
-    person may have lowered, nor the excluded nodes on which its `begin` failed."""
-    options = {name: value for name, value in job.options.items() if name != "time"}
+def options_without_tried_nodes(job: Job, scheduler: Scheduler) -> dict[str, str]:
+    """Return the options of the running job without the excluded nodes on which its `begin` failed."""
+    options = dict(job.options)
     if not job.begin_failed_on or scheduler.nodes is None or "exclude" not in options:
         return options
     tried = set(job.begin_failed_on.split(","))
@@ -158,14 +155,19 @@ def read_chain_end_from_comment(job: Job | None) -> ChainEnd | None:
     return ChainEnd("stopped", f"stopped by {job.stopped_by}") if job is not None and job.stopped_by else None
 
 
-def record_cancelled_successor(attempt: Attempt, scheduler: Scheduler) -> SuccessorJob | None:
-    """Return the successor if it was cancelled, and note that: a scheduler forgets jobs. Raises SchedulerError."""
+def record_cancelled_successor(
+    attempt: Attempt, scheduler: Scheduler, *, note_waiting: Callable[[Job], None] = lambda _: None
+) -> SuccessorJob | None:
+    """Return the successor if it was cancelled, and note that: a scheduler forgets jobs. Raises SchedulerError.
+    `note_waiting` gets a successor that waits."""
     known = SuccessorJob.read(attempt.successor)
     if known is None or known.cancelled:
         return known
     if known.job_id == scheduler.current_job_id():
         return None  # the successor itself asks
     job = scheduler.query(known.job_id)
+    if job is not None and job.waits:
+        note_waiting(job)
     if job is None or job.state != "CANCELLED":
         return None
     noted = replace(known, cancelled=True, cancelled_by=scheduler.cancelled_by(known.job_id))
@@ -209,9 +211,8 @@ def continue_chain(
     cancelled = end_by_cancelled_successor(attempt, scheduler)
     if cancelled is not None:
         return cancelled
-    options = _begin_options(attempt)
     try:
-        ensure_successor(run, plan, scheduler, attempt, own=own, options=options, delay=delay)
+        ensure_successor(run, plan, scheduler, attempt, own=own, delay=delay)
     except SchedulerError as error:  # for example a limit of submitted jobs: a requeue needs no second job
         if pending_jobs(plan, scheduler, own=own):  # it was queued all the same
             return None
@@ -226,7 +227,10 @@ def _adapt_pending_job(run: Run, plan: Plan, scheduler: Scheduler, job_id: str, 
         if delay:
             scheduler.postpone(job_id, delay=delay)
             log_line(f"job {job_id} does not start before {delay} s from now")
-        excluded_nodes.update_pending_job_nodes(run, plan, scheduler, job_id)
+        if (job := scheduler.query(job_id)) is not None and job.waits:
+            requested_options.note_changes(run, plan, job)
+        if excluded_nodes.update_pending_job_nodes(run, plan, scheduler, job_id):
+            requested_options.record_accepted(run, _hasty(run, plan), job_id)
     except SchedulerError as error:
         log_line(f"job {job_id} stays as it is: {error.message}")
 
@@ -234,8 +238,8 @@ def _adapt_pending_job(run: Run, plan: Plan, scheduler: Scheduler, job_id: str, 
 def requeue_job(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, own: str, delay: int) -> str:
     """Requeue the running job under its id, with the nodes that it can have; return the id of the job that goes on.
 
-    That is another job if this one cannot start with fewer nodes and too few are up. A repeated call returns the same
-    job. Raises SchedulerError.
+    That is another job if this one would keep a lowered time limit, or cannot start with fewer nodes and too few are
+    up. A repeated call returns the same job. Raises SchedulerError.
     """
     if other := _replacement_of(plan, scheduler, attempt, own):
         return other
@@ -244,17 +248,18 @@ def requeue_job(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *,
     except SchedulerError as error:
         log_line(f"with how many nodes job {own} may start is not known: {error.message}")
         minimum = None
-    if minimum is not None and excluded_nodes.would_wait_for_nodes(run, minimum):
+    lost = LOST_NODE if minimum is not None and excluded_nodes.would_wait_for_nodes(run, minimum) else ""
+    job = None if lost else scheduler.query(own)
+    if why := lost or (LESS_TIME if job is not None and requested_options.has_less_time(run, plan, job) else ""):
         # cancelled meanwhile: the next try of `end` sees it
         if cancelled := end_by_cancelled_successor(attempt, scheduler):
             raise SchedulerError(cancelled.reason)
         try:
-            return ensure_replacement(run, plan, scheduler, attempt, own=own, delay=delay)
+            return ensure_replacement(run, plan, scheduler, attempt, own=own, delay=delay, why=why)
         except SchedulerError as error:
             if found := pending_jobs(plan, scheduler, own=own):  # it was queued all the same, or by another agent
                 return found[0].id
-            waits = f"job {own}, which may wait for nodes that are not up"
-            log_line(f"no job can take the place of {waits}: {error.message}")
+            log_line(f"no job can take the place of job {own}, {why}: {error.message}")
     log_line(f"job {own} is queued again, not before {delay} s from now")
     scheduler.requeue(own, delay=delay, minimum=minimum)
     return own
@@ -268,20 +273,20 @@ def _replacement_of(plan: Plan, scheduler: Scheduler, attempt: Attempt, own: str
     return found[0].id if found else None
 
 
-def ensure_replacement(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, own: str, delay: int) -> str:
-    """Ensure that another job replaces `own`, which lost nodes and so may not shrink any more; return its id."""
+LESS_TIME = "whose time limit was lowered, and which only an operator may raise"
+LOST_NODE = "which has lost a node and would wait for as many as before"
+
+
+def ensure_replacement(
+    run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, own: str, delay: int, why: str = LOST_NODE
+) -> str:
+    """Ensure that another job replaces `own`, which cannot be requeued as it is, for the reason `why`; return its
+    id."""
     for job in pending_jobs(plan, scheduler, own=own)[:1]:  # Slurm may not have answered when the attempt ended
         _adapt_pending_job(run, plan, scheduler, job.id, delay=0)
-    options = _begin_options(attempt)
-    job_id = ensure_successor(run, plan, scheduler, attempt, own=own, options=options, delay=delay)
-    lost = f"job {own}, which has lost a node and would wait for as many as before"
-    log_line(f"job {job_id} goes on in the place of {lost}")
+    job_id = ensure_successor(run, plan, scheduler, attempt, own=own, delay=delay)
+    log_line(f"job {job_id} goes on in the place of job {own}, {why}")
     return job_id
-
-
-def _begin_options(attempt: Attempt) -> dict[str, str]:
-    started = attempt.read_begin()
-    return started.options if started else {}
 
 
 def cancel_replaced_job(attempt: Attempt, scheduler: Scheduler, *, own: str, job_id: str) -> None:

@@ -26,6 +26,7 @@ from relayrun.control.chain import (
     failure_reason,
     job_script,
     jobs,
+    requested_options,
 )
 from relayrun.control.chain_state import count_failed_attempts
 from relayrun.control.job_log import log_line, log_size, stdout_beside
@@ -116,10 +117,11 @@ def _decide_and_open(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) ->
         background.send_notices(run, plan)
         campaign.start_due_members_of(run)
         return EXIT_CHAIN_ENDS
-    options = jobs.successor_options(job, scheduler)
-    attempt = _open_attempt(run, plan, scheduler, job, line, base, options=options, rolled_back=chosen is not None)
+    job = replace(job, options=jobs.options_without_tried_nodes(job, scheduler))
+    requested_options.note_changes(run, plan, job)
+    attempt = _open_attempt(run, plan, scheduler, job, line, base, rolled_back=chosen is not None)
     chained = plan.chain.auto_requeue and plan.chain.mode == "singleton"
-    followed = chained and _queue_successor(run, plan, scheduler, attempt, job_id, options)
+    followed = chained and _queue_successor(run, plan, scheduler, attempt, job_id)
     # a job that outlives a node must stay requeueable: after a loss Slurm may refuse changes of it
     _settle(scheduler, job, followed=followed and not plan.outlives_nodes)
     evaluation_jobs.submit_due_evaluations(run, plan, scheduler_for_plan(plan, run, patience=0))
@@ -219,7 +221,6 @@ def _open_attempt(
     line: Lineage,
     base: checkpoint_records.ResumePoint,
     *,
-    options: dict[str, str],
     rolled_back: bool,
 ) -> Attempt:
     run.attempts.mkdir(exist_ok=True)
@@ -259,7 +260,7 @@ def _open_attempt(
         log=stderr,
         log_offset=log_size(stderr),
         output_offset=log_size(stdout_beside(stderr)),
-        options=options,
+        options=dict(job.options),
         previous_end=None if previous_end is None else f"{previous_end.cause}: {previous_end.reason}",
     )
     begin.write(attempt.begin)
@@ -275,12 +276,10 @@ def _open_attempt(
     return attempt
 
 
-def _queue_successor(
-    run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, own: str, options: dict[str, str]
-) -> bool:
-    """Queue the next job with these options; return whether one waits. On an error `watch` tries again."""
+def _queue_successor(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, own: str) -> bool:
+    """Queue the next job; return whether one waits. On an error `watch` tries again."""
     try:
-        jobs.ensure_successor(run, plan, scheduler, attempt, own=own, options=options)
+        jobs.ensure_successor(run, plan, scheduler, attempt, own=own)
     except SchedulerError as error:
         attempt.retry_successor.touch()
         log_line(f"no successor yet: {error.message}")

@@ -21,7 +21,14 @@ from functools import partial
 from pathlib import Path
 
 from relayrun.config.sections.chain import ChainSection
-from relayrun.control.chain import campaign, evaluation_jobs, excluded_nodes, failure_reason, jobs
+from relayrun.control.chain import (
+    campaign,
+    evaluation_jobs,
+    excluded_nodes,
+    failure_reason,
+    jobs,
+    requested_options,
+)
 from relayrun.control.chain.background import CheckpointCopier, NoticeSender
 from relayrun.control.chain.quota import QuotaMonitor
 from relayrun.control.chain_state import longest_heartbeat_interval
@@ -310,14 +317,14 @@ class Watch:
             return
         self._next_try = time.monotonic() + self._pause
         if not self.attempt.retry_successor.exists():
-            jobs.record_cancelled_successor(self.attempt, self.scheduler)
+            note = partial(requested_options.note_changes, self.run, self.plan)
+            jobs.record_cancelled_successor(self.attempt, self.scheduler, note_waiting=note)
             return
         self._pause = min(2 * self._pause, RETRY_CEILING)
         own = self.scheduler.current_job_id()
         if jobs.read_chain_end_from_comment(self.scheduler.query(own)) is not None:
             return
-        options = self.begin.options if self.begin else {}
-        jobs.ensure_successor(self.run, self.plan, self.scheduler, self.attempt, own=own, options=options)
+        jobs.ensure_successor(self.run, self.plan, self.scheduler, self.attempt, own=own)
         self._pause = RETRY_SECONDS
         job = self.scheduler.query(own)
         if job is not None:

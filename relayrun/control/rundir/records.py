@@ -158,7 +158,7 @@ class AttemptStart(Record):
     output_offset: int = 0
     """The size of the standard output beside it."""
     options: dict[str, str] = field(default_factory=dict)
-    """Options of sbatch of the job that also apply to its successors."""
+    """Options of sbatch that the job has, as Slurm reports them: facts of this attempt, which no other job requests."""
     previous_end: str | None = None
     """The reason for the end of the previous attempt."""
 

@@ -12,6 +12,7 @@
     evaluations/  evaluations.jsonl  evaluation.sbatch    see `evaluations`
     notices/                     see `control.notify.notices`
     membership.json              see `campaign`
+    requests.json                see `control.chain.requested_options`
     quota.json                   see `storage_limits`
     triggers/  debug/<attempt>/  code/  owners.jsonl
     STOP                         its existence ends the chain; its head gives the state and the reason
@@ -66,6 +67,8 @@ class Run:
     """The checkpoints that are evaluated, by the newest submit."""
     evaluation_script = PathIn("evaluation.sbatch")
     """The job that evaluates one checkpoint, given its iteration and attempt."""
+    requests = PathIn("requests.json")
+    """The options that Slurm accepted for the newest jobs, and a person's changes; see `chain.requested_options`."""
     node_failures = PathIn("nodes.jsonl")
     """One line per node that was blamed for a failed attempt."""
     node_health = PathIn("node_health.jsonl")

@@ -61,7 +61,7 @@ class Job:
     start_time: float | None = None
     """None while it is pending."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """Options of sbatch by their long names, read back from the job, that also apply to its successors."""
+    """Options of sbatch by their long names, read back from the job."""
     requeue: bool = False
     """`requeue` accepts the job."""
 

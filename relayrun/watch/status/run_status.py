@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from relayrun.control.chain import excluded_nodes
+from relayrun.control.chain import excluded_nodes, requested_options
 from relayrun.control.chain.quota import file_system_limit
 from relayrun.control.chain_state import count_failed_attempts
 from relayrun.control.rundir import (
@@ -57,6 +57,8 @@ class RunStatus(RunSummary):
     fallback_jobs: list[Job]
     """Small jobs that continue the chain if one of `jobs` fails."""
     scheduler_error: str | None
+    changed_options: list[str]
+    """Options of sbatch that a person changed in a waiting job, each as a sentence; the next jobs request them too."""
     pending: dict[str, str]
     """Pending reasons of the scheduler by job id."""
     last_job: JobEnd | None
@@ -155,6 +157,7 @@ def _read_run_status(records: RunRecords, cache: FolderCache | None) -> RunStatu
         jobs=queue.jobs,
         fallback_jobs=queue.fallback_jobs,
         scheduler_error=f"the scheduler did not answer: {queue.error}" if queue.error else queue.hidden,
+        changed_options=requested_options.describe_changes(run),
         pending={job.id: queue.reasons[job.id] for job in queue.jobs + queue.fallback_jobs if job.id in queue.reasons},
         last_job=queue.last_job,
         go_on=None if records.state != "broken" or stuck else shlex.join(["relayrun", "resume", str(run.path)]),

@@ -56,6 +56,7 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
         ("chain", f"{status.mode}, auto_requeue {'on' if status.auto_requeue else 'off'}"),
         ("queue", _queue(status)),
         ("fallback job", ", ".join(_job(job, status.pending.get(job.id)) for job in status.fallback_jobs)),
+        ("changed", "; ".join(status.changed_options)),
         ("last job", _last_job(status, now)),
         ("attempt", attempt or "none yet"),
         ("time limit", limit),
