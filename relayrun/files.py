@@ -532,9 +532,9 @@ def unused_name(folder: Path, name: str) -> Path:
 
 
 def open_lock(path: str | os.PathLike[str], flags: int = os.O_RDWR | os.O_CREAT) -> int:
-    """Open a lock file, made if it is missing. Nothing is truncated, and a link, which somebody may have put there, is
-    not followed. Raises OSError."""
-    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    """Open a lock file of its owner, made if it is missing. Nothing is truncated, and a link, which somebody may have
+    put there, is not followed. Raises OSError."""
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
 
 
 @contextlib.contextmanager

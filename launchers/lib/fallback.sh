@@ -25,7 +25,8 @@ look() {
 
 trap ended USR2 TERM
 
-umask g-w,o-w # the next job executes what this one writes
+# the next job executes what this one writes
+umask g-w,o-w
 pause=5
 while :; do # as long as the job lasts: a controller or a file system may be away
   look &

@@ -4,7 +4,8 @@
 # here are only the traps, the start of the ranks, and the wait. Every way out leads through `end`, or through `again`.
 set -euo pipefail
 ulimit -c 0
-umask g-w,o-w # the next job executes what this one writes; job.setup may set another one for the ranks
+# the next job executes what this one writes; job.setup may set another one for the ranks
+umask g-w,o-w
 began="${EPOCHREALTIME:-$(date +%s.%N)}"          # an old Bash does not know it
 export RELAYRUN_SCRIPT_TIME="${began/,/.}"        # some locales write a comma
 export RELAYRUN_USER_PYTHONPATH="${PYTHONPATH:-}" # as submitted: for the ranks, and for the next job

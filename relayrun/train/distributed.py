@@ -190,7 +190,7 @@ def start_process_groups(config: RunConfig) -> Ranks:
         )
     raise_file_limit(int(os.environ["RANK"]), world_size)
     send_no_pickles()
-    bind_to_job_network(os.environ["MASTER_ADDR"])
+    bind_to_job_network(os.environ.get("MASTER_ADDR", "localhost"))
     if torch.cuda.is_available():
         config.training.require_precision()
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())

@@ -99,7 +99,7 @@ def _constant(value: Any) -> dict[str, Any]:
 def _plain_error(error: BaseException) -> dict[str, Any]:
     """Return an error, or its words if a message cannot hold it as it is."""
     try:
-        arguments = error.__reduce__()[1] if isinstance(error, OSError) else error.args  # of a file also its name
+        arguments = OSError.__reduce__(error)[1] if isinstance(error, OSError) else error.args
         found = {"error": [_name(type(error)), _plain(arguments), _plain(vars(error))]}
         if str(unpack(json.dumps(found).encode())) == str(error):
             return found

@@ -35,8 +35,9 @@ def expected(name: str, mask: int) -> str | None:
         if pattern.endswith("/") == name.endswith("/") and fnmatchcase(name, pattern):
             if mode == "source":
                 return None
-            whatever = pattern == "triggers/"
-            return oct(int(mode, 8) if whatever else int(mode, 8) & ~mask)
+            if pattern == "triggers/":
+                return oct(int(mode, 8))
+            return oct(int(mode, 8) & ~(mask if pattern == "triggers/*" else mask | 0o022))
     raise AssertionError(f"no row for {name}")
 
 

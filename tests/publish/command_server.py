@@ -14,9 +14,10 @@ import os
 import resource
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
+
+from tests.waiting import wait_for
 
 CHANGING = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "ctypes.dlsym")
 
@@ -52,8 +53,7 @@ def _run(request: dict[str, Any]) -> int:
         if len(operations) == request.get("stop_at"):
             done = True
             stopped.touch()
-            while stopped.exists():
-                time.sleep(0.002)
+            wait_for(lambda: not stopped.exists(), step=0.002, words=f"nobody removed {stopped}")
             done = False
 
     sys.addaudithook(look)

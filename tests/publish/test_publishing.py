@@ -60,7 +60,7 @@ class Command:
     over: bool = False
     """A result of the other arguments stands at the output before."""
     exclusive: bool = True
-    """Of two at once the second is refused."""
+    """The second of two at once is refused."""
 
 
 SHUFFLE = "dumps shuffle --dataset-folder IN/text --output-folder OUT/s --temp-dir OUT --file-size 0.002"

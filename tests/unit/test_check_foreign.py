@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from relayrun.cli import main
 from relayrun.config.compose import resolve
@@ -169,7 +172,9 @@ def test_a_checkout_is_looked_at(tmp_path: Path) -> None:
 
 def test_a_run_of_megatron_lm_begins_with_a_checkpoint_of_megatron_lm(tmp_path: Path) -> None:
     for iteration in (5, 10):
-        save(tmp_path / "theirs", iteration)
+        saved = save(tmp_path / "theirs", iteration)
+        torch.save({"iteration": iteration}, saved / "common.pt")
+        (saved / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data={})))
     path = written(tmp_path, MEGATRON, megatron_lm=checkout(tmp_path), checkpoint={"interval": 5})
 
     def begins(load: str) -> tuple[int, str | None]:

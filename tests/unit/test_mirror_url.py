@@ -435,6 +435,9 @@ def test_a_copy_of_a_run_that_is_lost_comes_into_any_folder(
     assert main(["checkpoint", "restore", f"{where}:20", "--to", str(target)]) == 0
     assert digest(target / "iter_0000020") == mirrored.known[20]
     assert sorted(os.listdir(target)) == ["iter_0000020", "iter_0000030"]
+    assert restore.fetch_copy(where, 20, target) == [f"iteration 20 is there already, verified: {target}/iter_0000020"]
+    block = max((target / "iter_0000020").iterdir(), key=lambda path: path.stat().st_size)
+    block.write_bytes(block.read_bytes()[:-1] + b"?")
     with pytest.raises(InputError, match="something has this name already"):
         restore.fetch_copy(where, 20, target)
     with pytest.raises(InputError, match="there is no copy of iteration 10") as error:

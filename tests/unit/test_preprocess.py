@@ -486,5 +486,5 @@ def test_a_worker_has_no_secret_in_its_environment(tmp_path: Path, tokenizer: Pa
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"{secret} /home/ann"  # the caller has it again
     found = [path.read_bytes() for path in (tmp_path / "seen").iterdir()]
-    assert len(found) == 2
+    assert found  # one worker may take both files
     assert all(secret.encode() not in each and b"HOME=/home/ann" in each for each in found)

@@ -321,4 +321,4 @@ class RefusedConnections(Record):
     @property
     def told(self) -> str:
         """One line for people."""
-        return f"{self.count} connections to this job were refused; the newest from {self.address}: {self.why}"
+        return f"refused connections to this job: {self.count}; the newest from {self.address}: {self.why}"

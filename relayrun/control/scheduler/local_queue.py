@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from relayrun.control.rundir.records import Record
 from relayrun.control.scheduler.base import clean_environment
 from relayrun.errors import SchedulerError
-from relayrun.files import open_lock
+from relayrun.files import open_lock, writable_by_owner_alone
 
 JOB_ID_VARIABLE = "RELAYRUN_LOCAL_JOB_ID"
 
@@ -120,7 +120,8 @@ class LocalQueue:
 
     def write_job(self, job: LocalJob) -> None:
         """Write the record of a job. The caller holds `locked`."""
-        job.write(self.path(job.id))
+        with writable_by_owner_alone():  # what it names is started
+            job.write(self.path(job.id))
 
     def change(self, job_id: str, **changes: Any) -> None:
         """Change fields of a job's record under the lock."""

@@ -335,7 +335,7 @@ PROGRAM_FAULTS: tuple[Fault, ...] = (
         ("done",),
         actions.let_stranger_try,
         config={"chain": {"recovery": "node"}},
-        logged="connections to this job were refused",
+        logged="refused connections to this job: ",
     ),
     Fault(
         "killed-while-staging",
