@@ -26,8 +26,8 @@ RUNNING_STATES = frozenset(
 """States of a job that has its nodes, receives them, or gives them back."""
 
 ReasonKind = Literal["waits", "budget", "blocked", "ended", "unknown"]
-"""waits: Slurm starts the job by itself. budget: when its account has time again. blocked: a person must change
-something. ended: Slurm itself ended the job for this reason."""
+"""Kinds of reasons. `waits`: Slurm starts the job by itself; `budget`: when its account has time again. `blocked`: a
+person must change something. `ended`: Slurm itself ended the job for this reason."""
 
 
 class Reason(NamedTuple):
@@ -40,28 +40,36 @@ class Reason(NamedTuple):
 
 _RELEASE, _CHAIN = "release", "dependency"
 _TABLE: tuple[tuple[str, Reason], ...] = (
-    (r"JobHeld(User|Admin)|JobHoldMaxRequeue"
-     r"|(launch failed|launch failure limit exceeded|user env retrieval failed|job) requeued (in )?held( state)?",
-     Reason("blocked", _RELEASE)),
+    (
+        r"JobHeld(User|Admin)|JobHoldMaxRequeue"
+        r"|(launch failed|launch failure limit exceeded|user env retrieval failed|job) requeued (in )?held( state)?",
+        Reason("blocked", _RELEASE),
+    ),
     (r"Reservation(Deleted|Invalid)|Reservation .* (was deleted|is invalid)", Reason("blocked", "job.reservation")),
     (r"DependencyNeverSatisfied", Reason("blocked", _CHAIN)),
     (r"PartitionTimeLimit|(QOS|Assoc)MaxWallDurationPerJobLimit", Reason("blocked", "job.time")),
     (r"PartitionNodeLimit|(QOS|Assoc)MaxNodePerJob(Limit)?|QOSMinNode", Reason("blocked", "job.nodes")),
     (r"InvalidAccount|AccountNotAllowed", Reason("blocked", "job.account")),
     (r"InvalidQOS|QOSNotAllowed|QOSMin\w+", Reason("blocked", "job.qos")),
-    (r"(QOS|Assoc)Max\w+Per(Job|Node)(Limit)?|MaxMemPerLimit|BadConstraints",
-     Reason("blocked", "job.sbatch")),
-    (r"(QOS|Assoc)Grp(?!\w*Run)\w+Minutes(Limit)?|QOSUsageThreshold|(QOS|Association)TimeLimit|(QOS|Assoc)GrpWallLimit",
-     Reason("budget")),
-    (r"BootFailure|NodeDown|SystemFailure|JobLaunchFailure|NonZeroExitCode|RaisedSignal|TimeLimit|InactiveLimit|DeadLine"
-     r"|OutOfMemory|Reservation .* has ended", Reason("ended")),
-    (r"Prolog|Priority|Dependency|Resources|Partition(Down|Inactive)|NvidiaImexChannels|BeginTime|Licenses|Reservation"
-     r"|(Association|QOS)(Job|Resource)Limit|SchedDefer|Cleaning|JobArrayTaskLimit|BurstBuffer\w+|FedJobLock|Constraints"
-     r"|(QOS|Assoc)Grp\w+|(QOS|Assoc)Max\w+|Max\w+PerAccount|Max\w+PerUser|MaxPoweredUpNodes|MpiPortsBusy|FrontEndDown"
-     r"|AccountingPolicy|PartitionConfig"
-     r"|Block(FreeAction|MaxError)|Power(NotAvail|Reserved)|ReqNodeNotAvail\b.*|Nodes required for job are .*",
-     Reason("waits")),
-)  # fmt: skip
+    (r"(QOS|Assoc)Max\w+Per(Job|Node)(Limit)?|MaxMemPerLimit|BadConstraints", Reason("blocked", "job.sbatch")),
+    (
+        r"(QOS|Assoc)Grp(?!\w*Run)\w+Minutes(Limit)?|QOSUsageThreshold|(QOS|Association)TimeLimit|(QOS|Assoc)GrpWallLimit",
+        Reason("budget"),
+    ),
+    (
+        r"BootFailure|NodeDown|SystemFailure|JobLaunchFailure|NonZeroExitCode|RaisedSignal|TimeLimit|InactiveLimit|DeadLine"
+        r"|OutOfMemory|Reservation .* has ended",
+        Reason("ended"),
+    ),
+    (
+        r"Prolog|Priority|Dependency|Resources|Partition(Down|Inactive)|NvidiaImexChannels|BeginTime|Licenses|Reservation"
+        r"|(Association|QOS)(Job|Resource)Limit|SchedDefer|Cleaning|JobArrayTaskLimit|BurstBuffer\w+|FedJobLock|Constraints"
+        r"|(QOS|Assoc)Grp\w+|(QOS|Assoc)Max\w+|Max\w+PerAccount|Max\w+PerUser|MaxPoweredUpNodes|MpiPortsBusy|FrontEndDown"
+        r"|AccountingPolicy|PartitionConfig"
+        r"|Block(FreeAction|MaxError)|Power(NotAvail|Reserved)|ReqNodeNotAvail\b.*|Nodes required for job are .*",
+        Reason("waits"),
+    ),
+)
 
 
 def reason_of(word: str | None) -> Reason:
