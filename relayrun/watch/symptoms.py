@@ -42,7 +42,7 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.storage_limits import DAY_SECONDS, PurgeForecast
-from relayrun.control.scheduler import job_history
+from relayrun.control.scheduler import slurm_states
 from relayrun.control.scheduler.base import Job
 from relayrun.files import read_json_lines_backwards, temporary_prefix
 from relayrun.watch.status.run_status import RunStatus
@@ -173,16 +173,18 @@ def _gone(run: Run, status: RunStatus) -> Iterator[Symptom]:
 def _waiting(status: RunStatus) -> Iterator[Symptom]:
     for job in status.jobs:
         reason = status.pending.get(job.id)
-        if not job.waits or reason is None:
-            continue
-        if job_history.never_starts(reason):
-            held = "hel" in reason.lower() or "hold" in reason.lower()
-            words = f"job {job.id} waits, and never starts unless a person changes something: {reason}"
-            go_on = f"scontrol release {job.id}" if held else f"scontrol show job {job.id}"
-            yield Symptom(event="stopped", cause=f"held-{job.id}", reason=words, go_on=go_on)
-        elif job_history.waits_for_budget(reason):
+        kind, show = slurm_states.reason_of(reason).kind, f"scontrol show job {job.id}"
+        if slurm_states.is_blocked(job.state, reason):
+            words = f"job {job.id} waits, and never starts unless a person changes something: {reason or job.state}"
+            mend = slurm_states.mending_command(job.id, job.state, reason, run=status.path)
+            yield Symptom(event="stopped", cause=f"held-{job.id}", reason=words, go_on=mend)
+        elif job.waits and kind == "budget":
             words = f"job {job.id} waits until its account has time to spend again: {reason}"
-            yield Symptom(event="stopped", cause=f"budget-{job.id}", reason=words, go_on=f"scontrol show job {job.id}")
+            yield Symptom(event="stopped", cause=f"budget-{job.id}", reason=words, go_on=show)
+        elif slurm_states.is_unknown_state(job.state) or (job.waits and kind == "unknown"):
+            said = f"{job.state.lower()}, {reason or 'no reason'}"
+            words = f"relayrun does not know what Slurm says of job {job.id}: {said}"
+            yield Symptom(event="hang", cause=f"unknown-{job.id}", reason=words, go_on=show, patience=TRANSIENT_SECONDS)
 
 
 def _stuck_in_transient_state(status: RunStatus) -> Iterator[Symptom]:

@@ -28,7 +28,7 @@ from relayrun.control.rundir.mirror import MirrorPass, MirrorPolicy
 from relayrun.control.rundir.records import AttemptEnd, ChainEnd, CheckpointCommit, Heartbeat, StartTimes
 from relayrun.control.rundir.run import write_stop
 from relayrun.control.rundir.storage_limits import QuotaLimit
-from relayrun.control.scheduler import job_history, slurm
+from relayrun.control.scheduler import slurm, slurm_states
 from relayrun.control.scheduler.base import Job
 from relayrun.control.scheduler.job_history import JobEnd
 from relayrun.errors import InputError, SchedulerError, user_name
@@ -879,4 +879,4 @@ def test_which_runs_a_folder_has(make_run: MakeRun, tmp_path: Path) -> None:  # 
     ],
 )
 def test_reasons_that_never_end(reason: str, for_ever: bool, budget: bool) -> None:
-    assert (job_history.never_starts(reason), job_history.waits_for_budget(reason)) == (for_ever, budget)
+    assert (slurm_states.never_starts(reason), slurm_states.reason_of(reason).kind == "budget") == (for_ever, budget)

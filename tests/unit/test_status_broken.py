@@ -21,6 +21,7 @@ from relayrun.control.scheduler.base import Job
 from relayrun.control.scheduler.job_history import JobEnd
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.submit import submission
+from relayrun.watch import symptoms
 from relayrun.watch.status import queue, run_status
 from relayrun.watch.status.queue import QueueStatus
 from relayrun.watch.status.run_status import RunStatus
@@ -120,17 +121,18 @@ def test_a_waiting_job_whose_reservation_has_ended_never_starts(run: Run) -> Non
     fallback = Job(id="9", name="j-fallback", state="RESV_DEL_HOLD")
     reasons = dict.fromkeys("89", "Reservation camp was deleted")
     found = status(run, QueueStatus(jobs=[gone], fallback_jobs=[fallback], reasons=reasons))
-    assert found.state == "broken"
-    assert "job 8 never starts: its reservation was deleted" in (found.broken or "")
+    assert found.state == "blocked"
+    assert "job 8 never starts unless a person changes something: Reservation camp was deleted" in words_of(found)
+    assert found.go_on == f"relayrun cancel {run.path} && relayrun resume {run.path} --set job.reservation=null"
     assert "queue 8 (resv_del_hold: Reservation camp was deleted)" in words_of(found)
     assert status(run, QueueStatus(jobs=[gone, Job(id="7", name="j", state="RUNNING")])).state == "running"
 
 
 @pytest.mark.parametrize("state", ["REQUEUE_HOLD", "SPECIAL_EXIT"])
-def test_a_job_that_is_held_in_another_way_is_queued_and_shown_as_slurm_says_it(run: Run, state: str) -> None:
+def test_a_job_that_is_held_in_another_way_is_blocked_and_shown_as_slurm_says_it(run: Run, state: str) -> None:
     held = Job(id="8", name="j", state=state)
     found = status(run, QueueStatus(jobs=[held], reasons={"8": "job requeued in held state"}))
-    assert found.state == "queued"
+    assert (found.state, found.go_on) == ("blocked", "scontrol release 8")
     assert f"8 ({state.lower()}: job requeued in held state)" in words_of(found)
 
 
@@ -308,3 +310,36 @@ def test_what_a_person_changed_in_a_waiting_job_is_shown(run: Run) -> None:
     RequestedOptions(changes={"partition": change, "qos": {**change, "instead": ""}}).write(run.requests)
     shown = words_of(status(run, QueueStatus(jobs=[Job(id="8", name="j", state="PENDING")])))
     assert "changed partition is low instead of debug since job 8; qos is low since job 8" in shown
+
+
+@pytest.mark.parametrize(
+    ("reason", "mended_by"),
+    [
+        ("launch failed requeued held", "scontrol release 8"),  # a prolog failed
+        ("DependencyNeverSatisfied", "scontrol update JobId=8 Dependency=singleton"),
+        ("PartitionTimeLimit", "--set job.time=..."),
+        ("InvalidQOS", "--set job.qos=..."),
+    ],
+)
+def test_a_successor_that_never_starts_is_blocked_with_the_command_that_mends_it(
+    run: Run, reason: str, mended_by: str
+) -> None:
+    waits = Job(id="8", name="j", state="PENDING")
+    found = status(run, QueueStatus(jobs=[waits], reasons={"8": reason}))
+    assert found.state == "blocked"
+    assert (found.go_on or "").endswith(mended_by)
+    at_work = status(run, QueueStatus(jobs=[Job(id="7", name="j", state="RUNNING"), waits], reasons={"8": reason}))
+    assert (at_work.state, at_work.go_on) == ("running", found.go_on)
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"), [("PENDING", "Resources"), ("PENDING", "AWordOfSlurm99"), ("THAWING", "")]
+)
+def test_a_job_of_which_the_word_is_not_known_is_shown_and_told_and_not_blocked(
+    run: Run, state: str, reason: str
+) -> None:
+    found = status(run, QueueStatus(jobs=[Job(id="8", name="j", state=state)], reasons={"8": reason}))
+    assert found.state == ("queued" if state == "PENDING" else "running")
+    told = [each for each in symptoms._waiting(found) if each.cause == "unknown-8"]
+    assert len(told) == (reason != "Resources")
+    assert all((reason or state.lower()) in each.reason for each in told)

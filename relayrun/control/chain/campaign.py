@@ -26,7 +26,7 @@ from relayrun.control.rundir.checkpoint_records import BEGINNING, ResumePoint
 from relayrun.control.rundir.evaluations import EvaluationDir, EvaluationResult
 from relayrun.control.rundir.plan import Plan, chain_job_name, fallback_job_name
 from relayrun.control.rundir.run import Run, is_stopped, read_stop
-from relayrun.control.scheduler import job_history
+from relayrun.control.scheduler import slurm_states
 from relayrun.control.scheduler.base import Scheduler
 from relayrun.control.scheduler.factory import scheduler_class, scheduler_for_plan
 from relayrun.control.scheduler.slurm_commands import NoAnswerError, NotInstalledError, TooManyJobsError
@@ -209,7 +209,7 @@ def _never_evaluated(whole: Campaign, judged: _JudgedMembers) -> dict[str, str]:
         name: f"{what}, whose job {each.id} never starts: {each.reason}"
         for (name, what, *_), found in zip(waiting, queued, strict=True)
         for each in found
-        if job_history.never_starts(each.reason)
+        if slurm_states.never_starts(each.reason)
     }
 
 

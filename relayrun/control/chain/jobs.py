@@ -22,8 +22,9 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import ChainEnd, SuccessorJob
 from relayrun.control.rundir.run import Run, stop_reason, write_stop
 from relayrun.control.scheduler import slurm_commands
-from relayrun.control.scheduler.base import RESERVATION_GONE, FallbackJobs, FallbackOrder, Job, Scheduler
+from relayrun.control.scheduler.base import FallbackJobs, FallbackOrder, Job, Scheduler
 from relayrun.control.scheduler.factory import scheduler_for_plan
+from relayrun.control.scheduler.slurm_states import RESERVATION_GONE
 from relayrun.control.trainers.registry import trainer_of
 from relayrun.errors import RunDirError, SchedulerError, describe_owner
 from relayrun.files import write_atomic

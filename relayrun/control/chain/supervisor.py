@@ -37,8 +37,9 @@ from relayrun.control.rundir.plan import PLAN_FORMAT, Plan
 from relayrun.control.rundir.records import AttemptEnd, AttemptOutcome, AttemptStart, ChainEnd, Hang
 from relayrun.control.rundir.run import Run, is_stopped, read_stop, write_stop
 from relayrun.control.scheduler import error_lines
-from relayrun.control.scheduler.base import CONTROLLER_PATIENCE, RESERVATION_GONE, Job, Scheduler, user_python_path
+from relayrun.control.scheduler.base import CONTROLLER_PATIENCE, Job, Scheduler, user_python_path
 from relayrun.control.scheduler.factory import scheduler_for_plan
+from relayrun.control.scheduler.slurm_states import RESERVATION_GONE
 from relayrun.control.trainers.base import Trainer
 from relayrun.control.trainers.registry import trainer_of
 from relayrun.errors import RelayrunError, RunDirError, SchedulerError

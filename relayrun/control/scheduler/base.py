@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler.slurm_states import ENDED_STATES, WAITING_STATES
 from relayrun.errors import SchedulerError
 
 CONTROLLER_PATIENCE = 600.0
@@ -22,21 +23,10 @@ BEGIN_BACKOFF = 30
 USER_PYTHONPATH = "RELAYRUN_USER_PYTHONPATH"
 """Environment variable in which job.sh keeps the PYTHONPATH of the submit."""
 
-_ENDED = frozenset(
-    {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY"}
-    | {"PREEMPTED", "REVOKED", "TIMEOUT"}
-)
-"""States of a job that has ended. In any other state, known here or not, a job is queued or has nodes."""
-
-RESERVATION_GONE = "RESV_DEL_HOLD"
-"""State of a queued job whose reservation ended before the job started: it never starts."""
-_WAITING = frozenset({"PENDING", "REQUEUE_HOLD", "SPECIAL_EXIT", RESERVATION_GONE})
-"""States of a queued job. In all but PENDING, Slurm or a person holds the job."""
-
 
 def is_live_state(state: str) -> bool:
     """True if a job in this state (Slurm's word) is queued or runs."""
-    return state.partition(" ")[0] not in _ENDED  # `CANCELLED by 1000`
+    return state.partition(" ")[0] not in ENDED_STATES  # `CANCELLED by 1000`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +57,8 @@ class Job:
 
     at_limit: bool = False
     """The job has run as long as its time limit allows."""
+    ended_by_slurm: bool = False
+    """Slurm itself ends the job, for its limit, a node, memory, or a deadline: nobody cancelled it."""
     preempted: bool = False
     failed_begins: int = 0
     """Consecutive failures of its `begin`, read from its comment."""
@@ -83,7 +75,7 @@ class Job:
     @property
     def waits(self) -> bool:
         """The job is queued, and perhaps held."""
-        return self.state in _WAITING
+        return self.state in WAITING_STATES
 
 
 @dataclass(frozen=True, kw_only=True)

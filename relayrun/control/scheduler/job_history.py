@@ -93,26 +93,6 @@ class LocalHistory(JobHistory):
         ]
 
 
-def never_starts(reason: str | None) -> bool:
-    """True if a job with this pending reason (Slurm's word) never starts unless a person changes something."""
-    return re.fullmatch(_NEVER_STARTS, reason or "") is not None
-
-
-def waits_for_budget(reason: str | None) -> bool:
-    """True if a job with this pending reason (Slurm's word) waits until its account has time to spend."""
-    return re.fullmatch(_WAITS_FOR_BUDGET, reason or "") is not None
-
-
-_NEVER_STARTS = (
-    r"QOSMin\w+|Partition(Node|Time)Limit|DependencyNeverSatisfied|BadConstraints|JobHeld(User|Admin)|ReservationDeleted"
-    r"|Reservation[ _].*[ _]was[ _]deleted"
-    r"|Invalid(Account|QOS)|AccountNotAllowed|QOSNotAllowed"
-    r"|(Assoc|QOS)Max\w+Per(Job|Node)(Limit)?|MaxMemPerLimit"  # what one job may have: it asks for more
-    r"|JobHoldMaxRequeue|(launch[ _]failed|job)[ _]requeued[ _](in[ _])?held([ _]state)?"
-)
-_WAITS_FOR_BUDGET = r"(Assoc|QOS)Grp(?!\w*Run)\w+Minutes(Limit)?"
-
-
 def _last_job_by_sacct(plan: Plan, since: float) -> JobEnd | None:
     # not its Reason, which explains the wait and not the end
     rows = _sacct_rows(f"--name={plan.job_name}", since, "JobID,State,ExitCode,NodeList,Start,End")

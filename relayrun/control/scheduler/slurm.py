@@ -91,9 +91,9 @@ class Slurm(SlurmCommands, Scheduler):
         job = self.query(job_id)
         if job_id == os.environ.get("SLURM_JOB_ID") and job is not None and job.state == "COMPLETING":
             # While its batch script, in which this runs, lives, a job that Slurm ends is COMPLETING, whatever
-            # the cause. It was cancelled if it was neither its limit, nor a preemption, nor one of its nodes
+            # the cause. It was cancelled if Slurm gives no reason, and it was no preemption, nor one of its nodes
             # (a lost one is no longer in its own list).
-            return not job.at_limit and not job.preempted and not self._node_is_down(nodes)
+            return not (job.at_limit or job.ended_by_slurm or job.preempted) and not self._node_is_down(nodes)
         deadline = time.monotonic() + COMPLETING_SECONDS
         while job is not None and job.state == "COMPLETING" and time.monotonic() < deadline:
             time.sleep(1)  # a successor may start before Slurm has recorded the end of its predecessor

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from relayrun.control.scheduler.base import CONTROLLER_PATIENCE, Job, clean_environment, is_live_state
+from relayrun.control.scheduler.slurm_states import reason_of
 from relayrun.errors import ConfigError, SchedulerError
 from relayrun.slurmtime import parse_time
 
@@ -162,6 +163,7 @@ def parse_job(text: str, *, name: str | None = None, gpus: str = "") -> Job:
         options=options,
         at_limit=known.get("Reason") == "TimeLimit"  # also for a job whose reservation ended
         or (start is not None and end is not None and limit is not None and end - start >= limit),
+        ended_by_slurm=reason_of(known.get("Reason")).kind == "ended",
         preempted=known.get("PreemptTime", "None") != "None",
         requeue=known.get("Requeue") == "1",
         stopped_by=comment.removeprefix(STOPPED_BY_COMMENT) if comment.startswith(STOPPED_BY_COMMENT) else "",

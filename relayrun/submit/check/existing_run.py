@@ -19,8 +19,9 @@ from relayrun.control.rundir.checkpoint_records import Lineage, ResumePoint, res
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.control.rundir.time_limit import GRACE_SAVES, start_seconds
-from relayrun.control.scheduler.base import RESERVATION_GONE, Scheduler
+from relayrun.control.scheduler.base import Scheduler
 from relayrun.control.scheduler.factory import scheduler_for_plan
+from relayrun.control.scheduler.slurm_states import RESERVATION_GONE
 from relayrun.errors import ConfigError, RunDirError, describe_owner, user_name
 from relayrun.errors import refuse_unwritable as refuse_unwritable_place
 from relayrun.files import append_line

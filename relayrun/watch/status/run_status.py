@@ -33,14 +33,14 @@ from relayrun.control.rundir.run import Run, stream_positions_path
 from relayrun.control.rundir.storage_limits import PurgeForecast, QuotaForecast
 from relayrun.control.rundir.triggers import Trigger
 from relayrun.control.scheduler import error_lines
-from relayrun.control.scheduler.base import RESERVATION_GONE, Job, JobEnd
+from relayrun.control.scheduler.base import Job, JobEnd
 from relayrun.errors import RunDirError
 from relayrun.files import read_json, read_json_lines
 from relayrun.tokens.streams.lane_cursor import FAULT_REASONS, LaneCursor, skipped_rows
 from relayrun.watch import unsent_notices
 from relayrun.watch.status.cron_check_record import FolderCache
 from relayrun.watch.status.queue import QueueStatus, waiting_evaluations
-from relayrun.watch.status.summary import RunRecords, RunSummary, damaged_records_as_error
+from relayrun.watch.status.summary import RunRecords, RunSummary, blocked_jobs, damaged_records_as_error
 
 MIN_FREE_BYTES = 1 << 16
 """A file system with less free space for this user is full."""
@@ -64,7 +64,7 @@ class RunStatus(RunSummary):
     last_job: JobEnd | None
     """End of the newest job, if no job runs and the scheduler remembers it."""
     go_on: str | None
-    """The command that continues a broken chain."""
+    """The command that continues a broken chain, or lets a blocked job start."""
     phase: str | None
     """Phase of the slowest node of a running attempt: start, step, save or evaluation."""
     leave_time: float | None
@@ -149,7 +149,8 @@ def _read_run_status(records: RunRecords, cache: FolderCache | None) -> RunStatu
     quotas, quota_complaint = _quotas(run, now) if living else ([], None)
     excluded = excluded_nodes.worst_nodes(strikes, nodes=plan.nodes, now=now)
     late, why_late = unsent_notices.count_unsent(run, now=now)
-    stuck = any(job.state == RESERVATION_GONE for job in queue.jobs)  # needs `relayrun cancel` first
+    resume = [shlex.join(["relayrun", "resume", str(run.path)])] if records.state == "broken" else []
+    mend = resume or [command for _, command in blocked_jobs(run, queue.jobs, queue.reasons)]
     return RunStatus(
         **vars(records.summary(cache)),
         mode=plan.chain.mode,
@@ -160,7 +161,7 @@ def _read_run_status(records: RunRecords, cache: FolderCache | None) -> RunStatu
         changed_options=requested_options.describe_changes(run),
         pending={job.id: queue.reasons[job.id] for job in queue.jobs + queue.fallback_jobs if job.id in queue.reasons},
         last_job=queue.last_job,
-        go_on=None if records.state != "broken" or stuck else shlex.join(["relayrun", "resume", str(run.path)]),
+        go_on="; ".join(mend) or None,
         phase=min(beats, key=lambda beat: beat.time).phase if beats else None,
         leave_time=end_time - begin.grace_period if begin is not None and end_time is not None else None,
         job_end_time=end_time,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise, starmap
 from pathlib import Path
@@ -23,8 +23,8 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptEnd, AttemptStart, ChainEnd, ChainEndState
 from relayrun.control.rundir.restarts import resets_iteration
 from relayrun.control.rundir.run import Run, read_stop
-from relayrun.control.scheduler import job_history
-from relayrun.control.scheduler.base import RESERVATION_GONE, JobEnd
+from relayrun.control.scheduler import slurm_states
+from relayrun.control.scheduler.base import Job, JobEnd
 from relayrun.errors import RunDirError
 from relayrun.files import open_lock
 from relayrun.watch.status.cron_check_record import FolderCache, LastCronCheck, last_cron_check
@@ -32,10 +32,11 @@ from relayrun.watch.status.queue import QueueStatus
 
 PACE_ATTEMPTS = 5
 """Number of attempts from which the pace is computed."""
-ChainState = Literal["running", "queued", "waiting", "stopped", "broken", "idle", "unknown"]
+ChainState = Literal["running", "queued", "waiting", "stopped", "blocked", "broken", "idle", "unknown"]
 """State of a chain.
 
-waiting: its sweep, or the stage before it, starts it later. broken: it has not ended, and no job that continues it is
+waiting: its sweep, or the stage before it, starts it later. blocked: its waiting job never starts unless a
+person changes something. broken: it has not ended, and no job that continues it is
 queued or running. idle: a chain of one job (`auto_requeue: false`) ended as planned, or a submit is under way. unknown:
 the scheduler did not answer, or hides another user's jobs, and STOP does not exist.
 """
@@ -146,14 +147,18 @@ class RunRecords:
         """Return the summary. `cache`: see `last_cron_check`."""
         durable, begin = self.durable, self.begin
         saved = next((c.commit for c in self.lineage.backwards() if durable and c.commit.path == durable.path), None)
-        broken = self.state == "broken"
+        broken = None
+        if self.state == "broken":
+            broken = explain_broken_chain(self.run, self.plan, self.queue, begin, self.last_end)
+        elif self.state == "blocked":
+            broken = "; ".join(words for words, _ in blocked_jobs(self.run, self.queue.jobs, self.queue.reasons))
         return RunSummary(
             run=self.plan.run,
             path=str(self.run.path),
             state=self.state,
             stop=self.stop.reason if self.stop else None,
             stop_state=self.stop.state if self.stop else None,
-            broken=explain_broken_chain(self.run, self.plan, self.queue, begin, self.last_end) if broken else None,
+            broken=broken,
             attempt=self.number,
             job_id=begin.job_id if begin else None,
             nodes=begin.nodes if begin else None,
@@ -236,9 +241,13 @@ def _chain_state(
         return "stopped"
     if queue.error is not None:
         return "unknown"
-    if any(job.waits and job.state != RESERVATION_GONE and job.id not in queue.abandoned for job in queue.jobs):
+    waiting = [job for job in queue.jobs if job.waits and job.id not in queue.abandoned]
+    blocked = [job for job in waiting if slurm_states.is_blocked(job.state, queue.reasons.get(job.id))]
+    if len(blocked) < len(waiting):
         return "queued"
-    if not all(job_history.never_starts(queue.reasons.get(job.id)) for job in queue.fallback_jobs):
+    if blocked:
+        return "blocked"
+    if not all(slurm_states.never_starts(queue.reasons.get(job.id)) for job in queue.fallback_jobs):
         return "queued"
     planned = not plan.chain.auto_requeue and last_end is not None and last_end.cause in PLANNED_CAUSES
     newest = last_end is not None and last_end.attempt > plan.submitted_after_attempt
@@ -263,6 +272,18 @@ def _submit_under_way(run: Run) -> bool:
     return False
 
 
+def blocked_jobs(run: Run, jobs: Iterable[Job], reasons: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return a sentence about each waiting job that never starts, and the command that mends it."""
+    return [
+        (
+            f"job {job.id} never starts unless a person changes something: {reasons.get(job.id) or job.state}",
+            slurm_states.mending_command(job.id, job.state, reasons.get(job.id), run=str(run.path)),
+        )
+        for job in jobs
+        if slurm_states.is_blocked(job.state, reasons.get(job.id))
+    ]
+
+
 def explain_broken_chain(
     run: Run, plan: Plan, queue: QueueStatus, begin: AttemptStart | None, last_end: AttemptEnd | None
 ) -> str:
@@ -274,8 +295,6 @@ def explain_broken_chain(
     job = queue.last_job
     if queue.abandoned:
         return f"job {', '.join(queue.abandoned)} waits, and nobody runs the queue: the terminal that did has gone"
-    if gone := [job.id for job in queue.jobs if job.state == RESERVATION_GONE]:
-        return f"job {', '.join(gone)} never starts: its reservation was deleted; `relayrun cancel` takes it away"
     newest = begin if begin is not None and begin.attempt > plan.submitted_after_attempt else None
     if newest is None or (job is not None and job.id != newest.job_id and not _ended_before(job, newest)):
         if job is None:
