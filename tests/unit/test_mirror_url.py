@@ -436,7 +436,7 @@ def test_a_copy_of_a_run_that_is_lost_comes_into_any_folder(
     assert digest(target / "iter_0000020") == mirrored.known[20]
     assert sorted(os.listdir(target)) == ["iter_0000020", "iter_0000030"]
     assert restore.fetch_copy(where, 20, target) == [f"iteration 20 is there already, verified: {target}/iter_0000020"]
-    block = max((target / "iter_0000020").iterdir(), key=lambda path: path.stat().st_size)
+    block = next(path for path in sorted((target / "iter_0000020").rglob("*")) if path.is_file())
     block.write_bytes(block.read_bytes()[:-1] + b"?")
     with pytest.raises(InputError, match="something has this name already"):
         restore.fetch_copy(where, 20, target)
