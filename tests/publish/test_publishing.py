@@ -204,7 +204,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         texts = [" ".join(map(str, draw.integers(0, 99, 20))) for _ in range(100)]
         pq.write_table(pa.table({"text": texts}), folder / "original" / "text" / f"{number}.parquet")
     program = [sys.executable, str(Path(__file__).with_name("command_server.py")), *MODULES]
-    environment = os.environ | ONE_THREAD_ENVIRONMENT
+    root = str(Path(__file__).resolve().parents[2])
+    environment = os.environ | ONE_THREAD_ENVIRONMENT | {"PYTHONPATH": root}
     with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as server:
         yield Place(folder, server)
         assert server.stdin is not None
