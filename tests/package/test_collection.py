@@ -11,7 +11,7 @@ FIRST_IMPORTS = ("test_file_limit.py", "test_verify_checkpoint.py")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FIRST_IMPORTS)
+@pytest.mark.parametrize("name", [FIRST_IMPORTS[0], pytest.param(FIRST_IMPORTS[1], marks=pytest.mark.long)])
 def test_a_file_that_imports_torch_first_is_collected(name: str) -> None:
     (path,) = collect_alone.HERE.rglob(name)
     done = collect_alone.in_own_process([path])

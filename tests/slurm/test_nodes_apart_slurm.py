@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from relayrun.control.chain.excluded_nodes import expand_nodelist
+from relayrun.control.scheduler.error_lines import expand_nodelist
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import stop_reason
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture

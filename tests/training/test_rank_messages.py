@@ -265,7 +265,7 @@ os._exit(0)
     [
         ({}, [1]),
         ({"secret": "b"}, []),
-        ({"turned": "1"}, []),
+        pytest.param({"turned": "1"}, [], marks=pytest.mark.long),
         pytest.param({"restart": "2"}, [], marks=pytest.mark.long),
         pytest.param({"skipped": "1"}, [], marks=pytest.mark.long),
     ],
