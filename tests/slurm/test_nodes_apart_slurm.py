@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from relayrun.control.scheduler.error_lines import expand_nodelist
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import stop_reason
+from relayrun.control.scheduler.error_lines import expand_nodelist
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 
 from .cluster import TestCluster
