@@ -67,6 +67,7 @@ def test_a_begin_that_never_starts_ends_the_chain_with_a_reason(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_job_that_ends_before_its_start_is_on_record_is_queued_again(
     make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from .test_chain import SLURM, ends, logs, start, wait_for_end, wait_for_iterati
 
 pytestmark = [
     pytest.mark.slurm,
+    pytest.mark.long,
     pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a node process ids of its own"),
 ]
 

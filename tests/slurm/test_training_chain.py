@@ -129,6 +129,7 @@ def test_two_runs_share_a_node_and_a_signal_during_the_imports_harms_neither(
     assert steps(run) == steps(workspace.run("two"))
 
 
+@pytest.mark.long
 def test_a_bash_launcher_from_anywhere_with_its_options_triggers_and_resume(
     cluster: TestCluster, workspace: Workspace, tmp_path: Path
 ) -> None:
