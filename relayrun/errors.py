@@ -258,7 +258,7 @@ def log_to_stderr() -> None:
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that ask a command to end: Ctrl-C, `scancel` and `timeout`, a closed terminal."""
 _kept: list[str] = []
-"""What is kept of the work that was given up, innermost first; see `on_interrupt`."""
+"""Sentences of `on_interrupt` about the work that was given up, innermost first."""
 
 
 class Interrupted(KeyboardInterrupt):

@@ -232,7 +232,7 @@ def _blaming(final: Path, made: Path) -> Iterator[None]:
 
 
 class InputFiles:
-    """What an output is made from: arguments of a command, and files as they were when it began to read them."""
+    """The inputs of an output: arguments of a command, and files as they were when it began to read them."""
 
     def __init__(self, paths: Iterable[str | os.PathLike[str]], arguments: Mapping[str, Any] | None = None) -> None:
         self._arguments = arguments or {}

@@ -9,7 +9,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,23 +16,9 @@ import pytest
 from relayrun import trust
 from relayrun.files import open_lock, read_bytes, read_json_lines, writable_by_owner_alone
 from relayrun.trust import UntrustedError, group_writable_parent, read_trusted, read_with_owner
+from tests.slurm.test_triggers_uids import Person, acting_as
 
 ME, OTHER = 61_021, 61_022
-
-
-@contextmanager
-def acting_as(uid: int) -> Iterator[None]:
-    """This process with the effective ids of a user, by which the kernel judges access to files."""
-    groups = os.getgroups()
-    os.setgroups([])
-    os.setegid(uid)
-    os.seteuid(uid)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
-        os.setegid(0)
-        os.setgroups(groups)
 
 
 @pytest.fixture
@@ -62,7 +47,7 @@ NAME = "notices/policy.json"
 
 def refusal(folder: Path) -> str:
     """Why ME is refused the file; empty if it is read."""
-    with acting_as(ME):
+    with acting_as(Person(ME, ME, ())):
         try:
             assert read_trusted(folder, NAME) == b"{}"
         except UntrustedError as error:
@@ -139,11 +124,11 @@ def test_the_bytes_that_are_read_are_those_that_were_judged(folder: Path, monkey
 
 
 def test_whose_a_file_is_is_the_uid_of_its_folder_and_its_own(folder: Path) -> None:
-    with acting_as(ME):
+    with acting_as(Person(ME, ME, ())):
         assert read_with_owner(folder / "notices", "policy.json") == (b"{}", ME)
     for name in ("notices", NAME):
         os.chown(folder / name, OTHER, OTHER)
-        with acting_as(ME):
+        with acting_as(Person(ME, ME, ())):
             assert read_with_owner(folder / "notices", "policy.json") == (b"{}", OTHER)
         os.chown(folder / name, ME, ME)
 

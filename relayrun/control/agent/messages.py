@@ -115,7 +115,7 @@ FACTS = dict.fromkeys(("memory?", "ranks_memory?", "shm?", "tmp?", "open_files?"
     "seconds?": float,
     **dict.fromkeys(("answer?", "gpu_error?"), str),
 }
-"""What `agent.node_facts` says of a node."""
+"""Fields of a node's facts, see `agent.node_facts`, and their types."""
 COPY, ACTIVITY = (INTEGER, INTEGER, str, bool), (INTEGER, INTEGER, str, INTEGER, float, (float, math.inf), str)
 """Values of `NodeMemoryCopy` and of `RankActivity`."""
 MESSAGE_FIELDS: Mapping[str, Mapping[str, Any]] = {

@@ -68,7 +68,8 @@ def record_accepted(run: Run, scheduler: Scheduler, job_id: str) -> None:
         job = None
     if job is not None and not job.options:  # the queue of one machine
         return
-    _write(run, _with_accepted(read_requests(run), job_id, job.options if job else {}))
+    known = read_requests(run)
+    _write(run, _with_accepted(known, job_id, job.options if job else {}), before=known)
 
 
 def note_changes(run: Run, plan: Plan, job: Job) -> None:
@@ -91,8 +92,8 @@ def note_changes(run: Run, plan: Plan, job: Job) -> None:
         if value != instead:
             changes[name] = {"value": value, "job": job.id, "instead": instead}
         log_line(f"a person changed {name} of job {job.id} to {value}; the next jobs request the same")
-    known = replace(known, changes=changes)
-    _write(run, _with_accepted(known, job.id, {} if accepted is None else before | changed))
+    options = {} if accepted is None else before | changed
+    _write(run, _with_accepted(replace(known, changes=changes), job.id, options), before=known)
 
 
 def _is_change(plan: Plan, job: Job, name: str, before: str) -> bool:
@@ -124,8 +125,8 @@ def _with_accepted(known: RequestedOptions, job_id: str, options: Mapping[str, s
     return replace(known, accepted=dict(list(newest.items())[-JOBS_KEPT:]))
 
 
-def _write(run: Run, record: RequestedOptions) -> None:
-    if record == read_requests(run):
+def _write(run: Run, record: RequestedOptions, *, before: RequestedOptions) -> None:
+    if record == before:
         return
     try:
         record.write(run.requests)

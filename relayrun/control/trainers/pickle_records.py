@@ -112,7 +112,7 @@ def read_records(data: bytes, most: int = MOST_OBJECTS) -> tuple[Any, list[Pickl
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Keep the garbage collector from visiting millions of new records again and again."""
+    """Pause garbage collection: visiting millions of new records again and again takes as long as making them."""
     collects = gc.isenabled()
     gc.disable()
     try:

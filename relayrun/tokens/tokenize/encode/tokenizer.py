@@ -11,14 +11,12 @@ token is special: a dump made with `--special-text` has the same vocabulary.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
+from relayrun.control.trainers.pickle_records import no_collection
 from relayrun.errors import InputError
 from relayrun.tokens.shards.shard import token_dtype
 from relayrun.tokens.stores.urls import first_line
@@ -72,20 +71,8 @@ class DocumentFraming:
 
 def ids_fingerprint(definition: str) -> str:
     """Return the SHA-256, hexadecimal, of the data that decides ids in a serialized tokenizer (`Tokenizer.to_str`)."""
-    with _garbage_collection_off():
+    with no_collection():
         return _hash_definition(definition)
-
-
-@contextlib.contextmanager
-def _garbage_collection_off() -> Iterator[None]:
-    """Pause garbage collection: searching half a million new lists for cycles takes as long as making them."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _hash_definition(definition: str) -> str:
