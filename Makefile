@@ -66,7 +66,7 @@ test-slurm: setup accounting ## the tests of chains on Slurm 22.05, 24.11 and 26
 
 # In an environment of its own, .venv-torch-cuda or .venv-torch-cpu.
 TORCH_VENV = .venv-torch-$(BUILD)
-TORCH_TESTS := tests/unit/test_fork_server.py tests/gpucheck tests/chain/test_local_recovery.py \
+TORCH_TESTS := tests/train/test_fork_server.py tests/gpucheck tests/chain/test_local_recovery.py \
   tests/chain/test_local_restarts.py tests/chain/test_local_hangs.py tests/chain/test_node_health.py
 test-torch: ## the tests of recovery and of gpu-check with another build of torch: BUILD=cuda or cpu
 	@[[ "$(BUILD)" == cuda || "$(BUILD)" == cpu ]] || { echo "error: say which build: make test-torch BUILD=cuda" >&2; exit 2; }

@@ -21,7 +21,7 @@ from typing import Any
 import splintr
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from tests.unit.tokenization_corpus import TEXTS
+from tests.tokenization_corpus import TEXTS
 
 Json = dict[str, Any]
 SUSPECTS = "\u180e\u017f\u212a\u1680\u2002\u200b\u200d\u2028\u202f\u205f\u2060\ufeff\u00ad\u0085\u00a0\u3000\ufffd\x1c"

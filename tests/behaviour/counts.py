@@ -18,7 +18,7 @@ OWN = "tests/behaviour"
 
 
 def folder_of(name: str) -> str:
-    """Return the folder of a test file, `tests/unit` for example."""
+    """Return the folder of a test file, `tests/control` for example."""
     return "/".join(Path(name).parts[:2]) if name.count("/") > 1 else "tests"
 
 

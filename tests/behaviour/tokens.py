@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from relayrun.config.compose import yaml_file
-from tests.unit.tokenization_corpus import EOS, TEXTS, train_tokenizer
+from tests.tokenization_corpus import EOS, TEXTS, train_tokenizer
 
 from .masks import environment, masked, masked_values, write_json, write_text
 

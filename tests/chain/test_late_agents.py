@@ -12,7 +12,7 @@ from relayrun.control.agent.coordinator import Coordinator
 from relayrun.control.chain import failure_reason
 from relayrun.control.rundir import restarts
 from relayrun.control.rundir.records import Hang
-from tests.unit.test_spare_nodes import Nodes, one  # noqa: F401
+from tests.control.test_spare_nodes import Nodes, one  # noqa: F401
 
 
 def later(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:

@@ -20,7 +20,7 @@ from relayrun.control.agent.authentication import AttemptKey
 from relayrun.control.agent.connections import AgentConnections
 from relayrun.control.agent.messages import MessageSocket
 from relayrun.control.rundir.records import RefusedConnections
-from tests.unit.test_spare_nodes import NAMES, Nodes
+from tests.control.test_spare_nodes import NAMES, Nodes
 from tests.waiting import wait_for
 
 from .conftest import MakeRun

@@ -26,10 +26,10 @@ from relayrun.files import read_json_lines
 from relayrun.places import CODE_ROOT as ROOT
 from relayrun.places import PROJECT_MARKER
 from relayrun.train.export import evaluate
+from tests.config.test_trainer_configs import COMMAND, MEGATRON, written
 from tests.export.models import make_hf, make_run
 from tests.export.trained import make_trained
 from tests.history import began
-from tests.unit.test_trainer_configs import COMMAND, MEGATRON, written
 from tests.waiting import wait_for
 
 CONVERT = """

@@ -42,7 +42,7 @@ from relayrun.tokens.tokenize.encode.tokenizer import ids_fingerprint, load_toke
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from tests.history import began
 from tests.megatron_lm.stand_in import stand_in
-from tests.unit.test_submission_refusals import ordinary_user
+from tests.submit.test_submission_refusals import ordinary_user
 from tests.workspace import CONFIG, Workspace
 
 ROOT = Path(__file__).resolve().parents[2]

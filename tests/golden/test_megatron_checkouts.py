@@ -17,7 +17,7 @@ from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.pipeline import tokenize_paths_file
 from tests.fuzz_tokenizers import random_texts
 from tests.published import published
-from tests.unit.tokenization_corpus import TEXTS
+from tests.tokenization_corpus import TEXTS
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = {"Qwen": "<|endoftext|>", "StarCoder": "<|endoftext|>", "Llama 2": "</s>", "BERT": "[SEP]", "T5": "</s>"}

@@ -11,7 +11,7 @@ from relayrun.config.compose import resolve
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.trainers.megatron_lm import MegatronSettings
 from relayrun.submit import submission
-from tests.unit.test_trainer_configs import MEGATRON, written
+from tests.config.test_trainer_configs import MEGATRON, written
 
 from .stand_in import stand_in
 

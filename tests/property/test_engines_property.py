@@ -28,7 +28,7 @@ from relayrun.tokens.tokenize.encode.routing import (
 from relayrun.tokens.tokenize.options import EngineName
 from relayrun.tokens.tokenize.shard_task import cut_unit, split_points
 
-from ..unit.tokenization_corpus import TEXTS
+from ..tokenization_corpus import TEXTS
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"

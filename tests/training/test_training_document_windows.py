@@ -81,7 +81,7 @@ def test_a_run_over_packed_rows_in_pieces_and_in_another_layout_is_the_run_in_on
 
 @pytest.mark.long
 def test_another_window_is_refused_by_the_ranks(harness: Callable[..., Any]) -> None:
-    """A submit refuses it, too, or begins the data set anew; see tests/unit/test_data_evolution.py."""
+    """A submit refuses it, too, or begins the data set anew; see tests/tokens/test_data_evolution.py."""
     made = harness(
         data={"order": "document-window", "document_window": CUT},
         training={"steps": 2},

@@ -128,7 +128,7 @@ def test_a_run_over_streams_in_pieces_and_with_other_ranks_is_the_run_in_one_pie
 
 @pytest.mark.long
 def test_another_option_is_refused_by_the_ranks(harness: Callable[..., Any], files: Path) -> None:
-    """A submit refuses it, too, or begins the data set anew; see tests/unit/test_streams_submit.py."""
+    """A submit refuses it, too, or begins the data set anew; see tests/tokens/test_streams_submit.py."""
     made = with_streams(harness, files)
     made.config["training"] |= {"steps": 2}
     made.config["checkpoint"] |= {"interval": 1}

@@ -1,0 +1,95 @@
+"""The line of `relayrun status` about the copies in a second place."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+
+import pytest
+
+from relayrun.control.rundir import mirror as records
+from relayrun.errors import RunDirError
+from relayrun.train.mirror import sync
+from relayrun.watch.status import run_status, run_status_text
+from relayrun.watch.status.queue import QueueStatus
+from tests.mirrored import Mirrored
+from tests.train.test_mirror import Cut, make_run, mirrored  # noqa: F401 - the last two are fixtures
+
+
+def test_status_says_how_it_stands(mirrored: Mirrored) -> None:  # noqa: F811
+    records.mirror_policy_path(mirrored.run).rename(mirrored.run.path / "aside")
+    assert run_status.read_run_status(mirrored.run, QueueStatus(), now=time.time()).mirror is None
+    (mirrored.run.path / "aside").rename(records.mirror_policy_path(mirrored.run))
+    mirrored.sync()
+    found = run_status.read_run_status(mirrored.run, QueueStatus(), now=time.time())
+    lines = dict(run_status_text._lines(found, time.time()))
+    assert lines["mirror"].startswith("iteration 30 is copied and verified (looked ")
+    mirrored.save(40)
+    found = run_status.read_run_status(mirrored.run, QueueStatus(), now=time.time())
+    words = "iteration 30 is copied and verified; iteration 40 is not copied yet (looked "
+    assert dict(run_status_text._lines(found, time.time()))["mirror"].startswith(words)
+
+
+def mirror_line(mirrored: Mirrored, *, now: float | None = None) -> str:  # noqa: F811
+    moment = time.time() if now is None else now
+    return dict(run_status_text._lines(run_status.read_run_status(mirrored.run, QueueStatus(), now=moment), moment))[
+        "mirror"
+    ]
+
+
+def test_status_says_for_how_long_copies_fail_and_why(mirrored: Mirrored) -> None:  # noqa: F811
+    mirrored.sync()
+    mirrored.save(40)
+    (mirrored.place / ".staging").rmdir()
+    (mirrored.place / ".staging").write_bytes(b"in the way")
+    for _ in range(2):
+        done = sync.mirror_checkpoints(mirrored.run)
+        assert done.complaints
+    words = mirror_line(mirrored, now=time.time() + 3 * 86400)
+    assert words.startswith("iteration 30 is copied and verified; iteration 40 is not copied yet: ")
+    assert ".staging: " in words
+    assert words.endswith(" ago; all was well 3.0 days ago)"), words
+    (mirrored.place / ".staging").unlink()
+    mirrored.sync()
+    assert "all was well" not in mirror_line(mirrored)
+
+
+def test_status_of_copies_that_never_worked(mirrored: Mirrored) -> None:  # noqa: F811
+    """The program that copies may not even start: then nobody writes how its pass ended."""
+    assert mirror_line(mirrored).startswith("no copy yet; iteration 30 is not copied yet: no pass has ended")
+    assert f"{records.mirror_folder(mirrored.run)}/log" in mirror_line(mirrored)
+    shutil.rmtree(mirrored.place.parents[1])
+    with pytest.raises(RunDirError):
+        sync.mirror_checkpoints(mirrored.run)
+    assert mirror_line(mirrored).endswith(" ago; never was all well)")
+
+
+def test_status_calls_no_copy_whole_that_was_cut_or_cannot_be_seen(mirrored: Mirrored) -> None:  # noqa: F811
+    mirrored.sync()
+    os.truncate(mirrored.place / "iter_0000030/part/data", 10)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sync._MirrorPass, "_look_at_copies", raise_cut)
+        with pytest.raises(Cut):
+            sync.mirror_checkpoints(mirrored.run)
+    assert mirror_line(mirrored).startswith("iteration 20 is copied and verified; iteration 30 is not copied yet")
+    mirrored.place.rename(mirrored.place.with_name("away"))
+    with pytest.raises(RunDirError, match="is away"):
+        sync.mirror_checkpoints(mirrored.run)
+    assert mirror_line(mirrored).startswith("iteration 20 was copied and verified; iteration 30 is not copied yet: ")
+    assert "the second place is away, or was emptied: iteration 20 was copied there" in mirror_line(mirrored)
+
+
+def raise_cut(*_: object, **__: object) -> None:
+    raise Cut
+
+
+def test_status_counts_no_copy_of_what_was_computed_again(mirrored: Mirrored) -> None:  # noqa: F811
+    mirrored.sync()
+    mirrored.compute_again((20,), b"another")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sync._MirrorPass, "_copy", raise_cut)
+        with pytest.raises(Cut):
+            sync.mirror_checkpoints(mirrored.run)
+    words = mirror_line(mirrored)
+    assert "iteration 20 is not copied yet" in words, words
