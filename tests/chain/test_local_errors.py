@@ -22,18 +22,18 @@ def run_chain(run: Run, plan: Plan) -> list[int]:
     """Run the chain without waiting for its back-off; return the delays in seconds that jobs were given."""
     scheduler = LocalScheduler(run)
     scheduler.submit(plan, run.job_script, options={})
-    waits: list[int] = []
+    waits: dict[str, int] = {}  # by job: its own program may write the file once more, and the wait is lifted again
 
     def skip_backoff() -> None:
         for path in sorted((run.path / "local").glob("job-*.json")):
             job = json.loads(path.read_text())
             wait = round(job["eligible_time"] - path.stat().st_mtime)  # from when it was said
             if job["state"] == "PENDING" and wait > 1:
-                waits.append(wait)
+                waits.setdefault(path.name, wait)
                 path.write_text(json.dumps(job | {"eligible_time": 0}))
 
     scheduler.run_queue(lambda _event: None, skip_backoff)
-    return waits
+    return list(waits.values())
 
 
 def ends(run: Run) -> list[AttemptEnd]:
