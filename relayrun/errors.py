@@ -310,6 +310,8 @@ def run_command(main: Callable[[], int | None]) -> int:
             if not came:
                 raise
         name = "" if came[0] == signal.SIGINT else f" by {signal.Signals(came[0]).name}"
+        with contextlib.suppress(OSError, ValueError):  # the words of the end are the last ones
+            sys.stdout.flush()
         print(": ".join([f"interrupted{name}", *_kept[:1]]), file=sys.stderr)
         return 128 + came[0]
 

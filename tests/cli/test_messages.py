@@ -204,7 +204,7 @@ def test_what_is_wrong_in_several_files_is_said_at_once(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         ShardWriter(tmp_path / "shards" / name, np.uint16).abort()
         (tmp_path / "shards" / f"{name}.bin").write_bytes(b"")
-        (tmp_path / f"{name}.jsonl").symlink_to("/nowhere")
+        (tmp_path / f"{name}.jsonl").symlink_to(tmp_path / "nowhere")
         write_parquet(tmp_path / f"{name}.parquet", ["x"], column="text" if name == "b" else "contents")
     with pytest.raises(InputError, match=r"3 shards are not whole:\n  \S+a.idx: .*\n  \S+b.idx: .*\n  \S+c.idx: "):
         find_prefixes([tmp_path / "shards"])
