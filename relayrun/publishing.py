@@ -5,7 +5,7 @@
     .relayrun-made.json   in a folder: what it was made from, and its files; the same command knows it again
 
 The output is synced and gets its name in one step, which fails if another process has put something there meanwhile. A
-command first removes leftovers of killed ones beside its output (`files.remove_leftovers`).
+command first removes leftovers of killed ones beside its output (`leftovers.remove_leftovers`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from relayrun import files
+from relayrun import files, leftovers
 from relayrun.errors import InputError, RelayrunError, on_interrupt
 
 MADE_RECORD = ".relayrun-made.json"
@@ -44,7 +44,7 @@ def output_lock(final: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        files.surely_remove(lock)
+        leftovers.surely_remove(lock)
         os.close(fd)
 
 
@@ -67,18 +67,18 @@ def _acquire(lock: Path, final: Path) -> int:
 
 def _is_free(fd: int, lock: Path) -> bool:
     try:
-        return files.try_lock(fd)
+        return leftovers.try_lock(fd)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
     with contextlib.suppress(ValueError, KeyError, TypeError):
-        return not files.owner_may_live(str(json.loads(os.pread(fd, 4096, 0))["owner"]), lock)
+        return not leftovers.owner_may_live(str(json.loads(os.pread(fd, 4096, 0))["owner"]), lock)
     return True
 
 
 def _record_holder(fd: int) -> None:
     words = (Path(sys.argv[0]).name, *(word for word in sys.argv[1:3] if not word.startswith("-")))
-    owner, command = files.process_identity(), shlex.join(words)
+    owner, command = leftovers.process_identity(), shlex.join(words)
     record = {
         "owner": owner,
         "command": command,
@@ -145,14 +145,14 @@ def _published(final: Path, replaces: Check | None) -> Iterator[Path]:
     if replaces is None:
         refuse_existing(final)
     final = Path(os.path.realpath(final))
-    left = made = files.temporary_name(final)
+    left = made = leftovers.temporary_name(final)
     published = False
 
     def state() -> str:
         return f"{final} is made" if published else f"{final} is as it was; the same command begins again"
 
     with _blaming(final, made), output_lock(final), on_interrupt(state):
-        files.remove_leftovers(final.parent, shared=True)
+        leftovers.remove_leftovers(final.parent, shared=True)
         if replaces is None:
             refuse_existing(final)
         try:
@@ -161,17 +161,17 @@ def _published(final: Path, replaces: Check | None) -> Iterator[Path]:
             published = True
             files.fsync_directory(final.parent)
         finally:
-            files.surely_remove(left)
+            leftovers.surely_remove(left)
 
 
 @contextlib.contextmanager
 def work_folder(place: str | os.PathLike[str] | None = None) -> Iterator[Path]:
     """Yield a temporary folder in `place` (default: TMPDIR), which is removed at the end. Raises OSError."""
-    folder = Path(tempfile.mkdtemp(dir=place, prefix=f"{files.temporary_prefix()}work-"))
+    folder = Path(tempfile.mkdtemp(dir=place, prefix=f"{leftovers.temporary_prefix()}work-"))
     try:
         yield folder
     finally:
-        files.surely_remove(folder)
+        leftovers.surely_remove(folder)
 
 
 def refuse_existing(final: Path) -> None:
@@ -189,30 +189,30 @@ def _name(made: Path, final: Path, replaces: Check | None) -> Path:
     """Rename `made` to `final`; return the new name of what it replaces, which has passed `replaces` there."""
     if replaces is None or not os.path.lexists(final):
         try:
-            files.rename_no_replace(made, final)
+            leftovers.rename_no_replace(made, final)
         except FileExistsError:
             raise _came_meanwhile(final) from None
         return made
-    if not files.exchange_names(made, final):
+    if not leftovers.exchange_names(made, final):
         return _replace_in_two_steps(made, final, replaces)
     try:
         replaces(made)
     except BaseException:
-        files.exchange_names(made, final)
+        leftovers.exchange_names(made, final)
         raise
     return made
 
 
 def _replace_in_two_steps(made: Path, final: Path, replaces: Check) -> Path:
     """Replace `final` on a file system that cannot exchange two names; `remove_leftovers` puts it back after a kill."""
-    old = files.temporary_name(final, formerly=True)
+    old = leftovers.temporary_name(final, formerly=True)
     try:
         os.rename(final, old)
         replaces(old)
-        files.rename_no_replace(made, final)
+        leftovers.rename_no_replace(made, final)
     except BaseException:
         with contextlib.suppress(OSError):
-            files.rename_no_replace(old, final)
+            leftovers.rename_no_replace(old, final)
         raise
     return old
 
@@ -271,7 +271,7 @@ class InputFiles:
             record = files.read_json(final / MADE_RECORD)
             sizes = files.file_sizes(final)
             if record["recipe"] == self._recipe() and record["files"].items() <= sizes.items():
-                files.remove_leftovers(final.parent, shared=True)
+                leftovers.remove_leftovers(final.parent, shared=True)
                 return True
         return False
 

@@ -28,7 +28,8 @@ from pathlib import Path
 
 from relayrun import __version__
 from relayrun.control.rundir.run import Run
-from relayrun.files import remove_leftovers, temporary_prefix, umask, write_atomic
+from relayrun.files import umask, write_atomic
+from relayrun.leftovers import remove_leftovers, temporary_prefix
 from relayrun.masking import is_secret_name, mask_tokens
 
 log = logging.getLogger(__name__)

@@ -26,16 +26,8 @@ from typing import Any
 
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError, RunDirError
-from relayrun.files import (
-    append_line,
-    free_space,
-    fsync_directory,
-    open_lock,
-    read_json,
-    read_json_lines,
-    rename_no_replace,
-    write_json,
-)
+from relayrun.files import append_line, free_space, fsync_directory, read_json, read_json_lines, write_json
+from relayrun.leftovers import open_lock, rename_no_replace
 from relayrun.tokens.stores.direct_io import HashingFile, file_checksum
 
 CHUNK_BYTES = 8 << 20

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from relayrun import files
+from relayrun import leftovers
 from relayrun.errors import RelayrunError
 from relayrun.tokens.shuffle import buckets
 from relayrun.tokens.shuffle import reshard as module
@@ -283,7 +283,7 @@ def test_what_comes_to_stand_at_the_output_meanwhile_is_kept(
 ) -> None:
     """A shuffle takes hours: the folder was deleted at its end."""
     if not exclusive:
-        monkeypatch.setattr(files, "_rename", lambda *_: False)
+        monkeypatch.setattr(leftovers, "_rename", lambda *_: False)
 
     def meanwhile(*_: object) -> None:
         (tmp_path / "out").mkdir()

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from relayrun import files, publishing
+from relayrun import files, leftovers, publishing
 from relayrun.errors import InputError, on_interrupt, refuse_unwritable, refuse_urls
 from relayrun.publishing import Progress
 from relayrun.tokens.shards.shard import (
@@ -48,14 +48,14 @@ def merge_shards(prefixes: Sequence[str], output: str | os.PathLike[str], *, mul
     """
     target, names = os.path.abspath(output), [os.path.abspath(prefix) for prefix in prefixes]
     if (done := _finished_merge(target, names, multimodal=multimodal)) is not None:
-        files.remove_leftovers(Path(target).parent, shared=True)
+        leftovers.remove_leftovers(Path(target).parent, shared=True)
         log.info("%s: this is done already", target)
         return done
     read = publishing.InputFiles(path for path in map(Path, _paths(names)) if path.exists())
     inputs = inspect_inputs(prefixes, output, multimodal=multimodal)
     state = on_interrupt(lambda: "nothing is kept; the same command begins again")
     with publishing.output_lock(Path(target)), state:
-        files.remove_leftovers(Path(target).parent, shared=True)
+        leftovers.remove_leftovers(Path(target).parent, shared=True)
         _refuse_existing(target, names)  # again: another merge may have ended since
         if (free := files.free_space(target)) < inputs.bytes:
             words = f"the merged shard takes {inputs.bytes:,} bytes, and {free:,} are free"
@@ -89,7 +89,7 @@ def _write_merged(
 ) -> None:
     """Write temporary files, then rename them, the .idx last: without it nothing is a shard."""
     shards, known, dtype = inputs.shards, inputs.records, inputs.shards[0].dtype
-    tokens, index_file = (files.temporary_name(Path(target)) for _ in range(2))
+    tokens, index_file = (leftovers.temporary_name(Path(target)) for _ in range(2))
     made = [str(tokens), str(index_file), f"{tokens}{RECORD_SUFFIX}"]
     try:
         with DirectFile(str(tokens)) as out:
@@ -117,7 +117,7 @@ def _write_merged(
         try:
             _remove_half_published(target, prefixes, sums)
             for suffix, path in ((RECORD_SUFFIX, f"{tokens}{RECORD_SUFFIX}"), (".bin", tokens), (".idx", index_file)):
-                files.rename_no_replace(path, target + suffix)
+                leftovers.rename_no_replace(path, target + suffix)
                 made.append(target + suffix)
         except FileExistsError:
             _refuse_existing(target, [])

@@ -35,15 +35,8 @@ from typing import Any
 import pyarrow as pa
 
 from relayrun.errors import InputError, RelayrunError, refuse_unwritable
-from relayrun.files import (
-    free_space,
-    fsync_directory,
-    fsync_tree,
-    read_json,
-    rename_no_replace,
-    write_atomic,
-    write_json,
-)
+from relayrun.files import free_space, fsync_directory, fsync_tree, read_json, write_atomic, write_json
+from relayrun.leftovers import rename_no_replace
 from relayrun.tokens.readers.columns import RowFile, check_files
 from relayrun.tokens.shuffle import reshard
 from relayrun.tokens.shuffle.buckets import output_file_name

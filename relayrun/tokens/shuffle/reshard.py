@@ -27,7 +27,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from relayrun.errors import InputError, refuse_unwritable
-from relayrun.files import atomic_file, remove_leftovers
+from relayrun.files import atomic_file
+from relayrun.leftovers import remove_leftovers
 from relayrun.publishing import MADE_RECORD, InputFiles, published_folder, work_folder
 from relayrun.tokens.readers.columns import RowFile, inspect_files
 from relayrun.tokens.readers.faults import LineFaults, describe_bad_lines

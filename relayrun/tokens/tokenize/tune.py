@@ -18,7 +18,8 @@ from pathlib import Path
 
 from relayrun import places
 from relayrun.errors import InputError, RelayrunError
-from relayrun.files import read_json, remove_leftovers, temporary_prefix
+from relayrun.files import read_json
+from relayrun.leftovers import remove_leftovers, temporary_prefix
 from relayrun.tokens.readers.inputs import data_suffixes, paths_file_bytes, read_paths_file
 from relayrun.tokens.shards.shard import FOLDER_RECORD
 from relayrun.tokens.stores import urls

@@ -25,7 +25,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from relayrun.errors import InputError, RelayrunError
-from relayrun.files import temporary_prefix
+from relayrun.leftovers import temporary_prefix
 from relayrun.tokens.readers.columns import read_column
 from relayrun.tokens.readers.faults import LineFaults
 from relayrun.tokens.readers.inputs import stat_inputs

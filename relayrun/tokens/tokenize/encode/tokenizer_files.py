@@ -34,7 +34,8 @@ from pathlib import Path
 from typing import Any
 
 from relayrun.errors import InputError, did_you_mean_path, refuse_urls
-from relayrun.files import remove_leftovers, rename_no_replace, write_atomic, write_json
+from relayrun.files import write_atomic, write_json
+from relayrun.leftovers import remove_leftovers, rename_no_replace
 from relayrun.publishing import MADE_RECORD, InputFiles, output_lock, published_folder, refuse_existing, work_folder
 
 log = logging.getLogger(__name__)
