@@ -396,7 +396,7 @@ def test_the_picture_has_the_same_points_whatever_comes_at_a_time(count: int, at
     assert found.tolist() == whole.array().tolist()
     assert len(found) >= min(count, 256)
     assert found.sum(axis=0).tolist() == [count, sizes.sum()]
-    where, means, mean = length_points(found)
+    where, means, mean = (np.asarray(part) for part in length_points(found))
     assert len(where) == len(means) == min(count, 200)
     assert mean == pytest.approx(sizes.mean())
     if count <= 200:
