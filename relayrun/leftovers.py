@@ -150,7 +150,7 @@ def try_lock(fd: int) -> bool:
 
 @functools.cache
 def _machine() -> str:
-    """Return boot and process namespace of this machine, in hexadecimal and decimal digits."""
+    """Return boot, eight hexadecimal digits, and process namespace of this machine."""
     boot, namespace = "0" * 8, 0
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8]

@@ -53,8 +53,8 @@ def _acquire(lock: Path, final: Path) -> int:
     while True:
         fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
-            if not _is_free(fd, lock):
-                raise _held_by_another(fd, final)
+            if (refusal := _refusal(fd, lock, final)) is not None:
+                raise refusal
             with contextlib.suppress(FileNotFoundError):  # who had it has removed it
                 if os.path.samestat(os.stat(lock), os.fstat(fd)):
                     _record_holder(fd)
@@ -65,39 +65,58 @@ def _acquire(lock: Path, final: Path) -> int:
         os.close(fd)
 
 
-def _is_free(fd: int, lock: Path) -> bool:
+def _refusal(fd: int, lock: Path, final: Path) -> InputError | None:
+    """Return an error that names the process that makes `final`; None, with the lock held, if there is none."""
+    hint = "wait for it, or choose another output"
+    record: dict[str, Any] = {}
+    with contextlib.suppress(ValueError, TypeError):
+        record = dict(json.loads(os.pread(fd, 4096, 0)))
     try:
-        return leftovers.try_lock(fd)
+        if leftovers.try_lock(fd):
+            return None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
+        if not record or _has_ended(record, lock):
+            return None
+        job = f" (`squeue -j {str(record['job'])!a}` shows no job)" if record.get("job") else ""
+        hint += f"; this file system has no locks: if that process has ended{job}, remove {lock}"
+    words = "another process makes this"
     with contextlib.suppress(ValueError, KeyError, TypeError):
-        return not leftovers.owner_may_live(str(json.loads(os.pread(fd, 4096, 0))["owner"]), lock)
-    return True
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["since"]))
+        words += f": {record['command']!a}, process {int(record['pid'])} on {record['host']!a}, since {since}"
+    return InputError(words, where=final, hint=hint)
+
+
+def _has_ended(record: Mapping[str, Any], lock: Path) -> bool:
+    """Return whether the process on record has ended: it ran on this machine, which knows it no more or was booted
+    since, or in an earlier start of this Slurm job, or has not touched its lock for a day."""
+    now, owner = _holder(), str(record.get("owner"))
+    same_job = now["job"] is not None and all(record.get(name) == now[name] for name in ("job", "cluster"))
+    if same_job and str(record.get("start")).isdigit() and int(record["start"]) < int(now["start"]):
+        return True
+    rebooted = record.get("host") == now["host"] != "localhost" and owner[:8] != now["owner"][:8]
+    return rebooted or not leftovers.owner_may_live(owner, lock)
+
+
+def _holder() -> dict[str, Any]:
+    words = (Path(sys.argv[0]).name, *(word for word in sys.argv[1:3] if not word.startswith("-")))
+    return {
+        "owner": leftovers.process_identity(),
+        "command": shlex.join(words),
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "job": os.environ.get("SLURM_JOB_ID"),
+        "cluster": os.environ.get("SLURM_CLUSTER_NAME"),
+        "start": os.environ.get("SLURM_RESTART_COUNT", "0"),
+        "since": time.time(),
+    }
 
 
 def _record_holder(fd: int) -> None:
-    words = (Path(sys.argv[0]).name, *(word for word in sys.argv[1:3] if not word.startswith("-")))
-    owner, command = leftovers.process_identity(), shlex.join(words)
-    record = {
-        "owner": owner,
-        "command": command,
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "since": time.time(),
-    }
     with contextlib.suppress(OSError):  # a full disk: the lock is held all the same
         os.ftruncate(fd, 0)
-        os.pwrite(fd, json.dumps(record).encode(), 0)
-
-
-def _held_by_another(fd: int, final: Path) -> InputError:
-    words = "another process makes this"
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        record = json.loads(os.pread(fd, 4096, 0))
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["since"]))
-        words += f": {record['command']!a}, process {int(record['pid'])} on {record['host']!a}, since {since}"
-    return InputError(words, where=final, hint="wait for it, or choose another output")
+        os.pwrite(fd, json.dumps(_holder()).encode(), 0)
 
 
 @contextlib.contextmanager
