@@ -295,27 +295,3 @@ class InputFiles:
                 leftovers.remove_leftovers(final.parent, shared=True)
                 return True
         return False
-
-
-class Progress:
-    """A line on a terminal that says how much of a command's work is done; nothing elsewhere."""
-
-    def __init__(self, what: str, total: int) -> None:
-        self._what, self._total, self._done, self._next = what, max(total, 1), 0, 0.0
-        self._shown = sys.stderr.isatty()
-
-    def add(self, count: int) -> None:
-        """Count work that is done; cheap enough for every piece of it."""
-        self._done += count
-        if self._shown and time.monotonic() >= self._next:
-            self._next = time.monotonic() + 0.5
-            self._write(f"{self._what}: {min(self._done / self._total, 1):.0%}")
-
-    def end(self) -> None:
-        """Clear the line."""
-        if self._shown:
-            self._write("")
-
-    def _write(self, text: str) -> None:
-        with contextlib.suppress(OSError):
-            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

@@ -20,7 +20,7 @@ import xxhash
 
 from relayrun import files, leftovers, publishing
 from relayrun.errors import InputError, on_interrupt, refuse_unwritable, refuse_urls
-from relayrun.publishing import Progress
+from relayrun.progress import Progress, count
 from relayrun.tokens.shards.shard import (
     RECORD_SUFFIX,
     Shard,
@@ -92,12 +92,10 @@ def _write_merged(
     tokens, index_file = (leftovers.temporary_name(Path(target)) for _ in range(2))
     made = [str(tokens), str(index_file), f"{tokens}{RECORD_SUFFIX}"]
     try:
-        with DirectFile(str(tokens)) as out:
+        with DirectFile(str(tokens)) as out, Progress("merging", inputs.bytes):
             digest = xxhash.xxh3_128()
-            progress = Progress("merging", sum(shard.tokens * shard.dtype.itemsize for shard in shards))
             for shard, record in zip(shards, known, strict=True):
-                _append_shard(shard, {} if record is None else record.xxh3_128, out, digest, progress)
-            progress.end()
+                _append_shard(shard, {} if record is None else record.xxh3_128, out, digest)
             os.fsync(out.fileno())
         bounds, sequences = [np.zeros(1, np.int64)], 0
         for shard in shards:
@@ -227,9 +225,7 @@ def _describe_token(id_: int | None) -> str:
     return "no token" if id_ is None else f"the token {id_}"
 
 
-def _append_shard(
-    shard: Shard, sums: dict[str, str], out: DirectFile, digest: xxhash.xxh3_128, progress: Progress
-) -> None:
+def _append_shard(shard: Shard, sums: dict[str, str], out: DirectFile, digest: xxhash.xxh3_128) -> None:
     """Append the tokens of `shard` to `out`; its offsets must be contiguous from 0. Raises InputError if its files do
     not have the checksums `sums` of its record, if any."""
     left = shard.tokens * shard.dtype.itemsize
@@ -247,7 +243,7 @@ def _append_shard(
                 own.update(piece[:read])
             out.commit(read)
             left -= read
-            progress.add(read)
+            count(read)
     if not sums or shard.cut:  # a cut shard has the record of the whole one
         return
     index = xxhash.xxh3_128_hexdigest(Path(shard.prefix + ".idx").read_bytes())

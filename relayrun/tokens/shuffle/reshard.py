@@ -29,6 +29,7 @@ import pyarrow.parquet as pq
 from relayrun.errors import InputError, on_interrupt, refuse_unwritable
 from relayrun.files import atomic_file, read_json
 from relayrun.leftovers import remove_leftovers
+from relayrun.progress import Progress, count
 from relayrun.publishing import MADE_RECORD, InputFiles, published_folder, work_folder
 from relayrun.tokens.readers.columns import RowFile, inspect_files
 from relayrun.tokens.readers.faults import LineFaults, describe_bad_lines
@@ -188,13 +189,17 @@ def reshard(options: ReshardOptions) -> int:
     read = input_files(options, (file.path for file in plan.files))
     with work_folder(options.temp_dir) as work:
         with published_folder(options.output, read=read) as building:
-            buckets: Buckets | None = _in_memory(plan)
+            size = sum(file.size for file in plan.files)
+            with Progress("reading", size):
+                buckets: Buckets | None = _in_memory(plan)
             if buckets is None:
-                scatter_parts(plan, range(len(plan.parts)), work)
+                with Progress("reading", size):
+                    scatter_parts(plan, range(len(plan.parts)), work)
                 buckets = open_buckets(plan, work)
-            of_a_file = write_first_file(plan, buckets, building, work)
-            files = count_files(buckets, of_a_file)
-            write_files(plan, buckets, range(1, files), of_a_file, building, work)
+            with Progress("writing", int(buckets.counts.sum()), "rows"):
+                of_a_file = write_first_file(plan, buckets, building, work)
+                files = count_files(buckets, of_a_file)
+                write_files(plan, buckets, range(1, files), of_a_file, building, work)
             read.notes["lengths"] = picture_points(buckets, files, work)
         draw_picture(output)
     return int(buckets.counts.sum())
@@ -292,7 +297,9 @@ def _keyed_part(plan: ShufflePlan, part: int, lengths: LengthProfile) -> Iterato
     first, last = plan.parts[part]
     files = ((number, plan.files[number]) for number in range(first, last))
     faults = LineFaults(skip=plan.options.on_error == "skip-line")
-    yield from keyed_rows(files, plan.options.column, plan.options.seed, lengths, faults, plan.options.cut)
+    for rows in keyed_rows(files, plan.options.column, plan.options.seed, lengths, faults, plan.options.cut):
+        count(rows.nbytes)
+        yield rows
     if faults.counts:
         log.warning("left out: %s, the first is %s", describe_bad_lines(faults.counts), faults.examples[0])
 

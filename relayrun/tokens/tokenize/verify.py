@@ -26,6 +26,7 @@ from tokenizers import Tokenizer
 
 from relayrun.errors import InputError, RelayrunError
 from relayrun.leftovers import temporary_prefix
+from relayrun.progress import Progress, count
 from relayrun.tokens.readers.columns import read_column
 from relayrun.tokens.readers.faults import LineFaults
 from relayrun.tokens.readers.inputs import stat_inputs
@@ -82,12 +83,16 @@ def compare_with_source(
 
     def on_done(prefix: str, compared: SourceComparison) -> None:
         done.append(compared)
+        count(1)
         if compared.fault is not None:
             remove_from_record(os.path.dirname(prefix), os.path.basename(prefix))
         report(compared)
 
     task = functools.partial(_compare_shard, full=full, tokenizer=tokenizer, temp_dir=temp_dir)
-    run_tasks(task, sorted(known), min(workers, max(len(known), 1)), on_done, where="the comparison with the source")
+    with Progress("comparing with the source", len(known), "shards"):
+        run_tasks(
+            task, sorted(known), min(workers, max(len(known), 1)), on_done, where="the comparison with the source"
+        )
     return done
 
 
