@@ -252,6 +252,11 @@ class WrittenCheckpoint:
         checksums.write_checksum_index(self.folder, iteration, files | self.files.files)
 
 
+class _RepeatableWriter(ThreadedWriter):
+    def storage_meta(self) -> None:
+        """Leave out torch's record of a random number and of the folder's temporary name."""
+
+
 class TorchDistSavePlan(DefaultSavePlanner):
     """The tensors and objects of a checkpoint, as a save plan of torch's writer; each is made when it is written."""
 
@@ -322,7 +327,7 @@ class TorchDistSavePlan(DefaultSavePlanner):
         progress = Progress("writing", sum(chunk.sizes.numel() for chunk in tensors), "parameters")
         with warnings.catch_warnings(), progress:  # one process is intended
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            writer = ThreadedWriter(folder, 1)
+            writer = _RepeatableWriter(folder, 1)
             state_dict_saver.save({}, storage_writer=writer, planner=self, no_dist=True)
         torch.save(common, folder / "common.pt")
         write_json(folder / "metadata.json", _BACKENDS)
