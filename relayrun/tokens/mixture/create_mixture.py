@@ -192,6 +192,7 @@ def create_mixture(
         write_atomic(building / SUMMARY_TEXT, summary.encode("utf-8", "backslashreplace"))
         write_atomic(building / SUMMARY_JSON, mixture_summary_json(datasets, seed))
         read.check()
+    report(f"made: {output}")
     return summary
 
 
