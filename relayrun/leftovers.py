@@ -3,8 +3,7 @@
     .tmp-OWNER-...                 a file or folder that gets another name later, or was replaced
     .tmp-OWNER-...-formerly-NAME   a former NAME, which gets its name back if a kill left the name without a file
 
-OWNER is machine, number and start of a process, so that another process knows whether it still runs. The standard
-library alone: this module also runs on a bare host Python.
+OWNER is machine, number and start of a process. Standard library alone: this also runs on a bare host Python.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ import shutil
 import sys
 import threading
 import time
-from types import TracebackType
 
 from relayrun.terminal import inert, raw_stream
 
@@ -40,10 +39,9 @@ class Progress:
         _open.append(self)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
+        clear_line()
         _open.remove(self)
-        if self._next < float("inf"):
-            _write("")
 
     def add(self, count: int) -> None:
         """Count units that are done; cheap enough for every piece of them. Threads may call it."""

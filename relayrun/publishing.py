@@ -185,7 +185,9 @@ def _published(final: Path, replaces: Check | None) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def work_folder(place: str | os.PathLike[str] | None = None) -> Iterator[Path]:
-    """Yield a temporary folder in `place` (default: TMPDIR), which is removed at the end. Raises OSError."""
+    """Yield a temporary folder in `place` (default: TMPDIR), which is removed at the end, as are those of killed
+    commands at the beginning. Raises OSError."""
+    leftovers.remove_leftovers(place or tempfile.gettempdir(), shared=True)
     folder = Path(tempfile.mkdtemp(dir=place, prefix=f"{leftovers.temporary_prefix()}work-"))
     try:
         yield folder

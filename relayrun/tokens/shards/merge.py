@@ -122,8 +122,7 @@ def _write_merged(
             raise
     except BaseException:
         for path in made:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+            leftovers.surely_remove(path)
         raise
     files.fsync_directory(Path(target).parent)
 

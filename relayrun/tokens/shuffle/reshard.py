@@ -213,7 +213,7 @@ def input_files(options: ReshardOptions, paths: Iterable[str]) -> InputFiles:
 
 
 def rows_made(options: ReshardOptions, output: Path) -> int | None:
-    """Return the rows of an output that this command has made from these files before, whose picture is drawn if a kill
+    """Return the rows of an output that this command has made from these files before, and draw its picture if a kill
     left it without; None for any other."""
     root = urls.absolute_path(options.dataset_folder)
     if urls.is_url(root) or not (output / MADE_RECORD).exists():
@@ -231,8 +231,7 @@ def picture_points(buckets: Buckets, files: int, work: Path) -> list[LengthPoint
 
 
 def draw_picture(output: Path) -> None:
-    """Draw the lengths before and after into a finished output that lacks the picture. A picture that cannot be drawn
-    is a warning."""
+    """Draw the lengths before and after into a finished output that lacks the picture; a failure is a warning."""
     remove_leftovers(output)
     if (output / LENGTHS_PICTURE).exists():
         return

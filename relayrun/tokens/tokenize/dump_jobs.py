@@ -243,8 +243,7 @@ def _run_local(settings: TokenizationSettings, indices: Sequence[int], max_paral
 
 @contextlib.contextmanager
 def _silent_children() -> Iterator[None]:
-    """Keep the traceback of a child of submitit that is interrupted while it starts off the terminal: its job has a log
-    of its own."""
+    """Keep the traceback of a child of submitit that is interrupted while it starts off the terminal."""
     ours = os.dup(2)
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), 2)
@@ -256,8 +255,7 @@ def _silent_children() -> Iterator[None]:
 
 
 def _tokenize_for(owner: str, settings: TokenizationSettings, index: int) -> dict[str, Any]:
-    """Tokenize a dump in a process that ends with `owner`, however that ends: the same command may follow. submitit's
-    own process stands between the two, and no Linux signal passes it."""
+    """Tokenize a dump in a process that ends with `owner`, whose grandchild it is, however that ends."""
 
     def look(*_: object) -> None:
         if not owner_may_live(owner, settings.metadata_folder):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from relayrun.errors import ConfigError, InputError
@@ -82,20 +82,15 @@ def _train(folders: Sequence[str | os.PathLike[str]], output: Path, *, column: s
 
 def _sample(folder: str | os.PathLike[str], column: str, characters: int) -> list[str]:
     """Return the beginnings of the first documents of a folder. Raises InputError if there is none."""
-    sample: list[str] = []
-    for text in _texts(folder, column):
-        sample.append(text[:_LONGEST])
-        characters -= len(sample[-1])
-        count(len(sample[-1]))
-        if characters <= 0:
-            break
+    sample, root = [], urls.absolute_path(folder)
+    for file in find_data_files(root):
+        for texts in read_column(urls.join_path(root, file.path), column, batch_bytes=_BATCH_BYTES):
+            for text in filter(None, texts.to_pylist()):
+                sample.append(text[:_LONGEST])
+                characters -= len(sample[-1])
+                count(len(sample[-1]))
+                if characters <= 0:
+                    return sample
     if not sample:
         raise InputError(f"no file with text below this folder ends in {', '.join(data_suffixes())}", where=folder)
     return sample
-
-
-def _texts(folder: str | os.PathLike[str], column: str) -> Iterator[str]:
-    root = urls.absolute_path(folder)
-    for file in find_data_files(root):
-        for texts in read_column(urls.join_path(root, file.path), column, batch_bytes=_BATCH_BYTES):
-            yield from filter(None, texts.to_pylist())

@@ -19,6 +19,7 @@ from relayrun.control.rundir.mirror import CheckpointCopy, MirrorOwner
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.errors import RelayrunError, RunDirError
 from relayrun.files import fsync_directory, read_json, unused_name, write_json
+from relayrun.leftovers import remove_path
 from relayrun.progress import Progress, count
 from relayrun.tokens.stores.direct_io import open_file_checksum
 from relayrun.train.checkpoint import checksums
@@ -124,16 +125,10 @@ def copy_faults(
     if files.sizes() != commit.files:
         return ["its files have not the names and sizes that were saved"], {}
     with Progress(f"verifying iteration {commit.iteration}", sum(commit.files.values())):
-        return _content_faults(files, commit, hashes)
-
-
-def _content_faults(
-    files: MirroredFiles, commit: CheckpointCommit, hashes: dict[str, str] | None
-) -> tuple[list[str], dict[str, str]]:
-    if commit.checksum is not None:
-        return checksums.verify_checkpoint(files, commit.checksum)[1], {}
-    found = _hashes(files, commit)
-    expected = _hashes(FolderCheckpointFiles(Path(commit.path)), commit) if hashes is None else hashes
+        if commit.checksum is not None:
+            return checksums.verify_checkpoint(files, commit.checksum)[1], {}
+        found = _hashes(files, commit)
+        expected = _hashes(FolderCheckpointFiles(Path(commit.path)), commit) if hashes is None else hashes
     return [f"{name} is not the one that was saved" for name in found if found[name] != expected.get(name)], found
 
 
@@ -309,7 +304,4 @@ def remove_staged(staged: Path) -> None:
 def remove_tree(path: Path) -> None:
     """Remove a folder or file that may be gone already. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        remove_path(path)
