@@ -358,6 +358,7 @@ def _explain_os_error(error: OSError) -> RelayrunError:
     if error.filename is None:
         return RelayrunError(text)
     path = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else str(error.filename)
+    path = re.sub(r"/\.tmp-.*", "", path, flags=re.S)  # a temporary name tells nothing
     if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
         return RelayrunError(text, where=path)
     try:

@@ -209,3 +209,18 @@ def test_a_command_shows_its_progress_on_a_terminal_alone(place: Place, name: st
     assert code == 0, words
     assert (" per second, " in words) == COMMANDS[name].terminal
     assert place.tree() == place.expected(name)
+
+
+@each_command()
+def test_an_output_folder_that_vanishes_is_named(place: Place, name: str) -> None:
+    place.expected(name)
+    started = place.stopped_in_work(name)
+    shutil.rmtree(place.out)
+    place.go(started)
+    code, words = place.end(started)
+    assert code == 1, words
+    assert "Traceback" not in words
+    assert str(place.out) in words
+    assert ".tmp-" not in words
+    place.fresh(COMMANDS[name])
+    again(place, name)
