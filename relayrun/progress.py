@@ -1,7 +1,6 @@
 """One line on a terminal that says how far a long command is: share, rate, and remaining time.
 
 A command opens a `Progress`; whatever reads or writes for it calls `count`, which does nothing in all other programs.
-Standard library and `terminal` alone.
 """
 
 from __future__ import annotations

@@ -89,8 +89,7 @@ def _refusal(fd: int, lock: Path, final: Path) -> InputError | None:
 
 
 def _has_ended(record: Mapping[str, Any], lock: Path) -> bool:
-    """Return whether the process on record has ended: it ran on this machine, which knows it no more or was booted
-    since, or in an earlier start of this Slurm job, or has not touched its lock for a day."""
+    """Return whether the holder ran before the boot of this machine, in an earlier start of this job, or has ended."""
     now, owner = _holder(), str(record.get("owner"))
     same_job = now["job"] is not None and all(record.get(name) == now[name] for name in ("job", "cluster"))
     if same_job and str(record.get("start")).isdigit() and int(record["start"]) < int(now["start"]):
