@@ -22,16 +22,20 @@ from tests.publish.commands import COMMANDS, Place, serve
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL)
 
 
-def each_command(*, reading: bool = False) -> pytest.MarkDecorator:
-    """Parametrize a test by the names of the commands; `reading`: of those whose inputs may change. A server that
-    imports torch takes long."""
+def each_command(*, reading: bool = False, only: str = "") -> pytest.MarkDecorator:
+    """Parametrize a test by the names of the commands.
+
+    `reading`: of those whose inputs may change. `only`: the one that `make test` runs, too; empty: all of those whose
+    server does not import torch, which takes long.
+    """
+
+    def marks(name: str) -> list[pytest.MarkDecorator]:
+        quick = name == only if only else COMMANDS[name].inputs == "text"
+        return [] if quick else [pytest.mark.long]
+
     return pytest.mark.parametrize(
         "name",
-        [
-            pytest.param(name, marks=[] if command.inputs == "text" else [pytest.mark.long])
-            for name, command in COMMANDS.items()
-            if command.reads or not reading
-        ],
+        [pytest.param(name, marks=marks(name)) for name, command in COMMANDS.items() if command.reads or not reading],
     )
 
 
@@ -202,7 +206,7 @@ def test_a_finished_command_is_done(place: Place, name: str) -> None:
         assert place.tree() == expected
 
 
-@each_command()
+@each_command(only="shuffle")
 def test_a_command_shows_its_progress_on_a_terminal_alone(place: Place, name: str) -> None:
     place.fresh(COMMANDS[name])
     code, words = place.run(COMMANDS[name].arguments, terminal=True)
@@ -211,7 +215,7 @@ def test_a_command_shows_its_progress_on_a_terminal_alone(place: Place, name: st
     assert place.tree() == place.expected(name)
 
 
-@each_command()
+@each_command(only="merge")
 def test_an_output_folder_that_vanishes_is_named(place: Place, name: str) -> None:
     place.expected(name)
     started = place.stopped_in_work(name)
