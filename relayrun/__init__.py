@@ -18,7 +18,9 @@ What lies where. A room imports only rooms that stand below it in this list, whi
     client            what a foreign program may say to the chain, and hear; one file that may be copied
     publishing        outputs of commands, which appear whole or not at all
     files             files that survive a kill
+    leftovers         temporary names, locks, and the removal of what killed processes left
     errors            the errors that are raised on purpose
+    progress          the line on a terminal that says how far a command is
     terminal          text from files and jobs, made harmless for a terminal
 """
 

@@ -29,6 +29,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from relayrun.progress import clear_line
 from relayrun.terminal import inert, inert_output
 
 
@@ -240,6 +241,7 @@ class _StderrLines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         level = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
         try:
+            clear_line()
             print(inert(f"{level}{self.format(record)}"), file=sys.stderr, flush=True)  # the stream that it is by now
         except Exception:
             self.handleError(record)
@@ -358,6 +360,7 @@ def _explain_os_error(error: OSError) -> RelayrunError:
     if error.filename is None:
         return RelayrunError(text)
     path = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else str(error.filename)
+    path = re.sub(r"/\.tmp-.*", "", path, flags=re.S)  # a temporary name tells nothing
     if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
         return RelayrunError(text, where=path)
     try:

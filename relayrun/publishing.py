@@ -5,7 +5,7 @@
     .relayrun-made.json   in a folder: what it was made from, and its files; the same command knows it again
 
 The output is synced and gets its name in one step, which fails if another process has put something there meanwhile. A
-command first removes leftovers of killed ones beside its output (`files.remove_leftovers`).
+command first removes leftovers of killed ones beside its output (`leftovers.remove_leftovers`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from relayrun import files
+from relayrun import files, leftovers
 from relayrun.errors import InputError, RelayrunError, on_interrupt
 
 MADE_RECORD = ".relayrun-made.json"
@@ -44,7 +44,7 @@ def output_lock(final: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        files.surely_remove(lock)
+        leftovers.surely_remove(lock)
         os.close(fd)
 
 
@@ -53,8 +53,8 @@ def _acquire(lock: Path, final: Path) -> int:
     while True:
         fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
-            if not _is_free(fd, lock):
-                raise _held_by_another(fd, final)
+            if (refusal := _refusal(fd, lock, final)) is not None:
+                raise refusal
             with contextlib.suppress(FileNotFoundError):  # who had it has removed it
                 if os.path.samestat(os.stat(lock), os.fstat(fd)):
                     _record_holder(fd)
@@ -65,39 +65,57 @@ def _acquire(lock: Path, final: Path) -> int:
         os.close(fd)
 
 
-def _is_free(fd: int, lock: Path) -> bool:
+def _refusal(fd: int, lock: Path, final: Path) -> InputError | None:
+    """Return an error that names the process that makes `final`; None, with the lock held, if there is none."""
+    hint = "wait for it, or choose another output"
+    record: dict[str, Any] = {}
+    with contextlib.suppress(ValueError, TypeError):
+        record = dict(json.loads(os.pread(fd, 4096, 0)))
     try:
-        return files.try_lock(fd)
+        if leftovers.try_lock(fd):
+            return None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
+        if not record or _has_ended(record, lock):
+            return None
+        job = f" (`squeue -j {str(record['job'])!a}` shows no job)" if record.get("job") else ""
+        hint += f"; this file system has no locks: if that process has ended{job}, remove {lock}"
+    words = "another process makes this"
     with contextlib.suppress(ValueError, KeyError, TypeError):
-        return not files.owner_may_live(str(json.loads(os.pread(fd, 4096, 0))["owner"]), lock)
-    return True
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["since"]))
+        words += f": {record['command']!a}, process {int(record['pid'])} on {record['host']!a}, since {since}"
+    return InputError(words, where=final, hint=hint)
+
+
+def _has_ended(record: Mapping[str, Any], lock: Path) -> bool:
+    """Return whether the holder ran before the boot of this machine, in an earlier start of this job, or has ended."""
+    now, owner = _holder(), str(record.get("owner"))
+    same_job = now["job"] is not None and all(record.get(name) == now[name] for name in ("job", "cluster"))
+    if same_job and str(record.get("start")).isdigit() and int(record["start"]) < int(now["start"]):
+        return True
+    rebooted = record.get("host") == now["host"] != "localhost" and owner[:8] != now["owner"][:8]
+    return rebooted or not leftovers.owner_may_live(owner, lock)
+
+
+def _holder() -> dict[str, Any]:
+    words = (Path(sys.argv[0]).name, *(word for word in sys.argv[1:3] if not word.startswith("-")))
+    return {
+        "owner": leftovers.process_identity(),
+        "command": shlex.join(words),
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "job": os.environ.get("SLURM_JOB_ID"),
+        "cluster": os.environ.get("SLURM_CLUSTER_NAME"),
+        "start": os.environ.get("SLURM_RESTART_COUNT", "0"),
+        "since": time.time(),
+    }
 
 
 def _record_holder(fd: int) -> None:
-    words = (Path(sys.argv[0]).name, *(word for word in sys.argv[1:3] if not word.startswith("-")))
-    owner, command = files.process_identity(), shlex.join(words)
-    record = {
-        "owner": owner,
-        "command": command,
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "since": time.time(),
-    }
     with contextlib.suppress(OSError):  # a full disk: the lock is held all the same
         os.ftruncate(fd, 0)
-        os.pwrite(fd, json.dumps(record).encode(), 0)
-
-
-def _held_by_another(fd: int, final: Path) -> InputError:
-    words = "another process makes this"
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        record = json.loads(os.pread(fd, 4096, 0))
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["since"]))
-        words += f": {record['command']!a}, process {int(record['pid'])} on {record['host']!a}, since {since}"
-    return InputError(words, where=final, hint="wait for it, or choose another output")
+        os.pwrite(fd, json.dumps(_holder()).encode(), 0)
 
 
 @contextlib.contextmanager
@@ -145,14 +163,14 @@ def _published(final: Path, replaces: Check | None) -> Iterator[Path]:
     if replaces is None:
         refuse_existing(final)
     final = Path(os.path.realpath(final))
-    left = made = files.temporary_name(final)
+    left = made = leftovers.temporary_name(final)
     published = False
 
     def state() -> str:
         return f"{final} is made" if published else f"{final} is as it was; the same command begins again"
 
     with _blaming(final, made), output_lock(final), on_interrupt(state):
-        files.remove_leftovers(final.parent, shared=True)
+        leftovers.remove_leftovers(final.parent, shared=True)
         if replaces is None:
             refuse_existing(final)
         try:
@@ -161,17 +179,19 @@ def _published(final: Path, replaces: Check | None) -> Iterator[Path]:
             published = True
             files.fsync_directory(final.parent)
         finally:
-            files.surely_remove(left)
+            leftovers.surely_remove(left)
 
 
 @contextlib.contextmanager
 def work_folder(place: str | os.PathLike[str] | None = None) -> Iterator[Path]:
-    """Yield a temporary folder in `place` (default: TMPDIR), which is removed at the end. Raises OSError."""
-    folder = Path(tempfile.mkdtemp(dir=place, prefix=f"{files.temporary_prefix()}work-"))
+    """Yield a temporary folder in `place` (default: TMPDIR), which is removed at the end, as are those of killed
+    commands at the beginning. Raises OSError."""
+    leftovers.remove_leftovers(place or tempfile.gettempdir(), shared=True)
+    folder = Path(tempfile.mkdtemp(dir=place, prefix=f"{leftovers.temporary_prefix()}work-"))
     try:
         yield folder
     finally:
-        files.surely_remove(folder)
+        leftovers.surely_remove(folder)
 
 
 def refuse_existing(final: Path) -> None:
@@ -189,30 +209,30 @@ def _name(made: Path, final: Path, replaces: Check | None) -> Path:
     """Rename `made` to `final`; return the new name of what it replaces, which has passed `replaces` there."""
     if replaces is None or not os.path.lexists(final):
         try:
-            files.rename_no_replace(made, final)
+            leftovers.rename_no_replace(made, final)
         except FileExistsError:
             raise _came_meanwhile(final) from None
         return made
-    if not files.exchange_names(made, final):
+    if not leftovers.exchange_names(made, final):
         return _replace_in_two_steps(made, final, replaces)
     try:
         replaces(made)
     except BaseException:
-        files.exchange_names(made, final)
+        leftovers.exchange_names(made, final)
         raise
     return made
 
 
 def _replace_in_two_steps(made: Path, final: Path, replaces: Check) -> Path:
     """Replace `final` on a file system that cannot exchange two names; `remove_leftovers` puts it back after a kill."""
-    old = files.temporary_name(final, formerly=True)
+    old = leftovers.temporary_name(final, formerly=True)
     try:
         os.rename(final, old)
         replaces(old)
-        files.rename_no_replace(made, final)
+        leftovers.rename_no_replace(made, final)
     except BaseException:
         with contextlib.suppress(OSError):
-            files.rename_no_replace(old, final)
+            leftovers.rename_no_replace(old, final)
         raise
     return old
 
@@ -236,6 +256,8 @@ class InputFiles:
 
     def __init__(self, paths: Iterable[str | os.PathLike[str]], arguments: Mapping[str, Any] | None = None) -> None:
         self._arguments = arguments or {}
+        self.notes: dict[str, Any] = {}
+        """Values that the record holds beside."""
         self._seen = {os.fspath(path): self._look(path) for path in paths}
 
     @staticmethod
@@ -255,7 +277,7 @@ class InputFiles:
 
     def write_record(self, folder: Path) -> None:
         """Put on record what the files of a folder were made from. Raises OSError."""
-        record = {"recipe": self._recipe(), "files": files.file_sizes(folder)}
+        record = {"recipe": self._recipe(), "files": files.file_sizes(folder), "notes": self.notes}
         files.write_atomic(folder / MADE_RECORD, json.dumps(record))
 
     def _recipe(self) -> dict[str, Any]:
@@ -271,30 +293,6 @@ class InputFiles:
             record = files.read_json(final / MADE_RECORD)
             sizes = files.file_sizes(final)
             if record["recipe"] == self._recipe() and record["files"].items() <= sizes.items():
-                files.remove_leftovers(final.parent, shared=True)
+                leftovers.remove_leftovers(final.parent, shared=True)
                 return True
         return False
-
-
-class Progress:
-    """A line on a terminal that says how much of a command's work is done; nothing elsewhere."""
-
-    def __init__(self, what: str, total: int) -> None:
-        self._what, self._total, self._done, self._next = what, max(total, 1), 0, 0.0
-        self._shown = sys.stderr.isatty()
-
-    def add(self, count: int) -> None:
-        """Count work that is done; cheap enough for every piece of it."""
-        self._done += count
-        if self._shown and time.monotonic() >= self._next:
-            self._next = time.monotonic() + 0.5
-            self._write(f"{self._what}: {min(self._done / self._total, 1):.0%}")
-
-    def end(self) -> None:
-        """Clear the line."""
-        if self._shown:
-            self._write("")
-
-    def _write(self, text: str) -> None:
-        with contextlib.suppress(OSError):
-            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

@@ -22,14 +22,14 @@ import os
 import shutil
 import stat
 import subprocess
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from relayrun import __version__
 from relayrun.control.rundir.run import Run
-from relayrun.files import remove_leftovers, temporary_prefix, umask, write_atomic
+from relayrun.files import umask, write_atomic
 from relayrun.masking import is_secret_name, mask_tokens
+from relayrun.publishing import work_folder
 
 log = logging.getLogger(__name__)
 
@@ -62,15 +62,13 @@ def snapshot_of_checkout(run: Run, root: Path) -> Path:
 def _take_snapshot(folder: Path, root: Path, files: Mapping[str, Path]) -> Path:
     """Copy the files to the next number in `folder`; return the newest snapshot if it holds the same."""
     folder.mkdir(exist_ok=True)
-    remove_leftovers(folder)
     digest = _digest(files)
     known = sorted(path for path in folder.iterdir() if path.name.isdecimal())
     with contextlib.suppress(FileNotFoundError):
         if known and known[-1].with_suffix(".sha256").read_text(encoding="utf-8") == digest:
             return known[-1]
     target = folder / f"{int(known[-1].name) + 1 if known else 1:04}"
-    copied = Path(tempfile.mkdtemp(dir=folder, prefix=temporary_prefix()))
-    try:
+    with work_folder(folder) as copied:
         for name, source in files.items():
             (copied / name).parent.mkdir(parents=True, exist_ok=True)
             _copy(source, copied / name)
@@ -85,9 +83,6 @@ def _take_snapshot(folder: Path, root: Path, files: Mapping[str, Path]) -> Path:
         write_atomic(target.with_suffix(".diff"), difference, mode=0o600)
         write_atomic(target.with_suffix(".sha256"), digest)
         os.rename(copied, target)
-    except BaseException:
-        shutil.rmtree(copied, ignore_errors=True)
-        raise
     return target
 
 

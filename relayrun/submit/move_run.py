@@ -26,16 +26,9 @@ from typing import Any
 
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError, RunDirError
-from relayrun.files import (
-    append_line,
-    free_space,
-    fsync_directory,
-    open_lock,
-    read_json,
-    read_json_lines,
-    rename_no_replace,
-    write_json,
-)
+from relayrun.files import append_line, free_space, fsync_directory, read_json, read_json_lines, write_json
+from relayrun.leftovers import open_lock, rename_no_replace
+from relayrun.progress import Progress, count
 from relayrun.tokens.stores.direct_io import HashingFile, file_checksum
 
 CHUNK_BYTES = 8 << 20
@@ -236,10 +229,11 @@ def _copy(source: Path, target: Path, staging: Path, found: dict[str, RunDirEntr
             (copy / name).mkdir(exist_ok=True)
         elif entry.kind == "link" and not os.path.lexists(copy / name):
             os.symlink(entry.target, copy / name)
-    for name, entry in todo.items():
-        digest = _copy_file(source / name, copy / name, entry)
-        line = {"name": name, "size": entry.size, "changed": entry.changed, "xxh3_128": digest}
-        append_line(staging / "proven.jsonl", line)
+    with Progress("copying and reading back", 2 * needed):
+        for name, entry in todo.items():
+            digest = _copy_file(source / name, copy / name, entry)
+            line = {"name": name, "size": entry.size, "changed": entry.changed, "xxh3_128": digest}
+            append_line(staging / "proven.jsonl", line)
     for name, entry in reversed(found.items()):
         if entry.kind == "folder":  # behind what is in it: it may be one that nobody may write into
             os.chmod(copy / name, entry.mode)
@@ -263,6 +257,7 @@ def _copy_file(source: Path, target: Path, entry: RunDirEntry) -> str:
         written = HashingFile(file)
         while piece := read.read(CHUNK_BYTES):
             written.write(piece)
+            count(len(piece))
         os.fsync(written.fileno())
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # the check reads from the disk
     digest = written.hexdigest()

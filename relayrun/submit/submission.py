@@ -33,7 +33,8 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import Scheduler
 from relayrun.control.scheduler.factory import scheduler_for_plan, slurm_scheduler
 from relayrun.errors import ConfigError, RunDirError
-from relayrun.files import open_lock, writable_by_owner_alone, write_atomic
+from relayrun.files import writable_by_owner_alone, write_atomic
+from relayrun.leftovers import open_lock
 from relayrun.submit import code_snapshot, initial_checkpoint, policies
 from relayrun.submit.check import existing_run
 from relayrun.submit.check.existing_run import FormerRun, SubmitIntent

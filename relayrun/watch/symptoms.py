@@ -44,7 +44,8 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.storage_limits import DAY_SECONDS, PurgeForecast
 from relayrun.control.scheduler import slurm_states
 from relayrun.control.scheduler.base import Job
-from relayrun.files import read_json_lines_backwards, temporary_prefix
+from relayrun.files import read_json_lines_backwards
+from relayrun.leftovers import temporary_prefix
 from relayrun.watch.status.run_status import RunStatus
 from relayrun.watch.text import format_seconds
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from relayrun import files, places
+from relayrun import leftovers, places
 from relayrun.cli import main
 from relayrun.cli.watch import runs as command
 from relayrun.control.rundir import campaign
@@ -52,7 +52,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the archive were another file system."""
-    rename, without_replacing = os.rename, files._rename
+    rename, without_replacing = os.rename, leftovers._rename
 
     def between(source: Any, target: Any, *flag: int) -> Any:
         if "archive" in str(target) and "archive" not in str(source):
@@ -60,7 +60,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
         return without_replacing(source, target, *flag) if flag else rename(source, target)
 
     monkeypatch.setattr(os, "rename", between)
-    monkeypatch.setattr(files, "_rename", between)
+    monkeypatch.setattr(leftovers, "_rename", between)
 
 
 def held(path: Path) -> dict[str, object]:

@@ -17,7 +17,7 @@ from relayrun.control.agent.memory_copies import (
     newest_complete_copy,
     read_copies,
 )
-from relayrun.files import remove_leftovers
+from relayrun.leftovers import remove_leftovers
 
 
 def write(slot: MemorySlot, iteration: int, body: bytes) -> None:

@@ -18,9 +18,8 @@ import relayrun
 PACKAGE = Path(__file__).resolve().parents[2] / "relayrun"
 ORDER = re.findall(r"^    ([a-z.]+) ", relayrun.__doc__ or "", re.M)
 """The rooms, each of which imports only those behind it: read from the one place where people read them."""
-STANDARD_LIBRARY_ONLY = (
-    *("", "control", "trust", "slurmtime", "places", "masking", "client", "publishing", "files", "errors"),
-)
+STANDARD_LIBRARY_ONLY = ("", "control", "trust", "slurmtime", "places", "masking", "client")
+STANDARD_LIBRARY_ONLY += ("publishing", "files", "leftovers", "errors", "progress", "terminal")
 PLAIN_SECTIONS = tuple(
     PACKAGE / f"config/sections/{name}.py" for name in ("dataclass_section", "batch_systems", "chain", "command")
 )

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from relayrun import trust
-from relayrun.files import open_lock, read_bytes, read_json_lines, writable_by_owner_alone
+from relayrun.files import read_bytes, read_json_lines, writable_by_owner_alone
+from relayrun.leftovers import open_lock
 from relayrun.trust import UntrustedError, group_writable_parent, read_trusted, read_with_owner
 from tests.slurm.test_triggers_uids import Person, acting_as
 

@@ -2,8 +2,8 @@
 
 Requests are lines of JSON on the standard input: `{"argv": ..., "output": file}` starts a command and answers its
 number, `{"wait": number}` answers its exit code. `stop_at` is the number of a file operation below `below`: there the
-command makes the file `OUTPUT.stopped` and waits until it is gone. `limit`: most bytes of a file. All operations stand
-in `OUTPUT.operations` at the end.
+command makes the file `OUTPUT.stopped` and waits until it is gone. `limit`: most bytes of a file. `terminal`: as if a
+person saw what it says. All operations stand in `OUTPUT.operations` at the end.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from relayrun import progress
 from tests.waiting import wait_for
 
 CHANGING = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "ctypes.dlsym")
@@ -59,6 +60,8 @@ def _run(request: dict[str, Any]) -> int:
     sys.addaudithook(look)
     if request.get("limit"):
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["limit"], resource.RLIM_INFINITY))
+    if request.get("terminal"):
+        progress.has_terminal, progress._INTERVAL = lambda: True, 0.0
     from relayrun.cli import main as relayrun
 
     try:

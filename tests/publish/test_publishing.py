@@ -6,210 +6,53 @@ something happen there, and looks at what it leaves; then the same command again
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import random
-import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import ExitStack
+from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from relayrun.tokens.shards.shard import ShardWriter
-from relayrun.tokens.tokenize.processes import ONE_THREAD_ENVIRONMENT
-from tests.waiting import wait_for
+from tests.publish.commands import COMMANDS, Place, serve
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL)
-MODULES = (
-    "numpy",
-    "pyarrow.parquet",
-    "tokenizers",
-    "matplotlib.backends.backend_agg",
-    "matplotlib.backends.backend_svg",
-    "relayrun.cli",
-    "relayrun.cli.data.dumps",
-    "relayrun.cli.data.inspect_data",
-    "relayrun.tokens.shuffle.reshard",
-    "relayrun.tokens.tokenize.train_tokenizer",
-    "relayrun.tokens.order.document_lengths",
-)
-RECORD_TIME = re.compile(rb'"(time|since)": [0-9.]+')
 
 
-@dataclass(frozen=True)
-class Command:
-    """A command with `IN` and `OUT` in its arguments; `made` is its output below OUT."""
+def each_command(*, reading: bool = False, only: str = "") -> pytest.MarkDecorator:
+    """Parametrize a test by the names of the commands.
 
-    arguments: str
-    others: str
-    made: str
-    reads: str
-    """An input, below IN."""
-    appears: str = ""
-    """The file or folder that another process puts at the output; empty: `made`."""
-    over: bool = False
-    """A result of the other arguments stands at the output before."""
-    exclusive: bool = True
-    """The second of two at once is refused."""
+    `reading`: of those whose inputs may change. `only`: the one that `make test` runs, too; empty: all of those whose
+    server does not import torch, which takes long.
+    """
 
+    def marks(name: str) -> list[pytest.MarkDecorator]:
+        quick = name == only if only else COMMANDS[name].inputs == "text"
+        return [] if quick else [pytest.mark.long]
 
-SHUFFLE = "dumps shuffle --dataset-folder IN/text --output-folder OUT/s --temp-dir OUT --file-size 0.002"
-MIXTURE = "mixture create --folders IN/one IN/two --output OUT/mix --weights"
-TOKENIZER = "dumps tokenizer --dataset-folder IN/text --output-folder OUT/t --vocabulary-size"
-COMMANDS = {
-    "merge": Command(
-        "dumps merge --input IN/one IN/two --output-prefix OUT/m",
-        "dumps merge --input IN/two IN/one --output-prefix OUT/m",
-        "m.idx",
-        "one/0.bin",
-        appears="m.bin",
-    ),
-    "mixture": Command(f"{MIXTURE} 0.5 0.5", f"{MIXTURE} 0.3 0.7", "mix", "one/0.bin"),
-    "mixture over one": Command(f"{MIXTURE} 0.5 0.5", f"{MIXTURE} 0.3 0.7", "mix", "one/0.bin", over=True),
-    "shuffle": Command(SHUFFLE, f"{SHUFFLE} --seed 1", "s", "text/0.parquet"),
-    "tokenizer": Command(f"{TOKENIZER} 300", f"{TOKENIZER} 320", "t", "text/0.parquet"),
-    "prepare": Command(
-        "dumps prepare --dataset-folder IN/text --preprocessing-metadata-folder OUT/meta --n-dumps 2",
-        "dumps prepare --dataset-folder IN/text --preprocessing-metadata-folder OUT/meta --n-dumps 1",
-        "meta/dumps",
-        "",
-    ),
-    "lengths": Command(
-        "data lengths IN/text --picture OUT/l.svg",
-        "data lengths IN/text --picture OUT/l.svg --window 100",
-        "l.svg",
-        "",
-    ),
-}
-WITH_INPUTS = [name for name, command in COMMANDS.items() if command.reads]
-
-
-class Place:
-    """Inputs and outputs of commands, and the server that runs them."""
-
-    def __init__(self, folder: Path, server: subprocess.Popen[str]) -> None:
-        self.folder, self.inputs, self.out, self._server = folder, folder / "in", folder / "out", server
-        self._number = 0
-        self._expected: dict[str, dict[str, str]] = {}
-        self._operations: dict[str, list[str]] = {}
-
-    def fresh(self, command: Command) -> None:
-        """Empty the outputs and make the inputs anew."""
-        for path in (self.out, self.inputs):
-            shutil.rmtree(path, ignore_errors=True)
-        self.out.mkdir(parents=True)
-        shutil.copytree(self.folder / "original", self.inputs)
-        if command.over:
-            assert self.run(command.others)[0] == 0
-
-    def _ask(self, request: dict[str, object]) -> int:
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        print(json.dumps(request), file=self._server.stdin, flush=True)
-        return int(json.loads(self._server.stdout.readline()))
-
-    def start(self, arguments: str, **more: object) -> tuple[int, Path]:
-        """Start a command; return its process and the file of what it says."""
-        self._number += 1
-        said = self.folder / f"said-{self._number}"
-        words = [word.replace("IN", str(self.inputs)).replace("OUT", str(self.out)) for word in arguments.split()]
-        return self._ask({"argv": words, "output": str(said), "below": str(self.out)} | more), said
-
-    def end(self, started: tuple[int, Path]) -> tuple[int, str]:
-        """Wait for a command; return its exit code and what it says."""
-        code = self._ask({"wait": started[0]})
-        return code, started[1].read_text() if started[1].exists() else ""
-
-    def run(self, arguments: str, **more: object) -> tuple[int, str]:
-        return self.end(self.start(arguments, **more))
-
-    def expected(self, name: str) -> dict[str, str]:
-        """Return the files that an undisturbed command leaves; notes how many file operations it takes."""
-        if name not in self._expected:
-            self.fresh(COMMANDS[name])
-            started = self.start(COMMANDS[name].arguments)
-            code, words = self.end(started)
-            assert code == 0, words
-            self._operations[name] = json.loads(Path(f"{started[1]}.operations").read_text())
-            self._expected[name] = self.tree()
-        return self._expected[name]
-
-    def operations(self, name: str) -> list[str]:
-        self.expected(name)
-        return self._operations[name]
-
-    def stopped_in_work(self, name: str) -> tuple[int, Path]:
-        """Start a command and let it stop where it has begun its output."""
-        found = next(number for number, what in enumerate(self.operations(name), 1) if self._begins_output(what))
-        started = self.stopped(name, found)
-        assert started is not None
-        return started
-
-    def _begins_output(self, operation: str) -> bool:
-        event, _, path = operation.partition(" ")
-        return event in ("os.mkdir", "open") and ".tmp-" in path and "-work-" not in path
-
-    def tree(self, top: Path | None = None) -> dict[str, str]:
-        """Return name and content of everything below the outputs."""
-        found = {}
-        for path in sorted((top or self.out).rglob("*")):
-            name = str(path.relative_to(self.out))
-            if path.is_symlink():
-                found[name] = os.readlink(path)
-            elif path.is_file():
-                data = RECORD_TIME.sub(b"", path.read_bytes())
-                found[name] = hashlib.sha256(re.sub(rb'"inputs": "\w+"', b"", data)).hexdigest()
-            else:
-                found[name] = "folder"
-        return found
-
-    def stopped(self, name: str, at: int) -> tuple[int, Path] | None:
-        """Start a command of fresh inputs and let it stop at a file operation; None if it takes fewer."""
-        self.fresh(COMMANDS[name])
-        started = self.start(COMMANDS[name].arguments, stop_at=at)
-        stop, end = Path(f"{started[1]}.stopped"), Path(f"{started[1]}.operations")
-        wait_for(lambda: stop.exists() or end.exists())
-        if stop.exists():
-            return started
-        self.end(started)
-        return None
-
-    def go(self, started: tuple[int, Path]) -> None:
-        Path(f"{started[1]}.stopped").unlink()
+    return pytest.mark.parametrize(
+        "name",
+        [pytest.param(name, marks=marks(name)) for name, command in COMMANDS.items() if command.reads or not reading],
+    )
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    folder = tmp_path_factory.mktemp("publishing")
-    draw = np.random.default_rng(0)
-    for name in ("one", "two"):
-        for number in range(2):
-            writer = ShardWriter(folder / "original" / name / str(number), np.uint16)
-            for _ in range(20):
-                ids = draw.integers(1, 900, draw.integers(5, 50))
-                writer.add(ids, [len(ids)])
-            assert writer.finish()
-    (folder / "original" / "text").mkdir()
-    for number in range(3):
-        texts = [" ".join(map(str, draw.integers(0, 99, 20))) for _ in range(100)]
-        pq.write_table(pa.table({"text": texts}), folder / "original" / "text" / f"{number}.parquet")
-    program = [sys.executable, str(Path(__file__).with_name("command_server.py")), *MODULES]
-    root = str(Path(__file__).resolve().parents[2])
-    environment = os.environ | ONE_THREAD_ENVIRONMENT | {"PYTHONPATH": root}
-    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as server:
-        yield Place(folder, server)
-        assert server.stdin is not None
-        server.stdin.close()
+def places() -> Iterator[dict[str, Any]]:
+    with ExitStack() as stack:
+        yield {"stack": stack}
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest, places: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """The folder and server of the command that the test is about."""
+    kind = COMMANDS[request.node.callspec.params["name"]].inputs
+    if kind not in places:
+        places[kind] = places["stack"].enter_context(serve(tmp_path_factory.mktemp(kind), kind))
+    found: Place = places[kind]
+    return found
 
 
 def again(place: Place, name: str) -> None:
@@ -217,9 +60,7 @@ def again(place: Place, name: str) -> None:
     code, words = place.run(COMMANDS[name].arguments)
     assert code == 0, words
     assert "Traceback" not in words
-    found, expected = place.tree(), place.expected(name)
-    picture = {"s/lengths.png": expected.get("s/lengths.png")}  # a killed command may have published the rows alone
-    assert found == expected or found | picture == expected
+    assert place.tree() == place.expected(name)
 
 
 def interrupt(place: Place, name: str, number: signal.Signals, at: int) -> None:
@@ -258,7 +99,7 @@ def moments(place: Place, name: str, count: int) -> list[int]:
     return sorted({*every, *(draw.randint(1, last) for _ in range(count))})
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@each_command()
 def test_a_killed_or_interrupted_command_leaves_nothing_half_and_goes_on(place: Place, name: str) -> None:
     draw = random.Random(name)
     for at in moments(place, name, 2):
@@ -267,16 +108,16 @@ def test_a_killed_or_interrupted_command_leaves_nothing_half_and_goes_on(place: 
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
-@pytest.mark.parametrize("name", COMMANDS)
+@each_command()
 def test_every_signal_at_twenty_moments(place: Place, name: str, number: signal.Signals) -> None:
-    for at in moments(place, name, 20):
+    for at in moments(place, name, 20 if COMMANDS[name].inputs == "text" else 6):  # torch: seconds a command
         interrupt(place, name, number, at)
 
 
 @pytest.mark.parametrize(
     "others", [False, pytest.param(True, marks=pytest.mark.long)], ids=["the same", "other arguments"]
 )
-@pytest.mark.parametrize("name", COMMANDS)
+@each_command()
 def test_of_two_at_once_one_is_whole_and_the_other_names_it(place: Place, name: str, others: bool) -> None:
     expected, command = place.expected(name), COMMANDS[name]
     started = place.stopped_in_work(name)
@@ -289,7 +130,7 @@ def test_of_two_at_once_one_is_whole_and_the_other_names_it(place: Place, name: 
     assert place.tree() == expected
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@each_command()
 def test_what_comes_to_stand_at_the_output_meanwhile_stays(place: Place, name: str) -> None:
     place.expected(name)
     command = COMMANDS[name]
@@ -315,7 +156,7 @@ def test_what_comes_to_stand_at_the_output_meanwhile_stays(place: Place, name: s
 @pytest.mark.parametrize(
     "how", ["replaced", *(pytest.param(how, marks=pytest.mark.long) for how in ("changed", "removed"))]
 )
-@pytest.mark.parametrize("name", WITH_INPUTS)
+@each_command(reading=True)
 def test_an_input_that_changes_while_it_is_read_is_named(place: Place, name: str, how: str) -> None:
     place.expected(name)
     command = COMMANDS[name]
@@ -338,7 +179,7 @@ def test_an_input_that_changes_while_it_is_read_is_named(place: Place, name: str
     assert before is not None
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@each_command()
 def test_a_full_disk_is_one_line_about_the_output(place: Place, name: str) -> None:
     """By a limit of a file's size."""
     place.fresh(COMMANDS[name])
@@ -355,7 +196,7 @@ def test_a_full_disk_is_one_line_about_the_output(place: Place, name: str) -> No
     assert place.tree() == expected
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@each_command()
 def test_a_finished_command_is_done(place: Place, name: str) -> None:
     expected = place.expected(name)
     place.fresh(COMMANDS[name])
@@ -363,3 +204,27 @@ def test_a_finished_command_is_done(place: Place, name: str) -> None:
         code, words = place.run(COMMANDS[name].arguments)
         assert code == 0, words
         assert place.tree() == expected
+
+
+@each_command(only="shuffle")
+def test_a_command_shows_its_progress_on_a_terminal_alone(place: Place, name: str) -> None:
+    place.fresh(COMMANDS[name])
+    code, words = place.run(COMMANDS[name].arguments, terminal=True)
+    assert code == 0, words
+    assert (" per second, " in words) == COMMANDS[name].terminal
+    assert place.tree() == place.expected(name)
+
+
+@each_command(only="merge")
+def test_an_output_folder_that_vanishes_is_named(place: Place, name: str) -> None:
+    place.expected(name)
+    started = place.stopped_in_work(name)
+    shutil.rmtree(place.out)
+    place.go(started)
+    code, words = place.end(started)
+    assert code == 1, words
+    assert "Traceback" not in words
+    assert str(place.out) in words
+    assert ".tmp-" not in words
+    place.fresh(COMMANDS[name])
+    again(place, name)

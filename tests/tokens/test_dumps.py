@@ -230,7 +230,7 @@ def test_a_kill_while_dumps_are_replaced_never_leaves_a_mixture_or_none(
     program = f"""
 import os, shutil, signal
 from itertools import count
-from relayrun import files
+from relayrun import leftovers
 from relayrun.tokens.tokenize import dumps
 calls = count()
 def cut(does):
@@ -239,7 +239,7 @@ def cut(does):
             os.kill(os.getpid(), signal.SIGKILL)
         return does(*given, **more)
     return call
-os.rename, files._rename = cut(os.rename), cut(files._rename)
+os.rename, leftovers._rename = cut(os.rename), cut(leftovers._rename)
 dumps.prepare_dumps({str(dataset)!r}, {str(metadata)!r}, n_dumps=2)
 """
     killed = subprocess.run([sys.executable, "-c", program], check=False).returncode

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from relayrun.errors import InputError, run_main
-from relayrun.files import append_line, read_json_lines, remove_leftovers, temporary_prefix, write_atomic
+from relayrun.files import append_line, read_json_lines, write_atomic
+from relayrun.leftovers import remove_leftovers, temporary_prefix
 from tests.waiting import read_line, wait_for
 
 

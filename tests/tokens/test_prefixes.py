@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from relayrun.errors import InputError, RelayrunError
-from relayrun.files import TEMPORARY_PREFIX
+from relayrun.leftovers import TEMPORARY_PREFIX
 from relayrun.publishing import published_folder
 from relayrun.tokens.shards.prefixes import find_prefixes, join_prefixes
 from relayrun.tokens.shards.shard import ShardWriter
@@ -197,7 +197,7 @@ def test_a_kill_at_any_rename_loses_neither_the_old_folder_nor_the_new_one(
 import os, signal
 from itertools import count
 from pathlib import Path
-from relayrun import files, publishing
+from relayrun import leftovers, publishing
 calls = count()
 def cut(rename):
     def call(*given, **more):
@@ -206,8 +206,8 @@ def cut(rename):
         return rename(*given, **more)
     return call
 os.rename = cut(os.rename)
-files._rename = cut(files._rename) if {exchange} else lambda *_: False
-files.shutil.rmtree = cut(files.shutil.rmtree)
+leftovers._rename = cut(leftovers._rename) if {exchange} else lambda *_: False
+leftovers.shutil.rmtree = cut(leftovers.shutil.rmtree)
 with publishing.published_folder(Path({str(tmp_path)!r}, "mix"), replaces=str) as building:
     (building / "new").touch()
 """

@@ -3,12 +3,14 @@ from __future__ import annotations
 import csv
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -31,6 +33,7 @@ from relayrun.tokens.tokenize.job_config import (
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.tokens.tokenize.pipeline import tokenize_paths_file
 from tests.tokenization_corpus import TEXTS, train_tokenizer, write_parquet
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts/tokenization"
@@ -150,6 +153,32 @@ def test_a_dump_that_fails_is_one_message_and_the_others_are_done(
     assert "dump 0 done (1/1)" in done.stdout
     assert (metadata.pending(), metadata.finished()) == ([], [0, 1])
     assert len(rows(settings)) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGKILL], ids=lambda number: number.name)
+def test_local_jobs_end_with_the_command_however_it_ends(
+    settings: TokenizationSettings, tmp_path: Path, number: signal.Signals
+) -> None:
+    """Orphans went on writing, and the same command at once failed at their locks."""
+    path = tmp_path / "config.yaml"
+    words = "".join(f"{name}: {json.dumps(value)}\n" for name, value in settings if value is not None)
+    path.write_text(f"{words}max_parallel: 1\n")
+    launcher = [sys.executable, ROOT / "launchers/submit_tokenization.py", path, "--executor", "local"]
+    with subprocess.Popen(launcher, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path) as run:
+        wait_for(lambda: len(psutil.Process(run.pid).children(recursive=True)) > 1)  # submitit's, ours
+        jobs = psutil.Process(run.pid).children(recursive=True)
+        run.send_signal(number)
+        words = run.communicate(timeout=60)[0]
+    if number == signal.SIGKILL:
+        assert run.returncode == -number
+    else:
+        assert run.returncode == 128 + number
+        assert "0 of 2 dumps are done and kept; the same command goes on" in words.splitlines()[-1]
+    assert "Traceback" not in words
+    assert not psutil.wait_procs(jobs, timeout=60)[1]
+    assert not list((tmp_path / "out put").rglob("*_tokens.bin"))
+    assert submit_dumps(config(settings, executor="local", max_parallel=2)) == [0, 1]
 
 
 def test_what_is_wrong_is_said_before_any_job_starts(settings: TokenizationSettings, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 import textwrap
 from dataclasses import asdict
 from pathlib import Path
@@ -102,6 +103,7 @@ def run_lengths(options: argparse.Namespace) -> int:
     if options.picture is not None:
         with published_file(options.picture) as picture:
             draw_length_picture(orders, picture, unit=" or ".join(sorted(units)))
+        print(f"picture: {options.picture}", file=sys.stderr if options.json else sys.stdout)
     return 0
 
 

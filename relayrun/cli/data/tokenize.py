@@ -139,7 +139,9 @@ def run_global_shuffle(given: argparse.Namespace) -> int:
     else:
         rows = reshard(options)
     if rows is not None:
-        print(f"{rows:,} rows; length against position, before and after: {given.output_folder / LENGTHS_PICTURE}")
+        picture = given.output_folder / LENGTHS_PICTURE
+        drawn = f"; length against position, before and after: {picture}" if picture.exists() else ""
+        print(f"{rows:,} rows in {given.output_folder}{drawn}")
     return 0
 
 

@@ -16,6 +16,8 @@ from relayrun.control.rundir.find_runs import find_run, split_run_and_iteration
 from relayrun.control.rundir.mirror import record_verified
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError, RunDirError
+from relayrun.files import file_sizes
+from relayrun.progress import Progress
 from relayrun.train.checkpoint import checksums
 from relayrun.train.mirror import restore, sync
 from relayrun.watch.status import queue, run_status
@@ -51,7 +53,8 @@ def verify_checkpoint(options: argparse.Namespace) -> int:
         hint = "checkpoints have them that this version of relayrun saves or imports"
         raise InputError(words, where=folder, hint=hint)
     began, before = time.monotonic(), _identity(folder)
-    size, faults = checksums.verify_checkpoint(folder, root)
+    with Progress("verifying", sum(file_sizes(folder).values())):
+        size, faults = checksums.verify_checkpoint(folder, root)
     if before is None or _identity(folder) != before:
         hint = "a run removes its oldest ones (checkpoint.keep_last) and moves damaged ones: verify another one"
         raise InputError("this checkpoint was removed or moved while it was read", where=folder, hint=hint)

@@ -24,7 +24,7 @@ from relayrun.control.rundir.run import stop_reason
 from relayrun.control.scheduler.factory import local_scheduler
 from relayrun.control.scheduler.local import print_event
 from relayrun.errors import RelayrunError, RunDirError, SchedulerError, user_name
-from relayrun.files import folder_lock
+from relayrun.leftovers import folder_lock
 from relayrun.submit import campaign as submission
 from relayrun.submit import campaign as view
 from relayrun.watch import unsent_notices

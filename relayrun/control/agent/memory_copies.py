@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from relayrun.errors import RelayrunError
-from relayrun.files import free_space, temporary_prefix
+from relayrun.files import free_space
+from relayrun.leftovers import temporary_prefix
 
 SHARED_MEMORY = Path("/dev/shm")
 MEMORY_FOLDER_VARIABLE = "RELAYRUN_MEMORY"
@@ -42,7 +43,7 @@ class NodeMemoryFullError(RelayrunError):
 
 
 def make_memory_folder() -> Path:
-    """Create the folder of this process's ranks, for this user alone. Raises OSError. `files.remove_leftovers` sees its
+    """Create the folder of this process's ranks, for this user alone. Raises OSError. `remove_leftovers` sees its
     owner in its name."""
     folder = SHARED_MEMORY / f"{temporary_prefix()}relayrun-ranks"
     folder.mkdir(mode=0o700)

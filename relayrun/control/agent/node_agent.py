@@ -43,7 +43,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler import local_srun
 from relayrun.control.scheduler.local_srun import free_port
 from relayrun.control.trainers.base import Trainer
-from relayrun.files import remove_leftovers
+from relayrun.leftovers import remove_leftovers
 
 FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 """Signals for the ranks of any program; a trainer may add others."""

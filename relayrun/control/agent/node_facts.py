@@ -37,7 +37,8 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.local_srun import die_with_parent
 from relayrun.errors import run_main
-from relayrun.files import free_space, temporary_prefix
+from relayrun.files import free_space
+from relayrun.leftovers import temporary_prefix
 
 NodeFacts = dict[str, Any]
 GPU_SECONDS = 10.0

@@ -31,7 +31,7 @@ from relayrun.control.scheduler.base import Scheduler
 from relayrun.control.scheduler.factory import scheduler_class, scheduler_for_plan
 from relayrun.control.scheduler.slurm_commands import NoAnswerError, NotInstalledError, TooManyJobsError
 from relayrun.errors import RelayrunError, RunDirError, SchedulerError
-from relayrun.files import folder_lock
+from relayrun.leftovers import folder_lock
 
 PATIENCE = 5.0
 """Seconds for which a question to a controller that does not answer is repeated."""

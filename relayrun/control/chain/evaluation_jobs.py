@@ -25,7 +25,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import Scheduler
 from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.errors import RelayrunError, SchedulerError
-from relayrun.files import folder_lock
+from relayrun.leftovers import folder_lock
 
 LOCK_PATIENCE = 5.0
 """Seconds of waiting for another process that submits evaluations of the same run."""

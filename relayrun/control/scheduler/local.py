@@ -37,7 +37,7 @@ from relayrun.control.scheduler.base import (
 )
 from relayrun.control.scheduler.local_queue import JOB_ID_VARIABLE, LocalJob, LocalQueue, signal_group
 from relayrun.errors import SchedulerError
-from relayrun.files import open_lock
+from relayrun.leftovers import open_lock
 
 KILL_WAIT = 30.0
 """Seconds from SIGTERM at the time limit to SIGKILL; Slurm's default."""

@@ -16,7 +16,8 @@ from typing import Any, BinaryIO
 from relayrun.control.rundir.records import Record
 from relayrun.control.scheduler.base import clean_environment
 from relayrun.errors import SchedulerError
-from relayrun.files import open_lock, writable_by_owner_alone
+from relayrun.files import writable_by_owner_alone
+from relayrun.leftovers import open_lock
 
 JOB_ID_VARIABLE = "RELAYRUN_LOCAL_JOB_ID"
 

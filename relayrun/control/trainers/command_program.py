@@ -30,7 +30,8 @@ from relayrun.control.job_log import LogFollower
 from relayrun.control.trainers.base import ENDED_BY_ITSELF, FoundCheckpoint, ObservedStep, ProgramEnding, finite_number
 from relayrun.control.trainers.checkpoint_cleanup import quarantine_checkpoints
 from relayrun.errors import RunDirError
-from relayrun.files import fsync_directory, read_json_lines, temporary_prefix, write_atomic
+from relayrun.files import fsync_directory, read_json_lines, write_atomic
+from relayrun.leftovers import temporary_prefix
 
 
 @dataclass(frozen=True, kw_only=True)

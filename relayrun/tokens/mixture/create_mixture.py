@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+from relayrun import progress
 from relayrun.errors import ConfigError, InputError, refuse_unwritable, refuse_urls
 from relayrun.files import RealPathCache, write_atomic
 from relayrun.publishing import InputFiles, published_folder
@@ -185,11 +186,13 @@ def create_mixture(
         return summary
     report(f"linking {links:,} shards into {output}")
     with published_folder(output, replaces=lambda found: _check_former_mixture(found, output)) as building:
-        for dataset in datasets:
-            _link_shards(dataset, building / dataset.name)
+        with progress.Progress("linking", links, "shards"):
+            for dataset in datasets:
+                _link_shards(dataset, building / dataset.name)
         write_atomic(building / SUMMARY_TEXT, summary.encode("utf-8", "backslashreplace"))
         write_atomic(building / SUMMARY_JSON, mixture_summary_json(datasets, seed))
         read.check()
+    report(f"made: {output}")
     return summary
 
 
@@ -266,8 +269,8 @@ def _read_datasets(
         start = len(os.path.join(root, ""))
         relative = [prefix[start:] for prefix in prefixes]
         parts = [prefixes[k : k + 64] for k in range(0, len(prefixes), 64)]
-        with ThreadPoolExecutor(LINK_THREADS) as pool:
-            shards = [shard for part in pool.map(lambda part: [Shard.open(p) for p in part], parts) for shard in part]
+        with ThreadPoolExecutor(LINK_THREADS) as pool, progress.Progress("reading sizes", len(prefixes), "shards"):
+            shards = [shard for part in pool.map(_open_shards, parts) for shard in part]
         bin_paths = [real_path(shard.prefix + ".bin") for shard in shards]
         for shard, real in zip(shards, bin_paths, strict=True):
             if real in owners:
@@ -320,6 +323,12 @@ def _cut_shard(shard: Shard, tokens: int) -> CutShard:
     return CutShard(documents=documents, tokens=int(ends[documents]), of=shard)
 
 
+def _open_shards(prefixes: Sequence[str]) -> list[Shard]:
+    shards = [Shard.open(prefix) for prefix in prefixes]
+    progress.count(len(shards))
+    return shards
+
+
 def _link_shards(dataset: MixtureDataset, folder: Path) -> None:
     """Make the folder of a dataset's links."""
     real_path = RealPathCache()
@@ -333,6 +342,7 @@ def _link_shards(dataset: MixtureDataset, folder: Path) -> None:
             dataset.shards[:count], dataset.bin_paths[:count], indices[:count], dataset.links[:count], strict=True
         ):
             os.symlink(real, start + link + ".bin")
+            progress.count(1)
             if shard.cut:  # its .idx belongs to another mixture, which may be made anew
                 write_atomic(start + link + ".idx", Path(index).read_bytes())
             else:

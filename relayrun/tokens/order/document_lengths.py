@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from relayrun.config.sections.data import Packing
 from relayrun.errors import ConfigError, InputError
+from relayrun.progress import Progress, count
 from relayrun.tokens.order.document_packing import WINDOWS_PER_BLOCK, assign_rows
 from relayrun.tokens.order.document_windows import DocumentCut
 from relayrun.tokens.readers.columns import read_column
@@ -135,9 +136,11 @@ def lengths_by_file(
     if not files:
         raise InputError(f"no file below this folder ends in .idx, {', '.join(data_suffixes())}", where=place)
     engine = load_tokenizer(TokenizeOptions(tokenizer=tokenizer, append_eod="no")).tokenizer if tokenizer else None
-    found = [
-        (file.path, join_lengths(_text_lengths(urls.join_path(place, file.path), column, engine))) for file in files
-    ]
+    found = []
+    with Progress("measuring", sum(file.size for file in files)):
+        for file in files:
+            found.append((file.path, join_lengths(_text_lengths(urls.join_path(place, file.path), column, engine))))
+            count(file.size)
     return found, "tokens" if tokenizer else "bytes"
 
 

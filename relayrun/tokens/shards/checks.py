@@ -24,7 +24,8 @@ import numpy.typing as npt
 import xxhash
 
 from relayrun.errors import FatalTrainingError, InputError
-from relayrun.files import RealPathCache
+from relayrun.files import RealPathCache, file_size
+from relayrun.progress import Progress, count
 from relayrun.tokens.shards.manifest import DatasetManifest, Manifest
 from relayrun.tokens.shards.shard import Shard, ShardRecords, TokenizerRecord
 
@@ -151,7 +152,8 @@ def verify_shards(
     records = ShardRecords() if checksums else None
     check = functools.partial(_verify_shard, vocabulary_size=vocabulary_size, eod=eod, records=records)
     results = []
-    with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
+    size = sum(file_size(prefix + ".bin") for prefix in prefixes)
+    with ThreadPoolExecutor(threads or os.cpu_count()) as pool, Progress("verifying", size):
         for verified in pool.map(check, prefixes):
             report(verified)
             results.append(verified)
@@ -233,6 +235,7 @@ def _id_faults(shard: Shard, vocabulary_size: int | None, digest: Any) -> list[s
     with open(shard.prefix + ".bin", "rb", buffering=0) as file:
         buffer = bytearray(_READ_BYTES)
         while read := file.readinto(buffer):
+            count(read)
             if digest is not None:
                 digest.update(memoryview(buffer)[:read])
             if vocabulary_size is not None:

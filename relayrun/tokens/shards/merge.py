@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from relayrun import files, publishing
+from relayrun import files, leftovers, publishing
 from relayrun.errors import InputError, on_interrupt, refuse_unwritable, refuse_urls
-from relayrun.publishing import Progress
+from relayrun.progress import Progress, count
 from relayrun.tokens.shards.shard import (
     RECORD_SUFFIX,
     Shard,
@@ -48,14 +48,14 @@ def merge_shards(prefixes: Sequence[str], output: str | os.PathLike[str], *, mul
     """
     target, names = os.path.abspath(output), [os.path.abspath(prefix) for prefix in prefixes]
     if (done := _finished_merge(target, names, multimodal=multimodal)) is not None:
-        files.remove_leftovers(Path(target).parent, shared=True)
+        leftovers.remove_leftovers(Path(target).parent, shared=True)
         log.info("%s: this is done already", target)
         return done
     read = publishing.InputFiles(path for path in map(Path, _paths(names)) if path.exists())
     inputs = inspect_inputs(prefixes, output, multimodal=multimodal)
     state = on_interrupt(lambda: "nothing is kept; the same command begins again")
     with publishing.output_lock(Path(target)), state:
-        files.remove_leftovers(Path(target).parent, shared=True)
+        leftovers.remove_leftovers(Path(target).parent, shared=True)
         _refuse_existing(target, names)  # again: another merge may have ended since
         if (free := files.free_space(target)) < inputs.bytes:
             words = f"the merged shard takes {inputs.bytes:,} bytes, and {free:,} are free"
@@ -89,15 +89,13 @@ def _write_merged(
 ) -> None:
     """Write temporary files, then rename them, the .idx last: without it nothing is a shard."""
     shards, known, dtype = inputs.shards, inputs.records, inputs.shards[0].dtype
-    tokens, index_file = (files.temporary_name(Path(target)) for _ in range(2))
+    tokens, index_file = (leftovers.temporary_name(Path(target)) for _ in range(2))
     made = [str(tokens), str(index_file), f"{tokens}{RECORD_SUFFIX}"]
     try:
-        with DirectFile(str(tokens)) as out:
+        with DirectFile(str(tokens)) as out, Progress("merging", inputs.bytes):
             digest = xxhash.xxh3_128()
-            progress = Progress("merging", sum(shard.tokens * shard.dtype.itemsize for shard in shards))
             for shard, record in zip(shards, known, strict=True):
-                _append_shard(shard, {} if record is None else record.xxh3_128, out, digest, progress)
-            progress.end()
+                _append_shard(shard, {} if record is None else record.xxh3_128, out, digest)
             os.fsync(out.fileno())
         bounds, sequences = [np.zeros(1, np.int64)], 0
         for shard in shards:
@@ -117,15 +115,14 @@ def _write_merged(
         try:
             _remove_half_published(target, prefixes, sums)
             for suffix, path in ((RECORD_SUFFIX, f"{tokens}{RECORD_SUFFIX}"), (".bin", tokens), (".idx", index_file)):
-                files.rename_no_replace(path, target + suffix)
+                leftovers.rename_no_replace(path, target + suffix)
                 made.append(target + suffix)
         except FileExistsError:
             _refuse_existing(target, [])
             raise
     except BaseException:
         for path in made:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+            leftovers.surely_remove(path)
         raise
     files.fsync_directory(Path(target).parent)
 
@@ -227,9 +224,7 @@ def _describe_token(id_: int | None) -> str:
     return "no token" if id_ is None else f"the token {id_}"
 
 
-def _append_shard(
-    shard: Shard, sums: dict[str, str], out: DirectFile, digest: xxhash.xxh3_128, progress: Progress
-) -> None:
+def _append_shard(shard: Shard, sums: dict[str, str], out: DirectFile, digest: xxhash.xxh3_128) -> None:
     """Append the tokens of `shard` to `out`; its offsets must be contiguous from 0. Raises InputError if its files do
     not have the checksums `sums` of its record, if any."""
     left = shard.tokens * shard.dtype.itemsize
@@ -247,7 +242,7 @@ def _append_shard(
                 own.update(piece[:read])
             out.commit(read)
             left -= read
-            progress.add(read)
+            count(read)
     if not sums or shard.cut:  # a cut shard has the record of the whole one
         return
     index = xxhash.xxh3_128_hexdigest(Path(shard.prefix + ".idx").read_bytes())

@@ -18,7 +18,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from relayrun.errors import InputError, RelayrunError, combined_error, did_you_mean_path
-from relayrun.files import TEMPORARY_PREFIX, read_json
+from relayrun.files import read_json
+from relayrun.leftovers import TEMPORARY_PREFIX
 
 SHARD_SUFFIXES = (".bin", ".idx")
 

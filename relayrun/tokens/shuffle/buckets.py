@@ -31,6 +31,7 @@ import pyarrow.parquet as pq
 
 from relayrun.errors import RelayrunError
 from relayrun.files import atomic_file
+from relayrun.progress import count
 from relayrun.tokens.readers.columns import RowFile, narrow_table, read_rows, wide_schema
 from relayrun.tokens.readers.faults import LineFaults
 from relayrun.tokens.readers.texts import text_column
@@ -323,6 +324,7 @@ class ShuffleWriter:
                     group = self._rows(first, last)
                     lengths.add(text_column(group, form.column))
                     writer.write_table(narrow_table(group, form.schema), row_group_size=len(group))
+                    count(len(group))
                     del group
                     yield
                     if rows is not None and sink.tell() >= form.size:

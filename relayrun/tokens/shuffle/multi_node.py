@@ -21,7 +21,6 @@ the missing work.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
 import logging
@@ -35,15 +34,8 @@ from typing import Any
 import pyarrow as pa
 
 from relayrun.errors import InputError, RelayrunError, refuse_unwritable
-from relayrun.files import (
-    free_space,
-    fsync_directory,
-    fsync_tree,
-    read_json,
-    rename_no_replace,
-    write_atomic,
-    write_json,
-)
+from relayrun.files import free_space, fsync_directory, fsync_tree, read_json, write_atomic, write_json
+from relayrun.leftovers import rename_no_replace
 from relayrun.tokens.readers.columns import RowFile, check_files
 from relayrun.tokens.shuffle import reshard
 from relayrun.tokens.shuffle.buckets import output_file_name
@@ -68,8 +60,11 @@ class ReshardTask:
         """Do this task's share of a stage; `finish` returns the number of rows. Raises RelayrunError."""
         if self.task and stage in ("begin", "measure", "finish"):
             return None
-        if not self.work.exists() and (rows := reshard.rows_made(self.options, self.output)) is not None:
-            return rows if stage == "finish" else None
+        if not self.building.exists() and (rows := reshard.rows_made(self.options, self.output)) is not None:
+            if stage != "finish":
+                return None
+            shutil.rmtree(self.work, ignore_errors=True)  # perhaps half removed by a former start
+            return rows
         if self._is_named() and stage != "finish":  # a former start was killed after its last rename
             return None
         does: dict[str, Callable[[], int | None]] = {
@@ -157,7 +152,9 @@ class ReshardTask:
             if _plan_to_json(plan)["of"] != json.loads((self.work / "plan.json").read_text())["of"]:
                 hint = "submit again, which begins anew"
                 raise InputError("files changed while they were read", where=self.options.dataset_folder, hint=hint)
-            reshard.input_files(self.options, (file.path for file in plan.files)).write_record(self.building)
+            read = reshard.input_files(self.options, (file.path for file in plan.files))
+            read.notes["lengths"] = reshard.picture_points(reshard.open_buckets(plan, self.work), len(names), self.work)
+            read.write_record(self.building)
             fsync_tree(self.building)
             try:
                 rename_no_replace(self.building, self.output)
@@ -165,9 +162,7 @@ class ReshardTask:
                 hint = "move it away, submit again"
                 raise InputError("the output came to be meanwhile", where=self.output, hint=hint) from None
             fsync_directory(self.output.parent)
-        if not (self.output / reshard.LENGTHS_PICTURE).exists():
-            find = functools.partial(reshard.open_buckets, self._plan(), self.work)
-            reshard.draw_picture(find, rows["files"], self.output, self.work)
+        reshard.draw_picture(self.output)
         shutil.rmtree(self.work)
         return rows["all"]
 

@@ -15,7 +15,7 @@ import math
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,8 +26,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from relayrun.errors import InputError, refuse_unwritable
-from relayrun.files import atomic_file, remove_leftovers
+from relayrun.errors import InputError, on_interrupt, refuse_unwritable
+from relayrun.files import atomic_file, read_json
+from relayrun.leftovers import remove_leftovers
+from relayrun.progress import Progress, count
 from relayrun.publishing import MADE_RECORD, InputFiles, published_folder, work_folder
 from relayrun.tokens.readers.columns import RowFile, inspect_files
 from relayrun.tokens.readers.faults import LineFaults, describe_bad_lines
@@ -43,7 +45,7 @@ from relayrun.tokens.shuffle.buckets import (
     scatter_rows,
     text_bytes,
 )
-from relayrun.tokens.shuffle.text_lengths import LengthProfile, RowSplit, draw_lengths
+from relayrun.tokens.shuffle.text_lengths import LengthPoints, LengthProfile, RowSplit, draw_lengths, length_points
 from relayrun.tokens.stores import urls
 from relayrun.tokens.tokenize.options import TokenizeOptions
 
@@ -187,14 +189,19 @@ def reshard(options: ReshardOptions) -> int:
     read = input_files(options, (file.path for file in plan.files))
     with work_folder(options.temp_dir) as work:
         with published_folder(options.output, read=read) as building:
-            buckets: Buckets | None = _in_memory(plan)
+            size = sum(file.size for file in plan.files)
+            with Progress("reading", size):
+                buckets: Buckets | None = _in_memory(plan)
             if buckets is None:
-                scatter_parts(plan, range(len(plan.parts)), work)
+                with Progress("reading", size):
+                    scatter_parts(plan, range(len(plan.parts)), work)
                 buckets = open_buckets(plan, work)
-            of_a_file = write_first_file(plan, buckets, building, work)
-            files = count_files(buckets, of_a_file)
-            write_files(plan, buckets, range(1, files), of_a_file, building, work)
-        draw_picture(lambda: buckets, files, output, work)
+            with Progress("writing", int(buckets.counts.sum()), "rows"):
+                of_a_file = write_first_file(plan, buckets, building, work)
+                files = count_files(buckets, of_a_file)
+                write_files(plan, buckets, range(1, files), of_a_file, building, work)
+            read.notes["lengths"] = picture_points(buckets, files, work)
+        draw_picture(output)
     return int(buckets.counts.sum())
 
 
@@ -206,21 +213,35 @@ def input_files(options: ReshardOptions, paths: Iterable[str]) -> InputFiles:
 
 
 def rows_made(options: ReshardOptions, output: Path) -> int | None:
-    """Return the rows of an output that this command has made from these files before; None for any other."""
+    """Return the rows of an output that this command has made from these files before, and draw its picture if a kill
+    left it without; None for any other."""
     root = urls.absolute_path(options.dataset_folder)
     if urls.is_url(root) or not (output / MADE_RECORD).exists():
         return None
     if not input_files(options, (urls.join_path(root, file.path) for file in find_data_files(root))).was_made(output):
         return None
+    draw_picture(output)
     return sum(int(pq.read_metadata(path).num_rows) for path in output.glob("data_*.parquet"))
 
 
-def draw_picture(find: Callable[[], Buckets], files: int, output: Path, work: Path) -> None:
-    """Draw the lengths before and after into a finished output. A picture that cannot be drawn is a warning."""
+def picture_points(buckets: Buckets, files: int, work: Path) -> list[LengthPoints]:
+    """Return the lengths before and after, as `draw_picture` finds them in the record of the output."""
+    after = [np.load(work / f"after-{number}.npy") for number in range(files)]
+    return [length_points(np.concatenate(parts)) for parts in (buckets.before, after)]
+
+
+def draw_picture(output: Path) -> None:
+    """Draw the lengths before and after into a finished output that lacks the picture; a failure is a warning."""
+    remove_leftovers(output)
+    if (output / LENGTHS_PICTURE).exists():
+        return
     try:
-        after = [np.load(work / f"after-{number}.npy") for number in range(files)]
-        with atomic_file(output / LENGTHS_PICTURE) as picture:
-            draw_lengths(find().before, after, picture)
+        points = read_json(output / MADE_RECORD)["notes"]["lengths"]
+        with (
+            on_interrupt(lambda: f"{output} is made, without its picture; the same command draws it"),
+            atomic_file(output / LENGTHS_PICTURE) as picture,
+        ):
+            draw_lengths(points, picture)
     except Exception as error:
         log.warning("%s: the rows are whole, their picture is missing: %s", output / LENGTHS_PICTURE, error)
 
@@ -275,7 +296,9 @@ def _keyed_part(plan: ShufflePlan, part: int, lengths: LengthProfile) -> Iterato
     first, last = plan.parts[part]
     files = ((number, plan.files[number]) for number in range(first, last))
     faults = LineFaults(skip=plan.options.on_error == "skip-line")
-    yield from keyed_rows(files, plan.options.column, plan.options.seed, lengths, faults, plan.options.cut)
+    for rows in keyed_rows(files, plan.options.column, plan.options.seed, lengths, faults, plan.options.cut):
+        count(rows.nbytes)
+        yield rows
     if faults.counts:
         log.warning("left out: %s, the first is %s", describe_bad_lines(faults.counts), faults.examples[0])
 

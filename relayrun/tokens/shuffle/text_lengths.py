@@ -84,17 +84,18 @@ class LengthProfile:
         return np.concatenate([found, rest]).astype(np.float64)
 
 
-def draw_lengths(
-    before: Sequence[npt.NDArray[np.float64]], after: Sequence[npt.NDArray[np.float64]], file: Path
-) -> None:
-    """Write a PNG of the arrays of `LengthProfile.array` before and after, each by part of the data set in order."""
+LengthPoints = tuple[list[float], list[float], float]
+"""Middles in rows and mean lengths of equal shares of a data set, and the mean length of all texts."""
+
+
+def draw_lengths(points: Sequence[LengthPoints], file: Path) -> None:
+    """Write a PNG of the lengths before and after."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4), layout="constrained")
     panels = figure.subplots(1, 2, sharex=True, sharey=True)
-    for panel, title, parts in zip(panels, ("before", "after"), (before, after), strict=True):
-        rows, means, mean = length_points(np.concatenate(parts))
+    for panel, title, (rows, means, mean) in zip(panels, ("before", "after"), points, strict=True):
         panel.scatter(rows, means, s=8)
         panel.axhline(mean, color="0.5", linewidth=1, linestyle="--")
         panel.set(title=f"{title}; dashed: the mean of all, {mean:,.0f}", xlabel="row", xlim=(0, None), ylim=(0, None))
@@ -102,13 +103,13 @@ def draw_lengths(
     FigureCanvasAgg(figure).print_png(file)
 
 
-def length_points(stretches: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], float]:
-    """Return the middles, in rows, and mean lengths of equal shares of the data set, and the mean length of all texts.
-    If a share ends inside a stretch, the bytes of the stretch are split by rows."""
+def length_points(stretches: npt.NDArray[np.float64]) -> LengthPoints:
+    """Return the points of all arrays of `LengthProfile.array` in the order of the data set. If a share ends inside a
+    stretch, the bytes of the stretch are split by rows."""
     rows, sizes = (np.concatenate([[0.0], np.cumsum(column)]) for column in stretches.T)
     edges = np.linspace(0, rows[-1], min(int(rows[-1]), _POINTS) + 1)
     means = np.diff(np.interp(edges, rows, sizes)) / np.diff(edges)
-    return (edges[:-1] + edges[1:]) / 2, means, float(sizes[-1] / rows[-1])
+    return ((edges[:-1] + edges[1:]) / 2).tolist(), means.tolist(), float(sizes[-1] / rows[-1])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from relayrun.progress import count
+
 _HASH_BYTES = 1 << 20
 """Bytes read at a time, which stay in the processor's cache."""
 
@@ -35,6 +37,7 @@ def open_file_checksum(file: Any) -> str:
     digest, buffer = xxhash.xxh3_128(), bytearray(_HASH_BYTES)
     while read := file.readinto(buffer):
         digest.update(memoryview(buffer)[:read])
+        count(read)
     return str(digest.hexdigest())
 
 

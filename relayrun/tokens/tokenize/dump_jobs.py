@@ -12,9 +12,10 @@ import io
 import math
 import os
 import shlex
+import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from relayrun.errors import (
     refuse_unwritable,
 )
 from relayrun.files import write_atomic
+from relayrun.leftovers import owner_may_live, process_identity
 from relayrun.slurmtime import parse_time
 from relayrun.tokens.readers.inputs import read_paths_file
 from relayrun.tokens.stores.urls import join_path
@@ -202,8 +204,9 @@ def submit_dumps(config: TokenizationConfig, *, wait: bool = True) -> list[int]:
             _submit_slurm(settings, indices)
         if not wait:
             return indices
-        while metadata.live_jobs():
-            time.sleep(10 * _POLL_SECONDS)
+        with on_interrupt(lambda: f"the jobs go on: relayrun dumps status {metadata.path}"):
+            while metadata.live_jobs():
+                time.sleep(10 * _POLL_SECONDS)
     _raise_failures(settings, sorted(failed | set(indices) & set(metadata.pending())), len(indices))
     return indices
 
@@ -226,7 +229,8 @@ def _run_local(settings: TokenizationSettings, indices: Sequence[int], max_paral
         while waiting or running:
             while waiting and len(running) < max_parallel:
                 index = waiting.pop(0)
-                running[index] = executor.submit(tokenize_dump, settings, index)
+                with _silent_children():
+                    running[index] = executor.submit(_tokenize_for, process_identity(), settings, index)
             for index in [index for index, job in running.items() if job.done()]:
                 job = running.pop(index)
                 job._process.wait()  # submitit leaves reaping to the garbage collector
@@ -235,6 +239,33 @@ def _run_local(settings: TokenizationSettings, indices: Sequence[int], max_paral
                 print(f"dump {index} {state} ({len(indices) - len(waiting) - len(running)}/{len(indices)})", flush=True)
             time.sleep(_POLL_SECONDS)
     return failed
+
+
+@contextlib.contextmanager
+def _silent_children() -> Iterator[None]:
+    """Keep the traceback of a child of submitit that is interrupted while it starts off the terminal."""
+    ours = os.dup(2)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(ours, 2)
+        os.close(ours)
+
+
+def _tokenize_for(owner: str, settings: TokenizationSettings, index: int) -> dict[str, Any]:
+    """Tokenize a dump in a process that ends with `owner`, whose grandchild it is, however that ends."""
+
+    def look(*_: object) -> None:
+        if not owner_may_live(owner, settings.metadata_folder):
+            os._exit(1)
+
+    look()
+    signal.signal(signal.SIGALRM, look)
+    signal.siginterrupt(signal.SIGALRM, False)
+    signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)
+    return tokenize_dump(settings, index)
 
 
 def _submit_slurm(config: TokenizationConfig, indices: Sequence[int]) -> None:

@@ -33,10 +33,10 @@ from relayrun.files import (
     fsync_directory,
     read_json,
     read_json_lines,
-    remove_leftovers,
     write_atomic,
     write_json,
 )
+from relayrun.leftovers import remove_leftovers
 from relayrun.publishing import published_folder, work_folder
 from relayrun.tokens.readers import inputs
 from relayrun.tokens.stores import urls

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relayrun.errors import InputError, RelayrunError, refuse_urls
-from relayrun.files import remove_leftovers, write_atomic
+from relayrun.files import write_atomic
+from relayrun.leftovers import remove_leftovers
 from relayrun.tokens.readers.faults import describe_bad_lines
 from relayrun.tokens.readers.inputs import InputFile, read_paths_file, stat_inputs
 from relayrun.tokens.stores.urls import absolute_path, is_url, join_path, resolve_url_link

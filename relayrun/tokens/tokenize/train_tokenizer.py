@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from relayrun.errors import ConfigError, InputError
+from relayrun.progress import Progress, count, has_terminal
 from relayrun.publishing import InputFiles
 from relayrun.tokens.readers.columns import read_column
 from relayrun.tokens.readers.inputs import data_suffixes, find_data_files
@@ -61,15 +62,9 @@ def _train(folders: Sequence[str | os.PathLike[str]], output: Path, *, column: s
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     sample: list[str] = []
-    for folder in folders:
-        left = share = SAMPLE_CHARACTERS // len(folders)
-        for text in _texts(folder, column):
-            sample.append(text[:_LONGEST])
-            left -= len(sample[-1])
-            if left <= 0:
-                break
-        if left == share:
-            raise InputError(f"no file with text below this folder ends in {', '.join(data_suffixes())}", where=folder)
+    with Progress("reading", SAMPLE_CHARACTERS, "characters"):
+        for folder in folders:
+            sample += _sample(folder, column, SAMPLE_CHARACTERS // len(folders))
     log.info("training a vocabulary of %s entries", f"{vocabulary_size:,}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -79,14 +74,23 @@ def _train(folders: Sequence[str | os.PathLike[str]], output: Path, *, column: s
         vocab_size=vocabulary_size,
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
+        show_progress=has_terminal(),
     )
     tokenizer.train_from_iterator(sample, trainer)
     write_tokenizer_folder(output, tokenizer, {"bos_token": BOS_TOKEN, "eos_token": EOS_TOKEN})
 
 
-def _texts(folder: str | os.PathLike[str], column: str) -> Iterator[str]:
-    root = urls.absolute_path(folder)
+def _sample(folder: str | os.PathLike[str], column: str, characters: int) -> list[str]:
+    """Return the beginnings of the first documents of a folder. Raises InputError if there is none."""
+    sample, root = [], urls.absolute_path(folder)
     for file in find_data_files(root):
         for texts in read_column(urls.join_path(root, file.path), column, batch_bytes=_BATCH_BYTES):
-            yield from filter(None, texts.to_pylist())
+            for text in filter(None, texts.to_pylist()):
+                sample.append(text[:_LONGEST])
+                characters -= len(sample[-1])
+                count(len(sample[-1]))
+                if characters <= 0:
+                    return sample
+    if not sample:
+        raise InputError(f"no file with text below this folder ends in {', '.join(data_suffixes())}", where=folder)
+    return sample

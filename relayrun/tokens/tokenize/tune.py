@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,8 @@ from pathlib import Path
 
 from relayrun import places
 from relayrun.errors import InputError, RelayrunError
-from relayrun.files import read_json, remove_leftovers, temporary_prefix
+from relayrun.files import read_json
+from relayrun.publishing import work_folder
 from relayrun.tokens.readers.inputs import data_suffixes, paths_file_bytes, read_paths_file
 from relayrun.tokens.shards.shard import FOLDER_RECORD
 from relayrun.tokens.stores import urls
@@ -80,15 +80,12 @@ def run_trials(
         raise InputError("there are no dumps here", where=metadata.path, hint="prepare_dumps.py makes them")
     dataset = metadata.dataset()
     names = read_paths_file(paths_files[0])
-    remove_leftovers(temp_dir or tempfile.gettempdir(), shared=True)
     trials = []
     for count in workers:
         for size in batch_bytes:
             tried = options.model_copy(update={"tasks": count, "workers": count, "batch_bytes": size})
-            with tempfile.TemporaryDirectory(
-                dir=temp_dir, prefix=f"{temporary_prefix()}tune-", ignore_cleanup_errors=True
-            ) as place:
-                trials.append(_run_trial(Path(place), dataset, names, tried, seconds))
+            with work_folder(temp_dir) as place:
+                trials.append(_run_trial(place, dataset, names, tried, seconds))
             report(trials[-1])
     return trials
 

@@ -25,7 +25,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from relayrun.errors import InputError, RelayrunError
-from relayrun.files import temporary_prefix
+from relayrun.progress import Progress, count
+from relayrun.publishing import work_folder
 from relayrun.tokens.readers.columns import read_column
 from relayrun.tokens.readers.faults import LineFaults
 from relayrun.tokens.readers.inputs import stat_inputs
@@ -82,12 +83,14 @@ def compare_with_source(
 
     def on_done(prefix: str, compared: SourceComparison) -> None:
         done.append(compared)
+        count(1)
         if compared.fault is not None:
             remove_from_record(os.path.dirname(prefix), os.path.basename(prefix))
         report(compared)
 
     task = functools.partial(_compare_shard, full=full, tokenizer=tokenizer, temp_dir=temp_dir)
-    run_tasks(task, sorted(known), min(workers, max(len(known), 1)), on_done, where="the comparison with the source")
+    with Progress("comparing with the source", len(known), "shards"):
+        run_tasks(task, sorted(known), max(workers, 1), on_done, where="the comparison with the source")
     return done
 
 
@@ -217,13 +220,13 @@ class _Source:
             on_error=cast(OnError, self.task.on_error),
         )
         name = os.path.basename(self.shard.prefix)
-        with tempfile.TemporaryDirectory(dir=temp_dir, prefix=f"{temporary_prefix()}verify-") as folder:
+        with work_folder(temp_dir) as folder:
             definition = Path(folder, "tokenizer.json")
             definition.write_text(self.definition, encoding="utf-8")
             tokenizer, sample = _reference_tokenizer(self.definition), PackedTexts.of([])
             job = TokenizeContext(
                 dataset=self.record.dataset,
-                output=folder,
+                output=str(folder),
                 definition=str(definition),
                 fingerprint=self.record.settings["tokenizer"],
                 selection=select_engine("huggingface", tokenizer, sample, log.warning, definition=self.definition),

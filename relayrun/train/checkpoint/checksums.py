@@ -28,6 +28,7 @@ import xxhash
 from relayrun.control.rundir import checkpoint_records
 from relayrun.errors import InputError
 from relayrun.files import file_sizes, write_atomic
+from relayrun.progress import count
 from relayrun.tokens.stores.direct_io import open_file_checksum
 
 CHECKSUM_INDEX = "checksums.json"
@@ -319,6 +320,7 @@ def _verify_blocks(
                 faults.append(f"{block.key} in {name} cannot be read: {error.strerror or error}")
                 continue
             read += len(data)
+            count(len(data))
             if (fault := block.fault(memoryview(data))) is not None:
                 faults.append(fault)
     return read

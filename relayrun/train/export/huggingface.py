@@ -22,6 +22,7 @@ from relayrun.config.compose.schema import ModelSection
 from relayrun.config.sections.model import TransformerSection
 from relayrun.errors import InputError
 from relayrun.files import read_json, write_json
+from relayrun.progress import Progress, count
 from relayrun.publishing import InputFiles
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
@@ -198,14 +199,15 @@ def _write_weights(
     dtype = DTYPES[dtype_name]
     files = _files(pieces, dtype.itemsize, max_shard_size)
     index: dict[str, str] = {}
-    for number, part in enumerate(files, 1):
-        name = "model.safetensors" if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
-        tensors = {key: value for piece in part for key, value in read_mapped_tensor(reader, piece, dtype).items()}
-        if number == len(files):
-            tensors |= {key: value.to(dtype) for key, value in constants.items()}
-        save_file(tensors, folder / name, metadata={"format": "pt"})
-        index |= dict.fromkeys(tensors, name)
     parameters = sum(torch.Size(shape).numel() for piece in pieces for shape in piece.shapes.values())
+    with Progress("writing", parameters, "parameters"):
+        for number, part in enumerate(files, 1):
+            name = "model.safetensors" if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
+            tensors = {key: value for piece in part for key, value in read_mapped_tensor(reader, piece, dtype).items()}
+            if number == len(files):
+                tensors |= {key: value.to(dtype) for key, value in constants.items()}
+            save_file(tensors, folder / name, metadata={"format": "pt"})
+            index |= dict.fromkeys(tensors, name)
     if len(files) > 1:
         write_json(
             folder / "model.safetensors.index.json",
@@ -220,6 +222,7 @@ def read_mapped_tensor(reader: CheckpointReader, piece: MappedTensor, dtype: tor
     inner = shape[outer:] if piece.rows is None else (piece.rows, *shape[outer + 1 :])
     start = (*piece.index, *[0] * len(inner))
     tensor = reader.read(piece.key, start=start, shape=(*[1] * outer, *inner), dtype=dtype)
+    count(tensor.numel())
     parts = piece.split(tensor.reshape(inner))
     return {name: part.reshape(size) for (name, size), part in zip(piece.shapes.items(), parts, strict=True)}
 

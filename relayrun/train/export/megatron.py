@@ -34,6 +34,7 @@ from relayrun.config.compose import yaml_file
 from relayrun.config.compose.schema import ModelSection, RunConfig
 from relayrun.control.trainers.megatron_lm_log import TRACKER_FILE
 from relayrun.errors import InputError
+from relayrun.progress import Progress, count
 from relayrun.publishing import InputFiles
 from relayrun.train.checkpoint.megatron_folder import MegatronCheckpoint
 from relayrun.train.checkpoint.reader import MEGATRON_LAYOUT, with_torch_tensors
@@ -292,15 +293,18 @@ def write_torch_format(
         start = [layer or 0] + [0] * (len(shape) - 1)
         part = shape if layer is None else (1, *shape[1:])
         tensor = reader.read(prefix + key, start=start, shape=part, dtype=dtype)
+        count(tensor.numel())
         return tensor if layer is None else tensor[0]
 
     weights: dict[str, torch.Tensor] = {}
-    for key in reader.shapes:
-        if not key.startswith(_LAYER_PREFIX):
-            weights[key] = read(key, None, of)
-            continue
-        for layer in range(model.num_layers):
-            weights[f"{_LAYER_PREFIX}{layer}.{rename(key.removeprefix(_LAYER_PREFIX))}"] = read(key, layer, of)
+    parameters = sum(torch.Size(shape).numel() for shape in reader.shapes.values())
+    with Progress("reading", parameters, "parameters"):
+        for key in reader.shapes:
+            if not key.startswith(_LAYER_PREFIX):
+                weights[key] = read(key, None, of)
+                continue
+            for layer in range(model.num_layers):
+                weights[f"{_LAYER_PREFIX}{layer}.{rename(key.removeprefix(_LAYER_PREFIX))}"] = read(key, layer, of)
     common = reader.common()
     position = megatron_state.checkpoint_position(common, config, source.iteration)
     arguments = megatron_state.megatron_arguments(config, vocabulary, of, position) | {
@@ -320,13 +324,14 @@ def write_torch_format(
             raise InputError("this checkpoint has no optimizer", where=source.folder, hint="leave out --optimizer")
         adam = megatron_state.find_adam_state(reader, common["optimizer"])
         bf16 = config.training.resolved_precision == "bf16"
-        state["optimizer"] = _optimizer(adam, _numbered(model, transformer_impl), read, bf16=bf16)
+        with Progress("reading the optimizer", (3 if bf16 else 2) * parameters, "parameters"):
+            state["optimizer"] = _optimizer(adam, _numbered(model, transformer_impl), read, bf16=bf16)
         state["opt_param_scheduler"] = megatron_state.scheduler_state(config, position)
     target = folder / f"iter_{source.iteration:07}" / "mp_rank_00"
     target.mkdir(parents=True)
     torch.save(state, target / "model_optim_rng.pt")
     (folder / TRACKER_FILE).write_text(f"{source.iteration}\n")
-    return sum(tensor.numel() for tensor in weights.values())
+    return parameters
 
 
 def _numbered(model: ModelSection, transformer_impl: str) -> tuple[list[tuple[str, int | None]], ...]:

@@ -52,6 +52,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from relayrun.control.trainers.torch_files import METADATA_FILE
 from relayrun.errors import InputError, RelayrunError
 from relayrun.files import write_json
+from relayrun.progress import Progress, count
 from relayrun.publishing import InputFiles, published_folder
 from relayrun.train.checkpoint import checksums
 from relayrun.train.checkpoint.async_writer import ThreadedWriter, WrittenFiles
@@ -251,6 +252,11 @@ class WrittenCheckpoint:
         checksums.write_checksum_index(self.folder, iteration, files | self.files.files)
 
 
+class _RepeatableWriter(ThreadedWriter):
+    def storage_meta(self) -> None:
+        """Leave out torch's record of a random number and of the folder's temporary name."""
+
+
 class TorchDistSavePlan(DefaultSavePlanner):
     """The tensors and objects of a checkpoint, as a save plan of torch's writer; each is made when it is written."""
 
@@ -317,9 +323,11 @@ class TorchDistSavePlan(DefaultSavePlanner):
 
     def write(self, folder: Path, common: dict[str, Any]) -> WrittenCheckpoint:
         """Write the checkpoint into an existing folder. Raises torch's CheckpointException."""
-        with warnings.catch_warnings():  # one process is intended
+        tensors = [item.tensor_data.chunk for item in self._items if item.tensor_data is not None]
+        progress = Progress("writing", sum(chunk.sizes.numel() for chunk in tensors), "parameters")
+        with warnings.catch_warnings(), progress:  # one process is intended
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            writer = ThreadedWriter(folder, 1)
+            writer = _RepeatableWriter(folder, 1)
             state_dict_saver.save({}, storage_writer=writer, planner=self, no_dist=True)
         torch.save(common, folder / "common.pt")
         write_json(folder / "metadata.json", _BACKENDS)
@@ -336,4 +344,6 @@ class TorchDistSavePlan(DefaultSavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        return self._make[write_item.index]()
+        made = self._make[write_item.index]()
+        count(made.numel() if isinstance(made, torch.Tensor) else 0)
+        return made

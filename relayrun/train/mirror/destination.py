@@ -19,6 +19,8 @@ from relayrun.control.rundir.mirror import CheckpointCopy, MirrorOwner
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.errors import RelayrunError, RunDirError
 from relayrun.files import fsync_directory, read_json, unused_name, write_json
+from relayrun.leftovers import remove_path
+from relayrun.progress import Progress, count
 from relayrun.tokens.stores.direct_io import open_file_checksum
 from relayrun.train.checkpoint import checksums
 from relayrun.train.checkpoint.checksums import CheckpointFiles, FolderCheckpointFiles
@@ -122,10 +124,11 @@ def copy_faults(
     """
     if files.sizes() != commit.files:
         return ["its files have not the names and sizes that were saved"], {}
-    if commit.checksum is not None:
-        return checksums.verify_checkpoint(files, commit.checksum)[1], {}
-    found = _hashes(files, commit)
-    expected = _hashes(FolderCheckpointFiles(Path(commit.path)), commit) if hashes is None else hashes
+    with Progress(f"verifying iteration {commit.iteration}", sum(commit.files.values())):
+        if commit.checksum is not None:
+            return checksums.verify_checkpoint(files, commit.checksum)[1], {}
+        found = _hashes(files, commit)
+        expected = _hashes(FolderCheckpointFiles(Path(commit.path)), commit) if hashes is None else hashes
     return [f"{name} is not the one that was saved" for name in found if found[name] != expected.get(name)], found
 
 
@@ -160,6 +163,7 @@ def read_pieces(
                 if not piece:
                     raise CopyFailed(f"it has {start} bytes, not {size}", where=where)
                 yield piece
+                count(len(piece))
                 start += len(piece)
                 pace.spend(len(piece))
     except OSError as error:
@@ -262,10 +266,11 @@ def stage_files(source: MirroredFiles, commit: CheckpointCommit, staged: Path, p
         remove_tree(staged)
         staged.parent.mkdir(parents=True, exist_ok=True)
         write_json(marker, commit_identity(commit))
-    for name, size in commit.files.items():
-        target = staged if name == "." else staged / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _copy_file(source, name, target, size, pace)
+    with Progress(f"copying iteration {commit.iteration}", sum(commit.files.values())):
+        for name, size in commit.files.items():
+            target = staged if name == "." else staged / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _copy_file(source, name, target, size, pace)
     folders = [staged, *(path for path in staged.rglob("*") if path.is_dir())] if staged.is_dir() else []
     for folder in [*folders, staged.parent]:
         fsync_directory(folder)
@@ -299,7 +304,4 @@ def remove_staged(staged: Path) -> None:
 def remove_tree(path: Path) -> None:
     """Remove a folder or file that may be gone already. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        remove_path(path)

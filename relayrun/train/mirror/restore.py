@@ -15,7 +15,8 @@ from relayrun.control.rundir.mirror import CheckpointCopy
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError, RunDirError
-from relayrun.files import fsync_directory, rename_no_replace, unused_name
+from relayrun.files import fsync_directory, unused_name
+from relayrun.leftovers import rename_no_replace
 from relayrun.train.checkpoint.checksums import FolderCheckpointFiles
 from relayrun.train.mirror.destination import (
     CopyFailed,

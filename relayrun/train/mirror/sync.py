@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import sys
 import time
@@ -18,6 +17,7 @@ from relayrun.control.rundir.mirror import CheckpointCopy, MirrorOwner, MirrorPa
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError, RunDirError
+from relayrun.leftovers import try_lock
 from relayrun.masking import mask_tokens
 from relayrun.tokens.stores.urls import StoreError
 from relayrun.train.mirror.destination import (
@@ -277,12 +277,9 @@ def exclusive_lock(path: Path, flags: int, refusal: RelayrunError) -> Iterator[N
     """Hold the lock of a file or folder, opened with `flags`. Raises `refusal` if another process holds it."""
     held = os.open(path, flags, 0o666)
     try:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise refusal from None
-        except OSError:  # a file system without locks; all copies are verified anyway
-            pass
+        with contextlib.suppress(OSError):  # a file system without locks; all copies are verified anyway
+            if not try_lock(held):
+                raise refusal
         yield
     finally:
         os.close(held)

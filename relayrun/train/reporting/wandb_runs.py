@@ -25,7 +25,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.tracker_runs import read_tracker_runs
 from relayrun.control.trainers.tools import WandbMode
 from relayrun.errors import InputError
-from relayrun.files import open_lock
+from relayrun.leftovers import open_lock
 from relayrun.train.reporting import trackers
 from relayrun.train.reporting.trackers import wandb_client_settings
 

@@ -21,7 +21,8 @@ from relayrun.control.notify.notices import QUIET_SECONDS
 from relayrun.control.rundir.records import Record
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RunDirError, user_name
-from relayrun.files import RealPathCache, open_lock
+from relayrun.files import RealPathCache
+from relayrun.leftovers import open_lock
 
 _cached_user_name = functools.cache(user_name)
 MAX_FOLDER_DEPTH = 4

@@ -26,7 +26,7 @@ from relayrun.control.rundir.run import Run, read_stop
 from relayrun.control.scheduler import slurm_states
 from relayrun.control.scheduler.base import Job, JobEnd
 from relayrun.errors import RunDirError
-from relayrun.files import open_lock
+from relayrun.leftovers import open_lock
 from relayrun.watch.status.cron_check_record import FolderCache, LastCronCheck, last_cron_check
 from relayrun.watch.status.queue import QueueStatus
 

@@ -34,7 +34,8 @@ from pathlib import Path
 from typing import Any
 
 from relayrun.errors import InputError, did_you_mean_path, refuse_urls
-from relayrun.files import remove_leftovers, rename_no_replace, write_atomic, write_json
+from relayrun.files import write_atomic, write_json
+from relayrun.leftovers import rename_no_replace
 from relayrun.publishing import MADE_RECORD, InputFiles, output_lock, published_folder, refuse_existing, work_folder
 
 log = logging.getLogger(__name__)
@@ -82,14 +83,12 @@ def new_tokenizer_folder(output: Path, read: InputFiles) -> Iterator[Path | None
         with published_folder(output, read=read) as made:
             yield made
     else:  # it may hold other files
-        with output_lock(Path(os.path.realpath(output))):
-            remove_leftovers(output)
-            with work_folder(output) as folder:
-                yield folder
-                read.check()
-                read.write_record(folder)
-                for path in sorted(folder.iterdir(), key=lambda path: path.name == "tokenizer.json"):
-                    _add_new(path, output / path.name)
+        with output_lock(Path(os.path.realpath(output))), work_folder(output) as folder:
+            yield folder
+            read.check()
+            read.write_record(folder)
+            for path in sorted(folder.iterdir(), key=lambda path: path.name == "tokenizer.json"):
+                _add_new(path, output / path.name)
 
 
 def _add_new(made: Path, final: Path) -> None:

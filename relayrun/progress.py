@@ -1,0 +1,88 @@
+"""One line on a terminal that says how far a long command is: share, rate, and remaining time.
+
+A command opens a `Progress`; whatever reads or writes for it calls `count`, which does nothing in all other programs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import threading
+import time
+
+from relayrun.terminal import inert, raw_stream
+
+_INTERVAL = 0.5
+"""Seconds between two lines; a command that ends before the first shows none."""
+_open: list[Progress] = []
+"""The work in progress in this process, the innermost last."""
+
+
+def has_terminal() -> bool:
+    """Return whether a person looks at what this process prints."""
+    return sys.stdout.isatty() and sys.stderr.isatty()
+
+
+class Progress:
+    """Work of `total` units, shown while the `with` block runs, on a terminal alone."""
+
+    def __init__(self, what: str, total: int, unit: str = "bytes") -> None:
+        self._what, self._total, self._unit = what, max(total, 1), unit
+        self._done, self._lock, self._process = 0, threading.Lock(), os.getpid()
+        self._began = time.monotonic()
+        self._next = self._began + _INTERVAL if has_terminal() else float("inf")
+
+    def __enter__(self) -> Progress:
+        _open.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        clear_line()
+        _open.remove(self)
+
+    def add(self, count: int) -> None:
+        """Count units that are done; cheap enough for every piece of them. Threads may call it."""
+        with self._lock:
+            self._done += count
+            now = time.monotonic()
+            if now >= self._next and os.getpid() == self._process:
+                self._next = now + _INTERVAL
+                _write(self._line(now - self._began))
+
+    def _line(self, seconds: float) -> str:
+        done, rate = min(self._done, self._total), self._done / seconds
+        left = round((self._total - done) / rate) if rate else 0
+        clock = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}"
+        return (
+            f"{self._what}: {done / self._total:.0%} of {_short(self._total)} {self._unit}, "
+            f"{_short(rate)} per second, {clock} left"
+        )
+
+
+def count(units: int) -> None:
+    """Count units of the innermost work in progress, if any."""
+    if _open:
+        _open[-1].add(units)
+
+
+def clear_line() -> None:
+    """Clear the line of the work in progress: another line follows."""
+    if _open and has_terminal():
+        _write("")
+
+
+def _short(number: float) -> str:
+    """Return a number with three digits: 12.3 M."""
+    for letter in ("", " k", " M", " G"):
+        if number < 999.5:
+            return f"{number:.3g}{letter}"
+        number /= 1000
+    return f"{number:,.3g} T"
+
+
+def _write(text: str) -> None:
+    with contextlib.suppress(OSError):
+        width = shutil.get_terminal_size().columns - 1
+        print(f"\r\033[K{inert(text)[:width]}", end="", file=raw_stream(sys.stderr), flush=True)

@@ -1,0 +1,271 @@
+"""Commands that publish, their inputs, and the folder in which a server runs them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from relayrun.cli import main as relayrun
+from relayrun.tokens.shards.shard import ShardWriter
+from relayrun.tokens.tokenize.processes import ONE_THREAD_ENVIRONMENT
+from tests.history import make_history
+from tests.waiting import wait_for
+
+SERVER_MODULES = {
+    "text": (
+        "numpy",
+        "pyarrow.parquet",
+        "tokenizers",
+        "matplotlib.backends.backend_agg",
+        "matplotlib.backends.backend_svg",
+        "relayrun.cli",
+        "relayrun.cli.data.dumps",
+        "relayrun.cli.data.inspect_data",
+        "relayrun.cli.watch.report",
+        "relayrun.tokens.shuffle.reshard",
+        "relayrun.tokens.tokenize.train_tokenizer",
+        "relayrun.tokens.order.document_lengths",
+    ),
+    "models": ("relayrun.cli.model.convert", "relayrun.train.export.megatron", "relayrun.train.export.huggingface"),
+}
+"""Modules that a server imports before it forks, by the kind of the commands' inputs."""
+RECORD_TIME = re.compile(rb'"(time|since)": [0-9.]+')
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command with `IN` and `OUT` in its arguments; `made` is its output below OUT."""
+
+    arguments: str
+    others: str
+    made: str
+    reads: str
+    """An input, below IN."""
+    appears: str = ""
+    """The file or folder that another process puts at the output; empty: `made`."""
+    over: bool = False
+    """A result of the other arguments stands at the output before."""
+    inputs: str = "text"
+    """Kind of its inputs, a key of `SERVER_MODULES`."""
+    terminal: bool = True
+    """It shows its progress."""
+
+
+SHUFFLE = "dumps shuffle --dataset-folder IN/text --output-folder OUT/s --temp-dir OUT --file-size 0.002"
+MIXTURE = "mixture create --folders IN/one IN/two --output OUT/mix --weights"
+TOKENIZER = "dumps tokenizer --dataset-folder IN/text --output-folder OUT/t --vocabulary-size"
+COMMANDS = {
+    "merge": Command(
+        "dumps merge --input IN/one IN/two --output-prefix OUT/m",
+        "dumps merge --input IN/two IN/one --output-prefix OUT/m",
+        "m.idx",
+        "one/0.bin",
+        appears="m.bin",
+    ),
+    "mixture": Command(f"{MIXTURE} 0.5 0.5", f"{MIXTURE} 0.3 0.7", "mix", "one/0.bin"),
+    "mixture over one": Command(f"{MIXTURE} 0.5 0.5", f"{MIXTURE} 0.3 0.7", "mix", "one/0.bin", over=True),
+    "shuffle": Command(SHUFFLE, f"{SHUFFLE} --seed 1", "s", "text/0.parquet"),
+    "tokenizer": Command(f"{TOKENIZER} 300", f"{TOKENIZER} 320", "t", "text/0.parquet"),
+    "prepare": Command(
+        "dumps prepare --dataset-folder IN/text --preprocessing-metadata-folder OUT/meta --n-dumps 2",
+        "dumps prepare --dataset-folder IN/text --preprocessing-metadata-folder OUT/meta --n-dumps 1",
+        "meta/dumps",
+        "",
+        terminal=False,
+    ),
+    "lengths": Command(
+        "data lengths IN/text --picture OUT/l.svg",
+        "data lengths IN/text --picture OUT/l.svg --window 100",
+        "l.svg",
+        "",
+    ),
+    "report": Command("report IN/run --png OUT/r.png", "report IN/other --png OUT/r.png", "r.png", "", terminal=False),
+    "export hf": Command(
+        "export hf IN/run --output OUT/e",
+        "export hf IN/run --output OUT/e --dtype float16",
+        "e",
+        "run/checkpoints/iter_0000007/common.pt",
+        inputs="models",
+    ),
+    "export torch": Command(
+        "export torch IN/run --output OUT/e",
+        "export torch IN/run --output OUT/e --optimizer",
+        "e",
+        "run/checkpoints/iter_0000007/common.pt",
+        inputs="models",
+    ),
+    "export megatron": Command(
+        "export megatron IN/run --output OUT/e",
+        "export megatron IN/other --output OUT/e",
+        "e",
+        "run/checkpoints/iter_0000007/common.pt",
+        inputs="models",
+    ),
+    "import hf": Command(
+        "import hf IN/hf --output OUT/c",
+        "import hf IN/hf --output OUT/c --dtype float16",
+        "c",
+        "hf/model.safetensors",
+        inputs="models",
+    ),
+    "import megatron": Command(
+        "import megatron IN/megatron --output OUT/c",
+        "import megatron IN/megatron --output OUT/c --weights-only",
+        "c",
+        "megatron/iter_0000007/common.pt",
+        inputs="models",
+    ),
+}
+
+
+class Place:
+    """Inputs and outputs of commands, and the server that runs them."""
+
+    def __init__(self, folder: Path, server: subprocess.Popen[str]) -> None:
+        self.folder, self.inputs, self.out, self._server = folder, folder / "in", folder / "out", server
+        self._number = 0
+        self._expected: dict[str, dict[str, str]] = {}
+        self._operations: dict[str, list[str]] = {}
+
+    def fresh(self, command: Command) -> None:
+        """Empty the outputs and make the inputs anew."""
+        for path in (self.out, self.inputs):
+            shutil.rmtree(path, ignore_errors=True)
+        self.out.mkdir(parents=True)
+        shutil.copytree(self.folder / "original", self.inputs)
+        if command.over:
+            assert self.run(command.others)[0] == 0
+
+    def _ask(self, request: dict[str, object]) -> int:
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        print(json.dumps(request), file=self._server.stdin, flush=True)
+        return int(json.loads(self._server.stdout.readline()))
+
+    def start(self, arguments: str, **more: object) -> tuple[int, Path]:
+        """Start a command; return its process and the file of what it says."""
+        self._number += 1
+        said = self.folder / f"said-{self._number}"
+        words = [word.replace("IN", str(self.inputs)).replace("OUT", str(self.out)) for word in arguments.split()]
+        return self._ask({"argv": words, "output": str(said), "below": str(self.out)} | more), said
+
+    def end(self, started: tuple[int, Path]) -> tuple[int, str]:
+        """Wait for a command; return its exit code and what it says."""
+        code = self._ask({"wait": started[0]})
+        return code, started[1].read_text() if started[1].exists() else ""
+
+    def run(self, arguments: str, **more: object) -> tuple[int, str]:
+        return self.end(self.start(arguments, **more))
+
+    def expected(self, name: str) -> dict[str, str]:
+        """Return the files that an undisturbed command leaves; notes how many file operations it takes."""
+        if name not in self._expected:
+            self.fresh(COMMANDS[name])
+            started = self.start(COMMANDS[name].arguments)
+            code, words = self.end(started)
+            assert code == 0, words
+            self._operations[name] = json.loads(Path(f"{started[1]}.operations").read_text())
+            self._expected[name] = self.tree()
+        return self._expected[name]
+
+    def operations(self, name: str) -> list[str]:
+        self.expected(name)
+        return self._operations[name]
+
+    def stopped_in_work(self, name: str) -> tuple[int, Path]:
+        """Start a command and let it stop where it has begun its output."""
+        found = next(number for number, what in enumerate(self.operations(name), 1) if self._begins_output(what))
+        started = self.stopped(name, found)
+        assert started is not None
+        return started
+
+    def _begins_output(self, operation: str) -> bool:
+        event, _, path = operation.partition(" ")
+        return event in ("os.mkdir", "open") and ".tmp-" in path and "-work-" not in path
+
+    def tree(self, top: Path | None = None) -> dict[str, str]:
+        """Return name and content of everything below the outputs."""
+        found = {}
+        for path in sorted((top or self.out).rglob("*")):
+            name = str(path.relative_to(self.out))
+            if path.is_symlink():
+                found[name] = os.readlink(path)
+            elif path.is_file():
+                data = RECORD_TIME.sub(b"", path.read_bytes())
+                found[name] = hashlib.sha256(re.sub(rb'"inputs": "\w+"', b"", data)).hexdigest()
+            else:
+                found[name] = "folder"
+        return found
+
+    def stopped(self, name: str, at: int) -> tuple[int, Path] | None:
+        """Start a command of fresh inputs and let it stop at a file operation; None if it takes fewer."""
+        self.fresh(COMMANDS[name])
+        started = self.start(COMMANDS[name].arguments, stop_at=at)
+        stop, end = Path(f"{started[1]}.stopped"), Path(f"{started[1]}.operations")
+        wait_for(lambda: stop.exists() or end.exists())
+        if stop.exists():
+            return started
+        self.end(started)
+        return None
+
+    def go(self, started: tuple[int, Path]) -> None:
+        Path(f"{started[1]}.stopped").unlink()
+
+
+def make_texts(folder: Path) -> None:
+    """Make shards, files of text, and two runs with a past."""
+    draw = np.random.default_rng(0)
+    for name in ("one", "two"):
+        for number in range(2):
+            writer = ShardWriter(folder / name / str(number), np.uint16)
+            for _ in range(20):
+                ids = draw.integers(1, 900, draw.integers(5, 50))
+                writer.add(ids, [len(ids)])
+            assert writer.finish()
+    (folder / "text").mkdir()
+    for number in range(3):
+        texts = [" ".join(map(str, draw.integers(0, 99, 20))) for _ in range(100)]
+        pq.write_table(pa.table({"text": texts}), folder / "text" / f"{number}.parquet")
+    for name, attempts in (("run", 2), ("other", 3)):
+        make_history(folder / name, lines=30, attempts=attempts)
+
+
+def make_models(folder: Path) -> None:
+    """Make a folder of transformers, two runs with a checkpoint and Adam's state, and a folder of Megatron-LM."""
+    from tests.export.models import make_hf  # torch
+    from tests.export.trained import make_trained
+
+    hf = make_hf(folder / "hf")
+    for name in ("run", "other"):
+        make_trained(folder / name, hf)
+    assert relayrun(["export", "megatron", str(folder / "run"), "--output", str(folder / "megatron")]) == 0
+
+
+INPUTS: dict[str, Callable[[Path], None]] = {"text": make_texts, "models": make_models}
+
+
+@contextmanager
+def serve(folder: Path, kind: str) -> Iterator[Place]:
+    """Make the inputs of a kind, and run a server for its commands."""
+    INPUTS[kind](folder / "in")  # runs and checkpoints hold their own places
+    shutil.copytree(folder / "in", folder / "original")
+    program = [sys.executable, str(Path(__file__).with_name("command_server.py")), *SERVER_MODULES[kind]]
+    root = str(Path(__file__).resolve().parents[2])
+    environment = os.environ | ONE_THREAD_ENVIRONMENT | {"PYTHONPATH": root}
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as server:
+        yield Place(folder, server)
+        assert server.stdin is not None
+        server.stdin.close()
