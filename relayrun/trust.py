@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import shlex
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from relayrun.errors import RunDirError, user_name
-from relayrun.files import read_descriptor
+from relayrun.files import read_descriptor, write_json
 
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
@@ -41,6 +43,26 @@ def refuse_untrusted(folder: Path | str, names: Iterable[str]) -> None:
         for name in names:
             with contextlib.suppress(FileNotFoundError), _opened_below(top, path, name):
                 pass
+
+
+def read_owned(folder: Path | str, name: str) -> dict[str, Any]:
+    """Return the JSON object of anybody's plan.json or campaign.json. `owner`: another user if the file or `folder` is
+    another user's; None for a copy of `folder`, whose text somebody else may have written; else as the file says."""
+    text, owner = read_with_owner(folder, name)
+    entry: dict[str, Any] = json.loads(text.decode())
+    if owner != os.geteuid():
+        entry["owner"] = owner
+    elif entry.get("directory") != os.stat(folder).st_ino:
+        entry["owner"] = None
+    elif entry["owner"] is None:
+        entry["owner"] = owner
+    return entry
+
+
+def write_owned(path: Path, entry: dict[str, Any]) -> None:
+    """Write a file that `read_owned` reads, and with it the number of its folder, which a copy of the folder has not
+    and which nobody knows before."""
+    write_json(path, entry | {"directory": os.stat(path.parent).st_ino})
 
 
 def read_with_owner(folder: Path | str, name: str) -> tuple[bytes, int]:
