@@ -137,6 +137,12 @@ class Plan(Record):
             raise RunDirError(f"unreadable record: {words}", where=run.plan) from None
 
     @classmethod
+    def load_in_job(cls, run: Run) -> Plan:
+        """Read the plan in a job, whose `begin` has judged the other files. Raises UntrustedError."""
+        refuse_untrusted(run.path, [PLAN_NAME])
+        return cls.load(run)
+
+    @classmethod
     def load_trusted(cls, run: Run) -> Plan:
         """Read the plan of a run that this process acts for. Raises UntrustedError unless the plan, and every other
         file that its jobs execute or that names a program or an address, is trusted."""
