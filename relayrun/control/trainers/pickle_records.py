@@ -20,8 +20,8 @@ from functools import partial
 from typing import Any
 
 MOST_MEMORY = 1_000_000_000
-"""Bytes that a pickle may take, as charged: about 6,000 for each block in the metadata of a checkpoint."""
-_OPCODE, _STEP, _CONTAINER, _PAIR, _CHARACTER = 24, 32, 150, 80, 4
+"""Bytes that a pickle may take, as charged: about 7,000 for each block in the metadata of a checkpoint."""
+_OPCODE, _STEP, _CONTAINER, _PAIR, _CHARACTER = 24, 48, 200, 80, 4
 """Bytes that are charged: for an opcode, further ones for a step, a container or record, a pair, a byte of text."""
 MOST_DEEP = 100
 """Deepest nesting of values that a walk follows."""
