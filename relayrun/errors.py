@@ -131,8 +131,10 @@ def _question(names: Sequence[str]) -> str:
     return f"did you mean {' or '.join(filter(None, [', '.join(quoted[:-1]), quoted[-1]]))}?"
 
 
-def user_name(uid: int) -> str:
+def user_name(uid: int | None) -> str:
     """Return the user's name, or the number as text: containers often lack the site's user database."""
+    if uid is None:
+        return "an unknown user"
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import shlex
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from relayrun.errors import RunDirError, user_name
-from relayrun.files import read_descriptor
+from relayrun.files import read_descriptor, write_json
 
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
@@ -31,16 +33,40 @@ class UntrustedError(RunDirError):
 
 def read_trusted(folder: Path | str, name: str) -> bytes:
     """Return the bytes of a trusted file below `folder`. Raises UntrustedError, and OSError as `open` does."""
-    with _opened(folder) as (top, path), _opened_below(top, path, name) as fd:
+    with _opened(folder) as (top, path), _opened_below(top, path, name, path) as fd:
         return read_descriptor(fd, os.fstat(fd).st_size)
 
 
-def refuse_untrusted(folder: Path | str, names: Iterable[str]) -> None:
-    """Raise UntrustedError unless `folder` and the files and folders of these names below it, if any, are trusted."""
-    with _opened(folder) as (top, path):
+def refuse_untrusted(folder: Path | str, names: Iterable[str], *, shared: bool = False) -> None:
+    """Raise UntrustedError unless `folder` and the files and folders of these names below it, if any, are trusted.
+
+    `shared`: this user names `folder`, which others may own and write, as project storage.
+    """
+    with _opened(folder, shared=shared) as (top, path):
         for name in names:
-            with contextlib.suppress(FileNotFoundError), _opened_below(top, path, name):
+            own = f"{path}/{name.partition('/')[0]}" if shared else path
+            with contextlib.suppress(FileNotFoundError), _opened_below(top, path, name, own):
                 pass
+
+
+def read_owned(folder: Path | str, name: str) -> dict[str, Any]:
+    """Return the JSON object of anybody's plan.json or campaign.json. `owner`: another user if the file or `folder` is
+    another user's; None for a copy of `folder`, whose text somebody else may have written; else as the file says."""
+    text, owner = read_with_owner(folder, name)
+    entry: dict[str, Any] = json.loads(text.decode())
+    if owner != os.geteuid():
+        entry["owner"] = owner
+    elif entry.get("directory") != os.stat(folder).st_ino:
+        entry["owner"] = None
+    elif entry["owner"] is None:
+        entry["owner"] = owner
+    return entry
+
+
+def write_owned(path: Path, entry: dict[str, Any]) -> None:
+    """Write a file that `read_owned` reads, and with it the number of its folder, which a copy of the folder has not
+    and which nobody knows before."""
+    write_json(path, entry | {"directory": os.stat(path.parent).st_ino})
 
 
 def read_with_owner(folder: Path | str, name: str) -> tuple[bytes, int]:
@@ -66,22 +92,23 @@ def group_writable_parent(folder: Path | str) -> str | None:
 
 
 @contextlib.contextmanager
-def _opened(folder: Path | str) -> Iterator[tuple[int, str]]:
+def _opened(folder: Path | str, *, shared: bool = False) -> Iterator[tuple[int, str]]:
     path = os.path.realpath(folder)
-    for above in Path(path).parents:
+    for above in [*[Path(path)] * shared, *Path(path).parents]:
         mode = os.stat(above).st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             raise UntrustedError("everybody may rename what lies here", where=above, hint=f"chmod o-w {_word(above)}")
     fd = os.open(path, _FLAGS)
     try:
-        _refuse(fd, path, path)
+        if not shared:
+            _refuse(fd, path, path)
         yield fd, path
     finally:
         os.close(fd)
 
 
 @contextlib.contextmanager
-def _opened_below(top: int, folder: str, name: str) -> Iterator[int]:
+def _opened_below(top: int, folder: str, name: str, own: str) -> Iterator[int]:
     fd, path = os.dup(top), folder
     try:
         for part in name.split("/"):
@@ -92,7 +119,7 @@ def _opened_below(top: int, folder: str, name: str) -> Iterator[int]:
                 raise _link_error(error, path) from None
             os.close(fd)
             fd = below
-            _refuse(fd, path, folder)
+            _refuse(fd, path, own)
         yield fd
     finally:
         os.close(fd)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from relayrun.trust import write_owned
 
 
 def give_away(monkeypatch: pytest.MonkeyPatch, *paths: Path) -> None:
@@ -35,3 +39,10 @@ def give_away(monkeypatch: pytest.MonkeyPatch, *paths: Path) -> None:
 
     for name in ("lstat", "stat", "fstat"):
         monkeypatch.setattr(os, name, changed(getattr(os, name)))
+
+
+def copy_as_ones_own(source: Path, target: Path) -> None:
+    """Copy a folder with run directories and campaigns in it, as if this user had submitted them there."""
+    shutil.copytree(source, target, symlinks=True)
+    for path in [*target.rglob("plan.json"), *target.rglob("campaign.json")]:
+        write_owned(path, json.loads(path.read_text()))

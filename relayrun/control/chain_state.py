@@ -93,5 +93,5 @@ def longest_heartbeat_interval(beats: Sequence[Heartbeat]) -> float:
 
 
 def is_owned_by_another_user(plan: Plan) -> bool:
-    """Return whether another user than this process's owns the run."""
-    return plan.owner not in (None, os.geteuid())
+    """Return whether another user than this process's owns the run, or nobody: it is a copy."""
+    return plan.owner != os.geteuid()

@@ -24,12 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.run import PLAN_NAME, Run
 from relayrun.errors import InputError, RunDirError
 from relayrun.files import append_line, free_space, fsync_directory, read_json, read_json_lines, write_json
 from relayrun.leftovers import open_lock, rename_no_replace
 from relayrun.progress import Progress, count
 from relayrun.tokens.stores.direct_io import HashingFile, file_checksum
+from relayrun.trust import write_owned
 
 CHUNK_BYTES = 8 << 20
 """Bytes that are copied at a time."""
@@ -157,6 +158,8 @@ def _move(source: Path, target: Path) -> None:
                     if error.errno != errno.EXDEV:
                         raise
             _copy(source, target, staging, found)
+        if (target / PLAN_NAME).is_file():
+            write_owned(target / PLAN_NAME, read_json(target / PLAN_NAME))
         try:
             _unchanged(source, _proven(staging))
         except RunDirError as error:

@@ -27,7 +27,7 @@ from relayrun.errors import ConfigError
 from relayrun.files import write_atomic
 from relayrun.slurmtime import format_time, parse_time
 from relayrun.train.mirror import object_store, sync
-from relayrun.train.mirror.destination import CopyRateLimit
+from relayrun.train.mirror.destination import CopyRateLimit, refuse_place_of_others
 from relayrun.train.mirror.sync import destination_at
 
 
@@ -91,6 +91,8 @@ def refuse_mirror_of_other_run(config: CommonConfig, run: Run, *, take_over: boo
     `take_over`: those of a run whose directory is lost become this run's; see `write_mirror_policy`.
     """
     settings, owner = mirror_settings(config), _other_mirrored_run(config, run)
+    if settings is not None:
+        refuse_place_of_others(mirror_location(config, settings))
     if settings is None or owner is None:
         return
     place = mirror_location(config, settings)

@@ -27,13 +27,14 @@ from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.node_health import NodeHistory
 from relayrun.control.rundir.plan import Plan, read_plan_format
 from relayrun.control.rundir.records import AttemptOutcome, RankFailure
-from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.run import PLAN_NAME, Run
 from relayrun.errors import ConfigError, FatalTrainingError, RelayrunError, log_to_stderr
 from relayrun.terminal import inert
 from relayrun.train import megatron_versions
 from relayrun.train.reporting import liveness
 from relayrun.train.reporting.liveness import NodeHeartbeatWriter, RankTimings, is_first_of_node, node_name
 from relayrun.train.requests import SignalFlag, dump_stacks_on_request
+from relayrun.trust import refuse_untrusted
 
 if TYPE_CHECKING:
     from relayrun.config.compose.schema import RunConfig
@@ -90,6 +91,8 @@ def main(flag: SignalFlag) -> int:
         if arguments.base_iteration is not None:
             begin = replace(begin, base_iteration=arguments.base_iteration, base_path=arguments.base_path)
         base = begin.base_iteration
+        if run.plan.exists():  # not started by hand
+            refuse_untrusted(run.path, [PLAN_NAME, f"config/{run.config_revision(begin.config_revision).name}"])
         if rank == 0:
             read_plan_format(run)  # refuses a directory that a newer version wrote
         timings = RankTimings(begin)
@@ -170,7 +173,7 @@ def check_node_at_start(run: Run, attempt: Attempt, node: str) -> None:
     """Record the findings about this node. Raises UnhealthyNode if ranks cannot train on it."""
     if not run.plan.exists():  # started by hand: no plan says what to check
         return
-    plan = Plan.load(run)
+    plan = Plan.load_in_job(run)
     if plan.chain.node_health == "off":
         return
     facts = node_facts.gather_facts(plan, attempt.path)

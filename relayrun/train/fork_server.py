@@ -133,7 +133,7 @@ def _forks_have_no_cuda() -> bool:
 
 def _gpus(run: Run) -> int:
     try:
-        return Plan.load(run).gpus_per_node
+        return Plan.load_in_job(run).gpus_per_node
     except RelayrunError:
         return 0
 

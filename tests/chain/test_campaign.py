@@ -31,7 +31,7 @@ from relayrun.control.scheduler.slurm_commands import TooManyJobsError
 from relayrun.errors import RunDirError
 from tests.campaigns import ROOT
 from tests.history import began
-from tests.owners import give_away
+from tests.owners import copy_as_ones_own, give_away
 
 from .conftest import MakeRun
 from .exhaustion import FAULTS, KILL, Fault, Reached, run_child
@@ -199,7 +199,7 @@ def at_every_call(
                 continue
             count += 1
             shutil.rmtree(work)
-            shutil.copytree(template, work)
+            copy_as_ones_own(template, work)
             slurm.write(queued)
             run_child(look, work, slurm, at=number, fault=fault)
             done = run_child(look, work, slurm)

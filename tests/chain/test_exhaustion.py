@@ -28,6 +28,7 @@ from relayrun.control.rundir.records import AttemptEnd, AttemptOutcome, Checkpoi
 from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.train.checkpoint import publish
 from tests.history import make_history, trained
+from tests.owners import copy_as_ones_own
 from tests.plans import plan_with
 
 from .exhaustion import FAULTS, KILL, Fault, Reached, run_child
@@ -70,7 +71,7 @@ class Stage:
 
     def reset(self) -> None:
         shutil.rmtree(self.run_path)
-        shutil.copytree(self.template, self.run_path, symlinks=True)
+        copy_as_ones_own(self.template, self.run_path)
         self.slurm.file.write_text(self.queue)
 
     def keep(self) -> None:
@@ -296,7 +297,8 @@ def successor_takes_over(stage: Stage, wanted: State) -> str:
     if not waiting:
         return ""
     kept_queue, kept = stage.slurm.file.read_text(), stage.template.with_name("kept")
-    shutil.copytree(stage.run_path, kept, symlinks=True)
+    stage.run_path.rename(kept)
+    copy_as_ones_own(kept, stage.run_path)
     stage.slurm.set("1", state="FAILED")
     stage.slurm.set(waiting[0], state="RUNNING")
     reached = fresh_begin(stage, waiting[0])

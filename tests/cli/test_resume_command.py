@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,29 @@ def test_a_run_that_was_moved_goes_on_where_it_is(submitted: Run, tmp_path: Path
     assert main(["resume", str(moved.path)]) == 0
     assert resolve.read_resolved_config(moved.config_revision(2)).run_dir == str(moved.path)
     assert str(moved.path) in moved.job_script.read_text()
+
+
+@pytest.mark.parametrize("plan", ["its", "none", "mine"])
+def test_a_copy_goes_on_only_with_a_config_that_its_owner_names(
+    submitted: Run, tmp_path: Path, plan: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What lies in a copy may be of anybody, and his plan may name me."""
+    copy = Run(Path(shutil.copytree(submitted.path, tmp_path / "copy")))
+    if plan == "none":
+        copy.plan.unlink()
+    elif plan == "mine":
+        copy.plan.write_text(copy.plan.read_text().replace(f'"owner": {os.geteuid()}', '"owner": null'))
+    before = sorted(copy.path.rglob("*"))
+    assert main(["resume", str(copy.path)]) == 1
+    assert ("this is a copy of a run" if plan != "none" else "it has no plan.json") in capsys.readouterr().err
+    config = [str(copy.config_revision(1)), "--set", f"run_dir={copy.path}", "--resume"]
+    assert (main(["submit", *config]) == 1) == (plan != "none")
+    if plan != "none":
+        assert "remove its plan.json if you moved a run of your own" in capsys.readouterr().err
+        assert sorted(copy.path.rglob("*")) == before
+        copy.plan.unlink()
+        assert main(["submit", *config]) == 0
+    assert Plan.load_trusted(copy).owner == os.geteuid()
 
 
 def test_a_dry_run_writes_nothing(submitted: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,12 +64,14 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def held(path: Path) -> dict[str, object]:
-    """All that lies below a path: bytes, times, modes, links; but the lock, whose time is when it was first moved."""
-    return {
+    """All that lies below a path: bytes, times, modes, links; but the lock, whose time is when it was first moved, and
+    the number of the directory in its plan."""
+    found: dict[str, object] = {
         name: (entry, (path / name).read_bytes() if entry.kind == "file" else None)
         for name, entry in move_run.list_entries(path).items()
         if name != ".submit.lock"
     }
+    return found | {"plan.json": json.loads((path / "plan.json").read_bytes()) | {"directory": 0}}
 
 
 def test_the_list(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,16 +7,24 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from relayrun import trust
+from relayrun.control.agent import __main__ as agent
+from relayrun.control.agent import node_facts
+from relayrun.control.chain import failover, supervisor, watch
+from relayrun.control.chain.watch import Watch
+from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.files import read_bytes, read_json_lines, writable_by_owner_alone
 from relayrun.leftovers import open_lock
+from relayrun.train import __main__ as training
 from relayrun.trust import UntrustedError, group_writable_parent, read_trusted, read_with_owner
+from tests.history import make_history
 from tests.slurm.test_triggers_uids import Person, acting_as
 
 ME, OTHER = 61_021, 61_022
@@ -122,6 +130,49 @@ def test_the_bytes_that_are_read_are_those_that_were_judged(folder: Path, monkey
     monkeypatch.setattr(trust, "_refuse", judge_and_exchange)
     assert refusal(folder) == ""
     assert path.read_bytes() != b"{}"
+
+
+def program(main: Callable[[], int]) -> Callable[[Run], None]:
+    """Run a program of a job, as a rank or a node starts it."""
+
+    def start(run: Run) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["program", f"--run-dir={run.path}", "--attempt=1"])
+            patch.setenv("RANK", "1")
+            if main() != 0:
+                raise UntrustedError((run.attempt(1).path / "failures/rank-0001.json").read_text())
+
+    return start
+
+
+@pytest.mark.parametrize(
+    "process",
+    [
+        lambda run: Watch(run, 1),
+        lambda run: watch.run_guard(run, 1, batch_pid=1),
+        lambda run: supervisor.end_attempt(run, 1, 0),
+        failover.run_fallback_job,
+        program(node_facts.main),
+        program(agent.main),
+        program(lambda: training.main(training.SignalFlag())),
+    ],
+    ids=["watch", "guard", "end", "fallback", "facts of a node", "agent", "rank"],
+)
+def test_processes_of_a_job_refuse_a_plan_that_others_can_write_since_its_begin(
+    tmp_path: Path, process: Callable[[Run], object]
+) -> None:
+    run = make_history(tmp_path / "run", lines=10, attempts=1)
+    run.plan.chmod(0o664)
+    with pytest.raises(UntrustedError, match="its group may write this"):
+        process(run)
+
+
+def test_the_end_of_a_job_whose_plan_others_can_write_is_the_end_of_the_chain(tmp_path: Path) -> None:
+    run = make_history(tmp_path / "run", lines=10, attempts=1)
+    run.plan.chmod(0o664)
+    with pytest.raises(UntrustedError):
+        supervisor.end_attempt(run, 1, 0)
+    assert "this job could not go on: its group may write this" in (stop_reason(run) or "")
 
 
 def test_whose_a_file_is_is_the_uid_of_its_folder_and_its_own(folder: Path) -> None:

@@ -23,6 +23,7 @@ from relayrun.cli.model import checkpoint as command
 from relayrun.control.rundir import mirror as records
 from relayrun.control.rundir import records as every_record
 from relayrun.control.rundir.checkpoint_records import newest_commit_at, resume_point
+from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError, RunDirError
@@ -30,9 +31,11 @@ from relayrun.files import file_sizes
 from relayrun.train.checkpoint import checksums, publish
 from relayrun.train.mirror import destination, restore, sync
 from relayrun.train.mirror.destination import CopyRateLimit
+from relayrun.trust import UntrustedError
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.history import began
 from tests.mirrored import SIZE, Mirrored, digest, flip
+from tests.owners import give_away
 from tests.waiting import wait_for
 
 
@@ -419,10 +422,58 @@ def test_the_place_of_another_run_is_refused(mirrored: Mirrored) -> None:
     assert "holds the copies of another run" in (last.complaint or "")
 
 
+@pytest.mark.parametrize("name", ["", ".staging", ".removing", "mirror.json", "copies.jsonl"])
+@pytest.mark.parametrize("fault", ["theirs", "writable", "link"])
+def test_a_place_through_which_others_lead_the_copies_elsewhere_is_refused(
+    mirrored: Mirrored, name: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder for everybody, as scratch is: they make the place before its first pass."""
+    path, words = tmp_path / "mine", mirrored.place / name
+    mirrored.place.parents[1].chmod(0o1777)
+    if name in ("", ".staging", ".removing"):
+        path.mkdir()
+    else:
+        path.write_text('{"id": "0123", "run": "/other"}' * (name == "mirror.json"))
+    words.parent.mkdir(parents=True, exist_ok=True)
+    if fault == "link":
+        words.symlink_to(path)
+    else:
+        path.rename(words)
+    words.chmod(0o777 if fault == "writable" else 0o755)
+    if fault == "theirs":
+        give_away(monkeypatch, words)
+    before = {each.name: each.lstat().st_mtime_ns for each in tmp_path.rglob("*") if "second" in str(each)}
+    mirrored.save(10)
+    said = {"theirs": "this belongs to", "writable": "may write this", "link": "this is a link"}[fault]
+    with pytest.raises(UntrustedError, match=said):
+        mirrored.sync()
+    assert before == {each.name: each.lstat().st_mtime_ns for each in tmp_path.rglob("*") if "second" in str(each)}
+
+
+def test_in_shared_storage_the_place_is_this_users_own(mirrored: Mirrored) -> None:
+    mirrored.place.parents[1].chmod(0o2775)
+    mirrored.place.parent.mkdir(mode=0o2775)
+    before = os.umask(0o002)
+    try:
+        mirrored.save(10)
+        mirrored.sync()
+        mirrored.save(20)
+        mirrored.sync()
+    finally:
+        os.umask(before)
+    assert mirrored.place.stat().st_mode & 0o7777 == 0o2755
+    mirrored.place.parents[1].chmod(0o777)
+    with pytest.raises(UntrustedError, match="everybody may rename what lies here"):
+        mirrored.sync()
+
+
 def test_a_copied_run_directory_does_not_take_the_copies_over_and_a_moved_one_does(mirrored: Mirrored) -> None:
     mirrored.sync()
     twin = Run(mirrored.run.path.with_name("twin"))
     shutil.copytree(mirrored.run.path, twin.path)
+    with pytest.raises(UntrustedError, match="this is a copy of a run directory"):
+        sync.mirror_checkpoints(twin)
+    Plan.load(mirrored.run).write(twin.plan)
     with pytest.raises(RunDirError, match="holds the copies of another run"):
         sync.mirror_checkpoints(twin)
     shutil.rmtree(mirrored.run.path)

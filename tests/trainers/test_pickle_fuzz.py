@@ -27,6 +27,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from relayrun.control.trainers.pickle_records import RefusedPickle
+from relayrun.control.trainers.torch_files import read_bounded
+
 CHILD = Path(__file__).with_name("fuzzed_pickles.py")
 
 
@@ -116,3 +119,51 @@ for number in range(500):
     assert done.returncode == 0, done.stderr[-4000:]
     assert "Traceback" not in done.stderr
     assert (victim / "thesis").exists()
+
+
+HEADS = {
+    b"]": b"](",
+    b"}": b"](",
+    b"N\x85": b"](",
+    b"M\xff\xff": b"](",
+    b"G\x01\x02\x03\x04\x05\x06\x07\x08": b"](",
+    b"\x8c\x02ab": b"](",
+    b"\x8c\x08abcd\xf0\x9f\x98\x80": b"](",
+    b"h\x00)\x81": b"cpathlib\nPosixPath\n\x94](",
+    b"]Na": b"](",
+    b"}K\x01Ns": b"](",
+    b"\x94": b"N(",
+    b"(": b"",
+}
+"""Pieces that make the most memory for their bytes, and the beginnings of their pickles."""
+
+
+@pytest.mark.slow
+def test_a_crafted_pickle_is_refused_before_it_takes_memory() -> None:
+    """Each is large enough to take five times its budget."""
+    program = f"""
+import re
+from relayrun.control.trainers.pickle_records import RefusedPickle, read_records
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
+for unit, head in {HEADS!r}.items():
+    data = b"\\x80\\x04" + head + unit * (30_000_000 // len(unit)) + b"e."
+    open("/proc/self/clear_refs", "w").write("5")
+    before = peak()
+    try:
+        read_records(data, 100_000_000)
+        print("read", unit)
+    except RefusedPickle as error:
+        assert "needs more than 100000000 bytes of memory" in str(error), error
+    if peak() - before > 100_000_000:
+        print(peak() - before, unit)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=600)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_metadata_of_hundreds_of_megabytes_is_not_read(tmp_path: Path) -> None:
+    with open(tmp_path / ".metadata", "wb") as file:
+        file.truncate(300 << 20)
+    with pytest.raises(RefusedPickle, match=r"\.metadata has more than 67108864 bytes"):
+        read_bounded(tmp_path / ".metadata")

@@ -25,13 +25,15 @@ from relayrun.control.rundir import campaign, find_runs, mirror
 from relayrun.control.rundir.campaign import Campaign, CampaignMember, CampaignMembership, MemberStarted
 from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.mirror import MirrorPass, MirrorPolicy
+from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptEnd, ChainEnd, CheckpointCommit, Heartbeat, StartTimes
-from relayrun.control.rundir.run import write_stop
+from relayrun.control.rundir.run import Run, write_stop
 from relayrun.control.rundir.storage_limits import QuotaLimit
 from relayrun.control.scheduler import slurm, slurm_states
 from relayrun.control.scheduler.base import Job
 from relayrun.control.scheduler.job_history import JobEnd
 from relayrun.errors import InputError, SchedulerError, user_name
+from relayrun.trust import UntrustedError
 from relayrun.watch import cron_check, symptoms, unsent_notices
 from relayrun.watch.status import cron_check_record as records
 from relayrun.watch.status import queue as asking
@@ -541,6 +543,22 @@ def test_nothing_of_another_users_run_starts_whatever_its_plan_says(
     assert started
 
 
+@pytest.mark.parametrize("owner", [os.geteuid(), os.geteuid() + 1, None, 0])
+def test_a_copy_of_a_run_starts_nothing_whomever_its_plan_names(make_world: MakeWorld, owner: int | None) -> None:
+    """`cp -r` gives its files to who copies it: another user may have written them for that."""
+    world = make_world()
+    command = ["/bin/sh", "-c", f"touch {world.folder}/ran"]
+    replace(world.plan, owner=owner, quota_command=command, setup=command).write(world.run.plan)
+    copy = world.run.path.with_name("copy")
+    shutil.copytree(world.run.path, copy)
+    shutil.rmtree(world.run.path)
+    world.queue(("7", "PENDING", "Priority"))
+    assert [world.look() for _ in range(3)] == [[], [], []]
+    assert not (world.folder / "ran").exists()
+    with pytest.raises(UntrustedError, match="this is a copy of a run directory"):
+        Plan.load_trusted(Run(copy))
+
+
 def test_a_stop_that_nobody_could_tell_is_told(world: World) -> None:
     """The batch script wrote it, where there was no Python."""
     world.run.stop.write_text("begin failed in job 7 on n3\n")
@@ -740,6 +758,7 @@ def test_a_run_that_cannot_be_read_does_not_hide_the_others(world: World, damage
     no_job(world)
     other = world.folder / "mine/a torn one"
     shutil.copytree(world.run.path, other)
+    world.plan.write(other / "plan.json")
     (other / damage).unlink()
     if "begin" in damage:
         (other / damage).mkdir()

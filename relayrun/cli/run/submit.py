@@ -237,8 +237,7 @@ def add_resume_arguments(parser: argparse.ArgumentParser) -> None:
 def run_resume(options: argparse.Namespace) -> int:
     """Submit a run with its newest revision, changed by --set, even if its chain has ended. Raises RelayrunError."""
     found = find_run(options.name)
-    if found.plan.exists():
-        Plan.load_trusted(found)
+    Plan.load_trusted(found)
     newest = max(found.revisions(), default=None)
     if newest is None:
         raise RunDirError("this run has no config to go on with", where=found.config, hint="use `relayrun submit`")

@@ -18,7 +18,7 @@ from relayrun.config.sections.batch_systems import batch_system
 from relayrun.control import chain_state
 from relayrun.control.rundir import campaign, find_runs
 from relayrun.control.rundir.find_runs import find_run, find_runs_below
-from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.plan import COPY, Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import is_live_state
 from relayrun.errors import InputError, RelayrunError, RunDirError, user_name
@@ -190,7 +190,9 @@ def _refuse_protected(source: Path, target: Path) -> None:
 def _refuse_busy_run(run: Run) -> None:
     """Raise InputError if a job may write into the run, RunDirError if another user owns it."""
     plan = Plan.load(run)
-    if plan.owner is not None and chain_state.is_owned_by_another_user(plan):
+    if plan.owner is None:
+        raise RunDirError(COPY, where=run.path, hint="mv moves it")
+    if chain_state.is_owned_by_another_user(plan):
         name = user_name(plan.owner)
         raise RunDirError(f"this run is {name}'s, who submitted it last", where=run.path, hint=f"let {name} move it")
     asked = queue.query_queue(run)

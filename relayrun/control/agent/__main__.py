@@ -49,7 +49,7 @@ def main() -> int:
     parser.add_argument("orphaned", nargs="*", help="behind --: what a step of its own becomes without a coordinator")
     options = parser.parse_args()
     run = Run(options.run_dir.absolute())
-    plan, attempt = Plan.load(run), run.attempt(options.attempt)
+    plan, attempt = Plan.load_in_job(run), run.attempt(options.attempt)
     begin = attempt.started_record()
     if NODE_VARIABLE not in os.environ:
         return _in_one_step(run, plan, attempt)

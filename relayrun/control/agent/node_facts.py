@@ -390,7 +390,7 @@ def main() -> int:
     parser.add_argument("--attempt", type=int, required=True)
     options = parser.parse_args()
     run = Run(options.run_dir.absolute())
-    print(json.dumps(gather_facts(Plan.load(run), run.attempt(options.attempt).path)))
+    print(json.dumps(gather_facts(Plan.load_in_job(run), run.attempt(options.attempt).path)))
     return 0
 
 

@@ -35,7 +35,7 @@ class SpawnServer(RankServer):
 
     def __init__(self, agent: socket.socket, run: Run) -> None:
         super().__init__(agent)
-        self._run, self._plan = run, Plan.load(run)
+        self._run, self._plan = run, Plan.load_in_job(run)
         self._trainer = trainer_of(self._plan, run)
         self._heard = frozenset([*RANK_SIGNALS, *self._trainer.asked_by]) - {signal.SIGUSR1, signal.SIGUSR2}
         """Signals that this process ignores and its ranks do not; the other two would kill a Python that starts."""

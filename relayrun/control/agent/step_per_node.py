@@ -89,7 +89,7 @@ def main() -> int:
     options = parser.parse_args()
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     run = Run(options.run_dir.absolute())
-    plan, attempt = Plan.load(run), run.attempt(options.attempt)
+    plan, attempt = Plan.load_in_job(run), run.attempt(options.attempt)
     names = options.nodes.split(",")
     say = partial(log_node_line, os.environ.get("SLURMD_NODENAME") or socket.gethostname())
     links: dict[int, MessageSocket] = {}

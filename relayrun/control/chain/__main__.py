@@ -42,7 +42,7 @@ def main() -> int:
     if options.command == "fallback":
         return failover.run_fallback_job(run)
     if options.command == "tell":
-        background.send_notices(run, Plan.load(run))
+        background.send_notices(run, Plan.load_in_job(run))
         return 0
     return supervisor.end_attempt(run, options.attempt, options.exit_code)
 

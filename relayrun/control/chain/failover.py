@@ -39,7 +39,7 @@ again."""
 
 def run_fallback_job(run: Run) -> int:
     """Continue or end a chain after the failure of a job; return an exit code. Raises SchedulerError, OSError."""
-    plan = Plan.load(run)
+    plan = Plan.load_in_job(run)
     scheduler = scheduler_for_plan(plan, run, patience=FALLBACK_PATIENCE)
     own = scheduler.current_job_id()
     fallback_jobs = scheduler.fallback_jobs
@@ -144,7 +144,7 @@ def close_orphaned_attempt(run: Run, number: int, *, node: int, restart_number: 
     while True:
         time.sleep(RETRY_SECONDS if told else question_interval(node))
         try:
-            plan, attempt = Plan.load(run), run.attempt(number)
+            plan, attempt = Plan.load_in_job(run), run.attempt(number)
             scheduler = scheduler_for_plan(plan, run, patience=0)
             own = scheduler.current_job_id()
             job = scheduler.query(own)

@@ -13,6 +13,7 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -57,12 +58,7 @@ USEFUL_RESERVATION_SECONDS = 60.0
 def begin_attempt(run: Run) -> int:
     """Open an attempt, or end the chain. Prints the attempt's directory for job.sh; returns the exit code. Raises
     SchedulerError and OSError, for which the caller retries; RunDirError after STOP is written."""
-    try:
-        plan = Plan.load_trusted(run)
-    except RunDirError as error:
-        if run.plan.exists():  # it is a run, but this version or this user cannot continue it
-            write_stop(run, _could_not_begin(error))
-        raise
+    plan = _plan_of_job(run, Plan.load_trusted, "begin")
     scheduler = scheduler_for_plan(plan, run)
     job_id = scheduler.current_job_id()
     try:
@@ -70,14 +66,24 @@ def begin_attempt(run: Run) -> int:
     except SchedulerError:
         raise
     except RelayrunError as error:
-        stop_chain(run, plan, scheduler, _could_not_begin(error), own_job=job_id)
+        stop_chain(run, plan, scheduler, _could_not("begin", error), own_job=job_id)
         background.send_notices(run, plan)
         campaign.start_due_members_of(run)
         raise
 
 
-def _could_not_begin(error: RelayrunError) -> ChainEnd:
-    return ChainEnd("failed", f"this job could not begin: {error.message}")
+def _plan_of_job(run: Run, load: Callable[[Run], Plan], aim: str) -> Plan:
+    """Read the plan. Raises RunDirError after STOP is written: this version or this user cannot continue the run."""
+    try:
+        return load(run)
+    except RunDirError as error:
+        if run.plan.exists():
+            write_stop(run, _could_not(aim, error))
+        raise
+
+
+def _could_not(aim: str, error: RelayrunError) -> ChainEnd:
+    return ChainEnd("failed", f"this job could not {aim}: {error.message}")
 
 
 def _decide_and_open(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) -> int:
@@ -134,7 +140,7 @@ def _decide_and_open(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) ->
 
 def end_attempt(run: Run, number: int, exit_code: int) -> int:
     """Record how the attempt ended, and continue or end the chain; safe to call again. Returns the exit code."""
-    plan = Plan.load(run)
+    plan = _plan_of_job(run, Plan.load_in_job, "go on")
     attempt = run.attempt(number)
     started = attempt.started_record()
     newest = run.newest_begun()

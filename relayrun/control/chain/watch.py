@@ -79,7 +79,7 @@ class Watch:
 
     def __init__(self, run: Run, number: int) -> None:
         self.run = run
-        self.plan = Plan.load(run)
+        self.plan = Plan.load_in_job(run)
         self.attempt = run.attempt(number)
         self.begin = self.attempt.read_begin()
         self.scheduler: Scheduler = scheduler_for_plan(self.plan, run, patience=PATIENCE)
@@ -372,7 +372,7 @@ def run_guard(run: Run, number: int, *, batch_pid: int) -> int:
 
 
 def _guard_job(run: Run, number: int, batch_pid: int) -> int:
-    plan = Plan.load(run)  # refuses the run directory of a newer version
+    plan = Plan.load_in_job(run)  # refuses the run directory of a newer version
     scheduler = slurm_scheduler()
     attempt = run.attempt(number)
     own = scheduler.current_job_id()

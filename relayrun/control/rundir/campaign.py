@@ -14,7 +14,6 @@ Standard library only.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -26,8 +25,8 @@ from relayrun.control.rundir import checkpoint_records
 from relayrun.control.rundir.records import Record
 from relayrun.control.rundir.run import Run, is_stopped
 from relayrun.errors import RunDirError
-from relayrun.files import write_atomic, write_json
-from relayrun.trust import read_with_owner, refuse_untrusted
+from relayrun.files import write_atomic
+from relayrun.trust import read_owned, refuse_untrusted, write_owned
 
 MEMBERSHIP_NAME = "membership.json"
 
@@ -63,8 +62,8 @@ class Campaign(Record):
     kind: Literal["sweep", "stages"]
     name: str
     """For people, as project/name."""
-    owner: int
-    """User id of the owner of its jobs."""
+    owner: int | None
+    """User id of the owner of its jobs; None: this is a copy."""
     scheduler: str
     """A key of `BATCH_SYSTEMS`."""
     at_once: int | None
@@ -75,10 +74,8 @@ class Campaign(Record):
     def load(cls, folder: Path) -> Campaign:
         """Read the campaign of a folder. Raises RunDirError if there is none."""
         try:
-            text, owner = read_with_owner(folder, "campaign.json")
-            entry = json.loads(text.decode())
+            entry = read_owned(folder, "campaign.json")
             batch_system(entry["scheduler"])
-            entry["owner"] = entry["owner"] if owner == os.geteuid() else owner  # the file can only disclaim this user
             return cls.of(entry | {"members": [CampaignMember.of(member) for member in entry["members"]]})
         except FileNotFoundError:
             hint = "submit its config again: nothing of it was queued"
@@ -94,7 +91,7 @@ class Campaign(Record):
 
     def save(self, folder: Path) -> None:
         """Write the record into a folder, which makes the folder a campaign."""
-        write_json(folder / "campaign.json", asdict(self))
+        write_owned(folder / "campaign.json", asdict(self))
 
     def member(self, name: str) -> CampaignMember:
         """Return the member with this name, which must exist."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from relayrun.config.sections.dataclass_section import read_section
 from relayrun.control.rundir.records import Record
 from relayrun.control.rundir.run import PLAN_NAME, Run
 from relayrun.errors import RunDirError, user_name
-from relayrun.trust import OTHER_OWNER_HINT, UntrustedError, read_with_owner, refuse_untrusted
+from relayrun.trust import OTHER_OWNER_HINT, UntrustedError, read_owned, refuse_untrusted, write_owned
 
 PLAN_FORMAT = 3
 """Format number of the run directory; `Plan.migrate` converts an older one, and a newer one is refused."""
@@ -27,6 +26,10 @@ ACTED_ON_NAMES = (
     *("notices/policy.json", "mirror/policy.json", "evaluations/policy.json", "wandb/settings"),
 )
 """Files that jobs execute or that name programs, addresses or runs, and folders of such files."""
+
+
+COPY = "this is a copy of a run directory, in whose files anybody may have named programs"
+COPY_HINT = f"remove its {PLAN_NAME} if you moved a run of your own, and submit its config; else {OTHER_OWNER_HINT}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +52,7 @@ class Plan(Record):
     submitted_after_attempt: int
     """Highest attempt at the last explicit submit; older attempts no longer count as failed."""
     owner: int | None = None
-    """User id of the owner of the run directory and plan.json, whatever the file says: this user, unless one of them is
-    another user's. The file can only disclaim this user: then it is a copy of another user's run."""
+    """User id of the owner, see `relayrun.trust.read_owned`; None: this is a copy of a run."""
 
     chain: ChainSection
     """The config's own section. What its `auto` means for this run stands below."""
@@ -135,15 +137,26 @@ class Plan(Record):
             raise RunDirError(f"unreadable record: {words}", where=run.plan) from None
 
     @classmethod
+    def load_in_job(cls, run: Run) -> Plan:
+        """Read the plan in a job, whose `begin` has judged the other files. Raises UntrustedError."""
+        refuse_untrusted(run.path, [PLAN_NAME])
+        return cls.load(run)
+
+    @classmethod
     def load_trusted(cls, run: Run) -> Plan:
         """Read the plan of a run that this process acts for. Raises UntrustedError unless the plan, and every other
         file that its jobs execute or that names a program or an address, is trusted."""
         plan = cls.load(run)
         refuse_untrusted(run.path, [*ACTED_ON_NAMES, f"config/{plan.config_revision:04}.yaml", *plan.code_names(run)])
+        if plan.owner is None:
+            raise UntrustedError(COPY, where=run.plan, hint=COPY_HINT)
         if plan.owner not in (os.geteuid(), 0):
-            words = f"this is a copy of a run of {user_name(plan.owner or 0)}, whose settings nobody has looked at"
+            words = f"{user_name(plan.owner)} submitted this run, whose settings nobody has looked at"
             raise UntrustedError(words, where=run.plan, hint=OTHER_OWNER_HINT)
         return plan
+
+    def write(self, path: Path) -> None:
+        write_owned(path, asdict(self))
 
     def code_names(self, run: Run) -> list[str]:
         """Return the files that start the jobs of a run with a snapshot of the code, relative to its directory."""
@@ -222,11 +235,8 @@ def fallback_job_name(name: str) -> str:
 def read_plan_format(run: Run) -> tuple[dict[str, Any], int] | None:
     """Return plan.json and its format; None without a plan. Raises RunDirError for a damaged plan or a newer format."""
     try:
-        text, owner = read_with_owner(run.path, PLAN_NAME)
-        entry = json.loads(text.decode())
+        entry = read_owned(run.path, PLAN_NAME)
         number = int(entry["format"])
-        recorded = entry.get("owner")
-        entry["owner"] = recorded if recorded is not None and owner == os.geteuid() else owner
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError) as error:

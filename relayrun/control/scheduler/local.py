@@ -329,7 +329,7 @@ class LocalScheduler(Scheduler):
 
     def _goes_on(self) -> bool:
         """Return whether a job whose batch script was killed, and could not do anything itself, needs a successor."""
-        return self._run.plan.exists() and Plan.load(self._run).chain.auto_requeue and not is_stopped(self._run)
+        return self._run.plan.exists() and Plan.load_in_job(self._run).chain.auto_requeue and not is_stopped(self._run)
 
     def _again(self, job: LocalJob) -> LocalJob:
         """Requeue a job whose supervisor failed, later each time, unless another job waits (Slurm: again.sh)."""

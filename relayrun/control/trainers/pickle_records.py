@@ -5,8 +5,9 @@ of any object (BUILD), also of classes and functions that belong to the process.
 a PickledCall with its arguments, BUILD fills a PickledCall, and getattr gives the record of a member. Only the opcodes
 that `pickle` and `torch.save` write for checkpoints are known; all others are refused.
 
-Bounds: each byte of a pickle makes at most about 80 bytes of memory, and `MOST_OBJECTS` containers and records are
-made. Keys of dictionaries are flat, so that no hash takes long. Whoever walks the result bounds the depth of its walk.
+Bounds: each opcode is charged before it makes anything, with the bytes that it and a copy of its result take at most; a
+pickle that needs more than `MOST_MEMORY` is refused. Keys of dictionaries are flat, so that no hash takes long. Whoever
+walks the result bounds the depth of its walk.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-MOST_OBJECTS = 1 << 25
-"""Opcodes that may make a container or a record; the metadata of a checkpoint has about thirty for each block."""
+MOST_MEMORY = 1_000_000_000
+"""Bytes that a pickle may take, as charged: about 7,000 for each block in the metadata of a checkpoint."""
+_OPCODE, _STEP, _CONTAINER, _PAIR, _CHARACTER = 24, 48, 200, 80, 4
+"""Bytes that are charged: for an opcode, further ones for a step, a container or record, a pair, a byte of text."""
 MOST_DEEP = 100
 """Deepest nesting of values that a walk follows."""
 MOST_NAME = 200
@@ -101,10 +104,10 @@ def is_call_of(value: Any, *names: str) -> bool:
     return isinstance(value, PickledCall) and str(value.function) in names
 
 
-def read_records(data: bytes, most: int = MOST_OBJECTS) -> tuple[Any, list[PickledName]]:
+def read_records(data: bytes, most: int = MOST_MEMORY) -> tuple[Any, list[PickledName]]:
     """Return the content of a pickle and all names in it, also the unused ones. Raises CorruptPickle.
 
-    `most`: opcodes that may make an object.
+    `most`: bytes of memory, as charged.
     """
     interpreter = _Interpreter(data, most)
     return interpreter.load(), [*interpreter.names.values()]
@@ -144,7 +147,7 @@ class _Interpreter:
     """One pickle. Each opcode is a method that takes the position of its operand and returns the next opcode's."""
 
     def __init__(self, data: bytes, most: int) -> None:
-        self._data, self._most = data, most
+        self._data, self._most, self._left = data, most, most - len(data)
         self._stack: list[Any] = []
         self._marks: list[int] = []
         """Length of the stack at each mark."""
@@ -167,8 +170,8 @@ class _Interpreter:
         steps: list[Callable[[int], int]] = [self._unknown] * 256
         for opcode, (name, *given) in _OPCODES.items():
             steps[opcode] = partial(getattr(self, name), *given) if given else getattr(self, name)
-        at, left = 0, self._most
-        while at >= 0:
+        at = 0
+        for number in range(self._left // _OPCODE):
             code = data[at]
             if code == 0x94:  # MEMOIZE
                 memo.append(stack[-1])
@@ -182,14 +185,18 @@ class _Interpreter:
             elif code == 0x4B:  # BININT1
                 stack.append(data[at + 1])
                 at += 2
-            elif code == 0x4D:  # BININT2
-                stack.append(data[at + 1] + (data[at + 2] << 8))
-                at += 3
             else:
+                self._charge(_STEP, number * _OPCODE)
                 at = steps[code](at + 1)
-                left -= 1
-                if left < 0:
-                    raise RefusedPickle(f"it makes more than {self._most} objects")
+                if at < 0:
+                    return
+        self._charge(self._left + 1)
+
+    def _charge(self, size: int, more: int = 0) -> None:
+        """Take bytes from what is left. Raises RefusedPickle if it is not enough for them and `more`."""
+        self._left -= size
+        if self._left < more:
+            raise RefusedPickle(f"it needs more than {self._most} bytes of memory")
 
     def _unknown(self, at: int) -> int:
         raise CorruptPickle(f"it has the unknown opcode {self._data[at - 1]:#x} at byte {at - 1}")
@@ -232,12 +239,13 @@ class _Interpreter:
         return at
 
     def _new(self, kind: type, at: int) -> int:
+        self._charge(_CONTAINER)
         self._stack.append(kind())
         return at
 
-    def _int(self, at: int) -> int:
-        self._stack.append(int.from_bytes(self._data[at : at + 4], "little", signed=True))
-        return at + 4
+    def _int(self, size: int, signed: bool, at: int) -> int:
+        self._stack.append(int.from_bytes(self._data[at : at + size], "little", signed=signed))
+        return at + size
 
     def _float(self, at: int) -> int:
         self._stack += struct.unpack_from(">d", self._data, at)
@@ -246,14 +254,17 @@ class _Interpreter:
     def _bytes(self, size: int, decode: Callable[[bytes], Any], at: int) -> int:
         begin = at + size
         end = begin + self._unsigned(at, size)
+        self._charge(_CHARACTER * min(end - begin, len(self._data)))
         self._stack.append(decode(self._data[begin:end]))
         return end
 
     def _tuple(self, at: int) -> int:
+        self._charge(_CONTAINER)
         self._stack.append(tuple(self._marked()))
         return at
 
     def _tuple_of(self, count: int, at: int) -> int:
+        self._charge(_CONTAINER)
         stack = self._stack
         if len(stack) < count:
             raise CorruptPickle("it takes items that are not there")
@@ -279,6 +290,7 @@ class _Interpreter:
         items, target = self._marked(), self._stack[-1]
         if type(target) not in (dict, PickledCall) or len(items) % 2:
             raise CorruptPickle("it sets items of something that is no dictionary")
+        self._charge(_PAIR * len(items) // 2)
         pairs = [*zip(items[::2], items[1::2], strict=True)]
         for key, _ in pairs:
             if type(key) is not str:
@@ -293,6 +305,7 @@ class _Interpreter:
         return self._stack_global(end + 1)
 
     def _stack_global(self, at: int) -> int:
+        self._charge(_CONTAINER)
         name, module = self._stack.pop(), self._stack.pop()
         for text in (module, name):
             if type(text) is not str or len(text) > MOST_NAME or not text.replace(".", "a").isidentifier():
@@ -301,6 +314,7 @@ class _Interpreter:
         return at
 
     def _call(self, at: int) -> int:
+        self._charge(_CONTAINER)
         arguments, function = self._stack.pop(), self._stack.pop()
         if type(function) is not PickledName or type(arguments) is not tuple:
             raise RefusedPickle("it calls something that is no name")
@@ -342,7 +356,12 @@ _OPCODES |= {
 }
 _OPCODES |= {ord("N"): ("_constant", None), 0x88: ("_constant", True), 0x89: ("_constant", False)}
 _OPCODES |= {ord(")"): ("_constant", ()), ord("]"): ("_new", list), ord("}"): ("_new", dict)}
-_OPCODES |= {ord("J"): ("_int",), ord("G"): ("_float",), 0x8A: ("_bytes", 1, _long)}
+_OPCODES |= {
+    ord("J"): ("_int", 4, True),
+    ord("M"): ("_int", 2, False),
+    ord("G"): ("_float",),
+    0x8A: ("_bytes", 1, _long),
+}
 _OPCODES |= {0x8C: ("_bytes", 1, _text), ord("X"): ("_bytes", 4, _text)}
 _OPCODES |= {ord("C"): ("_bytes", 1, bytes), ord("B"): ("_bytes", 4, bytes)}
 _OPCODES |= {ord("t"): ("_tuple",), 0x85: ("_tuple_of", 1), 0x86: ("_tuple_of", 2), 0x87: ("_tuple_of", 3)}

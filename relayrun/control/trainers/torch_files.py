@@ -47,7 +47,7 @@ MOST_BYTES = 1 << 28
 """Largest file that is read as values; arguments and a schedule take a few kilobytes."""
 MOST_PICKLE = 1 << 24
 """Largest pickle in a file; tensors are stored outside it."""
-MOST_METADATA = 1 << 30
+MOST_METADATA = 1 << 26
 """Largest `.metadata`; it has about 150 bytes for each block."""
 MOST_VALUES = 1 << 20
 """Values in a file; a value that is named again is counted again."""
@@ -147,7 +147,7 @@ def read_torch_file(data: bytes) -> Any:
         raise RefusedPickle(f"it has more than {MOST_BYTES} bytes")
     with _malformed():
         archive = _Archive(io.BytesIO(data))
-        return _Values(archive).of(read_records(archive.pickle(), MOST_VALUES)[0])
+        return _Values(archive).of(read_records(archive.pickle(), MOST_BYTES)[0])
 
 
 @contextmanager
@@ -340,7 +340,7 @@ def _names_in_block(path: Path, offset: int, length: int) -> list[PickledName]:
 def names_in_torch_file(file: BinaryIO) -> list[PickledName]:
     """Return all names in the pickle of a file of `torch.save`. Raises CorruptPickle."""
     with _malformed():
-        return read_records(_Archive(file).pickle(), 2 * MOST_VALUES)[1]
+        return read_records(_Archive(file).pickle(), MOST_BYTES)[1]
 
 
 def read_bounded(path: Path) -> bytes:

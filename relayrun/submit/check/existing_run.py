@@ -16,7 +16,7 @@ from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import CommonConfig, RunConfig
 from relayrun.control import chain_state
 from relayrun.control.rundir.checkpoint_records import Lineage, ResumePoint, resume_point
-from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.plan import COPY, COPY_HINT, Plan
 from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.control.rundir.time_limit import GRACE_SAVES, start_seconds
 from relayrun.control.scheduler.base import Scheduler
@@ -41,7 +41,7 @@ class FormerRun:
     """A run of another user, from whose newest checkpoint a run of this user starts."""
 
     run: Run
-    owner: int
+    owner: int | None
     base: ResumePoint
 
 
@@ -49,7 +49,9 @@ def refuse_other_owner(run: Run) -> None:
     """Raise RunDirError if another user owns the run. Nothing that the run names is looked at."""
     plan = Plan.load(run) if run.plan.exists() else None
     if plan is not None and chain_state.is_owned_by_another_user(plan):
-        name = user_name(plan.owner or 0)
+        if plan.owner is None:
+            raise RunDirError(COPY, where=run.path, hint=COPY_HINT)
+        name = user_name(plan.owner)
         words = f"this run is {name}'s, who submitted it last"
         raise RunDirError(words, where=run.path, hint=f"let {name} submit. {OTHER_OWNER_HINT.capitalize()}")
 
@@ -73,7 +75,7 @@ def own_run(config: Config, *, take_over: bool, now: float) -> tuple[Config, For
     changes: dict[str, object] = {"run_dir": f"{run.path}-{user_name(os.geteuid())}"}
     if (saves := config.checkpoint_section) is not None:  # without it the plan alone names the checkpoint
         changes["checkpoint"] = saves.model_copy(update={"load": f"{run.path}:{base.iteration}"})
-    return config.model_copy(update=changes), FormerRun(run=run, owner=plan.owner or 0, base=base)
+    return config.model_copy(update=changes), FormerRun(run=run, owner=plan.owner, base=base)
 
 
 def claim_run(run: Run, plan: Plan, former: FormerRun | None, *, now: float) -> None:
@@ -88,9 +90,9 @@ def _refuse_live_attempt(run: Run, plan: Plan, *, now: float) -> None:
     """Raise RunDirError if an attempt of the plan's owner may live."""
     sign = chain_state.newest_life_sign(run, plan, now=now)
     if sign is not None:
-        name = user_name(plan.owner) if plan.owner is not None else "an unknown user"
         raise RunDirError(
-            f"attempt {sign.attempt}, in a job of {name}, gave a sign of life {max(sign.age, 0.0):.0f} s ago",
+            f"attempt {sign.attempt}, in a job of {user_name(plan.owner)}, "
+            f"gave a sign of life {max(sign.age, 0.0):.0f} s ago",
             where=run.path,
             hint=f"end it after a checkpoint with `relayrun stop {run.path}`; without a sign for {sign.patience:.0f} s "
             "it counts as gone",

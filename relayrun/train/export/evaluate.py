@@ -188,7 +188,7 @@ def evaluate_checkpoint(run: Run, iteration: int, attempt: int) -> EvaluationRes
     result = EvaluationResult(**about, time=time.time(), seconds=time.time() - started)
     evaluations.record_result(run, result)
     if run.plan.exists():
-        background.send_notices(run, Plan.load(run), at_work=False)
+        background.send_notices(run, Plan.load_in_job(run), at_work=False)
         campaign.start_due_members_of(run)  # a run may have waited for this result
     report_to_wandb(run)
     return result

@@ -24,6 +24,7 @@ from relayrun.progress import Progress, count
 from relayrun.tokens.stores.direct_io import open_file_checksum
 from relayrun.train.checkpoint import checksums
 from relayrun.train.checkpoint.checksums import CheckpointFiles, FolderCheckpointFiles
+from relayrun.trust import refuse_untrusted
 
 COPY_PIECE_BYTES = 8 << 20
 """Bytes that are copied at a time."""
@@ -190,7 +191,9 @@ class FolderDestination(MirrorDestination):
         above = self.where.parents[1]
         if not above.is_dir():
             raise RunDirError("there is no such folder", where=above, hint="make it, or mount it")
-        (self.where / ".staging").mkdir(parents=True, exist_ok=True)
+        self.where.mkdir(parents=True, exist_ok=True)
+        refuse_place_of_others(self.where)
+        (self.where / ".staging").mkdir(exist_ok=True)
         owner.write(self.where / "mirror.json")
 
     def copies(self) -> dict[str, CheckpointCopy]:
@@ -250,6 +253,14 @@ class FolderDestination(MirrorDestination):
         folder.mkdir(exist_ok=True)
         os.rename(self.where / name, unused_name(folder, name))
         fsync_directory(self.where)
+
+
+def refuse_place_of_others(where: Path | str) -> None:
+    """Raise UntrustedError if another user can lead what is copied to a folder elsewhere: it is his, or he may write
+    it, or it contains links."""
+    place, names = Path(where), ("", "/.staging", "/.removing", "/.damaged", "/mirror.json", "/copies.jsonl")
+    if "://" not in str(where) and place.parent.is_dir():
+        refuse_untrusted(place.parent, [f"{place.name}{name}" for name in names], shared=True)
 
 
 def stage_files(source: MirroredFiles, commit: CheckpointCommit, staged: Path, pace: CopyRateLimit) -> None:

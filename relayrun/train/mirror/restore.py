@@ -27,7 +27,7 @@ from relayrun.train.mirror.destination import (
     remove_staged,
     stage_files,
 )
-from relayrun.train.mirror.sync import check_owner, destination_at, exclusive_lock, mirror_lock
+from relayrun.train.mirror.sync import check_owner, destination_at, exclusive_lock, mirror_lock, trusted_policy
 
 
 def restore_copy(run: Run, iteration: int | None) -> list[str]:
@@ -36,9 +36,7 @@ def restore_copy(run: Run, iteration: int | None) -> list[str]:
     `iteration`: None for the newest copy that counts and whose checkpoint is missing or torn in the run. No job of the
     run may live. Raises RelayrunError if there is no such copy, or every such copy is damaged.
     """
-    policy = mirror.read_mirror_policy(run)
-    if policy is None:
-        raise RunDirError("this run has no second place", where=run.path, hint="see checkpoint.mirror")
+    policy = trusted_policy(run)
     place = destination_at(policy.folder, CopyRateLimit(None))
     check_owner(run, policy, place)
     if run.checkpoints.is_symlink() and not run.checkpoints.exists():

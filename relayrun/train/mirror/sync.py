@@ -14,9 +14,11 @@ from pathlib import Path
 from relayrun.control.rundir import checkpoint_records, mirror
 from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.mirror import CheckpointCopy, MirrorOwner, MirrorPass, MirrorPolicy
+from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError, RunDirError
+from relayrun.files import writable_by_owner_alone
 from relayrun.leftovers import try_lock
 from relayrun.masking import mask_tokens
 from relayrun.tokens.stores.urls import StoreError
@@ -65,15 +67,9 @@ def mirror_checkpoints(run: Run, *, verify: bool = False, pace: CopyRateLimit | 
     `verify`: read all copies back in full, too. Raises RelayrunError if the run has no mirror, if its place is away or
     holds the copies of another run, and if another process copies now.
     """
-    policy = MirrorPolicy.read_trusted(run.path, mirror.MIRROR_POLICY_NAME)
-    if policy is None:
-        raise RunDirError(
-            "the checkpoints of this run are not copied to a second place",
-            where=run.path,
-            hint="set checkpoint.mirror in its config and submit it again",
-        )
+    policy = trusted_policy(run)
     mirror.mirror_folder(run).mkdir(exist_ok=True)
-    with mirror_lock(run):
+    with mirror_lock(run), writable_by_owner_alone():
         rate = policy.megabytes_per_second
         work = _MirrorPass(run, policy, pace or CopyRateLimit(None if rate is None else rate * 1e6))
         try:
@@ -87,6 +83,19 @@ def mirror_checkpoints(run: Run, *, verify: bool = False, pace: CopyRateLimit | 
         finally:
             work.note()
         return work.done
+
+
+def trusted_policy(run: Run) -> MirrorPolicy:
+    """Return the policy of a run whose files are trusted. Raises RunDirError, also if it has none."""
+    Plan.load_trusted(run)
+    policy = MirrorPolicy.read_trusted(run.path, mirror.MIRROR_POLICY_NAME)
+    if policy is None:
+        raise RunDirError(
+            "the checkpoints of this run are not copied to a second place",
+            where=run.path,
+            hint="set checkpoint.mirror in its config and submit it again",
+        )
+    return policy
 
 
 class _MirrorPass:

@@ -59,7 +59,7 @@ def query_queue(run: Run, plan: Plan | None = None, *, brief: bool = False) -> Q
         waits = any(job.waits for job in jobs)
         hidden = not jobs and plan.owner is not None and chain_state.is_owned_by_another_user(plan)
         if hidden and history.other_jobs_are_hidden():
-            name = user_name(plan.owner or 0)
+            name = user_name(plan.owner)
             return QueueStatus(hidden=f"Slurm shows the jobs of {name}, who owns this run, to nobody else")
         idle = all(job.waits or job.state == "COMPLETING" for job in jobs)
         since = run.plan.stat().st_mtime - CLOCK_TOLERANCE_SECONDS
