@@ -149,6 +149,7 @@ class Commands:
                 self.slurm.order_requeue(self._job(job_id))
             case ["release", job_id]:
                 self._job(job_id).held = ""
+                self.slurm.kick()
             case ["hold", job_id]:
                 self._job(job_id).held = "JobHeldUser"
             case ["update", *changes]:
@@ -166,6 +167,7 @@ class Commands:
             raise RefusedError(f"Job has already finished for job {job.id}")
         if not job.waits and job.state != "COMPLETING" and {"StartTime", "ExcNodeList", "Dependency"} & set(fields):
             raise RefusedError(f"Job is no longer pending execution for job {job.id}")
+        slurm.kick()
         for name, value in fields.items():
             self._change(job, name, value)
 

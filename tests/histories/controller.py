@@ -71,6 +71,8 @@ class MemoryJob:
     """Reason for which the job is held."""
     after: int = 0
     singleton: bool = False
+    ready: float = 0.0
+    """Time before which others stand in front of it in the queue."""
     begin: float = 0.0
     """Time before which it does not start."""
     start: float | None = None
@@ -129,6 +131,7 @@ class Controller:
         self.watchers: list[Callable[[str, MemoryJob], None]] = []
         """Told of what happens to a job: submitted, started, ended, forgotten."""
         self._next = 1
+        self._kicked = False
 
     def tell(self, what: str, job: MemoryJob) -> None:
         self.clock.note(f"job {job.id} {what}", who="slurm")
@@ -189,20 +192,29 @@ class Controller:
             raise RefusedError("sbatch: error: Batch job submission failed: Requested reservation is invalid")
 
     def _queue(self, job: MemoryJob) -> None:
-        """Look at a waiting job soon, and as long as it waits."""
-        self.clock.after(max(SCHEDULE_SECONDS, self.queue_wait()), lambda: self._look(job))
+        job.ready = self.clock.now + max(SCHEDULE_SECONDS, self.queue_wait())
+        self.clock.after(job.ready - self.clock.now, self.look)
 
-    def _look(self, job: MemoryJob) -> None:
-        if job.state != "PENDING":
+    def kick(self) -> None:
+        """Something changed: look at the waiting jobs soon."""
+        if not self._kicked:
+            self._kicked = True
+            self.clock.after(SCHEDULE_SECONDS, self.look)
+
+    def look(self) -> None:
+        """Start the waiting jobs that can start."""
+        self._kicked = False
+        if self.clock.now < self.away_until:
+            self.clock.after(self.away_until - self.clock.now, self.look)
             return
-        again = max(SCHEDULE_SECONDS, self.away_until - self.clock.now, job.begin - self.clock.now)
-        if self.clock.now < self.away_until or (reason := self._why_waits(job)):
-            if self.clock.now >= self.away_until:
-                job.reason = reason
-            if job.state == "PENDING":
-                self.clock.after(min(again, 30.0) if job.begin <= self.clock.now else again, lambda: self._look(job))
-            return
-        self._start(job)
+        for job in list(self.jobs.values()):
+            if job.state != "PENDING" or job.ready > self.clock.now:
+                continue
+            job.reason = self._why_waits(job)
+            if job.state == "PENDING" and not job.reason:
+                self._start(job)
+            elif job.reason == "BeginTime":
+                self.clock.after(job.begin - self.clock.now, self.look)
 
     def _why_waits(self, job: MemoryJob) -> str:
         if job.held:
@@ -273,6 +285,7 @@ class Controller:
         """End the processes of a running job; then it is in state `final`."""
         if job.state != "RUNNING":
             return
+        job.restarts += final == "PENDING"
         job.state, job.final, job.end = "COMPLETING", final, self.clock.now
         allocation = job.allocation
 
@@ -323,8 +336,7 @@ class Controller:
         if job.final == "PENDING":
             job.state, job.submit, job.start, job.end = "PENDING", self.clock.now, None, None
             job.nodes, job.preempted = [], None
-            job.restarts += 1
-            job.reason, job.singleton = "None", job.singleton
+            job.reason = "None"
             self.tell("queued again", job)
             self._queue(job)
             return
@@ -333,6 +345,7 @@ class Controller:
     def finish(self, job: MemoryJob, state: str) -> None:
         """The end of a job."""
         job.state, job.end = state, self.clock.now
+        self.kick()
         self.tell(f"ended: {state}", job)
         self.clock.after(REMEMBERED, lambda: self._forget(job))
 
@@ -363,8 +376,8 @@ class Controller:
             self.tell("queued again", job)
             self._queue(job)
         elif job.state == "COMPLETING":
-            if job.final != "PENDING":
-                job.final = "PENDING"
+            job.restarts += job.final != "PENDING"
+            job.final = "PENDING"
         else:
             self.terminate(job, "PENDING")
 
@@ -393,6 +406,7 @@ class Controller:
     def _node_returns(self, name: str) -> None:
         busy = any(name in job.nodes for job in self.jobs.values() if job.state in ("RUNNING", "COMPLETING"))
         self.nodes[name] = "alloc" if busy else "idle"
+        self.kick()
 
     def delete_reservation(self, name: str) -> None:
         self.reservations.pop(name, None)

@@ -43,6 +43,10 @@ class Laws:
     owners: dict[int, int] = field(default_factory=dict)
     """By job: the attempt whose ranks live."""
     durable: int = 0
+    only_log: bool = False
+    """The chain ended on a full disk: its log and the comment of its last job have the reason."""
+    failed_nodes: set[str] = field(default_factory=set)
+    """Nodes on which a batch script could not do its part."""
     starts: list[tuple[int, int]] = field(default_factory=list)
     """Attempt and durable iteration when its ranks started."""
 
@@ -57,6 +61,10 @@ class Laws:
         """Ranks start, commit a checkpoint, or are gone."""
         if what == "gone":
             self.owners.pop(job, None)
+        elif what == "failed":
+            self.failed_nodes |= set(self.slurm.jobs[number].nodes[:1])
+        elif what == "only the log":
+            self.only_log = True
         elif what == "commit":
             self.durable = max(self.durable, number)
         else:
@@ -111,7 +119,6 @@ class Laws:
         """Nodes on which `begin` failed may be left out."""
         return set(value.split(",")) <= self.failed_nodes | set(self.changed.get("exclude", "").split(","))
 
-    failed_nodes: set[str] = field(default_factory=set)
 
     # what stands at a quiet moment
 
@@ -132,8 +139,8 @@ class Laws:
                 self.fault("no defect", f"{type(error).__name__}: {error}")
 
     def _is_told(self) -> bool:
-        """A person cancelled everything, or a comment holds the reason."""
-        return self.person_ended is not None or not self.plan.chain.auto_requeue
+        """A person cancelled everything, or the log has the reason."""
+        return self.only_log or self.person_ended is not None or not self.plan.chain.auto_requeue
 
     def _never_starts(self, job: MemoryJob) -> bool:
         return self.clock.now - max(job.submit, job.begin) > 7 * 86_400

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from relayrun.control.chain import failover, supervisor, watch
+from relayrun.control.chain.job_script import FALLBACK_GIVE_UP_SECONDS
 from relayrun.control.rundir import triggers
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.plan import Plan
@@ -24,9 +25,9 @@ from .clock import Clock, Program
 from .commands import Commands
 from .controller import Controller, MemoryJob
 
-BEAT_SECONDS = 150.0
+BEAT_SECONDS = 400.0
 """Interval between two heartbeats, and between two looks of the watch."""
-SAVE_BEATS = 4
+SAVE_BEATS = 3
 STEPS_PER_BEAT = 10
 LEAVE_SECONDS = 20.0
 """From the wish to leave to the last checkpoint and the end."""
@@ -65,7 +66,8 @@ class Site:
     fate: Callable[[MemoryJob], Fate]
     disk_full: Callable[[], bool]
     told: Callable[[str, int, int], None]
-    """Told when ranks start (`ranks`, attempt, job), commit (`commit`, iteration, job) and are gone (`gone`, ...)."""
+    """Told when ranks start (`ranks`, attempt, job), commit (`commit`, iteration, job), are gone (`gone`, attempt, job);
+    when a script failed (`failed`, job, 0), or ends the chain on a full disk (`only the log`, job, 0)."""
 
 
 class Ranks:
@@ -254,13 +256,38 @@ class Work:
             self.script.wait(30.0)
         return said
 
+    def warn(self, seconds: float) -> None:
+        """Slurm's warning before the limit."""
+        job, allocation, slurm = self.job, self.job.allocation, self.site.slurm
+
+        def look() -> None:
+            if job.allocation != allocation or job.state != "RUNNING":
+                return
+            left = slurm.end_of(job) - self.site.clock.now - seconds
+            if left > 0:
+                self.site.clock.after(min(left, 300.0), look)
+            else:
+                self.script.send(signal.SIGUSR2)
+
+        look()
+
+    def give_up(self, state: str, reason: str, comment: str) -> int:
+        self.slurm("scontrol", "update", f"JobId={self.job.id}", f"Comment={comment}")
+        self.site.clock.note(f"the chain ends: {reason}")
+        run = self.site.run
+        if self.site.disk_full():
+            self.site.told("only the log", self.job.id, 0)
+        elif not run.stop.exists():
+            write_atomic(run.stop, f"state: {state}\nreason: {reason}\n\nThe chain has ended.\n")
+        return 1
+
 
 class ChainWork(Work):
     """`job.sh` and `again.sh`."""
 
     def program(self) -> int:
         self.script.heeds = frozenset({signal.SIGTERM, signal.SIGUSR2})
-        self._warn()
+        self.warn(self.site.plan.signal_seconds)
         self.leaving = ""
         self.attempt: Attempt | None = None
         code = self._begin()
@@ -279,21 +306,6 @@ class ChainWork(Work):
                 return ended and 1
             self.script.wait(pause)
         return self._again("end", ended)
-
-    def _warn(self) -> None:
-        """Slurm's warning before the limit."""
-        job, allocation, slurm = self.job, self.job.allocation, self.site.slurm
-
-        def look() -> None:
-            if job.allocation != allocation or job.state != "RUNNING":
-                return
-            left = slurm.end_of(job) - self.site.clock.now - self.site.plan.signal_seconds
-            if left > 0:
-                self.site.clock.after(min(left, 300.0), look)
-            else:
-                self.script.send(signal.SIGUSR2)
-
-        look()
 
     def _begin(self) -> int:
         if self.fate.begin_fails:
@@ -358,14 +370,6 @@ class ChainWork(Work):
         step.heeds = frozenset({signal.SIGTERM})
         self.steps.append(step)
 
-    def _give_up(self, state: str, reason: str, comment: str) -> int:
-        self.slurm("scontrol", "update", f"JobId={self.job.id}", f"Comment={comment}")
-        self.site.clock.note(f"the chain ends: {reason}")
-        run = self.site.run
-        if not run.stop.exists() and not self.site.disk_full():
-            write_atomic(run.stop, f"state: {state}\nreason: {reason}\n\nThe chain has ended.\n")
-        return 1
-
     def _requeued(self) -> bool:
         found = re.search(r" Restarts=(\d+)", self.asked("scontrol", "show", "job", "--oneliner", str(self.job.id)))
         return found is not None and int(found[1]) > int(self.environment["SLURM_RESTART_COUNT"])
@@ -374,6 +378,7 @@ class ChainWork(Work):
         """`again.sh`: queue this job again, later each time."""
         self.script.heeds = frozenset()
         run, job = self.site.run, str(self.job.id)
+        self.site.told("failed", self.job.id, 0)
         what = f"{what} failed in job {job} on {self.job.batch_host} (exit code {code})"
         self.site.clock.note(what)
         if run.stop.exists():
@@ -383,9 +388,9 @@ class ChainWork(Work):
         if found := re.fullmatch(r"relayrun:begin-failed=(\d+)@(.*)", comment):
             failed, nodes = int(found[1]), [name for name in found[2].split(",") if name]
         if comment.startswith("relayrun:stopped-by="):
-            return self._give_up("stopped", f"stopped by {comment.partition('=')[2]}", comment)
+            return self.give_up("stopped", f"stopped by {comment.partition('=')[2]}", comment)
         if (run.triggers / "exit").exists():
-            return self._give_up("stopped", f"exit trigger, and {what}", comment)
+            return self.give_up("stopped", f"exit trigger, and {what}", comment)
         failed += 1
         delay = BEGIN_BACKOFF << (failed - 1)
         nodes += [self.job.batch_host] if self.job.batch_host not in nodes else []
@@ -409,14 +414,14 @@ class ChainWork(Work):
             if self.asked(*question, "--format=%i"):
                 return 1
             if (successor := self._cancelled_successor()) is not None:
-                return self._give_up("stopped", f"the successor, job {successor}, was cancelled", comment)
+                return self.give_up("stopped", f"the successor, job {successor}, was cancelled", comment)
             if self._requeued():
                 return 1
             state = self.asked("squeue", "--noheader", f"--jobs={job}", "--format=%T %L")
             if not re.search(r"^RUNNING| (0:00|INVALID)$", state):
-                return self._give_up("stopped", f"{what}, while Slurm ended the job", comment)
+                return self.give_up("stopped", f"{what}, while Slurm ended the job", comment)
             if failed >= MAX_FAILED_BEGINS:
-                return self._give_up("failed", f"{what}, {failed} times in a row", comment)
+                return self.give_up("failed", f"{what}, {failed} times in a row", comment)
             first = f"update JobId={job} Requeue=1\nupdate JobId={job} Comment={comment}\n"
             self.slurm("scontrol", lines=first)
             taken = comment
@@ -447,7 +452,7 @@ class ChainWork(Work):
         name = f"{self.site.plan.job_name}-fallback"
         if self.asked("squeue", "--noheader", "--me", f"--name={name}", "--states=PENDING", "--format=%i"):
             return 1
-        return self._give_up("failed", f"{what}, and Slurm does not queue the job again", comment)
+        return self.give_up("failed", f"{what}, and Slurm does not queue the job again", comment)
 
 
 class FallbackWork(Work):
@@ -455,6 +460,7 @@ class FallbackWork(Work):
 
     def program(self) -> int:
         self.script.heeds = frozenset({signal.SIGTERM, signal.SIGUSR2})
+        self.warn(FALLBACK_GIVE_UP_SECONDS)
         pause = 5.0
         while True:
             child = self.child("fallback", lambda: failover.run_fallback_job(Run(self.site.run.path)))
@@ -475,7 +481,5 @@ class FallbackWork(Work):
         if re.search(r" PreemptTime=\d", shown):
             self.slurm("scontrol", "requeue", str(self.job.id))
             return 1
-        if not self.site.run.stop.exists() and not self.site.disk_full():
-            words = "a job of the chain failed, and the fallback job could not queue another one"
-            write_atomic(self.site.run.stop, f"state: failed\nreason: {words}\n\nThe chain has ended.\n")
-        return 1
+        words = "a job of the chain failed, and the fallback job could not queue another one"
+        return self.give_up("failed", words, "relayrun:fallback-failed")
