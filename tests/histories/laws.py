@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from relayrun.control.rundir.plan import Plan
@@ -26,6 +27,7 @@ class Laws:
     slurm: Controller
     run: Run
     plan: Plan
+    disk_full: Callable[[], bool]
     broken: list[str] = field(default_factory=list)
     changed: dict[str, str] = field(default_factory=dict)
     """Options that a person changed in a waiting job of the chain, with the value."""
@@ -38,6 +40,10 @@ class Laws:
     person_stopped: bool = False
     jobs: int = 0
     """Starts of jobs of the chain."""
+    _barren: int = 0
+    """Starts of jobs since ranks started."""
+    script_killed: bool = False
+    """A batch script was killed."""
     excuses: int = 0
     """Starts that Slurm took back before they could save: node failures, preemptions, requeues by an operator."""
     owners: dict[int, int] = field(default_factory=dict)
@@ -63,6 +69,10 @@ class Laws:
             self.owners.pop(job, None)
         elif what == "failed":
             self.failed_nodes |= set(self.slurm.jobs[number].nodes[:1])
+            self._barren -= self.disk_full()  # such a try costs seconds, and the next may find room
+        elif what == "script killed":
+            self.failed_nodes |= set(self.slurm.jobs[number].nodes[:1])
+            self.script_killed = True
         elif what == "only the log":
             self.only_log = True
         elif what == "commit":
@@ -74,6 +84,7 @@ class Laws:
         if self.owners:
             self.fault("at most one owner", f"job {job} trains beside {self.owners}")
         self.owners[job] = number
+        self._barren = 0
         base = self.run.attempt(number).started_record().base_iteration
         if base < self.durable:
             self.fault("nothing durable lost", f"attempt {number} starts from {base}, and {self.durable} was durable")
@@ -95,13 +106,9 @@ class Laws:
             self._submitted(job)
         elif what.startswith("started"):
             self.jobs += 1
-            if self.jobs > self.most_jobs():
-                self.fault("never spinning", f"{self.jobs} starts of jobs for {self.durable} iterations")
-
-    def most_jobs(self) -> int:
-        """The most starts that progress justifies: each saved stretch, some failures after it, some failed begins."""
-        stretches = 1 + len({durable for _, durable in self.starts})
-        return stretches * (self.plan.chain.max_failed_attempts + MAX_FAILED_BEGINS + 2) + self.excuses
+            self._barren += 1
+            if self._barren > 2 * MAX_FAILED_BEGINS + self.excuses:
+                self.fault("never spinning", f"{self._barren} starts of jobs in a row without ranks")
 
     def _submitted(self, job: MemoryJob) -> None:
         blamed = self.run.node_failures.exists()
@@ -117,7 +124,8 @@ class Laws:
 
     def _tried(self, value: str) -> bool:
         """Nodes on which `begin` failed may be left out."""
-        return set(value.split(",")) <= self.failed_nodes | set(self.changed.get("exclude", "").split(","))
+        given = f"{self.changed.get('exclude', '')},{self.plan.sbatch_options.get('exclude', '')}"
+        return set(value.split(",")) <= self.failed_nodes | set(given.split(","))
 
 
     # what stands at a quiet moment
@@ -139,8 +147,9 @@ class Laws:
                 self.fault("no defect", f"{type(error).__name__}: {error}")
 
     def _is_told(self) -> bool:
-        """A person cancelled everything, or the log has the reason."""
-        return self.only_log or self.person_ended is not None or not self.plan.chain.auto_requeue
+        """A person cancelled everything, or the log has the reason, or nobody wanted a fallback job."""
+        unguarded = self.script_killed and not self.plan.fallback_job
+        return unguarded or self.only_log or self.person_ended is not None or not self.plan.chain.auto_requeue
 
     def _never_starts(self, job: MemoryJob) -> bool:
         return self.clock.now - max(job.submit, job.begin) > 7 * 86_400

@@ -67,7 +67,7 @@ class Site:
     disk_full: Callable[[], bool]
     told: Callable[[str, int, int], None]
     """Told when ranks start (`ranks`, attempt, job), commit (`commit`, iteration, job), are gone (`gone`, attempt, job);
-    when a script failed (`failed`, job, 0), or ends the chain on a full disk (`only the log`, job, 0)."""
+    when a script failed (`failed`, job, 0), was killed (`script killed`, job, 0), or ends the chain on a full disk (`only the log`, job, 0)."""
 
 
 class Ranks:
@@ -213,6 +213,8 @@ class Work:
     def _script_ended(self) -> None:
         for child in self.children:
             child.send(signal.SIGKILL)
+        if self.script.code is None:
+            self.site.told("script killed", self.job.id, 0)
         self.site.slurm.script_ended(self.job, 137 if self.script.code is None else self.script.code)
 
     def signal(self, number: signal.Signals, *, batch: bool, steps: bool) -> None:
@@ -471,12 +473,11 @@ class FallbackWork(Work):
             if not self.script.signals:
                 self.script.wait(pause)
             if self.script.signals:
-                return self._ended(child)
+                return self._ended()
             pause = min(2 * pause, 60.0)
 
-    def _ended(self, child: Program) -> int:
+    def _ended(self) -> int:
         self.script.heeds = frozenset()
-        self.finished(child)
         shown = self.slurm("scontrol", "show", "job", "--oneliner", str(self.job.id)) or ""
         if re.search(r" PreemptTime=\d", shown):
             self.slurm("scontrol", "requeue", str(self.job.id))

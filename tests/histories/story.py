@@ -64,9 +64,10 @@ class History:
         self.slurm = Controller(self.clock, nodes, self._begin_work)
         self.commands = Commands(self.slurm)
         self.operator = Commands(self.slurm, user=OPERATOR)
-        self.laws = Laws(self.clock, self.slurm, self.run, self.plan)
-        self.slurm.watchers.append(self.laws.job)
         self.full_until = 0.0
+        full = lambda: self.clock.now < self.full_until  # noqa: E731
+        self.laws = Laws(self.clock, self.slurm, self.run, self.plan, full)
+        self.slurm.watchers.append(self.laws.job)
         self.works: dict[int, Work] = {}
         self.clock.on_write = self._on_write
         self.bad_nodes: set[str] = set()
@@ -77,7 +78,7 @@ class History:
             plan=self.plan,
             commands=self.commands,
             fate=self._fate,
-            disk_full=lambda: self.clock.now < self.full_until,
+            disk_full=full,
             told=self.laws.ranks,
         )
         self.trouble = self.dice.choice([0.0, 0.1, 0.3, 0.6])
@@ -324,11 +325,13 @@ class History:
     def running_job_cancelled(self) -> None:
         if job := self._chain(running=True):
             self._ended_by_person()
+            self.laws.person_ended = self.clock.now
             self.slurm.cancel(job, 1000)
 
     def successor_cancelled(self) -> None:
         if job := self._chain(running=False):
             self._ended_by_person()
+            self.laws.person_ended = self.clock.now
             self.slurm.cancel(job, 1000)
 
     def stop_by_hand(self) -> None:
