@@ -35,8 +35,8 @@ class Laws:
     """Those of them that every later job must ask for."""
     clean: bool = True
     """No fault keeps a record from being written or Slurm from answering."""
-    person_ended: float | None = None
-    """Time at which a person ended the chain or cancelled a job that stands for it."""
+    person_ended: int | None = None
+    """A person ended the chain: no job with this id or a later one may train."""
     person_stopped: bool = False
     jobs: int = 0
     """Starts of jobs of the chain."""
@@ -88,7 +88,7 @@ class Laws:
         base = self.run.attempt(number).started_record().base_iteration
         if base < self.durable:
             self.fault("nothing durable lost", f"attempt {number} starts from {base}, and {self.durable} was durable")
-        if self.person_ended is not None:
+        if self.person_ended is not None and job >= self.person_ended:
             self.fault("a person's word stands", f"job {job} trains on after a person ended the chain")
         if self.run.stop.exists():
             self.fault("a person's word stands", f"job {job} trains though STOP is there")

@@ -67,7 +67,7 @@ class History:
         self.full_until = 0.0
         full = lambda: self.clock.now < self.full_until  # noqa: E731
         self.laws = Laws(self.clock, self.slurm, self.run, self.plan, full)
-        self.slurm.watchers.append(self.laws.job)
+        self.slurm.watchers += [self.laws.job, self._wake_watches]
         self.works: dict[int, Work] = {}
         self.clock.on_write = self._on_write
         self.bad_nodes: set[str] = set()
@@ -112,6 +112,14 @@ class History:
         self.works[job.id] = work = kind(self.site, job)
         return work
 
+    def _wake_watches(self, what: str, _job: MemoryJob) -> None:
+        """The real watch looks once a minute, and Slurm remembers a job for five."""
+        if what.startswith("ended"):
+            for work in self.works.values():
+                for child in work.children:
+                    if child.name.endswith("watch") and not child.over:
+                        self.clock.after(61.0, child.poke)
+
     def _fate(self, job: MemoryJob) -> Fate:
         fate = Fate()
         fate.begin_fails = job.batch_host in self.bad_nodes
@@ -126,11 +134,11 @@ class History:
             fate.crash_code = dice.choice([1, 7, 137, 139])
         elif kind == "begin":
             fate.begin_fails = True
-        elif kind == "script":
+        elif kind == "script" and job.name == self.plan.job_name:
             fate.script_killed_after = dice.choice([0.5, after])
         elif kind == "nosave":
             fate.saves = False
-        else:
+        elif kind == "kill":
             fate.kill_writes = {dice.choice(["begin", "end", "watch", "fallback"]): dice.randrange(25)}
         return fate
 
@@ -317,7 +325,7 @@ class History:
             except RelayrunError as error:
                 self.clock.note(f"cancel: {error.message}")
                 return 1
-            self.laws.person_ended = self.clock.now
+            self.laws.person_ended = 0
             return 0
 
         self.clock.start("relayrun cancel", cancel)
@@ -325,13 +333,13 @@ class History:
     def running_job_cancelled(self) -> None:
         if job := self._chain(running=True):
             self._ended_by_person()
-            self.laws.person_ended = self.clock.now
+            self.laws.person_ended = job.id
             self.slurm.cancel(job, 1000)
 
     def successor_cancelled(self) -> None:
         if job := self._chain(running=False):
             self._ended_by_person()
-            self.laws.person_ended = self.clock.now
+            self.laws.person_ended = job.id
             self.slurm.cancel(job, 1000)
 
     def stop_by_hand(self) -> None:
