@@ -350,7 +350,9 @@ class Controller:
         self.clock.after(REMEMBERED, lambda: self._forget(job))
 
     def _forget(self, job: MemoryJob) -> None:
-        if not job.live:
+        if self.clock.now < self.away_until:
+            self.clock.after(self.away_until - self.clock.now, lambda: self._forget(job))
+        elif not job.live:
             self.jobs.pop(job.id, None)
 
     def cancel(self, job: MemoryJob, by: int) -> None:

@@ -234,6 +234,9 @@ class History:
     def _act(self, act: Callable[[], None]) -> None:
         self.clock.note(act.__name__, who="STORY")
         self.events.append(act.__name__)
+        if self.clock.now < self.slurm.away_until and act not in (self.disk_is_full, self.exit_trigger, self.stop_by_hand):
+            self.clock.note("nothing: the controller is away", who="STORY")
+            return
         act()
 
     def _peace(self) -> None:
