@@ -78,6 +78,14 @@ def test_a_job_of_which_the_answer_of_slurm_is_not_known_is_compared_from_then_o
     assert wished_options(run) == {"partition": "fast"}
 
 
+def test_a_job_of_the_chain_of_which_a_full_disk_took_no_record_is_compared_from_then_on(run: Run) -> None:
+    late = replace(job(job_id="8", reservation="camp"), of_chain=True)  # its cluster's partition, account and QOS
+    note_changes(run, plan(run), replace(late, state="PENDING"))
+    assert wished_options(run) == {}
+    note_changes(run, plan(run), replace(late, options=late.options | {"partition": "low"}))
+    assert wished_options(run) == {"partition": "low"}
+
+
 def test_nodes_that_the_chain_left_out_are_no_wish(run: Run) -> None:
     accepted(run, exclude="n3")
     note_changes(run, plan(run), job(exclude="n0,n3", failed_on="n1"))

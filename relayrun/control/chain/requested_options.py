@@ -75,7 +75,7 @@ def record_accepted(run: Run, scheduler: Scheduler, job_id: str) -> None:
 def note_changes(run: Run, plan: Plan, job: Job) -> None:
     """Record the options of a waiting or beginning job that a person changed since Slurm accepted it."""
     known = read_requests(run)
-    accepted = known.accepted.get(job.id)
+    accepted = known.accepted.get(job.id, {} if job.of_chain else None)  # a full disk may have taken no record
     if not (accepted or job.options):
         return
     if accepted is None:

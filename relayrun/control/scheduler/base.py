@@ -60,6 +60,8 @@ class Job:
     ended_by_slurm: bool = False
     """Slurm itself ends the job, for its limit, a node, memory, or a deadline: nobody cancelled it."""
     preempted: bool = False
+    of_chain: bool = False
+    """A program of ours queued the job, by its comment; not a person's sbatch or a launcher."""
     failed_begins: int = 0
     """Consecutive failures of its `begin`, read from its comment."""
     stopped_by: str = ""

@@ -1,0 +1,165 @@
+"""What must hold of every history."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run, read_stop
+from relayrun.control.scheduler.base import MAX_FAILED_BEGINS
+from relayrun.control.scheduler.slurm_states import is_blocked
+from relayrun.errors import RelayrunError
+
+from .clock import START, Clock
+from .controller import Controller, MemoryJob
+
+CHAIN_OPTIONS = {"dependency", "comment", "begin", "job-name"}
+"""Options that the chain itself gives to its jobs."""
+
+
+@dataclass
+class Laws:
+    """Watches a history, and keeps what broke a law."""
+
+    clock: Clock
+    slurm: Controller
+    run: Run
+    plan: Plan
+    disk_full: Callable[[], bool]
+    broken: list[str] = field(default_factory=list)
+    changed: dict[str, str] = field(default_factory=dict)
+    """Options that a person changed in a waiting job of the chain, with the value."""
+    binding: dict[str, str] = field(default_factory=dict)
+    """Those of them that every later job must ask for."""
+    clean: bool = True
+    """No fault keeps a record from being written or Slurm from answering."""
+    person_ended: int | None = None
+    """A person ended the chain: no job with this id or a later one may train."""
+    person_stopped: bool = False
+    jobs: int = 0
+    """Starts of jobs of the chain."""
+    _barren: int = 0
+    """Starts of jobs since ranks started."""
+    script_killed: bool = False
+    """A batch script was killed."""
+    excuses: int = 0
+    """Starts that Slurm took back before they could save: node failures, preemptions, requeues by an operator."""
+    owners: dict[int, int] = field(default_factory=dict)
+    """By job: the attempt whose ranks live."""
+    durable: int = 0
+    only_log: bool = False
+    """The chain ended on a full disk: its log and the comment of its last job have the reason."""
+    failed_nodes: set[str] = field(default_factory=set)
+    """Nodes on which a batch script could not do its part."""
+    starts: list[tuple[int, int]] = field(default_factory=list)
+    """Attempt and durable iteration when its ranks started."""
+
+    def fault(self, law: str, words: str) -> None:
+        text = f"{law}: {words} (at {self.clock.now - START:.1f})"
+        self.clock.note(text, who="LAW")
+        self.broken.append(text)
+
+    # what happens
+
+    def ranks(self, what: str, number: int, job: int) -> None:
+        """Ranks start, commit a checkpoint, or are gone."""
+        if what == "gone":
+            self.owners.pop(job, None)
+        elif what == "failed":
+            self.failed_nodes |= set(self.slurm.jobs[number].nodes[:1])
+            self._barren -= self.disk_full()  # such a try costs seconds, and the next may find room
+        elif what == "script killed":
+            self.failed_nodes |= set(self.slurm.jobs[number].nodes[:1])
+            self.script_killed = True
+        elif what == "only the log":
+            self.only_log = True
+        elif what == "commit":
+            self.durable = max(self.durable, number)
+        else:
+            self._ranks_start(number, job)
+
+    def _ranks_start(self, number: int, job: int) -> None:
+        if self.owners:
+            self.fault("at most one owner", f"job {job} trains beside {self.owners}")
+        self.owners[job] = number
+        self._barren = 0
+        base = self.run.attempt(number).started_record().base_iteration
+        if base < self.durable:
+            self.fault("nothing durable lost", f"attempt {number} starts from {base}, and {self.durable} was durable")
+        if self.person_ended is not None and job >= self.person_ended:
+            self.fault("a person's word stands", f"job {job} trains on after a person ended the chain")
+        if self.run.stop.exists():
+            self.fault("a person's word stands", f"job {job} trains though STOP is there")
+        self.starts.append((number, self.durable))
+        row = self.plan.chain.max_failed_attempts + 1
+        last = [durable for _, durable in self.starts[-row:]]
+        if len(last) == row and len(set(last)) == 1:
+            self.fault("never spinning", f"{row} attempts in a row start from {self.durable}")
+
+    def job(self, what: str, job: MemoryJob) -> None:
+        """Slurm does something with a job."""
+        if job.name != self.plan.job_name:
+            return
+        if what == "submitted":
+            self._submitted(job)
+        elif what.startswith("started"):
+            self.jobs += 1
+            self._barren += 1
+            if self._barren > 2 * MAX_FAILED_BEGINS + self.excuses:
+                self.fault("never spinning", f"{self._barren} starts of jobs in a row without ranks")
+
+    def _submitted(self, job: MemoryJob) -> None:
+        blamed = self.run.node_failures.exists()
+        for name in job.asked.keys() - CHAIN_OPTIONS:
+            value = job.asked[name]
+            if name == "exclude" and (blamed or self._tried(value)):
+                continue
+            if self.changed.get(name) != value:
+                self.fault("wish kept", f"job {job.id} asks for {name}={value}, which nobody wished")
+        for name, value in self.binding.items():
+            if job.asked.get(name) != value:
+                self.fault("wish kept", f"job {job.id} does not ask for {name}={value}, as a person wished")
+
+    def _tried(self, value: str) -> bool:
+        """Nodes on which `begin` failed may be left out."""
+        given = f"{self.changed.get('exclude', '')},{self.plan.sbatch_options.get('exclude', '')}"
+        return set(value.split(",")) <= self.failed_nodes | set(given.split(","))
+
+
+    # what stands at a quiet moment
+
+    def quiet(self) -> None:
+        """Nothing fails any more, and time enough has passed for everything that was under way."""
+        ended = read_stop(self.run)
+        chain = [job for job in self.slurm.jobs.values() if job.name == self.plan.job_name and job.live]
+        behind = [job for job in self.slurm.jobs.values() if job.name == self.plan.fallback_job_name and job.live]
+        if ended is None and not chain and not behind and not self._is_told():
+            self.fault("never silent", "no job, no STOP")
+        for job in chain:
+            if job.waits and self._never_starts(job) and not is_blocked(job.state, job.reason):
+                self.fault("never silent", f"job {job.id} never starts ({job.reason}), and status does not say so")
+        if ended is not None:
+            self._ended(ended.state, ended.reason, chain)
+        for error in self.clock.errors:
+            if not isinstance(error, (RelayrunError, OSError)):
+                self.fault("no defect", f"{type(error).__name__}: {error}")
+
+    def _is_told(self) -> bool:
+        """A person cancelled everything, or the log has the reason, or nobody wanted a fallback job."""
+        unguarded = self.script_killed and not self.plan.fallback_job
+        return unguarded or self.only_log or self.person_ended is not None or not self.plan.chain.auto_requeue
+
+    def _never_starts(self, job: MemoryJob) -> bool:
+        return self.clock.now - max(job.submit, job.begin) > 7 * 86_400
+
+    def _ended(self, state: str, reason: str, chain: list[MemoryJob]) -> None:
+        if state == "done" and self.durable < (self.plan.total_steps or 0):
+            self.fault("the reason is true", f"done at {self.durable} of {self.plan.total_steps}")
+        said = re.search(r"cancel|stopped by|exit trigger|by hand", reason)
+        if said and not self.person_stopped:
+            self.fault("the reason is true", f"STOP says {reason!r}, and no person did anything")
+        for job in chain:
+            if job.state == "RUNNING":
+                self.fault("a person's word stands", f"job {job.id} still runs after STOP: {reason}")
