@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -298,18 +300,36 @@ def test_a_step_on_the_batch_host_asks_for_it_by_its_name(tmp_path: Path, monkey
         assert not [word for word in words if word.startswith("--relative")]
 
 
-def test_a_job_that_is_queued_again_takes_another_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("relayrun.control.scheduler.slurm.SlurmNodes.expand", lambda _self, nodes: [nodes])
-    ports = []
-    for count in (None, "0", "1", "2"):
-        monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
-        if count is not None:
-            monkeypatch.setenv("SLURM_RESTART_COUNT", count)
-        launch = Slurm().rank_launch(Plan.of(PLAN), parse_job(LINE), leave_signal=None)
-        ports.append(int(launch.environment["MASTER_PORT"]))
-    assert ports[0] == ports[1] == 20_017
-    assert len(set(ports)) == 3
-    assert all(20_000 <= port < 40_000 for port in ports)
+def rendezvous(monkeypatch: pytest.MonkeyPatch, slurm: Slurm, name: str = "localhost") -> tuple[str, int]:
+    monkeypatch.setattr("relayrun.control.scheduler.slurm.SlurmNodes.expand", lambda _self, _nodes: [name])
+    found = slurm.rank_launch(Plan.of(PLAN), parse_job(LINE), leave_signal=None).environment
+    return found["MASTER_ADDR"], int(found["MASTER_PORT"])
+
+
+def test_each_start_meets_at_a_free_port_that_no_connection_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ports = tmp_path / "range"
+    ports.write_text("21000\t60999\n")
+    monkeypatch.setattr(local_srun, "CONNECTION_PORTS_FILE", ports)
+    with contextlib.ExitStack() as held:
+        for port in range(local_srun.LOWEST_PORT, 21_000, 2):
+            listener = held.enter_context(socket.socket())
+            with contextlib.suppress(OSError):  # another program has it
+                listener.bind(("", port))
+        found = {rendezvous(monkeypatch, Slurm())[1] for _ in range(20)}
+    assert all(local_srun.LOWEST_PORT < port < 21_000 and port % 2 for port in found)
+    assert len(found) > 10  # the next start does not meet the same neighbour again
+
+
+def test_a_node_whose_name_does_not_resolve_is_reached_by_its_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm = slurm_of(tmp_path, monkeypatch, scontrol="echo 'NodeName=n.invalid NodeAddr=10.1.2.3 NodeHostName=n'")
+    assert rendezvous(monkeypatch, slurm, "n.invalid")[0] == "10.1.2.3"
+    assert rendezvous(monkeypatch, slurm)[0] == "localhost"
+    slurm = slurm_of(tmp_path, monkeypatch, scontrol="exit 1")
+    assert rendezvous(monkeypatch, slurm, "n.invalid")[0] == "n.invalid"  # the ranks say why
 
 
 RESERVATION = (

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ from relayrun.control.scheduler.base import (
     UsableNodes,
     clean_environment,
 )
+from relayrun.control.scheduler.local_srun import free_port
 from relayrun.control.scheduler.slurm_commands import (
     BEGIN_FAILED_COMMENT,
     COMMENT_PREFIX,
@@ -272,8 +274,6 @@ class Slurm(SlurmCommands, Scheduler):
         name = "" if leave_signal is None else leave_signal.name.removeprefix("SIG")
         cpus = job.options.get("cpus-per-task", str(plan.cpus_per_task))
         nodes = self.nodes.expand(job.nodes)
-        # one port per job and requeue: jobs that share a node must not meet
-        port = 20_000 + (int(job.id) + 7_001 * int(os.environ.get("SLURM_RESTART_COUNT") or 0)) % 20_000
         if plan.outlives_nodes:
             command = self.agent_command(plan, nodes=1, cpus_per_task=cpus)
             command.insert(1, "--overlap")  # else a step waits until another step ends
@@ -285,8 +285,19 @@ class Slurm(SlurmCommands, Scheduler):
             command=command,
             nodes=nodes if plan.outlives_nodes else (),
             signal_command=["scancel", f"--signal={name}", job.id] if name else ["true"],
-            environment={"MASTER_ADDR": nodes[0], "MASTER_PORT": str(port)},
+            # this is the batch host, the first node; a taken port, or a lost race for it, is another in the next job
+            environment={"MASTER_ADDR": self._resolvable(nodes[0]), "MASTER_PORT": str(free_port(""))},
         )
+
+    def _resolvable(self, node: str) -> str:
+        """Return the node's name or, if it does not resolve here, the address that Slurm uses."""
+        try:
+            socket.getaddrinfo(node, None)
+        except OSError:
+            with contextlib.suppress(SchedulerError):
+                found = re.search(r" NodeAddr=(\S+)", self._once(["scontrol", "show", "node", "--oneliner", node]))
+                return found[1] if found else node
+        return node
 
     def every_task_command(self, plan: Plan, *, nodes: int, cpus_per_task: str) -> list[str]:
         """Return the command prefix that starts a program once per rank."""
