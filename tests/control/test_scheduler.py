@@ -5,6 +5,7 @@ import math
 import os
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -330,6 +331,36 @@ def test_a_node_whose_name_does_not_resolve_is_reached_by_its_address(
     assert rendezvous(monkeypatch, slurm)[0] == "localhost"
     slurm = slurm_of(tmp_path, monkeypatch, scontrol="exit 1")
     assert rendezvous(monkeypatch, slurm, "n.invalid")[0] == "n.invalid"  # the ranks say why
+
+
+@pytest.mark.parametrize(
+    ("memory", "options", "dropped", "kept"),
+    [
+        ("MinMemoryCPU=50M", [], ["SLURM_MEM_PER_NODE", "SLURM_MEM_PER_GPU"], ["SLURM_MEM_PER_CPU"]),
+        ("MinMemoryNode=50M", [], ["SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU"], ["SLURM_MEM_PER_NODE"]),
+        ("MinMemoryNode=0", [], [], ["SLURM_MEM_PER_CPU", "SLURM_GPUS_PER_NODE"]),
+        ("MinMemoryNode=0", ["--gres=gpu:1"], ["SLURM_GPUS_PER_NODE", "SLURM_GPUS"], []),
+        ("MinMemoryNode=0", ["--gpus-per-node=1"], ["SLURM_GPUS_PER_NODE", "SLURM_GPUS"], []),
+    ],
+)
+def test_variables_of_the_job_in_which_a_job_was_submitted_do_not_reach_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, memory: str, options: list[str], dropped: list[str], kept: list[str]
+) -> None:
+    """`sbatch` inside of `salloc --mem=100` hands on SLURM_MEM_PER_NODE, and beside --mem-per-cpu srun refuses it."""
+    monkeypatch.setattr("relayrun.control.scheduler.slurm.SlurmNodes.expand", lambda _self, _nodes: ["localhost"])
+    job = parse_job(LINE.replace("MinMemoryNode=100M", memory))
+    unset = Slurm().rank_launch(replace(Plan.of(PLAN), srun_options=options), job, leave_signal=None).unset
+    assert {"SLURM_TIMELIMIT", "SLURM_TRES_PER_TASK", *dropped} <= set(unset)
+    assert not set(kept) & set(unset)
+
+
+def test_the_options_of_a_job_that_asks_for_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = "PartitionName=low Default=NO\nPartitionName=debug Default=YES\n"
+    account = 'case "$*" in *DefaultAccount*) echo proj ;; *) echo ;; esac'
+    slurm = slurm_of(tmp_path, monkeypatch, scontrol=f"printf '{rows}'", sacctmgr=account)
+    assert slurm.default_options() == {"partition": "debug", "account": "proj", "qos": "normal"}
+    slurm = slurm_of(tmp_path, monkeypatch, scontrol=f"printf '{rows}'", sacctmgr="echo You are not running; exit 1")
+    assert slurm.default_options() == {"partition": "debug"}  # without accounting
 
 
 RESERVATION = (

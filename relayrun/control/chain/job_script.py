@@ -217,6 +217,7 @@ def attempt_environment(
     signal_command: Sequence[str],
     leave_signal: str,
     leave_from: int = 0,
+    unset: Sequence[str] = (),
 ) -> str:
     """Return the text of an attempt's job.env, which job.sh sources: variables, three arrays, and the signal to leave.
 
@@ -224,6 +225,7 @@ def attempt_environment(
     before which Slurm's warning comes too early.
     """
     return _text(
+        *([f"unset {' '.join(unset)}"] if unset else []),
         *export_lines(environment),
         f"modules=({shlex.join(modules)})",
         f"task_command=({shlex.join(task_command)})",

@@ -119,7 +119,7 @@ def _decide_and_open(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) ->
         campaign.start_due_members_of(run)
         return EXIT_CHAIN_ENDS
     job = replace(job, options=jobs.options_without_tried_nodes(job, scheduler))
-    requested_options.note_changes(run, plan, job)
+    requested_options.note_changes(run, plan, job, defaults=scheduler.default_options)
     attempt = _open_attempt(run, plan, scheduler, job, line, base, rolled_back=chosen is not None)
     chained = plan.chain.auto_requeue and plan.chain.mode == "singleton"
     followed = chained and _queue_successor(run, plan, scheduler, attempt, job_id)
@@ -438,6 +438,7 @@ def _environment(
             nodes=launch.nodes,
         ),
         signal_command=launch.signal_command,
+        unset=launch.unset,
         leave_signal="" if leave is None else leave.name.removeprefix("SIG"),
         # Slurm's warning is the plan's: in a job with less time it comes with the start
         leave_from=math.floor((begin.job_end_time or 0) - begin.grace_period)

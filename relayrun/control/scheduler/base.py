@@ -155,6 +155,8 @@ class RankLaunch:
     """Command that sends the signal to all ranks; empty if the batch script signals the task starter itself."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """MASTER_ADDR and MASTER_PORT, if they are known before the ranks start."""
+    unset: Sequence[str] = ()
+    """Variables of another job, in which the job was submitted: the task starter would obey them."""
 
 
 class MinimumNodes(NamedTuple):
@@ -336,6 +338,10 @@ class Scheduler(ABC):
     def cancelled_by(self, job_id: str) -> str | None:
         """Return the name of the user who cancelled the job; None if it is not known."""
         return None
+
+    def default_options(self) -> Mapping[str, str]:
+        """Return the options of a job that asks for none, such as the default partition, if they are known."""
+        return {}
 
     def single_task_command(self, plan: Plan, *, cpus_per_task: str) -> list[str]:
         """Return the command prefix with which a job outside the chain starts one task with so many processors."""

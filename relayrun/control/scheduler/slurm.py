@@ -35,6 +35,7 @@ from relayrun.control.scheduler.slurm_commands import (
     NoAnswerError,
     SlurmCommands,
     are_gpus_ambiguous,
+    asks_for_gpus,
     gpu_options_like_script,
     is_job_text_ambiguous,
     parse_job,
@@ -285,6 +286,7 @@ class Slurm(SlurmCommands, Scheduler):
             command=command,
             nodes=nodes if plan.outlives_nodes else (),
             signal_command=["scancel", f"--signal={name}", job.id] if name else ["true"],
+            unset=_foreign_variables(plan, job),
             # this is the batch host, the first node; a taken port, or a lost race for it, is another in the next job
             environment={"MASTER_ADDR": self._resolvable(nodes[0]), "MASTER_PORT": str(free_port(""))},
         )
@@ -298,6 +300,17 @@ class Slurm(SlurmCommands, Scheduler):
                 found = re.search(r" NodeAddr=(\S+)", self._once(["scontrol", "show", "node", "--oneliner", node]))
                 return found[1] if found else node
         return node
+
+    def default_options(self) -> Mapping[str, str]:
+        found: dict[str, str] = {}
+        with contextlib.suppress(SchedulerError):
+            found["partition"] = next(row["PartitionName"] for row in self.partitions() if row.get("Default") == "YES")
+        with contextlib.suppress(SchedulerError, StopIteration):
+            show, me = ["sacctmgr", "--noheader", "--parsable2", "show"], user_name(os.getuid())
+            found["account"] = self._once([*show, "user", me, "format=DefaultAccount"]).split()[0]
+            where = [f"user={me}", f"account={found['account']}", "format=DefaultQOS"]
+            found["qos"] = (self._once([*show, "association", *where]).split() or ["normal"])[0]
+        return found
 
     def every_task_command(self, plan: Plan, *, nodes: int, cpus_per_task: str) -> list[str]:
         """Return the command prefix that starts a program once per rank."""
@@ -342,6 +355,24 @@ class Slurm(SlurmCommands, Scheduler):
 SCHEDULER = Slurm
 _SRUN = ["srun", "--kill-on-bad-exit=1", "--export=ALL"]
 _NO_RESOURCES = ["--cpus-per-task=1", "--cpu-bind=none", "--mem=0", "--gres=none", "--input=none", "--quiet"]
+
+
+_MEMORY_VARIABLES = {"SLURM_MEM_PER_CPU": "mem-per-cpu", "SLURM_MEM_PER_NODE": "mem", "SLURM_MEM_PER_GPU": ""}
+
+
+def _foreign_variables(plan: Plan, job: Job) -> list[str]:
+    """Return srun's variables that are not the job's own: sbatch hands on those of the job or `salloc` that it runs in.
+
+    srun accepts one kind of memory, a time limit of its own, and GPUs in one way only; the processors of a task are
+    among its options.
+    """
+    names = ["SLURM_TIMELIMIT", "SLURM_TRES_PER_TASK"]
+    if job.options.keys() & {"mem", "mem-per-cpu"}:
+        names += [name for name, option in _MEMORY_VARIABLES.items() if option not in job.options]
+    asked = dict(option.removeprefix("--").partition("=")[::2] for option in plan.srun_options)
+    if asks_for_gpus(asked) or "gpus-per-node" in asked:
+        names += ["SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK"]
+    return names
 
 
 def _step_beside(job_id: str, *, nodes: int) -> list[str]:
