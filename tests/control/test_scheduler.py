@@ -378,6 +378,30 @@ def test_when_a_reservation_ends_that_ends_its_jobs(tmp_path: Path, monkeypatch:
     assert asked('echo "Reservation res not found" >&2; exit 1') is None
 
 
+def test_a_job_ends_with_its_limit_its_reservation_or_a_maintenance_of_its_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = parse_job(LINE.replace("Reservation=res", "Reservation=(null)"))
+    maintenance = RESERVATION.replace("=res ", "=mend ").replace("IGNORE_JOBS", "MAINT,IGNORE_JOBS")
+    maintenance = maintenance.replace("2026-11-21T04:00:00", "2026-11-21T05:00:00").replace("Nodes=n3", "Nodes=n[1-3]")
+
+    def end(*reservations: str, of: Job = job) -> tuple[float | None, str]:
+        script = "\n".join(["true", *(f'echo "{each}"' for each in reservations)])
+        return slurm_of(tmp_path, monkeypatch, scontrol=script).job_end(of)
+
+    assert end() == (job.end_time, "")
+    assert end(RESERVATION, "No reservations in the system") == (job.end_time, "")  # of others
+    assert end(RESERVATION, of=parse_job(LINE)) == (parse_timestamp("2026-11-21T06:00:00"), "reservation res ends")
+    assert end(RESERVATION.replace("SPEC_NODES", "FLEX"), of=parse_job(LINE)) == (job.end_time, "")
+    begins = (parse_timestamp("2026-11-21T05:00:00"), "maintenance mend begins")
+    assert end(RESERVATION, maintenance) == end(RESERVATION, maintenance, of=parse_job(LINE)) == begins
+    assert end(maintenance.replace("n[1-3]", "n[2-3]")) == (job.end_time, "")
+    assert end(maintenance.replace("StartTime=2026-11-21T05", "StartTime=2026-11-21T03")) == (job.end_time, "")
+    assert end(maintenance, of=replace(job, end_time=None)) == begins
+    assert end(of=replace(job, end_time=None)) == (None, "")
+    assert slurm_of(tmp_path, monkeypatch, scontrol="exit 1").job_end(job) == (job.end_time, "")
+
+
 @pytest.mark.parametrize("flag", ["HOURLY", "DAILY", "WEEKDAY", "WEEKEND", "WEEKLY", "NO_HOLD_JOBS_AFTER_END"])
 def test_a_reservation_that_comes_again_ends_its_jobs_and_is_not_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str

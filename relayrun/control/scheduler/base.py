@@ -326,6 +326,10 @@ class Scheduler(ABC):
         """Delay the start of a queued job to `delay` seconds from now or later."""
         raise SchedulerError("this scheduler cannot delay a queued job")
 
+    def job_end(self, job: Job) -> tuple[float | None, str]:
+        """Return when a running job ends, by what is known now, and what ends it; empty if its time limit does."""
+        return job.end_time, ""
+
     def reservation_end(self, name: str, *, for_good: bool = False) -> float | None:
         """Return when this reservation, and the jobs in it, end; None if the jobs go on or it is not known. `for_good`:
         the time from which no further job of it can start; infinity if it repeats, or jobs may go on without it."""

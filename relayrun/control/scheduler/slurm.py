@@ -27,6 +27,7 @@ from relayrun.control.scheduler.base import (
     UsableNodes,
     clean_environment,
 )
+from relayrun.control.scheduler.error_lines import expand_nodelist
 from relayrun.control.scheduler.local_srun import free_port
 from relayrun.control.scheduler.slurm_commands import (
     BEGIN_FAILED_COMMENT,
@@ -115,13 +116,32 @@ class Slurm(SlurmCommands, Scheduler):
             return None
         return None if found is None else user_name(int(found[1]))
 
-    def reservation_end(self, name: str, *, for_good: bool = False) -> float | None:
+    def job_end(self, job: Job) -> tuple[float | None, str]:
+        ends = [] if job.end_time is None else [(job.end_time, "")]
+        nodes = set(expand_nodelist(job.nodes))
+        for name, found in self._reservations().items():
+            flags, begin = _reservation_flags(found), parse_timestamp(found.get("StartTime", ""))
+            over = parse_timestamp(found.get("EndTime", ""))
+            if name == job.options.get("reservation"):
+                ends += [(over, f"reservation {name} ends")] if over is not None and "FLEX" not in flags else []
+            elif "MAINT" in flags and nodes & set(expand_nodelist(found.get("Nodes", ""))):
+                later = begin is not None and begin > (job.start_time or 0)  # the job started in spite of it
+                ends += [(begin, f"maintenance {name} begins")] if begin is not None and later else []
+        return min(ends, default=(None, ""))
+
+    def _reservations(self) -> dict[str, dict[str, str]]:
+        """Return the fields of each reservation by its name; empty if Slurm does not answer."""
         try:
-            text = self._once(["scontrol", "show", "reservation", "--oneliner", name])
+            text = self._once(["scontrol", "show", "reservation", "--oneliner"])
         except SchedulerError:
+            return {}
+        rows = [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in text.splitlines()]
+        return {row["ReservationName"]: row for row in rows if "ReservationName" in row}
+
+    def reservation_end(self, name: str, *, for_good: bool = False) -> float | None:
+        if (found := self._reservations().get(name)) is None:
             return None
-        found = dict(re.findall(r"(\S+?)=(\S*)", text))
-        flags = set(found.get("Flags", "").split(","))
+        flags = _reservation_flags(found)
         if for_good and flags & LASTING_RESERVATIONS:
             return math.inf
         if "FLEX" in flags:  # jobs may go on after its end
@@ -373,6 +393,10 @@ def _foreign_variables(plan: Plan, job: Job) -> list[str]:
     if asks_for_gpus(asked) or "gpus-per-node" in asked:
         names += ["SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK"]
     return names
+
+
+def _reservation_flags(fields: Mapping[str, str]) -> set[str]:
+    return set(fields.get("Flags", "").split(","))
 
 
 def _step_beside(job_id: str, *, nodes: int) -> list[str]:
