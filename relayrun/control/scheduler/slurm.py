@@ -327,7 +327,7 @@ class Slurm(SlurmCommands, Scheduler):
             found["partition"] = next(row["PartitionName"] for row in self.partitions() if row.get("Default") == "YES")
         with contextlib.suppress(SchedulerError, StopIteration):
             show, me = ["sacctmgr", "--noheader", "--parsable2", "show"], user_name(os.getuid())
-            found["account"] = self._once([*show, "user", me, "format=DefaultAccount"]).split()[0]
+            found["account"] = next(iter(self._once([*show, "user", me, "format=DefaultAccount"]).split()))
             where = [f"user={me}", f"account={found['account']}", "format=DefaultQOS"]
             found["qos"] = (self._once([*show, "association", *where]).split() or ["normal"])[0]
         return found
