@@ -302,7 +302,7 @@ def test_a_step_on_the_batch_host_asks_for_it_by_its_name(tmp_path: Path, monkey
 
 
 def rendezvous(monkeypatch: pytest.MonkeyPatch, slurm: Slurm, name: str = "localhost") -> tuple[str, int]:
-    monkeypatch.setattr("relayrun.control.scheduler.slurm.SlurmNodes.expand", lambda _self, _nodes: [name])
+    monkeypatch.setattr("relayrun.control.scheduler.slurm_nodes.SlurmNodes.expand", lambda _self, _nodes: [name])
     found = slurm.rank_launch(Plan.of(PLAN), parse_job(LINE), leave_signal=None).environment
     return found["MASTER_ADDR"], int(found["MASTER_PORT"])
 
@@ -347,7 +347,7 @@ def test_variables_of_the_job_in_which_a_job_was_submitted_do_not_reach_the_rank
     monkeypatch: pytest.MonkeyPatch, memory: str, options: list[str], dropped: list[str], kept: list[str]
 ) -> None:
     """`sbatch` inside of `salloc --mem=100` hands on SLURM_MEM_PER_NODE, and beside --mem-per-cpu srun refuses it."""
-    monkeypatch.setattr("relayrun.control.scheduler.slurm.SlurmNodes.expand", lambda _self, _nodes: ["localhost"])
+    monkeypatch.setattr("relayrun.control.scheduler.slurm_nodes.SlurmNodes.expand", lambda _self, _nodes: ["localhost"])
     job = parse_job(LINE.replace("MinMemoryNode=100M", memory))
     unset = Slurm().rank_launch(replace(Plan.of(PLAN), srun_options=options), job, leave_signal=None).unset
     assert {"SLURM_TIMELIMIT", "SLURM_TRES_PER_TASK", *dropped} <= set(unset)
@@ -424,6 +424,80 @@ def test_a_job_that_slurm_ends_with_its_reservation_was_not_cancelled(
         script = f'echo "{line.format(reason=reason)}"'
         slurm = slurm_of(tmp_path, monkeypatch, scontrol=script, sinfo="echo idle")
         assert slurm.cancelled("17", nodes="n[0-1]") is cancelled
+
+
+@pytest.mark.parametrize(
+    ("json", "accounting", "cancelled"),
+    [  # scontrol's JSON of 24.11 and 26.05; that of 22.05 hides the state, too
+        ('["CANCELLED","COMPLETING"]', "", True),
+        ('["TIMEOUT","COMPLETING"]', "", False),
+        ('["PREEMPTED","COMPLETING"]', "CANCELLED by 0", False),
+        ('["COMPLETING"]', "CANCELLED by 1000", True),
+        ('"COMPLETING"', "CANCELLED by 1000", True),
+        ('"COMPLETING"', "NODE_FAIL", False),
+        ('"COMPLETING"', "RUNNING", True),  # no cause is left
+        ("", "", True),
+    ],
+)
+def test_how_slurm_ends_the_own_job_is_asked_before_it_is_concluded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, json: str, accounting: str, cancelled: bool
+) -> None:
+    line = LINE.replace("JobState=RUNNING", "JobState=COMPLETING").replace("EndTime=2026-11-22", "EndTime=2026-11-21")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    answer = f'echo \'{{"jobs": [{{"job_state": {json}}}]}}\'' if json else "exit 1"
+    scontrol = f'case "$*" in *--json*) {answer} ;; *) echo "{line}" ;; esac'
+    slurm = slurm_of(tmp_path, monkeypatch, scontrol=scontrol, sinfo="echo idle", sacct=f"echo {accounting}")
+    assert slurm.cancelled("17", nodes="n[0-1]") is cancelled
+
+
+def test_a_preemption_from_which_a_job_has_come_back_is_over() -> None:
+    """Slurm 24.11 keeps its time."""
+    earlier, later = (LINE.replace("PreemptTime=None", f"PreemptTime=2026-11-2{day}T04:49:00") for day in (0, 1))
+    assert not parse_job(earlier).preempted
+    assert parse_job(later).preempted
+
+
+def test_nodes_that_a_controller_does_not_know_yet_are_neither_down_nor_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm 26.05, right after `scontrol reconfigure`."""
+    refused = "echo 'allocation failure: Requested node configuration is not available' >&2; exit 1"
+    for states, known in (("unknown unknown*", False), ("idle down*", True), ("idle*", True)):
+        words = " ".join(f"'{state}'" for state in states.split())
+        slurm = slurm_of(tmp_path, monkeypatch, sinfo=f"printf '%s\\n' {words}", sbatch=refused)
+        assert slurm._node_is_down("n0") is known
+        assert slurm.nodes.enough_up(Plan.of(PLAN), tmp_path / "job", {}) is not known
+
+
+@pytest.mark.parametrize(
+    ("said", "states", "away"),
+    [
+        (
+            "Requested node configuration is not available",
+            "n0 idle\nn1 drained\nn2 maint",
+            ["n1 (drained)", "n2 (maint)"],
+        ),
+        ("Requested node configuration is not available", "n0 idle\nn1 mixed", []),
+        ("Invalid partition name specified", "n0 drained", []),
+    ],
+)
+def test_a_job_that_waits_for_nodes_that_are_away_is_not_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    said: str,
+    states: str,
+    away: list[str],
+) -> None:
+    sbatch = f"case \"$*\" in *--test-only*) echo 'allocation failure: {said}' >&2; exit 1 ;; *) echo 7 ;; esac"
+    slurm = slurm_of(tmp_path, monkeypatch, sbatch=sbatch, sinfo=f"printf '{states}\\n'")
+    plan = replace(Plan.of(PLAN), log_folder=str(tmp_path))
+    if not away:
+        with pytest.raises(SchedulerError, match=said):
+            slurm.submit_first(plan, tmp_path / "job")
+        return
+    assert slurm.submit_first(plan, tmp_path / "job") == "7"
+    assert f"the job waits for some of {', '.join(away)}" in caplog.text
 
 
 @pytest.mark.parametrize(

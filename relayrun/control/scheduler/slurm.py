@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import math
 import os
 import re
@@ -26,6 +28,7 @@ from relayrun.control.scheduler.base import (
     Scheduler,
     UsableNodes,
     clean_environment,
+    is_live_state,
 )
 from relayrun.control.scheduler.error_lines import expand_nodelist
 from relayrun.control.scheduler.local_srun import free_port
@@ -36,14 +39,23 @@ from relayrun.control.scheduler.slurm_commands import (
     NoAnswerError,
     SlurmCommands,
     are_gpus_ambiguous,
-    asks_for_gpus,
+    foreign_variables,
     gpu_options_like_script,
     is_job_text_ambiguous,
     parse_job,
     parse_timestamp,
 )
+from relayrun.control.scheduler.slurm_nodes import (
+    NODES_TEST_SECONDS,
+    SlurmNodes,
+    minimum_changes,
+    says_too_few_nodes,
+    unusable_nodes,
+)
 from relayrun.errors import ConfigError, SchedulerError, user_name
 from relayrun.slurmtime import format_time
+
+log = logging.getLogger(__name__)
 
 COMPLETING_SECONDS = 30.0
 """Seconds for which `cancelled` waits until a completing job has its final state."""
@@ -94,9 +106,12 @@ class Slurm(SlurmCommands, Scheduler):
     def cancelled(self, job_id: str, *, nodes: str) -> bool:
         job = self.query(job_id)
         if job_id == os.environ.get("SLURM_JOB_ID") and job is not None and job.state == "COMPLETING":
-            # While its batch script, in which this runs, lives, a job that Slurm ends is COMPLETING, whatever
-            # the cause. It was cancelled if Slurm gives no reason, and it was no preemption, nor one of its nodes
-            # (a lost one is no longer in its own list).
+            # While its batch script, in which this runs, lives, a job that Slurm ends is COMPLETING, whatever the
+            # cause. Where no field names it, the job was cancelled if Slurm gives no reason, and it was no preemption,
+            # nor one of its nodes (a lost one is no longer in its own list).
+            said = self._states_beside_completing(job_id) or self._accounted_state(job_id).split()[:1]
+            if said and not is_live_state(said[0]):
+                return said[0] == "CANCELLED"
             return not (job.at_limit or job.ended_by_slurm or job.preempted) and not self._node_is_down(nodes)
         deadline = time.monotonic() + COMPLETING_SECONDS
         while job is not None and job.state == "COMPLETING" and time.monotonic() < deadline:
@@ -104,16 +119,30 @@ class Slurm(SlurmCommands, Scheduler):
             job = self.query(job_id)
         return job is not None and job.state == "CANCELLED"
 
+    def _states_beside_completing(self, job_id: str) -> list[str]:
+        """Return the other states of a completing job: newer Slurm tells them in JSON. Empty if it does not."""
+        try:
+            (job,) = json.loads(self._once(["scontrol", "show", "job", "--json", job_id]))["jobs"]
+            states = job["job_state"]
+        except (SchedulerError, ValueError, KeyError, TypeError):
+            return []
+        return [each for each in states if each != "COMPLETING"] if isinstance(states, list) else []
+
     def _node_is_down(self, nodes: str) -> bool:
         states = self.ask(["sinfo", "--noheader", f"--nodes={nodes}", "--format=%T"]).split()
-        return any(state.rstrip("*").startswith(("down", "fail")) or state.endswith("*") for state in states)
+        known = [state for state in states if not state.startswith("unknown")]  # since a moment, after a reconfigure
+        return any(state.rstrip("*").startswith(("down", "fail")) or state.endswith("*") for state in known)
 
-    def cancelled_by(self, job_id: str) -> str | None:
+    def _accounted_state(self, job_id: str) -> str:
+        """Return the state of a job in the accounting, such as `CANCELLED by 1000`; empty if there is none."""
         try:
             command = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job_id}", "--format=State"]
-            found = re.search(r"CANCELLED by (\d+)", self._once(command))
-        except SchedulerError:  # no accounting
-            return None
+            return self._once(command).strip()
+        except SchedulerError:
+            return ""
+
+    def cancelled_by(self, job_id: str) -> str | None:
+        found = re.search(r"CANCELLED by (\d+)", self._accounted_state(job_id))
         return None if found is None else user_name(int(found[1]))
 
     def job_end(self, job: Job) -> tuple[float | None, str]:
@@ -167,12 +196,15 @@ class Slurm(SlurmCommands, Scheduler):
         try:
             self.test(script)
         except SchedulerError as error:
-            if plan.spare_nodes and _says_too_few_nodes(error):
+            if plan.spare_nodes and says_too_few_nodes(error):
                 error.hint = (
                     f"job.nodes and job.spare_nodes ask for {plan.nodes_of_job} nodes; where so many are not up, "
                     "set job.spare_nodes to fewer"
                 )
-            raise
+                raise
+            if not (away := unusable_nodes(self, error)):
+                raise
+            log.warning("too few nodes can be used now; the job waits for some of %s", ", ".join(away))
         try:
             if evaluation is not None:
                 self.test(evaluation)
@@ -239,7 +271,7 @@ class Slurm(SlurmCommands, Scheduler):
                 self.update_job(job_id, "Requeue=1")
         later = [f"StartTime=now+{delay}"] * bool(delay) + self._nodes_come_back(job)
         # separate updates, since a site may refuse one, but a single process: the requeue ends this job
-        changes = filter(None, [later, _minimum_changes(minimum)])
+        changes = filter(None, [later, minimum_changes(minimum)])
         updates = [" ".join([f"update JobId={job_id}", *each]) for each in changes]
         try:
             if updates:
@@ -306,7 +338,7 @@ class Slurm(SlurmCommands, Scheduler):
             command=command,
             nodes=nodes if plan.outlives_nodes else (),
             signal_command=["scancel", f"--signal={name}", job.id] if name else ["true"],
-            unset=_foreign_variables(plan, job),
+            unset=foreign_variables(job.options, plan.srun_options),
             # this is the batch host, the first node; a taken port, or a lost race for it, is another in the next job
             environment={"MASTER_ADDR": self._resolvable(nodes[0]), "MASTER_PORT": str(free_port(""))},
         )
@@ -377,24 +409,6 @@ _SRUN = ["srun", "--kill-on-bad-exit=1", "--export=ALL"]
 _NO_RESOURCES = ["--cpus-per-task=1", "--cpu-bind=none", "--mem=0", "--gres=none", "--input=none", "--quiet"]
 
 
-_MEMORY_VARIABLES = {"SLURM_MEM_PER_CPU": "mem-per-cpu", "SLURM_MEM_PER_NODE": "mem", "SLURM_MEM_PER_GPU": ""}
-
-
-def _foreign_variables(plan: Plan, job: Job) -> list[str]:
-    """Return srun's variables that are not the job's own: sbatch hands on those of the job or `salloc` that it runs in.
-
-    srun accepts one kind of memory, a time limit of its own, and GPUs in one way only; the processors of a task are
-    among its options.
-    """
-    names = ["SLURM_TIMELIMIT", "SLURM_TRES_PER_TASK"]
-    if job.options.keys() & {"mem", "mem-per-cpu"}:
-        names += [name for name, option in _MEMORY_VARIABLES.items() if option not in job.options]
-    asked = dict(option.removeprefix("--").partition("=")[::2] for option in plan.srun_options)
-    if asks_for_gpus(asked) or "gpus-per-node" in asked:
-        names += ["SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK"]
-    return names
-
-
 def _reservation_flags(fields: Mapping[str, str]) -> set[str]:
     return set(fields.get("Flags", "").split(","))
 
@@ -429,52 +443,6 @@ def jobs_by_name(names: Sequence[str], *, patience: float) -> dict[str, list[Job
             job = Job(id=job_id, name=name, state=state)
             found[name].append(replace(job, reason=reason) if job.waits and reason != "None" else job)
     return found
-
-
-_NO_NODES = re.compile("node configuration is not available|[Nn]odes? not available|Invalid node name")
-"""Messages of sbatch if too few nodes are up and not excluded, or if a requested node is excluded or does not exist."""
-NODES_TEST_SECONDS = 20.0
-"""Time limit of sbatch, retries included, for `enough_up`, the most expensive question to the controller."""
-
-
-class SlurmNodes(UsableNodes):
-    """The nodes of a Slurm cluster."""
-
-    def __init__(self, slurm: SlurmCommands, hasty: SlurmCommands) -> None:
-        self._slurm, self._hasty = slurm, hasty
-
-    def expand(self, nodes: str) -> list[str]:
-        return self._slurm.ask(["scontrol", "show", "hostnames", nodes]).split()
-
-    def all_nodes(self) -> set[str]:
-        return set(self._slurm.ask(["sinfo", "--noheader", "--Node", "--format=%N"]).split())
-
-    def enough_up(self, plan: Plan, script: Path, options: Mapping[str, str]) -> bool:
-        try:
-            self._hasty.test(script, gpu_options_like_script(options, plan.sbatch_options))
-        except SchedulerError as error:  # other refusals do not concern nodes
-            if isinstance(error, NoAnswerError):
-                raise
-            return not _says_too_few_nodes(error)
-        return True
-
-    def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
-        self._slurm.update_job(job_id, f"ExcNodeList={','.join(nodes)}")
-
-    def allow_fewer(self, job_id: str, minimum: MinimumNodes) -> None:
-        self._slurm.update_job(job_id, *_minimum_changes(minimum))
-
-
-def _says_too_few_nodes(error: SchedulerError) -> bool:
-    """True if sbatch refused a job because too few nodes may be used."""
-    return _NO_NODES.search(error.message) is not None
-
-
-def _minimum_changes(minimum: MinimumNodes | None) -> list[str]:
-    if minimum is None:
-        return []
-    # without NumTasks Slurm would keep the tasks of all nodes
-    return [f"NumNodes={minimum.nodes}-{minimum.wanted}", f"NumTasks={minimum.tasks}"]
 
 
 FALLBACK_OPTIONS = ("partition", "account", "qos", "reservation", "constraint", "exclude")
