@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -11,8 +10,8 @@ from relayrun import places
 from relayrun.config.compose import yaml_file
 from relayrun.config.compose.yaml_file import LocatedSettings
 from relayrun.config.sections.batch_systems import BATCH_SYSTEMS
-from relayrun.control.scheduler.slurm_commands import run_slurm_command
-from relayrun.errors import ConfigError, SchedulerError, did_you_mean
+from relayrun.control.scheduler.slurm_commands import own_cluster_name
+from relayrun.errors import ConfigError, did_you_mean
 
 log = logging.getLogger(__name__)
 
@@ -24,8 +23,6 @@ OPTIONS_FROM_ENVIRONMENT = ("account", "partition", "qos", "reservation", "const
 """Options that sbatch takes from variables, SBATCH_ACCOUNT and so on."""
 OTHER_CLUSTER_VARIABLES = ("SBATCH_CLUSTERS", "SLURM_CLUSTERS")
 """Variables that send Slurm's commands to other clusters."""
-ANSWER_SECONDS = 10.0
-"""Time limit of the question for this cluster's name."""
 IGNORED_VARIABLES = {
     "SBATCH_TIMELIMIT": "job.time",
     "SBATCH_MEM_PER_NODE": "job.mem",
@@ -92,23 +89,13 @@ def refuse_other_cluster(settings: LocatedSettings, environment: Mapping[str, st
     if executor == "local" or (system is not None and not system.slurm):
         return
     for name in OTHER_CLUSTER_VARIABLES:
-        if environment.get(name) and environment[name] != _own_cluster():
+        if environment.get(name) and environment[name] != own_cluster_name():
             words = f"{name}={environment[name]} is not heeded: jobs are queued by this machine's own Slurm"
             hint = f"unset {name}; for another cluster, submit from its login node"
             raise ConfigError(words, where="environment", hint=hint)
     for name, setting in IGNORED_VARIABLES.items():
         if environment.get(name):
             log.warning("%s=%s is not heeded: set %s", name, environment[name], setting)
-
-
-def _own_cluster() -> str:
-    """Return the name of the cluster whose Slurm answers here; empty if none does."""
-    try:
-        config = run_slurm_command(["scontrol", "show", "config"], seconds=ANSWER_SECONDS)
-    except SchedulerError:
-        return ""
-    found = re.search(r"^ClusterName\s*=\s*(\S+)", config, re.M)
-    return found[1] if found else ""
 
 
 def insert_environment(settings: LocatedSettings, environment: Mapping[str, str]) -> None:

@@ -373,6 +373,16 @@ class SlurmCommands:
         return [Job(id=row[0], name=row[1], state=row[2]) for row in rows]
 
 
+def own_cluster_name() -> str:
+    """Return the name of the cluster whose Slurm answers here; empty if none does."""
+    try:
+        config = run_slurm_command(["scontrol", "show", "config"], seconds=SILENCE_SECONDS)
+    except SchedulerError:
+        return ""
+    found = re.search(r"^ClusterName\s*=\s*(\S+)", config, re.M)
+    return found[1] if found else ""
+
+
 KNOWN_SBATCH_VERSION = "22.05.8"
 """Slurm version of KNOWN_SBATCH_OPTIONS."""
 _SBATCH_OPTIONS = """

@@ -14,7 +14,7 @@ from relayrun.errors import SchedulerError
 _NO_NODES = re.compile("node configuration is not available|[Nn]odes? not available|Invalid node name")
 """Messages of sbatch if too few nodes are up and not excluded, or if a requested node is excluded or does not exist."""
 _AWAY = re.compile("node configuration is not available|[Nn]odes? not available")
-"""Of these, the messages that also a job gets that waits for a drained node, or for the end of a maintenance."""
+"""Messages of `sbatch --test-only` for a job that sbatch queues: it waits for a drained node, or for a maintenance."""
 _UNUSABLE = ("drain", "maint", "reserved", "down", "fail", "unknown", "reboot", "power", "planned")
 """How Slurm's words begin for the state of a node that no job can use now."""
 NODES_TEST_SECONDS = 20.0
@@ -69,6 +69,7 @@ def says_too_few_nodes(error: SchedulerError) -> bool:
 
 
 def minimum_changes(minimum: MinimumNodes | None) -> list[str]:
+    """Return the changes by `scontrol update` that let a job start with fewer nodes; none without a minimum."""
     if minimum is None:
         return []
     # without NumTasks Slurm would keep the tasks of all nodes
