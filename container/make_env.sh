@@ -5,6 +5,7 @@
 # What the image has stays as it is, torch first of all: of constraints-hashes.txt only what is missing is
 # installed. cluster.python is then ENV/bin/python, a link to the image's own Python.
 set -euo pipefail
+unset CDPATH # with it `cd` prints
 
 environment="${1:?ENV: a folder on a file system that all nodes see}"
 python="${2:-python3}"

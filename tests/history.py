@@ -203,7 +203,7 @@ def trained(run: Run, number: int, base: int, last: int) -> None:
     AttemptOutcome(outcome="saved", reason="time limit near", iteration=last, time=1e9 + number).write(attempt.outcome)
 
 
-def ended(run: Run, number: int, *, base: int, durable: int) -> None:
+def ended(run: Run, number: int, *, base: int, durable: int, no_time: bool = False) -> None:
     AttemptEnd(
         attempt=number,
         cause="saved",
@@ -213,6 +213,7 @@ def ended(run: Run, number: int, *, base: int, durable: int) -> None:
         progress=durable > base,
         end_time=1e9 + number,
         action="continue",
+        no_time=no_time,
     ).write(run.attempt(number).end)
 
 

@@ -6,8 +6,9 @@
 # Needs RELAYRUN_RUN_DIR, RELAYRUN_JOB_NAME, RELAYRUN_AUTO_REQUEUE, RELAYRUN_MAX_FAILED_BEGINS, RELAYRUN_BEGIN_BACKOFF;
 # for a job that may start with fewer nodes RELAYRUN_NODE_COUNTS, all of them first, and RELAYRUN_NTASKS_PER_NODE.
 
-# A person's defaults for Slurm's commands, handed on by sbatch: with SQUEUE_STATES=RUNNING no job would wait.
-unset "${!SQUEUE_@}" "${!SCANCEL_@}" "${!SINFO_@}"
+# A person's defaults for Slurm's commands, handed on by sbatch: with SQUEUE_STATES=RUNNING no job would wait. And
+# CDPATH makes `cd` print.
+unset "${!SQUEUE_@}" "${!SCANCEL_@}" "${!SINFO_@}" "${!SBATCH_@}" SLURM_CLUSTERS CDPATH
 
 # Run what touches a file, and print what it prints; 124 where it has not ended by then. A file system that hangs must
 # not hold this script, and not even SIGKILL ends what waits for one.

@@ -26,6 +26,8 @@ if ! declare -F within >/dev/null; then # the job script is an earlier version's
 fi
 attempt_dir=""
 task=""
+watcher=""
+doing=""           # which code of the site runs in this script
 asked="${asked:-}" # why the ranks were asked to leave, before there was somebody to ask
 interrupted=""     # a trap ran since the last wait
 leave_from=0       # seconds since 1970; before, SIGUSR2 is Slurm's warning for a job that has more time than this one
@@ -118,18 +120,27 @@ ask_to_leave() {
   fi
 }
 
+# Why the ranks cannot be started: `end` says it, and when the next job tries again.
+not_started() { # reason
+  echo "$1" | tee "${attempt_dir}/not_started" >&2 || true
+}
+
 # Set the surroundings of the ranks, start them, and wait; return their exit code.
 run_ranks() {
-  local name code watcher
+  local name code
   # shellcheck source=/dev/null
   source "${attempt_dir}/job.env" || return
+  doing="${modules[*]:+module load ${modules[*]}}"
   for name in "${modules[@]}"; do
-    module load "${name}" && continue
+    set +eu +o pipefail # the site's code is not written for these options
+    module load "${name}" && set -euo pipefail && continue
     code=$?
-    # why the ranks cannot be started: `end` says it, and when the next job tries again
-    echo "module load ${name} failed" | tee "${attempt_dir}/not_started" >&2 || true
+    set -euo pipefail
+    not_started "module load ${name} failed"
     return "${code}"
   done
+  doing=""
+  trap 'died_in_attempt "$?"' EXIT # the site's code may have set another
   [[ -z "${asked}" ]] || ask_to_leave "${asked}"
 
   keep_watching &
@@ -151,6 +162,31 @@ run_ranks() {
   return "${code}"
 }
 
+# Close the attempt, and leave with the exit code of the job.
+end_attempt() { # exit code of the ranks
+  local pause ended
+  trap 'again "the batch script" $?' EXIT
+  for pause in 2 10 30 0; do # what it could not write or ask may be possible a little later
+    ended=0
+    (supervisor end --attempt "${attempt}" --exit-code "$1") || ended=$?
+    case "${ended}" in
+      0) leave 0 ;;
+      "${FAILED}") leave 1 ;;
+    esac
+    sleep "${pause}"
+  done
+  again "end" "${ended}"
+}
+
+# The site's code may end this script, as modules can: the attempt has a reason, and the next job its pause, all the same.
+died_in_attempt() { # exit code
+  set +u
+  [[ -n "${watcher}" ]] || not_started "the batch script ended${doing:+ in ${doing}}"
+  [[ -z "${task}" ]] || kill "${task}" || true
+  [[ -z "${watcher}" ]] || { kill "${watcher}" && wait "${watcher}"; } || true
+  end_attempt "$(($1 ? $1 : 1))"
+}
+
 trap 'ask_to_leave "SIGUSR2"' USR2
 trap 'ask_to_leave "SIGTERM"' TERM
 
@@ -163,15 +199,6 @@ case "${code}" in
 esac
 attempt="$((10#${attempt_dir##*/}))"
 modules=() task_command=() signal_command=() leave_signal=USR2
+trap 'died_in_attempt "$?"' EXIT
 run_ranks || code=$?
-
-for pause in 2 10 30 0; do # what it could not write or ask may be possible a little later
-  ended=0
-  (supervisor end --attempt "${attempt}" --exit-code "${code}") || ended=$?
-  case "${ended}" in
-    0) leave 0 ;;
-    "${FAILED}") leave 1 ;;
-  esac
-  sleep "${pause}"
-done
-again "end" "${ended}"
+end_attempt "${code}"

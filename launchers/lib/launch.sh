@@ -6,6 +6,7 @@
 #   bash launchers/submit-demo.sh --check       what would be refused, and the plan of the run; nothing is submitted
 #   bash launchers/submit-demo.sh --dry-run     the same, briefly, and the job that every attempt will be
 set -euo pipefail
+unset CDPATH # with it `cd` prints
 
 RELAYRUN_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 

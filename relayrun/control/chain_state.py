@@ -38,6 +38,17 @@ def count_failed_attempts(run: Run, plan: Plan, *, last: int | None = None) -> i
     return count
 
 
+def count_attempts_without_time(run: Run, plan: Plan) -> int:
+    """Return the number of newest attempts with an end in a row, since the last submit, that had no time to train."""
+    count = 0
+    for number in reversed(run.attempt_numbers()):
+        record = run.attempt(number).read_end()
+        if number <= plan.submitted_after_attempt or (record is not None and not record.no_time):
+            break
+        count += record is not None
+    return count
+
+
 SCRIPT_TIME_VARIABLE = "RELAYRUN_SCRIPT_TIME"
 """Environment variable in which job.sh keeps its start, in seconds since 1970."""
 

@@ -218,6 +218,8 @@ class EndFacts:
     """The first failure in words, if it is known."""
     reservation: str = ""
     """Sentence about the end of the chain's reservation, if it is over or nearly so; else empty."""
+    attempts_without_time: int = 0
+    """Attempts in a row, with this one, that saved and left without time to train in between."""
 
 
 def decide_at_start(facts: StartFacts) -> Decision:
@@ -252,6 +254,9 @@ def decide_at_end(facts: EndFacts) -> Decision:
     reason = facts.reservation or facts.hang or facts.outcome_reason or _reason_without_outcome(facts)
     if facts.reservation and facts.chain.auto_requeue:
         return _stop("stopped", reason)
+    spins = facts.attempts_without_time >= facts.chain.max_failed_attempts
+    if spins and facts.chain.auto_requeue:
+        return _stop("failed", f"{facts.attempts_without_time} attempts in a row had no time to train; {reason}")
     if facts.durable_iteration > facts.base_iteration:
         return Decision(action="continue" if facts.chain.auto_requeue else "end", reason=reason)
     failed = facts.failed_attempts + 1

@@ -103,7 +103,7 @@ class RequestPoller:
         self._attempt = run.attempt(begin.attempt)
         self._ranks = ranks
         self._flag = flag
-        self._job_end = begin.job_end_time
+        self._begin, self._job_end = begin, begin.job_end_time
         self.grace_period = begin.grace_period
         """Grace period in seconds: the attempt leaves so long before the end of the job. It may change at any time."""
         self._agent = agent
@@ -121,7 +121,7 @@ class RequestPoller:
         """
         reasons: list[str] = []
         if self._ranks.rank == 0:
-            if self._job_end is not None and time.time() >= self._job_end - self.grace_period:
+            if self._time_is_over():
                 reasons.append("time limit near")
             self._look_at_files()
             reasons += self._stop
@@ -137,6 +137,12 @@ class RequestPoller:
             leave, words = "saved", [signal.Signals(signalled).name] if signalled else []
             reason = "; ".join(words + reasons)
         return AgreedRequests(leave=leave, save=bool(save_now), saving=bool(busy), reason=reason)
+
+    def _time_is_over(self) -> bool:
+        """Return whether the grace period has begun; only then the files are asked for a later end."""
+        if self._job_end is not None and time.time() >= self._job_end - self.grace_period:
+            self._job_end = self._attempt.job_end_time(self._begin)
+        return self._job_end is not None and time.time() >= self._job_end - self.grace_period
 
     def take(self) -> tuple[Trigger, ...]:
         """Return the triggers that the last `poll` saw, on rank 0; later looks do not report them again.

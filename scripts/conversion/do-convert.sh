@@ -10,6 +10,7 @@
 # DIR must not exist. Account, partition and the like: options of sbatch. The run's environment, modules, job.setup,
 # container, command prefix and Python hold, as in its own jobs; PYTHON=... names another Python.
 set -euo pipefail
+unset CDPATH # with it `cd` prints
 
 run="${1:?RUN: a run directory, or project/name below logs/runs}"
 output="${2:?DIR: where to write}"

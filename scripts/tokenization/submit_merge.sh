@@ -6,6 +6,7 @@
 # CLUSTER=NAME: in that site's surroundings. No output may lie below a path that a cluster protects: of CLUSTER=NAME, or else of any in configs/clusters/.
 # Options for all jobs (partition, account, time) stand in merge.sh, or in sbatch's own variables.
 set -euo pipefail
+unset CDPATH # with it `cd` prints
 
 dataset=$(realpath -- "${1:?the folder that holds dump-0, dump-1, ...}")
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

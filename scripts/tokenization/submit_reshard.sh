@@ -6,6 +6,7 @@
 # job goes on when it is queued again or submitted again: whole parts and files are kept, in --temp-dir.
 # CLUSTER=NAME: in that site's surroundings. Options for the job (partition, account, time) stand in reshard.sh, or in sbatch's own variables.
 set -euo pipefail
+unset CDPATH # with it `cd` prints
 
 # Settings: edit them here, or give them in the environment.
 NODES="${NODES:-2}"

@@ -4,6 +4,7 @@
 # CLUSTER=NAME: in that site's surroundings. Options for all jobs (partition, account, time) stand in tokenize.sh, or in sbatch's own variables, for
 # example SBATCH_PARTITION. The same from YAML, with a limit on jobs at a time: launchers/submit_tokenization.py.
 set -euo pipefail
+unset CDPATH # with it `cd` prints
 
 # Settings: the first five must be given, here behind :- or in the environment, which holds over this block. The others
 # may be: behind the # stands what holds where they are empty.

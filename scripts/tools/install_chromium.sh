@@ -4,6 +4,7 @@
 #   scripts/tools/install_chromium.sh --check   only says whether it is missing; exit status 1 if it is
 # Needs root or sudo.
 set -euo pipefail
+unset CDPATH # with it `cd` prints
 
 here="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"
 # shellcheck source=scripts/tools/lib/packages.sh

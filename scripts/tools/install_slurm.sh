@@ -5,6 +5,7 @@
 #   ... --accounting                         as well what accounting needs: slurmdbd and MariaDB (8 MB to download)
 # Needs root or sudo. Slurm's own services stay without a configuration (they do not start); the test cluster needs none.
 set -euo pipefail
+unset CDPATH # with it `cd` prints
 
 here="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"
 # shellcheck source=scripts/tools/lib/slurm.sh

@@ -12,6 +12,7 @@
 # The command sees the machine's /tmp, /proc, /dev and /sys, this checkout and its interpreter. Processes and network
 # are the machine's: clusters of several versions run side by side. Needs root and debootstrap.
 set -euo pipefail
+unset CDPATH # with it `cd` prints
 
 here="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"
 # shellcheck source=scripts/tools/lib/slurm.sh

@@ -27,6 +27,7 @@
 # With accounting, whoever submits needs `sacctmgr add user NAME account=team`; QOS: normal, and one (one submitted job).
 # Needs scripts/tools/install_slurm.sh once (with --accounting for that). As root, jobs of any user run; else only one's own.
 set -euo pipefail
+unset CDPATH # with it `cd` prints
 umask 022
 # What the caller's shell holds for another cluster must not steer this one's commands.
 unset "${!SLURM_@}" "${!SBATCH_@}" "${!SQUEUE_@}" "${!SINFO_@}" "${!SCANCEL_@}"

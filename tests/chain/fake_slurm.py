@@ -148,7 +148,7 @@ class FakeSlurm:
                 for key, job in rows
             ]
             return "".join("|".join(value[field] for field in form.split("|")) + "\n" for value in values)
-        if program == "sacct":  # a cluster without accounting
+        if program in ("sacct", "sacctmgr"):  # a cluster without accounting
             return ""
         if program == "sinfo":
             return "\n".join(sorted(NODES)) + "\n" if "Node" in options else "idle\n"
@@ -167,7 +167,9 @@ class FakeSlurm:
         if rest[:2] == ["show", "partition"]:
             return "PartitionName=debug Default=YES MinNodes=1\n"
         if rest[:2] == ["show", "reservation"]:
-            raise RefusedError(f"Reservation {rest[2]} not found")
+            return "No reservations in the system\n"
+        if rest[:2] == ["show", "node"]:
+            return f"NodeName={rest[2]} NodeAddr={rest[2]} NodeHostName={rest[2]}\n"
         if rest[0] == "requeue":
             if jobs[rest[1]]["state"] == "PENDING":
                 raise RefusedError(f"Job is pending execution for job {rest[1]}")

@@ -11,9 +11,11 @@ import pytest
 from relayrun.control.chain import supervisor, watch
 from relayrun.control.chain.requested_options import read_requests
 from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.records import AttemptEnd, StartTimes
 from relayrun.control.rundir.run import stop_reason
 from relayrun.control.scheduler.base import Job
 from relayrun.control.scheduler.slurm import Slurm
+from tests.history import trained
 
 from .exhaustion import run_child
 from .test_exhaustion import Stage, fresh_begin, stage  # noqa: F401 - a fixture
@@ -141,7 +143,7 @@ def test_a_requeued_job_does_not_keep_a_lowered_time_limit(stage: Stage) -> None
     ended(stage)
     (job,) = stage.slurm.pending()
     assert job != "1"
-    assert asked_for(stage, job) == {"partition": "debug"}  # of a job that a person queued
+    assert asked_for(stage, job) == {}  # the job that a person queued has the default partition
 
 
 @pytest.mark.parametrize("held", ["PENDING", "RESV_DEL_HOLD"])
@@ -197,3 +199,25 @@ def test_a_successor_whose_reservation_ended_is_not_waited_for(stage: Stage) -> 
     ended(stage)
     assert stop_reason(stage.run) == f"the successor, job {job}, never starts: its reservation was deleted"
     assert stage.slurm.jobs()[job]["state"] == "CANCELLED"
+
+
+def test_a_chain_whose_jobs_each_save_one_interval_and_leave_ends(stage: Stage) -> None:  # noqa: F811
+    """A start that needs nearly all of the time limit: each job brings a checkpoint, and one more job."""
+    assert fresh_begin(stage).code == 0
+    attempt = stage.run.attempt(4)
+    started = attempt.started_record()
+    replace(started, job_end_time=started.start_time + 300, grace_period=100.0).write(attempt.begin)
+    late = started.start_time + 195
+    StartTimes(process=late, imported=late, initialised=late, loaded=late).write(attempt.started)
+    trained(stage.run, 4, 30, 40)
+    for number in (2, 3):
+        end = AttemptEnd.read(stage.run.attempt(number).end)
+        assert end is not None
+        replace(end, no_time=True).write(stage.run.attempt(number).end)
+    ended(stage)
+    record = stage.run.attempt(4).read_end()
+    assert record is not None
+    assert (record.cause, record.progress, record.no_time) == ("saved", True, True)
+    reason = stop_reason(stage.run) or ""
+    assert reason.startswith("3 attempts in a row had no time to train; time limit near; of the time limit of")
+    assert stage.slurm.pending() == []

@@ -215,6 +215,11 @@ def test_a_variable_that_names_another_cluster_is_refused_by_name(
         assert main([verb, str(run_config(tmp_path))]) == 1
         assert f"{variable}=other is not heeded" in capsys.readouterr().err
     assert resolve.load_run_config(run_config(tmp_path, name="local")).cluster.scheduler == "local"
+    scontrol = tmp_path / "scontrol"  # some sites set it for everybody
+    scontrol.write_text("#!/bin/sh\nprintf 'CliFilterPlugins        = (null)\\nClusterName             = other\\n'\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert resolve.load_run_config(run_config(tmp_path)).cluster.scheduler == "slurm"
 
 
 @pytest.mark.parametrize(

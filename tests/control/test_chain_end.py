@@ -45,6 +45,8 @@ def end_facts(**changes: Any) -> EndFacts:
         ({"outcome": "fatal"}, "failed"),
         ({"outcome": None, "durable_iteration": 0}, "failed"),
         ({"outcome": "saved"}, None),
+        ({"outcome": "saved", "attempts_without_time": 2}, None),
+        ({"outcome": "saved", "attempts_without_time": 3}, "failed"),
         ({"outcome": None, "durable_iteration": 0, "failed_attempts": 0}, None),
     ],
 )

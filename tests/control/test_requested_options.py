@@ -70,6 +70,16 @@ def test_options_of_a_job_that_a_person_queued_are_wishes_but_for_its_time(run: 
     assert has_less_time(run, given, job(job_id="1", time="00:08:00"))
 
 
+def test_options_that_a_launchers_job_got_unasked_are_no_wish(run: Run) -> None:
+    given = plan(run, sbatch_options={"qos": "normal"})
+    default = {"partition": "debug", "account": "root", "qos": "low"}
+    note_changes(run, given, job(job_id="1"), defaults=lambda: default)
+    assert wished_options(run) == {}
+    note_changes(run, given, job(job_id="2", account="proj", qos="low"), defaults=lambda: default)
+    assert wished_options(run) == {"account": "proj", "qos": "low"}
+    note_changes(run, given, job(job_id="7"), defaults=lambda: pytest.fail("only for a job that a person queued"))
+
+
 def test_a_job_of_which_the_answer_of_slurm_is_not_known_is_compared_from_then_on(run: Run) -> None:
     replace(read_requests(run), accepted={"7": {}}).write(run.requests)
     note_changes(run, plan(run), job("PENDING", partition="low"))

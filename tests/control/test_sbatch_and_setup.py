@@ -210,10 +210,10 @@ def test_lines_run_as_they_are_and_change_the_programs_surroundings(tmp_path: Pa
             'sh -c "exit 3" -- 50% \\x',
             3,
         ),
-        (["echo $NOT_SET"], "echo $NOT_SET", 1),
         (["false | cat"], "false | cat", 1),
         (["no-such-command-here"], "no-such-command-here", 127),
-        (["exit 0"], "exit 0", 1),
+        (["(exit 7)", "true"], "(exit 7)", 7),
+        (["activate() { false; return 4; }", "activate env", "true"], "activate env", 4),
     ],
 )
 def test_a_line_that_fails_ends_the_script_and_is_named(
@@ -222,9 +222,46 @@ def test_a_line_that_fails_ends_the_script_and_is_named(
     done, report = run_setup(tmp_path, lines)
     assert done.returncode == code
     assert "ran" not in done.stdout
-    said = 0 if lines == ["exit 0"] else code
-    assert " ".join(report.split()) == f"job.setup failed (exit code {said}) at: {failed}"
+    assert " ".join(report.split()) == f"job.setup failed (exit code {code}) at: {failed}"
     assert report.strip() in done.stderr
+
+
+@pytest.mark.parametrize("call", ["exit 0", "ends"])
+def test_a_line_that_ends_the_script_does_not_start_the_program(tmp_path: Path, call: str) -> None:
+    done, report = run_setup(tmp_path, ["ends() { exit 0; }", call, "true"])
+    assert (done.returncode, "ran" in done.stdout) == (1, False)
+    assert report == "job.setup failed (exit code 0) in a call of exit\n"
+
+
+def test_code_of_the_site_runs_without_our_strictness_and_traps(tmp_path: Path) -> None:
+    """Lmod reads variables that are not set; the scripts of conda's environments do, and have commands that fail."""
+    (tmp_path / "conda.sh").write_text(
+        'conda() { false; CONDA="$NO_SUCH_VARIABLE$2"; [[ "$2" ]]; }\n'
+        'false\n[ "$ALSO_NOT_SET" = 1 ]\ncase $- in *[eu]*) exit 9 ;; esac\ntrue\n'
+    )
+    lines = ["source ./conda.sh", "conda activate w", 'export A="$NOT_SET$CONDA"']
+    done, report = run_setup(tmp_path, lines)
+    assert (done.returncode, report) == (0, ""), done.stderr
+    assert done.stdout.startswith("ran A=w ")
+    done, report = run_setup(tmp_path, ["source ./conda.sh", "conda activate", "export A=1"])
+    assert (done.returncode, report) == (1, "job.setup failed (exit code 1) at: conda activate\n")
+
+
+def test_modules_load_without_our_strictness_and_then_it_holds_again(tmp_path: Path) -> None:
+    script = tmp_path / "job.sh"
+    module = 'module() { if [ "$MODULES_SILENT_SHELL_DEBUG" = 1 ]; then set +x; fi; false; export LOADED="$2"; }'
+    lines = job_script.setup_lines([], modules=["cuda"])
+    script.write_text("\n".join(["set -euo pipefail", module, *lines, 'echo "$LOADED $-"', "false", "echo lost", ""]))
+    done = subprocess.run(["bash", script], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.startswith("cuda ")
+    assert {"e", "u"} <= set(done.stdout.split()[1])
+    script.write_text("\n".join(["set -euo pipefail", "module() { return 3; }", *lines, "echo lost", ""]))
+    sourced = subprocess.run(
+        ["bash", "-c", f"set -e; . {script}"], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (sourced.returncode, sourced.stdout) == (3, "")
+    assert "cluster.modules or job.setup failed (exit code 3) at: module load cuda" in sourced.stderr
 
 
 def test_lines_that_are_no_bash_are_refused_and_nothing_of_them_runs(tmp_path: Path) -> None:

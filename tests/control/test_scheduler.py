@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -298,18 +301,66 @@ def test_a_step_on_the_batch_host_asks_for_it_by_its_name(tmp_path: Path, monkey
         assert not [word for word in words if word.startswith("--relative")]
 
 
-def test_a_job_that_is_queued_again_takes_another_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("relayrun.control.scheduler.slurm.SlurmNodes.expand", lambda _self, nodes: [nodes])
-    ports = []
-    for count in (None, "0", "1", "2"):
-        monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
-        if count is not None:
-            monkeypatch.setenv("SLURM_RESTART_COUNT", count)
-        launch = Slurm().rank_launch(Plan.of(PLAN), parse_job(LINE), leave_signal=None)
-        ports.append(int(launch.environment["MASTER_PORT"]))
-    assert ports[0] == ports[1] == 20_017
-    assert len(set(ports)) == 3
-    assert all(20_000 <= port < 40_000 for port in ports)
+def rendezvous(monkeypatch: pytest.MonkeyPatch, slurm: Slurm, name: str = "localhost") -> tuple[str, int]:
+    monkeypatch.setattr("relayrun.control.scheduler.slurm_nodes.SlurmNodes.expand", lambda _self, _nodes: [name])
+    found = slurm.rank_launch(Plan.of(PLAN), parse_job(LINE), leave_signal=None).environment
+    return found["MASTER_ADDR"], int(found["MASTER_PORT"])
+
+
+def test_each_start_meets_at_a_free_port_that_no_connection_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ports = tmp_path / "range"
+    ports.write_text("21000\t60999\n")
+    monkeypatch.setattr(local_srun, "CONNECTION_PORTS_FILE", ports)
+    with contextlib.ExitStack() as held:
+        for port in range(local_srun.LOWEST_PORT, 21_000, 2):
+            listener = held.enter_context(socket.socket())
+            with contextlib.suppress(OSError):  # another program has it
+                listener.bind(("", port))
+        found = {rendezvous(monkeypatch, Slurm())[1] for _ in range(20)}
+    assert all(local_srun.LOWEST_PORT < port < 21_000 and port % 2 for port in found)
+    assert len(found) > 10  # the next start does not meet the same neighbour again
+
+
+def test_a_node_whose_name_does_not_resolve_is_reached_by_its_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm = slurm_of(tmp_path, monkeypatch, scontrol="echo 'NodeName=n.invalid NodeAddr=10.1.2.3 NodeHostName=n'")
+    assert rendezvous(monkeypatch, slurm, "n.invalid")[0] == "10.1.2.3"
+    assert rendezvous(monkeypatch, slurm)[0] == "localhost"
+    slurm = slurm_of(tmp_path, monkeypatch, scontrol="exit 1")
+    assert rendezvous(monkeypatch, slurm, "n.invalid")[0] == "n.invalid"  # the ranks say why
+
+
+@pytest.mark.parametrize(
+    ("memory", "options", "dropped", "kept"),
+    [
+        ("MinMemoryCPU=50M", [], ["SLURM_MEM_PER_NODE", "SLURM_MEM_PER_GPU"], ["SLURM_MEM_PER_CPU"]),
+        ("MinMemoryNode=50M", [], ["SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU"], ["SLURM_MEM_PER_NODE"]),
+        ("MinMemoryNode=0", [], [], ["SLURM_MEM_PER_CPU", "SLURM_GPUS_PER_NODE"]),
+        ("MinMemoryNode=0", ["--gres=gpu:1"], ["SLURM_GPUS_PER_NODE", "SLURM_GPUS"], []),
+        ("MinMemoryNode=0", ["--gpus-per-node=1"], ["SLURM_GPUS_PER_NODE", "SLURM_GPUS"], []),
+    ],
+)
+def test_variables_of_the_job_in_which_a_job_was_submitted_do_not_reach_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, memory: str, options: list[str], dropped: list[str], kept: list[str]
+) -> None:
+    """`sbatch` inside of `salloc --mem=100` hands on SLURM_MEM_PER_NODE, and beside --mem-per-cpu srun refuses it."""
+    monkeypatch.setattr("relayrun.control.scheduler.slurm_nodes.SlurmNodes.expand", lambda _self, _nodes: ["localhost"])
+    job = parse_job(LINE.replace("MinMemoryNode=100M", memory))
+    unset = Slurm().rank_launch(replace(Plan.of(PLAN), srun_options=options), job, leave_signal=None).unset
+    assert {"SLURM_TIMELIMIT", "SLURM_TRES_PER_TASK", *dropped} <= set(unset)
+    assert not set(kept) & set(unset)
+
+
+def test_the_options_of_a_job_that_asks_for_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = "PartitionName=low Default=NO\nPartitionName=debug Default=YES\n"
+    account = 'case "$*" in *DefaultAccount*) echo proj ;; *) echo ;; esac'
+    slurm = slurm_of(tmp_path, monkeypatch, scontrol=f"printf '{rows}'", sacctmgr=account)
+    assert slurm.default_options() == {"partition": "debug", "account": "proj", "qos": "normal"}
+    slurm = slurm_of(tmp_path, monkeypatch, scontrol=f"printf '{rows}'", sacctmgr="echo You are not running; exit 1")
+    assert slurm.default_options() == {"partition": "debug"}  # without accounting
 
 
 RESERVATION = (
@@ -325,6 +376,30 @@ def test_when_a_reservation_ends_that_ends_its_jobs(tmp_path: Path, monkeypatch:
     assert asked(f'echo "{RESERVATION}"') == parse_timestamp("2026-11-21T06:00:00")
     assert asked(f'echo "{RESERVATION.replace("SPEC_NODES", "FLEX")}"') is None  # jobs may go on behind its end
     assert asked('echo "Reservation res not found" >&2; exit 1') is None
+
+
+def test_a_job_ends_with_its_limit_its_reservation_or_a_maintenance_of_its_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = parse_job(LINE.replace("Reservation=res", "Reservation=(null)"))
+    maintenance = RESERVATION.replace("=res ", "=mend ").replace("IGNORE_JOBS", "MAINT,IGNORE_JOBS")
+    maintenance = maintenance.replace("2026-11-21T04:00:00", "2026-11-21T05:00:00").replace("Nodes=n3", "Nodes=n[1-3]")
+
+    def end(*reservations: str, of: Job = job) -> tuple[float | None, str]:
+        script = "\n".join(["true", *(f'echo "{each}"' for each in reservations)])
+        return slurm_of(tmp_path, monkeypatch, scontrol=script).job_end(of)
+
+    assert end() == (job.end_time, "")
+    assert end(RESERVATION, "No reservations in the system") == (job.end_time, "")  # of others
+    assert end(RESERVATION, of=parse_job(LINE)) == (parse_timestamp("2026-11-21T06:00:00"), "reservation res ends")
+    assert end(RESERVATION.replace("SPEC_NODES", "FLEX"), of=parse_job(LINE)) == (job.end_time, "")
+    begins = (parse_timestamp("2026-11-21T05:00:00"), "maintenance mend begins")
+    assert end(RESERVATION, maintenance) == end(RESERVATION, maintenance, of=parse_job(LINE)) == begins
+    assert end(maintenance.replace("n[1-3]", "n[2-3]")) == (job.end_time, "")
+    assert end(maintenance.replace("StartTime=2026-11-21T05", "StartTime=2026-11-21T03")) == (job.end_time, "")
+    assert end(maintenance, of=replace(job, end_time=None)) == begins
+    assert end(of=replace(job, end_time=None)) == (None, "")
+    assert slurm_of(tmp_path, monkeypatch, scontrol="exit 1").job_end(job) == (job.end_time, "")
 
 
 @pytest.mark.parametrize("flag", ["HOURLY", "DAILY", "WEEKDAY", "WEEKEND", "WEEKLY", "NO_HOLD_JOBS_AFTER_END"])
@@ -349,6 +424,80 @@ def test_a_job_that_slurm_ends_with_its_reservation_was_not_cancelled(
         script = f'echo "{line.format(reason=reason)}"'
         slurm = slurm_of(tmp_path, monkeypatch, scontrol=script, sinfo="echo idle")
         assert slurm.cancelled("17", nodes="n[0-1]") is cancelled
+
+
+@pytest.mark.parametrize(
+    ("json", "accounting", "cancelled"),
+    [  # scontrol's JSON of 24.11 and 26.05; that of 22.05 hides the state, too
+        ('["CANCELLED","COMPLETING"]', "", True),
+        ('["TIMEOUT","COMPLETING"]', "", False),
+        ('["PREEMPTED","COMPLETING"]', "CANCELLED by 0", False),
+        ('["COMPLETING"]', "CANCELLED by 1000", True),
+        ('"COMPLETING"', "CANCELLED by 1000", True),
+        ('"COMPLETING"', "NODE_FAIL", False),
+        ('"COMPLETING"', "RUNNING", True),  # no cause is left
+        ("", "", True),
+    ],
+)
+def test_how_slurm_ends_the_own_job_is_asked_before_it_is_concluded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, json: str, accounting: str, cancelled: bool
+) -> None:
+    line = LINE.replace("JobState=RUNNING", "JobState=COMPLETING").replace("EndTime=2026-11-22", "EndTime=2026-11-21")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    answer = f'echo \'{{"jobs": [{{"job_state": {json}}}]}}\'' if json else "exit 1"
+    scontrol = f'case "$*" in *--json*) {answer} ;; *) echo "{line}" ;; esac'
+    slurm = slurm_of(tmp_path, monkeypatch, scontrol=scontrol, sinfo="echo idle", sacct=f"echo {accounting}")
+    assert slurm.cancelled("17", nodes="n[0-1]") is cancelled
+
+
+def test_a_preemption_from_which_a_job_has_come_back_is_over() -> None:
+    """Slurm 24.11 keeps its time."""
+    earlier, later = (LINE.replace("PreemptTime=None", f"PreemptTime=2026-11-2{day}T04:49:00") for day in (0, 1))
+    assert not parse_job(earlier).preempted
+    assert parse_job(later).preempted
+
+
+def test_nodes_that_a_controller_does_not_know_yet_are_neither_down_nor_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm 26.05, right after `scontrol reconfigure`."""
+    refused = "echo 'allocation failure: Requested node configuration is not available' >&2; exit 1"
+    for states, known in (("unknown unknown*", False), ("idle down*", True), ("idle*", True)):
+        words = " ".join(f"'{state}'" for state in states.split())
+        slurm = slurm_of(tmp_path, monkeypatch, sinfo=f"printf '%s\\n' {words}", sbatch=refused)
+        assert slurm._node_is_down("n0") is known
+        assert slurm.nodes.enough_up(Plan.of(PLAN), tmp_path / "job", {}) is not known
+
+
+@pytest.mark.parametrize(
+    ("said", "states", "away"),
+    [
+        (
+            "Requested node configuration is not available",
+            "n0 idle\nn1 drained\nn2 maint",
+            ["n1 (drained)", "n2 (maint)"],
+        ),
+        ("Requested node configuration is not available", "n0 idle\nn1 mixed", []),
+        ("Invalid partition name specified", "n0 drained", []),
+    ],
+)
+def test_a_job_that_waits_for_nodes_that_are_away_is_not_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    said: str,
+    states: str,
+    away: list[str],
+) -> None:
+    sbatch = f"case \"$*\" in *--test-only*) echo 'allocation failure: {said}' >&2; exit 1 ;; *) echo 7 ;; esac"
+    slurm = slurm_of(tmp_path, monkeypatch, sbatch=sbatch, sinfo=f"printf '{states}\\n'")
+    plan = replace(Plan.of(PLAN), log_folder=str(tmp_path))
+    if not away:
+        with pytest.raises(SchedulerError, match=said):
+            slurm.submit_first(plan, tmp_path / "job")
+        return
+    assert slurm.submit_first(plan, tmp_path / "job") == "7"
+    assert f"the job waits for some of {', '.join(away)}" in caplog.text
 
 
 @pytest.mark.parametrize(

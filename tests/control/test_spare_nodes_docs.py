@@ -16,7 +16,8 @@ from relayrun.config.compose.schema import RunConfig
 from relayrun.control.chain import job_script
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import Job
-from relayrun.control.scheduler.slurm import Slurm, SlurmNodes
+from relayrun.control.scheduler.slurm import Slurm
+from relayrun.control.scheduler.slurm_nodes import SlurmNodes
 from relayrun.errors import ConfigError
 from relayrun.submit.run_plan import make_plan
 from tests.workspace import Workspace

@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 
 from relayrun.config.compose import resolve
+from relayrun.control.chain_state import count_attempts_without_time
 from relayrun.control.rundir import time_limit
-from relayrun.control.rundir.records import CheckpointCommit, StartTimes
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.records import ChangedJobEnd, CheckpointCommit, StartTimes
 from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError
 from relayrun.submit import submission
-from tests.history import began
+from tests.history import began, ended, make_history
+from tests.plans import plan_with
 from tests.workspace import Workspace
 
 
@@ -104,3 +107,20 @@ def test_a_run_without_measurements_is_not_judged(workspace: Workspace) -> None:
     started = time.monotonic()
     submit(workspace)
     assert time.monotonic() - started < 60
+
+
+def test_attempts_that_had_no_time_to_train_are_counted(tmp_path: Path) -> None:
+    run = make_history(tmp_path / "run", lines=10, attempts=1)
+    plan = Plan.load(run)
+    for number, (start, no_time) in enumerate([(50.0, False), (245.0, True), (265.0, True)], start=2):
+        attempt(run, number, start=start)
+        assert time_limit.had_no_time(run.attempt(number)) is no_time
+        ended(run, number, base=0, durable=number, no_time=no_time)
+    attempt(run, 5, start=None)
+    assert not time_limit.had_no_time(run.attempt(5))
+    assert count_attempts_without_time(run, plan) == 2
+    assert count_attempts_without_time(run, plan_with(plan, submitted_after_attempt=3)) == 1
+    ChangedJobEnd(time=5000.0, why="").write(run.attempt(4).job_end)
+    assert not time_limit.had_no_time(run.attempt(4))  # it was extended
+    ended(run, 5, base=0, durable=5)
+    assert count_attempts_without_time(run, plan) == 0

@@ -14,7 +14,10 @@ from relayrun.config.sections.chain import ChainSection
 from relayrun.control.chain import watch
 from relayrun.control.chain.failure_reason import log_excerpt, log_tail
 from relayrun.control.chain.watch import Watch, stall_limit
-from relayrun.control.rundir.records import Heartbeat
+from relayrun.control.rundir.records import ChangedJobEnd, Heartbeat
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler.base import Job
+from tests.history import began
 from tests.waiting import wait_for
 
 
@@ -98,6 +101,66 @@ def test_a_batch_script_whose_starter_cannot_be_ended_is_ended(batch: subprocess
     watching = watch_of_ended_ranks(2 * watch.STARTER_SECONDS + 1)
     watching.look(batch.pid)
     assert batch.wait(timeout=60) == -signal.SIGKILL
+
+
+class RunningJob:
+    """The scheduler of a job whose end moves."""
+
+    end: tuple[float | None, str] = (None, "")
+
+    def current_job_id(self) -> str:
+        return "1"
+
+    def query(self, job_id: str) -> Job:
+        return Job(id=job_id, name="j", state="RUNNING")
+
+    def job_end(self, _job: Job) -> tuple[float | None, str]:
+        return self.end
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The signals that the batch script gets."""
+    found: list[int] = []
+    monkeypatch.setattr("relayrun.control.chain.watch.os.kill", lambda _pid, number: found.append(number))
+    return found
+
+
+def test_an_end_of_the_job_that_moves_is_asked_for_and_recorded(tmp_path: Path, told: list[int]) -> None:
+    run, now = Run(tmp_path), time.time()
+    made, attempt = object.__new__(Watch), run.attempt(1)
+    made.begin, made.attempt = began(run, 1, job_end_time=now + 1000, grace_period=100.0), attempt
+    made.scheduler, made._latest_end = RunningJob(), now + 1000  # type: ignore[assignment]
+
+    def look(end: float | None, why: str = "") -> None:
+        made._next_job_end, made.scheduler.end = 0.0, (end, why)  # type: ignore[attr-defined]
+        made._look_at_job_end(1)
+
+    look(now + 1000)
+    assert not attempt.job_end.exists()
+    look(now + 5000)  # `scontrol update TimeLimit=...`
+    assert ChangedJobEnd.read(attempt.job_end) == ChangedJobEnd(time=now + 5000, why="")
+    look(now + 2000, "maintenance m begins")  # the ranks may know the later end alone
+    assert attempt.job_end_time(made.begin) == now + 2000
+    assert (told, attempt.stop.exists()) == ([], False)
+    look(now + 150, "maintenance m begins")
+    assert (told, attempt.stop.read_text()) == ([signal.SIGUSR2], "maintenance m begins\n")
+    made._next_job_end = 0.0
+    made._look_at_job_end(1)
+    assert len(told) == 1
+
+
+def test_ranks_that_know_the_end_of_their_job_leave_by_their_own_clock(tmp_path: Path, told: list[int]) -> None:
+    run, now = Run(tmp_path), time.time()
+    made = object.__new__(Watch)
+    made.begin, made.attempt = began(run, 1, job_end_time=now + 110, grace_period=100.0), run.attempt(1)
+    made.scheduler, made._latest_end, made._next_job_end = RunningJob(), now + 110, 0.0  # type: ignore[assignment]
+    made.scheduler.end = (now + 110, "")  # type: ignore[attr-defined]
+    made._look_at_job_end(1)
+    made._next_job_end, made.scheduler.end = 0.0, (None, "")  # type: ignore[attr-defined]
+    made._look_at_job_end(1)
+    assert made.attempt.job_end_time(made.begin) is None
+    assert told == []
 
 
 def test_the_watch_and_its_parents_are_no_starters() -> None:

@@ -31,7 +31,7 @@ T = TypeVar("T")
 def first_job_ids() -> Iterator[int]:
     """Numbers from which the clusters of this worker count their jobs, each far from the next.
 
-    The MASTER_PORT follows from a job's id, and all clusters are one machine.
+    The MASTER_PORT of a GPU check follows from a job's id, and all clusters are one machine.
     """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     for number in count():

@@ -14,7 +14,7 @@ import pytest
 from relayrun.control.agent import requests
 from relayrun.control.rundir import triggers
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.control.rundir.records import AttemptStart
+from relayrun.control.rundir.records import AttemptStart, ChangedJobEnd
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_json_lines
 from relayrun.train.hooks import Step
@@ -72,6 +72,18 @@ def test_the_deadline_is_the_end_of_the_job_less_the_grace_period(run: Run) -> N
     assert control(run, job_end_time=now + 100, grace_period=100.0).poll() == AgreedRequests(
         leave="saved", reason="time limit near"
     )
+
+
+def test_a_job_that_was_extended_uses_its_time(run: Run) -> None:
+    now = time.time()
+    polled = control(run, job_end_time=now + 10, grace_period=50.0)
+    for later in (now + 100, None):
+        ChangedJobEnd(time=later, why="").write(run.attempt(1).job_end)
+        assert polled.poll() == AgreedRequests()
+    ChangedJobEnd(time=now + 20, why="").write(run.attempt(1).job_end)
+    assert control(run, job_end_time=now + 10, grace_period=50.0).poll().leave == "saved"
+    run.attempt(1).job_end.write_text("{")
+    assert control(run, job_end_time=now + 10, grace_period=50.0).poll().leave == "saved"
 
 
 def test_the_deadline_moves_with_the_grace_period(run: Run) -> None:

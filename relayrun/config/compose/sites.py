@@ -10,6 +10,7 @@ from relayrun import places
 from relayrun.config.compose import yaml_file
 from relayrun.config.compose.yaml_file import LocatedSettings
 from relayrun.config.sections.batch_systems import BATCH_SYSTEMS
+from relayrun.control.scheduler.slurm_commands import own_cluster_name
 from relayrun.errors import ConfigError, did_you_mean
 
 log = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ def refuse_other_cluster(settings: LocatedSettings, environment: Mapping[str, st
     if executor == "local" or (system is not None and not system.slurm):
         return
     for name in OTHER_CLUSTER_VARIABLES:
-        if environment.get(name):
+        if environment.get(name) and environment[name] != own_cluster_name():
             words = f"{name}={environment[name]} is not heeded: jobs are queued by this machine's own Slurm"
             hint = f"unset {name}; for another cluster, submit from its login node"
             raise ConfigError(words, where="environment", hint=hint)

@@ -150,33 +150,39 @@ def program_script(
         *export_lines(environment),
         # the submitter's PYTHONPATH comes last
         f'export PYTHONPATH={shlex.quote(":".join(python_path(plan)))}"${{PYTHONPATH:+:${{PYTHONPATH}}}}"',
-        *(f"module load {shlex.quote(module)}" for module in plan.modules),
-        *setup_lines(plan.setup),
+        *setup_lines(plan.setup, modules=plan.modules),
         *(f"{shlex.join(words)} || true" for words in before),
         f'exec {shlex.join(command)} "$@"',
     )
 
 
-def setup_lines(lines: Sequence[str], *, report: str = "/dev/null") -> list[str]:
-    """Return the lines of Bash of `job.setup`, unchanged, between lines of ours: the first that fails ends the script.
+def setup_lines(lines: Sequence[str], *, modules: Sequence[str] = (), report: str = "/dev/null") -> list[str]:
+    """Return lines of Bash that load `modules` and run `job.setup` unchanged: the first that fails ends the script.
 
-    The failed line and its exit code go to standard error and to the file `report`. A trap keeps the number of the
-    line, so that nothing stands between the lines: an `if` may span several.
+    The failed line and its exit code go to standard error and to the file `report`. The site's code, which these lines
+    call or source, runs without `errexit` and `nounset`: a trap sees what fails in the lines themselves.
     """
-    if not lines:
+    if not (lines or modules):
         return []
     return [
-        "relayrun_setup_failed() { # exit code, number of the line in this file",
-        '  printf \'job.setup failed (exit code %s) at: %s\\n\' "$1" "$(sed -n "$2p" "${BASH_SOURCE[0]}")" | tee '
+        "relayrun_failed() { # exit code, depth of the code that failed, its line in this file or nothing after `exit`",
+        "  (($2 == relayrun_depth)) || return 0 # in a file of the site",
+        "  trap - ERR EXIT",
+        f"  printf '{'cluster.modules or ' if modules else ''}job.setup failed (exit code %s) %s\\n' \"$1\" "
+        '"$([[ -z "${3:-}" ]] && echo "in a call of exit" || sed -n "$3s/^/at: /p" "${BASH_SOURCE[0]}")" | tee '
         + shlex.quote(report)
         + " >&2",
-        "  exit $(($1 ? $1 : 1)) # they have ended the script: nothing may run behind them",
+        "  exit $(($1 ? $1 : 1)) # a line may have ended the script: nothing may run behind it",
         "}",
-        "relayrun_line=0",
-        'trap \'relayrun_setup_failed "$?" "${relayrun_before}"\' EXIT',  # EXIT runs after the newest DEBUG
-        "trap 'relayrun_before=$relayrun_line relayrun_line=$LINENO' DEBUG",
+        "relayrun_depth=${#BASH_SOURCE[@]} relayrun_options=$-",
+        'trap \'relayrun_failed "$?" "${relayrun_depth}"\' EXIT',
+        'trap \'relayrun_failed "$?" "${#BASH_SOURCE[@]}" "${LINENO}"\' ERR',
+        "set +eu",
+        *(f"module load {shlex.quote(module)}" for module in modules),
         *lines,
-        "trap - DEBUG EXIT",
+        "trap - ERR EXIT",
+        '[[ "${relayrun_options}" != *e* ]] || set -e',
+        '[[ "${relayrun_options}" != *u* ]] || set -u',
     ]
 
 
@@ -211,6 +217,7 @@ def attempt_environment(
     signal_command: Sequence[str],
     leave_signal: str,
     leave_from: int = 0,
+    unset: Sequence[str] = (),
 ) -> str:
     """Return the text of an attempt's job.env, which job.sh sources: variables, three arrays, and the signal to leave.
 
@@ -218,6 +225,7 @@ def attempt_environment(
     before which Slurm's warning comes too early.
     """
     return _text(
+        *([f"unset {' '.join(unset)}"] if unset else []),
         *export_lines(environment),
         f"modules=({shlex.join(modules)})",
         f"task_command=({shlex.join(task_command)})",

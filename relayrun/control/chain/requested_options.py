@@ -9,7 +9,7 @@ launcher's, has its options from a person.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from relayrun.control.job_log import log_line
@@ -72,14 +72,15 @@ def record_accepted(run: Run, scheduler: Scheduler, job_id: str) -> None:
     _write(run, _with_accepted(known, job_id, job.options if job else {}), before=known)
 
 
-def note_changes(run: Run, plan: Plan, job: Job) -> None:
-    """Record the options of a waiting or beginning job that a person changed since Slurm accepted it."""
+def note_changes(run: Run, plan: Plan, job: Job, *, defaults: Callable[[], Mapping[str, str]] = dict) -> None:
+    """Record the options of a waiting or beginning job that a person changed since Slurm accepted it. `defaults`: those
+    of a job that asks for none, which a launcher's job may have got unasked."""
     known = read_requests(run)
     accepted = known.accepted.get(job.id, {} if job.of_chain else None)  # a full disk may have taken no record
     if not (accepted or job.options):
         return
     if accepted is None:
-        before = {name: value or "" for name, value in plan.sbatch_options.items()}
+        before = {**defaults()} | {name: value or "" for name, value in plan.sbatch_options.items()}
         before |= {"nodes": str(plan.nodes_of_job), "cpus-per-task": str(plan.cpus_per_task)}
         names = job.options.keys() - {"time"}
     else:

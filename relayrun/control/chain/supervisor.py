@@ -90,8 +90,7 @@ def _decide_and_open(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) ->
     job = scheduler.query(job_id)
     if job is None:
         raise SchedulerError(f"the scheduler does not know the job {job_id} that this runs in")
-    if (name := job.options.get("reservation")) is not None and (over := scheduler.reservation_end(name)) is not None:
-        job = replace(job, end_time=over if job.end_time is None else min(job.end_time, over))
+    job = replace(job, end_time=scheduler.job_end(job)[0])
     scheduler.adopt(job, plan)
     if plan.format != PLAN_FORMAT:
         log_line(f"the run directory is brought from format {plan.format} to {PLAN_FORMAT}")
@@ -125,7 +124,7 @@ def _decide_and_open(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) ->
         campaign.start_due_members_of(run)
         return EXIT_CHAIN_ENDS
     job = replace(job, options=jobs.options_without_tried_nodes(job, scheduler))
-    requested_options.note_changes(run, plan, job)
+    requested_options.note_changes(run, plan, job, defaults=scheduler.default_options)
     attempt = _open_attempt(run, plan, scheduler, job, line, base, rolled_back=chosen is not None)
     chained = plan.chain.auto_requeue and plan.chain.mode == "singleton"
     followed = chained and _queue_successor(run, plan, scheduler, attempt, job_id)
@@ -148,8 +147,8 @@ def end_attempt(run: Run, number: int, exit_code: int) -> int:
         log_line(f"attempt {number} has been overtaken; its end changes nothing")
         return 0
     patience = CONTROLLER_PATIENCE
-    if plan.chain.mode == "requeue" and started.job_end_time is not None:  # no other program would requeue this job
-        patience = max(patience, started.job_end_time - time.time())
+    if plan.chain.mode == "requeue" and (over := attempt.job_end_time(started)) is not None:
+        patience = max(patience, over - time.time())  # no other program would requeue this job
     scheduler = scheduler_for_plan(plan, run, patience=patience)
     own = scheduler.current_job_id()
     record = attempt.read_end()
@@ -339,6 +338,7 @@ def _close(
     if not (outcome or hang):
         failure, fatal = failure_reason.why_failed(run, plan, attempt, started, exit_code)
     now = checkpoint_records.resume_point(run)
+    no_time = outcome is not None and outcome.outcome == "saved" and time_limit.had_no_time(attempt)
     facts = decisions.EndFacts(
         outcome="fatal" if fatal else outcome.outcome if outcome else None,
         outcome_reason=fatal or (_leave_reason(plan, attempt, outcome) if outcome else ""),
@@ -353,6 +353,7 @@ def _close(
         failed_attempts=count_failed_attempts(run, plan) - 1,  # without this attempt, which counts until it has an end
         chain=plan.chain,
         reservation=reservation,
+        attempts_without_time=1 + chain_state.count_attempts_without_time(run, plan) if no_time else 0,
     )
     decision = decisions.decide_at_end(facts)
     record = AttemptEnd(
@@ -366,6 +367,7 @@ def _close(
         action=decision.action,
         chain_end=decision.chain_end,
         delay=decision.delay,
+        no_time=no_time,
     )
     _record_node_failures(run, plan, attempt, started, record)
     record.write(attempt.end)
@@ -444,6 +446,7 @@ def _environment(
             nodes=launch.nodes,
         ),
         signal_command=launch.signal_command,
+        unset=launch.unset,
         leave_signal="" if leave is None else leave.name.removeprefix("SIG"),
         # Slurm's warning is the plan's: in a job with less time it comes with the start
         leave_from=math.floor((begin.job_end_time or 0) - begin.grace_period)

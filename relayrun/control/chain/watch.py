@@ -36,7 +36,7 @@ from relayrun.control.job_log import log_line, log_size
 from relayrun.control.rundir.merged_metrics import MergedViews
 from relayrun.control.rundir.node_health import late_ranks, ranks_with_stacks
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.records import Hang, Heartbeat
+from relayrun.control.rundir.records import ChangedJobEnd, Hang, Heartbeat
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import Scheduler
 from relayrun.control.scheduler.factory import scheduler_for_plan, slurm_scheduler
@@ -64,8 +64,8 @@ PATIENCE = 10.0
 """Seconds for which a question to a controller that does not answer is repeated."""
 UNWRITABLE_FACTOR = 5
 """Factor on the hang limit if a full disk keeps ranks from writing heartbeats."""
-RESERVATION_SECONDS = 15.0
-"""Interval between two questions for the end of the reservation; a person may move it."""
+JOB_END_SECONDS, RESERVATION_SECONDS = 60.0, 15.0
+"""Interval between two questions for the end of the job, and of one in a reservation: a person may move it."""
 RARE_HEARTBEAT_LOOKS = 10
 """Looks per interval of rare heartbeats: there is one file per node."""
 USUAL_STEPS = 10
@@ -104,7 +104,9 @@ class Watch:
         self._guarded = False
         self._commits = 0
         """Bytes of commits.jsonl at the last look at evaluations and the campaign."""
-        self._next_look = self._next_reservation = 0.0
+        self._next_look = self._next_job_end = 0.0
+        self._latest_end = self.begin.job_end_time if self.begin else None
+        """The latest end of the job that the ranks may know."""
 
     def loop(self, batch_pid: int) -> None:
         """Run until SIGTERM, or until the batch script, a process of this node, has gone."""
@@ -132,7 +134,7 @@ class Watch:
         self._try("the look for ranks that hang", self._look_for_hang)
         self._try("the starter of the ranks", lambda: self._look_for_starter(batch_pid))
         self._try("the guard", lambda: self._guard(batch_pid))
-        self._try("the end of the reservation", lambda: self._look_at_reservation(batch_pid))
+        self._try("the end of the job", lambda: self._look_at_job_end(batch_pid))
         self._try("the successor", self._look_after_successor)
         self._try("evaluations, and the runs behind this one", self._look_at_saves)
         saved = log_size(self.attempt.commits)
@@ -285,22 +287,25 @@ class Watch:
         self.scheduler.guard(self.scheduler.current_job_id(), command, log=self.attempt.guard_log)
         self._guarded = True
 
-    def _look_at_reservation(self, batch_pid: int) -> None:
-        """Ask the ranks to leave if the reservation's end was moved forward since the attempt began."""
-        if self.begin is None or "reservation" not in self.begin.options or self.attempt.stop.exists():
+    def _look_at_job_end(self, batch_pid: int) -> None:
+        """Record an end of the job that has moved; ask the ranks to leave if they know a later one only."""
+        if self.begin is None or self.attempt.stop.exists() or time.monotonic() < self._next_job_end:
             return
-        if time.monotonic() < self._next_reservation:
+        pause = RESERVATION_SECONDS if "reservation" in self.begin.options else JOB_END_SECONDS
+        self._next_job_end = time.monotonic() + pause
+        job = self.scheduler.query(self.scheduler.current_job_id())
+        if job is None or job.state != "RUNNING":
             return
-        self._next_reservation = time.monotonic() + RESERVATION_SECONDS
-        end, known = self.scheduler.reservation_end(self.begin.options["reservation"]), self.begin.job_end_time
-        if end is None or (known is not None and end > known - 1):  # the ranks know this end
+        (end, why), known = self.scheduler.job_end(job), self.attempt.job_end_time(self.begin)
+        if _is_later(end, known) or _is_later(known, end):
+            log_line(f"the job ends {_when(end)}, not {_when(known)}{why and f': {why}'}")
+            ChangedJobEnd(time=end, why=why).write(self.attempt.job_end)
+            self._latest_end = end if _is_later(end, self._latest_end) else self._latest_end
+        if end is None or not _is_later(self._latest_end, end) or time.time() + pause < end - self.begin.grace_period:
             return
-        if time.time() + RESERVATION_SECONDS >= end - self.begin.grace_period:
-            log_line(
-                f"reservation {self.begin.options['reservation']} ends in {end - time.time():.0f} s: the ranks leave"
-            )
-            write_atomic(self.attempt.stop, "the reservation ends\n")
-            os.kill(batch_pid, signal.SIGUSR2)  # as Slurm does before the time limit
+        log_line(f"{why or 'the job ends'} in {end - time.time():.0f} s: the ranks leave")
+        write_atomic(self.attempt.stop, f"{why or 'the time limit was lowered'}\n")
+        os.kill(batch_pid, signal.SIGUSR2)  # as Slurm does before the time limit
 
     def _look_at_saves(self) -> None:
         """Submit evaluations and start waiting runs after a save, and from time to time without one."""
@@ -337,6 +342,15 @@ def stall_limit(beats: Sequence[Heartbeat], chain: ChainSection) -> float:
     if not beats or all(beat.phase == "start" for beat in beats):
         return max(chain.start_timeout, chain.hang_timeout) + rare
     return max([chain.hang_timeout, *(USUAL_STEPS * beat.usual for beat in beats)]) + rare
+
+
+def _is_later(one: float | None, other: float | None) -> bool:
+    """Return whether one end of a job is later than another by a second or more; None: without a limit."""
+    return other is not None and (one is None or one > other + 1)
+
+
+def _when(end: float | None) -> str:
+    return "without a limit" if end is None else time.strftime("at %Y-%m-%dT%H:%M:%S", time.localtime(end))
 
 
 def is_process_alive(pid: int) -> bool:

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from relayrun.control.rundir.records import AttemptEnd, AttemptStart, CheckpointCommit, Heartbeat, Record
+from relayrun.control.rundir.records import AttemptEnd, AttemptStart, ChangedJobEnd, CheckpointCommit, Heartbeat, Record
 from relayrun.errors import RunDirError
 from relayrun.files import (
     FileIdentity,
@@ -80,6 +80,8 @@ class Attempt:
     """Times of rank 0's way to its first step; see `rundir.records.StartTimes`."""
     data = PathIn("data.json")
     """The data order of this attempt (phases, data sets, counts) at its start, by rank 0."""
+    job_end = PathIn("job_end.json")
+    """The end of the job if it has changed since the begin; see `rundir.records.ChangedJobEnd`."""
     stop = PathIn("stop")
     """Its existence asks the ranks to save and leave; its text gives the reason."""
     heartbeats = PathIn("heartbeat")
@@ -131,6 +133,14 @@ class Attempt:
         if (begin := self.read_begin()) is None:
             raise RunDirError("this attempt has not begun", where=self.begin)
         return begin
+
+    def job_end_time(self, begin: AttemptStart) -> float | None:
+        """Return the time at which the job ends, as far as it is known now; None without a limit."""
+        try:
+            changed = ChangedJobEnd.read(self.job_end)
+        except (OSError, RunDirError):  # a damaged record changes nothing
+            changed = None
+        return begin.job_end_time if changed is None else changed.time
 
     def fall_back(self, iteration: int, path: str | None) -> AttemptStart:
         """Record that the attempt starts from another checkpoint than begin.json names; return the new record."""

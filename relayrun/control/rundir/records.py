@@ -133,7 +133,8 @@ class AttemptStart(Record):
     differ from those of earlier attempts."""
     start_time: float
     job_end_time: float | None
-    """Time at which the time limit is reached; None without a limit."""
+    """Time at which the time limit is reached, the reservation ends, or a maintenance begins, as known at the begin;
+    None without a limit. `Attempt.job_end_time` is the time that is known now."""
     job_submit_time: float | None = None
     """Time of its submit or requeue. None here and below: the scheduler does not report it."""
     job_eligible_time: float | None = None
@@ -161,6 +162,16 @@ class AttemptStart(Record):
     """Options of sbatch that the job has, as Slurm reports them: facts of this attempt, which no other job requests."""
     previous_end: str | None = None
     """The reason for the end of the previous attempt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangedJobEnd(Record):
+    """`job_end.json`: the job ends at another time than at its begin, by the watch."""
+
+    time: float | None
+    """Seconds since 1970; None: without a limit."""
+    why: str
+    """What ends the job then, in words; empty: its time limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,6 +312,8 @@ class AttemptEnd(Record):
     """State of the chain's end; None if the chain goes on."""
     delay: int = 0
     """Seconds after which a retry begins."""
+    no_time: bool = False
+    """The start and the grace period took nearly all of the job's time."""
 
     @property
     def verdict(self) -> ChainEnd | None:

@@ -88,6 +88,8 @@ MEASURED_STARTS = 10
 """Number of newest attempts that count: a run changes its nodes and its size."""
 MIN_TRAINING_SHARE = 0.5
 """Share of the time limit for training; if less was left, the end of the attempt says so."""
+NO_TRAINING_SHARE = 0.1
+"""Share below which an attempt had no time to train: a chain of such attempts ends."""
 
 
 def start_seconds(run: Run) -> list[float]:
@@ -101,17 +103,25 @@ def start_seconds(run: Run) -> list[float]:
     return found
 
 
+def had_no_time(attempt: Attempt) -> bool:
+    """Return whether the start and the grace period took nearly all of the time that the attempt had."""
+    begin, started = attempt.read_begin(), StartTimes.read(attempt.started)
+    if begin is None or started is None or (end := attempt.job_end_time(begin)) is None:
+        return False
+    return end - begin.grace_period - started.loaded < NO_TRAINING_SHARE * (end - begin.start_time)
+
+
 def explain_short_training_time(attempt: Attempt, *, now: float, asked: float = 0.0) -> str:
     """Return in words that an attempt had little of its time limit to train in; empty if it had enough, or no limit.
     `now`: its end, in seconds since 1970. `asked`: seconds that the plan asks for; Slurm may have given less."""
     begin, started = attempt.read_begin(), StartTimes.read(attempt.started)
-    if begin is None or begin.job_end_time is None:
+    if begin is None or (end := attempt.job_end_time(begin)) is None:
         return ""
-    limit = begin.job_end_time - begin.start_time
+    limit = end - begin.start_time
     less = limit < 0.9 * asked  # the start of the job takes a part of the request
     advice = f"job.time asks for {asked:.0f} s, and Slurm gave this job less" if less else "raise job.time"
     if started is None:
-        over = now >= begin.job_end_time
+        over = now >= end
         return f"the time limit of {limit:.0f} s was over before the start was; {advice}" if over else ""
     start = started.loaded - begin.start_time
     left = limit - start - begin.grace_period

@@ -157,6 +157,8 @@ class RankLaunch:
     """Command that sends the signal to all ranks; empty if the batch script signals the task starter itself."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """MASTER_ADDR and MASTER_PORT, if they are known before the ranks start."""
+    unset: Sequence[str] = ()
+    """Variables of another job, in which the job was submitted: the task starter would obey them."""
 
 
 class MinimumNodes(NamedTuple):
@@ -326,6 +328,10 @@ class Scheduler(ABC):
         """Delay the start of a queued job to `delay` seconds from now or later."""
         raise SchedulerError("this scheduler cannot delay a queued job")
 
+    def job_end(self, job: Job) -> tuple[float | None, str]:
+        """Return when a running job ends, by what is known now, and what ends it; empty if its time limit does."""
+        return job.end_time, ""
+
     def reservation_end(self, name: str, *, for_good: bool = False) -> float | None:
         """Return when this reservation, and the jobs in it, end; None if the jobs go on or it is not known. `for_good`:
         the time from which no further job of it can start; infinity if it repeats, or jobs may go on without it."""
@@ -338,6 +344,10 @@ class Scheduler(ABC):
     def cancelled_by(self, job_id: str) -> str | None:
         """Return the name of the user who cancelled the job; None if it is not known."""
         return None
+
+    def default_options(self) -> Mapping[str, str]:
+        """Return the options of a job that asks for none, such as the default partition, if they are known."""
+        return {}
 
     def single_task_command(self, plan: Plan, *, cpus_per_task: str) -> list[str]:
         """Return the command prefix with which a job outside the chain starts one task with so many processors."""

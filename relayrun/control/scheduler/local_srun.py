@@ -39,8 +39,7 @@ LEFTOVER_PATIENCE_SECONDS = 10.0
 KILL_SECONDS = 2.0
 """Seconds from SIGTERM to SIGKILL for the ranks that are left when one has failed."""
 CONNECTION_PORTS_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-LOWEST_PORT = 21_000
-"""Jobs on Slurm use ports from 20,000 on, by job id."""
+LOWEST_PORT = 20_000
 PF_EXITING = 0x4
 """Flag of a process in /proc/PID/stat."""
 
@@ -102,12 +101,18 @@ def is_dying(pid: int) -> bool:
     return bool(flags & PF_EXITING)
 
 
+def quiet_ports() -> range:
+    """Return the ports between LOWEST_PORT and the kernel's ports for connections, which may be taken before a program
+    listens; empty if there are fewer than 1000."""
+    ports = range(LOWEST_PORT, int(CONNECTION_PORTS_FILE.read_text().split()[0]))
+    return ports if len(ports) >= 1000 else range(0)
+
+
 def free_port(address: str = "127.0.0.1") -> int:
-    """Return a TCP port without a listener, on the loopback interface or another address; empty: on all addresses. If
-    possible it lies below the kernel's ports for connections, which may be taken before a program listens."""
-    first = int(CONNECTION_PORTS_FILE.read_text().split()[0])
-    tried = random.SystemRandom().sample(range(LOWEST_PORT, first), 20) if first >= LOWEST_PORT + 1000 else []
-    for port in [*tried, 0]:
+    """Return a TCP port without a listener, on the loopback interface or another address; empty: on all addresses. It
+    is one of `quiet_ports`, if possible."""
+    quiet = quiet_ports()
+    for port in [*random.SystemRandom().sample(quiet, min(len(quiet), 50)), 0]:
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind((address, port))
             return int(listener.getsockname()[1])

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import math
 import os
 import re
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -25,7 +28,10 @@ from relayrun.control.scheduler.base import (
     Scheduler,
     UsableNodes,
     clean_environment,
+    is_live_state,
 )
+from relayrun.control.scheduler.error_lines import expand_nodelist
+from relayrun.control.scheduler.local_srun import free_port
 from relayrun.control.scheduler.slurm_commands import (
     BEGIN_FAILED_COMMENT,
     COMMENT_PREFIX,
@@ -33,13 +39,23 @@ from relayrun.control.scheduler.slurm_commands import (
     NoAnswerError,
     SlurmCommands,
     are_gpus_ambiguous,
+    foreign_variables,
     gpu_options_like_script,
     is_job_text_ambiguous,
     parse_job,
     parse_timestamp,
 )
+from relayrun.control.scheduler.slurm_nodes import (
+    NODES_TEST_SECONDS,
+    SlurmNodes,
+    minimum_changes,
+    says_too_few_nodes,
+    unusable_nodes,
+)
 from relayrun.errors import ConfigError, SchedulerError, user_name
 from relayrun.slurmtime import format_time
+
+log = logging.getLogger(__name__)
 
 COMPLETING_SECONDS = 30.0
 """Seconds for which `cancelled` waits until a completing job has its final state."""
@@ -90,9 +106,12 @@ class Slurm(SlurmCommands, Scheduler):
     def cancelled(self, job_id: str, *, nodes: str) -> bool:
         job = self.query(job_id)
         if job_id == os.environ.get("SLURM_JOB_ID") and job is not None and job.state == "COMPLETING":
-            # While its batch script, in which this runs, lives, a job that Slurm ends is COMPLETING, whatever
-            # the cause. It was cancelled if Slurm gives no reason, and it was no preemption, nor one of its nodes
-            # (a lost one is no longer in its own list).
+            # While its batch script, in which this runs, lives, a job that Slurm ends is COMPLETING, whatever the
+            # cause. Where no field names it, the job was cancelled if Slurm gives no reason, and it was no preemption,
+            # nor one of its nodes (a lost one is no longer in its own list).
+            said = self._states_beside_completing(job_id) or self._accounted_state(job_id).split()[:1]
+            if said and not is_live_state(said[0]):
+                return said[0] == "CANCELLED"
             return not (job.at_limit or job.ended_by_slurm or job.preempted) and not self._node_is_down(nodes)
         deadline = time.monotonic() + COMPLETING_SECONDS
         while job is not None and job.state == "COMPLETING" and time.monotonic() < deadline:
@@ -100,25 +119,58 @@ class Slurm(SlurmCommands, Scheduler):
             job = self.query(job_id)
         return job is not None and job.state == "CANCELLED"
 
+    def _states_beside_completing(self, job_id: str) -> list[str]:
+        """Return the other states of a completing job: newer Slurm tells them in JSON. Empty if it does not."""
+        try:
+            (job,) = json.loads(self._once(["scontrol", "show", "job", "--json", job_id]))["jobs"]
+            states = job["job_state"]
+        except (SchedulerError, ValueError, KeyError, TypeError):
+            return []
+        return [each for each in states if each != "COMPLETING"] if isinstance(states, list) else []
+
     def _node_is_down(self, nodes: str) -> bool:
         states = self.ask(["sinfo", "--noheader", f"--nodes={nodes}", "--format=%T"]).split()
-        return any(state.rstrip("*").startswith(("down", "fail")) or state.endswith("*") for state in states)
+        known = [state for state in states if not state.startswith("unknown")]  # since a moment, after a reconfigure
+        return any(state.rstrip("*").startswith(("down", "fail")) or state.endswith("*") for state in known)
 
-    def cancelled_by(self, job_id: str) -> str | None:
+    def _accounted_state(self, job_id: str) -> str:
+        """Return the state of a job in the accounting, such as `CANCELLED by 1000`; empty if there is none."""
         try:
             command = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job_id}", "--format=State"]
-            found = re.search(r"CANCELLED by (\d+)", self._once(command))
-        except SchedulerError:  # no accounting
-            return None
+            return self._once(command).strip()
+        except SchedulerError:
+            return ""
+
+    def cancelled_by(self, job_id: str) -> str | None:
+        found = re.search(r"CANCELLED by (\d+)", self._accounted_state(job_id))
         return None if found is None else user_name(int(found[1]))
 
-    def reservation_end(self, name: str, *, for_good: bool = False) -> float | None:
+    def job_end(self, job: Job) -> tuple[float | None, str]:
+        ends = [] if job.end_time is None else [(job.end_time, "")]
+        nodes = set(expand_nodelist(job.nodes))
+        for name, found in self._reservations().items():
+            flags, begin = _reservation_flags(found), parse_timestamp(found.get("StartTime", ""))
+            over = parse_timestamp(found.get("EndTime", ""))
+            if name == job.options.get("reservation"):
+                ends += [(over, f"reservation {name} ends")] if over is not None and "FLEX" not in flags else []
+            elif "MAINT" in flags and nodes & set(expand_nodelist(found.get("Nodes", ""))):
+                later = begin is not None and begin > (job.start_time or 0)  # the job started in spite of it
+                ends += [(begin, f"maintenance {name} begins")] if begin is not None and later else []
+        return min(ends, default=(None, ""))
+
+    def _reservations(self) -> dict[str, dict[str, str]]:
+        """Return the fields of each reservation by its name; empty if Slurm does not answer."""
         try:
-            text = self._once(["scontrol", "show", "reservation", "--oneliner", name])
+            text = self._once(["scontrol", "show", "reservation", "--oneliner"])
         except SchedulerError:
+            return {}
+        rows = [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in text.splitlines()]
+        return {row["ReservationName"]: row for row in rows if "ReservationName" in row}
+
+    def reservation_end(self, name: str, *, for_good: bool = False) -> float | None:
+        if (found := self._reservations().get(name)) is None:
             return None
-        found = dict(re.findall(r"(\S+?)=(\S*)", text))
-        flags = set(found.get("Flags", "").split(","))
+        flags = _reservation_flags(found)
         if for_good and flags & LASTING_RESERVATIONS:
             return math.inf
         if "FLEX" in flags:  # jobs may go on after its end
@@ -144,12 +196,15 @@ class Slurm(SlurmCommands, Scheduler):
         try:
             self.test(script)
         except SchedulerError as error:
-            if plan.spare_nodes and _says_too_few_nodes(error):
+            if plan.spare_nodes and says_too_few_nodes(error):
                 error.hint = (
                     f"job.nodes and job.spare_nodes ask for {plan.nodes_of_job} nodes; where so many are not up, "
                     "set job.spare_nodes to fewer"
                 )
-            raise
+                raise
+            if not (away := unusable_nodes(self, error)):
+                raise
+            log.warning("too few nodes can be used now; the job waits for some of %s", ", ".join(away))
         try:
             if evaluation is not None:
                 self.test(evaluation)
@@ -216,7 +271,7 @@ class Slurm(SlurmCommands, Scheduler):
                 self.update_job(job_id, "Requeue=1")
         later = [f"StartTime=now+{delay}"] * bool(delay) + self._nodes_come_back(job)
         # separate updates, since a site may refuse one, but a single process: the requeue ends this job
-        changes = filter(None, [later, _minimum_changes(minimum)])
+        changes = filter(None, [later, minimum_changes(minimum)])
         updates = [" ".join([f"update JobId={job_id}", *each]) for each in changes]
         try:
             if updates:
@@ -272,8 +327,6 @@ class Slurm(SlurmCommands, Scheduler):
         name = "" if leave_signal is None else leave_signal.name.removeprefix("SIG")
         cpus = job.options.get("cpus-per-task", str(plan.cpus_per_task))
         nodes = self.nodes.expand(job.nodes)
-        # one port per job and requeue: jobs that share a node must not meet
-        port = 20_000 + (int(job.id) + 7_001 * int(os.environ.get("SLURM_RESTART_COUNT") or 0)) % 20_000
         if plan.outlives_nodes:
             command = self.agent_command(plan, nodes=1, cpus_per_task=cpus)
             command.insert(1, "--overlap")  # else a step waits until another step ends
@@ -285,8 +338,31 @@ class Slurm(SlurmCommands, Scheduler):
             command=command,
             nodes=nodes if plan.outlives_nodes else (),
             signal_command=["scancel", f"--signal={name}", job.id] if name else ["true"],
-            environment={"MASTER_ADDR": nodes[0], "MASTER_PORT": str(port)},
+            unset=foreign_variables(job.options, plan.srun_options),
+            # this is the batch host, the first node; a taken port, or a lost race for it, is another in the next job
+            environment={"MASTER_ADDR": self._resolvable(nodes[0]), "MASTER_PORT": str(free_port(""))},
         )
+
+    def _resolvable(self, node: str) -> str:
+        """Return the node's name or, if it does not resolve here, the address that Slurm uses."""
+        try:
+            socket.getaddrinfo(node, None)
+        except OSError:
+            with contextlib.suppress(SchedulerError):
+                found = re.search(r" NodeAddr=(\S+)", self._once(["scontrol", "show", "node", "--oneliner", node]))
+                return found[1] if found else node
+        return node
+
+    def default_options(self) -> Mapping[str, str]:
+        found: dict[str, str] = {}
+        with contextlib.suppress(SchedulerError):
+            found["partition"] = next(row["PartitionName"] for row in self.partitions() if row.get("Default") == "YES")
+        with contextlib.suppress(SchedulerError, StopIteration):
+            show, me = ["sacctmgr", "--noheader", "--parsable2", "show"], user_name(os.getuid())
+            found["account"] = next(iter(self._once([*show, "user", me, "format=DefaultAccount"]).split()))
+            where = [f"user={me}", f"account={found['account']}", "format=DefaultQOS"]
+            found["qos"] = (self._once([*show, "association", *where]).split() or ["normal"])[0]
+        return found
 
     def every_task_command(self, plan: Plan, *, nodes: int, cpus_per_task: str) -> list[str]:
         """Return the command prefix that starts a program once per rank."""
@@ -333,6 +409,10 @@ _SRUN = ["srun", "--kill-on-bad-exit=1", "--export=ALL"]
 _NO_RESOURCES = ["--cpus-per-task=1", "--cpu-bind=none", "--mem=0", "--gres=none", "--input=none", "--quiet"]
 
 
+def _reservation_flags(fields: Mapping[str, str]) -> set[str]:
+    return set(fields.get("Flags", "").split(","))
+
+
 def _step_beside(job_id: str, *, nodes: int) -> list[str]:
     """Return the srun command for one task per node that takes no resources from the other steps of a running job."""
     return ["srun", f"--jobid={job_id}", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}", *_NO_RESOURCES]
@@ -363,52 +443,6 @@ def jobs_by_name(names: Sequence[str], *, patience: float) -> dict[str, list[Job
             job = Job(id=job_id, name=name, state=state)
             found[name].append(replace(job, reason=reason) if job.waits and reason != "None" else job)
     return found
-
-
-_NO_NODES = re.compile("node configuration is not available|[Nn]odes? not available|Invalid node name")
-"""Messages of sbatch if too few nodes are up and not excluded, or if a requested node is excluded or does not exist."""
-NODES_TEST_SECONDS = 20.0
-"""Time limit of sbatch, retries included, for `enough_up`, the most expensive question to the controller."""
-
-
-class SlurmNodes(UsableNodes):
-    """The nodes of a Slurm cluster."""
-
-    def __init__(self, slurm: SlurmCommands, hasty: SlurmCommands) -> None:
-        self._slurm, self._hasty = slurm, hasty
-
-    def expand(self, nodes: str) -> list[str]:
-        return self._slurm.ask(["scontrol", "show", "hostnames", nodes]).split()
-
-    def all_nodes(self) -> set[str]:
-        return set(self._slurm.ask(["sinfo", "--noheader", "--Node", "--format=%N"]).split())
-
-    def enough_up(self, plan: Plan, script: Path, options: Mapping[str, str]) -> bool:
-        try:
-            self._hasty.test(script, gpu_options_like_script(options, plan.sbatch_options))
-        except SchedulerError as error:  # other refusals do not concern nodes
-            if isinstance(error, NoAnswerError):
-                raise
-            return not _says_too_few_nodes(error)
-        return True
-
-    def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
-        self._slurm.update_job(job_id, f"ExcNodeList={','.join(nodes)}")
-
-    def allow_fewer(self, job_id: str, minimum: MinimumNodes) -> None:
-        self._slurm.update_job(job_id, *_minimum_changes(minimum))
-
-
-def _says_too_few_nodes(error: SchedulerError) -> bool:
-    """True if sbatch refused a job because too few nodes may be used."""
-    return _NO_NODES.search(error.message) is not None
-
-
-def _minimum_changes(minimum: MinimumNodes | None) -> list[str]:
-    if minimum is None:
-        return []
-    # without NumTasks Slurm would keep the tasks of all nodes
-    return [f"NumNodes={minimum.nodes}-{minimum.wanted}", f"NumTasks={minimum.tasks}"]
 
 
 FALLBACK_OPTIONS = ("partition", "account", "qos", "reservation", "constraint", "exclude")

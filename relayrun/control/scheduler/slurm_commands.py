@@ -65,6 +65,24 @@ def _is_gpu_resource(part: str) -> bool:
     return re.match(r"(gres[/:])?gpu\b", part) is not None
 
 
+_MEMORY_VARIABLES = {"SLURM_MEM_PER_CPU": "mem-per-cpu", "SLURM_MEM_PER_NODE": "mem", "SLURM_MEM_PER_GPU": ""}
+
+
+def foreign_variables(options: Mapping[str, str], srun_options: Sequence[str]) -> list[str]:
+    """Return srun's variables that do not belong to a job with these options: sbatch hands on those around it.
+
+    srun accepts one kind of memory, GPUs in one way, and a time limit of its own. The processors of a task are among
+    its options.
+    """
+    names = ["SLURM_TIMELIMIT", "SLURM_TRES_PER_TASK"]
+    if options.keys() & {"mem", "mem-per-cpu"}:
+        names += [name for name, option in _MEMORY_VARIABLES.items() if option not in options]
+    asked = dict(option.removeprefix("--").partition("=")[::2] for option in srun_options)
+    if asks_for_gpus(asked) or "gpus-per-node" in asked:
+        names += ["SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK"]
+    return names
+
+
 COMMENT_PREFIX = "relayrun:"
 """Prefix of the comment of every job that relayrun submits; a unique word follows."""
 BEGIN_FAILED_COMMENT = f"{COMMENT_PREFIX}begin-failed="
@@ -145,7 +163,7 @@ def parse_job(text: str, *, name: str | None = None, gpus: str = "") -> Job:
         options["mem"] = known["MinMemoryNode"]
     if count := re.search(r"(?:gres[:/])?gpu[:=](\S+)", known.get("TresPerNode", "")):
         options["gpus-per-node"] = count[1]
-    start, end = parse_timestamp(known.get("StartTime", "")), parse_timestamp(known.get("EndTime", ""))
+    start, end, preempted = (parse_timestamp(known.get(each, "")) for each in ("StartTime", "EndTime", "PreemptTime"))
     limit = None if known.get("TimeLimit", "UNLIMITED") == "UNLIMITED" else parse_time(known["TimeLimit"])
     state, comment = known.get("JobState", "UNKNOWN"), known.get("Comment", "")
     failed = re.match(rf"{BEGIN_FAILED_COMMENT}(\d+)@(.*)", comment)
@@ -164,7 +182,7 @@ def parse_job(text: str, *, name: str | None = None, gpus: str = "") -> Job:
         at_limit=known.get("Reason") == "TimeLimit"  # also for a job whose reservation ended
         or (start is not None and end is not None and limit is not None and end - start >= limit),
         ended_by_slurm=reason_of(known.get("Reason")).kind == "ended",
-        preempted=known.get("PreemptTime", "None") != "None",
+        preempted=preempted is not None and preempted >= (start or 0),  # an earlier one has come back
         requeue=known.get("Requeue") == "1",
         of_chain=comment.startswith(COMMENT_PREFIX),
         stopped_by=comment.removeprefix(STOPPED_BY_COMMENT) if comment.startswith(STOPPED_BY_COMMENT) else "",
@@ -354,6 +372,16 @@ class SlurmCommands:
         text = self.ask(["squeue", "--noheader", *whose, f"--name={name}", "--format=%i|%j|%T"])
         rows = [line.split("|") for line in text.splitlines() if line.count("|") == 2]
         return [Job(id=row[0], name=row[1], state=row[2]) for row in rows]
+
+
+def own_cluster_name() -> str:
+    """Return the name of the cluster whose Slurm answers here; empty if none does."""
+    try:
+        config = run_slurm_command(["scontrol", "show", "config"], seconds=SILENCE_SECONDS)
+    except SchedulerError:
+        return ""
+    found = re.search(r"^ClusterName\s*=\s*(\S+)", config, re.M)
+    return found[1] if found else ""
 
 
 KNOWN_SBATCH_VERSION = "22.05.8"

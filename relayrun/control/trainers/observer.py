@@ -332,11 +332,10 @@ class ProgramObserver:
                 self._leave()
                 self._asked_at = self._iteration
             return
-        begin = self._begin
         exit_trigger = triggers.read_trigger(self._run, "exit")
         if exit_trigger is not None:
             why = f"exit trigger by {exit_trigger.user}"
-        elif begin.job_end_time is not None and time.time() >= begin.job_end_time - self._grace_period():
+        elif (end := self._attempt.job_end_time(self._begin)) is not None and time.time() >= end - self._grace_period():
             why = "time limit near"
         else:
             return

@@ -19,6 +19,7 @@ from relayrun.control.scheduler import slurm_commands
 from relayrun.control.scheduler.factory import slurm_scheduler
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.control.scheduler.slurm_commands import NoAnswerError
+from relayrun.control.scheduler.slurm_nodes import unusable_nodes
 from relayrun.errors import SchedulerError
 from relayrun.slurmtime import format_time, parse_time
 from relayrun.submit.check.findings import Findings
@@ -83,6 +84,12 @@ def _test_job(
         except NoAnswerError as error:
             findings.warn(name, f"{whose}Slurm does not answer: {error.message}", remedy="ask again later")
         except SchedulerError as error:
+            if away := unusable_nodes(slurm, error):
+                words = (
+                    f"too few nodes can be used now; a job that fits the cluster waits for some of {', '.join(away)}"
+                )
+                findings.warn(name, whose + words)
+                return
             remedy = f"change {section}, or the job section of the cluster"
             findings.refuse(name, whose + error.message, remedy=remedy)
         else:

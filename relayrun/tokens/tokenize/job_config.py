@@ -103,8 +103,7 @@ def site_setup_lines(cluster: ClusterSection | None, setup: Sequence[str]) -> li
     if cluster is not None:
         lines += job_script.export_lines(cluster.environment)
         lines.append(f'export PYTHONPATH={shlex.quote(str(places.CODE_ROOT))}"${{PYTHONPATH:+:${{PYTHONPATH}}}}"')
-        lines += [f"module load {shlex.quote(module)}" for module in cluster.modules]
-    return lines + job_script.setup_lines(setup)
+    return lines + job_script.setup_lines(setup, modules=cluster.modules if cluster is not None else ())
 
 
 SITE_JOB_DEFAULTS = ("account", "partition", "qos", "reservation", "constraint", "exclude", "sbatch", "setup")

@@ -29,8 +29,7 @@ def environment_lines(plan: Plan, run: Run) -> list[str]:
     own = {name: value for name, value in plan.environment.items() if name != "PYTHONPATH"}
     return [
         *job_script.export_lines(own),
-        *(f"module load {shlex.quote(module)}" for module in plan.modules),
-        *job_script.setup_lines(plan.setup),
+        *job_script.setup_lines(plan.setup, modules=plan.modules),
         f"run_command=({shlex.join([*starter, *plan.command_prefix])})",
         f"run_python=({shlex.join(plan.program[:1])})",
     ]

@@ -144,7 +144,7 @@ def _read_run_status(records: RunRecords, cache: FolderCache | None) -> RunStatu
     failures = [line for number in run.attempt_numbers() for line in read_json_lines(run.attempt(number).failed_saves)]
     failed_restarts = restarts.read_failed_restarts(newest) if newest is not None else []
     beats = newest.read_heartbeats() if records.running and newest is not None else []
-    end_time = begin.job_end_time if begin is not None and records.running else None
+    end_time = newest.job_end_time(begin) if newest is not None and begin is not None and records.running else None
     living = records.state != "stopped"
     quotas, quota_complaint = _quotas(run, now) if living else ([], None)
     excluded = excluded_nodes.worst_nodes(strikes, nodes=plan.nodes, now=now)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from relayrun.control.scheduler.local_srun import quiet_ports
 from relayrun.files import write_json
 from relayrun.lab.gpucheck.setup import CheckSetup
 
@@ -68,7 +69,8 @@ def set_rendezvous(environment: MutableMapping[str, str]) -> None:
     host, job = environment.get("SLURM_LAUNCH_NODE_IPADDR"), environment.get("SLURM_JOB_ID", "")
     if host and job.isdecimal():
         environment.setdefault("MASTER_ADDR", host)
-        environment.setdefault("MASTER_PORT", str(20_000 + int(job) % 20_000))
+        ports = quiet_ports() or range(20_000, 40_000)  # each rank computes it: a port for each job
+        environment.setdefault("MASTER_PORT", str(ports[int(job) % len(ports)]))
 
 
 def wait_for(device: torch.device) -> None:
