@@ -324,8 +324,17 @@ def _reservation_over(run: Run, plan: Plan, started: AttemptStart, scheduler: Sc
 
 
 def _close(
-    run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled: bool, reservation: str = ""
+    run: Run,
+    plan: Plan,
+    attempt: Attempt,
+    exit_code: int,
+    *,
+    cancelled: bool,
+    cancelled_by: str | None = None,
+    reservation: str = "",
+    end_time: float | None = None,
 ) -> AttemptEnd:
+    """Write the end of an attempt. `end_time`: the end of its job; None: now."""
     started = attempt.started_record()
     _conclude(run, plan, attempt, started, exit_code)
     outcome, hang = AttemptOutcome.read(attempt.outcome), Hang.read(attempt.hang)
@@ -340,11 +349,12 @@ def _close(
         exit_code=exit_code,
         hang=hang.words if hang and not outcome else None,
         cancelled=cancelled,
+        cancelled_by=cancelled_by,
         base_iteration=started.base_iteration,
         durable_iteration=now.iteration,
         total_steps=plan.total_steps,
         stop_after=plan.stop_after,
-        failed_attempts=count_failed_attempts(run, plan) - 1,  # without this attempt, which counts until it has an end
+        failed_attempts=count_failed_attempts(run, plan, last=attempt.number - 1),
         chain=plan.chain,
         reservation=reservation,
     )
@@ -356,7 +366,7 @@ def _close(
         exit_code=exit_code,
         durable_iteration=now.iteration,
         progress=now.iteration > started.base_iteration,
-        end_time=time.time(),
+        end_time=time.time() if end_time is None else end_time,
         action=decision.action,
         chain_end=decision.chain_end,
         delay=decision.delay,
@@ -398,11 +408,20 @@ def _close_predecessor(run: Run, plan: Plan, scheduler: Scheduler) -> tuple[bool
     """Write the end that a killed batch script left out; return whether its job was cancelled, and its verdict. The
     scheduler is asked even if an end exists: a script can be killed, or misled, in the last seconds of its job."""
     attempt = run.newest_begun()
-    if attempt is None or attempt.number <= plan.submitted_after_attempt:
+    if attempt is None:
+        return False, None
+    record, resumed = attempt.read_end(), attempt.number <= plan.submitted_after_attempt
+    if resumed and record is not None:
         return False, None
     started = attempt.started_record()
     cancelled = _cancelled(attempt, started, scheduler)
-    record = attempt.read_end() or _close(run, plan, attempt, decisions.UNKNOWN_EXIT_CODE, cancelled=cancelled)
+    if record is None:
+        by = scheduler.cancelled_by(started.job_id) if cancelled else None
+        end_time = chain_state.previous_job_end(attempt, scheduler, own=scheduler.current_job_id())
+        unknown = decisions.UNKNOWN_EXIT_CODE
+        record = _close(run, plan, attempt, unknown, cancelled=cancelled, cancelled_by=by, end_time=end_time)
+    if resumed:  # the records alone: a person has submitted since
+        return False, None
     return cancelled, record.verdict or jobs.end_by_cancelled_successor(attempt, scheduler)
 
 

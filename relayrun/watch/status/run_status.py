@@ -180,7 +180,7 @@ def _read_run_status(records: RunRecords, cache: FolderCache | None) -> RunStatu
         straggler=Straggler.of(records.step["straggler"]).words if records.step.get("straggler") else None,
         failed_saves=len(failures),
         last_failed_save=f"iteration {failures[-1]['iteration']}: {failures[-1]['error']}" if failures else None,
-        failed_attempts=count_failed_attempts(run, plan) - (1 if records.running else 0),
+        failed_attempts=count_failed_attempts(run, plan, last=(records.number or 0) - 1 if records.running else None),
         max_failed_attempts=plan.chain.max_failed_attempts,
         strikes=dict(counts),
         excluded=excluded,
