@@ -416,11 +416,16 @@ def _close_predecessor(run: Run, plan: Plan, scheduler: Scheduler) -> tuple[bool
     started = attempt.started_record()
     cancelled = _cancelled(attempt, started, scheduler)
     if record is None:
-        by = scheduler.cancelled_by(started.job_id) if cancelled else None
         end_time = chain_state.previous_job_end(attempt, scheduler, own=scheduler.current_job_id())
+        if resumed and end_time is None:  # perhaps days ago: accounting knows
+            since = started.start_time - 3600
+            known = scheduler.history.allocations(plan, since=since, job_ids=[started.job_id])
+            for each in (each for each in known if each.job_id == started.job_id and each.end is not None):
+                end_time, cancelled = each.end, each.state == "CANCELLED"
+        by = scheduler.cancelled_by(started.job_id) if cancelled else None
         unknown = decisions.UNKNOWN_EXIT_CODE
         record = _close(run, plan, attempt, unknown, cancelled=cancelled, cancelled_by=by, end_time=end_time)
-    if resumed:  # the records alone: a person has submitted since
+    if resumed:  # the record alone: a person has submitted since
         return False, None
     return cancelled, record.verdict or jobs.end_by_cancelled_successor(attempt, scheduler)
 
