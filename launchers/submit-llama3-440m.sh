@@ -38,7 +38,11 @@ export PROJECT_NAME="${PROJECT_NAME:-}"           # relayrun
 export EXP_NAME="${EXP_NAME:-}"                   # llama3-440m
 
 # In a job this file is a copy in Slurm's spool; Slurm knows where it was submitted from.
-self="${BASH_SOURCE[0]}"
+self="${BASH_SOURCE[0]:-}"
 [[ -z "${SLURM_JOB_ID:-}" ]] || self="$(scontrol show job "${SLURM_JOB_ID}" | sed -n 's/^ *Command=//p')"
+[[ -f "$(dirname "${self}")/lib/launch.sh" ]] || {
+  echo "error: ${self:-standard input}: a launcher is given by its path, and stays beside its folder lib/" >&2
+  exit 1
+}
 # shellcheck source=lib/launch.sh
 source "$(dirname "${self}")/lib/launch.sh"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import os
 import stat
@@ -267,7 +268,7 @@ MAX_MEAN_LINE = 2048
 
 def last_lines(path: str | os.PathLike[str], count: int) -> tuple[bytes, int]:
     """Return the last lines of a file and its size; nothing of a missing file. Only its end is read, at most
-    `MAX_MEAN_LINE` bytes per line and 256 KiB: a file need not have lines. `\\r` ends a line of a progress bar."""
+    `MAX_MEAN_LINE` bytes per line and 256 KiB: a file need not have lines."""
     try:
         fd, found = _open_for_reading(path)
     except FileNotFoundError:
@@ -277,12 +278,12 @@ def last_lines(path: str | os.PathLike[str], count: int) -> tuple[bytes, int]:
         blocks, ends, floor = [], 0, size - (1 << 18) - count * MAX_MEAN_LINE
         for at, block in _blocks_backwards(fd, size):
             blocks.append(block)
-            ends += block.count(b"\n") + block.count(b"\r") - block.count(b"\r\n") - block.startswith(b"\n")
+            ends += block.count(b"\n")
             if ends > count or at < floor:
                 break
     finally:
         os.close(fd)
-    return b"".join(b"".join(blocks[::-1]).splitlines(keepends=True)[-count:] if count else []), size
+    return b"".join(io.BytesIO(b"".join(blocks[::-1])).readlines()[-count:] if count else []), size
 
 
 def last_bytes(path: str | os.PathLike[str], most: int, *, since: int = 0) -> bytes:

@@ -10,6 +10,7 @@ import contextlib
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from io import TextIOWrapper
 from typing import Any, TextIO, cast
 
 _ACTIVE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -49,8 +50,12 @@ def raw_stream(stream: TextIO) -> TextIO:
 
 @contextlib.contextmanager
 def inert_output() -> Iterator[None]:
-    """Make standard output and standard error inert. After an exception they stay so: its traceback may repeat text."""
+    """Make standard output and standard error inert. After an exception they stay so: its traceback may repeat text.
+    A character that the terminal lacks is shown as an escape too."""
     streams = sys.stdout, sys.stderr
+    for stream in map(raw_stream, streams):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     sys.stdout, sys.stderr = (cast(TextIO, InertStream(raw_stream(stream))) for stream in streams)
     yield
     sys.stdout, sys.stderr = streams

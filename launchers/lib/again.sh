@@ -87,13 +87,17 @@ not_taken() { # what failed, comment
   exit 1
 }
 
+readonly DISK_FULL=28 # exit code of `begin`
+
 # Queue this job again, later each time, unless another waits behind it, or a person has ended the chain.
 again() { # what failed, exit code
   trap - EXIT
   trap '' TERM USR2
   set +e
   local -r job="${SLURM_JOB_ID:-${RELAYRUN_LOCAL_JOB_ID:-}}" node="${SLURMD_NODENAME:-$(uname -n)}"
-  local -r marker="relayrun:begin-failed=" what="$1 failed in job ${job} on ${node} (exit code $2)"
+  local -r marker="relayrun:begin-failed="
+  local what="$1 failed in job ${job} on ${node} (exit code $2)"
+  (($2 != DISK_FULL)) || what+=": the disk of ${RELAYRUN_RUN_DIR} is full"
   echo "[relayrun $(date +%FT%T)] ${what}" >&2
   ! within 30 test -e "${RELAYRUN_RUN_DIR}/STOP" || exit 1
   [[ "${RELAYRUN_AUTO_REQUEUE}" == true ]] || give_up failed "${what}" "${marker}1@${node}"
@@ -111,7 +115,11 @@ again() { # what failed, exit code
   ! within 30 test -e "${RELAYRUN_RUN_DIR}/triggers/exit" || give_up stopped "exit trigger, and ${what}" "${comment}"
   failed=$((failed + 1))
   delay=$((RELAYRUN_BEGIN_BACKOFF << (failed - 1)))
-  [[ ",${nodes}" == *",${node},"* ]] || nodes+="${node},"
+  if (($2 == DISK_FULL)); then # no node's fault, and nobody frees a disk within a minute: each try costs nodes
+    delay=$((20 * delay))
+  elif [[ ",${nodes}" != *",${node},"* ]]; then
+    nodes+="${node},"
+  fi
   comment="${marker}${failed}@${nodes%,}"
   # it may have been the node: the next try leaves it out, where Slurm says that there are others, if need be fewer; or
   # those that this one leaves out; or those of a person
@@ -122,7 +130,7 @@ again() { # what failed, exit code
     [[ -z "${name}" || ",${nodes}" == *",${name},"* ]] || kept+="${kept:+,}${name}"
   done
   read -ra counts <<<"${RELAYRUN_NODE_COUNTS:-}"
-  for exclude in "${given:+${given},}${nodes%,}" "${given}" ${given:+"${kept}"}; do
+  for exclude in "${given}${given:+${nodes:+,}}${nodes%,}" "${given}" ${given:+"${kept}"}; do
     for count in "${counts[@]:-}"; do
       [[ -n "${exclude}${count}" ]] || break 2
       ! slurm sbatch --test-only ${exclude:+--exclude="${exclude}"} ${count:+--nodes="${count}"} "$0" 2>/dev/null ||

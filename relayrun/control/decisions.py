@@ -207,6 +207,8 @@ class EndFacts:
     hang: str | None
     """The hang for which the supervisor ended the ranks, in words."""
     cancelled: bool
+    cancelled_by: str | None = None
+    """User who cancelled the job, if that is known."""
     base_iteration: int
     durable_iteration: int
     total_steps: int | None
@@ -250,7 +252,7 @@ def decide_at_end(facts: EndFacts) -> Decision:
     if facts.outcome == "fatal":
         return _stop("failed", f"fatal: {facts.outcome_reason}")
     if facts.cancelled:
-        return _stop("stopped", "the job was cancelled")
+        return _stop("stopped", "the job was cancelled" + (f" by {facts.cancelled_by}" if facts.cancelled_by else ""))
     reason = facts.reservation or facts.hang or facts.outcome_reason or _reason_without_outcome(facts)
     if facts.reservation and facts.chain.auto_requeue:
         return _stop("stopped", reason)

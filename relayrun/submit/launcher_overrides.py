@@ -6,6 +6,7 @@ that nobody edited leaves every variable empty, so the YAML holds.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from functools import reduce
 from operator import or_
@@ -42,6 +43,10 @@ TRAINER_VARIABLES = {
     "command": {"TRAINING_STEPS": "command.steps"},
 }
 """Settings that a foreign trainer has besides those of OVERRIDES whose sections it has, or under another name."""
+
+OTHER_VARIABLES = ("CONFIG", "RESUME", "ACCEPT_DATA_CHANGE", "TAKE_OVER")
+PYTHON_VARIABLES = {"PYTHON", "HOST_PYTHON"}
+"""Variables of the launchers that are no settings of a run."""
 
 PROFILER_VARIABLE = "NSYS_PROFILER"
 """Switch for `debug.profile=nsys`; false leaves the config's own value."""
@@ -81,8 +86,10 @@ def setting_variables(trainer: str) -> dict[str, str]:
 def environment_overrides(environment: Mapping[str, str], *, trainer: str = "native") -> list[str]:
     """The `name=value` overrides of a settings block.
 
-    Raises ConfigError for a setting that a run of this trainer has not, and if a switch is neither true nor false.
+    Raises ConfigError for a setting that a run of this trainer has not, for a variable whose name is close to that of a
+    setting, and if a switch is neither true nor false.
     """
+    _refuse_near_misses(environment)
     names = setting_variables(trainer)
     given = {setting: value for setting in names if (value := environment.get(setting, "")) != ""}
     _refuse_others(environment, names, trainer)
@@ -92,6 +99,18 @@ def environment_overrides(environment: Mapping[str, str], *, trainer: str = "nat
     if boolean_variable(environment, PROFILER_VARIABLE):
         replaced.append("debug.profile=nsys")
     return replaced + [f"{names[setting]}={_yaml(setting, value)}" for setting, value in given.items()]
+
+
+def _refuse_near_misses(environment: Mapping[str, str]) -> None:
+    """Raise ConfigError for a mistyped setting: an exchange of letters, or nearly the same name."""
+    known = [*reduce(or_, TRAINER_VARIABLES.values(), SETTING_VARIABLES), PROFILER_VARIABLE, *OTHER_VARIABLES]
+    for name in sorted(environment.keys() - known - PYTHON_VARIABLES):
+        near = [each for each in known if sorted(each) == sorted(name)] or difflib.get_close_matches(
+            name, known, 1, 0.85
+        )
+        if near and environment[name]:
+            hint = f"rename it, or `unset {name}` if it is for another program"
+            raise ConfigError(f"{name} is no setting; did you mean {near[0]}?", where="environment", hint=hint)
 
 
 def _refuse_others(environment: Mapping[str, str], names: Mapping[str, str], trainer: str) -> None:

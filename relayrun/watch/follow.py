@@ -109,8 +109,8 @@ class ChainLogFollower:
     """Offset up to which each file was read."""
 
     def poll(self) -> list[tuple[Path, bytes]]:
-        """Return new bytes of each file, whole characters, at most `MAX_POLL_BYTES`; a truncated file is returned from
-        its start."""
+        """Return new bytes of each file, whole lines if there are some, at most `MAX_POLL_BYTES`; a truncated file is
+        returned from its start."""
         try:
             current = job_log_files(self.run)
         except RunDirError:
@@ -124,6 +124,8 @@ class ChainLogFollower:
                     begin = file.seek(at if at <= size else 0)
                     text = file.read(MAX_POLL_BYTES)
                     text = text[: codecs.utf_8_decode(text, "surrogateescape", False)[1]]
+                    # a state of a progress bar that is not whole waits for the next poll
+                    text = text[: max(text.rfind(b"\n"), text.rfind(b"\r", 0, -1)) + 1] or text
                     self.seen[path] = begin + len(text)
             except OSError:  # removed, or the file system is unavailable for a while
                 continue

@@ -154,8 +154,9 @@ class FakeSlurm:
             return "\n".join(sorted(NODES)) + "\n" if "Node" in options else "idle\n"
         if program == "scancel":
             if "signal" not in options:
-                if jobs[rest[0]]["state"] in LIVE:
-                    self.set(rest[0], state="CANCELLED")
+                for job in rest:
+                    if jobs[job]["state"] in LIVE:
+                        self.set(job, state="CANCELLED")
             elif options["signal"] == "KILL":
                 self.set(rest[0].partition(".")[0], killed=True)
             return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.chain import job_script
+from relayrun.control.chain import __main__ as program
+from relayrun.control.chain import job_script, supervisor
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run, read_stop, stop_reason
 from relayrun.control.scheduler import base
@@ -401,3 +403,58 @@ def test_watch_is_started_again_though_its_log_is_full(tmp_path: Path) -> None:
     ]
     done = subprocess.run(["bash", "-c", "\n".join(lines)], timeout=300)
     assert (done.returncode, len(count.read_text())) == (0, 3)
+
+
+STAND_IN = """#!/bin/bash
+case "${0##*/} $*" in
+  "sbatch "*) exit 0 ;;
+  *"show job"*) echo "JobId=7 Restarts=$([[ -e requeued ]] && echo 1 || echo 0) x" ;;
+  *"--format=%T %L") echo "RUNNING 1:00" ;;
+  *"--format=%x") echo "(null)" ;;
+  *"--format=%k") [[ ! -e comment ]] || cat comment ;;
+  "scontrol ") while read -r line; do
+    echo "${line}" >>orders
+    [[ "${line}" != requeue* ]] || touch requeued
+    [[ "${line}" != *Comment=* ]] || { line="${line#*Comment=}"; echo "${line%% *}" >comment; }
+  done ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "ordered"),
+    [
+        (1, "update JobId=7 StartTime=now+30 Comment=relayrun:begin-failed=1@n3 ExcNodeList=n3"),
+        (28, "update JobId=7 StartTime=now+600 Comment=relayrun:begin-failed=1@"),
+    ],
+)
+def test_a_full_disk_is_no_nodes_fault_and_no_storm_of_jobs(tmp_path: Path, code: int, ordered: str) -> None:
+    for name in ("squeue", "scontrol", "sbatch"):
+        (tmp_path / name).write_text(STAND_IN)
+        (tmp_path / name).chmod(0o755)
+    names = {"RUN_DIR": "/r", "JOB_NAME": "j", "AUTO_REQUEUE": "true", "MAX_FAILED_BEGINS": "6", "BEGIN_BACKOFF": "30"}
+    environment = os.environ | {f"RELAYRUN_{name}": value for name, value in names.items()}
+    environment |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n3"}
+    command = ["bash", "-c", f'source "$1"; again begin {code}', "job", str(ROOT / "launchers/lib/again.sh")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert (tmp_path / "orders").read_text().splitlines()[-1] == ordered
+    assert ("the disk of /r is full" in done.stderr) == (code == 28)
+
+
+def test_begin_on_a_full_disk_says_so_by_its_exit_code(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, code in ((errno.ENOSPC, 28), (errno.EDQUOT, 28), (errno.EIO, None)):
+
+        def refuse(_run: Run, number: int = number) -> int:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(supervisor, "begin_attempt", refuse)
+        monkeypatch.setattr(sys, "argv", ["chain", "begin", "--run-dir", str(run.path)])
+        if code is None:
+            with pytest.raises(OSError, match="Input/output"):
+                program.main()
+        else:
+            assert program.main() == code
+            assert os.strerror(number) in capsys.readouterr().err

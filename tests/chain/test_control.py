@@ -14,6 +14,7 @@ import pytest
 
 from relayrun import cli
 from relayrun.cli.run import stop
+from relayrun.control.rundir import triggers
 from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.records import AttemptEnd
 from relayrun.control.rundir.run import Run, stop_reason
@@ -195,6 +196,38 @@ def test_cancel_needs_no_room_on_the_disk(
         assert [job["comment"] for job in slurm.jobs().values()][:2] == [
             f"relayrun:stopped-by={user_name(os.geteuid())}"
         ] * 2
+
+
+def test_the_jobs_of_a_chain_are_cancelled_with_one_order(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, slurm = on_slurm(make_run, tmp_path, monkeypatch)
+    commands: list[list[str]] = []
+    fake = slurm_commands.subprocess.run
+
+    def recorded(command: list[str], **given: str) -> object:
+        commands.append(command)
+        return fake(command, **given)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(slurm_commands.subprocess, "run", recorded)
+    assert cli.main(["cancel", str(run.path)]) == 0
+    assert [command for command in commands if command[0] == "scancel"] == [["scancel", "3", "2", "1"]]
+    assert states(slurm) == ["CANCELLED"] * 3
+
+
+def test_save_on_a_full_disk_is_one_error_with_the_way_out(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = on_slurm(make_run, tmp_path, monkeypatch)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(triggers.Path, "touch", refuse)
+    assert cli.main(["save", str(run.path)]) == 1
+    said = capsys.readouterr().err
+    assert f"error: {run.triggers}: the trigger cannot be made: No space left on device" in said
+    assert f"relayrun status {run.path}` says what could go" in said
 
 
 @pytest.mark.usefixtures("full")

@@ -24,7 +24,7 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptEnd, AttemptOutcome, Hang, Heartbeat, SuccessorJob
 from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.control.scheduler.local import LocalScheduler
-from relayrun.control.scheduler.local_queue import JOB_ID_VARIABLE, LocalQueue
+from relayrun.control.scheduler.local_queue import JOB_ID_VARIABLE, LocalJob, LocalQueue
 from relayrun.errors import RunDirError, SchedulerError
 from tests.history import began, trained
 
@@ -119,6 +119,28 @@ def test_an_end_that_is_called_again_does_what_is_left(run: Run, monkeypatch: py
     assert supervisor.end_attempt(Run(run.path), 4, 0) == 0
     assert len(pending(run)) == 1
     assert AttemptEnd.read(run.attempt(4).end) == record
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+@pytest.mark.parametrize("state", ["CANCELLED", "NODE_FAIL"])
+def test_an_end_that_no_job_could_record_is_completed_though_a_person_submitted_since(
+    run: Run, state: str, forgotten: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk: the attempt stayed without an end for ever, and counted as failed. `forgotten`: by the controller,
+    and not by accounting."""
+    query = LocalScheduler.query
+    if forgotten:
+        monkeypatch.setattr(LocalScheduler, "query", lambda self, name: None if name == "2" else query(self, name))
+    began(run, 4, base=300, job_id="2")
+    times = {"start_time": 1e9, "end_time": 1e9 + 30, "eligible_time": 1e9, "time_limit": 60, "signal_seconds": 1}
+    LocalQueue(run.path / "local").add(LocalJob(id="", name="j", script="x", log_folder="x", **times))  # type: ignore[arg-type]
+    set_state(run, "2", state)
+    replace(Plan.load(run), submitted_after_attempt=4).write(run.plan)
+    assert supervisor.begin_attempt(run) == 0
+    end = AttemptEnd.read(run.attempt(4).end)
+    assert end is not None
+    assert (end.cause, end.end_time) == ("cancelled" if state == "CANCELLED" else "unknown", 1e9 + 30)
+    assert count_failed_attempts(Run(run.path), Plan.load(run)) == 1  # the one that runs now
 
 
 def test_an_attempt_that_never_began_hides_nobody(run: Run) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import pytest
 
 from relayrun import files
 from relayrun.cli import main
+from relayrun.cli.watch import logs
 from relayrun.control.rundir.records import ChainEnd, RankFailure
 from relayrun.control.rundir.run import Run, write_stop
 from relayrun.watch import follow
@@ -84,12 +86,53 @@ def test_the_last_lines_are_those_of_the_end(tmp_path: Path, count: int, monkeyp
     assert size == (tmp_path / "log").stat().st_size
 
 
-@pytest.mark.parametrize("end", [b"\r", b"\r\n"])
-def test_a_carriage_return_ends_a_line(tmp_path: Path, end: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_of_a_progress_bar_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "READ_BLOCK", 7)
-    (tmp_path / "log").write_bytes(b"".join(b"%d%%%s" % (number, end) for number in range(500)))
-    text, _ = files.last_lines(tmp_path / "log", 30)
-    assert text.split() == [b"%d%%" % number for number in range(470, 500)]
+    lines = [b"%d%%\r%d%%\n" % (number, number + 1) for number in range(50)]
+    (tmp_path / "log").write_bytes(b"".join(lines))
+    assert files.last_lines(tmp_path / "log", 3)[0] == b"".join(lines[-3:])
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (b"loss 1\r\nloss 2\r\n", "loss 1\nloss 2\n"),
+        (b"\r 1%\r 2%\r 3%\r\nsaved\n", " 3%\nsaved\n"),
+        (b" 1%\r 2%\r", " 2%\n"),
+        (b"a\r\r\n\nb", "a\n\nb"),
+        (b"\x1b[31mstep: 12\x1b[0m \x1b[2K\x1b[1;32mloss\x1b[m\n", "step: 12 loss\n"),
+        ("é\n".encode() + "chaîne\n".encode("latin-1"), "é\nchaîne\n"),
+        (b"title \x1b]0;mine\x07\n", "title \x1b]0;mine\x07\n"),  # made visible by the stream
+    ],
+)
+def test_a_log_reads_as_a_terminal_shows_it(text: bytes, shown: str) -> None:
+    assert logs.readable_log(text) == shown
+
+
+def test_a_bar_that_is_followed_shows_whole_states_each_on_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path / "run")
+    log = write_log(run, 1, err=" 1%\r 2%\r 3")
+    following, printer = follow.ChainLogFollower(run), logs.LogPrinter()
+    for added in ("%\r 4%", "", "\r 5%\r", "\ndone", " it is\n"):
+        for path, part in following.poll():
+            printer.print(path, part)
+        with open(log, "a") as file:
+            file.write(added)
+    for path, part in following.poll():
+        printer.print(path, part)
+    assert capsys.readouterr().out == f"==> {log} <==\n 2%\n 3%\n 4%\n 5%\ndone it is\n"
+
+
+def test_a_terminal_without_unicode_shows_what_it_can(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    write_log(run, 1, err="épochs \u2013 fini\n")
+    run.manifest.write_text("{}")
+    command = [sys.executable, "-m", "relayrun", "logs", str(run.path)]
+    environment = os.environ | {"PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True)
+    assert "épochs \\u2013 fini\n".encode("latin-1") in done.stdout
 
 
 @pytest.mark.parametrize("content", ["progress bar", "one line", "sparse"])
@@ -116,7 +159,7 @@ def test_a_log_without_lines_is_shown_in_bounded_time_and_memory(
     shown = capsys.readouterr().out
     assert len(shown.encode()) < 10 << 20
     if content == "progress bar":
-        assert shown.count("10%|####      | 1/10\n") == 49  # the last one has no end yet
+        assert shown.count("10%|####      | 1/10") == 1  # its last state
 
 
 def test_a_log_that_grows_much_is_followed_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from relayrun.cli import main
 from relayrun.control.chain import quota as measuring
-from relayrun.control.chain.quota import QuotaMonitor, measure_quotas, parse_quota_output, read_quotas
+from relayrun.control.chain.quota import QuotaMonitor, make_limits, measure_quotas, parse_quota_output, read_quotas
 from relayrun.control.notify import notices
 from relayrun.control.notify.events import write_due_notices
 from relayrun.control.notify.notices import NoticePolicy, NoticeTarget
@@ -23,12 +23,13 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.storage_limits import DAY_SECONDS, FILE_SYSTEM, QuotaForecast
+from relayrun.control.scheduler.base import Job
 from relayrun.errors import RelayrunError
 from relayrun.watch import symptoms
 from relayrun.watch.status import run_status, run_status_text
 from relayrun.watch.status.queue import QueueStatus
 from relayrun.watch.status.run_status import RunStatus
-from relayrun.watch.text import print_table
+from relayrun.watch.text import format_time, print_table
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.history import ROOT, began
 
@@ -339,6 +340,48 @@ def test_the_command_says_it(site: Site, capsys: pytest.CaptureFixture[str]) -> 
         capsys.readouterr().out
     )
     assert json.loads(storage_limits.usage_path(site.run).read_text())["complaint"] is None
+
+
+def test_a_full_disk_says_since_when_what_is_missing_and_what_could_go(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = 0
+    monkeypatch.setattr(
+        run_status, "file_system_limit", lambda place: make_limits(FILE_SYSTEM, 1000, 1000 + left, 0, 0)
+    )
+    for _ in range(5):
+        site.save()
+    for iteration in range(1, 4):  # as before keep_last was set
+        site.run.checkpoint(iteration).mkdir()
+    quarantine = site.run.checkpoints / ".quarantine" / "iter_0000009-0001"
+    quarantine.mkdir(parents=True)
+    (quarantine / "data").write_bytes(bytes(500_000))
+    folder = Path(site.plan.log_folder)
+    folder.mkdir()
+    (folder / f"{site.plan.job_name}-41.err").write_bytes(bytes(200_000))
+    (folder / "another-1.err").write_bytes(bytes(700_000))
+    (site.run.attempt(1).heartbeats).mkdir()
+    for path in (*site.run.attempt(1).path.iterdir(), site.run.attempt(1).heartbeats / "n0.json"):
+        path.write_text("{}") if not path.exists() else None
+        os.utime(path, (NOW, NOW - 60 if path.name != "n0.json" else NOW))
+    waiting = QueueStatus(jobs=[Job(id="9", name="j", state="PENDING")])
+
+    def disk() -> list[str]:
+        return run_status.read_run_status(site.run, waiting, now=NOW, plan=site.plan).disk
+
+    could_go = (
+        "; could go: 3.0 MB in older checkpoints (iteration 3, 2, 1; checkpoint.keep_last), 500.0 kB in "
+        f"{site.run.checkpoints}/.quarantine, 200.0 kB in logs in {folder}"
+    )
+    assert disk() == [
+        f"full: 0 bytes left below {site.run.checkpoints}; no job can record anything until some is freed (nothing was "
+        f"recorded since {format_time(NOW)}); a checkpoint takes 1.0 MB{could_go}"
+    ]
+    left = 900_000
+    words = f"too full for a checkpoint: 900.0 kB left below {site.run.checkpoints}; a checkpoint takes 1.0 MB"
+    assert disk() == [words + could_go]
+    left = 1_000_000
+    assert disk() == []
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from relayrun.cli import main
 from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import CommonConfig, RunConfig
+from relayrun.errors import ConfigError
 from relayrun.slurmtime import parse_time
 from relayrun.submit import submission
 from relayrun.submit.launcher_overrides import (
@@ -250,3 +252,116 @@ def test_a_note_for_a_restart_that_cannot_be_written_does_not_end_the_first_job(
     command = ["bash", "-c", f"CONFIG=a.yaml; source '{checkout}/launchers/lib/launch.sh'"]
     subprocess.run(command, env=given, capture_output=True, check=True, timeout=600)
     assert (run / "began").read_text() == "began\n"
+
+
+def in_job(
+    checkout: Path, tmp_path: Path, answer: str, *words: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Launch in job 7 with a Python that does as `answer` says."""
+    (tmp_path / "python").write_text(f"#!/bin/sh\n{answer}\n")
+    (tmp_path / "python").chmod(0o755)
+    job = {
+        "PATH": os.environ["PATH"],
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NAME": "demo",
+        "PYTHON": str(tmp_path / "python"),
+    }
+    command = ["bash", "-c", f"CONFIG=a.yaml; source '{checkout}/launchers/lib/launch.sh'", "launcher", *words]
+    return subprocess.run(command, env=job | variables, capture_output=True, text=True, check=False, timeout=600)
+
+
+REFUSAL = (
+    r"""printf 'warning: W&B is off\nerror: lr_scheduler.warmup_steps: more than steps\n  -> lower it\n' >&2; exit 3"""
+)
+
+
+def test_a_start_that_is_refused_in_a_job_leaves_a_record_that_status_shows(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (checkout / ".relayrun").touch()
+    monkeypatch.chdir(checkout)
+    done = in_job(checkout, tmp_path, REFUSAL)
+    log = checkout / "logs/slurm/training/demo-7"
+    told = "lr_scheduler.warmup_steps: more than steps -> lower it"
+    assert (done.returncode, done.stdout) == (3, f"logs: {log}.out and .err\nrefused: error: {told} \n")
+    assert "warning: W&B is off\nerror: " in log.with_suffix(".err").read_text()
+    assert main(["status"]) == 0
+    line = f"refused: job 7 (demo), 0 s ago: {told}; its log: {log}.err\n"
+    assert re.sub(r"\d s ago", "0 s ago", capsys.readouterr().out).endswith(line)
+    assert main(["status", "my-project/my-run"]) == 1
+    assert re.sub(r"\d s ago", "0 s ago", capsys.readouterr().err).startswith(f"{line}error: ")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "job.sbatch").write_text(f"echo began >{run}/began\n")
+    done = in_job(checkout, tmp_path, f"echo a warning >&2; echo {run}", SLURM_JOB_ID="8")
+    assert (run / "began").exists()
+    assert "a warning\n" in (checkout / "logs/slurm/training/demo-8.err").read_text()
+    assert main(["status"]) == 0
+    assert "refused: job" not in capsys.readouterr().out
+
+
+def test_a_record_of_a_refused_start_that_cannot_be_written_ends_no_job(checkout: Path, tmp_path: Path) -> None:
+    (checkout / "logs/slurm/training/demo-7.refused").mkdir(parents=True)  # as good as a full disk
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "job.sbatch").write_text(f"echo began >{run}/began\n")
+    in_job(checkout, tmp_path, f"echo {run}")
+    assert (run / "began").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "told"),
+    [
+        (["--check"], {}, "error: sbatch hands --check to the job, which takes no options: bash LAUNCHER --check"),
+        ([], {"SLURM_ARRAY_JOB_ID": "6"}, "error: a launcher begins one run, not one for each task of an array"),
+        (["--array=1-3"], {"SLURM_JOB_ID": ""}, "error: a launcher begins one run, not one for each task of an array"),
+    ],
+)
+def test_what_a_launcher_cannot_do_is_one_line_before_it_runs(
+    checkout: Path, tmp_path: Path, words: list[str], variables: dict[str, str], told: str
+) -> None:
+    done = in_job(checkout, tmp_path, "exit 9", *words, **variables)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(told)
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_launcher_that_was_copied_or_comes_by_standard_input_says_so(tmp_path: Path) -> None:
+    launcher = ROOT / "launchers/submit-demo.sh"
+    copy = shutil.copy(launcher, tmp_path / "mine.sh")
+    for command, name in (([copy], copy), ([], "standard input")):
+        text = "" if command else launcher.read_text()
+        done = subprocess.run(["bash", *command], input=text, cwd=tmp_path, capture_output=True, text=True, check=False)
+        told = f"error: {name}: a launcher is given by its path, and stays beside its folder lib/\n"
+        assert (done.returncode, done.stderr) == (1, told)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_launcher_outside_a_job_checks_and_submits_itself(tmp_path: Path, refused: bool) -> None:
+    for name, text in (("python", f'echo "checked: $*"; exit {int(refused)}'), ("sbatch", 'echo "sbatch $*"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    given = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": str(tmp_path / "python")}
+    launcher = ROOT / "launchers/submit-demo.sh"
+    command = ["bash", launcher, "--account=proj2", "--time=8"]
+    done = subprocess.run(command, env=given, capture_output=True, text=True, check=False)
+    checked, *submitted = done.stdout.splitlines()
+    assert checked.endswith(f"--check={launcher}")
+    assert submitted == ([] if refused else [f"sbatch --account=proj2 --time=8 {launcher}"])
+    assert done.returncode == int(refused)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("MSB", "MBS"), ("GSB", "GBS"), ("TRAINING_STEP", "TRAINING_STEPS"), ("SEQLEN", "SEQ_LEN"), ("CONFG", "CONFIG")],
+)
+def test_a_variable_whose_name_is_nearly_a_setting_is_refused(name: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is no setting; did you mean {meant}"):
+        environment_overrides({name: "2"})
+    assert environment_overrides({name: ""}) == []
+
+
+def test_usual_variables_of_a_cluster_are_no_mistyped_settings() -> None:
+    usual = "HOME PATH LOADEDMODULES LMOD_CMD PYTHONPATH PYTHON HOST_PYTHON TOKENIZERS_PARALLELISM TENSORBOARD_DIR NAME"
+    usual += " SLURM_CLUSTERS CLUSTER_NAME DATA PROJECT PROJECT_HOME LANG MODULESHOME NCCL_DEBUG WANDB_NAME RANK DEBUG"
+    assert environment_overrides(dict.fromkeys(usual.split(), "x")) == []

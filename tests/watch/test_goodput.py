@@ -30,6 +30,7 @@ from relayrun.watch.goodput.attribution import NEEDED_COLUMNS, AttributedTime, a
 from relayrun.watch.goodput.facts import AttemptFacts, NodeAllocation, join_allocations
 from relayrun.watch.goodput.ledger import MICROSECONDS_PER_SECOND, PART_NAMES, PARTS
 from relayrun.watch.goodput.metrics_columns import MetricsBlock, read_metrics_blocks
+from relayrun.watch.report import terminal_report
 from relayrun.watch.report.page import report_as_json
 from relayrun.watch.report.report_data import read_report_data
 from tests import accounted
@@ -59,6 +60,22 @@ def by_name(rows: str) -> str:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     install(tmp_path / "bin", monkeypatch, sacct=by_name(accounted.SACCT))
     return make_project(tmp_path)
+
+
+def test_an_attempt_that_recorded_no_end_ends_where_slurm_says(
+    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Cancelled on a full disk: the picture drew a cancelled job of 26 s up to the end of the run."""
+    run.attempt(1).end.unlink()
+    row = terminal_report.read_attempts_report(run).attempts[0]
+    assert (row.cause, row.seconds) == ("unknown", 171.0 - 65.0)
+    sacct = tmp_path / "bin" / "sacct"
+    sacct.write_text(sacct.read_text().replace("41|FAILED", "41|CANCELLED by 0"))
+    row = terminal_report.read_attempts_report(run).attempts[0]
+    assert (row.cause, row.seconds) == ("cancelled", 171.0 - 65.0)
+    assert row.reason == "the job was CANCELLED, as sacct says; it recorded no end"
+    assert main(["goodput", str(run.path)]) == 0
+    assert "cancelled" in capsys.readouterr().out
 
 
 def seconds(parts: dict[str, int]) -> dict[str, float]:

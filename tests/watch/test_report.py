@@ -17,7 +17,8 @@ import pytest
 
 from relayrun.cli import main, parse
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.records import ChainEnd
+from relayrun.control.rundir.run import Run, write_stop
 from relayrun.files import append_line
 from relayrun.watch.report import terminal_report
 from relayrun.watch.report.chart import axis_ticks, reduce_points
@@ -52,6 +53,15 @@ def test_every_attempt_has_its_checkpoints_and_one_that_trained_nothing_says_so(
     assert all(row.commits for row in rows)
     assert all(row.commits[-1][1] == row.durable_iteration for row in rows[:2])
     assert rows[0].start_time <= rows[1].start_time
+
+
+def test_an_attempt_without_an_end_is_drawn_to_its_last_sign_if_slurm_has_forgotten_it(accounted: Run) -> None:
+    accounted.attempt(2).end.unlink()
+    accounted.attempt(2).outcome.unlink()
+    assert terminal_report.read_attempts_report(accounted).attempts[1].seconds is None  # it may run
+    write_stop(accounted, ChainEnd("stopped", "cancelled by root"))
+    row = terminal_report.read_attempts_report(accounted).attempts[1]
+    assert (row.cause, row.seconds) == ("unknown", row.commits[-1][0] - row.start_time)
 
 
 def test_a_run_that_has_not_begun_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

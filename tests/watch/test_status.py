@@ -15,6 +15,7 @@ from relayrun import cli, files
 from relayrun.control.chain import excluded_nodes
 from relayrun.control.rundir import evaluations, find_runs, triggers
 from relayrun.control.rundir.evaluations import EvaluationResult, SubmittedEvaluation
+from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptEnd, CheckpointCommit, Heartbeat, RefusedConnections
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import Job
@@ -94,6 +95,17 @@ def run(make_run: MakeRun) -> Run:  # noqa: F811
     end(made, 1, "failed", "node [n1] lost", 10, progress=True)
     begin(made, 2, base=10)
     return made
+
+
+def test_an_attempt_whose_end_nobody_could_record_is_over_when_another_job_runs(run: Run) -> None:
+    """A full disk: job 8 ended without a record, a person submitted again, and job 10 begins now."""
+    run.attempt(2).heartbeats.mkdir(exist_ok=True)
+    beat = Heartbeat(node="n0", iteration=11, phase="step", time=NOW - 500, step_p95=None, save_p95=None)
+    beat.write(run.attempt(2).heartbeats / "n0.json")
+    replace(Plan.load(run), submitted_after_attempt=2).write(run.plan)
+    found = run_status.read_run_status(run, QueueStatus(jobs=[Job(id="10", name="j", state="RUNNING")]), now=NOW)
+    assert found.failed_attempts == 0
+    assert (found.state, found.phase, found.leave_time) == ("running", None, None)
 
 
 def test_a_running_chain(run: Run) -> None:

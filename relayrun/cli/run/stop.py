@@ -63,7 +63,11 @@ def request_save(run: Run, scheduler: Scheduler) -> str:
     at_work = _running_job(run, plan, jobs)
     if not jobs and at_work is None:
         raise RunDirError("no job of this run is running or queued, so there is nothing to save", where=run.path)
-    triggers.touch_trigger(run, "save")
+    try:
+        triggers.touch_trigger(run, "save")
+    except OSError as error:
+        hint = f"`relayrun status {run.path}` says what could go: a checkpoint needs more room than the trigger"
+        raise RunDirError(f"the trigger cannot be made: {error.strerror}", where=run.triggers, hint=hint) from None
     answer = f"the answer will lie in {run.triggers / 'save.done'}"
     if at_work is not None:
         return f"job {at_work} saves after the step that is under way and goes on; {answer}"

@@ -39,17 +39,16 @@ def run(options: argparse.Namespace) -> int:
             raise RunDirError("no attempt of this run has begun", where=found.path)
         print(follow.rank_messages(found, attempt, options.rank))
         return 0
-    shown: Path | None = None
-    following = follow.ChainLogFollower(found)
+    following, printer = follow.ChainLogFollower(found), LogPrinter()
     for path in follow.job_log_files(found, options.attempt):
         text, following.seen[path] = last_lines(path, options.lines)
-        shown = print_log(path, text, shown)
+        printer.print(path, text)
     if options.follow:
-        follow_logs(found, following, shown)
+        follow_logs(found, following, printer)
     return 0
 
 
-def follow_logs(run: Run, following: follow.ChainLogFollower, shown: Path | None) -> None:
+def follow_logs(run: Run, following: follow.ChainLogFollower, printer: LogPrinter) -> None:
     """Print new output until the chain has ended and the logs are quiet, or until Ctrl-C."""
     quiet = 0
     try:
@@ -57,16 +56,44 @@ def follow_logs(run: Run, following: follow.ChainLogFollower, shown: Path | None
             added = following.poll()
             quiet = 0 if added else quiet + 1
             for path, text in added:
-                shown = print_log(path, text, shown)
+                printer.print(path, text)
             time.sleep(POLL_SECONDS)
     except KeyboardInterrupt:
         return
     print(f"the chain has ended: {stop_reason(run)}", file=sys.stderr)
 
 
-def print_log(path: Path, text: bytes, shown: Path | None) -> Path:
-    """Print text of a file, below the file's name if it differs from `shown`; return the file."""
-    if path != shown:
-        print(f"{'' if shown is None else chr(10)}==> {path} <==", flush=True)
-    print(re.sub(r"\r\n?", "\n", text.decode("utf-8", "surrogateescape")), end="", flush=True)
-    return path
+class LogPrinter:
+    """Prints parts of files, below the file's name if it differs from the last part's."""
+
+    def __init__(self) -> None:
+        self._shown: Path | None = None
+        self._in_line = False
+
+    def print(self, path: Path, text: bytes) -> None:
+        """Print a part of a file. A progress bar that goes on begins a new line."""
+        if path != self._shown:
+            print(f"{'' if self._shown is None else chr(10)}==> {path} <==", flush=True)
+            self._shown, self._in_line = path, False
+        if self._in_line and text.startswith(b"\r") and not text.startswith(b"\r\n"):
+            text = b"\n" + text[1:]
+        print(readable_log(text), end="", flush=True)
+        self._in_line = not text.endswith((b"\r", b"\n"))
+
+
+_COLOUR = re.compile(r"\x1b\[[0-9;:?]*[A-Za-z]")
+"""ANSI sequences for colours, and for the places of the cursor."""
+
+
+def readable_log(text: bytes) -> str:
+    """Return a part of a log without colours, each line in its last state: a progress bar overwrites its line with
+    carriage returns. A line that is no UTF-8 is read as Latin-1."""
+    lines = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in text.split(b"\n")]
+    return _COLOUR.sub("", "\n".join(map(_decoded, lines)) + "\n" * text.endswith(b"\r"))
+
+
+def _decoded(line: bytes) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError:
+        return line.decode("latin-1")

@@ -10,12 +10,11 @@ from pathlib import Path
 from relayrun.config.compose.writable import check_outputs
 from relayrun.control.rundir.find_runs import find_run
 from relayrun.control.rundir.run import Run
-from relayrun.errors import InputError, RunDirError
+from relayrun.errors import InputError
 from relayrun.publishing import published_file
 from relayrun.watch.goodput import tables
 from relayrun.watch.goodput.account import account_for_run
 from relayrun.watch.report import terminal_report
-from relayrun.watch.report.terminal_report import AttemptsAndLosses
 from relayrun.watch.text import json_text, print_table, text_table
 
 
@@ -49,13 +48,13 @@ def run_report(options: argparse.Namespace) -> int:
     if target is not None or options.json:
         _write_page(runs, target, as_json=options.json)
     if options.png is not None:
-        terminal_report.write_png(_read_started_run(runs[0]), options.png)
+        terminal_report.write_png(terminal_report.read_attempts_report(runs[0]), options.png)
         print(options.png)
     return 0
 
 
 def _print_text_report(run: Run) -> None:
-    found = _read_started_run(run)
+    found = terminal_report.read_attempts_report(run)
     print_table(terminal_report.attempts_table(found))
     if found.iterations:
         print(terminal_report.terminal_curve(found))
@@ -66,13 +65,6 @@ def _print_text_report(run: Run) -> None:
 
 def _print_account_table(table: tables.AccountTable) -> None:
     print_table(text_table(table.columns, table.rows, title=table.title))
-
-
-def _read_started_run(run: Run) -> AttemptsAndLosses:
-    found = terminal_report.read_attempts_report(run)
-    if not found.attempts:
-        raise RunDirError("no attempt of this run has begun", where=run.path, hint=f"relayrun status {run.path}")
-    return found
 
 
 def _write_page(runs: list[Run], target: Path | None, *, as_json: bool) -> None:

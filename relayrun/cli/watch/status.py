@@ -11,16 +11,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from relayrun import places
 from relayrun.control.rundir import find_runs
 from relayrun.control.rundir.campaign import campaign_folders
 from relayrun.control.rundir.run import Run
-from relayrun.errors import InputError
+from relayrun.errors import InputError, RunDirError
+from relayrun.files import last_lines
 from relayrun.watch.status import queue, tables
 from relayrun.watch.status.runs import RunsWatcher
 from relayrun.watch.status.summary import DamagedRun, RunSummary
-from relayrun.watch.text import inert_console, json_text, print_table
+from relayrun.watch.text import format_seconds, inert_console, json_text, print_table
 
 ShowRuns = Callable[[Sequence[RunSummary | DamagedRun], float], None]
+REFUSED_SECONDS = 7 * 86400.0
+"""Age after which a refused start is not shown any more."""
+REFUSAL_LINES = 50
 UNFINISHED_STATES = ("running", "queued", "waiting", "unknown")
 """States that may change without a person."""
 
@@ -46,7 +51,11 @@ def run(options: argparse.Namespace) -> int:
     if options.name is not None:
         from relayrun.watch.status import run_status, run_status_text
 
-        run = find_runs.find_run(options.name)
+        try:
+            run = find_runs.find_run(options.name)
+        except RunDirError:  # perhaps since its first job was refused
+            print("".join(f"{line}\n" for line in _refused_starts(now)), end="", file=sys.stderr)
+            raise
         stuck = _stuck_stages([run])
         facts = run_status.read_run_status(run, queue.query_queue(run), now=now)
         if options.json:
@@ -56,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
         _print_lines(stuck, options)
         return 0
     runs = find_runs.all_run_folders()
-    stuck = _stuck_stages(runs)
+    stuck = [*_stuck_stages(runs), *_refused_starts(now)]
     if options.json:
         from relayrun.watch.status import run_status_text
 
@@ -69,6 +78,21 @@ def run(options: argparse.Namespace) -> int:
         print(f"no runs below {find_runs.runs_folder()}")
     _print_lines(stuck, options)
     return 0
+
+
+def _refused_starts(now: float) -> list[str]:
+    """Return a line for each job of a launcher that could not begin a run, newest first; launchers/lib/launch.sh writes
+    the record, and removes it with the next start."""
+    found = []
+    for path in (places.project_folder() / "logs/slurm/training").glob("*.refused"):
+        with contextlib.suppress(OSError):
+            since = now - path.stat().st_mtime
+            text = last_lines(path, REFUSAL_LINES)[0].decode(errors="replace")
+            if (at := f"\n{text}".find("\nerror: ")) >= 0 and since < REFUSED_SECONDS:
+                name, _, job = path.stem.rpartition("-")
+                words = f"refused: job {job} ({name}), {format_seconds(since)} ago: {' '.join(text[at + 7 :].split())}"
+                found.append((since, f"{words}; its log: {path.with_suffix('.err')}"))
+    return [line for _, line in sorted(found)]
 
 
 def _stuck_stages(runs: Sequence[Run]) -> list[str]:

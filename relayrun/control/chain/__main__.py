@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from relayrun.control.chain import background, failover, supervisor, watch
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.errors import run_main
+
+EXIT_DISK_FULL = 28
+"""Exit code of `begin` if the disk of the run directory is full: `launchers/lib/again.sh` waits longer."""
 
 
 def main() -> int:
@@ -31,7 +35,13 @@ def main() -> int:
     options = parser.parse_args()
     run = Run(options.run_dir)
     if options.command == "begin":
-        return supervisor.begin_attempt(run)
+        try:
+            return supervisor.begin_attempt(run)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            print(f"error: {run.path}: {error.strerror}", file=sys.stderr)
+            return EXIT_DISK_FULL
     if options.command == "watch":
         watch.Watch(run, options.attempt).loop(options.batch_pid)
         return 0

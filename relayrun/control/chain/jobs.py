@@ -308,14 +308,21 @@ def cancel_chain(run: Run, scheduler: Scheduler, *, user: str) -> str:
     except OSError as error:
         unwritten = note_stop_in_jobs(run, plan, scheduler, error, user=user)
     withdrawn: list[str] = []
-    with contextlib.suppress(SchedulerError):  # it would find STOP; it may belong to a former owner
-        withdrawn = cancel_fallback_jobs(plan, scheduler, anyone=True)
     done: list[str] = []
     try:
         jobs = scheduler.jobs(plan, anyone=True)
-        for job in sorted(jobs, key=lambda job: not job.waits):  # else a pending job would start
-            scheduler.cancel(job.id)
-            done.append(job.id)
+        with contextlib.suppress(SchedulerError):  # it would find STOP
+            withdrawn = [job.id for job in scheduler.live_fallback_jobs(plan, anyone=True) if job.waits]
+        waiting_first = [
+            job.id for job in sorted(jobs, key=lambda job: not job.waits)
+        ]  # else a pending job would start
+        if not (jobs or withdrawn) or not scheduler.cancel_together([*withdrawn, *waiting_first]):
+            withdrawn = []
+            with contextlib.suppress(SchedulerError):  # it may belong to a former owner
+                withdrawn = cancel_fallback_jobs(plan, scheduler, anyone=True)
+            for job_id in waiting_first:
+                scheduler.cancel(job_id)
+                done.append(job_id)
     except SchedulerError as error:
         error.message += f"; cancelled: {', '.join(done) or 'no job'}"
         error.message += "" if unwritten else "; STOP is written: a queued job ends at its start, a running one goes on"

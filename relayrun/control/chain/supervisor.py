@@ -329,8 +329,17 @@ def _reservation_over(run: Run, plan: Plan, started: AttemptStart, scheduler: Sc
 
 
 def _close(
-    run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled: bool, reservation: str = ""
+    run: Run,
+    plan: Plan,
+    attempt: Attempt,
+    exit_code: int,
+    *,
+    cancelled: bool,
+    cancelled_by: str | None = None,
+    reservation: str = "",
+    end_time: float | None = None,
 ) -> AttemptEnd:
+    """Write the end of an attempt. `end_time`: the end of its job; None: now."""
     started = attempt.started_record()
     _conclude(run, plan, attempt, started, exit_code)
     outcome, hang = AttemptOutcome.read(attempt.outcome), Hang.read(attempt.hang)
@@ -346,11 +355,12 @@ def _close(
         exit_code=exit_code,
         hang=hang.words if hang and not outcome else None,
         cancelled=cancelled,
+        cancelled_by=cancelled_by,
         base_iteration=started.base_iteration,
         durable_iteration=now.iteration,
         total_steps=plan.total_steps,
         stop_after=plan.stop_after,
-        failed_attempts=count_failed_attempts(run, plan) - 1,  # without this attempt, which counts until it has an end
+        failed_attempts=count_failed_attempts(run, plan, last=attempt.number - 1),
         chain=plan.chain,
         reservation=reservation,
         attempts_without_time=1 + chain_state.count_attempts_without_time(run, plan) if no_time else 0,
@@ -363,7 +373,7 @@ def _close(
         exit_code=exit_code,
         durable_iteration=now.iteration,
         progress=now.iteration > started.base_iteration,
-        end_time=time.time(),
+        end_time=time.time() if end_time is None else end_time,
         action=decision.action,
         chain_end=decision.chain_end,
         delay=decision.delay,
@@ -406,11 +416,25 @@ def _close_predecessor(run: Run, plan: Plan, scheduler: Scheduler) -> tuple[bool
     """Write the end that a killed batch script left out; return whether its job was cancelled, and its verdict. The
     scheduler is asked even if an end exists: a script can be killed, or misled, in the last seconds of its job."""
     attempt = run.newest_begun()
-    if attempt is None or attempt.number <= plan.submitted_after_attempt:
+    if attempt is None:
+        return False, None
+    record, resumed = attempt.read_end(), attempt.number <= plan.submitted_after_attempt
+    if resumed and record is not None:
         return False, None
     started = attempt.started_record()
     cancelled = _cancelled(attempt, started, scheduler)
-    record = attempt.read_end() or _close(run, plan, attempt, decisions.UNKNOWN_EXIT_CODE, cancelled=cancelled)
+    if record is None:
+        end_time = chain_state.previous_job_end(attempt, scheduler, own=scheduler.current_job_id())
+        if resumed and end_time is None:  # perhaps days ago: accounting knows
+            since = started.start_time - 3600
+            known = scheduler.history.allocations(plan, since=since, job_ids=[started.job_id])
+            for each in (each for each in known if each.job_id == started.job_id and each.end is not None):
+                end_time, cancelled = each.end, each.state == "CANCELLED"
+        by = scheduler.cancelled_by(started.job_id) if cancelled else None
+        unknown = decisions.UNKNOWN_EXIT_CODE
+        record = _close(run, plan, attempt, unknown, cancelled=cancelled, cancelled_by=by, end_time=end_time)
+    if resumed:  # the record alone: a person has submitted since
+        return False, None
     return cancelled, record.verdict or jobs.end_by_cancelled_successor(attempt, scheduler)
 
 

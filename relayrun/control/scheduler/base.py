@@ -337,6 +337,11 @@ class Scheduler(ABC):
         the time from which no further job of it can start; infinity if it repeats, or jobs may go on without it."""
         return None
 
+    def cancel_together(self, job_ids: Sequence[str]) -> bool:
+        """Cancel these jobs with one order, so that none starts since another one is gone; return whether it was taken.
+        If not, `cancel` does it one by one."""
+        return False
+
     def note_stop(self, job_id: str, user: str) -> None:
         """Record in a job of the chain that this user ended the chain; `query` returns it as `Job.stopped_by`."""
         return

@@ -309,6 +309,15 @@ class Slurm(SlurmCommands, Scheduler):
         if job is not None and job.live:
             self.order(["scancel", job_id])
 
+    def cancel_together(self, job_ids: Sequence[str]) -> bool:
+        try:
+            self.order(["scancel", *job_ids])
+        except NoAnswerError:
+            raise
+        except SchedulerError:  # one of them has just ended, or is another user's
+            return False
+        return True
+
     def note_stop(self, job_id: str, user: str) -> None:
         self.update_job(job_id, f"Comment={STOPPED_BY_COMMENT}{user}")
 

@@ -62,23 +62,12 @@ class AllocationAccount:
     @property
     def cause(self) -> str:
         """Cause of the attempt's end, in one word."""
-        facts = self.allocation.facts
-        if facts is None:
-            return "no attempt" if self.allocation.ended else "running"
-        if facts.end is not None:
-            return facts.end.cause
-        return "unknown" if self.allocation.ended else "running"
+        return self.allocation.cause
 
     @property
     def reason(self) -> str:
         """Reason of the attempt's end, or why no attempt began; empty if unknown."""
-        facts = self.allocation.facts
-        if facts is not None:
-            return "" if facts.end is None else facts.end.reason
-        if not self.allocation.ended:
-            return "the job has its nodes, and no attempt has begun in it yet"
-        state = self.allocation.state or "gone"
-        return f"the job was {state} before an attempt began in it, as {self.allocation.source} says"
+        return self.allocation.reason
 
     @property
     def blamed(self) -> Sequence[str]:

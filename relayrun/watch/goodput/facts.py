@@ -16,7 +16,7 @@ from relayrun.control.rundir.evaluations import EvaluationPolicy
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptEnd, AttemptOutcome, AttemptStart, CheckpointCommit, Hang, StartTimes
 from relayrun.control.rundir.restarts import FailedRestart, iteration_resets
-from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.run import Run, is_stopped
 from relayrun.control.scheduler.base import Allocation
 from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.errors import RunDirError
@@ -82,11 +82,33 @@ class NodeAllocation:
     facts: AttemptFacts | None
     """None if no attempt began in it."""
     state: str = ""
-    """Slurm's job state, if no attempt began in it."""
+    """Slurm's job state; empty if it is unknown."""
     spare_nodes: int = 0
     """Number of nodes that did not train at first."""
     resized: Sequence[tuple[float, int]] = ()
     """(time, nodes from then on) of each removal of nodes by Slurm, oldest first."""
+
+    @property
+    def cause(self) -> str:
+        """Cause of the attempt's end, in one word."""
+        if self.facts is None:
+            return "no attempt" if self.ended else "running"
+        if self.facts.end is not None:
+            return self.facts.end.cause
+        if not self.ended:
+            return "running"
+        return "cancelled" if self.state == "CANCELLED" else "unknown"
+
+    @property
+    def reason(self) -> str:
+        """Reason of the attempt's end, or why no attempt began; empty if unknown."""
+        if self.facts is not None and self.facts.end is not None:
+            return self.facts.end.reason
+        if not self.ended:
+            return "" if self.facts else "the job has its nodes, and no attempt has begun in it yet"
+        if self.facts is None:
+            return f"the job was {self.state or 'gone'} before an attempt began in it, as {self.source} says"
+        return f"the job was {self.state}, as {self.source} says; it recorded no end" if self.state else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +135,9 @@ def read_run_facts(run: Run, *, now: float | None = None) -> RunAllocations:
     return RunAllocations(
         run=run,
         plan=plan,
-        allocations=join_allocations(found, known, plan=plan, now=time.time() if now is None else now),
+        allocations=join_allocations(
+            found, known, plan=plan, now=time.time() if now is None else now, stopped=is_stopped(run)
+        ),
         evaluated_outside=EvaluationPolicy.read(run.evaluation_policy) is not None,
     )
 
@@ -128,10 +152,10 @@ def _first_submit(run: Run, found: Sequence[AttemptFacts]) -> float:
 
 
 def join_allocations(
-    found: Sequence[AttemptFacts], known: Sequence[Allocation], *, plan: Plan, now: float
+    found: Sequence[AttemptFacts], known: Sequence[Allocation], *, plan: Plan, now: float, stopped: bool = False
 ) -> list[NodeAllocation]:
     """Join attempts with the scheduler's allocations; the chain's own records replace forgotten ones. Allocations do
-    not overlap: one job of a chain runs at a time."""
+    not overlap: one job of a chain runs at a time. `stopped`: the chain has ended."""
     result = []
     taken: set[int] = set()
     for number, each in enumerate(found):
@@ -139,7 +163,8 @@ def join_allocations(
         at = _allocation_of(each, known, taken)
         if at is not None:
             taken.add(at)
-        result.append(_node_allocation(each, None if at is None else known[at], following, plan=plan, now=now))
+        entry = None if at is None else known[at]
+        result.append(_node_allocation(each, entry, following, plan=plan, now=now, stopped=stopped))
     result += [
         NodeAllocation(
             job_id=entry.job_id,
@@ -162,7 +187,13 @@ def join_allocations(
 
 
 def _node_allocation(
-    each: AttemptFacts, entry: Allocation | None, following: AttemptStart | None, *, plan: Plan, now: float
+    each: AttemptFacts,
+    entry: Allocation | None,
+    following: AttemptStart | None,
+    *,
+    plan: Plan,
+    now: float,
+    stopped: bool,
 ) -> NodeAllocation:
     begin = each.begin
     start = begin.job_start_time if entry is None else entry.start
@@ -177,6 +208,8 @@ def _node_allocation(
             end, end_known = min(end, each.end.end_time), True
     if end is None and each.end is not None:
         end, ended, end_known = each.end.end_time, True, each.end_seen
+    if end is None and entry is None and stopped:  # nobody knows its end
+        end, ended = each.last_sign, True
     if end is None:
         limit = float("inf") if begin.job_end_time is None else begin.job_end_time
         end = min(now, limit)
@@ -195,6 +228,7 @@ def _node_allocation(
         end_known=end_known,
         source="the chain" if entry is None else entry.source,
         facts=each,
+        state="" if entry is None else entry.state,
         spare_nodes=max(0, nodes - plan.training_nodes(nodes)),
         resized=() if entry is None else entry.resized,
     )

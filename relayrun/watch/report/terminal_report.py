@@ -1,7 +1,4 @@
-"""The report of a run: a table of its attempts, the loss curve in the terminal, attempts and loss as PNG.
-
-Reads the records of the run directory alone.
-"""
+"""The report of a run: a table of its attempts, the loss curve in the terminal, attempts and loss as PNG."""
 
 from __future__ import annotations
 
@@ -15,6 +12,7 @@ from relayrun.control.rundir import merged_metrics
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_json_lines
 from relayrun.publishing import published_file
+from relayrun.watch.goodput.facts import AttemptFacts, NodeAllocation, read_run_facts
 from relayrun.watch.text import text_table
 
 _TIME_UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
@@ -55,7 +53,8 @@ class AttemptsAndLosses:
 
 
 def read_attempts_report(run: Run) -> AttemptsAndLosses:
-    """Read a run's records."""
+    """Read a run's records; the scheduler knows the ends that no job could record. Raises RunDirError if no attempt has
+    begun."""
     lines = list(merged_metrics.valid_lines(run))
     steps = [line for line in lines if "loss" in line]
     validation: dict[str, list[tuple[int, float]]] = {}
@@ -64,34 +63,31 @@ def read_attempts_report(run: Run) -> AttemptsAndLosses:
             validation.setdefault(name, []).append((line["iteration"], loss))
     return AttemptsAndLosses(
         run=run,
-        attempts=[row for number in run.attempt_numbers() if (row := _attempt_row(run, number)) is not None],
+        attempts=[_attempt_row(each, each.facts) for each in read_run_facts(run).allocations if each.facts is not None],
         iterations=[line["iteration"] for line in steps],
         losses=[line["loss"] for line in steps],
         validation=validation,
     )
 
 
-def _attempt_row(run: Run, number: int) -> AttemptRow | None:
-    attempt = run.attempt(number)
-    begin, end = attempt.read_begin(), attempt.read_end()
-    if begin is None:
-        return None
+def _attempt_row(allocation: NodeAllocation, facts: AttemptFacts) -> AttemptRow:
+    attempt, begin, end = facts.attempt, facts.begin, facts.end
     steps: list[dict[str, Any]] = [line for line in read_json_lines(attempt.metrics) if "loss" in line]
     seconds = sum(line.get("step_seconds", 0.0) for line in steps)  # optional for a foreign program
     tokens = round(sum(line.get("tokens_per_second", 0.0) * line.get("step_seconds", 0.0) for line in steps))
     return AttemptRow(
-        number=number,
-        cause=end.cause if end else "unknown",
-        reason=end.reason if end else "has not ended, or was killed",
+        number=attempt.number,
+        cause=allocation.cause,
+        reason=allocation.reason,
         first_iteration=steps[0]["iteration"] if steps else begin.base_iteration,
         last_iteration=steps[-1]["iteration"] if steps else begin.base_iteration,
         durable_iteration=end.durable_iteration if end else None,
         tokens=tokens,
-        seconds=end.end_time - begin.start_time if end else None,
+        seconds=max(0.0, (end.end_time if end else allocation.end) - begin.start_time) if allocation.ended else None,
         tokens_per_second=tokens / seconds if tokens and seconds else None,
         trained=bool(steps),
         start_time=begin.start_time,
-        commits=tuple((commit.time, commit.iteration) for commit in attempt.read_commits()),
+        commits=tuple((commit.time, commit.iteration) for commit in facts.commits),
     )
 
 

@@ -6,6 +6,7 @@ It is made of the records and the scheduler's answer; neither clock nor schedule
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 from collections import Counter
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from relayrun.control.rundir import (
     storage_limits,
     triggers,
 )
+from relayrun.control.rundir.campaign import iterations_held_by_campaign
 from relayrun.control.rundir.checkpoint_records import BrokenCheckpoint, Lineage, ResumePoint
 from relayrun.control.rundir.evaluations import EvaluationResult
 from relayrun.control.rundir.mirror import MirrorPass
@@ -30,17 +32,18 @@ from relayrun.control.rundir.node_health import Straggler
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptStart, RefusedConnections
 from relayrun.control.rundir.run import Run, stream_positions_path
-from relayrun.control.rundir.storage_limits import PurgeForecast, QuotaForecast
+from relayrun.control.rundir.storage_limits import PurgeForecast, QuotaForecast, format_amount
 from relayrun.control.rundir.triggers import Trigger
 from relayrun.control.scheduler import error_lines
 from relayrun.control.scheduler.base import Job, JobEnd
 from relayrun.errors import RunDirError
-from relayrun.files import read_json, read_json_lines
+from relayrun.files import file_sizes, read_json, read_json_lines
 from relayrun.tokens.streams.lane_cursor import FAULT_REASONS, LaneCursor, skipped_rows
 from relayrun.watch import unsent_notices
 from relayrun.watch.status.cron_check_record import FolderCache
 from relayrun.watch.status.queue import QueueStatus, waiting_evaluations
 from relayrun.watch.status.summary import RunRecords, RunSummary, blocked_jobs, damaged_records_as_error
+from relayrun.watch.text import format_time
 
 MIN_FREE_BYTES = 1 << 16
 """A file system with less free space for this user is full."""
@@ -121,7 +124,7 @@ class RunStatus(RunSummary):
     unqueued_evaluations: dict[int, str] = field(default_factory=dict)
     """Iterations whose evaluation has no job, with the scheduler's refusal; empty: not submitted yet."""
     disk: list[str] = field(default_factory=list)
-    """Full file systems of the run, each as a sentence."""
+    """File systems of the run that are full, or too full for a checkpoint, each as a sentence with what could go."""
 
 
 def read_run_status(
@@ -180,7 +183,7 @@ def _read_run_status(records: RunRecords, cache: FolderCache | None) -> RunStatu
         straggler=Straggler.of(records.step["straggler"]).words if records.step.get("straggler") else None,
         failed_saves=len(failures),
         last_failed_save=f"iteration {failures[-1]['iteration']}: {failures[-1]['error']}" if failures else None,
-        failed_attempts=count_failed_attempts(run, plan) - (1 if records.running else 0),
+        failed_attempts=count_failed_attempts(run, plan, last=(records.number or 0) - 1 if records.running else None),
         max_failed_attempts=plan.chain.max_failed_attempts,
         strikes=dict(counts),
         excluded=excluded,
@@ -190,7 +193,7 @@ def _read_run_status(records: RunRecords, cache: FolderCache | None) -> RunStatu
         purges=_purges(run, plan, durable, living=living),
         quotas=quotas,
         quota_complaint=quota_complaint,
-        disk=_full_file_systems(run),
+        disk=_full_file_systems(records),
         unsent_notices=late,
         unsent_reason=why_late,
         mirror=_last_mirror_pass(run, durable=durable is not None and durable.path is not None),
@@ -222,20 +225,59 @@ def _quotas(run: Run, now: float) -> tuple[list[QuotaForecast], str | None]:
         return [], error.message
 
 
-def _full_file_systems(run: Run) -> list[str]:
-    """File systems of a run without free space or inodes, as `df` reports them; nothing is written.
-
-    The limit is below a block of the largest file systems: too little for a record.
-    """
-    found = {}
+def _full_file_systems(records: RunRecords) -> list[str]:
+    """File systems of a run that are full, or that another checkpoint does not fit into while the chain lives, as `df`
+    reports them; nothing is written. Full: less than a block of the largest file systems, too little for a record."""
+    run, found = records.run, {}
+    newest = next((sum(counted.commit.files.values()) for counted in records.lineage.backwards()), 0)
     for place in (run.path, run.checkpoints):
         with contextlib.suppress(OSError):
             free = {each.kind: each.limit - each.used for each in file_system_limit(place)}
             kind: storage_limits.QuotaKind = "files" if free.get("files", 1) <= 0 else "bytes"
+            needed = newest if place == run.checkpoints and records.state != "stopped" and kind == "bytes" else 0
             if free.get(kind, MIN_FREE_BYTES) < (MIN_FREE_BYTES if kind == "bytes" else 1):
                 words = f"full: {max(0, free[kind]):,} {kind} left below {place}"
-                found[place.stat().st_dev] = f"{words}; no job can record anything until some is freed"
+                words += f"; no job can record anything until some is freed{_newest_record(records)}"
+            elif free.get(kind, needed) < needed:
+                words = f"too full for a checkpoint: {format_amount(free[kind], kind)} left below {place}"
+            else:
+                continue
+            if needed:
+                words += f"; a checkpoint takes {format_amount(newest, kind)}"
+            found[place.stat().st_dev] = words
+            with contextlib.suppress(RunDirError):  # a campaign that cannot be read keeps every checkpoint
+                found[place.stat().st_dev] += _could_go(records, place.stat().st_dev)
     return list(found.values())
+
+
+def _newest_record(records: RunRecords) -> str:
+    """Clause about the newest file of the newest attempt: since then nothing was written."""
+    if records.number is None:
+        return ""
+    folder = records.run.attempt(records.number).path
+    entries = [entry for place in (folder, folder / "heartbeat") if place.is_dir() for entry in os.scandir(place)]
+    times = [entry.stat().st_mtime for entry in entries if entry.is_file() and entry.stat().st_size]
+    return f" (nothing was recorded since {format_time(max(times))})" if times else ""
+
+
+def _could_go(records: RunRecords, device: int) -> str:
+    """Clause about what a person may remove on a file system: older checkpoints, quarantine and logs of the run."""
+    run, plan = records.run, records.plan
+    kept = max(1, plan.checkpoints_kept or 1)
+    held = iterations_held_by_campaign(run)
+    line = [counted.commit for counted in records.lineage.backwards() if counted.published]
+    older = [each for each in line if os.path.isdir(each.path)][kept:]
+    older = [each for each in older if each.iteration not in held and os.stat(each.path).st_dev == device]
+    numbers = ", ".join(str(each.iteration) for each in older[:3]) + ", ..." * (len(older) > 3)
+    quarantine = [Path(each.path) for each in checkpoint_records.quarantined_checkpoints(run)]
+    logs = [*Path(plan.log_folder).glob(f"{plan.job_name}-[0-9]*")]
+    amounts = [
+        (f"older checkpoints (iteration {numbers}; checkpoint.keep_last)", sum(sum(c.files.values()) for c in older)),
+        (f"{run.checkpoints / '.quarantine'}", sum(sum(file_sizes(path).values()) for path in quarantine)),
+        (f"logs in {plan.log_folder}", sum(path.stat().st_size for path in logs if path.stat().st_dev == device)),
+    ]
+    words = ", ".join(f"{format_amount(size, 'bytes')} in {name}" for name, size in amounts if size >= MIN_FREE_BYTES)
+    return f"; could go: {words}" if words else ""
 
 
 def _last_mirror_pass(run: Run, *, durable: bool) -> MirrorPass | None:

@@ -139,7 +139,9 @@ class RunRecords:
         self.state = _chain_state(run, plan, queue, self.stop, self.last_end)
         if queue.hidden and self.stop is None:
             self.state = "running" if chain_state.newest_life_sign(run, plan, now=now) else "unknown"
-        self.running = open_ and self.state in ("running", "unknown")
+        working = [job.id for job in queue.jobs if not job.waits]
+        over = self.begin is not None and bool(working) and self.begin.job_id not in working  # no job could record it
+        self.running = open_ and self.state in ("running", "unknown") and not over
         self.step = _newest_step(run, self._begun)
         self.durable, self.durable_fault = _newest_checkpoint(self.lineage)
 
