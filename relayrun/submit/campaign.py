@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -28,7 +28,9 @@ from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError, RelayrunError, RunDirError
 from relayrun.submit import submission
 from relayrun.submit.check.existing_run import SubmitIntent
+from relayrun.submit.dry_load import LoadedState, refuse_other_state, state_after
 from relayrun.submit.initial_checkpoint import refuse_other_model
+from relayrun.tokens.shards.manifest import Manifest
 from relayrun.watch.goodput.account import account_for_run
 from relayrun.watch.status.run_status import RunStatus
 from relayrun.watch.status.runs import RunsWatcher
@@ -158,7 +160,7 @@ def submit_campaign(described: CampaignDescription) -> bool:
     A campaign that is there already, with the same runs, is left as it is. Raises RelayrunError; then there is none.
     """
     whole, folder = make_campaign(described), described.folder
-    check_stages(described)
+    check_stages(described)  # before the data, which may take long to read
     if campaign.is_campaign(folder):
         _refuse_changed_campaign(described, whole)
         return False
@@ -176,6 +178,8 @@ def submit_campaign(described: CampaignDescription) -> bool:
                     run.config, SubmitIntent(), run.given, membership=membership, awaited=run.source is not None
                 )
                 stack.enter_context(prepared)
+            frozen = {run.name: run.run.manifest for run in described.runs if run.run.manifest.exists()}
+            check_stages(described, {name: Manifest.read(path) for name, path in frozen.items()})
             whole.save(folder)
     except BaseException:
         if made:
@@ -200,19 +204,28 @@ def make_campaign(described: CampaignDescription) -> Campaign:
     )
 
 
-def check_stages(described: CampaignDescription) -> None:
-    """Raise ConfigError unless each stage has the model of the stage whose checkpoint it starts from."""
+def check_stages(described: CampaignDescription, manifests: Mapping[str, Manifest] | None = None) -> None:
+    """Raise ConfigError if the ranks of a stage would refuse the checkpoint of the stage that it begins with.
+
+    `manifests`: the data of the stages by name, as far as they are known.
+    """
+    data = manifests or {}
     configs = {run.name: run.config for run in described.runs}
+    states: dict[str, LoadedState] = {}
     for run in described.runs:
-        before = configs.get(run.source or "")
-        if not isinstance(before, RunConfig) or not isinstance(run.config, RunConfig):
+        before, own = configs.get(run.source or ""), run.config
+        if not isinstance(own, RunConfig):
             continue
         try:
-            refuse_other_model(before.model, run.config, Path(before.run_dir or ""))
+            if isinstance(before, RunConfig) and run.source is not None:
+                folder = Path(before.run_dir or "")
+                refuse_other_model(before.model, own, folder)
+                refuse_other_state(states[run.source], own, data.get(run.name), folder)
         except ConfigError as error:
             where = run.given.place(("checkpoint", "load")) or run.name
-            hint = "let both stages have one model"
+            hint = "let both stages have one model" if "of another model" in error.message else error.hint
             raise ConfigError(f"stage {run.name}: {error.message}", where=where, hint=hint) from None
+        states[run.name] = state_after(own, data.get(run.name), states.get(run.source or ""))
 
 
 def _refuse_foreign_run(run: Run, folder: Path) -> None:
