@@ -33,6 +33,7 @@ from relayrun.config.sections.conditions import SettingsCondition
 from relayrun.control.rundir.campaign import CampaignMember
 from relayrun.errors import ConfigError, combined_error, did_you_mean
 
+CampaignKind = Literal["sweep", "stages"]
 MAX_RUNS = 500
 """Maximum runs of a campaign: more are usually a mistake in an axis."""
 SWEEP_KEYS = ("product", "list", "filters", "at_once")
@@ -52,7 +53,7 @@ class CampaignRunDescription(CampaignMember):
 class CampaignDescription:
     """The content of a campaign's config."""
 
-    kind: Literal["sweep", "stages"]
+    kind: CampaignKind
     name: str
     """Project and name, as project/name."""
     folder: Path
@@ -60,15 +61,19 @@ class CampaignDescription:
     runs: list[CampaignRunDescription]
 
 
-def describe_campaign(
-    path: Path, overrides: list[str] | None = None, *, kind: Literal["sweep", "stages"]
-) -> CampaignDescription:
+def campaign_kind(given: LocatedSettings) -> CampaignKind | None:
+    """Return the section that makes settings those of several runs; None for one run."""
+    kinds: tuple[CampaignKind, ...] = ("sweep", "stages")
+    return next((kind for kind in kinds if kind in given.values), None)
+
+
+def describe_campaign(path: Path, overrides: list[str] | None = None, *, kind: CampaignKind) -> CampaignDescription:
     """Read the config of a campaign; compose and check the config of each run. Raises ConfigError."""
     return _CampaignReader(path, overrides or [], kind).describe()
 
 
 class _CampaignReader:
-    def __init__(self, path: Path, overrides: list[str], kind: Literal["sweep", "stages"]) -> None:
+    def __init__(self, path: Path, overrides: list[str], kind: CampaignKind) -> None:
         self._path = path
         self._overrides = overrides
         self._kind = kind

@@ -147,19 +147,30 @@ class SubmitIntent:
 
 
 def check_existing_run(
-    config: CommonConfig, plan: Plan, run: Run, manifest: Manifest | None, intent: SubmitIntent, findings: Findings
+    config: CommonConfig,
+    plan: Plan,
+    run: Run,
+    manifest: Manifest | None,
+    intent: SubmitIntent,
+    findings: Findings,
+    *,
+    awaited: bool = False,
 ) -> None:
-    """Look at what the run's records, and its jobs, would make a submit refuse. `plan`: the config's."""
+    """Look at what the run's records, and its jobs, would make a submit refuse. `plan`: the config's.
+
+    `awaited`: the checkpoint to begin with is not there yet.
+    """
     with findings.catching("run.time_limit", ok="the time limit leaves time to train in"):
         check_time_limit(config, plan, run)
     with findings.catching("run.trainer"):
         refuse_other_trainer(config, run)
     with findings.catching("run.mirror"):
         policies.refuse_mirror_of_other_run(config, run, take_over=intent.take_over)
-    with findings.catching("run.initial_checkpoint"):
-        initial_checkpoint.find_initial_checkpoint(
-            config, run, manifest, tell=lambda words: findings.warn("run.initial_checkpoint", words)
-        )
+    if not awaited:
+        with findings.catching("run.initial_checkpoint"):
+            initial_checkpoint.find_initial_checkpoint(
+                config, run, manifest, tell=lambda words: findings.warn("run.initial_checkpoint", words)
+            )
     if not run.plan.exists():
         findings.ok("run.state", "this run has not been submitted yet")
         return

@@ -1,7 +1,7 @@
 """What a checkpoint and the run that loads it must have in common. Without torch: submit compares before the queue.
 
-The ranks compare when they load a checkpoint (`checkpointer`), submit with the checkpoint or the stage that a run begins
-with (`submit.dry_load`).
+The ranks compare when they load a checkpoint (`checkpointer`), submit when a run begins with a checkpoint or behind a
+stage (`submit.dry_load`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from relayrun.config.compose.schema import RunConfig
 from relayrun.errors import FatalTrainingError
 
 OTHER_DATA_HINT = (
-    "set checkpoint.no_load_data=true to begin anew with these data, or name them in data.mixture under a name that the "
+    "set checkpoint.no_load_data=true to begin anew with these data, or give them a name in data.mixture that the "
     "checkpoint does not have: a new data set begins behind its samples"
 )
 
