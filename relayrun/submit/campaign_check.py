@@ -12,7 +12,7 @@ from relayrun.config.compose.schema import RunConfig
 from relayrun.errors import ConfigError
 from relayrun.submit import submission
 from relayrun.submit.check.existing_run import SubmitIntent
-from relayrun.submit.check.findings import CheckFinding, count_noun
+from relayrun.submit.check.findings import QUIET_LEVELS, CheckFinding, count_noun
 from relayrun.submit.check.report import CheckReport
 from relayrun.submit.check.report_text import check_report_as_json, findings_table
 from relayrun.submit.dry_load import LoadedState, refuse_other_state, state_after
@@ -65,7 +65,7 @@ def print_campaign_report(report: CampaignReport) -> None:
     print_table(findings_table(common))
     for name, each in report.reports.items():
         own = [found for found in each.findings.all if found not in common]
-        if shown := [found for found in own if found.level != "ok" or found.name.startswith("stage.")]:
+        if shown := [found for found in own if found.level not in QUIET_LEVELS or found.name.startswith("stage.")]:
             print(f"{name}:", flush=True)
             print_table(findings_table(shown))
     errors = sum(len(each.findings.errors) for each in report.reports.values())

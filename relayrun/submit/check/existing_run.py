@@ -160,8 +160,15 @@ def check_existing_run(
 
     `awaited`: the checkpoint to begin with is not there yet.
     """
-    with findings.catching("run.time_limit", ok="the time limit leaves time to train in"):
-        check_time_limit(config, plan, run)
+    with findings.catching("run.time_limit"):
+        if check_time_limit(config, plan, run):
+            findings.ok("run.time_limit", "the time limit leaves time to train in, by the starts and saves so far")
+        else:
+            words = (
+                f"no start of this run was measured: whether job.time ({plan.time_limit} s) leaves time to train in "
+            )
+            words += f"is not known; leaving is given {plan.min_grace_period:.0f} s or more of it"
+            findings.skip("run.time_limit", words, setting="job.time")
     with findings.catching("run.trainer"):
         refuse_other_trainer(config, run)
     with findings.catching("run.mirror"):
@@ -189,8 +196,11 @@ def check_existing_run(
             evolved_data(config, run, manifest, accept=intent.accept_data_change)
 
 
-def check_time_limit(config: CommonConfig, plan: Plan, run: Run) -> None:
-    """Raise a ConfigError if leaving, or what start and save took in earlier attempts, needs the whole job.time."""
+def check_time_limit(config: CommonConfig, plan: Plan, run: Run) -> bool:
+    """Return whether earlier starts say that job.time leaves time to train in; False if none was measured.
+
+    Raises ConfigError if leaving, or what start and save took in earlier attempts, needs the whole job.time.
+    """
     limit = f"job.time ({plan.time_limit} s)"
     for name, seconds in (("grace_period", plan.grace_period), ("signal_seconds", float(plan.signal_seconds))):
         if getattr(config.chain, name) != "auto" and seconds >= plan.time_limit:
@@ -198,7 +208,7 @@ def check_time_limit(config: CommonConfig, plan: Plan, run: Run) -> None:
             raise ConfigError(words, hint=f"raise job.time, or leave chain.{name} to be measured (auto)")
     starts, saves = start_seconds(run), Lineage(run).newest_saves(GRACE_SAVES)
     if not starts:
-        return
+        return False
     start, save = min(starts), min(saves, default=0.0)
     leaving = max(save, plan.min_grace_period)
     if start + leaving >= plan.time_limit:
@@ -207,6 +217,7 @@ def check_time_limit(config: CommonConfig, plan: Plan, run: Run) -> None:
             f"{leaving:.0f} s): nothing of {limit} is left to train in",
             hint=f"raise job.time, to {format_time(math.ceil(2 * (start + leaving)))} or more",
         )
+    return True
 
 
 def refuse_while_live(run: Run, plan: Plan, scheduler: Scheduler, *, without: Collection[str] = ()) -> None:

@@ -38,7 +38,7 @@ def _check_program(config: CommandConfig, findings: Findings) -> None:
     words = fill_in_python(config, config.command.run)
     program = words[0]
     if runs_in_container(config):
-        findings.ok(name, f"{program} runs in a container: what it holds is not known from here")
+        findings.skip(name, f"{program} runs in a container: what it holds is not known from here")
         return
     if shutil.which(program) is None:
         changed = config.cluster.modules or config.job.setup or "PATH" in config.cluster.environment
@@ -54,7 +54,7 @@ def _check_program(config: CommandConfig, findings: Findings) -> None:
         remedy = "give its path, from the folder that holds `launchers/` or from /"
         findings.refuse(name, f"there is no file {script}", setting=setting, value=script, remedy=remedy)
         return
-    findings.ok(name, f"{program} is there; what it does is not known before it runs", setting=setting)
+    findings.ok(name, f"{program} is there and can be executed", setting=setting)
 
 
 def _check_placeholders(config: CommandConfig, findings: Findings) -> None:
@@ -81,20 +81,20 @@ def _check_progress(config: CommandConfig, findings: Findings) -> None:
     """Say how the chain learns of iterations and checkpoints."""
     command, rule = config.command, config.command.checkpoint
     if command.progress is None and command.progress_file is not None:
-        findings.ok(
+        findings.assume(
             "command.progress",
             f"its iterations are read from {command.progress_file}; whether it writes that is not known before it runs",
             setting="command.progress_file",
         )
     elif command.progress is None:
-        findings.ok(
+        findings.assume(
             "command.progress",
             "it is to say its iterations by relayrun.client; whether it does is not known before it runs. Without, "
             f"it is ended {config.chain.start_timeout} s after its start (chain.start_timeout)",
         )
     else:
         groups = ", ".join(re.compile(command.progress).groupindex)
-        findings.ok(
+        findings.assume(
             "command.progress",
             f"lines that match have {groups}; whether it prints such lines is not known before it runs",
             setting="command.progress",
@@ -107,7 +107,7 @@ def _check_progress(config: CommandConfig, findings: Findings) -> None:
         words = f"{rule.pattern} counts once {rule.whole_when} is in it; that it is written last is taken on trust"
     else:
         words = f"{rule.pattern} counts as soon as it has this name; that it is renamed when whole is taken on trust"
-    findings.ok("command.checkpoint", words)
+    findings.assume("command.checkpoint", words)
     if rule.pattern is not None and not any("{checkpoints}" in word or "{run_dir}" in word for word in command.run):
         text = "nothing tells the program where its checkpoints are to lie"
         remedy = "hand {checkpoints} to it: what lies elsewhere does not count"
@@ -124,9 +124,9 @@ def _check_signals(config: CommandConfig, findings: Findings) -> None:
     client = "relayrun.client"
     leave = " and ".join(filter(None, (command.leave_signal, command.leave_file, client)))
     save = " and ".join(filter(None, (command.save_signal, command.save_file, client)))
-    findings.ok("command.asked", f"to leave it is asked by {leave}, to save by {save}; that it obeys is not known")
+    findings.assume("command.asked", f"to leave it is asked by {leave}, to save by {save}; that it obeys is not known")
     end = "ends by itself with exit code 0" if command.steps is None else f"has saved iteration {command.steps:,}"
-    findings.ok("command.steps", f"the run is done when it {end}", setting="command.steps")
+    findings.assume("command.steps", f"the run is done when it {end}", setting="command.steps")
 
 
 OLDEST_PYTHON = (3, 11)
@@ -185,8 +185,8 @@ def _check_packages(config: RunConfig, findings: Findings) -> None:
     if own and (found := megatron_versions.version_problem()) is not None:
         findings.refuse("node.megatron_core", found[0], setting="cluster.python", remedy=found[1])
     if wanted := _of_transformer_engine(config):
-        with findings.catching("node.transformer_engine", ok="TransformerEngine is there, or declared"):
-            _check_transformer_engine(config, wanted)
+        with findings.catching("node.transformer_engine"):
+            _check_transformer_engine(config, wanted, findings)
     if config.training.gradient_accumulation_fusion:
         with findings.catching("node.apex"):
             _check_apex(config)
@@ -201,7 +201,7 @@ def _check_rank_python(config: CommonConfig, names: Sequence[str], findings: Fin
     cluster = config.cluster
     setting = "cluster.python"
     if runs_in_container(config):
-        findings.ok("node.python", "the ranks run in a container: what it holds is not known from here")
+        findings.skip("node.python", "the ranks run in a container: what it holds is not known from here")
         return
     if cluster.python is None:
         missing = [name for name in names if not _is_here(name)]
@@ -404,7 +404,7 @@ def _of_transformer_engine(config: RunConfig) -> list[tuple[str, str]]:
     return [(name, f"{name.partition('=')[0]}={other}") for name, (asked, other) in found.items() if asked]
 
 
-def _check_transformer_engine(config: RunConfig, wanted: list[tuple[str, str]]) -> None:
+def _check_transformer_engine(config: RunConfig, wanted: list[tuple[str, str]], findings: Findings) -> None:
     cluster = config.cluster
     names, others = ", ".join(name for name, _ in wanted), ", ".join(other for _, other in wanted)
     if config.job.gpus_per_node == 0:
@@ -418,6 +418,11 @@ def _check_transformer_engine(config: RunConfig, wanted: list[tuple[str, str]]) 
             where=f"configs/clusters/{cluster.name}.yaml",
             hint=f"set transformer_engine: true there if the ranks' container has it, or set {others}",
         )
+    if here:
+        findings.ok("node.transformer_engine", "this Python has TransformerEngine")
+    else:
+        words = f"cluster {cluster.name!r} says that the ranks have TransformerEngine"
+        findings.assume("node.transformer_engine", words, setting="cluster.transformer_engine")
 
 
 def _check_apex(config: RunConfig) -> None:

@@ -125,14 +125,14 @@ def _check_gpu_memory(future: Forecast, findings: Findings) -> None:
     if not future.gpus:
         return
     if there is None:
-        findings.ok("memory.gpu", f"{words}; cluster.gpu_memory_gb does not say what it has", value=round(needed))
+        findings.skip("memory.gpu", f"{words}; cluster.gpu_memory_gb does not say what it has", value=round(needed))
     elif needed > USABLE_GPU_MEMORY * there:
         usable = format_bytes(USABLE_GPU_MEMORY * there)
         words += f"; {USABLE_GPU_MEMORY:.0%} of its {format_bytes(there)} are {usable}"
         remedy = "lower training.micro_batch_size, set training.recompute_granularity, or split the model further"
         findings.warn("memory.gpu", words, setting="training.micro_batch_size", value=round(needed), remedy=remedy)
     else:
-        findings.ok("memory.gpu", f"{words}, of {format_bytes(there)}", value=round(needed))
+        findings.assume("memory.gpu", f"{words}, of {format_bytes(there)}", value=round(needed))
 
 
 def _check_host_memory(future: Forecast, findings: Findings) -> None:
@@ -148,4 +148,4 @@ def _check_host_memory(future: Forecast, findings: Findings) -> None:
         remedy = "ask for more memory, take more nodes, or set checkpoint.async_save=false"
         findings.warn("memory.host", words, setting="job.mem", value=needed, remedy=remedy)
     else:
-        findings.ok("memory.host", words, value=needed)
+        findings.assume("memory.host", words, value=needed)

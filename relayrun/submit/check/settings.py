@@ -227,7 +227,7 @@ def check_wandb(config: CommonConfig, findings: Findings, environment: Mapping[s
     """Look at W&B's variables, of this environment and of `cluster.environment`."""
     name = "tracking.wandb"
     if not isinstance(config, RunConfig | MegatronConfig):
-        findings.ok(name, f"W&B is the program's own affair: nothing is sent for a run of trainer {config.trainer}")
+        findings.skip(name, f"W&B is the program's own affair: nothing is sent for a run of trainer {config.trainer}")
         return
     environment = {**environment, **config.cluster.environment}
     key, mode = environment.get("WANDB_API_KEY", ""), wandb_mode(environment)
