@@ -122,7 +122,7 @@ def make_dataset(
         )
     if name in data.cut_by_document:
         return document_order(config, manifest, name, shards, cache=_index_folder(config, cache), opening=opening)
-    make = _dataset_factory(order, f"data set {identity!r}")
+    make = dataset_factory(order, f"data set {identity!r}")
     dataset = make(
         DatasetSpec(
             name=identity,
@@ -211,7 +211,8 @@ def _index_folder(config: RunConfig, cache: Path | None) -> Path | None:
     return Path(config.data.data_cache_dir) if config.data.data_cache_dir else cache
 
 
-def _dataset_factory(order: str, where: str) -> Callable[[DatasetSpec], Dataset]:
+def dataset_factory(order: str, where: str) -> Callable[[DatasetSpec], Dataset]:
+    """Return what makes data sets of this order. Raises ConfigError."""
     try:
         found = pkgutil.resolve_name(_OWN_ORDERS.get(order, order))
     except (ImportError, AttributeError) as error:
