@@ -33,7 +33,8 @@ def checked(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[s
     code = main(["check", str(path), "--json"])
     runs = json.loads(capsys.readouterr().out)["runs"]
     return code, {
-        name: {each["name"]: each for each in run["findings"] if each["level"] in ("warning", "error")} for name, run in runs.items()
+        name: {each["name"]: each for each in run["findings"] if each["level"] in ("warning", "error")}
+        for name, run in runs.items()
     }
 
 
