@@ -13,10 +13,12 @@ from relayrun.errors import ConfigError
 from relayrun.submit import submission
 from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.submit.check.findings import QUIET_LEVELS, CheckFinding, count_noun
+from relayrun.submit.check.rehearsal import rate_changes
 from relayrun.submit.check.report import CheckReport
 from relayrun.submit.check.report_text import check_report_as_json, findings_table
 from relayrun.submit.dry_load import LoadedState, refuse_other_state, state_after
 from relayrun.submit.initial_checkpoint import refuse_other_model
+from relayrun.tokens.order.batches import TrainingProgress
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.watch.text import print_table
 
@@ -50,6 +52,7 @@ def check_campaign(described: CampaignDescription) -> CampaignReport:
     manifests = {name: report.manifest for name, report in reports.items() if report.manifest is not None}
     for run, fault in stage_faults(described, manifests):
         reports[run.name].findings.add_error("stage.checkpoint", fault)
+    _tell_rates(described, reports)
     for run in described.runs:
         name = run.name
         if run.source is not None and not any(each.name == "stage.checkpoint" for each in reports[name].findings.all):
@@ -57,6 +60,56 @@ def check_campaign(described: CampaignDescription) -> CampaignReport:
             words += ", and the order of the data" if {name, run.source} <= manifests.keys() else ""
             reports[name].findings.ok("stage.checkpoint", words)
     return CampaignReport(described=described, reports=reports)
+
+
+def _tell_rates(described: CampaignDescription, reports: Mapping[str, CheckReport]) -> None:
+    """Add the learning rate before and behind each edge of native stages to the findings of the stage behind it."""
+    reached: dict[str, TrainingProgress] = {}
+    edges: dict[str, tuple[RunConfig, RunConfig, TrainingProgress]] = {}
+    configs = {run.name: run.config for run in described.runs if isinstance(run.config, RunConfig)}
+    for run in described.runs:
+        own, before = configs.get(run.name), configs.get(run.source or "")
+        if own is None:
+            continue
+        begins = TrainingProgress(own.training.batch_sizes)
+        if before is not None and run.source is not None and not run.counts_from_zero:
+            at = _advanced(reached[run.source], run.iteration or before.training.end_iteration)
+            edges[run.name] = before, own, at
+            samples = 0 if own.checkpoint.no_load_data else at.consumed_samples
+            legs = [] if own.checkpoint.no_load_data else at.legs
+            begins = TrainingProgress(
+                own.training.batch_sizes, iteration=at.iteration, consumed_samples=samples, legs=legs
+            )
+        reached[run.name] = begins
+    changes, silent = rate_changes(list(edges.values()))
+    for (name, (_, own, at)), change in zip(edges.items(), changes, strict=True):
+        findings = reports[name].findings
+        if change is None:
+            findings.skip(
+                "stage.learning_rate", f"the rate of its first step: {silent or 'the schedule cannot be made'}"
+            )
+        else:
+            change.tell("stage.learning_rate", findings)
+        if (held := _held(own, at)) > 0:
+            steps = count_noun(own.optimizer.lr_wsd_decay_steps or 0, "step")
+            findings.ok(
+                "stage.decay", f"{count_noun(held, 'step')} at a constant rate come before the decay of {steps}"
+            )
+
+
+def _advanced(begins: TrainingProgress, iteration: int) -> TrainingProgress:
+    """Return the progress of a stage at one of its iterations."""
+    consumed = begins.legs[-1].consumed(iteration)
+    sizes = begins.legs[-1].sizes
+    return TrainingProgress(sizes, iteration=iteration, consumed_samples=consumed, legs=begins.legs)
+
+
+def _held(config: RunConfig, at: TrainingProgress) -> int:
+    """Return the iterations of WSD's constant learning rate that a stage has before its decay."""
+    if config.optimizer.lr_wsd_decay_steps is None:
+        return 0
+    _, end = config.lr_steps(at.reaches)
+    return end - config.optimizer.lr_wsd_decay_steps - at.iteration
 
 
 def print_campaign_report(report: CampaignReport) -> None:

@@ -33,13 +33,19 @@ class LoadedState:
     """What determines the order of each data set, those of earlier stages included."""
 
 
-def state_in_checkpoint(folder: Path) -> LoadedState | None:
-    """Return the state in a checkpoint of relayrun; None if it cannot be read, which ranks say better."""
+def common_values(folder: Path) -> dict[str, Any] | None:
+    """Return the plain values of a checkpoint of relayrun; None if they cannot be read, which ranks say better."""
     try:
         common = read_torch_file(read_bounded(folder / "common.pt"))
     except (OSError, InputError, CorruptPickle):
         return None
-    if not isinstance(common, dict) or not isinstance(common.get("fixed"), dict):
+    return common if isinstance(common, dict) and isinstance(common.get("fixed"), dict) else None
+
+
+def state_in_checkpoint(folder: Path) -> LoadedState | None:
+    """Return the state in a checkpoint of relayrun; None if it cannot be read."""
+    common = common_values(folder)
+    if common is None:
         return None
     data = common.get("data")
     if not isinstance(data, dict) or not {"settings", "datasets"} <= data.keys():

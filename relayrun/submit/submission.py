@@ -35,8 +35,9 @@ from relayrun.control.scheduler.factory import scheduler_for_plan, slurm_schedul
 from relayrun.errors import ConfigError, RunDirError
 from relayrun.files import open_lock, writable_by_owner_alone, write_atomic
 from relayrun.submit import code_snapshot, initial_checkpoint, policies
-from relayrun.submit.check import existing_run
+from relayrun.submit.check import consequences, existing_run
 from relayrun.submit.check.existing_run import FormerRun, SubmitIntent
+from relayrun.submit.check.findings import Findings
 from relayrun.submit.check.report import CheckReport, check_run
 from relayrun.submit.run_plan import log_folder, make_plan
 from relayrun.tokens.mixture.data_change import integer_mixture_weights
@@ -165,6 +166,8 @@ def prepared_run(
             membership.write(campaign.membership_path(run))
         base = BEGINNING if awaited else _initial_checkpoint(config, run, found.manifest, new=membership is not None)
         base = former.base if former is not None and base == BEGINNING and not run.revisions() else base
+        if isinstance(config, RunConfig) and not awaited:
+            _tell_consequences(config, run, resume_point(run) if base.path is None else base)
         root = code_snapshot.snapshot_code(run, places.CODE_ROOT) if _takes_snapshot(config) else places.CODE_ROOT
         revision = _add_revision(run, config)
         plan = make_plan(_with_checkout_snapshot(run, config), run, root, revision=revision, base=base)
@@ -187,6 +190,13 @@ def prepared_run(
         run.requests.unlink(missing_ok=True)  # an explicit submit revokes what a person changed
         policies.write_notice_policy(config, run)  # behind STOP, which would be told once more
         yield run, plan
+
+
+def _tell_consequences(config: RunConfig, run: Run, begins: ResumePoint) -> None:
+    findings = Findings(config)
+    consequences.check_consequences(config, run, begins, findings)
+    for finding in findings.all:
+        log.log(logging.WARNING if finding.level == "warning" else logging.INFO, "%s", finding.line)
 
 
 def _refuse_untrusted(run: Run) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from relayrun.config.compose import resolve
-from relayrun.config.compose.schema import CommonConfig, RunConfig
+from relayrun.config.compose.campaign import last_iteration
+from relayrun.config.compose.schema import CommandConfig, CommonConfig, RunConfig
 from relayrun.control import chain_state
 from relayrun.control.rundir.checkpoint_records import Lineage, ResumePoint, resume_point
 from relayrun.control.rundir.plan import Plan
@@ -27,6 +28,7 @@ from relayrun.errors import refuse_unwritable as refuse_unwritable_place
 from relayrun.files import append_line
 from relayrun.slurmtime import format_time
 from relayrun.submit import initial_checkpoint, policies
+from relayrun.submit.check import consequences
 from relayrun.submit.check.findings import Findings
 from relayrun.submit.run_plan import stop_after
 from relayrun.tokens.mixture.data_change import AcceptedData, apply_data_change
@@ -175,9 +177,12 @@ def check_existing_run(
         policies.refuse_mirror_of_other_run(config, run, take_over=intent.take_over)
     if not awaited:
         with findings.catching("run.initial_checkpoint"):
-            initial_checkpoint.find_initial_checkpoint(
+            base = initial_checkpoint.find_initial_checkpoint(
                 config, run, manifest, tell=lambda words: findings.warn("run.initial_checkpoint", words)
             )
+            if isinstance(config, RunConfig):
+                own = resume_point(run)
+                consequences.check_consequences(config, run, base if own.path is None else own, findings)
     if not run.plan.exists():
         findings.ok("run.state", "this run has not been submitted yet")
         return
@@ -254,8 +259,12 @@ def refuse_other_trainer(config: CommonConfig, run: Run) -> None:
 
 
 def check_stop_after(config: CommonConfig, run: Run) -> None:
-    """Raise a ConfigError if the run has made the iteration durable at which it is to stop."""
-    stop, reached = stop_after(config), resume_point(run).iteration
+    """Raise a ConfigError if the run has made the iteration durable at which it is to stop or to end."""
+    stop, reached, end = stop_after(config), resume_point(run).iteration, last_iteration(config)
+    if reached and stop is None and end is not None and reached >= end:
+        words = f"iteration {reached} is done already, and the run ends at {end}: nothing is left to train"
+        setting = "command.steps" if isinstance(config, CommandConfig) else "training.steps"
+        raise ConfigError(words, where=setting, hint=f"raise {setting} to train on")
     if stop is not None and reached >= stop:
         words = f"the run stands at iteration {reached} already, and would stop after iteration {stop}"
         hint = "raise it, or set training.stop_after=null to go on to the last step"

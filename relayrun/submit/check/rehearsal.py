@@ -116,3 +116,66 @@ def check_user_code(config: RunConfig, findings: Findings) -> None:
         findings.skip(name, f"{', '.join(own)}: {answer.silent}")
     elif not answer.faults:
         findings.ok(name, f"the ranks' Python imports {', '.join(own)}, and what the settings name can be used")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RateChange:
+    """The learning rate where one config takes over from another."""
+
+    iteration: int
+    """Last iteration of the config before."""
+    last: float
+    """Rate of that iteration."""
+    former: float
+    """Rate that the next iteration would have with the config before."""
+    next: float
+    """Rate of the next iteration."""
+
+    @property
+    def words(self) -> str:
+        """The change in a line."""
+        words = f"learning rate {self.last:.3g} at step {self.iteration:,}, {self.next:.3g} at the next one"
+        same = f"{self.former:.3g}" == f"{self.next:.3g}"
+        return words if same else f"{words}; with the settings before it would be {self.former:.3g}"
+
+    @property
+    def is_jump(self) -> bool:
+        """True if the rate jumps, and would not with the settings before."""
+        changed = abs(self.next - self.former) > 0.01 * self.former
+        return changed and not 0.5 * self.last <= self.next <= 1.1 * self.last
+
+    def tell(self, name: str, findings: Findings) -> None:
+        """Add the change to the findings."""
+        if self.is_jump:
+            remedy = "keep optimizer.lr and the lengths of the schedule, or mean it"
+            findings.warn(name, self.words, setting="optimizer.lr", remedy=remedy)
+        else:
+            findings.ok(name, self.words)
+
+
+def rate_changes(
+    edges: Sequence[tuple[RunConfig, RunConfig, TrainingProgress]],
+) -> tuple[list[RateChange | None], str | None]:
+    """Return the change of the learning rate on each edge, from a config to the next at this progress; None if a
+    schedule cannot be made. The second value says why nothing is known."""
+    if not edges:
+        return [], None
+    steps = []
+    for before, after, at in edges:
+        first = max(at.iteration - 1, 0)
+        last = TrainingProgress(before.training.batch_sizes, iteration=first, consumed_samples=_consumed(at, first))
+        steps += [(before, last), (before, at), (after, at)]
+    answer = rehearse(edges[0][1], steps=steps)
+    if answer.silent is not None:
+        return [None] * len(edges), answer.silent
+    found: list[RateChange | None] = []
+    for (_, _, at), rates in zip(edges, zip(*[iter(answer.rates)] * 3, strict=True), strict=True):
+        last, former, after = rates
+        known = last is not None and former is not None and after is not None
+        found.append(RateChange(iteration=at.iteration, last=last, former=former, next=after) if known else None)
+    return found, None
+
+
+def _consumed(progress: TrainingProgress, iteration: int) -> int:
+    leg = next((leg for leg in reversed(progress.legs) if leg.iteration <= iteration), progress.legs[0])
+    return leg.consumed(iteration)
