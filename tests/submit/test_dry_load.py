@@ -12,6 +12,8 @@ from relayrun.cli import main
 from relayrun.config.compose import campaign as campaigns
 from relayrun.errors import RelayrunError
 from relayrun.submit import campaign, submission
+from relayrun.submit.check import rehearsal
+from relayrun.submit.check.rehearsal import Rehearsal
 from tests.workspace import Workspace
 
 
@@ -19,6 +21,8 @@ from tests.workspace import Workspace
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
     """Two data sets of one vocabulary: `data`, and `other/data`; jobs log below `root`."""
     monkeypatch.setattr(submission, "log_folder", lambda _: tmp_path / "root/logs/slurm/training")
+    silent = Rehearsal(silent="no Python was asked")
+    monkeypatch.setattr(rehearsal, "rehearse", lambda *_, **__: silent)  # tests/training/test_rehearsed_code.py asks it
     Workspace.make(tmp_path / "other", seed=2)
     return Workspace.make(tmp_path)
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from relayrun.cli import main
 from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import RunConfig
+from relayrun.submit import submission
+from relayrun.submit.check import rehearsal as asked
 from relayrun.tokens.order.batches import TrainingProgress
 from relayrun.train import rehearsal
 from tests.workspace import Workspace
@@ -79,3 +85,52 @@ def test_the_rate_of_the_next_step(workspace: Workspace) -> None:
     steps = [(config.model_dump(mode="json"), progress.state()) for progress in at]
     rates = rehearsal.rehearse({"configs": [], "steps": steps})["rates"]
     assert rates == pytest.approx([0.0, 1e-3, 0.5e-3, 0.0])
+
+
+@pytest.fixture
+def asked_here(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a check asks the ranks' Python is answered in this process, which has imported torch."""
+
+    def answer(
+        command: Sequence[str], environment: dict[str, str], *, text: str = ""
+    ) -> subprocess.CompletedProcess[str]:
+        assert [*command[1:]] == ["-m", "relayrun.train.rehearsal"]
+        answered = json.dumps(rehearsal.rehearse(json.loads(text)))
+        return subprocess.CompletedProcess([*command], 0, stdout=answered, stderr="")
+
+    monkeypatch.setattr(asked, "run_python", answer)
+    monkeypatch.setattr(submission, "log_folder", lambda _: workspace.folder / "logs")
+
+
+@pytest.mark.usefixtures("asked_here")
+def test_a_plan_shows_the_rate_before_and_behind_each_edge(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = workspace.config(
+        "plan",
+        name="plan",
+        optimizer={"lr": 2e-3, "lr_decay_style": "constant"},
+        checkpoint={"interval": 5},
+        stages={
+            "warm": None,
+            "mid": {"from": "warm", "training.steps": 35, "optimizer.lr": 1e-3},
+            "last": {"from": "mid", "decay": 6},
+            "longer": {"from": "warm:10", "decay": 5, "training.steps": 40},
+            "curve": {"from": "warm", "training.steps": 40, "optimizer.lr_decay_style": "cosine"},
+            "again": {"from": "curve", "training.steps": 80, "optimizer.lr_decay_style": "cosine"},
+        },
+    )
+    assert main(["check", str(path), "--json"]) == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    names = ("stage.learning_rate", "stage.decay")
+    found = {
+        name: [(each["level"], each["words"]) for each in run["findings"] if each["name"] in names]
+        for name, run in runs.items()
+    }
+    assert found["warm"] == []
+    assert found["mid"][0][1].startswith("learning rate 0.002 at step 20, 0.001 at the next one")
+    assert found["last"] == [("ok", "learning rate 0.001 at step 35, 0.001 at the next one")], "it decays from mid's"
+    assert found["longer"][1] == ("ok", "25 steps at a constant rate come before the decay of 5 steps")
+    level, words = found["again"][0]
+    assert level == "warning", words
+    assert words.startswith("learning rate 3.42e-06 at step 40, 0.00104 at the next one; with the settings"), words
