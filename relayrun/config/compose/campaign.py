@@ -26,6 +26,7 @@ from typing import Any, Literal, NoReturn
 
 from relayrun import places
 from relayrun.config.compose import resolve, yaml_file
+from relayrun.config.compose.describe import CAMPAIGN_SETTINGS
 from relayrun.config.compose.schema import CommandConfig, CommonConfig, MegatronConfig, RunConfig
 from relayrun.config.compose.yaml_file import LocatedSettings, Location
 from relayrun.config.sections.base import NAME_PATTERN
@@ -36,9 +37,10 @@ from relayrun.errors import ConfigError, combined_error, did_you_mean
 CampaignKind = Literal["sweep", "stages"]
 MAX_RUNS = 500
 """Maximum runs of a campaign: more are usually a mistake in an axis."""
-SWEEP_KEYS = ("product", "list", "filters", "at_once")
-STAGE_KEYS = ("from", "after", "evaluated", "decay", "config")
-"""Keys of a stage besides settings."""
+SWEEP_KEYS, STAGE_KEYS = (
+    [each.name.removeprefix(start) for each in CAMPAIGN_SETTINGS if each.name.startswith(start)]
+    for start in ("sweep.", "stages.<name>.")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
