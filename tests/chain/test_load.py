@@ -151,7 +151,9 @@ def test_without_optimizer_and_data_position_the_iterations_go_on(workspace: Wor
         "--load",
         f"{workspace.run('source').path}:4",
     )
-    assert "seed was 28, is 5" in refused.stderr + refused.stdout + workspace.run("refused").stop.read_text()
+    assert "seed was 28, is 5" in refused.stderr
+    assert "checkpoint.no_load_data=true" in refused.stderr
+    assert not workspace.run("refused").path.exists(), "before anything is queued"
     done = submit(config, "--load", f"{workspace.run('source').path}:4")
     assert done.returncode == 0, done.stderr
     lines = [line for line in read_json_lines(run.metrics_view) if "loss" in line]
