@@ -38,7 +38,7 @@ from relayrun.submit import code_snapshot, initial_checkpoint, policies
 from relayrun.submit.check import consequences, existing_run
 from relayrun.submit.check.existing_run import FormerRun, SubmitIntent
 from relayrun.submit.check.findings import Findings
-from relayrun.submit.check.report import CheckReport, check_run
+from relayrun.submit.check.report import CheckReport, check_run, with_editions
 from relayrun.submit.run_plan import log_folder, make_plan
 from relayrun.tokens.mixture.data_change import integer_mixture_weights
 from relayrun.tokens.shards.manifest import Manifest
@@ -326,6 +326,14 @@ def _freeze_data(run: Run, config: RunConfig, found: Manifest, *, accept: bool) 
         consumed = Lineage(run).line()[-1].consumed_samples
         log.info("the mixture changes: its phase begins where the next attempt resumes, now sample %s", consumed)
     return evolved.config
+
+
+def with_kept_settings(run: Run, config: CommonConfig, manifest: Manifest | None) -> CommonConfig:
+    """The config as a submit would write it for a run that goes on: with the mean of its loss, and its editions."""
+    if not isinstance(config, RunConfig):
+        return config
+    config = _with_loss_mean(run, config)
+    return config if manifest is None else with_editions(config, run, manifest)
 
 
 def _with_loss_mean(run: Run, config: RunConfig) -> RunConfig:

@@ -10,9 +10,11 @@ import pytest
 
 from relayrun.cli import main
 from relayrun.config.compose import campaign as campaigns
+from relayrun.config.compose import resolve
 from relayrun.errors import RelayrunError
 from relayrun.submit import campaign, submission
 from relayrun.submit.check import rehearsal
+from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.submit.check.rehearsal import Rehearsal
 from tests.workspace import Workspace
 
@@ -94,6 +96,31 @@ def test_a_plan_is_checked_run_by_run(workspace: Workspace, capsys: pytest.Captu
         campaign.submit_campaign(campaigns.describe_campaign(path, kind="stages"))
     assert main(["check", str(path)]) == 1
     assert "2 runs, 1 error: submit would refuse this" in capsys.readouterr().out
+
+
+def test_two_plans_are_compared_run_by_run(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    one = plan(workspace, warm=None, last={"from": "warm", "decay": 6})
+    first = one.rename(workspace.folder / "first.yaml")
+    second = plan(workspace, warm={"training.seed": 7}, more={"after": "warm"})
+    assert main(["diff", str(first), str(first)]) == 0
+    capsys.readouterr()
+    assert main(["diff", str(first), str(second)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["warm: training.seed: 28 -> 7", "last: only in the first", "more: only in the second"]
+    campaign.submit_campaign(campaigns.describe_campaign(second, kind="stages"))
+    capsys.readouterr()
+    assert main(["diff", str(second), str(workspace.folder / "plan")]) == 0, "what a submit writes out is no change"
+
+
+def test_changes_that_nobody_made_are_not_listed(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    path = workspace.config("run")
+    config = resolve.load_run_config(path)
+    with submission.prepared_run(config, SubmitIntent()):
+        pass
+    assert main(["check", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["changes"] == []
+    assert main(["check", str(path), "--json", "--set", "training.seed=3"]) == 1
+    assert json.loads(capsys.readouterr().out)["changes"] == ["training.seed: 28 -> 3"]
 
 
 def _line(path: Path, text: str) -> int:

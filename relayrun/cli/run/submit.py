@@ -149,7 +149,8 @@ def changes_since_last_submit(report: CheckReport) -> list[str]:
     revisions = report.run.revisions()
     if not revisions:
         return []
-    return config_differences(resolve.read_resolved_config(report.run.config_revision(revisions[-1])), report.config)
+    config = submission.with_kept_settings(report.run, report.config, report.manifest)
+    return config_differences(resolve.read_resolved_config(report.run.config_revision(revisions[-1])), config)
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:

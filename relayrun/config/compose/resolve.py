@@ -402,6 +402,9 @@ def _section_of(annotation: Any) -> Any:
 def config_differences(one: CommonConfig, other: CommonConfig) -> list[str]:
     """Return `name: value -> value` for each setting that differs."""
     first, second = (dict(_flat_settings(each.model_dump(mode="json"))) for each in (one, other))
+    for values, config in ((first, one), (second, other)):
+        if isinstance(config, RunConfig):  # a submit writes it out
+            values["training.loss_mean"] = config.training.resolved_loss_mean
     names = [name for name in dict.fromkeys([*first, *second]) if first.get(name) != second.get(name)]
     return [
         f"{name}: {yaml_file.value_in_line(first.get(name))} -> {yaml_file.value_in_line(second.get(name))}"

@@ -73,7 +73,7 @@ def check_run(
     if intent is not None:
         existing_run.check_existing_run(config, plan, run, manifest, intent, findings, awaited=awaited)
     if isinstance(read, RunConfig) and manifest is not None and (config is read or megatron_lm.has_known_length(read)):
-        evolved = _with_editions(config, run, manifest) if isinstance(config, RunConfig) else read
+        evolved = with_editions(config, run, manifest) if isinstance(config, RunConfig) else read
         used = data.check_usage(evolved, run, manifest, findings)
     if isinstance(config, RunConfig) and manifest is not None:
         with findings.catching("run.lineage"):
@@ -111,7 +111,7 @@ def settings_findings(config: CommonConfig, given: LocatedSettings | None = None
     return findings
 
 
-def _with_editions(config: RunConfig, run: Run, manifest: Manifest) -> RunConfig:
+def with_editions(config: RunConfig, run: Run, manifest: Manifest) -> RunConfig:
     """The config with the names under which a run that has begun counts its data sets, if it accepts them."""
     with contextlib.suppress(RelayrunError):
         evolved = existing_run.evolved_data(config, run, manifest, accept=True)
