@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from relayrun.config.compose import resolve, yaml_file
-from relayrun.config.compose.campaign import CampaignDescription
-from relayrun.config.compose.schema import CommonConfig, RunConfig
+from relayrun.config.compose.campaign import CampaignDescription, CampaignRunDescription
+from relayrun.config.compose.schema import CommonConfig
 from relayrun.control.chain.campaign import member_readiness
 from relayrun.control.rundir import campaign
 from relayrun.control.rundir.campaign import Campaign, CampaignMember, CampaignMembership
 from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError, RelayrunError, RunDirError
 from relayrun.submit import submission
+from relayrun.submit.campaign_check import check_stages
 from relayrun.submit.check.existing_run import SubmitIntent
-from relayrun.submit.initial_checkpoint import refuse_other_model
+from relayrun.tokens.shards.manifest import Manifest
 from relayrun.watch.goodput.account import account_for_run
 from relayrun.watch.status.run_status import RunStatus
 from relayrun.watch.status.runs import RunsWatcher
@@ -158,7 +159,7 @@ def submit_campaign(described: CampaignDescription) -> bool:
     A campaign that is there already, with the same runs, is left as it is. Raises RelayrunError; then there is none.
     """
     whole, folder = make_campaign(described), described.folder
-    check_stages(described)
+    check_stages(described)  # before the data, which may take long to read
     if campaign.is_campaign(folder):
         _refuse_changed_campaign(described, whole)
         return False
@@ -172,10 +173,15 @@ def submit_campaign(described: CampaignDescription) -> bool:
             for run in described.runs:
                 _refuse_foreign_run(run.run, folder)
                 membership = CampaignMembership(folder=str(folder), member=run.name)
-                prepared = submission.prepared_run(
-                    run.config, SubmitIntent(), run.given, membership=membership, awaited=run.source is not None
-                )
-                stack.enter_context(prepared)
+                awaited = run.source is not None
+                with _naming(described, run):
+                    stack.enter_context(
+                        submission.prepared_run(
+                            run.config, SubmitIntent(), run.given, membership=membership, awaited=awaited
+                        )
+                    )
+            frozen = {run.name: run.run.manifest for run in described.runs if run.run.manifest.exists()}
+            check_stages(described, {name: Manifest.read(path) for name, path in frozen.items()})
             whole.save(folder)
     except BaseException:
         if made:
@@ -185,6 +191,16 @@ def submit_campaign(described: CampaignDescription) -> bool:
                 folder.rmdir()
         raise
     return True
+
+
+@contextmanager
+def _naming(described: CampaignDescription, run: CampaignRunDescription) -> Iterator[None]:
+    """Name the stage or the run of a sweep in an error."""
+    try:
+        yield
+    except RelayrunError as error:
+        word = "stage" if described.kind == "stages" else "run"
+        raise type(error)(f"{word} {run.name}: {error.message}", where=error.where, hint=error.hint) from None
 
 
 def make_campaign(described: CampaignDescription) -> Campaign:
@@ -198,21 +214,6 @@ def make_campaign(described: CampaignDescription) -> Campaign:
         at_once=described.at_once,
         members=[CampaignMember(**{name: getattr(run, name) for name in names}) for run in described.runs],
     )
-
-
-def check_stages(described: CampaignDescription) -> None:
-    """Raise ConfigError unless each stage has the model of the stage whose checkpoint it starts from."""
-    configs = {run.name: run.config for run in described.runs}
-    for run in described.runs:
-        before = configs.get(run.source or "")
-        if not isinstance(before, RunConfig) or not isinstance(run.config, RunConfig):
-            continue
-        try:
-            refuse_other_model(before.model, run.config, Path(before.run_dir or ""))
-        except ConfigError as error:
-            where = run.given.place(("checkpoint", "load")) or run.name
-            hint = "let both stages have one model"
-            raise ConfigError(f"stage {run.name}: {error.message}", where=where, hint=hint) from None
 
 
 def _refuse_foreign_run(run: Run, folder: Path) -> None:

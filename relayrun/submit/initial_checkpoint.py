@@ -19,6 +19,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.trainers import megatron_lm_log
 from relayrun.control.trainers.torch_files import vet_checkpoint
 from relayrun.errors import ConfigError, InputError, RelayrunError
+from relayrun.submit.dry_load import refuse_other_state, state_in_checkpoint
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.train.checkpoint import megatron_folder
 from relayrun.train.checkpoint.megatron_folder import MegatronCheckpoint
@@ -59,6 +60,7 @@ def _find_native(config: RunConfig, run: Run, manifest: Manifest | None, tell: C
     settings = config.checkpoint
     if is_checkpoint_of(run, newest := resume_point(run)):
         _refuse_other_weights(run, newest.iteration, config)
+        _refuse_other_state(newest, config, manifest, own=True)
         return BEGINNING
     if settings.load is None:
         return BEGINNING
@@ -69,6 +71,8 @@ def _find_native(config: RunConfig, run: Run, manifest: Manifest | None, tell: C
         found = _find_in_folder(folder, config, wanted)
     else:
         found = _find_in_run(name, config, wanted)
+    if megatron is None:
+        _refuse_other_state(found, config, manifest)
     iteration = 0 if settings.finetune else found.iteration
     if iteration >= config.training.end_iteration:
         name = "steps" if config.training.stop_after is None else "stop_after"
@@ -76,6 +80,12 @@ def _find_native(config: RunConfig, run: Run, manifest: Manifest | None, tell: C
         hint = f"raise training.{name}, or set checkpoint.finetune=true to count from 0"
         raise ConfigError(words, where="checkpoint.load", hint=hint)
     return ResumePoint(iteration=iteration, path=found.path)
+
+
+def _refuse_other_state(found: ResumePoint, config: RunConfig, manifest: Manifest | None, *, own: bool = False) -> None:
+    state = None if found.path is None else state_in_checkpoint(Path(found.path))
+    if state is not None and found.path is not None:
+        refuse_other_state(state, config, manifest, Path(found.path), own=own)
 
 
 def _parse_load(load: str, run: Run) -> tuple[str, Path, int | None]:
@@ -211,12 +221,13 @@ def refuse_other_model(
     *,
     free: frozenset[str] = FREE_FIELDS,
     differences: Sequence[str] = (),
+    hint: str = "take the model section of the run that made it",
 ) -> None:
     """Raise ConfigError, naming all differences, unless weights of the one model are some of the other."""
     names = [name for name in ModelSection.model_fields if name not in free]
     if differences := [*_differences(other, config.model, names), *differences]:
         words = f"{folder} is of another model: {'; '.join(differences)}"
-        raise ConfigError(words, where="checkpoint.load", hint="take the model section of the run that made it")
+        raise ConfigError(words, where="checkpoint.load", hint=hint)
 
 
 def _refuse_other_weights(run: Run, iteration: int, config: RunConfig) -> None:

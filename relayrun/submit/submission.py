@@ -36,9 +36,10 @@ from relayrun.errors import ConfigError, RunDirError
 from relayrun.files import writable_by_owner_alone, write_atomic
 from relayrun.leftovers import open_lock
 from relayrun.submit import code_snapshot, initial_checkpoint, policies
-from relayrun.submit.check import existing_run
+from relayrun.submit.check import consequences, existing_run
 from relayrun.submit.check.existing_run import FormerRun, SubmitIntent
-from relayrun.submit.check.report import CheckReport, check_run
+from relayrun.submit.check.findings import Findings
+from relayrun.submit.check.report import CheckReport, check_run, with_editions
 from relayrun.submit.run_plan import log_folder, make_plan
 from relayrun.tokens.mixture.data_change import integer_mixture_weights
 from relayrun.tokens.shards.manifest import Manifest
@@ -106,18 +107,24 @@ def adopt_job(config: CommonConfig, intent: SubmitIntent, *, host_python: str | 
 
 
 def check_submission(
-    config: CommonConfig, *, given: LocatedSettings | None = None, intent: SubmitIntent, launcher: Path | None = None
+    config: CommonConfig,
+    *,
+    given: LocatedSettings | None = None,
+    intent: SubmitIntent,
+    launcher: Path | None = None,
+    awaited: bool = False,
 ) -> CheckReport:
     """Look at all that a submit would look at, and at what Slurm says; nothing is written or queued.
 
-    `launcher`: the Bash script that is to be given to sbatch, instead of a job of relayrun's own.
+    `launcher`: the Bash script that is to be given to sbatch, instead of a job of relayrun's own. `awaited`: the stage
+    before has yet to save what the run begins with.
     """
-    if intent is not None:
-        config, _ = existing_run.own_run(config, take_over=intent.take_over, now=time.time())
+    config, _ = existing_run.own_run(config, take_over=intent.take_over, now=time.time())
     run = Run(Path(config.run_dir or ""))
     plan = make_plan(config, run, places.CODE_ROOT, revision=max(run.revisions(), default=0) + 1)
     script = launcher or job_script.job_script(plan, run)
-    return check_run(config, plan, run, log_folder=log_folder(run), given=given, intent=intent, script=script)
+    folder = log_folder(run)
+    return check_run(config, plan, run, log_folder=folder, given=given, intent=intent, script=script, awaited=awaited)
 
 
 @contextmanager
@@ -160,6 +167,8 @@ def prepared_run(
             membership.write(campaign.membership_path(run))
         base = BEGINNING if awaited else _initial_checkpoint(config, run, found.manifest, new=membership is not None)
         base = former.base if former is not None and base == BEGINNING and not run.revisions() else base
+        if isinstance(config, RunConfig) and not awaited:
+            _tell_consequences(config, run, resume_point(run) if base.path is None else base)
         root = code_snapshot.snapshot_code(run, places.CODE_ROOT) if _takes_snapshot(config) else places.CODE_ROOT
         revision = _add_revision(run, config)
         plan = make_plan(_with_checkout_snapshot(run, config), run, root, revision=revision, base=base)
@@ -182,6 +191,13 @@ def prepared_run(
         run.requests.unlink(missing_ok=True)  # an explicit submit revokes what a person changed
         policies.write_notice_policy(config, run)  # behind STOP, which would be told once more
         yield run, plan
+
+
+def _tell_consequences(config: RunConfig, run: Run, begins: ResumePoint) -> None:
+    findings = Findings(config)
+    consequences.check_consequences(config, run, begins, findings)
+    for finding in findings.all:
+        log.log(logging.WARNING if finding.level == "warning" else logging.INFO, "%s", finding.line)
 
 
 def _refuse_untrusted(run: Run) -> None:
@@ -311,6 +327,14 @@ def _freeze_data(run: Run, config: RunConfig, found: Manifest, *, accept: bool) 
         consumed = Lineage(run).line()[-1].consumed_samples
         log.info("the mixture changes: its phase begins where the next attempt resumes, now sample %s", consumed)
     return evolved.config
+
+
+def with_kept_settings(run: Run, config: CommonConfig, manifest: Manifest | None) -> CommonConfig:
+    """The config as a submit would write it for a run that goes on: with the mean of its loss, and its editions."""
+    if not isinstance(config, RunConfig):
+        return config
+    config = _with_loss_mean(run, config)
+    return config if manifest is None else with_editions(config, run, manifest)
 
 
 def _with_loss_mean(run: Run, config: RunConfig) -> RunConfig:

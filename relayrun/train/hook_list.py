@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -67,7 +68,8 @@ def import_hooks(entries: Sequence[HookEntry], ranks: Ranks) -> list[tuple[str, 
     )
 
 
-def _make(entry: HookEntry) -> Hook:
+def import_hook_class(entry: HookEntry) -> type[Hook]:
+    """Return the class of a hook. Raises ConfigError if it cannot be imported, is no hook or lacks an option."""
     path = entry.hook
     try:
         found = user_code.import_user_object(path)
@@ -75,6 +77,16 @@ def _make(entry: HookEntry) -> Hook:
         raise ConfigError(f"hook {error.message}") from error
     if not (isinstance(found, type) and issubclass(found, Hook)):
         raise ConfigError(f"hook {path} is no class that inherits relayrun.train.hooks.Hook")
+    try:
+        inspect.signature(found).bind(**entry.options)
+    except TypeError as error:
+        words = f"hook {path} cannot be made with the options {entry.options}: TypeError: {error}"
+        raise ConfigError(words) from None
+    return found
+
+
+def _make(entry: HookEntry) -> Hook:
+    path, found = entry.hook, import_hook_class(entry)
     try:
         made = found(**entry.options)
     except (Exception, SystemExit) as error:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relayrun.control.chain import quota
+from relayrun.control.chain import evaluation_jobs, quota
 from relayrun.control.chain.campaign import start_due_members
 from relayrun.control.notify import notices
 from relayrun.control.notify.events import make_notice, write_due_notices
@@ -143,6 +143,7 @@ class CronCheck:
         for run, plan in ended:
             with contextlib.suppress(Exception):  # the run has ended; `relayrun status` shows the rest
                 seen[self._name(run)] = self._purged(run, plan)
+                evaluation_jobs.submit_left_evaluations(run)
                 self._tell(run, plan, seen[self._name(run)], at_work=False)
         runs = [run for run, _ in living.values()]
         folders = campaign_folders([run for run, _ in ended] + runs)

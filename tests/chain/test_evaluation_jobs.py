@@ -5,20 +5,24 @@ from __future__ import annotations
 import fcntl
 import json
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from relayrun.control.chain import evaluation_jobs as chain
+from relayrun.control.notify import events
 from relayrun.control.rundir import evaluations
 from relayrun.control.rundir.evaluations import EvaluationPolicy, EvaluationResult
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.records import CheckpointCommit
-from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.records import ChainEnd, CheckpointCommit
+from relayrun.control.rundir.run import Run, write_stop
 from relayrun.control.scheduler.base import Job
 from relayrun.errors import SchedulerError
+from relayrun.watch.cron_check import CronCheck
 from relayrun.watch.status import queue as asked
 from relayrun.watch.status import run_status, run_status_text
 from tests.history import began
@@ -143,6 +147,22 @@ def test_a_scheduler_that_is_away_is_tried_again_later(
     assert attend(prepared, queue) == ["--iteration=4 --attempt=1"]
 
 
+def test_a_look_behind_the_end_of_a_chain_queues_what_was_refused(
+    prepared: tuple[Run, Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, queue = prepared[0], Queue()
+    attempt(run, 1, iterations=[4])
+    queue.down = True
+    attend(prepared, queue)
+    write_stop(run, ChainEnd("done", "iteration 11"))
+    queue.down = False
+    monkeypatch.setattr(chain, "scheduler_for_plan", lambda *_, **__: queue)
+    CronCheck(run.path.parent, now=time.time()).run()
+    assert [arguments for _, arguments in queue.submitted] == ["--iteration=4 --attempt=1"]
+    CronCheck(run.path.parent, now=time.time()).run()
+    assert len(queue.submitted) == 1
+
+
 def test_a_job_that_the_scheduler_refuses_is_told_by_status_until_it_is_queued(prepared: tuple[Run, Plan]) -> None:
     run, _ = prepared
     attempt(run, 1, iterations=[4, 8])
@@ -156,6 +176,10 @@ def test_a_job_that_the_scheduler_refuses_is_told_by_status_until_it_is_queued(p
     queue.down = True
     attend(prepared, queue)
     assert told() == "2 wanted and not queued (iteration 4, 8): sbatch: unable to contact slurm controller"
+    plan, policy = Plan.load(run), SimpleNamespace(since=0.0)
+    told_to_people = [notice.reason for notice in events._evaluation_notices(run, plan, policy, 9.0)]  # type: ignore[arg-type]
+    words = "evaluation of iteration 4 is wanted and not queued: sbatch: unable to contact slurm controller"
+    assert told_to_people == [words]
     queue.down = False
     attend(prepared, queue)
     assert "no result yet: iteration 4 (job 100" in told()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from relayrun.cli import main
 from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.files import read_json_lines
@@ -53,6 +56,60 @@ def test_a_run_goes_on_exactly_where_another_one_stood(workspace: Workspace) -> 
     assert resume_point(run).path == str(run.checkpoint(8))
 
 
+def checked(
+    config: Path, capsys: pytest.CaptureFixture[str], *options: str
+) -> tuple[int, dict[str, tuple[str, str, str]]]:
+    """Exit code of a check; level, words and remedy of each finding about the run."""
+    code = main(["check", str(config), "--json", *options])
+    found = json.loads(capsys.readouterr().out)["findings"]
+    return code, {
+        each["name"]: (each["level"], each["words"], each["remedy"] or "")
+        for each in found
+        if each["name"].startswith("run.")
+    }
+
+
+def test_what_ranks_would_refuse_is_refused_before_the_queue(
+    workspace: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, other = workspace.run("source"), Workspace.make(tmp_path, seed=3)
+    load = {"checkpoint": {"interval": 4, "load": f"{source.path}:4"}, "training": {"steps": 12}}
+    code, found = checked(workspace.config("muon", **load, optimizer={"name": "muon"}), capsys)
+    level, words, remedy = found["run.initial_checkpoint"]
+    assert (code, level) == (1, "error")
+    assert "optimizer was adam when this checkpoint was saved, and is muon" in words
+    assert "checkpoint.no_load_optim=true" in remedy
+    data = {"datasets": [str(other.folder / "data")], "tokenizer": str(workspace.folder / "tokenizer.json")}
+    code, found = checked(workspace.config("data", **load, data=data), capsys)
+    level, words, remedy = found["run.initial_checkpoint"]
+    assert (code, level) == (1, "error")
+    assert "the data order differs from the checkpoint's" in words
+    assert "checkpoint.no_load_data=true" in remedy
+    free = ["--set", "checkpoint.no_load_data=true"]
+    assert checked(workspace.folder / "data.yaml", capsys, *free)[0] == 0
+    copy = tmp_path / "iter_0000004"  # as `checkpoint restore` makes one, without the run around it
+    shutil.copytree(source.checkpoint(4), copy)
+    code, found = checked(workspace.folder / "muon.yaml", capsys, "--set", f"checkpoint.load={copy}")
+    assert (code, found["run.initial_checkpoint"][0]) == (1, "error")
+    code, found = checked(workspace.config("source", **SETTINGS, optimizer={"name": "muon"}), capsys, "--resume")
+    assert (code, found["run.initial_checkpoint"][0]) == (1, "error"), "nor does a run itself go on with it"
+
+
+def test_a_resume_says_what_it_changes(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    path = workspace.config("source", **SETTINGS)
+    code, found = checked(path, capsys, "--resume")
+    assert (code, found["run.stop_after"][0]) == (1, "error")
+    assert "iteration 8 is done already, and the run ends at 8: nothing is left to train" in found["run.stop_after"][1]
+    code, found = checked(path, capsys, "--resume", "--set", "training.steps=16")
+    assert code == 0
+    assert found["run.steps"] == ("ok", "8 of 16 steps are done: 8 steps with 64 samples are left", "")
+    level, words, _ = found["run.learning_rate"]
+    assert level == "warning", "behind a cosine that has ended the rate rises"
+    assert words.startswith("learning rate 6.7e-05 at step 8, 0.0006"), words
+    code, found = checked(path, capsys, "--resume", "--set", "training.steps=16", "--set", "tracking.log_interval=5")
+    assert "run.learning_rate" in found
+
+
 def test_progress_txt_has_the_lines_of_megatron_lm(workspace: Workspace) -> None:
     lines = [line.split("\t") for line in workspace.run("source").progress.read_text().splitlines()]
     assert [line[3] for line in lines] == ["Starting job", "Saved checkpoint", "Saved checkpoint"]
@@ -94,7 +151,9 @@ def test_without_optimizer_and_data_position_the_iterations_go_on(workspace: Wor
         "--load",
         f"{workspace.run('source').path}:4",
     )
-    assert "seed was 28, is 5" in refused.stderr + refused.stdout + workspace.run("refused").stop.read_text()
+    assert "seed was 28, is 5" in refused.stderr
+    assert "checkpoint.no_load_data=true" in refused.stderr
+    assert not workspace.run("refused").path.exists(), "before anything is queued"
     done = submit(config, "--load", f"{workspace.run('source').path}:4")
     assert done.returncode == 0, done.stderr
     lines = [line for line in read_json_lines(run.metrics_view) if "loss" in line]

@@ -185,12 +185,45 @@ def test_a_branch_with_decay_is_one_line(workspace: Workspace) -> None:
         ({"a": None, "b": {"from": "a", "decay": 3, "training.seq_length": 32}}, "from:", ["no_load_data"]),
         ({"a": None, "b": {"from": "a", "decay": 3, "model.hidden_size": 32}}, "from:", ["stage b", "hidden_size"]),
         ({"a": None, "b": {"from": "a", "training.stepps": 30}}, "training.stepps", ["did you mean"]),
+        (
+            {"a": None, "b": {"from": "a", "training.steps": 30, "optimizer.name": "muon"}},
+            "from:",
+            ["stage b", "optimizer was adam", "is muon", "checkpoint.no_load_optim"],
+        ),
+        (
+            {"a": {"optimizer.lr_decay_style": "cosine"}, "b": {"from": "a:10", "decay": 5}},
+            "decay:",
+            ["lr_decay_style cosine", "rise to 0.001 again"],
+        ),
+        (
+            {"a": None, "b": {"from": "a", "decay": 5}, "c": {"from": "b", "decay": 5}},
+            "decay:",
+            ["lr_decay_style WSD"],
+        ),
+        (
+            {"a": {"optimizer.lr": 5e-4}, "b": {"from": "a", "decay": 5, "optimizer.lr": 1e-3}},
+            "decay:",
+            ["optimizer.lr 0.0005", "begin at 0.001"],
+        ),
     ],
 )
 def test_stages_that_are_refused_name_the_line(
     workspace: Workspace, section: dict[str, Any], line: str, words: list[str]
 ) -> None:
     refused(workspace, *words, line=line, kind="stages", **section)
+
+
+def test_a_decay_begins_at_the_rate_of_the_stage_before(workspace: Workspace) -> None:
+    described = stages(
+        workspace, warm=None, mid={"from": "warm", "training.steps": 35, "optimizer.lr": 5e-4},
+        last={"from": "mid", "decay": 6}, other={"from": "warm", "decay": 6},
+    )  # fmt: skip
+    assert {run.name: native(run).optimizer.lr for run in described.runs} == {
+        "warm": 1e-3,
+        "mid": 5e-4,
+        "last": 5e-4,
+        "other": 1e-3,
+    }
 
 
 def test_a_plain_submit_of_several_runs_says_what_to_use(workspace: Workspace) -> None:

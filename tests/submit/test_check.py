@@ -49,7 +49,7 @@ def looked(path: Path, *overrides: str) -> list[CheckFinding]:
 
 
 def named(found: list[CheckFinding], name: str) -> CheckFinding:
-    (one,) = [finding for finding in found if finding.name == name and finding.level != "ok"]
+    (one,) = [finding for finding in found if finding.name == name and finding.level in ("warning", "error")]
     return one
 
 
@@ -74,7 +74,21 @@ def test_a_run_that_is_fine_is_taken_and_nothing_is_made(
     assert report["refused"] is False
     assert report["plan"]["tokens"] == 20 * 8 * 64
     assert report["plan"]["parameters"] == 123_200
-    assert {finding["level"] for finding in report["findings"]} <= {"ok", "warning"}
+    levels = {finding["name"]: finding["level"] for finding in report["findings"]}
+    assert "error" not in levels.values()
+    assert levels["settings.placeholder"] == "ok"
+    assert levels["run.time_limit"] == "not checked", "no start was measured"
+
+
+def test_ok_is_for_what_was_looked_at(workspace: Workspace) -> None:
+    path = workspace.config("run")
+    changes = ["cluster.gpu_memory_gb=80", "job.gpus_per_node=2", "training.precision=bf16", "job.mem=9G"]
+    levels = {finding.name: finding.level for finding in looked(path, *changes)}
+    assert (levels["memory.gpu"], levels["memory.host"]) == ("assumed", "assumed"), "a formula and a setting"
+    levels = {finding.name: finding.level for finding in looked(path, *changes[1:])}
+    assert levels["memory.gpu"] == "not checked", "nobody says what a GPU has"
+    contained = looked(path, "cluster.srun_options=[--container-image=x]")
+    assert {finding.name: finding.level for finding in contained}["node.python"] == "not checked"
 
 
 def test_all_errors_are_found_with_file_line_value_and_remedy(

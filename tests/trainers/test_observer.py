@@ -356,16 +356,23 @@ def goes_on(scene: Scene, base: int) -> tuple[ProgramObserver, list[str]]:
     return ProgramObserver(scene.run, scene.attempt, begin, scene.script, leave=scene._leave, end=end), ended
 
 
-@pytest.mark.parametrize("said", [(1,), (0, 1), (10, 20), (1, 2, 100, 101)])
+@pytest.mark.parametrize(
+    "looks", [[(1,), (2,)], [(0, 1), (2,)], [(10, 20), (30,)], [(1,), (50,)], [(40, 80, 120)], [tuple(range(1, 121))]]
+)
 def test_a_program_that_does_not_go_on_from_the_base_is_ended_before_it_saves(
-    scene: Scene, said: tuple[int, ...]
+    scene: Scene, looks: list[tuple[int, ...]]
 ) -> None:
     """Else it trains from scratch over its old files, and its checkpoints count as if it had gone on."""
     observer, ended = goes_on(scene, 100)
-    scene.script.step(*said)
+    said = [*looks[0]]
     scene.script.save(120)
+    for steps in looks:
+        assert ended == []
+        scene.script.step(*steps)
+        observer.look()
+        if steps != looks[-1]:
+            assert scene.attempt.read_commits() == [], "not before it is known whether it went on"
     triggers.touch_trigger(scene.run, "save")
-    observer.look()
     assert ended == ["ranks"]
     assert scene.attempt.read_commits() == []
     assert scene.lines() == []
@@ -377,6 +384,24 @@ def test_a_program_that_does_not_go_on_from_the_base_is_ended_before_it_saves(
     observer.conclude(137)
     assert (ended, scene.script.asked, scene.left) == (["ranks"], 0, 0)
     assert scene.attempt.read_commits() == []
+
+
+@pytest.mark.parametrize(
+    "looks",
+    [[(3,), (101,), (102,)], [(3, 101, 102)], [(50, 60), (101, 102)], [(90,), (101, 102)], [(10, 20, 110, 120)]],
+)
+def test_a_program_whose_log_names_an_older_iteration_first_goes_on(scene: Scene, looks: list[tuple[int, ...]]) -> None:
+    """Many say the last evaluation, or the history of the run, before the first step of their own."""
+    observer, ended = goes_on(scene, 100)
+    for steps in looks:
+        scene.script.step(*steps)
+        observer.look()
+    scene.script.save(looks[-1][-1])
+    observer.look()
+    observer.look()
+    assert ended == []
+    assert outcome(scene) is None
+    assert [commit.iteration for commit in scene.attempt.read_commits()] == [looks[-1][-1]]
 
 
 @pytest.mark.parametrize("said", [(101,), (110, 120), (100, 101), (0, 101)])
@@ -401,6 +426,8 @@ def test_ranks_that_could_not_be_ended_are_ended_by_the_next_look(scene: Scene) 
 
     observer._end = away
     scene.script.step(1)
+    observer.look()
+    scene.script.step(2)
     with pytest.raises(OSError, match="no answer"):
         observer.look()
     observer._end = partial(ended.append, "ranks")

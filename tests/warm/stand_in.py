@@ -16,7 +16,13 @@ import struct
 import sys
 
 GPU_CHECK = "relayrun.lab.gpucheck.programs."
-MODULES = ("relayrun.train", "relayrun.train.fork_server", "relayrun.train.export.evaluate", "tests.warm.probe")
+MODULES = (
+    "relayrun.train",
+    "relayrun.train.rehearsal",
+    "relayrun.train.fork_server",
+    "relayrun.train.export.evaluate",
+    "tests.warm.probe",
+)
 """What the server can be; and the programs of `relayrun gpu-check`."""
 FORWARDED = (
     signal.SIGHUP,

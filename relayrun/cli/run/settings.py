@@ -11,11 +11,13 @@ from typing import Any
 
 from relayrun.cli import add_set_option
 from relayrun.config.compose import describe, resolve, yaml_file
+from relayrun.config.compose.campaign import campaign_kind, describe_campaign
 from relayrun.config.compose.describe import Setting
 from relayrun.config.compose.resolve import config_differences
 from relayrun.config.compose.schema import CommonConfig
 from relayrun.config.compose.yaml_file import LocatedSettings, Location
-from relayrun.control.rundir.find_runs import find_run
+from relayrun.control.rundir.campaign import Campaign, is_campaign
+from relayrun.control.rundir.find_runs import find_run, runs_folder
 from relayrun.errors import ConfigError, did_you_mean_path
 from relayrun.submit.launcher_overrides import SETTING_VARIABLES, TRAINER_VARIABLES
 
@@ -139,12 +141,32 @@ def _wrapped_text(words: str, indent: str = "  ") -> list[str]:
 
 def add_diff_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun diff`."""
-    parser.add_argument("names", nargs=2, metavar="CONFIG", help="a run config, or RUN[:REVISION]")
+    parser.add_argument("names", nargs=2, metavar="CONFIG", help="a run config, RUN[:REVISION], or a sweep or stages")
     parser.set_defaults(run=run_diff)
+
+
+def _read_configs(name: str) -> dict[str, CommonConfig]:
+    """Return the configs of a file, of a run, or of all runs of a sweep or of stages, by their names there."""
+    if Path(name).is_file() and (kind := campaign_kind(resolve.read_settings(Path(name)))) is not None:
+        return {run.name: run.config for run in describe_campaign(Path(name), kind=kind).runs}
+    for folder in (Path(name), runs_folder() / name):
+        if is_campaign(folder):
+            return {each.name: read_config(each.run_dir, [])[0] for each in Campaign.load(folder).members}
+    return {"": read_config(name, [])[0]}
+
+
+def _member_differences(name: str, one: dict[str, CommonConfig], other: dict[str, CommonConfig]) -> list[str]:
+    if name not in one or name not in other:
+        return [f"{name}: only in the {'second' if name not in one else 'first'}"]
+    return [f"{name}: {line}" for line in config_differences(one[name], other[name])]
 
 
 def run_diff(options: argparse.Namespace) -> int:
     """Print a line for each setting that differs; return 1 if any does. Raises RelayrunError."""
-    found = config_differences(*(read_config(name, [])[0] for name in options.names))
+    one, other = (_read_configs(name) for name in options.names)
+    if len(one) == len(other) == 1:  # whatever their names
+        found = config_differences(*one.values(), *other.values())
+    else:
+        found = [line for name in {**one, **other} for line in _member_differences(name, one, other)]
     print("\n".join(found) if found else "the settings of both are the same")
     return 1 if found else 0

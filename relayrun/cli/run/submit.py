@@ -16,6 +16,7 @@ from pathlib import Path
 from relayrun import places
 from relayrun.cli import add_run, add_set_option
 from relayrun.config.compose import resolve, sites
+from relayrun.config.compose.campaign import CampaignDescription, campaign_kind, describe_campaign
 from relayrun.config.compose.resolve import config_differences
 from relayrun.config.compose.schema import CommonConfig, RunConfig
 from relayrun.config.compose.yaml_file import LocatedSettings
@@ -25,7 +26,7 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.scheduler import local
 from relayrun.control.scheduler.factory import local_scheduler
 from relayrun.errors import RelayrunError, RunDirError, describe_owner
-from relayrun.submit import launcher_overrides, submission
+from relayrun.submit import campaign_check, launcher_overrides, submission
 from relayrun.submit.check import report_text
 from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.submit.check.findings import CheckFinding
@@ -55,7 +56,19 @@ def run_check(options: argparse.Namespace) -> int:
     given = resolve.read_settings(options.config, options.overrides)
     if (stranger := _file_of_another_user(given)) is not None:
         return _check_passively(given, stranger, json=options.json)
+    if (kind := campaign_kind(given)) is not None:
+        return check_plan(describe_campaign(options.config, options.overrides, kind=kind), json=options.json)
     return check_settings(given, _intent(options, resume=options.resume), json=options.json)
+
+
+def check_plan(described: CampaignDescription, *, json: bool = False) -> int:
+    """Check all runs of a sweep or of stages, and print what was found; return 1 if a submit would refuse."""
+    report = campaign_check.check_campaign(described)
+    if json:
+        print(json_text(campaign_check.campaign_report_as_json(report)))
+    else:
+        campaign_check.print_campaign_report(report)
+    return int(report.refused)
 
 
 def _file_of_another_user(given: LocatedSettings) -> Path | None:
@@ -136,7 +149,8 @@ def changes_since_last_submit(report: CheckReport) -> list[str]:
     revisions = report.run.revisions()
     if not revisions:
         return []
-    return config_differences(resolve.read_resolved_config(report.run.config_revision(revisions[-1])), report.config)
+    config = submission.with_kept_settings(report.run, report.config, report.manifest)
+    return config_differences(resolve.read_resolved_config(report.run.config_revision(revisions[-1])), config)
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:

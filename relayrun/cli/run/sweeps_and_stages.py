@@ -12,6 +12,7 @@ from pathlib import Path
 
 from relayrun.cli import add_set_option
 from relayrun.cli.run import stop as run_stop
+from relayrun.cli.run.submit import check_plan
 from relayrun.config.compose import campaign as config
 from relayrun.config.sections.batch_systems import batch_system
 from relayrun.control.chain import campaign as supervisor
@@ -59,11 +60,10 @@ def submit(options: argparse.Namespace) -> int:
     """Submit a campaign or, with --dry-run, print its runs; return 1 if a local run was not completed."""
     described = config.describe_campaign(options.config, options.overrides, kind=options.command)
     if options.dry_run:
-        submission.check_stages(described)
         for member in submission.make_campaign(described).members:
             words = ", ".join(filter(None, [config.settings_in_words(member.settings), view.start_condition(member)]))
-            print(f"{member.name}  {member.run_dir}  {words}")
-        return 0
+            print(f"{member.name}  {member.run_dir}  {words}", flush=True)
+        return check_plan(described)
     new = submission.submit_campaign(described)
     folder = described.folder
     print(f"{len(described.runs)} runs, directory {folder}" + ("" if new else " (submitted before)"), flush=True)

@@ -26,6 +26,7 @@ from typing import Any, Literal, NoReturn
 
 from relayrun import places
 from relayrun.config.compose import resolve, yaml_file
+from relayrun.config.compose.describe import CAMPAIGN_SETTINGS
 from relayrun.config.compose.schema import CommandConfig, CommonConfig, MegatronConfig, RunConfig
 from relayrun.config.compose.yaml_file import LocatedSettings, Location
 from relayrun.config.sections.base import NAME_PATTERN
@@ -33,11 +34,13 @@ from relayrun.config.sections.conditions import SettingsCondition
 from relayrun.control.rundir.campaign import CampaignMember
 from relayrun.errors import ConfigError, combined_error, did_you_mean
 
+CampaignKind = Literal["sweep", "stages"]
 MAX_RUNS = 500
 """Maximum runs of a campaign: more are usually a mistake in an axis."""
-SWEEP_KEYS = ("product", "list", "filters", "at_once")
-STAGE_KEYS = ("from", "after", "evaluated", "decay", "config")
-"""Keys of a stage besides settings."""
+SWEEP_KEYS, STAGE_KEYS = (
+    [each.name.removeprefix(start) for each in CAMPAIGN_SETTINGS if each.name.startswith(start)]
+    for start in ("sweep.", "stages.<name>.")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +55,7 @@ class CampaignRunDescription(CampaignMember):
 class CampaignDescription:
     """The content of a campaign's config."""
 
-    kind: Literal["sweep", "stages"]
+    kind: CampaignKind
     name: str
     """Project and name, as project/name."""
     folder: Path
@@ -60,15 +63,19 @@ class CampaignDescription:
     runs: list[CampaignRunDescription]
 
 
-def describe_campaign(
-    path: Path, overrides: list[str] | None = None, *, kind: Literal["sweep", "stages"]
-) -> CampaignDescription:
+def campaign_kind(given: LocatedSettings) -> CampaignKind | None:
+    """Return the section that makes settings those of several runs; None for one run."""
+    kinds: tuple[CampaignKind, ...] = ("sweep", "stages")
+    return next((kind for kind in kinds if kind in given.values), None)
+
+
+def describe_campaign(path: Path, overrides: list[str] | None = None, *, kind: CampaignKind) -> CampaignDescription:
     """Read the config of a campaign; compose and check the config of each run. Raises ConfigError."""
     return _CampaignReader(path, overrides or [], kind).describe()
 
 
 class _CampaignReader:
-    def __init__(self, path: Path, overrides: list[str], kind: Literal["sweep", "stages"]) -> None:
+    def __init__(self, path: Path, overrides: list[str], kind: CampaignKind) -> None:
         self._path = path
         self._overrides = overrides
         self._kind = kind
@@ -265,7 +272,9 @@ class _CampaignReader:
         if not isinstance(evaluated, bool) or (evaluated and source is None):
             self._refuse((*at, "evaluated"), "it is true or false, and goes with `from`", "leave it out")
         begins = None if source is None else self._begins_at(source, iteration, (*at, "from"))
-        own = settings if "decay" not in values else self._decay(values["decay"], begins, (*at, "decay")) | settings
+        own = settings
+        if "decay" in values:
+            own = self._decay(values["decay"], source, begins, (*at, "decay")) | settings
         path = self._path
         if "config" in values:
             path = self._path.parent / str(values["config"])
@@ -286,6 +295,8 @@ class _CampaignReader:
                 words = f"{source.name} stands at iteration {begins} there, and {name} ends at {last}"
                 self._refuse(at, words, "raise training.steps of this stage, or set checkpoint.finetune")
             self._check_data(source, config, (*at, "from"))
+            if "decay" in values:
+                self._check_decay(source, config, (*at, "decay"))
         return CampaignRunDescription(
             name=name,
             run_dir=config.run_dir or "",
@@ -328,13 +339,16 @@ class _CampaignReader:
             self._refuse(at, words, f"name a multiple of its checkpoint.interval, such as {near}")
         return iteration
 
-    def _decay(self, length: Any, begins: int | None, at: Location) -> dict[str, Any]:
-        """Return the settings of a decay to min_lr over `length` iterations, after a constant learning rate."""
+    def _decay(
+        self, length: Any, source: CampaignRunDescription | None, begins: int | None, at: Location
+    ) -> dict[str, Any]:
+        """Return the settings of a decay to min_lr over `length` iterations, from the learning rate of `source`."""
         if isinstance(length, bool) or not isinstance(length, int) or length < 1:
             self._refuse(at, f"{length!r} is no number of iterations", "write a whole number from 1 on")
-        if begins is None:
+        if source is None or begins is None:
             self._refuse(at, "a decay begins at a known iteration", 'add from: "STAGE:ITERATION"')
-        return {
+        rate = {name: value for name, value in source.settings.items() if name == "optimizer.lr"}
+        return rate | {
             "optimizer.lr_decay_style": "WSD",
             "optimizer.lr_wsd_decay_steps": length,
             "optimizer.lr_decay_steps": None,
@@ -342,6 +356,19 @@ class _CampaignReader:
             "training.steps": begins + length,
             "training.stop_after": None,
         }
+
+    def _check_decay(self, source: CampaignRunDescription, config: CommonConfig, at: Location) -> None:
+        """Refuse a decay that does not begin at the constant learning rate of the stage before."""
+        before, own = (getattr(each, "optimizer", None) for each in (source.config, config))
+        if before is None or own is None:
+            return
+        if before.lr_decay_style != "constant":
+            words = f"{source.name} has optimizer.lr_decay_style {before.lr_decay_style}: its rate has fallen already, "
+            words += f"and would rise to {own.lr:g} again"
+            self._refuse(at, words, f"set optimizer.lr_decay_style: constant in {source.name}")
+        if before.lr != own.lr:
+            words = f"{source.name} has optimizer.lr {before.lr:g}, and this decay would begin at {own.lr:g}"
+            self._refuse(at, words, "leave optimizer.lr out here: the decay begins at the rate of the stage before")
 
     def _check_evaluated(self, source: CampaignRunDescription, iteration: int | None, at: Location) -> None:
         evaluation = source.config.evaluation

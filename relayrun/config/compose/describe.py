@@ -11,6 +11,7 @@ import difflib
 import functools
 import inspect
 import itertools
+import re
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -39,6 +40,30 @@ class Setting:
         return self.type == "section"
 
 
+CAMPAIGN_SETTINGS = [
+    Setting(name=name, type=kind, default=None if kind == "section" else "none", words=words)
+    for name, kind, words in (
+        ("sweep", "section", "Several runs of one config, see docs/sweeps.md. Submit: relayrun sweep submit."),
+        ("sweep.product", "mapping of settings to lists", "Axes: each value with each of the other axes."),
+        ("sweep.list", "list of mappings", "Settings that go together, one set of runs a line."),
+        ("sweep.filters", "list of conditions", "Conditions that a run must meet, such as optimizer.lr < 2e-3."),
+        ("sweep.at_once", "integer above 0", "Chains at a time; without it all."),
+        ("stages", "section", "One training in several runs, see docs/stages.md. Submit: relayrun stages submit."),
+        ("stages.<name>", "section", "A stage: the keys below, and settings of its own written section.setting."),
+        ("stages.<name>.from", "STAGE or STAGE:ITERATION", "The stage whose checkpoint it begins with."),
+        ("stages.<name>.after", "STAGE", "The stage behind which it begins, with no checkpoint of it."),
+        ("stages.<name>.evaluated", "boolean", "Wait for the evaluation of the checkpoint as well."),
+        (
+            "stages.<name>.decay",
+            "integer above 0",
+            "Iterations of a decay to min_lr, from the rate of the stage before.",
+        ),
+        ("stages.<name>.config", "path", "Another run config in the place of this file."),
+    )
+]
+"""Settings of a config of several runs."""
+
+
 def describe_settings() -> list[Setting]:
     """Return every setting and section in the order of the schema, first those of all trainers."""
     found: dict[str, Setting] = {}
@@ -58,15 +83,21 @@ def _with_trainers(setting: Setting) -> Setting:
 
 def find_setting(name: str) -> list[Setting]:
     """Return the setting `name`; for a section, also all settings within. Raises ConfigError with the nearest name."""
-    known = describe_settings()
-    found = [each for each in known if each.name == name or each.name.startswith(f"{name}.")]
-    if found:
+    known = [*describe_settings(), *CAMPAIGN_SETTINGS]
+    name = re.sub(r"\.\d+(\..*)?$", "", name)  # an entry of a list, which is described as a whole
+    if found := [each for each in known if _is_within(each.name.split("."), name.split("."))]:
         return found
     names = [each.name for each in known]
     near = [each for each in names if each.rpartition(".")[2] == name.rpartition(".")[2]]
     near = near or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else "`relayrun explain` lists them all"
     raise ConfigError(f"there is no setting {name!r}", where="relayrun explain", hint=hint)
+
+
+def _is_within(known: list[str], wanted: list[str]) -> bool:
+    """True if a setting has the wanted name or lies below it; a name of the user's fits angle brackets."""
+    pairs = zip(known, wanted, strict=False)
+    return len(known) >= len(wanted) and all(mine == own or mine.startswith("<") for mine, own in pairs)
 
 
 def json_schema() -> dict[str, Any]:

@@ -33,7 +33,7 @@ from relayrun.config.compose.schema import (
     trainers_with,
 )
 from relayrun.config.compose.yaml_file import LocatedSettings, Location
-from relayrun.config.sections.base import AnySection, is_section, section_fields
+from relayrun.config.sections.base import is_section, section_fields
 from relayrun.config.sections.notify import may_be_shown
 from relayrun.errors import URL_WRITE_HINT, ConfigError, did_you_mean, did_you_mean_path, why_url_is_refused
 
@@ -379,26 +379,32 @@ def _fields_at(location: Location, kind: type[CommonConfig]) -> list[str]:
     """Return the names of the settings in the section at `location`."""
     section: Any = kind
     for part in location:
-        field = section_fields(section).get(part)
-        if field is None:
-            return []
-        section = _section_of(field.annotation)
+        if is_section(section):
+            field = section_fields(section).get(part)
+            section = None if field is None else _section_of(field.annotation)
+        else:  # a mapping or a list of sections, and one of its entries
+            section = _section_of(typing.get_args(section)[-1])
         if section is None:
             return []
-    return sorted(section_fields(section))
+    return sorted(section_fields(section)) if is_section(section) else []
 
 
-def _section_of(annotation: Any) -> AnySection | None:
+def _section_of(annotation: Any) -> Any:
+    """Return the section in an annotation, or the mapping or list whose entries are sections; None for others."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         candidates = typing.get_args(annotation)
     else:
         candidates = (annotation,)
-    return next((c for c in candidates if is_section(c)), None)
+    several = (c for c in candidates if typing.get_origin(c) in (dict, list) and _section_of(typing.get_args(c)[-1]))
+    return next((c for c in candidates if is_section(c)), next(several, None))
 
 
 def config_differences(one: CommonConfig, other: CommonConfig) -> list[str]:
     """Return `name: value -> value` for each setting that differs."""
     first, second = (dict(_flat_settings(each.model_dump(mode="json"))) for each in (one, other))
+    for values, config in ((first, one), (second, other)):
+        if isinstance(config, RunConfig):  # a submit writes it out
+            values["training.loss_mean"] = config.training.resolved_loss_mean
     names = [name for name in dict.fromkeys([*first, *second]) if first.get(name) != second.get(name)]
     return [
         f"{name}: {yaml_file.value_in_line(first.get(name))} -> {yaml_file.value_in_line(second.get(name))}"

@@ -37,6 +37,14 @@ def submit_due_evaluations(run: Run, plan: Plan, scheduler: Scheduler) -> None:
         _attend_all(run, plan, scheduler)
 
 
+def submit_left_evaluations(run: Run) -> None:
+    """Submit the due evaluations without a job of a chain that has ended: no job of its own looks again. Raises
+    RelayrunError and OSError."""
+    if run.evaluation_policy.exists() and evaluations.unqueued_iterations(run):
+        plan = Plan.load_trusted(run)
+        submit_due_evaluations(run, plan, scheduler_for_plan(plan, run, patience=0))
+
+
 def submit_stage_evaluation(run: Run, folder: EvaluationDir) -> None:
     """Submit an evaluation that a stage waits for, whatever the policy says; resubmit it if its job died. The run's
     chain may have ended, so that no other process would submit it. Errors are logged and left for later."""

@@ -17,7 +17,7 @@ from relayrun.control.notify.notices import Notice, NoticePolicy
 from relayrun.control.rundir import node_health, storage_limits
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.checkpoint_records import Lineage
-from relayrun.control.rundir.evaluations import EvaluationResult
+from relayrun.control.rundir.evaluations import EvaluationResult, unqueued_iterations
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import STOP_IS_A_DIRECTORY, Run, parse_stop
 from relayrun.control.rundir.storage_limits import QuotaForecast
@@ -105,6 +105,11 @@ def _node_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Ite
 
 
 def _evaluation_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:
+    for iteration, refusal in unqueued_iterations(run).items() if run.evaluation_policy.exists() else ():
+        if refusal:
+            reason = f"evaluation of iteration {iteration} is wanted and not queued: {refusal}"
+            name, cause = f"evaluation-{iteration:07}-unqueued", "evaluation-unqueued"
+            yield make_notice(run, plan, name, cause=cause, time=now, reason=reason)
     for _, line in islice(read_json_lines_backwards(run.evaluations_view), EVALUATION_RESULTS):
         result = EvaluationResult.of(line)
         if result.time < policy.since:

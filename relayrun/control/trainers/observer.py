@@ -115,8 +115,11 @@ class ProgramObserver:
         self._iteration = begin.base_iteration
         self._said: tuple[int, float] | None = None
         """The last reported iteration, and the time at which it was seen (monotonic); None before the first."""
-        self._first: int | None = None
-        """The first iteration reported in this attempt; 0 is no completed iteration."""
+        self._heard: list[int] = []
+        """The iterations reported in this attempt, until it is known whether the program resumed; 0 is none."""
+        self._looks_with_steps = 0
+        self._resumed: bool | None = None
+        """Whether the program went on from its base, see `has_resumed`."""
         self._samples: dict[int, int] = {}
         """Samples consumed at iterations whose checkpoints may still come."""
         self._steps: deque[float] = deque(maxlen=GRACE_STEPS)
@@ -185,15 +188,14 @@ class ProgramObserver:
     def _record(self, *, gone: bool = False) -> None:
         """Record new facts. `gone`: the ranks have gone, and nothing more can come."""
         steps = self._program.steps()
-        if self._first is None:
-            self._first = next((step.iteration for step in steps if step.iteration), None)
+        self._hear(steps, gone=gone)
         if self._began_anew:
             return
         moved = self._record_steps(steps)
         saving = self._program.saving()
         self._time_save(saving)
         for checkpoint in self._program.checkpoints():
-            if checkpoint.iteration <= self._committed:
+            if checkpoint.iteration <= self._committed or (self._heard and self._resumed is None):
                 continue
             if gone or self._is_settled(checkpoint):
                 self._commit(checkpoint)
@@ -206,12 +208,21 @@ class ProgramObserver:
 
     @property
     def _began_anew(self) -> bool:
-        """The program did not resume from its base: it would overwrite its old files, and all would look well.
+        """The program did not resume from its base: it would overwrite its old files, and all would look well."""
+        return self._resumed is False
 
-        Some programs report only every tenth iteration, others count from 0: any first iteration from the base on is
-        right.
-        """
-        return self._first is not None and self._first < self._begin.base_iteration
+    def _hear(self, steps: Sequence[ObservedStep], *, gone: bool) -> None:
+        if self._resumed is not None:
+            return
+        before = len(self._heard)
+        for step in steps:
+            if step.iteration and step.iteration not in self._heard[-1:]:
+                self._heard.append(step.iteration)
+        self._looks_with_steps += len(self._heard) > before
+        base = self._begin.base_iteration
+        self._resumed = has_resumed(self._heard, base, looks=self._looks_with_steps)
+        if gone and self._heard and self._resumed is None:
+            self._resumed = max(self._heard) >= base
 
     def _refuse(self, *, gone: bool = False) -> None:
         """End ranks that began anew, and the chain with them: the next attempt would do the same. Raises OSError."""
@@ -221,7 +232,7 @@ class ProgramObserver:
             self._end()
         base = self._begin.base_iteration
         reason = (
-            f"the program says iteration {self._first} first, and was to go on from iteration {base} "
+            f"the program says iteration {self._heard[0]} first, and was to go on from iteration {base} "
             f"({self._begin.base_path}): it has not loaded that checkpoint, or counts anew; let it load what it is "
             "given, and say iterations counted from the beginning of the run"
         )
@@ -345,3 +356,21 @@ class ProgramObserver:
     def _grace_period(self) -> float:
         under_way = None if self._save_begun is None else time.monotonic() - self._save_begun[1]
         return current_grace_period(self._begin, self._steps, self._saves, under_way=under_way)
+
+
+def has_resumed(heard: Sequence[int], base: int, *, looks: int) -> bool | None:
+    """Return whether a program went on from its base, by the iterations it reported so far; None: not known yet.
+
+    Some programs report only every tenth iteration, others count from 0: any first iteration from the base on is right.
+    A log may name an older one first, the last evaluation or the history of the run, and jumps from there; a program
+    that begins anew comes to its base, or past it, in steps of one size. `looks`: in which there was a new iteration.
+    """
+    if not heard or heard[0] >= base:
+        return True if heard else None
+    later = next((at for at, iteration in enumerate(heard) if iteration >= base), None)
+    if later is None:
+        return None if looks < 2 else False
+    jump = heard[later] - heard[later - 1]
+    around = [heard[later - 1] - heard[later - 2]] if later >= 2 else []
+    around += [heard[later + 1] - heard[later]] if len(heard) > later + 1 else []
+    return jump > max(around) if around else None

@@ -314,7 +314,7 @@ def _check_tokenizer(config: RunConfig, manifest: Manifest, findings: Findings, 
         if config.trainer == "native":
             words += "; ids are checked again as they are read"
         if begun:
-            findings.ok("data.tokenizer", words)
+            findings.skip("data.tokenizer", words)
         else:
             findings.warn("data.tokenizer", words)
     return len(findings.errors) == before
@@ -338,7 +338,7 @@ def _check_ids(config: RunConfig, manifest: Manifest, findings: Findings) -> Non
                 remedy = "set data.tokenizer to the one that made it"
                 findings.refuse("data.ids", words, where=shard.prefix, setting="data.tokenizer", remedy=remedy)
     if unknown:
-        findings.ok(
+        findings.skip(
             "data.ids",
             f"the ids of {len(unknown):,} of {known + len(unknown):,} shards were not compared with the vocabulary of "
             f"{size:,}: their records do not name the largest (of shards without a record, "

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from relayrun.config.compose import resolve
-from relayrun.config.compose.schema import CommonConfig, RunConfig
+from relayrun.config.compose.campaign import last_iteration
+from relayrun.config.compose.schema import CommandConfig, CommonConfig, RunConfig
 from relayrun.control import chain_state
 from relayrun.control.rundir.checkpoint_records import Lineage, ResumePoint, resume_point
 from relayrun.control.rundir.plan import COPY, COPY_HINT, Plan
@@ -27,6 +28,7 @@ from relayrun.errors import refuse_unwritable as refuse_unwritable_place
 from relayrun.files import append_line
 from relayrun.slurmtime import format_time
 from relayrun.submit import initial_checkpoint, policies
+from relayrun.submit.check import consequences
 from relayrun.submit.check.findings import Findings
 from relayrun.submit.run_plan import stop_after
 from relayrun.tokens.mixture.data_change import AcceptedData, apply_data_change
@@ -149,19 +151,40 @@ class SubmitIntent:
 
 
 def check_existing_run(
-    config: CommonConfig, plan: Plan, run: Run, manifest: Manifest | None, intent: SubmitIntent, findings: Findings
+    config: CommonConfig,
+    plan: Plan,
+    run: Run,
+    manifest: Manifest | None,
+    intent: SubmitIntent,
+    findings: Findings,
+    *,
+    awaited: bool = False,
 ) -> None:
-    """Look at what the run's records, and its jobs, would make a submit refuse. `plan`: the config's."""
-    with findings.catching("run.time_limit", ok="the time limit leaves time to train in"):
-        check_time_limit(config, plan, run)
+    """Look at what the run's records, and its jobs, would make a submit refuse. `plan`: the config's.
+
+    `awaited`: the checkpoint to begin with is not there yet.
+    """
+    with findings.catching("run.time_limit"):
+        if check_time_limit(config, plan, run):
+            findings.ok("run.time_limit", "the time limit leaves time to train in, by the starts and saves so far")
+        else:
+            words = (
+                f"no start of this run was measured: whether job.time ({plan.time_limit} s) leaves time to train in "
+            )
+            words += f"is not known; leaving is given {plan.min_grace_period:.0f} s or more of it"
+            findings.skip("run.time_limit", words, setting="job.time")
     with findings.catching("run.trainer"):
         refuse_other_trainer(config, run)
     with findings.catching("run.mirror"):
         policies.refuse_mirror_of_other_run(config, run, take_over=intent.take_over)
-    with findings.catching("run.initial_checkpoint"):
-        initial_checkpoint.find_initial_checkpoint(
-            config, run, manifest, tell=lambda words: findings.warn("run.initial_checkpoint", words)
-        )
+    if not awaited:
+        with findings.catching("run.initial_checkpoint"):
+            base = initial_checkpoint.find_initial_checkpoint(
+                config, run, manifest, tell=lambda words: findings.warn("run.initial_checkpoint", words)
+            )
+            if isinstance(config, RunConfig):
+                own = resume_point(run)
+                consequences.check_consequences(config, run, base if own.path is None else own, findings)
     if not run.plan.exists():
         findings.ok("run.state", "this run has not been submitted yet")
         return
@@ -180,8 +203,11 @@ def check_existing_run(
             evolved_data(config, run, manifest, accept=intent.accept_data_change)
 
 
-def check_time_limit(config: CommonConfig, plan: Plan, run: Run) -> None:
-    """Raise a ConfigError if leaving, or what start and save took in earlier attempts, needs the whole job.time."""
+def check_time_limit(config: CommonConfig, plan: Plan, run: Run) -> bool:
+    """Return whether earlier starts say that job.time leaves time to train in; False if none was measured.
+
+    Raises ConfigError if leaving, or what start and save took in earlier attempts, needs the whole job.time.
+    """
     limit = f"job.time ({plan.time_limit} s)"
     for name, seconds in (("grace_period", plan.grace_period), ("signal_seconds", float(plan.signal_seconds))):
         if getattr(config.chain, name) != "auto" and seconds >= plan.time_limit:
@@ -189,7 +215,7 @@ def check_time_limit(config: CommonConfig, plan: Plan, run: Run) -> None:
             raise ConfigError(words, hint=f"raise job.time, or leave chain.{name} to be measured (auto)")
     starts, saves = start_seconds(run), Lineage(run).newest_saves(GRACE_SAVES)
     if not starts:
-        return
+        return False
     start, save = min(starts), min(saves, default=0.0)
     leaving = max(save, plan.min_grace_period)
     if start + leaving >= plan.time_limit:
@@ -198,6 +224,7 @@ def check_time_limit(config: CommonConfig, plan: Plan, run: Run) -> None:
             f"{leaving:.0f} s): nothing of {limit} is left to train in",
             hint=f"raise job.time, to {format_time(math.ceil(2 * (start + leaving)))} or more",
         )
+    return True
 
 
 def refuse_while_live(run: Run, plan: Plan, scheduler: Scheduler, *, without: Collection[str] = ()) -> None:
@@ -234,8 +261,12 @@ def refuse_other_trainer(config: CommonConfig, run: Run) -> None:
 
 
 def check_stop_after(config: CommonConfig, run: Run) -> None:
-    """Raise a ConfigError if the run has made the iteration durable at which it is to stop."""
-    stop, reached = stop_after(config), resume_point(run).iteration
+    """Raise a ConfigError if the run has made the iteration durable at which it is to stop or to end."""
+    stop, reached, end = stop_after(config), resume_point(run).iteration, last_iteration(config)
+    if reached and stop is None and end is not None and reached >= end:
+        words = f"iteration {reached} is done already, and the run ends at {end}: nothing is left to train"
+        setting = "command.steps" if isinstance(config, CommandConfig) else "training.steps"
+        raise ConfigError(words, where=setting, hint=f"raise {setting} to train on")
     if stop is not None and reached >= stop:
         words = f"the run stands at iteration {reached} already, and would stop after iteration {stop}"
         hint = "raise it, or set training.stop_after=null to go on to the last step"

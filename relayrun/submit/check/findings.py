@@ -12,7 +12,9 @@ from relayrun.config.compose.schema import CONFIG_CLASSES, CommonConfig
 from relayrun.config.compose.yaml_file import LocatedSettings
 from relayrun.errors import ConfigError, RelayrunError, combined_error
 
-FindingLevel = Literal["ok", "warning", "error"]
+FindingLevel = Literal["ok", "assumed", "not checked", "warning", "error"]
+"""`ok`: looked at. `assumed`: taken from a setting or a formula. `not checked`: nobody can know it here."""
+QUIET_LEVELS: tuple[FindingLevel, ...] = ("ok", "assumed", "not checked")
 
 _SECTIONS = dict.fromkeys(name for kind in CONFIG_CLASSES.values() for name in kind.model_fields)
 _SETTING = re.compile(rf"(?:{'|'.join(_SECTIONS)})(?:\.[\w-]+)*")
@@ -68,6 +70,14 @@ class Findings:
 
     def ok(self, name: str, words: str, **details: Unpack[FindingDetails]) -> None:
         self._add("ok", name, words, **details)
+
+    def assume(self, name: str, words: str, **details: Unpack[FindingDetails]) -> None:
+        """Add a fact that settings or a formula say, and nobody looked at."""
+        self._add("assumed", name, words, **details)
+
+    def skip(self, name: str, words: str, **details: Unpack[FindingDetails]) -> None:
+        """Add a subject that was not checked, and the reason."""
+        self._add("not checked", name, words, **details)
 
     def warn(self, name: str, words: str, **details: Unpack[FindingDetails]) -> None:
         """Add a fact that a submit accepts, with a warning."""

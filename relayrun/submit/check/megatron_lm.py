@@ -274,7 +274,7 @@ def _check_flags(config: MegatronConfig, line: CommandLine, findings: Findings, 
         tell(name, refusal.words, where=refusal.source, remedy=refusal.hint)
     number, version = count_noun(len(line.merged.flags), "flag"), line.checkout.version
     if not said.certain:
-        findings.ok(
+        findings.skip(
             name,
             f"{version}: its own parser could not be asked ({said.unavailable}), so its text was searched for "
             f"{number}; the job asks the parser, and ends the chain where it refuses one",
@@ -337,14 +337,14 @@ def as_native_config(config: MegatronConfig, findings: Findings) -> RunConfig | 
     held_out = {name: _prefixes_of_flag(given) for name, given in sets.items() if given is not None}
     if shards is None or model is None or not model.values or other is not None:
         why = "no flag names both" if other is None else f"{other.text} of {other.source}"
-        findings.ok("data.tokenizer", f"shards and their tokenizer are not compared: {why}")
+        findings.skip("data.tokenizer", f"shards and their tokenizer are not compared: {why}")
         return None
     data = config.data
     if data is None or not shards.source.startswith("data."):
         if urls := [
             word for words in (_prefixes_of_flag(shards), *held_out.values()) for word in words if "://" in word
         ]:
-            findings.ok("data.tokenizer", f"shards and their tokenizer are not compared: {urls[0]} is a URL")
+            findings.skip("data.tokenizer", f"shards and their tokenizer are not compared: {urls[0]} is a URL")
             return None
         own = {} if data is None else {name: getattr(data, name) for name in ("allow_other_tokenizer", "max_epochs")}
         words = [glob.escape(word) for word in _prefixes_of_flag(shards)]  # which Megatron-LM takes for no pattern

@@ -13,19 +13,24 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from relayrun import places
 from relayrun.config.compose.schema import CommandConfig, CommonConfig, MegatronConfig, RunConfig
 from relayrun.config.sections.batch_systems import batch_system
 from relayrun.control.trainers.command import PLACEHOLDERS
 from relayrun.errors import ConfigError
-from relayrun.submit.check import megatron_lm
+from relayrun.submit.check import megatron_lm, rehearsal
 from relayrun.submit.check.findings import Findings
+from relayrun.submit.check.rehearsal import (
+    ANSWER_SECONDS,
+    run_python,
+    runs_in_container,
+    search_path,
+    user_modules,
+)
 from relayrun.submit.run_plan import fill_in_python
 from relayrun.train import megatron_versions
 
@@ -38,7 +43,7 @@ def _check_program(config: CommandConfig, findings: Findings) -> None:
     words = fill_in_python(config, config.command.run)
     program = words[0]
     if runs_in_container(config):
-        findings.ok(name, f"{program} runs in a container: what it holds is not known from here")
+        findings.skip(name, f"{program} runs in a container: what it holds is not known from here")
         return
     if shutil.which(program) is None:
         changed = config.cluster.modules or config.job.setup or "PATH" in config.cluster.environment
@@ -54,7 +59,7 @@ def _check_program(config: CommandConfig, findings: Findings) -> None:
         remedy = "give its path, from the folder that holds `launchers/` or from /"
         findings.refuse(name, f"there is no file {script}", setting=setting, value=script, remedy=remedy)
         return
-    findings.ok(name, f"{program} is there; what it does is not known before it runs", setting=setting)
+    findings.ok(name, f"{program} is there and can be executed", setting=setting)
 
 
 def _check_placeholders(config: CommandConfig, findings: Findings) -> None:
@@ -81,20 +86,20 @@ def _check_progress(config: CommandConfig, findings: Findings) -> None:
     """Say how the chain learns of iterations and checkpoints."""
     command, rule = config.command, config.command.checkpoint
     if command.progress is None and command.progress_file is not None:
-        findings.ok(
+        findings.assume(
             "command.progress",
             f"its iterations are read from {command.progress_file}; whether it writes that is not known before it runs",
             setting="command.progress_file",
         )
     elif command.progress is None:
-        findings.ok(
+        findings.assume(
             "command.progress",
             "it is to say its iterations by relayrun.client; whether it does is not known before it runs. Without, "
             f"it is ended {config.chain.start_timeout} s after its start (chain.start_timeout)",
         )
     else:
         groups = ", ".join(re.compile(command.progress).groupindex)
-        findings.ok(
+        findings.assume(
             "command.progress",
             f"lines that match have {groups}; whether it prints such lines is not known before it runs",
             setting="command.progress",
@@ -107,7 +112,7 @@ def _check_progress(config: CommandConfig, findings: Findings) -> None:
         words = f"{rule.pattern} counts once {rule.whole_when} is in it; that it is written last is taken on trust"
     else:
         words = f"{rule.pattern} counts as soon as it has this name; that it is renamed when whole is taken on trust"
-    findings.ok("command.checkpoint", words)
+    findings.assume("command.checkpoint", words)
     if rule.pattern is not None and not any("{checkpoints}" in word or "{run_dir}" in word for word in command.run):
         text = "nothing tells the program where its checkpoints are to lie"
         remedy = "hand {checkpoints} to it: what lies elsewhere does not count"
@@ -124,9 +129,9 @@ def _check_signals(config: CommandConfig, findings: Findings) -> None:
     client = "relayrun.client"
     leave = " and ".join(filter(None, (command.leave_signal, command.leave_file, client)))
     save = " and ".join(filter(None, (command.save_signal, command.save_file, client)))
-    findings.ok("command.asked", f"to leave it is asked by {leave}, to save by {save}; that it obeys is not known")
+    findings.assume("command.asked", f"to leave it is asked by {leave}, to save by {save}; that it obeys is not known")
     end = "ends by itself with exit code 0" if command.steps is None else f"has saved iteration {command.steps:,}"
-    findings.ok("command.steps", f"the run is done when it {end}", setting="command.steps")
+    findings.assume("command.steps", f"the run is done when it {end}", setting="command.steps")
 
 
 OLDEST_PYTHON = (3, 11)
@@ -139,11 +144,6 @@ STREAM_PACKAGES = ("pyarrow", "tokenizers")
 """Further packages for data sets of text."""
 MEGATRON_LM_PACKAGES = ("torch", "numpy")
 """Packages that any checkout of Megatron-LM imports."""
-CONTAINER_OPTIONS = ("--container-image", "--environment", "--container-name")
-"""Options of srun with which the ranks see another file system than this program does."""
-ANSWER_SECONDS = 60.0
-"""Time limit for the start of a Python, which may lie on a loaded or remote file system."""
-
 _PACKAGES_PROGRAM = """
 import importlib.util, json, sys
 def there(name):
@@ -165,15 +165,17 @@ def check_programs(config: CommonConfig, findings: Findings) -> None:
         _check_script(config, findings)
     elif isinstance(config, MegatronConfig):
         megatron_lm.check_megatron_lm(config, findings, contained=runs_in_container(config))
-        _check_rank_python(config, MEGATRON_LM_PACKAGES, findings)
+        _check_rank_python(config, MEGATRON_LM_PACKAGES, {}, findings)
     elif isinstance(config, RunConfig):
-        _check_rank_python(config, _imported_names(config), findings)
+        names = [*NATIVE_PACKAGES, *(STREAM_PACKAGES if config.data.streams else ())]
+        _check_rank_python(config, names, user_modules(config), findings)
     if not batch_system(config.cluster.scheduler).one_machine:
         _check_host_python(config, findings)
     if config.cluster.modules:
         _check_modules(config, findings)
     if isinstance(config, RunConfig):
         _check_packages(config, findings)
+        rehearsal.check_user_code(config, findings)
     with findings.catching("node.evaluation"):
         _check_evaluation(config)
 
@@ -185,37 +187,33 @@ def _check_packages(config: RunConfig, findings: Findings) -> None:
     if own and (found := megatron_versions.version_problem()) is not None:
         findings.refuse("node.megatron_core", found[0], setting="cluster.python", remedy=found[1])
     if wanted := _of_transformer_engine(config):
-        with findings.catching("node.transformer_engine", ok="TransformerEngine is there, or declared"):
-            _check_transformer_engine(config, wanted)
+        with findings.catching("node.transformer_engine"):
+            _check_transformer_engine(config, wanted, findings)
     if config.training.gradient_accumulation_fusion:
         with findings.catching("node.apex"):
             _check_apex(config)
 
 
-def runs_in_container(config: CommonConfig) -> bool:
-    """Return True if the ranks see other files than this program."""
-    return any(option.startswith(CONTAINER_OPTIONS) for option in config.cluster.srun_options)
-
-
-def _check_rank_python(config: CommonConfig, names: Sequence[str], findings: Findings) -> None:
+def _check_rank_python(config: CommonConfig, names: Sequence[str], own: Mapping[str, str], findings: Findings) -> None:
+    """Look for packages, and for modules of a user's `own`, each with its setting, where ranks look for them."""
     cluster = config.cluster
     setting = "cluster.python"
     if runs_in_container(config):
-        findings.ok("node.python", "the ranks run in a container: what it holds is not known from here")
+        findings.skip("node.python", "the ranks run in a container: what it holds is not known from here")
         return
-    if cluster.python is None:
+    if cluster.python is None and not own and "PYTHONPATH" not in cluster.environment:
         missing = [name for name in names if not _is_here(name)]
         version = list(sys.version_info[:2])
         python = sys.executable
     else:
-        python = cluster.python
+        python = cluster.rank_python
         found = shutil.which(python)
         if found is None:
             how = findings.warn if cluster.modules or "/" not in python else findings.refuse
             words = "there is no such program here" if not os.path.exists(python) else "this cannot be executed"
             how("node.python", f"{python}: {words}", setting=setting, remedy="give the Python of the ranks")
             return
-        answer = _ask_python(found, tuple(names), _search_path(config))
+        answer = _ask_python(found, (*names, *own), search_path(config))
         if answer is None:
             findings.warn("node.python", f"{python} gave no answer within {ANSWER_SECONDS:.0f} s", setting=setting)
             return
@@ -232,6 +230,10 @@ def _check_rank_python(config: CommonConfig, names: Sequence[str], findings: Fin
     elif missing:
         how = findings.warn if cluster.modules else findings.refuse
         words = f"{python} has no {', '.join(missing)}, which the ranks import"
+        if own.keys() >= {*missing}:
+            remedy = "put its folder into PYTHONPATH of cluster.environment, or install it; the ranks look in "
+            how("node.packages", words, setting=own[missing[0]], remedy=remedy + search_path(config))
+            return
         remedy = "install it there (pip install 'relayrun[train]'), set cluster.python to the Python that has it, or "
         remedy += "PYTHONPATH in cluster.environment" + ("; the modules may bring it" if cluster.modules else "")
         how("node.packages", words, setting=setting, value=python, remedy=remedy)
@@ -247,7 +249,7 @@ def _check_script(config: CommandConfig, findings: Findings) -> None:
     if python is None or not is_python or not Path(script).is_file() or runs_in_container(config):
         return
     names = _script_imports(script)
-    answer = _ask_python(python, names, os.pathsep.join([str(Path(script).parent), _search_path(config)]))
+    answer = _ask_python(python, names, os.pathsep.join([str(Path(script).parent), search_path(config)]))
     changed = config.cluster.modules or config.job.setup
     how = findings.warn if changed else findings.refuse
     if answer is None:
@@ -274,21 +276,6 @@ def _script_imports(script: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.partition(".")[0] for name in names if name))
 
 
-def _imported_names(config: RunConfig) -> list[str]:
-    """Packages that the ranks import, and modules of a user's own."""
-    own = [entry.hook for entry in config.training.hooks]
-    own += filter(None, [config.optimizer.class_path, config.model.spec, config.training.loss])
-    own += [order for source in config.data.sources.values() if ":" in (order := source.order or config.data.order)]
-    own += [stream.map for stream in config.data.streams.values() if stream.map is not None]
-    text = STREAM_PACKAGES if config.data.streams else ()
-    return [*NATIVE_PACKAGES, *text, *dict.fromkeys(path.partition(":")[0].partition(".")[0] for path in own)]
-
-
-def _search_path(config: CommonConfig) -> str:
-    given = config.cluster.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-    return os.pathsep.join([str(places.CODE_ROOT), *filter(None, given.split(os.pathsep))])
-
-
 def _is_here(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
@@ -299,7 +286,7 @@ def _is_here(name: str) -> bool:
 @functools.lru_cache(maxsize=16)
 def _ask_python(python: str, names: tuple[str, ...], search_path: str) -> dict[str, Any] | str | None:
     """The version of a Python and what it lacks; in words why it does not say; None if it takes too long."""
-    done = _run_python([python, "-c", _PACKAGES_PROGRAM, *names], {"PYTHONPATH": search_path})
+    done = run_python([python, "-c", _PACKAGES_PROGRAM, *names], {"PYTHONPATH": search_path})
     if done is None or isinstance(done, str):
         return done
     try:
@@ -307,25 +294,6 @@ def _ask_python(python: str, names: tuple[str, ...], search_path: str) -> dict[s
     except ValueError:
         return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     return answer
-
-
-def _run_python(command: Sequence[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str] | str | None:
-    """Run a program that answers at once; in words why it does not start; None if it takes too long."""
-    try:
-        return subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=ANSWER_SECONDS,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            env=os.environ | environment,
-        )
-    except subprocess.TimeoutExpired:
-        return None
-    except OSError as error:
-        return error.strerror or str(error)
 
 
 def _check_host_python(config: CommonConfig, findings: Findings) -> None:
@@ -352,7 +320,7 @@ def _check_host_python(config: CommonConfig, findings: Findings) -> None:
 def _check_modules(config: CommonConfig, findings: Findings) -> None:
     names, setting = config.cluster.modules, "cluster.modules"
     script = 'type module >/dev/null 2>&1 || exit 99; for name in "$@"; do module is-avail "${name}" || exit 1; done'
-    done = _run_python(["bash", "-lc", script, "bash", *names], {})
+    done = run_python(["bash", "-lc", script, "bash", *names], {})
     if done is None or isinstance(done, str) or done.returncode == 99:
         findings.warn(
             "node.modules", "there is no `module` here: whether the nodes have them is not known", setting=setting
@@ -404,7 +372,7 @@ def _of_transformer_engine(config: RunConfig) -> list[tuple[str, str]]:
     return [(name, f"{name.partition('=')[0]}={other}") for name, (asked, other) in found.items() if asked]
 
 
-def _check_transformer_engine(config: RunConfig, wanted: list[tuple[str, str]]) -> None:
+def _check_transformer_engine(config: RunConfig, wanted: list[tuple[str, str]], findings: Findings) -> None:
     cluster = config.cluster
     names, others = ", ".join(name for name, _ in wanted), ", ".join(other for _, other in wanted)
     if config.job.gpus_per_node == 0:
@@ -418,6 +386,11 @@ def _check_transformer_engine(config: RunConfig, wanted: list[tuple[str, str]]) 
             where=f"configs/clusters/{cluster.name}.yaml",
             hint=f"set transformer_engine: true there if the ranks' container has it, or set {others}",
         )
+    if here:
+        findings.ok("node.transformer_engine", "this Python has TransformerEngine")
+    else:
+        words = f"cluster {cluster.name!r} says that the ranks have TransformerEngine"
+        findings.assume("node.transformer_engine", words, setting="cluster.transformer_engine")
 
 
 def _check_apex(config: RunConfig) -> None:

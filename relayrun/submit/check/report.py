@@ -51,12 +51,13 @@ def check_run(
     intent: SubmitIntent | None = None,
     script: str | Path | None = None,
     adopted: Mapping[str, str] | None = None,
+    awaited: bool = False,
 ) -> CheckReport:
     """Look at everything; nothing is written or queued.
 
     `given`: the locations of the settings. `intent`: with it the run's own state and jobs are looked at. `script`:
     what Slurm is asked about, see `slurm.check_slurm`; None: it is not asked. `adopted`: options of this very job,
-    which becomes the first of the chain.
+    which becomes the first of the chain. `awaited`: the checkpoint to begin with is not there yet.
     """
     findings = check_config(config, given)
     storage.check_written_paths(config, run, log_folder, findings)
@@ -70,9 +71,9 @@ def check_run(
     used: list[DatasetUsage] = []
     future: Forecast | None = None
     if intent is not None:
-        existing_run.check_existing_run(config, plan, run, manifest, intent, findings)
+        existing_run.check_existing_run(config, plan, run, manifest, intent, findings, awaited=awaited)
     if isinstance(read, RunConfig) and manifest is not None and (config is read or megatron_lm.has_known_length(read)):
-        evolved = _with_editions(config, run, manifest) if isinstance(config, RunConfig) else read
+        evolved = with_editions(config, run, manifest) if isinstance(config, RunConfig) else read
         used = data.check_usage(evolved, run, manifest, findings)
     if isinstance(config, RunConfig) and manifest is not None:
         with findings.catching("run.lineage"):
@@ -110,7 +111,7 @@ def settings_findings(config: CommonConfig, given: LocatedSettings | None = None
     return findings
 
 
-def _with_editions(config: RunConfig, run: Run, manifest: Manifest) -> RunConfig:
+def with_editions(config: RunConfig, run: Run, manifest: Manifest) -> RunConfig:
     """The config with the names under which a run that has begun counts its data sets, if it accepts them."""
     with contextlib.suppress(RelayrunError):
         evolved = existing_run.evolved_data(config, run, manifest, accept=True)
@@ -124,14 +125,14 @@ def _check_gpu_memory(future: Forecast, findings: Findings) -> None:
     if not future.gpus:
         return
     if there is None:
-        findings.ok("memory.gpu", f"{words}; cluster.gpu_memory_gb does not say what it has", value=round(needed))
+        findings.skip("memory.gpu", f"{words}; cluster.gpu_memory_gb does not say what it has", value=round(needed))
     elif needed > USABLE_GPU_MEMORY * there:
         usable = format_bytes(USABLE_GPU_MEMORY * there)
         words += f"; {USABLE_GPU_MEMORY:.0%} of its {format_bytes(there)} are {usable}"
         remedy = "lower training.micro_batch_size, set training.recompute_granularity, or split the model further"
         findings.warn("memory.gpu", words, setting="training.micro_batch_size", value=round(needed), remedy=remedy)
     else:
-        findings.ok("memory.gpu", f"{words}, of {format_bytes(there)}", value=round(needed))
+        findings.assume("memory.gpu", f"{words}, of {format_bytes(there)}", value=round(needed))
 
 
 def _check_host_memory(future: Forecast, findings: Findings) -> None:
@@ -147,4 +148,4 @@ def _check_host_memory(future: Forecast, findings: Findings) -> None:
         remedy = "ask for more memory, take more nodes, or set checkpoint.async_save=false"
         findings.warn("memory.host", words, setting="job.mem", value=needed, remedy=remedy)
     else:
-        findings.ok("memory.host", words, value=needed)
+        findings.assume("memory.host", words, value=needed)

@@ -14,12 +14,12 @@ from rich.table import Table
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.trainers.registry import trainer_of
-from relayrun.submit.check.findings import CheckFinding, count_noun
+from relayrun.submit.check.findings import QUIET_LEVELS, CheckFinding, count_noun
 from relayrun.submit.check.report import CheckReport
 from relayrun.submit.forecast import SECONDS_PER_HOUR, Forecast, format_bytes
 from relayrun.watch.text import print_table
 
-LEVEL_COLORS = {"ok": "green", "warning": "yellow", "error": "red"}
+LEVEL_COLORS = {"ok": "green", "assumed": "cyan", "not checked": "cyan", "warning": "yellow", "error": "red"}
 
 
 def print_report(report: CheckReport, changes: Sequence[str]) -> None:
@@ -114,8 +114,10 @@ def _plan_json(future: Forecast) -> dict[str, Any]:
 
 
 def _finding_lines(finding: CheckFinding) -> list[str]:
-    lines = [finding.words if finding.level == "ok" else finding.line.removeprefix(f"{Path.cwd()}/")]
-    return [*lines, f"-> {finding.remedy}"] if finding.remedy and finding.level != "ok" else lines
+    if finding.level in QUIET_LEVELS:
+        return [finding.words]
+    line = finding.line.removeprefix(f"{Path.cwd()}/")
+    return [line, f"-> {finding.remedy}"] if finding.remedy else [line]
 
 
 def _plan_rows(report: CheckReport) -> Iterator[tuple[str, str]]:

@@ -223,15 +223,21 @@ WANDB_KEY = re.compile(r"(?:local-)?[0-9a-f]{40}|wandb_v1_[A-Za-z0-9_]{40,}")
 """Forms of W&B's keys: 40 hexadecimal digits, of an own server with `local-` in front, and the longer new ones."""
 
 
+WANDB_MODES = ("online", "offline", "disabled", "run", "dryrun", "shared")
+
+
 def check_wandb(config: CommonConfig, findings: Findings, environment: Mapping[str, str] = os.environ) -> None:
     """Look at W&B's variables, of this environment and of `cluster.environment`."""
     name = "tracking.wandb"
     if not isinstance(config, RunConfig | MegatronConfig):
-        findings.ok(name, f"W&B is the program's own affair: nothing is sent for a run of trainer {config.trainer}")
+        findings.skip(name, f"W&B is the program's own affair: nothing is sent for a run of trainer {config.trainer}")
         return
     environment = {**environment, **config.cluster.environment}
     key, mode = environment.get("WANDB_API_KEY", ""), wandb_mode(environment)
-    if mode == "offline":
+    if (wanted := environment.get("WANDB_MODE", "online")) not in WANDB_MODES:
+        remedy = f"write one of {', '.join(WANDB_MODES)}"
+        findings.refuse(name, f"WANDB_MODE={wanted} is no mode of W&B", remedy=remedy)
+    elif mode == "offline":
         findings.ok(name, "W&B writes files beside the run (WANDB_MODE=offline), for scripts/tools/sync_wandb.py")
     elif mode is None:
         findings.ok(name, "W&B is off: neither WANDB_API_KEY nor WANDB_MODE=offline is in the environment")

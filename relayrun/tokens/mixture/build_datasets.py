@@ -10,7 +10,7 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from relayrun.config.compose.schema import MOCK_ORDER, RunConfig
 from relayrun.config.sections.data import DocumentWindowSection
@@ -34,28 +34,33 @@ def training_order(
 ) -> MixtureSampler:
     """Return the samples of a run from its beginning. `opening`: see `DatasetSpec`. Raises ConfigError. `cache`: folder
     for counts of rows if data.data_cache_dir is not set."""
-    data, training = config.data, config.training
     parts = {}
-    for name, source in data.sources.items():
+    for name, source in config.data.sources.items():
         identity = source.identity(name)
-        fingerprint = manifest.datasets[identity].fingerprint
-        order, options = data.order_of(name)
         dataset = make_dataset(config, manifest, name, opening=opening, cache=cache)
-        stream = {**data.stream_of(name), **dataset.record()} if isinstance(dataset, Stream) else {}
-        parts[identity] = MixturePart(
-            dataset=dataset,
-            weight=source.weight,
-            record={"fingerprint": fingerprint, "order": order, "options": options, **stream},
-        )
-    settings = {
-        "seed": training.seed,
-        "seq_length": training.seq_length,
-        "split": data.split,
+        stream = dataset.record() if isinstance(dataset, Stream) else {}
+        record = {**order_record(config, manifest, name), **stream}
+        parts[identity] = MixturePart(dataset=dataset, weight=source.weight, record=record)
+    return MixtureSampler(parts, order_settings(config, manifest))
+
+
+def order_settings(config: RunConfig, manifest: Manifest) -> dict[str, Any]:
+    """Return the settings on which the order of all data sets depends, as a checkpoint records them."""
+    return {
+        "seed": config.training.seed,
+        "seq_length": config.training.seq_length,
+        "split": config.data.split,
         "vocabulary_size": manifest.vocabulary_size,
         "eod": manifest.eod,
         "tokenizer": manifest.tokenizer_fingerprint,
     }
-    return MixtureSampler(parts, settings)
+
+
+def order_record(config: RunConfig, manifest: Manifest, name: str) -> dict[str, Any]:
+    """Return the values that determine the order of a data set, as far as they are known without opening it."""
+    order, options = config.data.order_of(name)
+    fingerprint = manifest.datasets[config.data.sources[name].identity(name)].fingerprint
+    return {"fingerprint": fingerprint, "order": order, "options": options, **config.data.stream_of(name)}
 
 
 def validation_sets(
@@ -117,7 +122,7 @@ def make_dataset(
         )
     if name in data.cut_by_document:
         return document_order(config, manifest, name, shards, cache=_index_folder(config, cache), opening=opening)
-    make = _dataset_factory(order, f"data set {identity!r}")
+    make = dataset_factory(order, f"data set {identity!r}")
     dataset = make(
         DatasetSpec(
             name=identity,
@@ -206,7 +211,8 @@ def _index_folder(config: RunConfig, cache: Path | None) -> Path | None:
     return Path(config.data.data_cache_dir) if config.data.data_cache_dir else cache
 
 
-def _dataset_factory(order: str, where: str) -> Callable[[DatasetSpec], Dataset]:
+def dataset_factory(order: str, where: str) -> Callable[[DatasetSpec], Dataset]:
+    """Return what makes data sets of this order. Raises ConfigError."""
     try:
         found = pkgutil.resolve_name(_OWN_ORDERS.get(order, order))
     except (ImportError, AttributeError) as error:

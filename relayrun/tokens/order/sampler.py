@@ -275,12 +275,7 @@ class MixtureSampler:
         sample numbers would mean other samples, or if its counts are wrong.
         """
         consumed, schedule, records, standing = _read_state(state)
-        if differences := self._differences(state["settings"], records):
-            raise FatalTrainingError(
-                "the data order differs from the checkpoint's, samples would be lost or repeated: "
-                + "; ".join(differences),
-                hint="restore these settings and the shards; `relayrun submit` says which changes it accepts",
-            )
+        refuse_other_order(state["settings"], records, self.settings, self.records)
         for name in [name for name in self.streams if name in standing]:
             try:
                 self.streams[name].check_cursors(standing[name].cursors)
@@ -293,21 +288,35 @@ class MixtureSampler:
         self.lane_positions = begun | standing
         return consumed
 
-    def _differences(self, settings: Mapping[str, Any], records: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        """Return how this sampler differs from a state's settings and the records of its data sets."""
-        differences = [
-            f"{name} was {short_value(old)}, is {short_value(self.settings.get(name))}"
-            for name, old in settings.items()
-            if self.settings.get(name) != old
+
+def refuse_other_order(
+    settings: Mapping[str, Any],
+    records: Mapping[str, Mapping[str, Any]],
+    own_settings: Mapping[str, Any],
+    own_records: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Raise FatalTrainingError, naming each difference, if the settings or a data set that both name differ.
+
+    `settings`, `records`: of the state in a checkpoint; records are by data set.
+    """
+    differences = [
+        f"{name} was {short_value(old)}, is {short_value(own_settings.get(name))}"
+        for name, old in settings.items()
+        if own_settings.get(name) != old
+    ]
+    for dataset in [name for name in records if name in own_records]:
+        was, now = records[dataset], own_records[dataset]
+        differences += [
+            f"{name} of data set {dataset!r} was {short_value(was.get(name))}, is {short_value(now.get(name))}"
+            for name in sorted(was.keys() | now.keys())
+            if was.get(name) != now.get(name)
         ]
-        for dataset in [name for name in records if name in self.parts]:
-            was, now = records[dataset], self.records[dataset]
-            differences += [
-                f"{name} of data set {dataset!r} was {short_value(was.get(name))}, is {short_value(now.get(name))}"
-                for name in sorted(was.keys() | now.keys())
-                if was.get(name) != now.get(name)
-            ]
-        return differences
+    if differences:
+        raise FatalTrainingError(
+            "the data order differs from the checkpoint's, samples would be lost or repeated: "
+            + "; ".join(differences),
+            hint="restore these settings and the shards; `relayrun submit` says which changes it accepts",
+        )
 
 
 def _read_state(state: Mapping[str, Any]) -> tuple[int, Schedule, dict[str, dict[str, Any]], dict[str, LanePositions]]:

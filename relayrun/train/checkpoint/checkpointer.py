@@ -47,7 +47,7 @@ from relayrun.files import file_sizes, write_atomic, write_json
 from relayrun.tokens.order.batches import TrainingProgress
 from relayrun.tokens.order.sampler import Cursor, MixtureSampler, ReplicaSampleReader
 from relayrun.train import distributed
-from relayrun.train.checkpoint import checksums, megatron_strategy, publish
+from relayrun.train.checkpoint import checksums, compatibility, megatron_strategy, publish
 from relayrun.train.checkpoint.async_writer import (
     BackgroundSave,
     HostCopy,
@@ -105,12 +105,7 @@ class Checkpointer:
         """Reader of this rank's streams, set by the loop; None without streams."""
         self._hooks = hooks
         self._settings = config.checkpoint
-        self._fixed: dict[str, object] = {
-            "parallel.use_distributed_optimizer": config.parallel.use_distributed_optimizer,
-            "training.precision": config.training.resolved_precision,
-            "optimizer": config.optimizer.kind,
-        }
-        """Settings that a resume must not change."""
+        self._fixed = compatibility.fixed_settings(config)
         self._groups = [group.model_dump() for group in config.optimizer.groups]
         self._common: dict[str, object] = {"layout": ranks.layout, "fixed": self._fixed}
         if self._groups:
@@ -314,7 +309,7 @@ class Checkpointer:
         with_optimizer = not (anew or (foreign and self._settings.no_load_optim))
         position = TrainingProgress(sizes) if anew else self._position(common, sizes, foreign=foreign)
         if with_optimizer:
-            self._check_fixed(common["fixed"], path)
+            compatibility.refuse_other_fixed_settings(common["fixed"], self._fixed, path)
         wanted = self._sharded_state(found=reader.metadata.state_dict_metadata, optimizer=with_optimizer)
         same_layout = not anew and common["layout"] == self._ranks.layout
         if not same_layout:
@@ -367,19 +362,8 @@ class Checkpointer:
         except FatalTrainingError as error:
             if not foreign:
                 raise
-            hint = "set checkpoint.no_load_data=true to begin anew with these data"
-            raise FatalTrainingError(error.message, where=error.where, hint=hint) from None
+            raise FatalTrainingError(error.message, where=error.where, hint=compatibility.OTHER_DATA_HINT) from None
         return TrainingProgress.resume(common["progress"], sizes)
-
-    def _check_fixed(self, found: Mapping[str, object], path: Path) -> None:
-        for name, value in self._fixed.items():
-            if (before := found.get(name, "adam")) != value:  # checkpoints of Megatron-LM do not record the optimizer
-                raise FatalTrainingError(
-                    f"{name} was {before} when this checkpoint was saved, and is {value}; "
-                    "one kind of optimizer cannot read the state of the other",
-                    where=path,
-                    hint=f"set {name} back, or start a new run with --load and checkpoint.no_load_optim=true",
-                )
 
     def _check_shapes(self, wanted: ShardedStateDict, reader: CheckedReader) -> None:
         found = reader.metadata.state_dict_metadata

@@ -1,0 +1,181 @@
+"""Asks the ranks' Python at a submit: what it has, whether a user's code can be used, and the rate of a next step.
+
+The ranks' environment is that of `chain.supervisor`: the package, `PYTHONPATH` of the site, `PYTHONPATH` of the submit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from relayrun import places
+from relayrun.config.compose.schema import CommonConfig, RunConfig
+from relayrun.control.scheduler.base import user_python_path
+from relayrun.submit.check.findings import Findings
+from relayrun.tokens.order.batches import TrainingProgress
+
+CONTAINER_OPTIONS = ("--container-image", "--environment", "--container-name")
+"""Options of srun with which the ranks see another file system than this program does."""
+ANSWER_SECONDS = 60.0
+"""Time limit for the start of a Python, which may lie on a loaded or remote file system."""
+
+
+def runs_in_container(config: CommonConfig) -> bool:
+    """Return True if the ranks see other files than this program."""
+    options = config.cluster.srun_options
+    return config.cluster.container.runtime != "none" or any(each.startswith(CONTAINER_OPTIONS) for each in options)
+
+
+def user_modules(config: RunConfig) -> dict[str, str]:
+    """Return the packages of a user's own that the ranks import, each with its setting."""
+    data = config.data
+    paths = [(entry.hook, "training.hooks") for entry in config.training.hooks]
+    paths += [(config.optimizer.class_path or "", "optimizer.class"), (config.model.spec or "", "model.spec")]
+    paths += [(config.training.loss or "", "training.loss")]
+    paths += [(source.order or data.order, "data.order") for source in data.sources.values()]
+    paths += [(stream.map or "", f"data.mixture.{name}") for name, stream in data.streams.items()]
+    return {path.partition(":")[0].partition(".")[0]: setting for path, setting in reversed(paths) if ":" in path}
+
+
+def search_path(config: CommonConfig) -> str:
+    """Return the folders in which the ranks look for modules first, as PYTHONPATH."""
+    site = config.cluster.environment.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join([str(places.CODE_ROOT), *filter(None, site), *user_python_path(os.environ)])
+
+
+def run_python(
+    command: Sequence[str], environment: dict[str, str], *, text: str = ""
+) -> subprocess.CompletedProcess[str] | str | None:
+    """Run a program that reads `text`; return in words why it does not start, None if it takes too long."""
+    try:
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=ANSWER_SECONDS,
+            check=False,
+            input=text,
+            env=os.environ | environment,
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """The answer of `relayrun.train.rehearsal`."""
+
+    faults: list[tuple[str, str]] = field(default_factory=list)
+    """Setting and words of each object of a user's own that the ranks would refuse."""
+    rates: list[float | None] = field(default_factory=list)
+    """Learning rate of each step that was asked for; None if the schedule cannot be made."""
+    silent: str | None = None
+    """Why there is no answer."""
+
+
+def rehearse(
+    config: RunConfig, *, configs: Sequence[RunConfig] = (), steps: Sequence[tuple[RunConfig, TrainingProgress]] = ()
+) -> Rehearsal:
+    """Ask the ranks' Python of `config` to import the user code of `configs`, and for the rate of each next step."""
+    if runs_in_container(config):
+        return Rehearsal(silent="the ranks run in a container, which is not started here")
+    request = {
+        "configs": [each.model_dump(mode="json") for each in configs],
+        "steps": [(each.model_dump(mode="json"), progress.state()) for each, progress in steps],
+    }
+    environment = config.cluster.environment | {"PYTHONPATH": search_path(config)}
+    python = config.cluster.rank_python
+    done = run_python([python, "-m", "relayrun.train.rehearsal"], environment, text=json.dumps(request))
+    if done is None or isinstance(done, str):
+        return Rehearsal(silent=f"{python} {done or f'gave no answer within {ANSWER_SECONDS:.0f} s'}")
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return Rehearsal(silent=f"{python}: {last}")
+    return Rehearsal(faults=[(setting, words) for setting, words in answer["faults"]], rates=answer["rates"])
+
+
+def check_user_code(config: RunConfig, findings: Findings) -> None:
+    """Import a user's own code in the ranks' Python, and look at what ranks look at before they use it."""
+    own = user_modules(config)
+    if not own or any(each.name.startswith("node.") for each in findings.errors):
+        return
+    answer, name = rehearse(config, configs=[config]), "node.user_code"
+    tell = findings.warn if config.cluster.modules or config.job.setup else findings.refuse
+    for setting, words in answer.faults:
+        tell(name, words, setting=setting)
+    if answer.silent is not None:
+        findings.skip(name, f"{', '.join(own)}: {answer.silent}")
+    elif not answer.faults:
+        findings.ok(name, f"the ranks' Python imports {', '.join(own)}, and what the settings name can be used")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RateChange:
+    """The learning rate where one config takes over from another."""
+
+    iteration: int
+    """Last iteration of the config before."""
+    last: float
+    """Rate of that iteration."""
+    former: float
+    """Rate that the next iteration would have with the config before."""
+    next: float
+    """Rate of the next iteration."""
+
+    @property
+    def words(self) -> str:
+        """The change in a line."""
+        words = f"learning rate {self.last:.3g} at step {self.iteration:,}, {self.next:.3g} at the next one"
+        same = f"{self.former:.3g}" == f"{self.next:.3g}"
+        return words if same else f"{words}; with the settings before it would be {self.former:.3g}"
+
+    @property
+    def is_jump(self) -> bool:
+        """True if the rate jumps, and would not with the settings before."""
+        changed = abs(self.next - self.former) > 0.01 * self.former
+        return changed and not 0.5 * self.last <= self.next <= 1.1 * self.last
+
+    def tell(self, name: str, findings: Findings) -> None:
+        """Add the change to the findings."""
+        if self.is_jump:
+            remedy = "keep optimizer.lr and the lengths of the schedule, or mean it"
+            findings.warn(name, self.words, setting="optimizer.lr", remedy=remedy)
+        else:
+            findings.ok(name, self.words)
+
+
+def rate_changes(
+    edges: Sequence[tuple[RunConfig, RunConfig, TrainingProgress]],
+) -> tuple[list[RateChange | None], str | None]:
+    """Return the change of the learning rate on each edge, from a config to the next at this progress; None if a
+    schedule cannot be made. The second value says why nothing is known."""
+    if not edges:
+        return [], None
+    steps = []
+    for before, after, at in edges:
+        first = max(at.iteration - 1, 0)
+        last = TrainingProgress(before.training.batch_sizes, iteration=first, consumed_samples=_consumed(at, first))
+        steps += [(before, last), (before, at), (after, at)]
+    answer = rehearse(edges[0][1], steps=steps)
+    if answer.silent is not None:
+        return [None] * len(edges), answer.silent
+    found: list[RateChange | None] = []
+    for (_, _, at), rates in zip(edges, zip(*[iter(answer.rates)] * 3, strict=True), strict=True):
+        last, former, after = rates
+        known = last is not None and former is not None and after is not None
+        found.append(RateChange(iteration=at.iteration, last=last, former=former, next=after) if known else None)
+    return found, None
+
+
+def _consumed(progress: TrainingProgress, iteration: int) -> int:
+    leg = next((leg for leg in reversed(progress.legs) if leg.iteration <= iteration), progress.legs[0])
+    return leg.consumed(iteration)
