@@ -29,6 +29,7 @@ from relayrun.control.chain import (
     requested_options,
 )
 from relayrun.control.chain_state import count_failed_attempts
+from relayrun.control.diagnosis import Statement
 from relayrun.control.job_log import log_line, log_size, stdout_beside
 from relayrun.control.rundir import checkpoint_records, merged_metrics, node_health, restarts, time_limit, triggers
 from relayrun.control.rundir.attempt import Attempt
@@ -329,14 +330,17 @@ def _close(
     started = attempt.started_record()
     _conclude(run, plan, attempt, started, exit_code)
     outcome, hang = AttemptOutcome.read(attempt.outcome), Hang.read(attempt.hang)
-    failure, fatal = "", None
-    if not (outcome or hang):
-        failure, fatal = failure_reason.why_failed(run, plan, attempt, started, exit_code)
     now = checkpoint_records.resume_point(run)
+    progress = now.iteration > started.base_iteration
+    failed = failure_reason.FailureReason(words="")
+    if not (outcome or hang):
+        failed = failure_reason.why_failed(run, plan, attempt, started, exit_code, progress=progress)
+    fatal, said = failed.fatal, failed.said
     facts = decisions.EndFacts(
         outcome="fatal" if fatal else outcome.outcome if outcome else None,
         outcome_reason=fatal or (_leave_reason(plan, attempt, outcome) if outcome else ""),
-        failure=failure,
+        failure=failed.words,
+        waits=said is not None and said.cause in ("network", "file system") and said.name != "port",
         exit_code=exit_code,
         hang=hang.words if hang and not outcome else None,
         cancelled=cancelled,
@@ -355,13 +359,15 @@ def _close(
         reason=decision.reason,
         exit_code=exit_code,
         durable_iteration=now.iteration,
-        progress=now.iteration > started.base_iteration,
+        progress=progress,
         end_time=time.time(),
         action=decision.action,
         chain_end=decision.chain_end,
         delay=decision.delay,
+        failure="" if said is None else said.name,
+        failure_key="" if said is None else said.key,
     )
-    _record_node_failures(run, plan, attempt, started, record)
+    _record_node_failures(run, plan, attempt, started, record, said)
     record.write(attempt.end)
     return record
 
@@ -374,12 +380,15 @@ def _leave_reason(plan: Plan, attempt: Attempt, outcome: AttemptOutcome) -> str:
     return "; ".join(filter(None, [outcome.reason, short]))
 
 
-def _record_node_failures(run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, end: AttemptEnd) -> None:
+def _record_node_failures(
+    run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, end: AttemptEnd, said: Statement | None
+) -> None:
     record = partial(excluded_nodes.record_node_failures, run, attempt.number, now=end.end_time)
     record(node_health.sick_nodes(attempt), sick=True)
     if end.cause in ("failed", "unknown"):
         log, failures = failure_reason.first_failure_log(plan, attempt), failure_reason.read_failures(attempt)
-        blame = error_lines.blamed_nodes(log, failures, ntasks=plan.rank_count(started.options))
+        more, ntasks = plan.chain.failure_signatures, plan.rank_count(started.options)
+        blame = error_lines.blamed_nodes(log, failures, ntasks=ntasks, said=said, more=more)
         record(blame)
         for node, reason in blame.items():
             log_line(f"a strike for node {node}: {reason}")

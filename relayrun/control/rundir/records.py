@@ -301,6 +301,10 @@ class AttemptEnd(Record):
     """State of the chain's end; None if the chain goes on."""
     delay: int = 0
     """Seconds after which a retry begins."""
+    failure: str = ""
+    """Name of the failure in the table of failures; empty without one."""
+    failure_key: str = ""
+    """Words that are equal for the same failure at the same place."""
 
     @property
     def verdict(self) -> ChainEnd | None:
