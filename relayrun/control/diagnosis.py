@@ -34,14 +34,15 @@ _TRACEBACK = re.compile(r".*Traceback \(most recent call last\)")
 _LAST_WORDS = re.compile(
     r"[\w.]*(?:Error|Exception|gaierror|Failed)(?::| \()|The (?:IPv4|server socket) |error: |terminate called"
     r"|(?:.*/)?(?:python[\d.]*|(?:ba|da|z|k)?sh|curl|wget|ssh|env|exec|numactl|mpirun|mpiexec)(?:: |\[\d)"
-    r"|\S*: (?:line )?\d+: |\S+: (?:fatal )?error: |FATAL|Fatal|fatal: |Lmod has|Segmentation fault|Aborted|Killed"
+    r"|\S+: .*: Assertion |\S*: (?:line )?\d+: |\S+: (?:fatal )?error: |FATAL|Fatal|fatal: |Lmod has|Segmentation fault|Aborted|Killed"
     r"|Bus error"
-    r"|slurmstepd\S*: error: |srun: (?:error|fatal): |pyxis: |\S+: \S.*: No such file|.*\bMPI_ABORT was| *what\(\)"
+    r"|slurmstepd\S*: error: |srun: (?:error|fatal): |pyxis: |\S+: \S.*: (?:No such file|Permission denied)|.*\bMPI_ABORT was| *what\(\)"
 )
 """Beginnings of lines with which a program ends: an exception, a message of an interpreter, shell or starter."""
 _TASK_EXIT = re.compile(r"srun: error: \S+: tasks? [\d,\-\[\]]+: (?:Exited|Terminated|Killed)")
 _ASIDE = re.compile(r"\s|$|srun: |slurmstepd|wandb: |=====|-----|frame #|\[relayrun |\S*Warning: |.*\bwarnings?\b")
 """Lines that programs write when they end, and lines of others: they do not show that training goes on."""
+_IGNORED = "ignored"
 _PROGRESS = re.compile(r"\b(?:iteration|step|iter|epoch)\b\W{0,3}\d", re.I)
 _CONTINUED = re.compile(r"NCCL error|DistBackendError|terminate called|CalledProcessError|CUDA error|:$|Last error")
 
@@ -119,10 +120,13 @@ def find_statements(lines: Sequence[str], more: Sequence[FailureSignature] = ())
         elif text.startswith("During handling of the above"):
             del found[-1:]
         elif _TRACEBACK.match(text):
-            frames[rank] = ""
+            ignored = number and lines[number - 1].startswith("Exception ignored")  # the program went on
+            frames[rank] = _IGNORED if ignored else ""
         elif rank in frames and text[0] == " ":
-            if frame := _FRAME.match(text):
+            if frames[rank] != _IGNORED and (frame := _FRAME.match(text)):
                 frames[rank] = f"{frame[1].rpartition('/')[2]}:{frame[2]}"
+        elif frames.get(rank) == _IGNORED:
+            del frames[rank]
         elif rank in frames and _RAISED.match(text):
             made = _statement(lines, number, text, more, rank=rank, place=frames.pop(rank))
             if chained and found and _is_more_special(found[-1], made):

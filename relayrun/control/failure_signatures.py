@@ -50,6 +50,8 @@ _TABLE: tuple[_Entry, ...] = (
      "srun -w {node} df; tell the site if it stays"),
     ("disk-full", "file system", False, r"No space left on device|Errno 28\b", "the file system is full",
      "df -h and df -i of the folder; free some, then relayrun resume"),
+    ("write-failed", "file system", False, r"iostream error|PytorchStreamWriter failed|file write failed",
+     "a file could not be written to its end", "df -h and df -i of the folder; then relayrun resume"),
     ("quota", "file system", False, r"Disk quota exceeded|Errno 122\b", "a quota is used up",
      "lfs quota or quota -s; free some, then relayrun resume"),
     ("read-only", "file system", False, r"Read-only file system", "the file system does not take writes",
@@ -88,7 +90,7 @@ _TABLE: tuple[_Entry, ...] = (
      "cluster.modules and LD_LIBRARY_PATH; ldd of the file"),
     ("environment-module", "configuration", True, r"Lmod has detected the following error|Unable to locate a modulefile"
      r"|unknown module\(s\)", "module load failed", "module avail; correct cluster.modules"),
-    ("container", "configuration", True, r"pyxis: (?:failed|couldn't|.*error)|enroot\S* .*ERROR"
+    ("container", "configuration", True, r"pyxis: (?:failed|couldn't|container start failed)|enroot\S* .*ERROR"
      r"|FATAL: .*(?:image|contain)", "the container does not start", "start the image by hand on a node"),
     ("program-missing", "configuration", True, r"command not found|execve\(\): |error: execve|: not found$"
      r"|exec: .*: (?:cannot execute|not found)|Exec format error|line \d+: \S+: No such file or directory$"
@@ -105,14 +107,14 @@ _TABLE: tuple[_Entry, ...] = (
      r"key\(s\) in state_dict|Missing key\(s\) in state_dict|Missing key in checkpoint",
      "the checkpoint belongs to another model", "compare the model's settings with those of the checkpoint"),
     ("checkpoint-damaged", "file system", False, r"PytorchStreamReader failed|unexpected EOF, expected|invalid load key"
-     r"|Invalid magic number|HeaderTooLarge|InvalidHeaderDeserialization|UnpicklingError|CheckpointingException",
+     r"|Invalid magic number|SafetensorError|UnpicklingError|CheckpointingException",
      "a file of the checkpoint is damaged", "relayrun checkpoint verify; go on from an older one"),
     ("permission", "configuration", True, r"Permission denied|PermissionError|Operation not permitted",
      "this user may not use a file or a program", "ls -ld of the path and its folders"),
     ("file-missing", "configuration", False, r"No such file or directory|FileNotFoundError|does not exist",
      "a file that the program needs is not there", "ls of the path on the node"),
     ("not-a-number", "program", False, r"[Uu]nexpected result nan|[Ff]ound NaN in|nan in local (?:grad|forward)"
-     r"|(?:NaN|Inf) or (?:Inf|NaN) found|loss is (?:nan|NaN|inf)", "loss or gradients are not numbers",
+     r"|(?:NaN|Inf) or (?:Inf|NaN) found|loss is (?:nan|inf)|returned nan values", "loss or gradients are not numbers",
      "go back before it (relayrun resume with an older checkpoint); lower the learning rate"),
     ("shapes", "program", False, r"shapes cannot be multiplied|must match the size of tensor|[Ss]ize mismatch|shape "
      r"'.*' is invalid for input", "tensors of the program have shapes that do not fit", "read the named line"),
@@ -158,6 +160,12 @@ def signatures(more: tuple[FailureSignature, ...] = ()) -> tuple[tuple[re.Patter
 def classify(words: str, more: Sequence[FailureSignature] = ()) -> FailureSignature | None:
     """Return the entry of a line of words; None if no entry matches."""
     return next((each for pattern, each in signatures(tuple(more)) if pattern.search(words)), None)
+
+
+def entry(name: str) -> FailureSignature:
+    """Return relayrun's own entry of this name; the most general one if there is none."""
+    own = [each for _, each in signatures()]
+    return next((each for each in own if each.name == name), own[-1])
 
 
 def is_secondary_error(words: str, more: Sequence[FailureSignature] = ()) -> bool:

@@ -27,6 +27,7 @@ from relayrun.control.chain import (
     job_script,
     jobs,
     requested_options,
+    surroundings,
 )
 from relayrun.control.chain_state import count_failed_attempts
 from relayrun.control.diagnosis import Statement
@@ -368,6 +369,8 @@ def _close(
         failure_key="" if said is None else said.key,
     )
     _record_node_failures(run, plan, attempt, started, record, said)
+    if record.cause in ("failed", "unknown", "hang"):
+        surroundings.record_surroundings(attempt, started)
     record.write(attempt.end)
     return record
 
