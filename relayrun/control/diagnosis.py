@@ -34,9 +34,9 @@ _TRACEBACK = re.compile(r".*Traceback \(most recent call last\)")
 _LAST_WORDS = re.compile(
     r"[\w.]*(?:Error|Exception|gaierror|Failed)(?::| \()|The (?:IPv4|server socket) |error: |terminate called"
     r"|(?:.*/)?(?:python[\d.]*|(?:ba|da|z|k)?sh|curl|wget|ssh|env|exec|numactl|mpirun|mpiexec)(?:: |\[\d)"
-    r"|\S+: .*: Assertion |\S*: (?:line )?\d+: |\S+: (?:fatal )?error: |FATAL|Fatal|fatal: |Lmod has|Segmentation fault|Aborted|Killed"
-    r"|Bus error"
-    r"|slurmstepd\S*: error: |srun: (?:error|fatal): |pyxis: |\S+: \S.*: (?:No such file|Permission denied)|.*\bMPI_ABORT was| *what\(\)"
+    r"|\S+: .*: Assertion |\S*: (?:line )?\d+: |\S+: (?:fatal )?error: |FATAL|Fatal|fatal: |Lmod has"
+    r"|Segmentation fault|Aborted|Killed|Bus error|slurmstepd\S*: error: |srun: (?:error|fatal): |pyxis: "
+    r"|\S+: \S.*: (?:No such file|Permission denied)|.*\bMPI_ABORT was| *what\(\)"
 )
 """Beginnings of lines with which a program ends: an exception, a message of an interpreter, shell or starter."""
 _TASK_EXIT = re.compile(r"srun: error: \S+: tasks? [\d,\-\[\]]+: (?:Exited|Terminated|Killed)")
@@ -44,6 +44,49 @@ _ASIDE = re.compile(r"\s|$|srun: |slurmstepd|wandb: |=====|-----|frame #|\[relay
 """Lines that programs write when they end, and lines of others: they do not show that training goes on."""
 _IGNORED = "ignored"
 _PROGRESS = re.compile(r"\b(?:iteration|step|iter|epoch)\b\W{0,3}\d", re.I)
+_TROUBLE = (
+    *(
+        "Traceback",
+        "The above",
+        "During",
+        "rror",
+        "xception",
+        "ailed",
+        "FAILED",
+        "emory",
+        "Xid",
+        "ECC",
+        "fallen",
+        "GPU",
+        "evice",
+        "CUDA",
+        "cuda",
+        "HIP",
+    ),
+    *("PTX", "driver", "ssert", "illegal", "aligned", "oom", "OOM", "OUT_OF", "Out Of", "space", "uota", "ead-only"),
+    *("Too many", "thread", "fork", "Thread", "known", "esol", "ddress", "EADDR", "in use", "utilizing", "onnect"),
+    *("Offline", "etries", "imeout", "oute", "nreachable", "Client", "Repo", "API key", "api_key", "CERT", "interface"),
+    *("NET/IB", "IB", "ibv_", "can't", "annot", "No such", "No module", "not found", "symbol", "odule", "pyxis"),
+    *("enroot", "FATAL", "execve", "option", "verride", "yntax", "EOF", "unbound", "ismatch", "key", "Reader", "magic"),
+    *(
+        "Pickl",
+        "denied",
+        "permitted",
+        "does not exist",
+        "nan",
+        "NaN",
+        "Inf",
+        "inf",
+        "shape",
+        "match",
+        "nvalid",
+        "DUE TO",
+    ),
+    *("failure", "launch", "nable to", "ontroller", "timed out", "equested", "terminate", "Terminat", "Fatal", "Abort"),
+    *("what()", "MPI_", "Killed", "SIG", "fault", "Bus", "Illegal", "atchdog", "pipe", "nterrupt", "xit", "signal"),
+    *("CalledProcess", "The IPv", "fatal", "Lmod", "Stale", "endpoint", "SHM", "stream"),
+)
+"""Parts of words of which every line of the table of failures holds one: a fast look before the patterns."""
 _CONTINUED = re.compile(r"NCCL error|DistBackendError|terminate called|CalledProcessError|CUDA error|:$|Last error")
 
 
@@ -94,9 +137,8 @@ def one_line(text: str) -> str:
 
 def first_cause(log: str, more: Sequence[FailureSignature] = ()) -> Statement | None:
     """Return the words that say why a program ended; None if no line does. `more`: entries of the site and the run."""
-    lines = log.splitlines()
-    found = find_statements(lines, more)
-    alive = _not_survived(lines, found)
+    found = find_statements(log, more)
+    alive = _not_survived(log.splitlines(), found)
     spoken = [each for each in alive if each.last and not each.secondary]
     sick = [each for each in spoken if each.cause == "node" and each.name not in GENERAL]
     warned = [each for each in found if not each.last and not each.secondary]
@@ -106,12 +148,18 @@ def first_cause(log: str, more: Sequence[FailureSignature] = ()) -> Statement | 
     return next(iter([*warned[-1:], *general]), None)
 
 
-def find_statements(lines: Sequence[str], more: Sequence[FailureSignature] = ()) -> list[Statement]:
+def find_statements(log: str, more: Sequence[FailureSignature] = ()) -> list[Statement]:
     """Return all words in a log that may say why a program ended, in their order."""
+    present = [word for word in _TROUBLE if word in log]
+    if not present and not more:
+        return []
+    lines = log.splitlines()
     found: list[Statement] = []
     frames: dict[int | None, str] = {}  # the last frame of the open traceback of each rank
     chained = False
     for number, line in enumerate(lines):
+        if not frames and not more and not any(word in line for word in present):
+            continue
         rank, text = _split_label(line)
         if line.startswith(LOG_PREFIX) or not text.strip():
             continue

@@ -34,7 +34,7 @@ _TABLE: tuple[_Entry, ...] = (
      "the program was built for another kind of GPU", "build it for the GPUs of this partition"),
     ("gpu-driver", "configuration", False, r"driver on your system is too old|CUDA driver version is insufficient",
      "the driver of the node is older than the CUDA of the program", "nvidia-smi; python -c 'import torch'"),
-    ("device-assert", "program", False, r"device-side assert triggered|Assertion `.*` failed\.",
+    ("device-assert", "program", False, r"device-side assert triggered|block: \[.*Assertion `",
      "a kernel met an index out of range, often a token above the vocabulary", "run it with CUDA_LAUNCH_BLOCKING=1"),
     ("gpu-missing", "node", False, r"no CUDA-capable device|CUDA driver initialization failed|No CUDA GPUs are avail",
      "the program sees no GPU", "srun -w {node} nvidia-smi"),
@@ -126,11 +126,11 @@ _TABLE: tuple[_Entry, ...] = (
      "Slurm does not answer", "scontrol ping"),
     ("step-refused", "configuration", True, r"Unable to create step|More processors requested|Requested node config"
      r"|srun: error: .*[Ii]nvalid|srun: (?:unrecognized|fatal)", "Slurm refuses the step", "cluster.srun_options"),
-    ("abort", "program", False, r"terminate called|Fatal Python error|Aborted\b|^ *what\(\): |MPI_ABORT was invoked",
+    ("abort", "program", False, r"terminate called|: Assertion `|Fatal Python error|Aborted\b|^ *what\(\): |MPI_ABORT",
      "the program aborted", "read the lines before it"),
-    ("killed", "node", False, r"\bKilled\b|killed by SIGKILL", "something killed the process: often the memory of the "
-     "node ran out", "sacct -j {job} -o JobID,State,MaxRSS; dmesg of the node"),
-    ("crashed", "node", False, r"Segmentation fault|Bus error|Illegal instruction|Floating point exception",
+    ("killed", "unknown", False, r"\bKilled\b|killed by SIGKILL", "something killed the process: often the memory of "
+     "the node ran out", "sacct -j {job} -o JobID,State,MaxRSS; dmesg of the node"),
+    ("crashed", "unknown", False, r"Segmentation fault|Bus error|Illegal instruction|Floating point exception",
      "the process crashed: a defect of a library, or of the node", "run it again, on another node"),
     ("assertion", "program", True, r"\bAssertionError", "the program refuses what it is given", "read the named line"),
     ("exception", "program", False, r"^(?:\w+\.)*(?:[A-Z]\w*(?:Error|Exception|Failed|Exit|Warning)|[A-Z]\w+)(?::|$)",

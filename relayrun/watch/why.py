@@ -299,7 +299,7 @@ def _causes(log: _Log, more: Sequence[FailureSignature]) -> Iterator[_Found]:
 
 
 def _secondary(text: str, more: Sequence[FailureSignature]) -> list[Statement]:
-    return [each for each in find_statements(text.splitlines(), more) if each.secondary][-1:]
+    return [each for each in find_statements(text, more) if each.secondary][-1:]
 
 
 def _logs(run: Run, number: int | None, begin: AttemptStart | None) -> tuple[list[_Log], list[str]]:

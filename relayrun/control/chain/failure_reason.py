@@ -250,7 +250,7 @@ def fatal_reason(
         )
     if began or said is None or said.signature is None or not said.signature.again:
         return None
-    alike_lines = sum(each.name == said.name for each in find_statements(log.splitlines()))
+    alike_lines = sum(each.name == said.name for each in find_statements(log))
     return said.text if nodes == 1 or alike_lines > 1 or said.name in CERTAIN else None
 
 

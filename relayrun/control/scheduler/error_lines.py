@@ -141,7 +141,9 @@ def _is_node_cause(first: TaskEnd, said: Statement | None, more: Sequence[Failur
     if said is not None and (first.ended or not first.signalled):
         return said.cause == "node"
     known = classify(first.what, more)
-    return first.what.endswith(NOT_STARTED_ENDS) or (first.signalled and (known is None or known.cause == "node"))
+    return first.what.endswith(NOT_STARTED_ENDS) or (
+        first.signalled and (known is None or known.cause in ("node", "unknown"))
+    )
 
 
 def _all_tasks_alike(log: str, first: TaskEnd, ntasks: int) -> bool:
