@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from relayrun.config.sections.chain import FailureSignature
-from relayrun.control.failure_signatures import GENERAL, WARNINGS, classify, is_secondary_error
+from relayrun.control.failure_signatures import ENDS, GENERAL, WARNINGS, classify, is_secondary_error
 from relayrun.control.job_log import LOG_PREFIX
 
 SURVIVED = 40
@@ -26,7 +26,7 @@ WORDS_CHARACTERS = 500
 CONTEXT_LINES = 8
 """Lines behind an exception that may belong to its message."""
 
-_LABEL = re.compile(r"(?:\s*(?:\[[^\]\s]*\](?:<\w+>)?:?|\d+:)(?=\s|\w))* ?")
+_LABEL = re.compile(r"(?:\s*(?:\[[^\]\s]*\](?:<\w+>)?:?|\d+:)(?=[\s\w\[]))* ?")
 _RANK = re.compile(r"(?:\[(?:rank|default|\d+,)?|^\s*)(\d+)(?:\]|:)")
 _RAISED = re.compile(r"(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*|gaierror|timeout|error)(?::\s.*|)$", re.S)
 _FRAME = re.compile(r' *File "([^"]+)", line (\d+)')
@@ -142,10 +142,8 @@ def first_cause(log: str, more: Sequence[FailureSignature] = ()) -> Statement | 
     spoken = [each for each in alive if each.last and not each.secondary]
     sick = [each for each in spoken if each.cause == "node" and each.name not in GENERAL]
     warned = [each for each in found if not each.last and not each.secondary]
-    general = [each for each in spoken if each.name in ("killed", "crashed", "abort")]
-    if sick or (spoken and spoken[0] not in general):
-        return (sick or spoken)[0]
-    return next(iter([*warned[-1:], *general]), None)
+    named = [each for each in spoken if each.name not in ENDS and (each.name not in GENERAL or each is spoken[0])]
+    return next(iter([*sick, *named, *warned[-1:], *spoken]), None)
 
 
 def find_statements(log: str, more: Sequence[FailureSignature] = ()) -> list[Statement]:
@@ -216,7 +214,8 @@ def _statement(
     if last and _CONTINUED.search(text) and (secondary or signature is None or signature.name in _OPEN):
         for line in lines[number + 1 : number + CONTEXT_LINES]:
             following = _split_label(line)
-            if following[0] != rank or "Traceback" in line or _TASK_EXIT.match(line):
+            other = None not in (following[0], rank) and following[0] != rank
+            if other or "Traceback" in line or _TASK_EXIT.match(line):
                 break
             better = classify(following[1], more)
             if better is not None and better.name not in _OPEN:

@@ -23,7 +23,7 @@ _TABLE: tuple[_Entry, ...] = (
      "the memory of a GPU has an error that cannot be corrected",
      "tell the site, and exclude the node: --set job.exclude={node}"),
     ("xid-of-the-program", "program", False, r"NVRM: Xid \S+ (?:13|31|43|45|68)\b",
-     "a kernel of the program accessed memory that is not its own", "run it with CUDA_LAUNCH_BLOCKING=1"),
+     "a kernel of the program accessed memory that is not its own", "set CUDA_LAUNCH_BLOCKING=1"),
     ("gpu-memory", "configuration", False,
      r"CUDA out of memory|\.OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED|HIP out of memory|cudaErrorMemoryAllocation",
      "the model and its activations do not fit into the memory of the GPU",
@@ -35,11 +35,11 @@ _TABLE: tuple[_Entry, ...] = (
     ("gpu-driver", "configuration", False, r"driver on your system is too old|CUDA driver version is insufficient",
      "the driver of the node is older than the CUDA of the program", "nvidia-smi; python -c 'import torch'"),
     ("device-assert", "program", False, r"device-side assert triggered|block: \[.*Assertion `",
-     "a kernel met an index out of range, often a token above the vocabulary", "run it with CUDA_LAUNCH_BLOCKING=1"),
-    ("gpu-missing", "node", False, r"no CUDA-capable device|CUDA driver initialization failed|No CUDA GPUs are avail",
+     "a kernel met an index out of range, often a token above the vocabulary", "set CUDA_LAUNCH_BLOCKING=1"),
+    ("gpu-missing", "unknown", False, r"no CUDA-capable device|CUDA driver initialization failed|No CUDA GPUs are av",
      "the program sees no GPU", "srun -w {node} nvidia-smi"),
-    ("illegal-access", "unknown", False, r"illegal memory access|misaligned address",
-     "a kernel accessed memory that is not its own: the program, or a sick GPU", "run it with CUDA_LAUNCH_BLOCKING=1"),
+    ("illegal-access", "unknown", False, r"illegal memory access|misaligned address|unspecified launch",
+     "a kernel accessed memory that is not its own: the program, or a sick GPU", "set CUDA_LAUNCH_BLOCKING=1"),
     ("shared-memory", "configuration", False, r"out of shared memory|insufficient shared memory|/dev/shm.*No space",
      "/dev/shm is full", "df -h /dev/shm on the node; fewer data workers, or a larger --shm-size of the container"),
     ("host-memory", "configuration", False, r"oom[-_ ]kill|Out Of Memory|Out of memory: Killed process|OUT_OF_MEMORY"
@@ -178,9 +178,12 @@ def is_secondary_error(words: str, more: Sequence[FailureSignature] = ()) -> boo
 
 WARNINGS = (
     *("gpu-lost", "gpu-memory-error", "xid-of-the-program", "too-few-gpus", "shared-memory", "host-memory", "quota"),
+    *("illegal-access", "device-assert", "gpu-memory", "route"),
     *("disk-full", "name-resolution", "port", "network-interface", "infiniband", "environment-module", "container"),
     *("node-failure", "time-limit", "preempted", "step-refused"),
 )
 """Entries that count in any line, if no program says with its last words why it ended."""
-GENERAL = ("exception", "assertion", "abort", "crashed", "killed")
+ENDS = ("abort", "crashed", "killed")
 """Entries that say how a program ended: another line may say why."""
+GENERAL = ("exception", "assertion", *ENDS)
+"""Entries without a special cause."""

@@ -17,7 +17,7 @@ from relayrun.config.sections.chain import FailureSignature
 from relayrun.control.chain import failure_reason
 from relayrun.control.chain.surroundings import Surroundings, observe
 from relayrun.control.diagnosis import Statement, find_statements, first_cause, one_line
-from relayrun.control.failure_signatures import GENERAL, classify, entry, is_secondary_error
+from relayrun.control.failure_signatures import ENDS, GENERAL, classify, entry, is_secondary_error
 from relayrun.control.job_log import job_output_files
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.plan import Plan
@@ -142,7 +142,7 @@ class _Facts:
         if found is not None:
             return found
         said = self._said()
-        if said is not None and said.statement.name not in (*GENERAL[2:], "") and not said.statement.secondary:
+        if said is not None and said.statement.name not in (*ENDS, "") and not said.statement.secondary:
             return self._quoted(made, said)
         by_slurm = JOB_STATES.get(self.job.state.split()[0]) if self.job is not None else None
         if by_slurm is not None and self.job is not None:
@@ -283,7 +283,7 @@ def _rank_of(said: Statement) -> int:
         return 4
     if said.cause == "node" and said.name not in GENERAL:
         return 0
-    if said.name in GENERAL[2:] or not said.last:
+    if said.name in ENDS or not said.last:
         return 2
     return 1 if said.signature is not None else 3
 

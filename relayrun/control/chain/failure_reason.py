@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relayrun.control.diagnosis import Statement, find_statements, first_cause, one_line
-from relayrun.control.failure_signatures import GENERAL, classify
+from relayrun.control.failure_signatures import ENDS, classify
 from relayrun.control.job_log import LOG_PREFIX, stdout_beside
 from relayrun.control.rundir import node_health, restarts, time_limit
 from relayrun.control.rundir.attempt import Attempt
@@ -170,7 +170,7 @@ def first_words(plan: Plan, attempt: Attempt, log: str, failures: Sequence[RankF
         signature = classify(first.error, more)
         return Statement(line=0, words=one_line(first.error), signature=signature, place=place, rank=first.rank)
     started = attempt.read_begin()
-    if (said is None or said.secondary or said.name in GENERAL[2:]) and started is not None:
+    if (said is None or said.secondary or said.name in ENDS) and started is not None:
         output = first_cause(log_tail(stdout_beside(started.log), since=started.output_offset), more)
         return output if output is not None and not output.secondary else said
     return said
