@@ -44,47 +44,16 @@ _ASIDE = re.compile(r"\s|$|srun: |slurmstepd|wandb: |=====|-----|frame #|\[relay
 """Lines that programs write when they end, and lines of others: they do not show that training goes on."""
 _IGNORED = "ignored"
 _PROGRESS = re.compile(r"\b(?:iteration|step|iter|epoch)\b\W{0,3}\d", re.I)
-_TROUBLE = (
-    *(
-        "Traceback",
-        "The above",
-        "During",
-        "rror",
-        "xception",
-        "ailed",
-        "FAILED",
-        "emory",
-        "Xid",
-        "ECC",
-        "fallen",
-        "GPU",
-        "evice",
-        "CUDA",
-        "cuda",
-        "HIP",
-    ),
-    *("PTX", "driver", "ssert", "illegal", "aligned", "oom", "OOM", "OUT_OF", "Out Of", "space", "uota", "ead-only"),
-    *("Too many", "thread", "fork", "Thread", "known", "esol", "ddress", "EADDR", "in use", "utilizing", "onnect"),
-    *("Offline", "etries", "imeout", "oute", "nreachable", "Client", "Repo", "API key", "api_key", "CERT", "interface"),
-    *("NET/IB", "IB", "ibv_", "can't", "annot", "No such", "No module", "not found", "symbol", "odule", "pyxis"),
-    *("enroot", "FATAL", "execve", "option", "verride", "yntax", "EOF", "unbound", "ismatch", "key", "Reader", "magic"),
-    *(
-        "Pickl",
-        "denied",
-        "permitted",
-        "does not exist",
-        "nan",
-        "NaN",
-        "Inf",
-        "inf",
-        "shape",
-        "match",
-        "nvalid",
-        "DUE TO",
-    ),
-    *("failure", "launch", "nable to", "ontroller", "timed out", "equested", "terminate", "Terminat", "Fatal", "Abort"),
-    *("what()", "MPI_", "Killed", "SIG", "fault", "Bus", "Illegal", "atchdog", "pipe", "nterrupt", "xit", "signal"),
-    *("CalledProcess", "The IPv", "fatal", "Lmod", "Stale", "endpoint", "SHM", "stream"),
+_TROUBLE = re.findall(
+    r"[^|]+",
+    "Traceback|The above|During|rror|xception|ailed|FAILED|emory|Xid|ECC|fallen|GPU|evice|CUDA|cuda|HIP|PTX|"
+    "driver|ssert|illegal|aligned|oom|OOM|OUT_OF|Out Of|space|uota|ead-only|Too many|thread|fork|Thread|known|"
+    "esol|ddress|EADDR|in use|utilizing|onnect|Offline|etries|imeout|oute|nreachable|Client|Repo|API key|"
+    "api_key|CERT|interface|NET/IB|IB|ibv_|can't|annot|No such|No module|not found|symbol|odule|pyxis|enroot|"
+    "FATAL|execve|option|verride|yntax|EOF|unbound|ismatch|key|Reader|magic|Pickl|denied|permitted|"
+    "does not exist|nan|NaN|Inf|inf|shape|match|nvalid|DUE TO|failure|launch|nable to|ontroller|timed out|"
+    "equested|terminate|Terminat|Fatal|Abort|what()|MPI_|Killed|SIG|fault|Bus|Illegal|atchdog|pipe|nterrupt|"
+    "xit|signal|CalledProcess|The IPv|fatal|Lmod|Stale|endpoint|SHM|stream",
 )
 """Parts of words of which every line of the table of failures holds one: a fast look before the patterns."""
 _CONTINUED = re.compile(r"NCCL error|DistBackendError|terminate called|CalledProcessError|CUDA error|:$|Last error")
@@ -154,7 +123,7 @@ def find_statements(log: str, more: Sequence[FailureSignature] = ()) -> list[Sta
     lines = log.splitlines()
     found: list[Statement] = []
     frames: dict[int | None, str] = {}  # the last frame of the open traceback of each rank
-    chained = False
+    chained = ""
     for number, line in enumerate(lines):
         if not frames and not more and not any(word in line for word in present):
             continue
@@ -162,9 +131,9 @@ def find_statements(log: str, more: Sequence[FailureSignature] = ()) -> list[Sta
         if line.startswith(LOG_PREFIX) or not text.strip():
             continue
         if text.startswith("The above exception was the direct cause"):
-            chained = True
+            chained = "cause"
         elif text.startswith("During handling of the above"):
-            del found[-1:]
+            chained = "handling"
         elif _TRACEBACK.match(text):
             ignored = number and lines[number - 1].startswith("Exception ignored")  # the program went on
             frames[rank] = _IGNORED if ignored else ""
@@ -175,11 +144,11 @@ def find_statements(log: str, more: Sequence[FailureSignature] = ()) -> list[Sta
             del frames[rank]
         elif rank in frames and _RAISED.match(text):
             made = _statement(lines, number, text, more, rank=rank, place=frames.pop(rank))
-            if chained and found and _is_more_special(found[-1], made):
+            if chained and found and _explains(found[-1], made, chained):
                 made = replace(found[-1], line=made.line)
-            del found[len(found) - chained :]
+            del found[len(found) - bool(chained) :]
             found.append(made)
-            chained = False
+            chained = ""
         elif (other := _other_statement(lines, number, text, more, rank)) is not None:
             found.append(other)
     return found
@@ -236,7 +205,11 @@ _OPEN = (*GENERAL, "gpu-error")
 """Entries whose words the next lines may explain."""
 
 
-def _is_more_special(one: Statement, other: Statement) -> bool:
+def _explains(one: Statement, other: Statement, chained: str) -> bool:
+    """Return whether the first of two chained exceptions is the cause: the second was raised from it and is general, or
+    the handler of the first has a defect of its own."""
+    if chained == "handling":
+        return other.words.startswith(("UnboundLocalError", "NameError"))
     return one.signature is not None and one.name not in GENERAL and other.name in (*GENERAL, "")
 
 

@@ -122,7 +122,7 @@ _TABLE: tuple[_Entry, ...] = (
     ("preempted", "Slurm", False, r"DUE TO PREEMPTION", "Slurm gave the nodes to another job", "nothing"),
     ("node-failure", "node", False, r"[Nn]ode failure on|DUE TO NODE FAILURE|DUE to SIGNAL.*NODE_FAIL|Task launch for "
      r"\S+ failed on node", "Slurm lost a node", "nothing: the chain goes on without it; sinfo -R"),
-    ("controller", "Slurm", False, r"Unable to contact slurm controller|Socket timed out on send/recv",
+    ("controller", "Slurm", False, r"Unable to contact slurm|Socket timed out on send/recv|configuration source",
      "Slurm does not answer", "scontrol ping"),
     ("step-refused", "configuration", True, r"Unable to create step|More processors requested|Requested node config"
      r"|srun: error: .*[Ii]nvalid|srun: (?:unrecognized|fatal)", "Slurm refuses the step", "cluster.srun_options"),
