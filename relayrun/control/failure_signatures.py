@@ -168,6 +168,12 @@ def entry(name: str) -> FailureSignature:
     return next((each for each in own if each.name == name), own[-1])
 
 
+def cause_words(name: str, more: Sequence[FailureSignature] = ()) -> str:
+    """Return the meaning of an entry, whose cause it is and what to do next, in one line; empty without an entry."""
+    known = next((each for _, each in signatures(tuple(more)) if each.name == name), None)
+    return "" if known is None else f"{known.meaning} ({known.name}; whose: {known.cause}); next: {known.advice}"
+
+
 def is_secondary_error(words: str, more: Sequence[FailureSignature] = ()) -> bool:
     """True if words only report that another rank is gone, or that it was told to end."""
     if _SECONDARY.search(words) is None:

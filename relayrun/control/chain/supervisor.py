@@ -31,6 +31,7 @@ from relayrun.control.chain import (
 )
 from relayrun.control.chain_state import count_failed_attempts
 from relayrun.control.diagnosis import Statement
+from relayrun.control.failure_signatures import cause_words
 from relayrun.control.job_log import log_line, log_size, stdout_beside
 from relayrun.control.rundir import checkpoint_records, merged_metrics, node_health, restarts, time_limit, triggers
 from relayrun.control.rundir.attempt import Attempt
@@ -159,7 +160,9 @@ def end_attempt(run: Run, number: int, exit_code: int) -> int:
         chain_end = jobs.continue_chain(run, plan, scheduler, attempt, own=own, delay=record.delay)
     if chain_end is not None:
         log = failure_reason.attempt_log(attempt) if record.cause in ("failed", "fatal", "hang") else ""
-        stop_chain(run, plan, scheduler, chain_end, own_job=own, words=failure_reason.log_excerpt(log))
+        why = cause_words(record.failure, plan.chain.failure_signatures)
+        words = "\n".join(filter(None, [f"cause: {why}" if why else "", failure_reason.log_excerpt(log)]))
+        stop_chain(run, plan, scheduler, chain_end, own_job=own, words=words)
     evaluation_jobs.submit_due_evaluations(run, plan, scheduler_for_plan(plan, run, patience=0))
     if run.attempt_numbers()[-1] == number:  # else the next job's `watch` already writes them
         _update_views(run)  # last: by now the chain has been continued or ended
