@@ -162,16 +162,22 @@ def classify(words: str, more: Sequence[FailureSignature] = ()) -> FailureSignat
     return next((each for pattern, each in signatures(tuple(more)) if pattern.search(words)), None)
 
 
-def entry(name: str) -> FailureSignature:
-    """Return relayrun's own entry of this name; the most general one if there is none."""
-    own = [each for _, each in signatures()]
-    return next((each for each in own if each.name == name), own[-1])
+def entry(name: str, more: Sequence[FailureSignature] = ()) -> FailureSignature:
+    """Return the entry of this name; the most general one if there is none."""
+    known = [each for _, each in signatures(tuple(more))]
+    return next((each for each in known if each.name == name), known[-1])
+
+
+def cause_advice(name: str, more: Sequence[FailureSignature] = ()) -> str:
+    """Return what to do next for an entry; empty without one."""
+    return known.advice if (known := entry(name, more)).name == name else ""
 
 
 def cause_words(name: str, more: Sequence[FailureSignature] = ()) -> str:
     """Return the meaning of an entry, whose cause it is and what to do next, in one line; empty without an entry."""
-    known = next((each for _, each in signatures(tuple(more)) if each.name == name), None)
-    return "" if known is None else f"{known.meaning} ({known.name}; whose: {known.cause}); next: {known.advice}"
+    known = entry(name, more)
+    words = f"{known.meaning} ({known.name}; whose: {known.cause}); next: {known.advice}"
+    return words if known.name == name else ""
 
 
 def is_secondary_error(words: str, more: Sequence[FailureSignature] = ()) -> bool:
