@@ -3,7 +3,7 @@
 run     submit, check, resume, launch, config, diff, explain, sweep, stages, save, stop, cancel
 data    data, dumps, mixture
 model   export, upload, import, checkpoint
-watch   status, logs, report, goodput, runs, notify, sentinel
+watch   status, why, logs, report, goodput, runs, notify, sentinel
 site    init, completion, gpu-check, drill
 
 `COMMANDS` names for each verb its module. A call imports only the module of its verb.
@@ -42,6 +42,7 @@ COMMANDS = {
     "drill": ("site.lab", "faults on purpose, on your cluster: which ones a chain survives, and what each costs"),
     "completion": ("site.completion", "a script that completes commands, options, runs and settings in a shell"),
     "status": ("watch.status", "where a run stands; without RUN: all runs"),
+    "why": ("watch.why", "why an attempt ended: the first cause, how sure it is, and what to do next"),
     "sweep": ("run.sweeps_and_stages", "runs over axes of settings: submit, status, stop, resume"),
     "stages": (
         "run.sweeps_and_stages",

@@ -162,6 +162,8 @@ UNKNOWN_EXIT_CODE = -1
 """Exit code of an attempt whose end no process saw."""
 
 BACKOFF_SECONDS = 30
+WAIT_SECONDS = 300
+"""First delay after a failure of a network or a file system."""
 BACKOFF_CEILING_SECONDS = 1800
 
 
@@ -218,6 +220,8 @@ class EndFacts:
     chain: ChainSection
     failure: str = ""
     """The first failure in words, if it is known."""
+    waits: bool = False
+    """The cause may pass, in minutes rather than seconds: a network or a file system."""
     reservation: str = ""
     """Sentence about the end of the chain's reservation, if it is over or nearly so; else empty."""
     attempts_without_time: int = 0
@@ -267,7 +271,8 @@ def decide_at_end(facts: EndFacts) -> Decision:
         return Decision(action="end", reason=reason)
     if failed >= facts.chain.max_failed_attempts:
         return _stop("failed", f"{_too_many_failed(failed)}; the last: {reason}")
-    delay = min(BACKOFF_SECONDS * 2 ** (failed - 1), BACKOFF_CEILING_SECONDS)
+    seconds = WAIT_SECONDS if facts.waits else BACKOFF_SECONDS
+    delay = min(seconds * 2 ** (failed - 1), BACKOFF_CEILING_SECONDS)
     return Decision(action="retry", reason=reason, delay=delay)
 
 

@@ -85,7 +85,7 @@ def make_plan(config: CommonConfig, run: Run, root: Path, *, revision: int, base
         config_revision=revision,
         submitted_after_attempt=max(run.attempt_numbers(), default=0),
         owner=os.geteuid(),
-        chain=config.chain,
+        chain=replace(config.chain, failure_signatures=config.chain.failure_signatures + cluster.failure_signatures),
         fork_server=_fork_server(config, run) if config.chain.recovery == "node" else [],
         gpus_per_node=job.gpus_per_node,
         gpu_program=[*safe_python, "relayrun.train.gpu_health"] if job.gpus_per_node else [],

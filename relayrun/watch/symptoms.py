@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Literal
 
 from relayrun.control.chain.watch import stall_limit
+from relayrun.control.failure_signatures import classify
 from relayrun.control.notify.events import low_disk_text, quota_notice_id, stalled_notice
 from relayrun.control.notify.notices import NoticePolicy
 from relayrun.control.rundir import mirror
@@ -168,7 +169,8 @@ def _gone(run: Run, status: RunStatus) -> Iterator[Symptom]:
     if status.state == "broken":
         submitted = int(run.plan.stat().st_mtime)  # a chain that is resubmitted may die again
         cause = f"gone-{status.attempt or 0:04}-{submitted}"
-        yield Symptom(event="stopped", cause=cause, reason=status.broken or "nothing goes on with it")
+        words = "; ".join(filter(None, [status.broken or "nothing goes on with it", status.why]))
+        yield Symptom(event="stopped", cause=cause, reason=words)
 
 
 def _waiting(status: RunStatus) -> Iterator[Symptom]:
@@ -204,7 +206,8 @@ def _write_errors(run: Run, status: RunStatus) -> list[Symptom]:
     if error is None:
         return []
     words = f"nothing can be written to {folder}: {os.strerror(error.errno) if error.errno else error}"
-    return [Symptom(event="disk", cause="unwritable", reason=words)]
+    known = classify(words)
+    return [Symptom(event="disk", cause="unwritable", reason=words, go_on=known.advice if known else None)]
 
 
 def write_error(folder: Path) -> OSError | None:

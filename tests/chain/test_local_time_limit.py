@@ -27,10 +27,10 @@ def test_a_name_that_does_not_resolve_is_the_reason_and_not_the_time_limit(
     log.write_text(f"{said}(gai error: -2 - Name or service not known).\n")
     now = time.time()
     started = began(run, 1, start_time=now - 180, job_end_time=now - 1, log=str(log))
-    words, fatal = failure_reason.why_failed(run, plan, run.attempt(1), started, decisions.UNKNOWN_EXIT_CODE)
-    assert words.startswith(said)
-    assert "job.time" not in words
-    assert fatal is None
+    failed = failure_reason.why_failed(run, plan, run.attempt(1), started, decisions.UNKNOWN_EXIT_CODE)
+    assert failed.words.startswith(said)
+    assert "job.time" not in failed.words
+    assert failed.fatal is None
 
 
 @pytest.mark.long

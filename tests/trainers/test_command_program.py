@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from relayrun.control.trainers.base import ENDED_BY_ITSELF, ProgramEnding
-from relayrun.control.trainers.command_program import CheckpointRule, CommandProgram, LogPattern
+from relayrun.control.trainers.command_program import ENDED_EARLY, CheckpointRule, CommandProgram, LogPattern
 from relayrun.errors import RunDirError
 from relayrun.files import file_sizes
 
@@ -246,14 +246,41 @@ def test_a_file_of_progress_that_is_written_anew_on_resume_begins_with_old_lines
 
 
 def test_a_good_exit_code_is_an_end_on_purpose(tmp_path: Path) -> None:
-    assert program(tmp_path).ending(0) == ProgramEnding(
-        outcome="done", words="the program ended by itself, with exit code 0"
-    )
+    done = ProgramEnding(outcome="done", words="the program ended by itself, with exit code 0")
+    assert program(tmp_path, exit_code_suffices=True).ending(0) == done
+    early = program(tmp_path).ending(0)
+    assert early is not None
+    assert (early.outcome, early.words) == ("fatal", ENDED_EARLY)
+    (tmp_path / "client").mkdir(exist_ok=True)
+    (tmp_path / "client" / "steps.jsonl").write_text('{"iteration": 3}\n')
+    spoke = program(tmp_path)
+    spoke.steps()
+    assert spoke.ending(0) == done
     left = program(tmp_path, asked_to_leave=lambda: True).ending(0)
     assert left is not None
     assert left.outcome == "left"
     assert program(tmp_path).ending(1) is None
     assert program(tmp_path).ending(None) is None
+
+
+CRASH = 'Traceback (most recent call last):\n  File "a.py", line 3, in <module>\nValueError: bad row\n'
+
+
+@pytest.mark.parametrize(
+    ("last", "outcome"),
+    [
+        (CRASH, None),
+        (CRASH + "step 1\n" * 9, "done"),
+        (f"Exception ignored in: <f>\n{CRASH}", "done"),
+        ("bye\n", "done"),
+    ],
+)
+def test_a_program_that_crashed_into_a_pipe_is_not_done(tmp_path: Path, last: str, outcome: str | None) -> None:
+    save(tmp_path / "checkpoints", 5)
+    (tmp_path / "job.out").write_text(f"step 1\n{last}")
+    made = program(tmp_path, rule=rule(tmp_path / "checkpoints"), logs=[(str(tmp_path / "job.out"), 0)])
+    ending = made.ending(0)
+    assert (None if ending is None else ending.outcome) == outcome
 
 
 def test_it_is_asked_for_a_checkpoint(tmp_path: Path) -> None:

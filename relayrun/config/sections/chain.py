@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from relayrun.config.sections.dataclass_section import (
+    Checked,
     DataclassSection,
     Limits,
     NonNegative,
@@ -35,6 +37,36 @@ class NodeHealthLimits(DataclassSection):
     """Maximum time of a matrix product, or of an exchange with the neighbours, as a multiple of the run's median."""
     command_seconds: Annotated[float, Limits(gt=0, le=40)] = 20.0
     """Time limit of node_health_command, in seconds."""
+
+
+FailureOwner = Literal["node", "program", "configuration", "network", "file system", "person", "Slurm", "unknown"]
+
+
+def _expression(pattern: str) -> str:
+    try:
+        if re.compile(pattern).search(""):
+            raise ValueError("it matches every line")
+    except re.error as error:
+        raise ValueError(f"this is no regular expression: {error}") from None
+    return pattern
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureSignature(DataclassSection):
+    """An entry of the table of failures: a line that matches `pattern` names this cause."""
+
+    name: SingleLine
+    """Name of the cause, a word or two."""
+    pattern: Annotated[SingleLine, Checked(_expression)]
+    """Regular expression that is searched in a line of a log."""
+    cause: FailureOwner
+    """Whose cause it is. `node`: the node gets a strike. `network` and `file system`: the next job waits longer."""
+    again: bool = False
+    """Every attempt would fail in the same way: the chain stops at once, unless an attempt has trained before."""
+    meaning: SingleLine
+    """The cause in one line."""
+    advice: SingleLine = ""
+    """What to do next: a command, or a setting."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,3 +111,5 @@ class ChainSection(DataclassSection):
     """Seconds without progress before the first step (imports, set-up, loading) after which the ranks are ended."""
     triggers_group: str | None = None
     """Name or number of the group that may touch triggers; default: the group of the run directory."""
+    failure_signatures: list[FailureSignature] = field(default_factory=list)
+    """Further entries of the table of failures (docs/why.md), before those of the site and relayrun's own."""

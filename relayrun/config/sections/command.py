@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from signal import Signals
-from typing import Annotated
+from typing import Annotated, Literal
 
 from relayrun.config.sections.dataclass_section import Checked, DataclassSection, OutputPath, Positive, SingleLine
 
@@ -108,6 +108,9 @@ class CommandSection(DataclassSection):
     """A file, named like `progress_file`, whose existence asks every rank to save and end with exit code 0."""
     steps: Positive | None = None
     """The last iteration. None: the run is done when the program ends with exit code 0 without a request to leave."""
+    done: Literal["evidence", "exit-code"] = "evidence"
+    """`evidence`: exit code 0 without a step, a checkpoint or a word of the client, or after an exception in the log,
+    is a failure. `exit-code`: without `steps`, exit code 0 alone says that the run is done."""
 
     def __post_init__(self) -> None:
         if self.save_signal is not None and self.save_signal == self.leave_signal:

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from relayrun.config.sections.base import NAME_PATTERN, Section, SlurmTime
 from relayrun.config.sections.batch_systems import BATCH_SYSTEMS, batch_system
+from relayrun.config.sections.chain import FailureSignature
 from relayrun.config.sections.dataclass_section import NonNegative, Positive, SingleLine
 from relayrun.config.sections.job_script import ContainerSection, SbatchOptions
 
@@ -248,6 +249,8 @@ class ClusterSection(Section):
     """Cost of an hour of a node, for `relayrun check`."""
     currency: SingleLine = ""
     """Unit of cost_per_node_hour, for example CHF."""
+    failure_signatures: list[FailureSignature] = []
+    """The site's entries of the table of failures (docs/why.md): they stand before relayrun's own."""
     node_mtbf_hours: Annotated[float, Field(gt=0)] | None = None
     """Mean hours between failures of a node; replaced by the run's own failures once it has had any."""
 

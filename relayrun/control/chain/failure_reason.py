@@ -6,9 +6,12 @@ import os
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from relayrun.control.job_log import LOG_PREFIX
+from relayrun.control.diagnosis import Statement, find_statements, first_cause, one_line
+from relayrun.control.failure_signatures import ENDS, classify
+from relayrun.control.job_log import LOG_PREFIX, stdout_beside
 from relayrun.control.rundir import node_health, restarts, time_limit
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.plan import Plan
@@ -22,10 +25,10 @@ TAIL_BYTES = 200_000
 EXCERPT_LINES = 30
 SCHEDULER_LINES = 5
 """Maximum number of srun's lines in an excerpt: srun writes one per task, and the first ones suffice."""
-REASON_CHARACTERS = 500
-"""Maximum length of a rank's last words in a reason."""
 NOT_STARTED_CODES = (126, 127)
 """Exit codes of a shell that may not execute a program, or does not find it."""
+CERTAIN = ("flags", "syntax")
+"""Causes that lie in no node, even if one rank alone reports them."""
 SIGNAL_EXIT_CODE = 128
 """Exit codes of a shell from here on mean that a signal ended the program: its node may be the reason."""
 
@@ -40,7 +43,18 @@ _TROUBLE = re.compile(
 _RAISED = re.compile(r"(?:\[rank\d+\]: )?[A-Za-z_][\w.]*(?::| \(|$)")
 """The last line of a traceback: type and message."""
 _TYPED = re.compile(r"(?:FatalTrainingError|ConfigError): ")
-_MISSING_MODULE = ("ModuleNotFoundError:", "ImportError:")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureReason:
+    """Why an attempt without outcome failed."""
+
+    words: str
+    """The first failure, in one line."""
+    fatal: str | None = None
+    """Why every other attempt would fail too; None if that is not certain."""
+    said: Statement | None = None
+    """The words in a log or record that name the cause; None without any."""
 
 
 def stderr_file() -> str | None:
@@ -98,26 +112,31 @@ def _end_of_traceback(lines: Sequence[str]) -> int:
     return end
 
 
-def first_failure_text(log: str, failures: Sequence[RankFailure]) -> str:
-    """Return in one line which rank failed first by itself, and how; empty if unknown. `log`: standard error."""
+def first_failure_text(log: str, failures: Sequence[RankFailure], said: Statement | None = None) -> str:
+    """Return in one line which rank failed first by itself, and how; empty if unknown. `log`: standard error. `said`:
+    the first cause by all logs; None: by `log`."""
     first = error_lines.first_failure(log, failures)
-    if not isinstance(first, RankFailure) and (cause := error_lines.cause_outside_nodes(log, first)):
-        return _one_line(cause)
+    if isinstance(first, RankFailure):
+        return f"rank {first.rank} on {first.node}: {one_line(first.error)}"
+    said = said or first_cause(log)
+    if said is not None and not said.secondary and (first is None or first.ended or not first.signalled):
+        return said.text
     if first is None:
         return ""
-    if isinstance(first, RankFailure):
-        return f"rank {first.rank} on {first.node}: {_one_line(first.error)}"
     who = f"task{'s' if len(first.tasks) > 1 else ''} {', '.join(map(str, sorted(first.tasks)[:4]))}"
     return f"{who} on {', '.join(first.nodes[:4])}: {first.what}"
 
 
-def why_failed(run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, exit_code: int) -> tuple[str, str | None]:
-    """Return the first failure of an attempt without outcome, and why every other attempt would fail too, in words."""
+def why_failed(
+    run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, exit_code: int, *, progress: bool = False
+) -> FailureReason:
+    """Return why an attempt without outcome failed. `progress`: it brought a new durable iteration."""
     if attempt.not_started.exists():  # on a full disk it is empty
-        return _file_line(attempt.not_started) or "the batch script could not start the ranks", None
+        return FailureReason(words=_file_line(attempt.not_started) or "the batch script could not start the ranks")
     if exit_code < SIGNAL_EXIT_CODE and (line := _file_line(attempt.setup_failed)):
-        return line, line
+        return FailureReason(words=line, fatal=line)
     log, failures = first_failure_log(plan, attempt), read_failures(attempt)
+    said = first_words(plan, attempt, log, failures)
     earlier = range(plan.submitted_after_attempt + 1, attempt.number)
     # a foreign trainer's heartbeat is the observer's, so it proves nothing
     began = any(attempt.heartbeats.glob("*.json")) if plan.trainer == "native" else attempt.started.exists()
@@ -129,12 +148,39 @@ def why_failed(run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, ex
         began=began,
         worked_before=any(run.attempt(number).started.exists() for number in earlier),
         program=[*plan.command_prefix, *trainer_of(plan, run).command(started)][0],
+        said=said,
+        nodes=len(error_lines.expand_nodelist(started.nodes)),
     )
-    who = _why_no_restart(attempt) or node_health.why_health_ended_attempt(attempt) or first_failure_text(log, failures)
-    if attempt.started.exists() or error_lines.is_not_node_related(who):  # time was not short
-        return who, fatal
-    short = time_limit.explain_short_training_time(attempt, now=time.time(), asked=plan.time_limit)
-    return "; ".join(filter(None, [who, short])), fatal
+    who = _why_no_restart(attempt) or node_health.why_health_ended_attempt(attempt)
+    who = who or first_failure_text(log, failures, said)
+    if fatal is None and not progress and said is not None and _came_again(run, earlier, said):
+        fatal = f"{who}: the same error at the same place as in the attempt before"
+    if not attempt.started.exists() and (said is None or said.secondary):  # else time was not short
+        short = time_limit.explain_short_training_time(attempt, now=time.time(), asked=plan.time_limit)
+        who = "; ".join(filter(None, [who, short]))
+    return FailureReason(words=who, fatal=fatal, said=said)
+
+
+def first_words(plan: Plan, attempt: Attempt, log: str, failures: Sequence[RankFailure]) -> Statement | None:
+    """Return the words that name the first cause: a rank's record, or a line of standard error or standard output."""
+    more = plan.chain.failure_signatures
+    first, said = error_lines.first_failure(log, failures), first_cause(log, more)
+    if isinstance(first, RankFailure):
+        place = said.place if said is not None and said.words in (first.error, one_line(first.error)) else ""
+        signature = classify(first.error, more)
+        return Statement(line=0, words=one_line(first.error), signature=signature, place=place, rank=first.rank)
+    started = attempt.read_begin()
+    if (said is None or said.secondary or said.name in ENDS) and started is not None:
+        output = first_cause(log_tail(stdout_beside(started.log), since=started.output_offset), more)
+        return output if output is not None and not output.secondary else said
+    return said
+
+
+def _came_again(run: Run, earlier: Sequence[int], said: Statement) -> bool:
+    """Return whether the attempt before failed at the same place of the program, and not for a node or a network."""
+    end = next((end for n in reversed(earlier) if (end := run.attempt(n).read_end()) is not None), None)
+    owned = said.cause in ("program", "configuration")
+    return owned and bool(said.place) and end is not None and not end.progress and end.failure_key == said.key
 
 
 def _why_no_restart(attempt: Attempt) -> str:
@@ -166,11 +212,13 @@ def fatal_reason(
     began: bool,
     worked_before: bool,
     program: str,
+    said: Statement | None = None,
+    nodes: int = 2,
 ) -> str | None:
     """Return in one sentence why every other attempt would fail in the same way; None if that is not certain.
 
     Certain are: an error that a rank itself declares so (`RankFailure.repeats`); and, unless an earlier attempt worked,
-    a program that no rank could start and a module that every rank lacks.
+    a program that no rank could start, and a cause that comes again by the table of failures if it is not one node's.
 
     Args:
         log: standard error of the attempt's job.
@@ -178,6 +226,8 @@ def fatal_reason(
         began: a rank of this attempt was alive.
         worked_before: an earlier attempt since the last submit reached its first step.
         program: the program that every rank should start.
+        said: the words that name the first cause; None: those of `log`.
+        nodes: number of nodes of the job.
     """
     first = error_lines.first_failure(log, failures)
     if isinstance(first, RankFailure) and first.repeats:
@@ -185,17 +235,23 @@ def fatal_reason(
     if worked_before:
         return None
     errors = {failure.error for failure in failures}
-    if len(failures) >= ntasks and len(errors) == 1 and (error := errors.pop()).startswith(_MISSING_MODULE):
-        return f"every rank: {_one_line(error)}"
-    if exit_code in NOT_STARTED_CODES and not began and not failures and _no_task_started(log, ntasks):
-        if cause := error_lines.cause_outside_nodes(log, first):  # the program exists, but its script does not
-            return _one_line(cause)
+    if failures:
+        known = classify(failures[0].error)
+        alike = len(failures) >= ntasks and len(errors) == 1
+        return f"every rank: {one_line(errors.pop())}" if alike and known is not None and known.again else None
+    said = said or first_cause(log)
+    if exit_code in NOT_STARTED_CODES and not began and _no_task_started(log, ntasks):
+        if said is not None and said.name == "script-missing":  # the program exists, but its script does not
+            return said.text
         what = "is not found" if exit_code == 127 else "cannot be executed"
         return (
             f"{program} {what} on any rank (exit code {exit_code}); see cluster.python and cluster.command_prefix, "
             "or command.run, in the config"
         )
-    return None
+    if began or said is None or said.signature is None or not said.signature.again:
+        return None
+    alike_lines = sum(each.name == said.name for each in find_statements(log))
+    return said.text if nodes == 1 or alike_lines > 1 or said.name in CERTAIN else None
 
 
 def _no_task_started(log: str, ntasks: int) -> bool:
@@ -207,14 +263,9 @@ def _no_task_started(log: str, ntasks: int) -> bool:
 
 def _file_line(path: Path) -> str:
     try:
-        return _one_line(path.read_text(encoding="utf-8", errors="replace"))
+        return one_line(path.read_text(encoding="utf-8", errors="replace"))
     except OSError:
         return ""
-
-
-def _one_line(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= REASON_CHARACTERS else text[: REASON_CHARACTERS - 3] + "..."
 
 
 def read_failures(attempt: Attempt, rank: int | None = None) -> list[RankFailure]:

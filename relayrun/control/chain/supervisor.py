@@ -28,8 +28,11 @@ from relayrun.control.chain import (
     job_script,
     jobs,
     requested_options,
+    surroundings,
 )
 from relayrun.control.chain_state import count_failed_attempts
+from relayrun.control.diagnosis import Statement
+from relayrun.control.failure_signatures import cause_words
 from relayrun.control.job_log import log_line, log_size, stdout_beside
 from relayrun.control.rundir import checkpoint_records, merged_metrics, node_health, restarts, time_limit, triggers
 from relayrun.control.rundir.attempt import Attempt
@@ -162,7 +165,9 @@ def end_attempt(run: Run, number: int, exit_code: int) -> int:
         chain_end = jobs.continue_chain(run, plan, scheduler, attempt, own=own, delay=record.delay)
     if chain_end is not None:
         log = failure_reason.attempt_log(attempt) if record.cause in ("failed", "fatal", "hang") else ""
-        stop_chain(run, plan, scheduler, chain_end, own_job=own, words=failure_reason.log_excerpt(log))
+        why = cause_words(record.failure, plan.chain.failure_signatures)
+        words = "\n".join(filter(None, [f"cause: {why}" if why else "", failure_reason.log_excerpt(log)]))
+        stop_chain(run, plan, scheduler, chain_end, own_job=own, words=words)
     evaluation_jobs.submit_due_evaluations(run, plan, scheduler_for_plan(plan, run, patience=0))
     if run.attempt_numbers()[-1] == number:  # else the next job's `watch` already writes them
         _update_views(run)  # last: by now the chain has been continued or ended
@@ -343,15 +348,18 @@ def _close(
     started = attempt.started_record()
     _conclude(run, plan, attempt, started, exit_code)
     outcome, hang = AttemptOutcome.read(attempt.outcome), Hang.read(attempt.hang)
-    failure, fatal = "", None
-    if not (outcome or hang):
-        failure, fatal = failure_reason.why_failed(run, plan, attempt, started, exit_code)
     now = checkpoint_records.resume_point(run)
     no_time = outcome is not None and outcome.outcome == "saved" and time_limit.had_no_time(attempt)
+    progress = now.iteration > started.base_iteration
+    failed = failure_reason.FailureReason(words="")
+    if not (outcome or hang):
+        failed = failure_reason.why_failed(run, plan, attempt, started, exit_code, progress=progress)
+    fatal, said = failed.fatal, failed.said
     facts = decisions.EndFacts(
         outcome="fatal" if fatal else outcome.outcome if outcome else None,
         outcome_reason=fatal or (_leave_reason(plan, attempt, outcome) if outcome else ""),
-        failure=failure,
+        failure=failed.words,
+        waits=said is not None and said.cause in ("network", "file system") and said.name != "port",
         exit_code=exit_code,
         hang=hang.words if hang and not outcome else None,
         cancelled=cancelled,
@@ -372,14 +380,18 @@ def _close(
         reason=decision.reason,
         exit_code=exit_code,
         durable_iteration=now.iteration,
-        progress=now.iteration > started.base_iteration,
+        progress=progress,
         end_time=time.time() if end_time is None else end_time,
         action=decision.action,
         chain_end=decision.chain_end,
         delay=decision.delay,
         no_time=no_time,
+        failure="" if said is None else said.name,
+        failure_key="" if said is None else said.key,
     )
-    _record_node_failures(run, plan, attempt, started, record)
+    _record_node_failures(run, plan, attempt, started, record, said)
+    if record.cause in ("failed", "unknown", "hang"):
+        surroundings.record_surroundings(attempt, started)
     record.write(attempt.end)
     return record
 
@@ -392,12 +404,15 @@ def _leave_reason(plan: Plan, attempt: Attempt, outcome: AttemptOutcome) -> str:
     return "; ".join(filter(None, [outcome.reason, short]))
 
 
-def _record_node_failures(run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, end: AttemptEnd) -> None:
+def _record_node_failures(
+    run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, end: AttemptEnd, said: Statement | None
+) -> None:
     record = partial(excluded_nodes.record_node_failures, run, attempt.number, now=end.end_time)
     record(node_health.sick_nodes(attempt), sick=True)
     if end.cause in ("failed", "unknown"):
         log, failures = failure_reason.first_failure_log(plan, attempt), failure_reason.read_failures(attempt)
-        blame = error_lines.blamed_nodes(log, failures, ntasks=plan.rank_count(started.options))
+        more, ntasks = plan.chain.failure_signatures, plan.rank_count(started.options)
+        blame = error_lines.blamed_nodes(log, failures, ntasks=ntasks, said=said, more=more)
         record(blame)
         for node, reason in blame.items():
             log_line(f"a strike for node {node}: {reason}")

@@ -113,6 +113,8 @@ class Attempt:
     """The key of all connections inside the attempt's job, by the supervisor; see `make_secret`."""
     refused_connections = PathIn("refused_connections.json")
     """Connections without proof of the secret, by the coordinator; see `rundir.records.RefusedConnections`."""
+    surroundings = PathIn("surroundings.json")
+    """Space, memory kills and names after the attempt failed; see `chain.surroundings`."""
     hang = PathIn("hang.json")
     """Written by the supervisor when it ends an attempt that hangs."""
 

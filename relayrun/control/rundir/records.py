@@ -314,6 +314,10 @@ class AttemptEnd(Record):
     """Seconds after which a retry begins."""
     no_time: bool = False
     """The start and the grace period took nearly all of the job's time."""
+    failure: str = ""
+    """Name of the failure in the table of failures; empty without one."""
+    failure_key: str = ""
+    """Words that are equal for the same failure at the same place."""
 
     @property
     def verdict(self) -> ChainEnd | None:

@@ -1,7 +1,6 @@
 """The node to blame for a failed attempt, from lines of srun and the last words of ranks.
 
-No field says it: srun, torch, the shell and Python report a failure in words alone, and their words stand here. An
-error that all ranks share blames no node.
+A node is blamed for a cause that is a node's by the table of failures. An error that all ranks share blames no node.
 """
 
 from __future__ import annotations
@@ -10,6 +9,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from relayrun.config.sections.chain import FailureSignature
+from relayrun.control.diagnosis import Statement, first_cause
+from relayrun.control.failure_signatures import classify, is_secondary_error
 from relayrun.control.rundir.records import RankFailure
 
 TASK_END = re.compile(r"^(?:.*\s)?srun: error: (\S+): tasks? ([\d,\-\[\]]+): (.+)$")
@@ -17,29 +19,8 @@ _NODE_FAILURE = re.compile(r"^(?:.*[ \t])?(?:(?:srun|slurmstepd\S*): .*[Nn]|erro
 _LAUNCH_FAILURE = re.compile(r"^(?:.*[ \t])?srun: error: Task launch for \S+ failed on node (\S+): (.+)$", re.M)
 _TERMINATING = re.compile(r"^(?:.*\s)?(?:srun: .*\bTerminating Step|error: \*\*\* (?:STEP|JOB) )")
 """Here and above a line may begin with any text: slurmstepd adds a time, its name, or a label."""
-_SECONDARY = re.compile(
-    r"connection (?:was )?(?:closed|reset|refused|aborted)|broken pipe|remote process exited|ncclRemoteError|watchdog"
-    r"|collective operation timeout|timeout caused pair closure|Dist(?:Network|Store)Error|socket timeout"
-    r"|wait timeout|terminated|SIGTERM|^KeyboardInterrupt|^SystemExit|ChildFailedError|CalledProcessError",
-    re.I,
-)
-_NOT_NODE_RELATED = re.compile(
-    r"EADDRINUSE|address already in use|\bport \S+ is already in use|another process is utilizing it|gai ?error"
-    r"|name or service not known|failure in name resolution|no address associated with|could not resolve host"
-    r"|python\S*: (?:can't open file .*\[Errno 20?\]|can't find '__main__'|(?:Error while finding .*)?No module named)"
-    r"|(?:^|[\s/])(?:ba|da|z|k)?sh: (?:\d+: cannot open .+: |(?!line )[^:]+: )No such file",
-    re.I,
-)
-"""A port that another program holds, a name that does not resolve, a script that does not exist."""
-_HARDWARE_ERROR = re.compile(r"CUDA error|uncorrectable|\bXid\b|Input/output error|Stale file handle", re.I)
-"""Words of a sick node: beside them no other line in a log is the cause."""
-_LAST_WORDS = re.compile(
-    r"^(?:\s*(?:\[[^\]]*\](?:<\w+>)?:?|\d+:))*\s*"
-    r"(?:[\w.]*(?:Error|Exception|gaierror)(?::| \()|The (?:IPv4|server socket) "
-    r"|(?:.*/)?(?:python[\d.]*|(?:ba|da|z|k)?sh|curl|wget|ssh): )"
-)
-"""After rank labels: the last line of a traceback, torch's message about a socket, an interpreter's about its script.
-"""
+NOT_STARTED_ENDS = ("exit code 126", "exit code 127")
+"""Ends of tasks whose program a shell may not execute, or does not find."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,16 +37,6 @@ class TaskEnd:
     @property
     def signalled(self) -> bool:
         return not self.what.startswith("Exited")
-
-
-def is_secondary_error(error: str) -> bool:
-    """True if a rank's last words only report that another rank is gone, or that it was told to end."""
-    return _SECONDARY.search(error) is not None and not is_not_node_related(error)
-
-
-def is_not_node_related(words: str) -> bool:
-    """True if the words of a failure name a cause that lies in no node."""
-    return _NOT_NODE_RELATED.search(words) is not None
 
 
 def task_ends(log: str) -> list[TaskEnd]:
@@ -92,17 +63,6 @@ def expand_nodelist(text: str) -> list[str]:
             elif name or part:
                 found.append(name + part)
     return found
-
-
-def cause_outside_nodes(log: str, first: TaskEnd | RankFailure | None) -> str:
-    """Return the words of a cause that lies in no node; empty if the cause is another. `first`: the first failure. A
-    rank's record counts; without one the last words in the log, unless a task was ended by a signal of its own."""
-    if isinstance(first, RankFailure):
-        return first.error if is_not_node_related(first.error) else ""
-    if (first is not None and first.signalled and not first.ended) or _HARDWARE_ERROR.search(log):
-        return ""
-    said = [line.strip() for line in log.splitlines() if _LAST_WORDS.match(line) and not is_secondary_error(line)]
-    return said[-1] if said and is_not_node_related(said[-1]) else ""
 
 
 def first_failure(log: str, failures: Sequence[RankFailure]) -> TaskEnd | RankFailure | None:
@@ -136,12 +96,23 @@ def _killed_by_itself(ends: Sequence[TaskEnd]) -> TaskEnd | None:
     return killed[0] if len(killed) == 1 else None
 
 
-def blamed_nodes(log: str, failures: Sequence[RankFailure], *, ntasks: int) -> dict[str, str]:
+def blamed_nodes(
+    log: str,
+    failures: Sequence[RankFailure],
+    *,
+    ntasks: int,
+    said: Statement | None = None,
+    more: Sequence[FailureSignature] = (),
+) -> dict[str, str]:
     """Return the nodes to blame for a failed attempt, with the reason in words. `log`: standard error of its job.
 
     A node failure that Slurm reports always counts. Otherwise the node is blamed whose task failed first by itself
-    (`first_failure`) or could not be started. No node is blamed if all tasks ended in the same way, if several nodes
-    had the same error, if the cause lies in no node (`cause_outside_nodes`), or if no task can be named.
+    (`first_failure`) or could not be started, if the cause is a node's. No node is blamed if all tasks ended in the
+    same way, if several nodes had the same error, or if no task can be named.
+
+    Args:
+        said: the first cause by the logs; None: by `log`.
+        more: entries of the site and the run for the table of failures.
     """
     if lost := [node for nodes in _NODE_FAILURE.findall(log) for node in expand_nodelist(nodes.strip(":,."))]:
         return dict.fromkeys(lost, "node failure")
@@ -151,16 +122,28 @@ def blamed_nodes(log: str, failures: Sequence[RankFailure], *, ntasks: int) -> d
     if len(failures) >= ntasks > 1 and len({failure.error for failure in failures}) == 1:
         return {}
     first = first_failure(log, failures)
-    if cause_outside_nodes(log, first):
-        return {}
     if isinstance(first, RankFailure):
+        known = classify(first.error, more)
+        if known is None or known.cause != "node":
+            return {}
         primary = [failure for failure in failures if not is_secondary_error(failure.error)]
         alike = {failure.node for failure in primary if failure.error == first.error}
         several = {failure.node for failure in primary} if not task_ends(log) else alike  # the nodes' clocks may differ
         return {first.node: first.error} if len(alike | several) == 1 else {}
     if first is None or len(first.nodes) != 1 or _all_tasks_alike(log, first, ntasks):
         return {}
-    return {first.nodes[0]: first.what}
+    return {first.nodes[0]: first.what} if _is_node_cause(first, said or first_cause(log, more), more) else {}
+
+
+def _is_node_cause(first: TaskEnd, said: Statement | None, more: Sequence[FailureSignature]) -> bool:
+    """Return whether a task's end is its node's fault: by a signal of its own, by its words, or, without any, because
+    only this node could not start the program."""
+    if said is not None and (first.ended or not first.signalled):
+        return said.cause == "node"
+    known = classify(first.what, more)
+    return first.what.endswith(NOT_STARTED_ENDS) or (
+        first.signalled and (known is None or known.cause in ("node", "unknown"))
+    )
 
 
 def _all_tasks_alike(log: str, first: TaskEnd, ntasks: int) -> bool:

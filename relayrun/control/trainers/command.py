@@ -95,6 +95,7 @@ class CommandTrainer:
             rule=self._rule(),
             save=save,
             asked_to_leave=attempt.stop.exists,
+            exit_code_suffices=settings.done == "exit-code",
         )
         leave = (lambda: None) if self.leave_signal is None else partial(signal_ranks, self.leave_signal)
         end = partial(signal_ranks, Signals.SIGKILL)

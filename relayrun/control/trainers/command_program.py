@@ -26,11 +26,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from relayrun.control.diagnosis import first_cause
 from relayrun.control.job_log import LogFollower
 from relayrun.control.trainers.base import ENDED_BY_ITSELF, FoundCheckpoint, ObservedStep, ProgramEnding, finite_number
 from relayrun.control.trainers.checkpoint_cleanup import quarantine_checkpoints
 from relayrun.errors import RunDirError
-from relayrun.files import fsync_directory, read_json_lines, write_atomic
+from relayrun.files import fsync_directory, last_bytes, read_json_lines, write_atomic
 from relayrun.leftovers import temporary_prefix
 
 
@@ -173,6 +174,13 @@ def _holds_json(path: Path, size: int, changed: int) -> bool:
 
 log = logging.getLogger(__name__)
 
+ENDED_EARLY = (
+    "ended early: exit code 0 without a step, a checkpoint or a word of relayrun.client; if that is its whole work, "
+    "set command.done to exit-code"
+)
+CRASH_BYTES = 200_000
+"""Bytes of each log in which the words of a crash are looked for."""
+
 ITERATION_KEYS = ("iteration", "step", "global_step")
 """Names of the iteration in a line of JSON; the first that is there counts."""
 
@@ -295,6 +303,8 @@ class CommandProgram:
     """Asks for a checkpoint besides the client's file; None: no other way."""
     asked_to_leave: Callable[[], bool]
     """Returns whether it was asked to save and leave."""
+    exit_code_suffices: bool = False
+    """`command.done: exit-code`: without a last iteration, exit code 0 alone says that it is done."""
 
     def __post_init__(self) -> None:
         self._said = LogFollower(self.client / "steps.jsonl")
@@ -350,9 +360,24 @@ class CommandProgram:
             return ProgramEnding(outcome="left", words=f"it was asked to leave (exit code {exit_code})")
         if asked:
             return ProgramEnding(outcome="left", words="it was asked to leave")
+        if self.exit_code_suffices and self.total_steps is None:
+            return ProgramEnding(outcome="done", words=ENDED_BY_ITSELF)
+        if self._crashed():
+            return None
+        if not (saved or self._newest or self.base):
+            return ProgramEnding(outcome="fatal", words=ENDED_EARLY)
         if self.total_steps is not None:
             return ProgramEnding(outcome="left", words=f"{ENDED_BY_ITSELF}, before iteration {self.total_steps}")
         return ProgramEnding(outcome="done", words=ENDED_BY_ITSELF)
+
+    def _crashed(self) -> bool:
+        """Return whether a log ends with an exception or a crash: a pipe, as `| tee`, hides the exit code."""
+        for path, offset in self.logs:
+            with contextlib.suppress(OSError):
+                said = first_cause(last_bytes(path, CRASH_BYTES, since=offset).decode("utf-8", errors="replace"))
+                if said is not None and said.last and not said.secondary:
+                    return True
+        return False
 
 
 def _json_steps(lines: LogFollower) -> list[ObservedStep]:

@@ -213,9 +213,6 @@ STEP_EDGE = 2.0
 _LEFT_LINE = re.compile(r"exiting program (after receiving \w+|after [\d.]+ minutes|at iteration \d+)")
 """Line of both after a save for the signal, for --exit-duration-in-mins, or for --exit-interval."""
 
-DATA_REFUSED_LINE = "An error has been detected; Canceling pending scheduled jobs."
-"""Line of swiss-ai before the error of a failed check of its data."""
-
 _FLAGS_REFUSED_LINE = re.compile(
     r"\.py: error: ((?:unrecognized arguments|argument --|ambiguous option|the following arguments are required).*)"
 )
@@ -329,8 +326,6 @@ class MegatronProgram:
 def _ending_of_line(line: str) -> ProgramEnding | None:
     if (left := _LEFT_LINE.search(line)) is not None:
         return ProgramEnding(outcome="left", words=left[1].removeprefix("after receiving "))
-    if DATA_REFUSED_LINE in line:
-        return ProgramEnding(outcome="fatal", words="Megatron-LM refuses its data (see the log): it would do so again")
     if (refused := _FLAGS_REFUSED_LINE.search(line)) is not None:
         return ProgramEnding(outcome="fatal", words=f"Megatron-LM refuses its flags: {refused[1]}")
     return None

@@ -131,6 +131,8 @@ def _check_signals(config: CommandConfig, findings: Findings) -> None:
     save = " and ".join(filter(None, (command.save_signal, command.save_file, client)))
     findings.assume("command.asked", f"to leave it is asked by {leave}, to save by {save}; that it obeys is not known")
     end = "ends by itself with exit code 0" if command.steps is None else f"has saved iteration {command.steps:,}"
+    if command.done == "evidence":
+        end += "; exit code 0 without a step, a checkpoint or a word of the client is a failure (command.done)"
     findings.assume("command.steps", f"the run is done when it {end}", setting="command.steps")
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from relayrun.control.chain import excluded_nodes, requested_options
 from relayrun.control.chain.quota import file_system_limit
 from relayrun.control.chain_state import count_failed_attempts
+from relayrun.control.failure_signatures import cause_words
 from relayrun.control.rundir import (
     checkpoint_records,
     evaluations,
@@ -123,6 +124,8 @@ class RunStatus(RunSummary):
     """Reason why a quota is unknown."""
     unqueued_evaluations: dict[int, str] = field(default_factory=dict)
     """Iterations whose evaluation has no job, with the scheduler's refusal; empty: not submitted yet."""
+    why: str = ""
+    """Meaning of the newest end's failure, whose cause it is, and what to do next; empty if the run goes well."""
     disk: list[str] = field(default_factory=list)
     """File systems of the run that are full, or too full for a checkpoint, each as a sentence with what could go."""
 
@@ -194,6 +197,9 @@ def _read_run_status(records: RunRecords, cache: FolderCache | None) -> RunStatu
         quotas=quotas,
         quota_complaint=quota_complaint,
         disk=_full_file_systems(records),
+        why=cause_words(records.ended[1].failure, plan.chain.failure_signatures)
+        if records.ended and not records.running
+        else "",
         unsent_notices=late,
         unsent_reason=why_late,
         mirror=_last_mirror_pass(run, durable=durable is not None and durable.path is not None),

@@ -73,6 +73,7 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
         ("left behind", _damaged_checkpoints(status)),
         ("quarantine", _quarantine(status)),
         ("last end", f"attempt {status.last_end_attempt}: {status.last_end}" if status.last_end else ""),
+        ("why", f"{status.why}; relayrun why {status.path}" if status.why else ""),
         ("evaluations", _evaluations(status)),
         ("failed restarts", _count_and_last(status.failed_restarts, status.last_failed_restart)),
         ("node health", _node_health(status)),

@@ -1,0 +1,238 @@
+"""The first cause of a failure, from the lines of a log.
+
+A log holds warnings, errors that a program survived, the last words of the program that failed first, and the words of
+all others, which only saw it go. A last word that names a defect of a node counts first, then the first last word of
+the newest group; without any, a warning that explains an end. Words after which the program went on count nothing.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from relayrun.config.sections.chain import FailureSignature
+from relayrun.control.failure_signatures import ENDS, GENERAL, WARNINGS, classify, is_secondary_error
+from relayrun.control.job_log import LOG_PREFIX
+
+SURVIVED = 40
+"""Ordinary lines after which a program has survived an error."""
+PROGRESS_WEIGHT = 14
+"""Ordinary lines for which a line of progress stands."""
+WORDS_CHARACTERS = 500
+"""Maximum length of quoted words."""
+CONTEXT_LINES = 8
+"""Lines behind an exception that may belong to its message."""
+
+_LABEL = re.compile(r"(?:\s*(?:\[[^\]\s]*\](?:<\w+>)?:?|\d+:)(?=[\s\w\[]))* ?")
+_RANK = re.compile(r"(?:\[(?:rank|default|\d+,)?|^\s*)(\d+)(?:\]|:)")
+_RAISED = re.compile(r"(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*|gaierror|timeout|error)(?::\s.*|)$", re.S)
+_FRAME = re.compile(r' *File "([^"]+)", line (\d+)')
+_TRACEBACK = re.compile(r".*Traceback \(most recent call last\)")
+_LAST_WORDS = re.compile(
+    r"[\w.]*(?:Error|Exception|gaierror|Failed)(?::| \()|The (?:IPv4|server socket) |error: |terminate called"
+    r"|(?:.*/)?(?:python[\d.]*|(?:ba|da|z|k)?sh|curl|wget|ssh|env|exec|numactl|mpirun|mpiexec)(?:: |\[\d)"
+    r"|\S+: .*: Assertion |\S*: (?:line )?\d+: |\S+: (?:fatal )?error: |FATAL|Fatal|fatal: |Lmod has"
+    r"|Segmentation fault|Aborted|Killed|Bus error|slurmstepd\S*: error: |srun: (?:error|fatal): |pyxis: "
+    r"|\S+: \S.*: (?:No such file|Permission denied)|.*\bMPI_ABORT was| *what\(\)"
+)
+"""Beginnings of lines with which a program ends: an exception, a message of an interpreter, shell or starter."""
+_TASK_EXIT = re.compile(r"srun: error: \S+: tasks? [\d,\-\[\]]+: (?:Exited|Terminated|Killed)")
+_ASIDE = re.compile(r"\s|$|srun: |slurmstepd|wandb: |=====|-----|frame #|\[relayrun |\S*Warning: |.*\bwarnings?\b")
+"""Lines that programs write when they end, and lines of others: they do not show that training goes on."""
+_IGNORED = "ignored"
+_PROGRESS = re.compile(r"\b(?:iteration|step|iter|epoch)\b\W{0,3}\d", re.I)
+_TROUBLE = re.findall(
+    r"[^|]+",
+    "Traceback|The above|During|rror|xception|ailed|FAILED|emory|Xid|ECC|fallen|GPU|evice|CUDA|cuda|HIP|PTX|"
+    "driver|ssert|illegal|aligned|oom|OOM|OUT_OF|Out Of|space|uota|ead-only|Too many|thread|fork|Thread|known|"
+    "esol|ddress|EADDR|in use|utilizing|onnect|Offline|etries|imeout|oute|nreachable|Client|Repo|API key|"
+    "api_key|CERT|interface|NET/IB|IB|ibv_|can't|annot|No such|No module|not found|symbol|odule|pyxis|enroot|"
+    "FATAL|execve|option|verride|yntax|EOF|unbound|ismatch|key|Reader|magic|Pickl|denied|permitted|"
+    "does not exist|nan|NaN|Inf|inf|shape|match|nvalid|DUE TO|failure|launch|nable to|ontroller|timed out|"
+    "equested|terminate|Terminat|Fatal|Abort|what()|MPI_|Killed|SIG|fault|Bus|Illegal|atchdog|pipe|nterrupt|"
+    "xit|signal|CalledProcess|The IPv|fatal|Lmod|Stale|endpoint|SHM|stream",
+)
+"""Parts of words of which every line of the table of failures holds one: a fast look before the patterns."""
+_CONTINUED = re.compile(r"NCCL error|DistBackendError|terminate called|CalledProcessError|CUDA error|:$|Last error")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statement:
+    """Words in a log that may say why a program ended."""
+
+    line: int
+    """Number of the line in the text, from 0."""
+    words: str
+    signature: FailureSignature | None
+    """The entry of the table; None if no entry matches."""
+    place: str = ""
+    """File and line of the program, if the words end a traceback."""
+    rank: int | None = None
+    last: bool = True
+    """The form of the words is that of a program's end, not of a warning."""
+    secondary: bool = False
+    """The words only report that another rank is gone."""
+
+    @property
+    def cause(self) -> str:
+        """Whose cause it is."""
+        return "unknown" if self.signature is None else self.signature.cause
+
+    @property
+    def name(self) -> str:
+        """Name of the entry; empty without one."""
+        return "" if self.signature is None else self.signature.name
+
+    @property
+    def text(self) -> str:
+        """The words, with their place in the program."""
+        return f"{self.words} ({self.place})" if self.place else self.words
+
+    @property
+    def key(self) -> str:
+        """Words that are equal for the same failure: the kind of the exception and its place, or all but numbers."""
+        kind = self.words.partition(":")[0]
+        return f"{kind} at {self.place}" if self.place else re.sub(r"0x[0-9a-fA-F]+|\d+", "#", self.words)
+
+
+def one_line(text: str) -> str:
+    """Return a text without line ends, shortened to WORDS_CHARACTERS."""
+    text = " ".join(text.split())
+    return text if len(text) <= WORDS_CHARACTERS else text[: WORDS_CHARACTERS - 3] + "..."
+
+
+def first_cause(log: str, more: Sequence[FailureSignature] = ()) -> Statement | None:
+    """Return the words that say why a program ended; None if no line does. `more`: entries of the site and the run."""
+    found = find_statements(log, more)
+    alive = _not_survived(log.splitlines(), found)
+    spoken = [each for each in alive if each.last and not each.secondary]
+    sick = [each for each in spoken if each.cause == "node" and each.name not in GENERAL]
+    warned = [each for each in found if not each.last and not each.secondary]
+    named = [each for each in spoken if each.name not in ENDS and (each.name not in GENERAL or each is spoken[0])]
+    return next(iter([*sick, *named, *warned[-1:], *spoken]), None)
+
+
+def find_statements(log: str, more: Sequence[FailureSignature] = ()) -> list[Statement]:
+    """Return all words in a log that may say why a program ended, in their order."""
+    present = [word for word in _TROUBLE if word in log]
+    if not present and not more:
+        return []
+    lines = log.splitlines()
+    found: list[Statement] = []
+    frames: dict[int | None, str] = {}  # the last frame of the open traceback of each rank
+    chained = ""
+    for number, line in enumerate(lines):
+        if not frames and not more and not any(word in line for word in present):
+            continue
+        rank, text = _split_label(line)
+        if line.startswith(LOG_PREFIX) or not text.strip():
+            continue
+        if text.startswith("The above exception was the direct cause"):
+            chained = "cause"
+        elif text.startswith("During handling of the above"):
+            chained = "handling"
+        elif _TRACEBACK.match(text):
+            ignored = number and lines[number - 1].startswith("Exception ignored")  # the program went on
+            frames[rank] = _IGNORED if ignored else ""
+        elif rank in frames and text[0] == " ":
+            if frames[rank] != _IGNORED and (frame := _FRAME.match(text)):
+                frames[rank] = f"{frame[1].rpartition('/')[2]}:{frame[2]}"
+        elif frames.get(rank) == _IGNORED:
+            del frames[rank]
+        elif rank in frames and _RAISED.match(text):
+            made = _statement(lines, number, text, more, rank=rank, place=frames.pop(rank))
+            if chained and found and _explains(found[-1], made, chained):
+                made = replace(found[-1], line=made.line)
+            del found[len(found) - bool(chained) :]
+            found.append(made)
+            chained = ""
+        elif (other := _other_statement(lines, number, text, more, rank)) is not None:
+            found.append(other)
+    return found
+
+
+def _other_statement(
+    lines: Sequence[str], number: int, text: str, more: Sequence[FailureSignature], rank: int | None
+) -> Statement | None:
+    """Return the words of a line outside tracebacks; None if it says nothing."""
+    if _TASK_EXIT.match(text):
+        return None
+    last = _LAST_WORDS.match(text) is not None and "error: *** " not in text  # what Slurm ended failed before
+    made = _statement(lines, number, text, more, rank=rank, last=last)
+    if made.signature is None and not made.secondary:
+        return None
+    own = any(each is made.signature for each in more)
+    return made if last or own or made.name in WARNINGS else None
+
+
+def _statement(
+    lines: Sequence[str],
+    number: int,
+    text: str,
+    more: Sequence[FailureSignature],
+    *,
+    rank: int | None,
+    place: str = "",
+    last: bool = True,
+) -> Statement:
+    secondary, signature = is_secondary_error(text, more), classify(text, more)
+    words = text
+    if last and _CONTINUED.search(text) and (secondary or signature is None or signature.name in _OPEN):
+        for line in lines[number + 1 : number + CONTEXT_LINES]:
+            following = _split_label(line)
+            other = None not in (following[0], rank) and following[0] != rank
+            if other or "Traceback" in line or _TASK_EXIT.match(line):
+                break
+            better = classify(following[1], more)
+            if better is not None and better.name not in _OPEN:
+                secondary, signature, words = False, better, f"{text} {following[1]}"
+                break
+    return Statement(
+        line=number,
+        words=one_line(words),
+        signature=signature,
+        place=place,
+        rank=rank,
+        last=last or any(each is signature for each in more),
+        secondary=secondary,
+    )
+
+
+_OPEN = (*GENERAL, "gpu-error")
+"""Entries whose words the next lines may explain."""
+
+
+def _explains(one: Statement, other: Statement, chained: str) -> bool:
+    """Return whether the first of two chained exceptions is the cause: the second was raised from it and is general, or
+    the handler of the first has a defect of its own."""
+    if chained == "handling":
+        return other.words.startswith(("UnboundLocalError", "NameError"))
+    return one.signature is not None and one.name not in GENERAL and other.name in (*GENERAL, "")
+
+
+def _split_label(line: str) -> tuple[int | None, str]:
+    """Return the rank in the labels before a line, and the line without them."""
+    label = _LABEL.match(line)
+    end = 0 if label is None or not label[0].strip() else label.end()
+    rank = _RANK.search(line[:end]) if end else None
+    return (None if rank is None else int(rank[1])), line[end:]
+
+
+def _not_survived(lines: Sequence[str], found: Sequence[Statement]) -> list[Statement]:
+    """Return the statements of the newest group; none if training went on after it."""
+    if not found:
+        return []
+    said = {each.line for each in found}
+    weights = [0 if n in said or _ASIDE.match(line) else _weight(line) for n, line in enumerate(lines)]
+    after = [*accumulate(weights)]
+    newest = after[found[-1].line]
+    if after[-1] - newest >= SURVIVED:
+        return []
+    return [each for each in found if newest - after[each.line] < SURVIVED]
+
+
+def _weight(line: str) -> int:
+    return PROGRESS_WEIGHT if _PROGRESS.search(line) else 1

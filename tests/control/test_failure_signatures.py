@@ -1,0 +1,84 @@
+"""Each entry of the table of failures has a real log, and none claims a log that is not its own."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from relayrun.config.sections.chain import ChainSection, FailureSignature
+from relayrun.config.sections.dataclass_section import read_section
+from relayrun.control import diagnosis, failure_signatures
+from relayrun.control.diagnosis import find_statements, first_cause
+from relayrun.control.failure_signatures import classify, signatures
+
+LOGS = [
+    part.partition("\n")
+    for part in re.split(r"^== ", (Path(__file__).parent / "failure_logs.txt").read_text(), flags=re.M)[1:]
+]
+OWN = FailureSignature(
+    name="licence", pattern="LICENCE SERVER", cause="network", again=False, meaning="no licence", advice="lmstat -a"
+)
+TRACEBACK = 'Traceback (most recent call last):\n  File "/x/loop.py", line 9, in train\n    boom()\n'
+
+
+@pytest.mark.parametrize(("head", "_", "log"), LOGS, ids=[head for head, _, _ in LOGS])
+def test_a_real_log_has_its_cause(head: str, _: str, log: str) -> None:
+    found = first_cause(log)
+    assert ("unknown" if found is None or found.secondary else found.name) == head.partition(" | ")[0]
+
+
+def test_every_entry_has_a_real_log() -> None:
+    known = {head.partition(" | ")[0] for head, _, _ in LOGS}
+    assert [each.name for _, each in signatures() if each.name not in known] == []
+    assert all(each.meaning and each.advice for _, each in signatures())
+
+
+def test_the_fast_look_passes_over_no_line_of_a_real_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [find_statements(log) for _, _, log in LOGS]
+    monkeypatch.setattr(diagnosis, "_TROUBLE", ("",))
+    assert [find_statements(log) for _, _, log in LOGS] == found
+
+
+def test_a_missing_entry_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tuple(each for each in failure_signatures._TABLE if each[0] != "disk-full")
+    monkeypatch.setattr(failure_signatures, "_TABLE", table)
+    failure_signatures.signatures.cache_clear()
+    try:
+        wrong = [head for head, _, log in LOGS if (said := first_cause(log)) is None or said.name not in head]
+        assert any(head.startswith("disk-full") for head in wrong)
+    finally:
+        failure_signatures.signatures.cache_clear()
+
+
+def test_entries_of_a_site_or_a_run_come_first_and_count_in_any_line() -> None:
+    log = f"INFO LICENCE SERVER does not answer\n{TRACEBACK}KeyError: 'x'\n"
+    assert first_cause(log) is not None
+    assert classify("ModuleNotFoundError: LICENCE SERVER", [OWN]) is OWN
+    found = first_cause("INFO LICENCE SERVER does not answer\n", [OWN])
+    assert found is not None
+    assert (found.name, found.cause) == ("licence", "network")
+
+
+def test_signatures_of_a_plan_are_checked_to_the_leaf() -> None:
+    values = {"failure_signatures": [{"name": "a", "pattern": "b+", "cause": "node", "again": True, "meaning": "c"}]}
+    (found,) = read_section(ChainSection, values, "chain").failure_signatures
+    assert found == FailureSignature(name="a", pattern="b+", cause="node", again=True, meaning="c")
+    entry = values["failure_signatures"][0]
+    for wrong in ({"pattern": "("}, {"pattern": ".*"}, {"cause": "me"}, {"again": "yes"}, {"name": "a\nb"}):
+        with pytest.raises(ValueError, match=r"chain.failure_signatures\[0\]"):
+            read_section(ChainSection, {"failure_signatures": [entry | wrong]}, "chain")
+
+
+def test_the_place_of_a_traceback_makes_two_failures_the_same() -> None:
+    one = first_cause(f"{TRACEBACK}KeyError: 17\n")
+    other = first_cause(
+        f"[rank3]: {TRACEBACK}KeyError: 18\n".replace("\n ", "\n[rank3]:  ").replace("\nK", "\n[rank3]: K")
+    )
+    assert one is not None
+    assert other is not None
+    assert one.key == other.key == "KeyError at loop.py:9"
+    assert (one.rank, other.rank) == (None, 3)
+    assert replace(one, place="").key == "KeyError: #"
