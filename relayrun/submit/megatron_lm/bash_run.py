@@ -646,6 +646,7 @@ class Script(BashValues):
             pass
         except UnreadableBash:
             return self.mark(at, f"$({_shortened(text)}) is not read")
+        self.found.others += [each for each in shell.found.others if each.words[0] == "sbatch"]
         known = [each for each in shell.found.others if each.words[0] not in ("cat", "basename", "dirname", "seq")]
         empty = not shell.output and bool(shell.found.others or shell.found.trainings)
         if known or empty or "|" in re.sub(r"\|\||'[^']*'|\"[^\"]*\"", "", text):
