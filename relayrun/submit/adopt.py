@@ -191,7 +191,9 @@ def _take_words_before(launcher: Launcher, found: Adopted) -> None:
         elif re.fullmatch(r"(?:.*/)?python[\d.]*", word):
             rest = [each for each in words if each not in ("-u", "-m") and not _RANK_STARTERS.fullmatch(each)]
             words = words if rest != words and "-m" in words else rest
-            found.row(where, word, "cluster.python", "the Python of the run's site")
+            if "container" in cluster:
+                cluster["python"] = word
+            found.row(where, word, "cluster.python", "" if "container" in cluster else "the Python of the run's site")
         elif (word not in ("env", "exec", "nohup", "time", "-u", "-m") and "=" not in word) or "=" in word:
             prefix.append(word)
     if any(MARK.search(word) for word in prefix):
@@ -273,7 +275,11 @@ def _take_checkpoint(flags: dict[str, Flag], found: Adopted) -> None:
         found.refuse(load.source, f"{MARK.sub('...', load.text)} is not taken", "write a folder, and --save-interval")
         return
     own: dict[str, Any] = {"interval": int(number), "load": load.values[0], "async_save": "async-save" in flags}
-    own |= {name.replace("-", "_"): True for name in ("finetune", "no-load-optim") if flags.pop(name, None) is not None}
+    found.row(interval.source if interval is not None else "", f"--save-interval {number}", "checkpoint.interval")
+    for name in ("finetune", "no-load-optim"):
+        if (switch := flags.pop(name, None)) is not None:
+            own[name.replace("-", "_")] = True
+            found.row(switch.source, switch.text, f"checkpoint.{name.replace('-', '_')}")
     if (flag := flags.pop("no-load-rng", None)) is not None:
         if "finetune" not in own:
             found.refuse(flag.source, "--no-load-rng would hold at every start", "add --finetune, or drop it")

@@ -220,7 +220,14 @@ def _check_flags(config: MegatronConfig, line: CommandLine, findings: Findings, 
         findings.ok("megatron_lm.args", note)
     program = config.megatron_lm.program
     said = ask_parser(
-        line.checkout, line.merged.flags, python=config.cluster.rank_python, in_container=contained, program=program
+        line.checkout,
+        line.merged.flags,
+        python=config.cluster.rank_python,
+        in_container=contained,
+        program=program,
+        environment=job_script.rank_defaults(str(config.job.cpus_per_task))
+        | config.cluster.environment
+        | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(config.world_size)},
     )
     for refusal in said.refusals:
         tell = findings.refuse if said.certain else findings.warn
@@ -233,7 +240,7 @@ def _check_flags(config: MegatronConfig, line: CommandLine, findings: Findings, 
             f"{number}; the job asks the parser, and ends the chain where it refuses one",
         )
     elif not said.refusals:
-        findings.ok(name, f"{version}: its own parser takes all {number}")
+        findings.ok(name, f"{version}: its own parser and validation take all {number}")
 
 
 def _check_chain_flags(config: MegatronConfig, line: CommandLine, findings: Findings) -> None:

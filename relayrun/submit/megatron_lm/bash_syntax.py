@@ -7,6 +7,7 @@ guess.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -272,10 +273,14 @@ class _Parser(BashText):
         start, word = self.at, self._reserved()
         if word in ("select", "coproc"):
             self.refuse(f"{word!r} is not read")
-        reader = {
+        readers: dict[str, Callable[[], Compound]] = {
             "if": self._if, "for": self._for, "while": self._while, "until": self._while, "case": self._case,
-            "function": self._function, "[[": self._test, "{": self._group,
-        }.get(word)  # fmt: skip
+            "function": self._function, "{": self._group,
+        }  # fmt: skip
+        reader = readers.get(word)
+        if word == "[[":
+            test = self._test()
+            return Command(start, test.words, self._redirections())
         if self.text.startswith("((", start):
             self.at = self.parentheses(start)
             if not self.text[: self.at].endswith("))"):
