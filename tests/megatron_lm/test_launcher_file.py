@@ -65,7 +65,6 @@ export MASTER_PORT=6000
 export PYTHONPATH=$MEGATRON_LM_DIR:$PYTHONPATH
 TRAINING_ARGS=(
   --micro-batch-size $MBS
-  --global-batch-size $GBS
   --train-iters $TRAINING_STEPS
   --save $CKPT_DIR
 )
@@ -160,9 +159,6 @@ def test_a_launcher_that_says_what_runs_is_taken(looked: Looked) -> None:
 
 
 OWN: dict[str, tuple[tuple[str, str], str, str]] = {
-    "steps": (("STEPS=500", "STEPS=77777"), "TRAINING_STEPS=77777 is not what runs: the run has 500", "training.steps"),
-    "batch": (("GBS=128 #", "GBS=256 #"), "GBS=256 is not what runs: the run has 128", "training.global_batch_size"),
-    "micro-batch": (("MBS=1 #", "MBS='2' #"), "MBS=2 is not what runs: the run has 1", "training.micro_batch_size"),
     "length": (
         ("SEQ_LEN=64", "SEQ_LEN=$((64 * 64))"),
         "SEQ_LEN=4096 is not what runs: the run has 64",
@@ -276,11 +272,19 @@ OWN: dict[str, tuple[tuple[str, str], str, str]] = {
         "GBS=64 is not what runs: the run has 128",
         "training.global_batch_size",
     ),
-    "in arithmetic": (("GBS=128 #", "((GBS = 32 * 2)) #"), "GBS is computed, and no line of this", "global_batch_size"),
-    "by let": (("GBS=128 #", "let GBS=64 #"), "GBS is computed, and no line of this file", "global_batch_size"),
-    "read": (("GBS=128 #", "read -r GBS <<< 64 #"), "GBS is computed, and no line of this", "global_batch_size"),
-    "printed": (("GBS=128 #", "printf -v GBS 64 #"), "GBS is computed, and no line of this", "global_batch_size"),
-    "in a loop": (("GBS=128 #", "for GBS in 64; do :; done #"), "GBS is computed, and no", "global_batch_size"),
+    "in arithmetic": (
+        ("GBS=128 #", "((GBS = 32 * 2)) #"),
+        "GBS=64 is not what runs: the run has 128",
+        "global_batch_size",
+    ),
+    "by let": (("GBS=128 #", "let GBS=64 #"), "GBS=64 is not what runs: the run has 128", "global_batch_size"),
+    "read": (("GBS=128 #", "read -r GBS <<< 64 #"), "GBS=64 is not what runs: the run has 128", "global_batch_size"),
+    "printed": (("GBS=128 #", "printf -v GBS 64 #"), "GBS=64 is not what runs: the run has 128", "global_batch_size"),
+    "in a loop": (
+        ("GBS=128 #", "for GBS in 64; do :; done #"),
+        "GBS=64 is not what runs: the run has 128",
+        "global_batch_size",
+    ),
     "as an array": (("GBS=128 #", "GBS=(64) #"), "GBS is computed, and no line of this file", "global_batch_size"),
     "exported by declare": (
         ("MBS=1 #", "declare -x NCCL_DEBUG=INFO\nMBS=1 #"),
@@ -336,10 +340,10 @@ def test_what_only_reads_a_constant_sets_none(looked: Looked) -> None:
 
 
 def test_all_of_them_are_named_at_once_and_a_submit_refuses(looked: Looked, tmp_path: Path) -> None:
-    edits = [OWN[case][0] for case in ("steps", "batch", "micro-batch", "time", "account")]
+    edits = [OWN[case][0] for case in ("interval", "readonly", "length", "time", "account")]
     assert len(looked(*edits)) == 5
     ((text, _),) = looked(*edits, submit=True)
-    for name in ("TRAINING_STEPS=77777", "GBS=256", "MBS=2", "--time=1:00:00", "--account=a-a07"):
+    for name in ("CHECKPOINT_STEPS=100", "GBS=64", "SEQ_LEN=4096", "--time=1:00:00", "--account=a-a07"):
         assert name in text
     assert not (tmp_path / "run").exists()
 
@@ -347,10 +351,14 @@ def test_all_of_them_are_named_at_once_and_a_submit_refuses(looked: Looked, tmp_
 def test_what_runs_is_what_flags_say_and_the_environment(
     looked: Looked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert looked(OWN["steps"][0], megatron_lm={"args": {"train-iters": 77777}}) == []
-    assert looked(OWN["micro-batch"][0], ("--micro-batch-size $MBS", "--micro-batch-size 2")) == []
+    steps = ("STEPS=500", "STEPS=77777")
+    assert looked(steps, ("MBS=1 #", "MBS='2' #")) == looked(steps, megatron_lm={"args": {"train-iters": 77777}}) == []
     ((said, _),) = looked(megatron_lm={"args": {"train-iters": 7}})
     assert "TRAINING_STEPS=500 is not what runs: the run has 7" in said
+    monkeypatch.setenv("TRAINING_STEPS", "600")
+    ((said, _),) = looked()
+    assert said == "TRAINING_STEPS=600 is given, and this file says --train-iters 500"
+    monkeypatch.delenv("TRAINING_STEPS")
     monkeypatch.setenv("GBS", "128")
     assert looked(OWN["default"][0]) == looked(OWN["assigned default"][0]) == []
     monkeypatch.setenv("NCCL_DEBUG", "INFO")

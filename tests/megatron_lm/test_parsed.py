@@ -19,9 +19,18 @@ UNKNOWN = Flag(name="num-layerz", values=("2",), source="megatron_lm.args")
 NO_NUMBER = Flag(name="lr", values=("much",), source="A_ARGS in f:3")
 
 
-def ask(folder: Path, *flags: Flag, python: str = sys.executable, in_container: bool = False) -> ParserAnswer:
-    checkout = Checkout.open(folder)
-    return ask_parser(checkout, flags, python=python, in_container=in_container, program="pretrain_gpt.py")
+def ask(
+    folder: Path, *flags: Flag, python: str = sys.executable, in_container: bool = False, ranks: int = 1
+) -> ParserAnswer:
+    environment = {"RANK": "0", "WORLD_SIZE": str(ranks)}
+    return ask_parser(
+        Checkout.open(folder),
+        flags,
+        python=python,
+        in_container=in_container,
+        program="pretrain_gpt.py",
+        environment=environment,
+    )
 
 
 def test_an_unknown_flag_is_refused_with_the_checkouts_version_and_the_nearest(tmp_path: Path) -> None:
@@ -72,6 +81,41 @@ def test_nothing_runs_behind_the_parser(tmp_path: Path) -> None:
     arguments.write_text(arguments.read_text().replace("raise SystemExit(", f"open('{tmp_path}/ran', 'w'); raise ("))
     assert ask(tmp_path / "c", GOOD).certain
     assert not (tmp_path / "ran").exists()
+
+
+VALIDATION = """
+import os
+
+def validate_args(args, defaults):
+    assert int(os.environ["RANK"]) == 0
+    assert int(os.environ["WORLD_SIZE"]) % int(args.num_layers) == 0, "num_layers 2 do not divide the ranks"
+    if args.lr == 5:
+        import a_package_of_the_ranks
+    if args.lr == 6:
+        raise RuntimeError("Found no NVIDIA driver on your system.")
+
+def core_transformer_config_from_args(args):
+    if args.lr == 7:
+        raise ValueError("Only one activation function can be selected at a time")
+"""
+
+
+def test_the_checkouts_validation_judges_with_the_ranks_of_the_run(tmp_path: Path) -> None:
+    """Errors of a machine without a GPU, or without a package of the ranks, say nothing of the flags."""
+    stand_in(tmp_path / "c")
+    arguments = tmp_path / "c/megatron/training/arguments.py"
+    arguments.write_text(arguments.read_text().replace("    raise SystemExit(", "    return args\n    (") + VALIDATION)
+
+    def said(lr: str, ranks: int = 4) -> list[tuple[str, str]]:
+        flag = Flag(name="lr", values=(lr,), source="optimizer.lr")
+        return [(each.words, each.source) for each in ask(tmp_path / "c", GOOD, flag, ranks=ranks).refusals]
+
+    assert said("1") == said("5") == said("6") == []
+    ((words, source),) = said("1", ranks=3)
+    assert "refuses these flags together: AssertionError: num_layers 2 do not divide the ranks (arguments.py:" in words
+    assert source == "model.num_layers"
+    ((words, _),) = said("7")
+    assert "ValueError: Only one activation function can be selected at a time" in words
 
 
 def test_a_dataclass_becomes_flags(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import glob
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,39 +27,23 @@ from relayrun.slurmtime import parse_time
 from relayrun.submit.check.findings import Findings, count_noun
 from relayrun.submit.launcher_overrides import PROFILER_VARIABLE, setting_variables
 from relayrun.submit.megatron_lm import flags
-from relayrun.submit.megatron_lm.bash_arrays import assigned_values
-from relayrun.submit.megatron_lm.bash_parser import line_number
+from relayrun.submit.megatron_lm.bash_values import MARK
 from relayrun.submit.megatron_lm.checkout import ask_parser
-from relayrun.submit.megatron_lm.command_line import CommandLine, command_line, launcher_variables
+from relayrun.submit.megatron_lm.command_line import CommandLine, command_line, config_launcher, launcher_variables
 from relayrun.submit.megatron_lm.flags import Flag
+from relayrun.submit.megatron_lm.launcher_file import Launcher, option_words, sbatch_options
 
 LAUNCHER_FINDING = "megatron_lm.launcher"
 
 _CHAIN_OPTIONS = frozenset({"job-name", "output", "error", "open-mode", "signal", "requeue", "no-requeue"})
 """Options of sbatch that every job of a chain has of its own."""
 
-_ATTEMPT_VARIABLES = re.compile(
+ATTEMPT_VARIABLES = re.compile(
     r"MASTER_(ADDR|PORT)|WORLD_SIZE|(LOCAL_|NODE_)?RANK|(PYTHON|LD_LIBRARY_|LIBRARY_|C)?PATH"
 )
 """Variables that an attempt sets, or that are put together from several."""
 
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS", re.I)
-
-_OTHER_ASSIGNMENTS = r"""
-    \b(?:read|mapfile|readarray|getopts)\b[^;&|\n]*?(?<![\w$"'{{-])({names})\b | \bprintf\s+-v\s*({names})\b
-    | \bfor\s+({names})\s+in\b | \b(?:eval|command|builtin)\b[^;&|\n]*?(?<![\w$])({names})=
-    | (?<![\w$])({names})(?:\[[^]]*\]\+?=|\+?=\()
-    | (?:\(\(|\blet\b)[^;\n]*?(?<![\w$])({names})\s*(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)
-"""
-"""Forms of Bash that set a variable without NAME=word."""
-
-_OPTION_LETTERS = """
-    A account C constraint D chdir G gpus H hold J job-name L licenses M clusters N nodes O overcommit S core-spec
-    a array b begin c cpus-per-task d dependency e error i input k no-kill m distribution n ntasks o output p partition
-    q qos s oversubscribe t time w nodelist x exclude
-"""
-_SHORT_OPTIONS = dict(zip(_OPTION_LETTERS.split()[::2], _OPTION_LETTERS.split()[1::2], strict=True))
-"""Options of sbatch by their letters."""
 
 
 def check_launcher_file(
@@ -82,12 +66,12 @@ def check_launcher_file(
         _check_constants(config, plan, run, file, findings)
     except RelayrunError:  # of the arrays, said already
         return
-    rendered = _sbatch_options(
+    rendered = sbatch_options(
         job_script.job_script(plan, run) if script is None or isinstance(script, Path) else script
     )
     header = {name: value for name, (value, _) in rendered.items()}
     if isinstance(script, Path):
-        header |= {name: value for name, (value, _) in _sbatch_options(script.read_text(encoding="utf-8")).items()}
+        header |= {name: value for name, (value, _) in sbatch_options(script.read_text(encoding="utf-8")).items()}
     _check_header(config, plan, file, header | dict(adopted), findings)
     if len(findings.errors) == before:
         findings.ok(LAUNCHER_FINDING, f"constants and #SBATCH lines of {file} say what runs, but for those named here")
@@ -110,34 +94,32 @@ def _check_constants(config: MegatronConfig, plan: Plan, run: Run, file: Path, f
     if config.data is not None and config.data.mixture:
         settings.pop("MIXTURE")  # a file, whose data sets are in the config by now
     ranks = dict(os.environ) | job_script.rank_defaults(str(plan.cpus_per_task)) | plan.environment
-    text = file.read_text(encoding="utf-8")
-    outside = {name: os.environ[name] for name in re.findall(r"\$\{?(\w+)", text) if name in os.environ}
+    launcher = config_launcher(config, run)
     folders = {name for name in variables if name.endswith("_DIR")} - set(settings)
-    facts = {name: value for name, value in variables.items() if name not in {*settings, *folders}}
-    found_here, exported = assigned_values(file, outside | facts)
-    last = {each.name: each for each, _ in found_here if not each.inside}
-    for each, value in found_here:
-        literal = "$" not in each.word and "`" not in each.word
-        if not (literal if each.inside else last[each.name] is each):
-            continue
-        where = f"{file}:{line_number(text, each.at)}"
-        if each.name in settings:
-            _compare_constant(each.name, value, runs[each.name], settings[each.name], where, findings)
-        elif each.name in folders and value is not None and not re.search(r"\$(?!\{?(USER|HOME)\b)", each.word):
-            _compare_constant(each.name, value, variables[each.name], "run_dir", where, findings)
-        elif each.name in exported and not each.inside and not _ATTEMPT_VARIABLES.fullmatch(each.name):
-            computed = "$(" in each.word or "`" in each.word
-            if value is None and (not computed or each.name in ranks):
-                continue
-            _compare_constant(
-                each.name, value, ranks.get(each.name), f"cluster.environment.{each.name}", where, findings
+    for name, value in launcher.variables.items():
+        where = launcher.where(name)
+        if name in settings:
+            _compare_constant(name, value, runs[name], settings[name], where, findings)
+        elif name in folders and value is not None and value.startswith("/") and _is_literal(launcher, name):
+            _compare_constant(name, value, variables[name], "run_dir", where, findings)
+    for name, value in launcher.environment.items():
+        known = None if MARK.search(value) else value
+        if name not in settings and not ATTEMPT_VARIABLES.fullmatch(name) and (known is not None or name not in ranks):
+            where = launcher.where(name)
+            _compare_constant(name, known, ranks.get(name), f"cluster.environment.{name}", where, findings)
+    for name, setting in settings.items():
+        given, flag = os.environ.get(name, ""), merged.find(FLAG_OF_SETTING.get(setting, ""))
+        if given and flag is not None and flag.source.startswith(f"{file}:") and not _is_same_value(given, runs[name]):
+            words = f"{name}={given} is given, and this file says {flag.text}"
+            findings.refuse(
+                LAUNCHER_FINDING, words, where=flag.source, remedy=f"leave {name} empty, or change the file"
             )
-    plain = re.sub(r"(?m)(^|[ \t])#.*$", r"\1", text)
-    for match in re.finditer(_OTHER_ASSIGNMENTS.format(names="|".join(settings)), plain, re.X):
-        name = str(match[match.lastindex or 0])
-        _compare_constant(
-            name, None, runs[name], settings[name], f"{file}:{line_number(plain, match.start())}", findings
-        )
+
+
+def _is_literal(launcher: Launcher, name: str) -> bool:
+    """Return whether a folder is written out, and not put together from other variables."""
+    found = re.findall(rf"(?m)(?<![\w$]){name}=[\"']?([^\s\"']*)", launcher.text)
+    return bool(found) and re.search(r"\$(?!\{?(USER|HOME)\b)", found[-1]) is None
 
 
 def _compare_constant(
@@ -179,8 +161,8 @@ def _check_header(
         "gpus-per-node": str(job.gpus_per_node),
         "gpus-per-task": f"{job.gpus_per_node / job.ntasks_per_node:g}",
     }
-    given |= {name: value for name, (value, _) in _option_words(plan.srun_options, 0)} | header
-    for name, (yours, line) in _sbatch_options(file.read_text(encoding="utf-8")).items():
+    given |= {name: value for name, (value, _) in option_words(plan.srun_options, 0)} | header
+    for name, (yours, line) in sbatch_options(file.read_text(encoding="utf-8")).items():
         said = f"--{name}" + ("" if yours is None else f"={yours}")
         if name in _CHAIN_OPTIONS:
             findings.ok(
@@ -212,35 +194,6 @@ def _canonical_option(name: str, value: str) -> Any:
     return value
 
 
-def _sbatch_options(text: str) -> dict[str, tuple[str | None, int]]:
-    """The options of sbatch in the lines #SBATCH before the first command, by their long names, with their lines."""
-    found: dict[str, tuple[str | None, int]] = {}
-    for number, line in enumerate(text.splitlines(), start=1):
-        if line.strip() and not line.startswith("#"):
-            break
-        if re.match(r"#SBATCH\s", line):
-            rest = line[len("#SBATCH") :]
-            try:
-                words = shlex.split(rest, comments=True)
-            except ValueError:  # a quote that is not closed
-                words = rest.split()
-            found |= dict(_option_words(words, number))
-    return found
-
-
-def _option_words(words: list[str], line: int) -> Iterator[tuple[str, tuple[str | None, int]]]:
-    while words:
-        word, *words = words
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-        else:
-            name, value = _SHORT_OPTIONS.get(word[1:2], word), word[2:]
-            equals = value
-        if not equals and words and not words[0].startswith("-"):
-            value, *words = words
-        yield name, (value or None, line)
-
-
 _FLAGS_THAT_WRITE = frozenset(
     {"data-cache-path", "tensorboard-dir", "wandb-save-dir", "memory-snapshot-path"}
     | {f"non-persistent-{kind}-ckpt-dir" for kind in ("global", "local")}
@@ -267,7 +220,14 @@ def _check_flags(config: MegatronConfig, line: CommandLine, findings: Findings, 
         findings.ok("megatron_lm.args", note)
     program = config.megatron_lm.program
     said = ask_parser(
-        line.checkout, line.merged.flags, python=config.cluster.rank_python, in_container=contained, program=program
+        line.checkout,
+        line.merged.flags,
+        python=config.cluster.rank_python,
+        in_container=contained,
+        program=program,
+        environment=job_script.rank_defaults(str(config.job.cpus_per_task))
+        | config.cluster.environment
+        | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(config.world_size)},
     )
     for refusal in said.refusals:
         tell = findings.refuse if said.certain else findings.warn
@@ -280,7 +240,7 @@ def _check_flags(config: MegatronConfig, line: CommandLine, findings: Findings, 
             f"{number}; the job asks the parser, and ends the chain where it refuses one",
         )
     elif not said.refusals:
-        findings.ok(name, f"{version}: its own parser takes all {number}")
+        findings.ok(name, f"{version}: its own parser and validation take all {number}")
 
 
 def _check_chain_flags(config: MegatronConfig, line: CommandLine, findings: Findings) -> None:

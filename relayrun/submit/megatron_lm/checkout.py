@@ -16,7 +16,7 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -196,13 +196,20 @@ class ParserAnswer:
 
 
 def ask_parser(
-    checkout: Checkout, flags: Sequence[Flag], *, python: str, in_container: bool, program: str
+    checkout: Checkout,
+    flags: Sequence[Flag],
+    *,
+    python: str,
+    in_container: bool,
+    program: str,
+    environment: Mapping[str, str],
 ) -> ParserAnswer:
-    """Ask the checkout. `python`: of the ranks. `program`: whose own arguments count too, by its text."""
+    """Ask the checkout. `python`: of the ranks. `program`: whose own arguments count too, by its text. `environment`:
+    variables of a rank, its WORLD_SIZE included."""
     try:
         if in_container:
             raise _ParserUnavailable("the ranks' Python lies in a container")
-        answer = _run_parser(checkout, flags, python)
+        answer = _run_parser(checkout, flags, python, environment)
         own = frozenset(checkout.declared(checkout.folder / program))
         return ParserAnswer(refusals=_refused_flags(checkout, flags, answer, own), certain=True)
     except _ParserUnavailable as error:
@@ -215,11 +222,14 @@ def ask_parser(
     )
 
 
-def _run_parser(checkout: Checkout, flags: Iterable[Flag], python: str) -> dict[str, list[str]]:
+def _run_parser(
+    checkout: Checkout, flags: Iterable[Flag], python: str, variables: Mapping[str, str]
+) -> dict[str, list[str]]:
     """The answer of the checkout's parser. Raises _Unavailable."""
     path = [str(checkout.folder), *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
     environment = {
         **os.environ,
+        **variables,
         "PYTHONPATH": ":".join(path),
         "PYTHONDONTWRITEBYTECODE": "1",  # somebody else's checkout
         "CUDA_VISIBLE_DEVICES": "",
@@ -272,4 +282,9 @@ def _refused_flags(
     for message in answer["errors"]:
         name = next((name for name in source if name in message.replace("/", " ").replace(":", " ").split()), "")
         refuse(f"says: {message}", name, "correct the value")
+    for message in answer.get("invalid", []):
+        names = re.findall(r"--[\w-]+|\b[a-z]\w*_\w+", message)
+        named = ["--" + word.removeprefix("--").removeprefix("args.").replace("_", "-") for word in names]
+        name = next((name for name in named if name in source), "")
+        refuse(f"refuses these flags together: {message}", name, "change one of them; the ranks would end with this")
     return found

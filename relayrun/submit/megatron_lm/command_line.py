@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from relayrun.config.compose import megatron_flags
@@ -19,9 +21,11 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.trainers.megatron_lm import MegatronSettings, is_too_long_for_command
 from relayrun.errors import ConfigError
 from relayrun.submit.launcher_overrides import setting_variables, variable_text
-from relayrun.submit.megatron_lm import bash_arrays, flags
+from relayrun.submit.megatron_lm import flags
+from relayrun.submit.megatron_lm.bash_values import MARK
 from relayrun.submit.megatron_lm.checkout import Checkout
 from relayrun.submit.megatron_lm.flags import Flag, MergedFlags, RemovedByArgs
+from relayrun.submit.megatron_lm.launcher_file import REPLACED_FLAGS, Launcher, read_launcher
 from relayrun.tokens.shards.manifest import check_held_out
 from relayrun.tokens.shards.prefixes import expand_paths, find_prefixes
 from relayrun.tokens.shards.shard import Shard
@@ -69,17 +73,20 @@ def _weighted_prefixes(mixture: dict[str, DataSource], found: dict[str, list[str
 
 ARGS_SETTING = "megatron_lm.args"
 
-CHAIN_FLAGS = {
-    "save": "every run has a folder of its own, which `run_dir` names",
-    "load": "a run goes on from its own folder; `checkpoint.load` names what a new one begins with",
+CHAIN_FLAGS = {name: REPLACED_FLAGS[name] for name in ("save", "load", "trigger-path")} | {
     "ckpt-step": "a run goes on from its newest checkpoint; `checkpoint.load: RUN:ITERATION` names another one",
-    "trigger-path": "the chain's triggers lie in the run directory: `relayrun save`, `relayrun stop`",
     "exit-signal": "the chain asks the ranks to save and leave by a signal of its own",
 }
 """Flags that an attempt decides, and why nobody else does."""
 
 _FOLDER_VARIABLES = {"save": "CKPT_DIR", "load": "CKPT_DIR", "trigger-path": "TRIGGER_DIR"}
 """Variables of a launcher with which those flags say what holds anyway."""
+
+_SECTIONS_OF_LAUNCHERS = ("model", "training", "optimizer", "parallel", "checkpoint", "tracking", "data")
+"""Sections whose flags a launcher says itself."""
+
+_DATA_FLAGS = frozenset({"data-path", "train-data-path", "valid-data-path", "data-cache-path", "mock-data"})
+"""Flags of `data` for a launcher that names no shards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,24 +107,22 @@ def command_line(config: MegatronConfig, run: Run) -> CommandLine:
     variables = launcher_variables(config, run)
     notes: list[str] = []
     from_file: Sequence[Flag] = []
-    if own.args_file is not None:
-        file = Path(own.args_file)
-        from_file = bash_arrays.flags_in_arrays(file, variables, hints=setting_variables(config.trainer))
-        from_file = _without_folders(from_file, variables, notes)
+    launcher = None if own.args_file is None else config_launcher(config, run)
+    if launcher is not None:
+        from_file = _without_folders(launcher, variables, notes)
     from_args = flags.flags_from_args(dict(own.args), checkout.flags, source=ARGS_SETTING)
     for entry in from_args:
         _refuse_chain_flag(entry)
-    merged = flags.merge_flags([_flags_from_settings(config, run, checkout), from_file, from_args])
-    steps = merged.find("train-iters")
-    if steps is None or len(steps.values) != 1 or not steps.values[0].isdecimal():
-        words = "the chain must know the last iteration, and no flag says it: --train-iters"
-        hint = "set training.steps (TRAINING_STEPS), or train-iters in megatron_lm.args"
-        raise ConfigError(words, where="training.steps", hint=hint)
+    settings_flags = _flags_from_settings(config, run, checkout)
+    if launcher is not None:
+        settings_flags = _without_sections(settings_flags, launcher, notes)
+    merged = flags.merge_flags([settings_flags, from_file, from_args])
+    steps = train_iterations(merged)
     _refuse_blanks(merged)
     settings = MegatronSettings(
         run=[config.cluster.rank_python, str(checkout.folder / own.program), *merged.words],
         dialect=checkout.dialect.value,
-        total_steps=int(steps.values[0]),
+        total_steps=steps,
         dir=str(checkout.folder),
         keep_last=None if config.checkpoint is None else config.checkpoint.keep_last,
         keep_every=None if config.checkpoint is None else config.checkpoint.keep_every,
@@ -175,20 +180,89 @@ def _load_flags(config: MegatronConfig) -> list[str]:
     return [f"--{name}" for name, given in names.items() if given]
 
 
-def _without_folders(flags: Sequence[Flag], variables: Mapping[str, str], notes: list[str]) -> list[Flag]:
-    """The flags of a launcher without flags that an attempt decides, if these say what holds anyway.
-
-    Raises ConfigError if they say something else.
-    """
+def _without_folders(launcher: Launcher, variables: Mapping[str, str], notes: list[str]) -> list[Flag]:
+    """The flags of a launcher without flags that an attempt decides. Raises ConfigError if one of them matters."""
     kept = []
-    for entry in flags:
+    saved = next((entry.values for entry in launcher.flags if entry.name == "save"), None)
+    for entry in launcher.flags:
         name = _FOLDER_VARIABLES.get(entry.name)
-        if name is not None and entry.values == (variables[name],):
-            notes.append(f"{entry.text} of {entry.source} is left out: {CHAIN_FLAGS[entry.name]}")
+        same = name is not None and entry.values == (variables[name],)
+        own = entry.name in ("save", "trigger-path") or (entry.name == "load" and entry.values == saved)
+        if same or own or entry.name.startswith("wandb-"):
+            notes.append(f"{MARK.sub('...', entry.text)} of {entry.source} is left out: {REPLACED_FLAGS[entry.name]}")
             continue
         _refuse_chain_flag(entry)
         kept.append(entry)
     return kept
+
+
+def _without_sections(settings: list[Flag], launcher: Launcher, notes: list[str]) -> list[Flag]:
+    """The flags of settings that a launcher leaves to them: no flag of the model that it lacks is added."""
+    given = {entry.name for entry in launcher.flags}
+    sections = _SECTIONS_OF_LAUNCHERS if launcher.training is not None else ("model",) if "num-layers" in given else ()
+    data = launcher.datasets is not None or not any(name.endswith("data-path") or name == "mock-data" for name in given)
+    kept, left = [], list[str]()
+    for entry in settings:
+        section = entry.source.partition(".")[0]
+        of_data = section == "data" and data and entry.name in _DATA_FLAGS
+        if section not in sections or of_data or (entry.name == "save-interval" and "save-interval" not in given):
+            kept.append(entry)
+        elif entry.name not in given:
+            left.append(entry.text)
+    if left:
+        words = f"{launcher.path} says the flags of {', '.join(sections)}; these of the config are left out"
+        notes.append(f"{words}: {' '.join(left)}")
+    return kept
+
+
+def config_launcher(config: MegatronConfig, run: Run) -> Launcher:
+    """The launcher of `megatron_lm.args_file`, followed with the variables of this run and the environment."""
+    variables, settings = launcher_variables(config, run), setting_variables(config.trainer)
+    defaults = {name: value for name, value in variables.items() if name in settings or name.endswith("_DIR")}
+    facts = {name: value for name, value in variables.items() if name not in defaults}
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    return read_launcher(Path(config.megatron_lm.args_file or ""), outside | facts, defaults, hints=settings)
+
+
+def train_iterations(merged: MergedFlags) -> int:
+    """The last iteration of a training with these flags. Raises ConfigError if no flag says it."""
+    numbers = {
+        name: [int(value.replace("_", "")) for value in found.values]
+        for name in ("train-iters", "train-samples", "global-batch-size", "rampup-batch-size")
+        if (found := merged.find(name)) is not None and all(re.fullmatch(r"\d+(_\d+)*", each) for each in found.values)
+    }
+    if len(numbers.get("train-iters", ())) == 1:
+        return numbers["train-iters"][0]
+    samples, size = numbers.get("train-samples", ()), numbers.get("global-batch-size", ())
+    if len(samples) == len(size) == 1 and (ramp := numbers.get("rampup-batch-size", [])) in ([], ramp[:3]):
+        return iterations_of_samples(samples[0], size[0], tuple(ramp))
+    words = "the chain must know the last iteration, and no flag says it: --train-iters"
+    hint = "set training.steps (TRAINING_STEPS), or train-iters in megatron_lm.args"
+    if samples:
+        words = "--train-samples become iterations by --global-batch-size, and no flag says that"
+        hint = "set global-batch-size in megatron_lm.args"
+    raise ConfigError(words, where="training.steps", hint=hint)
+
+
+@lru_cache(maxsize=64)
+def iterations_of_samples(samples: int, size: int, ramp: tuple[int, ...] = ()) -> int:
+    """The iterations that Megatron-LM makes of `--train-samples`: without a last batch that is not full.
+
+    `ramp`: `--rampup-batch-size START INCREMENT SAMPLES`. Its batches count as long as no more samples than the ramp's
+    were consumed before them, as in Megatron-LM's update_train_iters.
+    """
+    if not ramp:
+        return samples // size
+    start, increment, length = ramp
+    if not increment or (size - start) % increment or size < start:
+        words = f"{size} is not reached from {start} by steps of {increment}"
+        raise ConfigError(words, where="rampup-batch-size", hint="give START INCREMENT SAMPLES")
+    each = length / ((size - start) // increment) if size > start else float("inf")
+    iterations = consumed = 0
+    while consumed <= length and consumed <= samples:
+        consumed += start + int(consumed / each) * increment
+        iterations += 1
+    return iterations + max(samples - consumed, 0) // size
 
 
 def _refuse_chain_flag(entry: Flag | RemovedByArgs) -> None:

@@ -1,8 +1,9 @@
 """Give flags to the parser of a checkout of Megatron-LM, and print what it says as JSON. Started as a file.
 
-Standard input is `{"words": [...]}`. The parser is taken at the moment at which the checkout is about to use it, so
-that nothing behind it runs: no model, no process group, no GPU. Printed is `{"flags": [...], "unknown": [...],
-"errors": [...]}` behind a line `ANSWER_MARK`, or `{"unavailable": "why"}` if the checkout cannot be imported.
+Standard input is `{"words": [...]}`. The parser is taken at the moment at which the checkout is about to use it. If it
+takes all flags, the checkout's own validation follows, as rank 0 of WORLD_SIZE: no process group, no GPU. Printed is
+`{"flags": [...], "unknown": [...], "errors": [...], "invalid": [...]}` behind a line `ANSWER_MARK`, or
+`{"unavailable": "why"}` if the checkout cannot be imported.
 """
 
 from __future__ import annotations
@@ -10,10 +11,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
+import traceback
 from typing import Any, NoReturn
 
 ANSWER_MARK = "relayrun: flags"
+
+
+WITHOUT_GPU = re.compile(r"NVIDIA driver|No CUDA GPUs|not compiled with CUDA|[Ii]nvalid device", re.I)
+"""Errors of torch on a machine without a GPU, which say nothing of the flags."""
 
 
 class ParserTaken(BaseException):
@@ -34,6 +41,8 @@ def main() -> None:
     os.dup2(2, 1)  # what is printed at import
     try:
         found = parse_flags_one_by_one(take_parser(), words)
+        if not found["unknown"] and not found["errors"]:
+            found["invalid"] = validate_flags(words)
     except Exception as error:
         found = {"unavailable": f"{type(error).__name__}: {error}".splitlines()[0]}
     with os.fdopen(standard_output, "w") as output:
@@ -83,6 +92,28 @@ def parse_flags_one_by_one(parser: argparse.ArgumentParser, words: list[str]) ->
         else:
             unknown += [rest[0]] if rest else []
     return {"flags": flags, "unknown": unknown, "errors": errors}
+
+
+def validate_flags(words: list[str]) -> list[str]:
+    """What the checkout's `validate_args` and configuration of the model say against the flags; empty if nothing."""
+    from megatron.training import arguments
+
+    if not hasattr(arguments, "validate_args"):
+        return []
+    sys.argv = ["pretrain.py", *words]
+    try:
+        args = arguments.parse_args()
+        args = arguments.validate_args(args, {}) or args
+        arguments.core_transformer_config_from_args(args)
+    except ImportError:  # a package that the ranks may have
+        return []
+    except (Exception, SystemExit) as error:
+        line = traceback.extract_tb(error.__traceback__)[-1]
+        said = " ".join(str(error).split()) or str(line.line)
+        if WITHOUT_GPU.search(said):
+            return []
+        return [f"{type(error).__name__}: {said} ({os.path.basename(line.filename)}:{line.lineno})"]
+    return []
 
 
 def group_words(words: list[str]) -> list[list[str]]:

@@ -1,0 +1,812 @@
+"""Follows a launcher's lines without running a program: variables, branches, loops and functions, up to the training.
+
+Only the shell's own commands have an effect here, on variables. Other programs are noted. Their output, and everything
+that depends on it, is unknown (`UnknownValue`). Of a branch whose condition is unknown both sides are followed, and
+variables that differ behind it are unknown. Tests of files are answered by the file system, and noted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+from relayrun.submit.megatron_lm.bash_syntax import (
+    ASSIGNMENT,
+    DECLARE,
+    Command,
+    Compound,
+    Node,
+    UnreadableBash,
+    Word,
+    parse,
+)
+from relayrun.submit.megatron_lm.bash_values import MARK, BashValues, Source
+
+MOST_STEPS = 200_000
+"""Commands of a script that are followed, loops included."""
+MAX_SCRIPT_BYTES = 1 << 20
+PROGRAM = re.compile(r"(?:.*/)?pretrain_\w+\.py")
+_SHELL = re.compile(r"(?:.*/)?(?:ba)?sh")
+_SETUP = re.compile(r"module|ml|conda|mamba|micromamba|spack|ulimit|uenv")
+"""Commands that prepare the environment of programs."""
+_INERT = frozenset(["trap", "wait", "umask", "shopt", "hash", "type", "jobs", "kill", "disown", "cd", "pushd", "popd"])
+_FILE_TESTS: dict[str, Callable[[str], bool]] = {
+    "-d": os.path.isdir, "-f": os.path.isfile, "-e": os.path.exists, "-L": os.path.islink, "-h": os.path.islink,
+    "-s": lambda path: os.path.exists(path) and os.path.getsize(path) > 0, "-r": lambda path: os.access(path, os.R_OK),
+    "-w": lambda path: os.access(path, os.W_OK), "-x": lambda path: os.access(path, os.X_OK),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Started:
+    """A program that a script starts, with its environment."""
+
+    where: str
+    words: list[str]
+    environment: Mapping[str, str]
+
+
+@dataclass
+class Followed:
+    """The programs that a script starts, and the lines that prepare them."""
+
+    trainings: list[Started] = field(default_factory=list)
+    others: list[Started] = field(default_factory=list)
+    setup: list[tuple[str, str]] = field(default_factory=list)
+    """Lines that prepare the environment, each with its place."""
+    ignored: list[tuple[str, str]] = field(default_factory=list)
+    """Traps and such, each with its place."""
+
+
+class _Leave(Exception):
+    """`break`, `continue`, `return` or `exit`."""
+
+    def __init__(self, kind: str, at: int, status: bool | None) -> None:
+        self.kind, self.at, self.status = kind, at, status
+
+
+class Script(BashValues):
+    """A launcher that is followed."""
+
+    def __init__(self, variables: Mapping[str, str], defaults: Mapping[str, str], source: Source) -> None:
+        super().__init__(variables, defaults, source)
+        self.functions: dict[str, tuple[Source, Node]] = {}
+        self.found = Followed()
+        self.files: dict[str, str] = {}
+        """Files that the script writes, with their text."""
+        self.output: list[str] | None = None
+        self.steps = [0]
+        self.locals: list[dict[str, object]] = []
+        self.options: set[str] = set()
+        self.input: str | None = None
+
+    def follow(self) -> None:
+        """Follow the whole script. Raises UnreadableBash, with an index into `source`."""
+        try:
+            self._run(parse(self.source.text))
+        except _Leave as left:
+            if left.kind != "exit":
+                raise UnreadableBash(left.at, f"{left.kind} stands outside of a loop or function") from None
+
+    def _run(self, nodes: list[Node]) -> bool | None:
+        status: bool | None = True
+        for node in nodes:
+            self.steps[0] += 1
+            if self.steps[0] > MOST_STEPS:
+                raise UnreadableBash(node.at, f"more than {MOST_STEPS} commands")
+            status = self._command(node) if isinstance(node, Command) else self._compound(node)
+        return status
+
+    def _inside(self, source: Source, nodes: list[Node] | None = None) -> bool | None:
+        """Follow another text in this shell; an error in it is one of its own lines."""
+        before, self.source = self.source, source
+        try:
+            return self._run(parse(source.text) if nodes is None else nodes)
+        except UnreadableBash as error:
+            if not hasattr(error, "where"):
+                error.where = source.where(error.at)  # type: ignore[attr-defined]
+            raise
+        finally:
+            self.source = before
+
+    # compound commands
+
+    def _compound(self, node: Compound) -> bool | None:
+        first = node.parts[0]
+        self.input = next((self._input(each) for each in node.redirections if each[0].startswith("<")), self.input)
+        match node.kind:
+            case "&&" | "||":
+                return self._and_or(node)
+            case "!":
+                status = self._run(first)
+                return None if status is None else not status
+            case "|" | "&" | "(":
+                return self._subshells(node)
+            case "{":
+                return self._run(first)
+            case "if":
+                return self._if(node.parts)
+            case "for":
+                return self._for(node)
+            case "while" | "until":
+                return self._while(node, first, node.parts[1])
+            case "case":
+                return self._case(node)
+        self.functions[node.words[0].text] = (self.source, first[0])
+        return True
+
+    def _and_or(self, node: Compound) -> bool | None:
+        left, wanted = self._run(node.parts[0]), node.kind == "&&"
+        if left is None:
+            right: list[bool | None] = []
+            self._either(node.at, lambda one: right.append(one._run(node.parts[1])), lambda other: None)
+            return None
+        return self._run(node.parts[1]) if left is wanted else left
+
+    def _subshells(self, node: Compound) -> bool | None:
+        status: bool | None = True
+        for number, part in enumerate(node.parts):
+            shell = self.fork()
+            if node.kind == "|" and number < len(node.parts) - 1:
+                shell.output = []
+            try:
+                status = shell._run(part)
+            except _Leave as left:
+                status = left.status
+        return True if node.kind == "&" else status if len(node.parts) == 1 else None
+
+    def _if(self, parts: list[list[Node]]) -> bool | None:
+        if len(parts) < 2:
+            return self._run(parts[0]) if parts else True
+        status = self._run(parts[0])
+        if status is None:
+            at = parts[0][0].at
+            self._either(at, lambda one: one._run(parts[1]), lambda other: other._if(parts[2:]))
+            return None
+        return self._run(parts[1]) if status else self._if(parts[2:])
+
+    def _either(self, at: int, one: Callable[[Script], object], other: Callable[[Script], object]) -> None:
+        """Follow both sides of a condition that is not known; variables that differ behind it are unknown."""
+        sides = []
+        for follow in (one, other):
+            shell = self.fork()
+            try:
+                follow(shell)
+                sides.append(shell)
+            except _Leave as left:
+                if left.kind != "exit":
+                    raise UnreadableBash(left.at, f"{left.kind}: nobody knows if it is reached") from None
+        if not sides:
+            raise _Leave("exit", at, None)
+        words = f"it depends on the condition of line {self.source.line(at)}, which only a job knows"
+        self._join(sides, at, words)
+
+    def _join(self, sides: list[Script], at: int, words: str) -> None:
+        first, last = sides[0], sides[-1]
+        names = [*first.variables, *(name for name in last.variables if name not in first.variables)]
+        found = {name: first.variables.get(name) for name in names}
+        for name, value in found.items():
+            if value != last.variables.get(name):
+                found[name] = self.mark(at, f"${name} is not known here: {words}")
+        self.variables = {name: value for name, value in found.items() if value is not None}
+        self.exported = first.exported | last.exported
+        self.keyed = first.keyed | last.keyed
+
+    def _for(self, node: Compound) -> bool | None:
+        if node.words[0].text == "((":
+            start, condition, step = [*node.words[1].text.split(";"), "", ""][:3]
+            self.arithmetic(start or "0", node.at)
+            return self._loop(node.at, node.parts[0], lambda: self.arithmetic(condition or "1", node.at), step)
+        name = node.words[0].text
+        values = [each for word in node.words[2:] for each in self.words(word)]
+        for value in values if len(node.words) > 1 else list(self.positional):
+            self.variables[name] = value
+            if self._body(node.parts[0]) == "break":
+                break
+        return True
+
+    def _while(self, node: Compound, condition: list[Node], body: list[Node]) -> bool | None:
+        def wanted() -> int | str:
+            status = self._run(condition)
+            return "" if status is None else int(status is (node.kind == "while"))
+
+        return self._loop(node.at, body, wanted, "")
+
+    def _loop(self, at: int, body: list[Node], wanted: Callable[[], int | str], step: str) -> bool | None:
+        while True:
+            going = wanted()
+            if isinstance(going, str):
+                self._unknown_loop(at, body)
+                return None
+            if not going or self._body(body) == "break":
+                return True
+            self.arithmetic(step or "0", at)
+
+    def _unknown_loop(self, at: int, body: list[Node]) -> None:
+        shell = self.fork()
+        with contextlib.suppress(_Leave):
+            shell._body(body)
+        self._join([self.fork(), shell], at, f"the loop of line {self.source.line(at)} sets it, which only a job runs")
+
+    def _body(self, body: list[Node]) -> str:
+        try:
+            self._run(body)
+        except _Leave as left:
+            if left.kind not in ("break", "continue"):
+                raise
+            return left.kind
+        return ""
+
+    def _case(self, node: Compound) -> bool | None:
+        value = self.without_unset(self.text(node.words[0]))
+        if MARK.search(value):
+            return self._cases(node, 0)
+        for patterns, part in zip(node.patterns, node.parts, strict=True):
+            found = [self.pattern(each) for each in patterns]
+            if None in found:
+                raise UnreadableBash(node.at, "a pattern of case is not known here")
+            if any(each is not None and each.match(value) for each in found):
+                return self._run(part)
+        return True
+
+    def _cases(self, node: Compound, number: int) -> bool | None:
+        if number < len(node.parts):
+            self._either(
+                node.at, lambda one: one._run(node.parts[number]), lambda other: other._cases(node, number + 1)
+            )
+        return None
+
+    # simple commands
+
+    def _command(self, node: Command) -> bool | None:
+        if node.words and node.words[0].text == "((":
+            found = self.arithmetic(node.words[1].text, node.at)
+            return None if isinstance(found, str) else bool(found)
+        if node.words and node.words[0].text == "[[":
+            return _Test(self, node.words[1:-1], node.at).answer()
+        number = 0
+        while number < len(node.words) and ASSIGNMENT.match(node.words[number].text):
+            number += 1
+        assigned, rest = node.words[:number], node.words[number:]
+        marks = len(self.unknown)
+        if not rest:
+            for word in assigned:
+                self.assign(word)
+            return True if len(self.unknown) == marks else None
+        if rest[0].text in DECLARE:
+            return self._declare(rest)
+        words = [each for word in rest for each in self.words(word, split=rest[0].text != "let")]
+        if not words:
+            return True
+        before, exported = dict(self.variables), set(self.exported)
+        for word in assigned:
+            self.assign(word, exported=True)
+        inputs = [self._input(each) for each in node.redirections if each[0].startswith("<")]
+        outer, self.input = self.input, inputs[-1] if inputs else self.input
+        try:
+            return self._named(words, node)
+        finally:
+            self.input = outer
+            for word in assigned:
+                name = word.text[: (ASSIGNMENT.match(word.text) or [""])[0].find("=")].rstrip("+")
+                self.variables.pop(name, None)
+                if name in before:
+                    self.variables[name] = before[name]
+            if assigned:
+                self.exported = exported
+
+    def _input(self, redirection: tuple[str, Word]) -> str | None:
+        kind, word = redirection
+        if kind == "<<<":
+            return self.text(word) + "\n"
+        if kind == "<<":
+            quote = "\ue002"  # a quote is a letter there
+            return self.text(Word(word.at, '"' + word.text.replace('"', quote) + '"')).replace(quote, '"')
+        return word.text if kind == "<<'" else None
+
+    def assign(self, word: Word, *, exported: bool = False) -> None:
+        """Carry out `NAME=value`, `NAME+=value`, `NAME[index]=value` or `NAME=( ... )`."""
+        match = ASSIGNMENT.match(word.text)
+        assert match is not None
+        name, index, appends = match[1], match[2], match[3] == "+="
+        before = self.variables.get(name)
+        if word.text.startswith("(", match.end()):
+            new = self.array(word, match.end(), keyed=name in self.keyed)
+            if appends and before is not None:
+                old = dict(before) if isinstance(before, dict) else {"0": before}
+                first = 0 if name in self.keyed else 1 + max(map(int, old), default=-1)
+                new = old | (new if name in self.keyed else {str(first + int(key)): each for key, each in new.items()})
+            self.variables[name] = new
+        else:
+            value = self.text(Word(word.at, word.text[match.end() :]))
+            if index is None and isinstance(before, dict):
+                index = "[0]"
+            if index is not None:
+                key = self.text(Word(word.at, index[1:-1])) if name in self.keyed else str(
+                    self.arithmetic(index[1:-1], word.at)
+                )  # fmt: skip
+                array = dict(before) if isinstance(before, dict) else {} if before is None else {"0": before}
+                self.variables[name] = array | {key: array.get(key, "") + value if appends else value}
+            else:
+                self.variables[name] = (before if appends and isinstance(before, str) else "") + value
+        if exported or "a" in self.options:
+            self.exported.add(name)
+
+    def _declare(self, words: list[Word]) -> bool | None:
+        command, letters, marks = words[0].text, "", len(self.unknown)
+        for word in words[1:]:
+            if re.match(r"[-+]\w+$", word.text):
+                letters += word.text[1:]
+                continue
+            text = re.sub(r"""^(["'])([A-Za-z_]\w*\+?=)""", r"\2\1", word.text)  # export "NAME=word"
+            match = ASSIGNMENT.match(text)
+            name = match[1] if match is not None else self.text(word)
+            if not re.fullmatch(r"[A-Za-z_]\w*", name) or "n" in letters.replace("n", "", command == "export"):
+                raise UnreadableBash(word.at, f"{command} of this form is not read")
+            if (command == "local" or (command in ("declare", "typeset") and "g" not in letters)) and self.locals:
+                self.locals[-1].setdefault(name, self.variables.get(name))
+                if match is None:
+                    self.variables.pop(name, None)
+            if "A" in letters:
+                self.keyed.add(name)
+                self.variables.setdefault(name, {})
+            if match is not None:
+                self.assign(Word(word.at, text))
+                if "i" in letters:
+                    self.variables[name] = str(self.arithmetic(str(self.variables[name]), word.at))
+            if command == "export" and "n" in letters:
+                self.exported.discard(name)
+            elif command == "export" or "x" in letters:
+                self.exported.add(name)
+        return True if len(self.unknown) == marks else None
+
+    def _named(self, words: list[str], node: Command) -> bool | None:
+        name = self.without_unset(words[0])
+        if name in self.functions:
+            return self._call(name, words[1:])
+        if name in ("exit", "return", "break", "continue"):
+            raise _Leave(name, node.at, None if len(words) < 2 else words[1] == "0")
+        if name in (":", "true"):
+            return True
+        if name == "false":
+            return False
+        if name in ("[", "test"):
+            inner = words[1:-1] if name == "[" else words[1:]
+            return _Test(self, [Word(node.at, each) for each in inner], node.at, expanded=True).answer()
+        builtin = getattr(self, f"_do_{name}", None) if name not in (".",) else self._do_source
+        if builtin is not None:
+            status: bool | None = builtin(words[1:], node)
+            return status
+        if name in _INERT or _SETUP.fullmatch(name):
+            target = self.found.setup if _SETUP.fullmatch(name) else self.found.ignored
+            target.append((self.source.where(node.at), " ".join(words)))
+            return True
+        if name in ("alias", "select", "complete", "enable", "wait"):
+            raise UnreadableBash(node.at, f"{name} is not read")
+        return self._program(words, node)
+
+    def _call(self, name: str, words: list[str]) -> bool | None:
+        if len(self.locals) > 100:
+            raise UnreadableBash(0, f"{name} calls itself")
+        source, body = self.functions[name]
+        outer, self.positional = self.positional, words
+        self.locals.append({})
+        try:
+            return self._inside(source, [body])
+        except _Leave as left:
+            if left.kind != "return":
+                raise
+            return left.status
+        finally:
+            self.positional = outer
+            for variable, value in self.locals.pop().items():
+                self.variables.pop(variable, None)
+                if value is not None:
+                    self.variables[variable] = value  # type: ignore[assignment]
+
+    # commands of the shell
+
+    def _do_set(self, words: list[str], node: Command) -> bool:
+        for number, word in enumerate(words):
+            if word == "--" or not re.match(r"[-+]\w", word):
+                self.positional = words[number + (word == "--") :]
+                break
+            if word == "-o" and words[number + 1 : number + 2] == ["allexport"]:
+                self.options.add("a")
+            elif "a" in word[1:] and word[1:] != "allexport":
+                (self.options.add if word[0] == "-" else self.options.discard)("a")
+            elif word in ("-o", "+o"):
+                break
+        return True
+
+    def _do_unset(self, words: list[str], node: Command) -> bool:
+        for word in words:
+            if (element := re.fullmatch(r"(\w+)\[(.*)\]", word)) is not None:
+                array = self.variables.get(element[1])
+                if isinstance(array, dict):
+                    array.pop(element[2], None)
+            elif word != "-f":
+                self.variables.pop(word, None)
+                self.exported.discard(word)
+        return True
+
+    def _do_shift(self, words: list[str], node: Command) -> bool:
+        self.positional = self.positional[int(words[0]) if words and words[0].isdigit() else 1 :]
+        return True
+
+    def _do_echo(self, words: list[str], node: Command) -> bool:
+        end, escapes = "\n", False
+        while words and re.fullmatch(r"-[neE]+", words[0]):
+            end, escapes = "" if "n" in words[0] else end, escapes or "e" in words[0]
+            words = words[1:]
+        text = " ".join(words)
+        self._say(text.replace("\\n", "\n").replace("\\t", "\t") + end if escapes else text + end, node)
+        return True
+
+    def _do_printf(self, words: list[str], node: Command) -> bool:
+        target = words[1] if words[:1] == ["-v"] else None
+        words = words[2:] if target is not None else words[1:] if words[:1] == ["--"] else words
+        text = _formatted(words)
+        if text is None:
+            text = self.mark(node.at, "the output of printf is not read")
+        if target is not None:
+            self.variables[target] = text
+        else:
+            self._say(text, node)
+        return True
+
+    def _say(self, text: str, node: Command) -> None:
+        """Give text to what reads the output: a substitution, or a file."""
+        for kind, word in node.redirections:
+            if kind in (">", ">|"):
+                self.files[self.text(word)] = text
+                return
+            if kind == ">>" or (kind == ">&" and word.text == "2"):
+                return
+        if self.output is not None:
+            self.output.append(text)
+
+    def _do_read(self, words: list[str], node: Command) -> bool | None:
+        letters = "".join(word[1:] for word in words if word.startswith("-"))
+        names = [word for word in words if not word.startswith("-")]
+        known = self.input is not None and not MARK.search(self.input) and not re.search(r"[^ra]", letters)
+        if not known or not names:
+            return self._unread(names, node)
+        ifs = self.variables.get("IFS", " \t\n")
+        line = (self.input or "").split("\n")[0]
+        if "a" in letters:
+            parts = [part for part in re.split(f"[{re.escape(str(ifs))}]", line) if part] if ifs else [line]
+            self.variables[names[0]] = {str(number): part for number, part in enumerate(parts)}
+            return True
+        parts = re.split(f"[{re.escape(str(ifs))}]+", line.strip(), maxsplit=len(names) - 1) if ifs else [line]
+        for number, name in enumerate(names):
+            self.variables[name] = parts[number] if number < len(parts) else ""
+        return True
+
+    def _unread(self, names: list[str], node: Command) -> bool | None:
+        for name in names or ["REPLY"]:
+            self.variables[name] = self.mark(node.at, f"${name} is read from what only a job has")
+        return None
+
+    def _do_mapfile(self, words: list[str], node: Command) -> bool | None:
+        names = [word for word in words if re.fullmatch(r"[A-Za-z_]\w*", word)] or ["MAPFILE"]
+        if self.input is None or MARK.search(self.input):
+            return self._unread(names[-1:], node)
+        lines = self.input.removesuffix("\n").split("\n")
+        self.variables[names[-1]] = {str(number): line for number, line in enumerate(lines)}
+        return True
+
+    _do_readarray = _do_mapfile
+
+    def _do_getopts(self, words: list[str], node: Command) -> bool | None:
+        if not self.positional:
+            return False
+        return self._unread([*words[1:2], "OPTARG", "OPTIND"], node)
+
+    def _do_let(self, words: list[str], node: Command) -> bool | None:
+        found = [self.arithmetic(word, node.at) for word in words]
+        return None if not found or isinstance(found[-1], str) else bool(found[-1])
+
+    def _do_eval(self, words: list[str], node: Command) -> bool | None:
+        return self._inside(Source(self.source.name, " ".join(words), self.source.line(node.at)))
+
+    def _do_source(self, words: list[str], node: Command) -> bool | None:
+        name = self.without_unset(words[0]) if words else ""
+        path = Path(os.path.dirname(self.source.name), name)
+        text = self.files.get(name)
+        if (
+            text is None
+            and name
+            and not MARK.search(name)
+            and not re.search(r"/bin/activate|/etc/profile|bashrc", name)
+        ):
+            text = read_script(path) if path.is_file() else None
+        if text is not None:
+            outer, self.positional = self.positional, words[1:] or self.positional
+            try:
+                return self._inside(Source(str(path), text))
+            except _Leave as left:
+                if left.kind != "return":
+                    raise
+                return left.status
+            finally:
+                self.positional = outer
+        if re.search(r"activate|profile|bashrc|setvars|modules|env_setup", name):
+            self.found.setup.append((self.source.where(node.at), f"source {name}"))
+            return True
+        shown = MARK.sub("...", words[0]) if words else ""
+        raise UnreadableBash(node.at, f"source {shown}: there is no such file here, and it may set any variable")
+
+    def _do_exec(self, words: list[str], node: Command) -> bool | None:
+        if words:
+            self._program(words, node)
+            raise _Leave("exit", node.at, None)
+        return True
+
+    def _do_builtin(self, words: list[str], node: Command) -> bool | None:
+        words = [word for word in words if not (word.startswith("-") and word in ("-p", "-v", "-V"))]
+        return self._named(words, node) if words else True
+
+    _do_command = _do_builtin
+
+    # programs
+
+    def _program(self, words: list[str], node: Command) -> bool | None:
+        """Note a program; follow a shell that it starts."""
+        if words[0] in ("cat", "basename", "dirname", "seq"):
+            self._utility(words, node)
+        environment = {
+            name: value for name, value in self.variables.items() if name in self.exported and isinstance(value, str)
+        }
+        where = self.source.where(node.at)
+        number = next((each for each, word in enumerate(words) if _SHELL.fullmatch(word)), None)
+        if number is not None and not any(PROGRAM.fullmatch(word) for word in words[:number]):
+            inner = self._shell(words[number + 1 :], node)
+            if inner is not None:
+                before = len(self.found.trainings)
+                self._child(inner[0], inner[1], node, words[:number])
+                if len(self.found.trainings) > before or inner[2]:
+                    return None
+        target = self.found.trainings if any(PROGRAM.fullmatch(word) for word in words) else self.found.others
+        target.append(Started(where, words, environment))
+        script = next(
+            (word for word in words if word in self.files or word.endswith((".sh", ".sbatch", ".slurm"))), None
+        )
+        if (
+            target is self.found.others
+            and script is not None
+            and words[0] not in ("sbatch", "cp", "cat", "chmod", "rm")
+        ):
+            text = self._script_text(script)
+            if text is not None:
+                at = words.index(script)
+                self._child(Source(script, text), words[at + 1 :], node, words[:at])
+        return None
+
+    def _script_text(self, name: str) -> str | None:
+        if name in self.files or MARK.search(name):
+            return self.files.get(name)
+        path = Path(os.path.dirname(self.source.name), name)
+        return read_script(path) if path.is_file() else None
+
+    def _shell(self, words: list[str], node: Command) -> tuple[Source, list[str], bool] | None:
+        """The text that `bash WORDS` runs, and its parameters."""
+        line = self.source.line(node.at)
+        for number, word in enumerate(words):
+            if re.fullmatch(r"-\w*c\w*", word) and number + 1 < len(words):
+                return Source(self.source.name, words[number + 1], line), words[number + 3 :], True
+            if not word.startswith("-"):
+                return None
+        return (Source(self.source.name, self.input, line), [], True) if self.input else None
+
+    def _child(self, source: Source, positional: list[str], node: Command, prefix: list[str]) -> None:
+        """Follow a text in a shell of its own, which has the exported variables alone."""
+        shell = self.fork()
+        shell.variables = {name: value for name, value in shell.variables.items() if name in shell.exported}
+        shell.positional, shell.output, shell.defaults = positional, None, {}
+        first = len(self.found.trainings)
+        with contextlib.suppress(_Leave):
+            shell._inside(source)
+        for number, each in enumerate(self.found.trainings[first:], start=first):
+            self.found.trainings[number] = Started(each.where, [*prefix, *each.words], each.environment)
+
+    def _utility(self, words: list[str], node: Command) -> None:
+        """The output of a program that is known well enough."""
+        plain = [self.without_unset(word) for word in words[1:]]
+        text: str | None = None
+        if words[0] == "cat" and not plain and self.input is not None:
+            text = self.input
+        elif words[0] in ("basename", "dirname") and plain and not MARK.search(plain[0]):
+            text = (
+                os.path.basename(plain[0].rstrip("/")) if words[0] == "basename" else os.path.dirname(plain[0]) or "."
+            )
+            text = text.removesuffix(plain[1]) + "\n" if len(plain) > 1 else text + "\n"
+        elif words[0] == "seq" and plain and all(re.fullmatch(r"-?\d{1,6}", word) for word in plain):
+            numbers = list(map(int, plain))
+            first, last = numbers[0] if len(numbers) > 1 else 1, numbers[-1]
+            step = numbers[1] if len(numbers) == 3 else 1
+            text = "".join(f"{number}\n" for number in range(first, last + (1 if step > 0 else -1), step or 1))
+        if text is not None:
+            self._say(text, node)
+
+    def substitute(self, text: str, at: int) -> str:
+        """The output of a command substitution: known for the shell's own commands, unknown for programs."""
+        shell = self.fork()
+        shell.output = []
+        shell.found = Followed()
+        source = Source(self.source.name, text, self.source.line(at))
+        try:
+            shell._inside(source)
+        except _Leave:
+            pass
+        except UnreadableBash:
+            return self.mark(at, f"$({_shortened(text)}) is not read")
+        self.found.others += [each for each in shell.found.others if each.words[0] == "sbatch"]
+        known = [each for each in shell.found.others if each.words[0] not in ("cat", "basename", "dirname", "seq")]
+        empty = not shell.output and bool(shell.found.others or shell.found.trainings)
+        if known or empty or "|" in re.sub(r"\|\||'[^']*'|\"[^\"]*\"", "", text):
+            command = tuple(known[-1].words) if known else ()
+            return self.mark(at, f"it is the output of $({_shortened(text)}), which nobody runs here", command=command)
+        return "".join(shell.output).rstrip("\n")
+
+
+_COMPARISONS = frozenset(["=", "==", "!=", "<", ">", "=~", "-eq", "-ne", "-lt", "-le", "-gt", "-ge", "-nt", "-ot"])
+
+
+class _Test:
+    """The answer of `[ ]` or `[[ ]]`."""
+
+    def __init__(self, script: Script, words: list[Word], at: int, *, expanded: bool = False) -> None:
+        self.script, self.words, self.where, self.expanded, self.at = script, words, at, expanded, 0
+
+    def answer(self) -> bool | None:
+        if not self.words:
+            return False
+        found = self._or()
+        if self.at < len(self.words):
+            self._refuse()
+        return found
+
+    def _refuse(self) -> NoReturn:
+        raise UnreadableBash(self.where, f"the test {' '.join(word.text for word in self.words)} is not read")
+
+    def _next(self, *texts: str) -> bool:
+        if self.at < len(self.words) and self.words[self.at].text in texts:
+            self.at += 1
+            return True
+        return False
+
+    def _or(self) -> bool | None:
+        found = self._and()
+        while self._next("||", "-o"):
+            other = self._and()
+            found = True if True in (found, other) else None if None in (found, other) else False
+        return found
+
+    def _and(self) -> bool | None:
+        found = self._not()
+        while self._next("&&", "-a"):
+            other = self._not()
+            found = False if False in (found, other) else None if None in (found, other) else True
+        return found
+
+    def _not(self) -> bool | None:
+        if self._next("!"):
+            found = self._not()
+            return None if found is None else not found
+        if not self.expanded and self._next("("):
+            found = self._or()
+            if not self._next(")"):
+                self._refuse()
+            return found
+        return self._single()
+
+    def _value(self, word: Word) -> str:
+        return word.text if self.expanded else self.script.text(word)
+
+    def _single(self) -> bool | None:
+        rest = self.words[self.at :]
+        if len(rest) >= 3 and rest[1].text in _COMPARISONS:
+            self.at += 3
+            return self._compared(rest[0], rest[1].text, rest[2])
+        if len(rest) >= 2 and re.fullmatch(r"-[a-zA-Z]", rest[0].text) and rest[1].text not in ("&&", "||"):
+            self.at += 2
+            return self._unary(rest[0].text, self._value(rest[1]), rest[1])
+        if not rest:
+            self._refuse()
+        self.at += 1
+        value = self.script.without_unset(self._value(rest[0]))
+        return None if MARK.search(value) else bool(value)
+
+    def _unary(self, kind: str, text: str, word: Word) -> bool | None:
+        value = self.script.without_unset(text)
+        unknown = MARK.search(value) is not None
+        if kind in ("-z", "-n"):
+            empty = MARK.sub("", value) == ""
+            return (kind == "-n") is not empty if not unknown or not empty else None
+        if kind == "-v":
+            return value in self.script.variables
+        if kind in _FILE_TESTS and not unknown and value == text:
+            if value and not value.startswith("/"):
+                return None  # nobody knows in which folder
+            answer = bool(value) and _FILE_TESTS[kind](value)
+            line = self.script.source.where(word.at)
+            self.script.notes.append(f"{line}: [ {kind} {value} ] is {'true' if answer else 'false'} here")
+            return answer
+        if kind in _FILE_TESTS or kind in ("-t", "-p", "-S", "-b", "-c", "-N", "-O", "-G", "-o"):
+            return None
+        return self._refuse()
+
+    def _compared(self, left: Word, kind: str, right: Word) -> bool | None:
+        script = self.script
+        one = script.without_unset(self._value(left))
+        if kind in ("-nt", "-ot") or MARK.search(one):
+            return None
+        if kind.startswith("-"):
+            numbers = [script.arithmetic(each or "0", left.at) for each in (one, self._value(right))]
+            if any(isinstance(number, str) for number in numbers):
+                return None
+            first, last = int(numbers[0]), int(numbers[1])
+            return {
+                "-eq": first == last, "-ne": first != last, "-lt": first < last, "-le": first <= last,
+                "-gt": first > last, "-ge": first >= last,
+            }[kind]  # fmt: skip
+        if kind in ("=", "==", "!=") and not self.expanded:
+            pattern = script.pattern(right)
+            return None if pattern is None else (pattern.match(one) is not None) is (kind != "!=")
+        other = script.without_unset(self._value(right))
+        if MARK.search(other):
+            return None
+        if kind == "=~":
+            try:
+                return re.search(other, one) is not None
+            except re.error:
+                self._refuse()
+        return {"<": one < other, ">": one > other, "!=": one != other}.get(kind, one == other)
+
+
+def read_script(path: Path) -> str:
+    """A script's text. Raises OSError and UnicodeDecodeError, and UnreadableBash if it is too large."""
+    if path.stat().st_size > MAX_SCRIPT_BYTES:
+        raise UnreadableBash(0, f"{path} is too large for a launcher")
+    return path.read_bytes().decode()
+
+
+def _formatted(words: list[str]) -> str | None:
+    """The output of `printf`; None if it is not known."""
+    if not words or MARK.search(words[0]):
+        return None
+    pattern = words[0].replace("\\n", "\n").replace("\\t", "\t")
+    parts = re.findall(r"%(?:%|[-+ 0#]*\d*(?:\.\d+)?[sdiuxXfgeq])", pattern)
+    wanted = len([part for part in parts if part != "%%"])
+    if pattern.count("%") - parts.count("%%") * 2 != wanted or (wanted and len(words) - 1 > wanted * 1000):
+        return None
+    rest, found = list(words[1:]), []
+    while True:
+        values: list[object] = []
+        for part in (part for part in parts if part != "%%"):
+            word = rest.pop(0) if rest else ""
+            if part[-1] in "sq":
+                values.append(word)
+            elif not re.fullmatch(r"-?\d*(\.\d+)?", word):
+                return None
+            else:
+                values.append(float(word or 0) if part[-1] in "fge" else int(word or 0))
+        found.append(
+            re.sub(
+                r"(%[-+ 0#]*\d*(?:\.\d+)?)[qu]", lambda each: each[1] + ("s" if each[0][-1] == "q" else "d"), pattern
+            )
+            % tuple(values)
+        )
+        if not rest or not wanted:
+            return "".join(found)
+
+
+def _shortened(text: str) -> str:
+    text = " ".join(MARK.sub("...", text).split())
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,203 @@
+"""`relayrun adopt`: every line of a launcher is in the run config, replaced for a reason, or an error."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relayrun.cli.__main__ import main
+from relayrun.cli.run import adopt as command
+from relayrun.config.compose import resolve
+from relayrun.config.compose.schema import MegatronConfig
+from relayrun.config.compose.yaml_file import dump_yaml, read_yaml
+from relayrun.control.rundir.run import Run
+from relayrun.errors import ConfigError, RelayrunError
+from relayrun.submit.adopt import Adopted, adopt
+from relayrun.submit.megatron_lm.command_line import command_line
+from tests.megatron_lm.stand_in import stand_in
+
+LAUNCHER = """\
+#!/bin/bash
+#SBATCH --account=a1
+#SBATCH -t 1:00:00
+#SBATCH -J my-model --output=logs/%x.out
+#SBATCH --nodes=2 --ntasks-per-node=4 --gres=gpu:4 -c 16
+#SBATCH --mem=400G
+#SBATCH --exclusive
+#SBATCH --mail-type=END
+#SBATCH --signal=SIGUSR2@600
+module load cuda/12
+export NCCL_DEBUG=WARN HF_TOKEN=hf_secret
+export MASTER_ADDR=$(hostname)
+PROJECT_NAME=math
+EXP_NAME=tiny-$SLURM_NNODES-nodes
+DIR=/nowhere/exp
+GBS=${GBS:-64}
+trap 'echo bye' EXIT
+ARGS=(
+  --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128
+  --micro-batch-size 1 --global-batch-size $GBS --train-iters 100 --lr 1.0e-3 --lr 2.0e-3
+  --save $DIR/checkpoints --load $DIR/checkpoints --save-interval 1_0
+  --data-path 0.5 /data/a 0.5 /data/b --tensorboard-dir $DIR/tb --exit-signal-handler
+)
+mkdir -p $DIR
+sbatch --dependency=singleton $0
+srun --mpi=pmix -l bash -c "RANK=\\$SLURM_PROCID TRITON_CACHE_DIR=/tmp/\\$SLURM_JOB_ID/\\$SLURM_PROCID \\
+  numactl --localalloc python3 CHECKOUT/pretrain_gpt.py ${ARGS[*]}"
+"""
+
+
+def adopted(folder: Path, *edits: tuple[str, str], **environment: str) -> Adopted:
+    text = LAUNCHER.replace("CHECKOUT", str(folder / "checkout"))
+    for before, after in edits:
+        assert before in text, before
+        text = text.replace(before, after)
+    file = folder / "train.sbatch"
+    file.write_text(text)
+    return adopt(file, {"HOME": "/home/ada"} | environment, site="generic")
+
+
+def test_every_line_becomes_a_setting_or_has_a_reason(tmp_path: Path) -> None:
+    found = adopted(tmp_path)
+    assert found.errors == []
+    settings: dict[str, Any] = found.settings
+    assert (settings["project"], settings["name"]) == ("math", "tiny-2-nodes")
+    assert settings["job"] == {
+        "account": "a1",
+        "time": "1:00:00",
+        "nodes": 2,
+        "ntasks_per_node": 4,
+        "gpus_per_node": 4,
+        "cpus_per_task": 16,
+        "mem": "400G",
+        "exclusive": True,
+        "sbatch": {"mail-type": "END"},
+        "setup": ["module load cuda/12"],
+    }
+    assert settings["run_dir"] == "/nowhere/exp"
+    assert settings["chain"] == {"auto_requeue": True}
+    cluster = settings["cluster"]
+    assert cluster["environment"] == {"NCCL_DEBUG": "WARN"}
+    assert cluster["srun_options"] == ["--mpi=pmix"]
+    assert cluster["command_prefix"] == [
+        "bash",
+        "-c",
+        'export TRITON_CACHE_DIR="/tmp/${SLURM_JOB_ID}/${RANK}"; exec "$@"',
+        "rank",
+        "numactl",
+        "--localalloc",
+    ]
+    assert "hf_secret" not in str(found)
+    reasons = {row[1]: row[3] for row in found.rows}
+    assert reasons["--lr 1.0e-3"] == "--lr 2.0e-3 stands behind it"
+    assert reasons["trap echo bye EXIT"] == "the chain has signals and clean-up of its own"
+
+
+def test_the_flags_of_the_run_are_those_of_the_launcher(tmp_path: Path) -> None:
+    """No flag of a model is added; those of the chain are."""
+    checkout = stand_in(tmp_path / "checkout")
+    file, output = tmp_path / "train.sbatch", tmp_path / "run.yaml"
+    adopted(tmp_path)
+    assert main(["adopt", str(file), "--output", str(output), "--env", "GBS=32"]) == 0
+    config = resolve.load_run_config(output)
+    assert isinstance(config, MegatronConfig)
+    line = command_line(config, Run(Path(config.run_dir or "")))
+    flags = {flag.name: flag.values for flag in line.merged.flags}
+    chain = {"log-interval", "log-progress", "log-throughput", "exit-signal-handler", "tensorboard-dir"}
+    assert {name: values for name, values in flags.items() if name not in chain} == {
+        "num-layers": ("2",),
+        "hidden-size": ("64",),
+        "num-attention-heads": ("4",),
+        "seq-length": ("128",),
+        "max-position-embeddings": ("128",),
+        "micro-batch-size": ("1",),
+        "global-batch-size": ("32",),
+        "train-iters": ("100",),
+        "lr": ("2.0e-3",),
+        "save-interval": ("1_0",),
+        "data-path": ("0.5", "/data/a", "0.5", "/data/b"),
+    }
+    assert (line.settings.total_steps, line.settings.dir) == (100, str(checkout))
+    with pytest.raises(ConfigError, match="exists already"):
+        raise_of(["adopt", str(file), "--output", str(output)])
+
+
+def raise_of(words: list[str]) -> None:
+    """Run a command whose error is of interest."""
+
+
+    parser = argparse.ArgumentParser()
+    command.add_adopt_arguments(parser)
+    options = parser.parse_args(words[1:])
+    options.run(options)
+
+
+def test_a_checkpoint_to_begin_with_and_folders_of_shards(tmp_path: Path) -> None:
+    found = adopted(
+        tmp_path,
+        ("--load $DIR/checkpoints", "--load /base --finetune --no-load-rng --tokenizer-model gpt2"),
+        ("--data-path 0.5 /data/a 0.5 /data/b", "--data-path $(python3 create_data_config.py -p /d/a,/d/b)"),
+    )
+    assert found.errors == []
+    assert found.settings["checkpoint"] == {"interval": 10, "load": "/base", "async_save": False, "finetune": True}
+    assert found.settings["data"] == {"tokenizer": "gpt2", "datasets": ["/d/a", "/d/b"]}
+    assert found.settings["megatron_lm"]["args"]["split"] == "969,30,1"  # Megatron-LM's default
+
+
+LOST = {
+    "no time limit": ([("#SBATCH -t 1:00:00\n", "")], None, "no #SBATCH line says the time limit"),
+    "an array of jobs": ([("--mail-type=END", "--array=1-3")], 8, "--array=1-3 is not taken"),
+    "a variable of the job": (
+        [("NCCL_DEBUG=WARN", "NCCL_SOCKET_IFNAME=$(ip route)")],
+        11,
+        "NCCL_SOCKET_IFNAME=...: it is the output of $(ip route)",
+    ),
+    "a step to load": ([("--exit-signal-handler", "--ckpt-step 5")], 22, "--ckpt-step 5 would hold at every start"),
+    "no optimizer": ([("--exit-signal-handler", "--no-load-optim")], 22, "--no-load-optim would hold at every start"),
+    "a wrapper": ([("numactl --localalloc", "numactl -N $SLURM_LOCALID")], None, "in front of the program"),
+    "a module": ([("cuda/12", "cuda/$(uname -r)")], 10, "module load cuda/...: a value is not known"),
+    "a checkout": ([("CHECKOUT/pre", "$WHERE/pre")], None, ""),
+}
+
+
+@pytest.mark.parametrize("case", LOST)
+def test_what_no_setting_takes_is_an_error_with_its_line(case: str, tmp_path: Path) -> None:
+    edits, line, words = LOST[case]
+    if case == "a checkout":
+        edits = [(f"{tmp_path}/checkout/pre", "Megatron-LM/pre")]
+        words = "the folder of pretrain_gpt.py is not known here: Megatron-LM/pretrain_gpt.py"
+    (error,) = adopted(tmp_path, *edits).errors
+    assert words in error.message
+    assert error.where is not None
+    assert line is None or error.where.endswith(f":{line}")
+    assert error.hint
+
+
+@pytest.mark.skipif("RELAYRUN_LAUNCHERS_DIR" not in os.environ, reason="RELAYRUN_LAUNCHERS_DIR names no launchers")
+def test_published_launchers_are_adopted(tmp_path: Path) -> None:
+    """Placeholders of folders are filled in, as anybody must."""
+    files = sorted(Path(os.environ["RELAYRUN_LAUNCHERS_DIR"]).rglob("*.sh"))
+    launchers = [file for file in files if "pretrain_gpt.py" in file.read_text()]
+    assert launchers
+    for file in launchers:
+        copy = tmp_path / file.name
+        copy.write_text(file.read_text().replace("CHANGE_THIS", "/site").replace("/PATH/TO", "/site"))
+        found = adopt(copy, {"HOME": "/home/ada", "USER": "ada", "SCRATCH": "/scratch"}, site="generic")
+        assert found.errors == [], f"{file.name}: {[str(each) for each in found.errors]}"
+        output = tmp_path / f"{file.stem}.yaml"
+        output.write_text(dump_yaml(found.settings))
+        assert read_yaml(output).values == found.settings
+        assert isinstance(resolve.load_run_config(output), MegatronConfig)
+
+
+def test_an_error_says_all_that_is_lost(tmp_path: Path) -> None:
+    adopted(tmp_path, LOST["an array of jobs"][0][0], LOST["a step to load"][0][0])
+    with pytest.raises(RelayrunError) as caught:
+        raise_of(["adopt", str(tmp_path / "train.sbatch"), "--output", str(tmp_path / "x.yaml")])
+    assert "--array=1-3" in str(caught.value)
+    assert "--ckpt-step 5" in str(caught.value)
+    assert not (tmp_path / "x.yaml").exists()
