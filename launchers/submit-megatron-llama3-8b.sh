@@ -41,7 +41,7 @@ export EXP_NAME="${EXP_NAME:-}"                   # megatron-llama3-8b
 
 # In a job this file is a copy in Slurm's spool; Slurm knows where it was submitted from.
 self="${BASH_SOURCE[0]:-}"
-[[ -z "${SLURM_JOB_ID:-}" ]] || self="$(scontrol show job "${SLURM_JOB_ID}" | sed -n 's/^ *Command=//p')"
+[[ -z "${SLURM_JOB_ID:-}" ]] || self="$(scontrol show job "${SLURM_JOB_ID}" | sed -n 's/^ *Command=\((null)\)\{0,1\}//p')"
 [[ -f "$(dirname "${self}")/lib/launch.sh" ]] || {
   echo "error: ${self:-standard input}: a launcher is given by its path, and stays beside its folder lib/" >&2
   exit 1

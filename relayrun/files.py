@@ -347,6 +347,10 @@ def parse_record(line: str | bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
+MIN_FREE_BYTES = 1 << 16
+"""A file system with less free space for this user is full."""
+
+
 def free_space(path: str | os.PathLike[str]) -> int:
     """Return the bytes that this user may still write to the file system of a path, which need not exist."""
     place = os.path.abspath(path)

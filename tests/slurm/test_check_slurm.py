@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -118,3 +119,35 @@ def test_a_slurm_that_does_not_answer_is_a_warning(workspace: Workspace, monkeyp
     monkeypatch.setenv("PATH", "/nowhere")
     (missing,) = looked(workspace, "cluster.host_python=/usr/bin/python3")
     assert "is not installed here" in missing.words
+
+
+def test_a_launcher_that_cannot_begin_says_so_in_slurms_output_and_in_status(
+    cluster: TestCluster, tmp_path: Path
+) -> None:
+    checkout, copy = tmp_path / "checkout", tmp_path / "mine.sh"
+    for folder in ("launchers", "configs"):
+        shutil.copytree(ROOT / folder, checkout / folder)
+    (checkout / ".relayrun").touch()
+    launcher = checkout / "launchers/submit-demo.sh"
+    shutil.copy(launcher, copy)
+    mistyped = {"MSB": "2", "PYTHON": sys.executable}
+    jobs = [
+        cluster.sbatch([launcher], cwd=tmp_path, env=mistyped),
+        cluster.sbatch([copy], cwd=tmp_path),
+        cluster.run(["bash", "-c", f"sbatch --parsable <{launcher}"], cwd=tmp_path).stdout.strip(),
+        cluster.sbatch(["--array=1", launcher], cwd=tmp_path),
+        cluster.sbatch([launcher, "--check"], cwd=tmp_path),
+    ]
+    told = [
+        "refused: error: environment: MSB is no setting; did you mean MBS? -> rename it",
+        f"error: {copy}: a launcher is given by its path",
+        "error: standard input: a launcher is given by its path",
+        "error: a launcher begins one run, not one for each task of an array",
+        "error: sbatch hands --check to the job",
+    ]
+    for job, words in zip(jobs, told, strict=True):
+        assert cluster.wait_job(job) == "FAILED"
+        assert words in cluster.output(job)
+    done = cluster.run([sys.executable, "-m", "relayrun", "status"], cwd=checkout)
+    assert f"refused: job {jobs[0]} (relayrun-demo), " in done.stdout
+    assert "environment: MSB is no setting" in done.stdout

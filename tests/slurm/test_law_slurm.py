@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptEnd, AttemptStart
 from relayrun.control.rundir.run import Run, stop_reason
+from relayrun.control.scheduler.slurm_commands import parse_timestamp
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 
 from .cluster import TestCluster
@@ -450,10 +452,22 @@ def test_cancel_and_status_need_no_room_on_the_disk(
     cluster.wait_until(lambda: len(cluster.queue()) == 2, what="a successor")
     assert "full:" not in relayrun(cluster, "status", run.path)
     fill(small_disk)
-    assert "0 bytes left below" in " ".join(relayrun(cluster, "status", run.path).split())
+    said = " ".join(relayrun(cluster, "status", run.path).split())
+    assert "0 bytes left below" in said
+    assert "(nothing was recorded since " in said
     assert "could not be written (No space left on device" in relayrun(cluster, "cancel", run.path)
     wait_for_end(cluster, run, plan)
     assert cluster.job(job)["Restarts"] == "0"
+    (small_disk / "others").unlink()
+    run.attempt(1).end.unlink(missing_ok=True)  # the end of the job may have found a last block
+    replace(plan, submitted_after_attempt=1).write(run.plan)  # as `relayrun resume`
+    run.stop.unlink(missing_ok=True)
+    (run.triggers / "exit").touch()  # the job begins no attempt
+    cluster.sbatch([run.job_script])
+    wait_for_end(cluster, run, plan)
+    end = ends(run)[0]
+    assert end.cause == "cancelled"
+    assert end.end_time == parse_timestamp(cluster.job(job)["EndTime"])
 
 
 @pytest.mark.parametrize("ended", ["by stop", "by the comment of the job alone", "by the trigger"])

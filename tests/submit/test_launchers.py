@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from relayrun.cli import main
+from relayrun.cli.watch import status
 from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import CommonConfig, RunConfig
 from relayrun.errors import ConfigError
@@ -298,6 +299,18 @@ def test_a_start_that_is_refused_in_a_job_leaves_a_record_that_status_shows(
     assert "a warning\n" in (checkout / "logs/slurm/training/demo-8.err").read_text()
     assert main(["status"]) == 0
     assert "refused: job" not in capsys.readouterr().out
+
+
+def test_a_full_disk_is_a_line_of_the_list_of_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / ".relayrun").touch()
+    monkeypatch.chdir(tmp_path)
+    assert main(["status"]) == 0
+    assert "disk full" not in capsys.readouterr().out
+    monkeypatch.setattr(status, "free_space", lambda _: 4096)
+    assert main(["status"]) == 0
+    assert f"disk full: no job can record anything below {tmp_path}/logs/runs; " in capsys.readouterr().out
 
 
 def test_a_record_of_a_refused_start_that_cannot_be_written_ends_no_job(checkout: Path, tmp_path: Path) -> None:

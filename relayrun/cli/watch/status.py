@@ -10,13 +10,14 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from relayrun import places
 from relayrun.control.rundir import find_runs
 from relayrun.control.rundir.campaign import campaign_folders
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError, RunDirError
-from relayrun.files import last_lines
+from relayrun.files import MIN_FREE_BYTES, free_space, last_lines
 from relayrun.watch.status import queue, tables
 from relayrun.watch.status.runs import RunsWatcher
 from relayrun.watch.status.summary import DamagedRun, RunSummary
@@ -65,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
         _print_lines(stuck, options)
         return 0
     runs = find_runs.all_run_folders()
-    stuck = [*_stuck_stages(runs), *_refused_starts(now)]
+    stuck = [*_stuck_stages(runs), *_refused_starts(now), *_full_disk(find_runs.runs_folder())]
     if options.json:
         from relayrun.watch.status import run_status_text
 
@@ -78,6 +79,14 @@ def run(options: argparse.Namespace) -> int:
         print(f"no runs below {find_runs.runs_folder()}")
     _print_lines(stuck, options)
     return 0
+
+
+def _full_disk(folder: Path) -> list[str]:
+    """Return a line if the file system of the runs is full, empty otherwise."""
+    with contextlib.suppress(OSError):
+        if free_space(folder) < MIN_FREE_BYTES:
+            return [f"disk full: no job can record anything below {folder}; `relayrun status RUN` says what could go"]
+    return []
 
 
 def _refused_starts(now: float) -> list[str]:

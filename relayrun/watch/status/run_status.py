@@ -38,16 +38,13 @@ from relayrun.control.rundir.triggers import Trigger
 from relayrun.control.scheduler import error_lines
 from relayrun.control.scheduler.base import Job, JobEnd
 from relayrun.errors import RunDirError
-from relayrun.files import file_sizes, read_json, read_json_lines
+from relayrun.files import MIN_FREE_BYTES, file_sizes, read_json, read_json_lines
 from relayrun.tokens.streams.lane_cursor import FAULT_REASONS, LaneCursor, skipped_rows
 from relayrun.watch import unsent_notices
 from relayrun.watch.status.cron_check_record import FolderCache
 from relayrun.watch.status.queue import QueueStatus, waiting_evaluations
 from relayrun.watch.status.summary import RunRecords, RunSummary, blocked_jobs, damaged_records_as_error
 from relayrun.watch.text import format_time
-
-MIN_FREE_BYTES = 1 << 16
-"""A file system with less free space for this user is full."""
 
 
 @dataclass(frozen=True, kw_only=True)
