@@ -149,9 +149,16 @@ def end_of(run: Run, plan: Plan, number: int, error: str) -> FailureReason:
     attempt, started = run.attempt(number), began(run, number, log=str(log))
     failed = failure_reason.why_failed(run, plan, attempt, started, 1)
     end = AttemptEnd(
-        attempt=number, cause="failed", reason=failed.words, exit_code=1, durable_iteration=0, progress=False,
-        end_time=1.0, action="retry", failure_key="" if failed.said is None else failed.said.key,
-    )  # fmt: skip
+        attempt=number,
+        cause="failed",
+        reason=failed.words,
+        exit_code=1,
+        durable_iteration=0,
+        progress=False,
+        end_time=1.0,
+        action="retry",
+        failure_key="" if failed.said is None else failed.said.key,
+    )
     end.write(attempt.end)
     return failed
 
