@@ -104,7 +104,7 @@ gpu-error :: node :: a GPU reports an error
     CUDA error|HIP error|CUDA_ERROR_|\bXid\b|cudaError(?!\w*Invalid)|NCCL Hang.*device
     -> srun -w {node} nvidia-smi -q; run gpu-check there
 script-missing :: configuration again :: the script or program is not there
-    can't open file .*\[Errno 20?\]|can't find '__main__'|(?:^|[\s/])(?:ba|da|z|k)?sh: (?:\d+: cannot open .+:
+    can't open file .*\[Errno 20?\]|can't find '__main__'|(?:^|[\s/])(?:ba|da|z|k)?sh: (?:\d+: cannot open .+:[ ]
     |(?!line )[^:]+: )No such file|execve\(\): .*: No such file
     -> compare command.run with ls of the path
 module-missing :: configuration again :: a package of Python is missing where the ranks run
