@@ -220,6 +220,8 @@ class EndFacts:
     chain: ChainSection
     failure: str = ""
     """The first failure in words, if it is known."""
+    same_again: bool = False
+    """The attempt before failed with the same error at the same place of the program."""
     waits: bool = False
     """The cause may pass, in minutes rather than seconds: a network or a file system."""
     reservation: str = ""
@@ -271,6 +273,8 @@ def decide_at_end(facts: EndFacts) -> Decision:
         return Decision(action="end", reason=reason)
     if failed >= facts.chain.max_failed_attempts:
         return _stop("failed", f"{_too_many_failed(failed)}; the last: {reason}")
+    if facts.same_again:
+        return _stop("failed", f"the same error at the same place as in the attempt before: {reason}")
     seconds = WAIT_SECONDS if facts.waits else BACKOFF_SECONDS
     delay = min(seconds * 2 ** (failed - 1), BACKOFF_CEILING_SECONDS)
     return Decision(action="retry", reason=reason, delay=delay)

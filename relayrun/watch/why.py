@@ -75,7 +75,7 @@ class Explanation:
     """Whose cause it is: node, program, configuration, network, file system, person, Slurm."""
     meaning: str = "no log and no record names a cause"
     certainty: Certainty = "unknown"
-    """seen: a log or a record says so. inferred: facts show it, and no words. unknown: neither."""
+    """`seen`: a log or a record says so. `inferred`: facts show it, and no words. `unknown`: neither."""
     quote: str = ""
     """The words of the log or the record."""
     file: str | None = None

@@ -48,12 +48,20 @@ def end_facts(**changes: Any) -> EndFacts:
         ({"outcome": "saved", "attempts_without_time": 2}, None),
         ({"outcome": "saved", "attempts_without_time": 3}, "failed"),
         ({"outcome": None, "durable_iteration": 0, "failed_attempts": 0}, None),
+        ({"outcome": None, "durable_iteration": 0, "failed_attempts": 0, "same_again": True}, "failed"),
+        ({"outcome": None, "same_again": True}, None),  # it brought a new checkpoint
     ],
 )
 def test_an_attempt_ends_the_chain_with_a_state(changes: dict[str, Any], state: ChainEndState | None) -> None:
     decision = decide_at_end(end_facts(**changes))
     assert decision.chain_end == state
     assert (decision.action == "stop") == (state is not None)
+
+
+@pytest.mark.parametrize(("failed", "waits", "delay"), [(0, False, 30), (1, False, 60), (0, True, 300), (1, True, 600)])
+def test_a_network_or_a_file_system_gets_more_time_to_pass(failed: int, waits: bool, delay: int) -> None:
+    facts = end_facts(outcome=None, durable_iteration=0, failed_attempts=failed, waits=waits)
+    assert (decide_at_end(facts).action, decide_at_end(facts).delay) == ("retry", delay)
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 from relayrun.control.chain import failure_reason
-from relayrun.control.chain.failure_reason import fatal_reason, first_failure_text, log_excerpt
-from relayrun.control.rundir.records import RankFailure
+from relayrun.control.chain.failure_reason import FailureReason, fatal_reason, first_failure_text, log_excerpt
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.records import AttemptEnd, RankFailure
+from relayrun.control.rundir.run import Run
+from tests.history import began, history_plan
 
 PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:26077"
 TRACEBACK = """Traceback (most recent call last):
@@ -115,3 +121,53 @@ def test_a_module_that_every_rank_lacks_is_fatal_unless_it_was_there_before() ->
     assert fatal("", said, worked_before=True) is None
     assert fatal("", said[:1]) is None
     assert fatal("", [failure(rank, "FileNotFoundError: data.bin") for rank in range(2)]) is None
+
+
+ASSERTION = (
+    'Traceback (most recent call last):\n  File "init.py", line 9, in f\nAssertionError: Megatron requires CUDA.\n'
+)
+ARGPARSE = "usage: pretrain_gpt.py\npretrain_gpt.py: error: unrecognized arguments: --num-layerz 3\n"
+
+
+def test_causes_that_come_again_stop_the_chain_unless_one_of_several_nodes_reports_them() -> None:
+    assert fatal(ASSERTION, [], nodes=1) == "AssertionError: Megatron requires CUDA. (init.py:9)"
+    assert fatal(ASSERTION, [], nodes=2) is None
+    assert fatal(ASSERTION * 2, [], nodes=2) is not None
+    assert fatal(ASSERTION, [], nodes=1, worked_before=True) is None
+    assert fatal(ASSERTION, [], nodes=1, began=True) is None
+    assert "--num-layerz" in (fatal(ARGPARSE, [], nodes=8) or "")
+    for passing in (
+        "socket.gaierror: [Errno -2] Name or service not known",
+        "OSError: [Errno 28] No space left on device",
+    ):
+        assert fatal(f"{passing}\n" * 2, [], nodes=1) is None
+
+
+def end_of(run: Run, plan: Plan, number: int, error: str) -> FailureReason:
+    log = run.path / f"job-{number}.err"
+    log.write_text(error)
+    attempt, started = run.attempt(number), began(run, number, log=str(log))
+    failed = failure_reason.why_failed(run, plan, attempt, started, 1)
+    end = AttemptEnd(
+        attempt=number,
+        cause="failed",
+        reason=failed.words,
+        exit_code=1,
+        durable_iteration=0,
+        progress=False,
+        end_time=1.0,
+        action="retry",
+        failure_key="" if failed.said is None else failed.said.key,
+    )
+    end.write(attempt.end)
+    return failed
+
+
+def test_the_same_error_at_the_same_place_in_two_attempts_is_seen(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    plan = replace(history_plan(run, total_steps=10), trainer="command", trainer_settings={"run": ["true"]})
+    assert not end_of(run, plan, 1, TRACEBACK).same
+    assert end_of(run, plan, 2, TRACEBACK).same
+    assert not end_of(run, plan, 3, TRACEBACK.replace("line 9", "line 10")).same
+    again = "socket.gaierror: [Errno -2] Name or service not known\n"
+    assert not any(end_of(run, plan, number, again).same for number in (4, 5))

@@ -43,7 +43,7 @@ def test_the_fast_look_passes_over_no_line_of_a_real_log(monkeypatch: pytest.Mon
 
 
 def test_a_missing_entry_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = tuple(each for each in failure_signatures._TABLE if each[0] != "disk-full")
+    table = re.sub(r"^disk-full .*\n(?: .*\n)*", "", failure_signatures._TABLE, flags=re.M)
     monkeypatch.setattr(failure_signatures, "_TABLE", table)
     failure_signatures.signatures.cache_clear()
     try:

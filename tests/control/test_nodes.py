@@ -41,6 +41,25 @@ def test_of_several_that_failed_the_one_whose_words_came_first_is_blamed() -> No
     assert found == {"n1": "ECC"}
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "KeyError: 'text'",
+        "AssertionError: world size",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
+        "HookFailed: hook myhook:H, after_step: RuntimeError: boom of mine",
+        "OSError: [Errno 28] No space left on device",
+    ],
+)
+def test_a_cause_that_is_not_a_nodes_strikes_none(said: str) -> None:
+    ends = f"srun: error: n1: task 1: Exited with exit code 1\n{TERMINATING}srun: error: n0: task 0: Terminated\n"
+    assert blamed_nodes(f"{said}\n{ends}", [], ntasks=2) == {}
+    assert blamed_nodes(ends, [failure(1, "n1", said)], ntasks=2) == {}
+    assert blamed_nodes(ends, [], ntasks=2) == {}  # without any words
+    killed = "slurmstepd: error: Detected 1 oom_kill event in StepId=5.0.\nsrun: error: n1: task 1: Out Of Memory\n"
+    assert blamed_nodes(killed, [], ntasks=2) == {}
+
+
 def test_without_evidence_nobody_is_blamed() -> None:
     assert blamed_nodes("", [], ntasks=2) == {}
     assert blamed_nodes("Traceback ...", [failure(0, "n0"), failure(3, "n1", "other")], ntasks=4) == {}

@@ -272,6 +272,9 @@ CRASH = 'Traceback (most recent call last):\n  File "a.py", line 3, in <module>\
         (CRASH, None),
         (CRASH + "step 1\n" * 9, "done"),
         (f"Exception ignored in: <f>\n{CRASH}", "done"),
+        (f"Exception in thread Thread-1 (upload):\n{CRASH}", "done"),
+        ("WARNING ConnectionError: upload failed\nConnectionError: upload failed\n", "done"),
+        ("bash: line 3: 71 Killed   python train.py\n", None),
         ("bye\n", "done"),
     ],
 )

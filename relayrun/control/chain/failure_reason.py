@@ -55,6 +55,8 @@ class FailureReason:
     """Why every other attempt would fail too; None if that is not certain."""
     said: Statement | None = None
     """The words in a log or record that name the cause; None without any."""
+    same: bool = False
+    """The attempt before failed at the same place of the program."""
 
 
 def stderr_file() -> str | None:
@@ -127,10 +129,8 @@ def first_failure_text(log: str, failures: Sequence[RankFailure], said: Statemen
     return f"{who} on {', '.join(first.nodes[:4])}: {first.what}"
 
 
-def why_failed(
-    run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, exit_code: int, *, progress: bool = False
-) -> FailureReason:
-    """Return why an attempt without outcome failed. `progress`: it brought a new durable iteration."""
+def why_failed(run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, exit_code: int) -> FailureReason:
+    """Return why an attempt without outcome failed."""
     if attempt.not_started.exists():  # on a full disk it is empty
         return FailureReason(words=_file_line(attempt.not_started) or "the batch script could not start the ranks")
     if exit_code < SIGNAL_EXIT_CODE and (line := _file_line(attempt.setup_failed)):
@@ -153,12 +153,10 @@ def why_failed(
     )
     who = _why_no_restart(attempt) or node_health.why_health_ended_attempt(attempt)
     who = who or first_failure_text(log, failures, said)
-    if fatal is None and not progress and said is not None and _came_again(run, earlier, said):
-        fatal = f"{who}: the same error at the same place as in the attempt before"
     if not attempt.started.exists() and (said is None or said.secondary):  # else time was not short
         short = time_limit.explain_short_training_time(attempt, now=time.time(), asked=plan.time_limit)
         who = "; ".join(filter(None, [who, short]))
-    return FailureReason(words=who, fatal=fatal, said=said)
+    return FailureReason(words=who, fatal=fatal, said=said, same=_came_again(run, earlier, said))
 
 
 def first_words(plan: Plan, attempt: Attempt, log: str, failures: Sequence[RankFailure]) -> Statement | None:
@@ -176,11 +174,12 @@ def first_words(plan: Plan, attempt: Attempt, log: str, failures: Sequence[RankF
     return said
 
 
-def _came_again(run: Run, earlier: Sequence[int], said: Statement) -> bool:
+def _came_again(run: Run, earlier: Sequence[int], said: Statement | None) -> bool:
     """Return whether the attempt before failed at the same place of the program, and not for a node or a network."""
+    if said is None or not said.place or said.cause not in ("program", "configuration"):
+        return False
     end = next((end for n in reversed(earlier) if (end := run.attempt(n).read_end()) is not None), None)
-    owned = said.cause in ("program", "configuration")
-    return owned and bool(said.place) and end is not None and not end.progress and end.failure_key == said.key
+    return end is not None and not end.progress and end.failure_key == said.key
 
 
 def _why_no_restart(attempt: Attempt) -> str:

@@ -353,13 +353,14 @@ def _close(
     progress = now.iteration > started.base_iteration
     failed = failure_reason.FailureReason(words="")
     if not (outcome or hang):
-        failed = failure_reason.why_failed(run, plan, attempt, started, exit_code, progress=progress)
+        failed = failure_reason.why_failed(run, plan, attempt, started, exit_code)
     fatal, said = failed.fatal, failed.said
     facts = decisions.EndFacts(
         outcome="fatal" if fatal else outcome.outcome if outcome else None,
         outcome_reason=fatal or (_leave_reason(plan, attempt, outcome) if outcome else ""),
         failure=failed.words,
         waits=said is not None and said.cause in ("network", "file system") and said.name != "port",
+        same_again=failed.same,
         exit_code=exit_code,
         hang=hang.words if hang and not outcome else None,
         cancelled=cancelled,

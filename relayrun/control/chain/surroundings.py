@@ -47,25 +47,23 @@ class Surroundings(Record):
 
 
 def record_surroundings(attempt: Attempt, started: AttemptStart) -> None:
-    """Write the surroundings of a failed attempt. A full disk takes no record, and its fullness is seen later, too."""
+    """Write the surroundings of a failed attempt; a full disk takes no record."""
     run = attempt.path.parent.parent
-    found = observe([str(run), str(run / "checkpoints"), "/tmp", "/dev/shm"], expand_nodelist(started.nodes))
     with contextlib.suppress(OSError):
+        found = observe([str(run), str(run / "checkpoints"), "/tmp", "/dev/shm"], expand_nodelist(started.nodes))
         found.write(attempt.surroundings)
 
 
 def observe(folders: Sequence[str], nodes: Sequence[str]) -> Surroundings:
     """Return the space below the folders, the memory kills of this job, and the names that do not resolve."""
-    space, inodes = {}, {}
+    found = Surroundings(time=time.time(), oom_kills=_oom_kills(), unresolved=_unresolved(nodes))
     for folder in folders:
         with contextlib.suppress(OSError):
-            found = os.statvfs(folder)
-            space[folder] = found.f_bavail * found.f_frsize
-            if found.f_files:  # some file systems count none
-                inodes[folder] = found.f_favail
-    return Surroundings(
-        time=time.time(), free_bytes=space, free_inodes=inodes, oom_kills=_oom_kills(), unresolved=_unresolved(nodes)
-    )
+            free = os.statvfs(folder)
+            found.free_bytes[folder] = free.f_bavail * free.f_frsize
+            if free.f_files:  # some file systems count none
+                found.free_inodes[folder] = free.f_favail
+    return found
 
 
 def _oom_kills(cgroups: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> int | None:

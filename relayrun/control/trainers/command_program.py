@@ -178,6 +178,8 @@ ENDED_EARLY = (
     "ended early: exit code 0 without a step, a checkpoint or a word of relayrun.client; if that is its whole work, "
     "set command.done to exit-code"
 )
+CRASHES = ("crashed", "abort", "killed", "script-missing", "module-missing", "program-missing", "flags", "syntax")
+"""Entries of the table of failures that end a program, with or without a traceback."""
 CRASH_BYTES = 200_000
 """Bytes of each log in which the words of a crash are looked for."""
 
@@ -371,11 +373,13 @@ class CommandProgram:
         return ProgramEnding(outcome="done", words=ENDED_BY_ITSELF)
 
     def _crashed(self) -> bool:
-        """Return whether a log ends with an exception or a crash: a pipe, as `| tee`, hides the exit code."""
+        """Return whether a log ends with a traceback or a crash: a pipe, as `| tee`, hides the exit code. An exception
+        of another thread than the main one ends no program."""
         for path, offset in self.logs:
             with contextlib.suppress(OSError):
-                said = first_cause(last_bytes(path, CRASH_BYTES, since=offset).decode("utf-8", errors="replace"))
-                if said is not None and said.last and not said.secondary:
+                text = last_bytes(path, CRASH_BYTES, since=offset).decode("utf-8", errors="replace")
+                said = None if "Exception in thread" in text else first_cause(text)
+                if said is not None and said.last and not said.secondary and (said.place or said.name in CRASHES):
                     return True
         return False
 
