@@ -27,7 +27,7 @@ def stages(workspace: Workspace, **section: Any) -> campaign.CampaignDescription
     settings = {"checkpoint": {"interval": 5}, "optimizer": {"lr_decay_style": "constant"}}
     path = workspace.config("stages", name="plan", stages=section, **settings)
     described = campaign.describe_campaign(path, kind="stages")
-    submission.check_stages(described)
+    submission.check_stages(described, {})
     return described
 
 
