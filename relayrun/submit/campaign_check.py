@@ -13,7 +13,7 @@ from relayrun.errors import ConfigError
 from relayrun.submit import submission
 from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.submit.check.findings import QUIET_LEVELS, CheckFinding, count_noun
-from relayrun.submit.check.rehearsal import rate_changes
+from relayrun.submit.check.rehearsal import RateEdge, tell_rate_changes
 from relayrun.submit.check.report import CheckReport
 from relayrun.submit.check.report_text import check_report_as_json, findings_table
 from relayrun.submit.dry_load import LoadedState, refuse_other_state, state_after
@@ -71,7 +71,7 @@ def _without_load(run: CampaignRunDescription) -> CommonConfig:
 def _tell_rates(described: CampaignDescription, reports: Mapping[str, CheckReport]) -> None:
     """Add the learning rate before and behind each edge of native stages to the findings of the stage behind it."""
     begins: dict[str, TrainingProgress] = {}
-    edges: dict[str, tuple[RunConfig, RunConfig, TrainingProgress]] = {}
+    edges: list[RateEdge] = []
     configs = {run.name: run.config for run in described.runs if isinstance(run.config, RunConfig)}
     for run in described.runs:
         if (own := configs.get(run.name)) is None:
@@ -81,23 +81,15 @@ def _tell_rates(described: CampaignDescription, reports: Mapping[str, CheckRepor
             first = begins[run.source or ""]
             end, leg = run.iteration or before.training.end_iteration, first.legs[-1]
             at = TrainingProgress(leg.sizes, iteration=end, consumed_samples=leg.consumed(end), legs=first.legs)
-            edges[run.name] = before, own, at
+            edges.append((before, own, at, reports[run.name].findings))
             if not own.checkpoint.no_load_data:
                 begins[run.name] = TrainingProgress.resume(at.state(), own.training.batch_sizes)
-    changes, silent = rate_changes(list(edges.values()))
-    for (name, (_, own, at)), change in zip(edges.items(), changes, strict=True):
-        findings = reports[name].findings
-        if change is None:
-            why = silent or "the schedule cannot be made"
-            findings.skip("stage.learning_rate", f"the rate of its first step: {why}")
-        else:
-            change.tell("stage.learning_rate", findings)
+    tell_rate_changes("stage.learning_rate", edges)
+    for _, own, at, findings in edges:
         length, end = own.optimizer.lr_wsd_decay_steps or 0, own.lr_steps(at.reaches)[1]
         if length and (held := end - length - at.iteration) > 0:
-            words = (
-                f"{count_noun(held, 'step')} at a constant rate come before the decay of {count_noun(length, 'step')}"
-            )
-            findings.ok("stage.decay", words)
+            words = f"{count_noun(held, 'step')} at a constant rate come before the decay of "
+            findings.ok("stage.decay", words + count_noun(length, "step"))
 
 
 def print_campaign_report(report: CampaignReport) -> None:

@@ -13,7 +13,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.trainers.tools import wandb_mode
 from relayrun.errors import FatalTrainingError, RelayrunError
 from relayrun.submit.check.findings import Findings, count_noun
-from relayrun.submit.check.rehearsal import rate_changes
+from relayrun.submit.check.rehearsal import tell_rate_changes
 from relayrun.submit.dry_load import common_values
 from relayrun.tokens.order.batches import TrainingProgress
 from relayrun.train.export.source_and_target import committed_config
@@ -50,11 +50,7 @@ def _tell_rate(config: RunConfig, run: Run, begins: ResumePoint, at: TrainingPro
     if former is None:
         findings.skip(name, "the config of the checkpoint is not known: nor whether the rate jumps at the next step")
     elif _schedule(former) != _schedule(config):
-        (change,), silent = rate_changes([(former, config, at)])
-        if change is None:
-            findings.skip(name, f"the rate of the next step: {silent or 'the schedule cannot be made'}")
-        else:
-            change.tell(name, findings)
+        tell_rate_changes(name, [(former, config, at, findings)])
 
 
 def _former_config(run: Run, begins: ResumePoint) -> RunConfig | None:
