@@ -16,7 +16,7 @@ from relayrun.submit.check.findings import QUIET_LEVELS, CheckFinding, count_nou
 from relayrun.submit.check.rehearsal import RateEdge, tell_rate_changes
 from relayrun.submit.check.report import CheckReport
 from relayrun.submit.check.report_text import check_report_as_json, findings_table
-from relayrun.submit.dry_load import LoadedState, refuse_other_state, state_after
+from relayrun.submit.dry_load import CommonValues, refuse_other_values, values_after
 from relayrun.submit.initial_checkpoint import refuse_other_model
 from relayrun.tokens.order.batches import TrainingProgress
 from relayrun.tokens.shards.manifest import Manifest
@@ -126,7 +126,7 @@ def stage_faults(
 ) -> Iterator[tuple[CampaignRunDescription, ConfigError]]:
     """Yield each native stage that cannot load what the stage before saves, and the reason."""
     runs = {run.name: run for run in described.runs}
-    states: dict[str, LoadedState] = {}
+    saved: dict[str, CommonValues] = {}
     for run in described.runs:
         before, own, manifest = runs.get(run.source or ""), run.config, manifests.get(run.name)
         if not isinstance(own, RunConfig):
@@ -135,8 +135,8 @@ def stage_faults(
             folder = Path(before.run_dir)
             try:
                 refuse_other_model(before.config.model, own, folder, hint="let both stages have one model")
-                refuse_other_state(states[before.name], own, manifest, folder)
+                refuse_other_values(saved[before.name], own, manifest, folder)
             except ConfigError as error:
                 where = run.given.place(("checkpoint", "load")) or run.name
                 yield run, ConfigError(error.message, where=where, hint=error.hint)
-        states[run.name] = state_after(own, manifest, states.get(run.source or ""))
+        saved[run.name] = values_after(own, manifest, saved.get(run.source or ""))
