@@ -22,6 +22,8 @@ CONTAINER_OPTIONS = ("--container-image", "--environment", "--container-name")
 """Options of srun with which the ranks see another file system than this program does."""
 ANSWER_SECONDS = 60.0
 """Time limit for the start of a Python, which may lie on a loaded or remote file system."""
+REHEARSAL_SECONDS = 300.0
+"""Time limit for a rehearsal, which imports torch and the user's modules."""
 
 
 def runs_in_container(config: CommonConfig) -> bool:
@@ -48,7 +50,7 @@ def search_path(config: CommonConfig) -> str:
 
 
 def run_python(
-    command: Sequence[str], environment: dict[str, str], *, text: str = ""
+    command: Sequence[str], environment: dict[str, str], *, text: str = "", limit: float = ANSWER_SECONDS
 ) -> subprocess.CompletedProcess[str] | str | None:
     """Run a program that reads `text`; return in words why it does not start, None if it takes too long."""
     try:
@@ -57,7 +59,7 @@ def run_python(
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=ANSWER_SECONDS,
+            timeout=limit,
             check=False,
             input=text,
             env=os.environ | environment,
@@ -92,9 +94,10 @@ def rehearse(
     }
     environment = config.cluster.environment | {"PYTHONPATH": search_path(config)}
     python = config.cluster.rank_python
-    done = run_python([python, "-m", "relayrun.train.rehearsal"], environment, text=json.dumps(request))
+    command, text = [python, "-m", "relayrun.train.rehearsal"], json.dumps(request)
+    done = run_python(command, environment, text=text, limit=REHEARSAL_SECONDS)
     if done is None or isinstance(done, str):
-        return Rehearsal(silent=f"{python} {done or f'gave no answer within {ANSWER_SECONDS:.0f} s'}")
+        return Rehearsal(silent=f"{python} {done or f'gave no answer within {REHEARSAL_SECONDS:.0f} s'}")
     try:
         answer: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
