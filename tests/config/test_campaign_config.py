@@ -215,9 +215,12 @@ def test_stages_that_are_refused_name_the_line(
 
 def test_a_decay_begins_at_the_rate_of_the_stage_before(workspace: Workspace) -> None:
     described = stages(
-        workspace, warm=None, mid={"from": "warm", "training.steps": 35, "optimizer.lr": 5e-4},
-        last={"from": "mid", "decay": 6}, other={"from": "warm", "decay": 6},
-    )  # fmt: skip
+        workspace,
+        warm=None,
+        mid={"from": "warm", "training.steps": 35, "optimizer.lr": 5e-4},
+        last={"from": "mid", "decay": 6},
+        other={"from": "warm", "decay": 6},
+    )
     assert {run.name: native(run).optimizer.lr for run in described.runs} == {
         "warm": 1e-3,
         "mid": 5e-4,
