@@ -159,7 +159,7 @@ def submit_campaign(described: CampaignDescription) -> bool:
     A campaign that is there already, with the same runs, is left as it is. Raises RelayrunError; then there is none.
     """
     whole, folder = make_campaign(described), described.folder
-    check_stages(described)  # before the data, which may take long to read
+    check_stages(described, {})  # before the data, which may take long to read
     if campaign.is_campaign(folder):
         _refuse_changed_campaign(described, whole)
         return False

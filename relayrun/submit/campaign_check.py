@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from relayrun.config.compose.campaign import CampaignDescription, CampaignRunDescription
-from relayrun.config.compose.schema import RunConfig
+from relayrun.config.compose.schema import CommonConfig, RunConfig
 from relayrun.errors import ConfigError
 from relayrun.submit import submission
 from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.submit.check.findings import QUIET_LEVELS, CheckFinding, count_noun
-from relayrun.submit.check.rehearsal import rate_changes
+from relayrun.submit.check.rehearsal import RateEdge, tell_rate_changes
 from relayrun.submit.check.report import CheckReport
 from relayrun.submit.check.report_text import check_report_as_json, findings_table
-from relayrun.submit.dry_load import LoadedState, refuse_other_state, state_after
+from relayrun.submit.dry_load import CommonValues, refuse_other_values, values_after
 from relayrun.submit.initial_checkpoint import refuse_other_model
 from relayrun.tokens.order.batches import TrainingProgress
 from relayrun.tokens.shards.manifest import Manifest
@@ -44,72 +44,52 @@ class CampaignReport:
 def check_campaign(described: CampaignDescription) -> CampaignReport:
     """Look at every run as `check_submission` does, and at each edge of stages; nothing is written or queued."""
     reports = {
-        run.name: submission.check_submission(
-            run.config, given=run.given, intent=SubmitIntent(), awaited=run.source is not None
-        )
+        run.name: submission.check_submission(_without_load(run), given=run.given, intent=SubmitIntent())
         for run in described.runs
     }
     manifests = {name: report.manifest for name, report in reports.items() if report.manifest is not None}
-    for run, fault in stage_faults(described, manifests):
-        reports[run.name].findings.add_error("stage.checkpoint", fault)
-    _tell_rates(described, reports)
+    faults = {run.name: fault for run, fault in stage_faults(described, manifests)}
     for run in described.runs:
-        name = run.name
-        if run.source is not None and not any(each.name == "stage.checkpoint" for each in reports[name].findings.all):
-            words = f"ranks can load what {run.source} will save: optimizer and model"
-            words += ", and the order of the data" if {name, run.source} <= manifests.keys() else ""
-            reports[name].findings.ok("stage.checkpoint", words)
+        findings = reports[run.name].findings
+        if run.name in faults:
+            findings.add_error("stage.checkpoint", faults[run.name])
+        elif isinstance(run.config, RunConfig) and run.source is not None:
+            data = " and order of the data" if {run.name, run.source} <= manifests.keys() else ""
+            findings.ok("stage.checkpoint", f"ranks can load what {run.source} will save: model, optimizer{data}")
+    _tell_rates(described, reports)
     return CampaignReport(described=described, reports=reports)
+
+
+def _without_load(run: CampaignRunDescription) -> CommonConfig:
+    """Return the config of a run; of a stage without the checkpoint that the stage before has yet to save."""
+    saves = run.config.checkpoint_section
+    if run.source is None or saves is None:
+        return run.config
+    return run.config.model_copy(update={"checkpoint": saves.model_copy(update={"load": None})})
 
 
 def _tell_rates(described: CampaignDescription, reports: Mapping[str, CheckReport]) -> None:
     """Add the learning rate before and behind each edge of native stages to the findings of the stage behind it."""
-    reached: dict[str, TrainingProgress] = {}
-    edges: dict[str, tuple[RunConfig, RunConfig, TrainingProgress]] = {}
+    begins: dict[str, TrainingProgress] = {}
+    edges: list[RateEdge] = []
     configs = {run.name: run.config for run in described.runs if isinstance(run.config, RunConfig)}
     for run in described.runs:
-        own, before = configs.get(run.name), configs.get(run.source or "")
-        if own is None:
+        if (own := configs.get(run.name)) is None:
             continue
-        begins = TrainingProgress(own.training.batch_sizes)
-        if before is not None and run.source is not None and not run.counts_from_zero:
-            at = _advanced(reached[run.source], run.iteration or before.training.end_iteration)
-            edges[run.name] = before, own, at
-            samples = 0 if own.checkpoint.no_load_data else at.consumed_samples
-            legs = [] if own.checkpoint.no_load_data else at.legs
-            begins = TrainingProgress(
-                own.training.batch_sizes, iteration=at.iteration, consumed_samples=samples, legs=legs
-            )
-        reached[run.name] = begins
-    changes, silent = rate_changes(list(edges.values()))
-    for (name, (_, own, at)), change in zip(edges.items(), changes, strict=True):
-        findings = reports[name].findings
-        if change is None:
-            findings.skip(
-                "stage.learning_rate", f"the rate of its first step: {silent or 'the schedule cannot be made'}"
-            )
-        else:
-            change.tell("stage.learning_rate", findings)
-        if (held := _held(own, at)) > 0:
-            steps = count_noun(own.optimizer.lr_wsd_decay_steps or 0, "step")
-            findings.ok(
-                "stage.decay", f"{count_noun(held, 'step')} at a constant rate come before the decay of {steps}"
-            )
-
-
-def _advanced(begins: TrainingProgress, iteration: int) -> TrainingProgress:
-    """Return the progress of a stage at one of its iterations."""
-    consumed = begins.legs[-1].consumed(iteration)
-    sizes = begins.legs[-1].sizes
-    return TrainingProgress(sizes, iteration=iteration, consumed_samples=consumed, legs=begins.legs)
-
-
-def _held(config: RunConfig, at: TrainingProgress) -> int:
-    """Return the iterations of WSD's constant learning rate that a stage has before its decay."""
-    if config.optimizer.lr_wsd_decay_steps is None:
-        return 0
-    _, end = config.lr_steps(at.reaches)
-    return end - config.optimizer.lr_wsd_decay_steps - at.iteration
+        begins[run.name] = TrainingProgress(own.training.batch_sizes)
+        if (before := configs.get(run.source or "")) is not None and not run.counts_from_zero:
+            first = begins[run.source or ""]
+            end, leg = run.iteration or before.training.end_iteration, first.legs[-1]
+            at = TrainingProgress(leg.sizes, iteration=end, consumed_samples=leg.consumed(end), legs=first.legs)
+            edges.append((before, own, at, reports[run.name].findings))
+            if not own.checkpoint.no_load_data:
+                begins[run.name] = TrainingProgress.resume(at.state(), own.training.batch_sizes)
+    tell_rate_changes("stage.learning_rate", edges)
+    for _, own, at, findings in edges:
+        length, end = own.optimizer.lr_wsd_decay_steps or 0, own.lr_steps(at.reaches)[1]
+        if length and (held := end - length - at.iteration) > 0:
+            words = f"{count_noun(held, 'step')} at a constant rate come before the decay of "
+            findings.ok("stage.decay", words + count_noun(length, "step"))
 
 
 def print_campaign_report(report: CampaignReport) -> None:
@@ -132,12 +112,12 @@ def campaign_report_as_json(report: CampaignReport) -> dict[str, Any]:
     return {"campaign": report.described.name, "refused": report.refused, "runs": runs}
 
 
-def check_stages(described: CampaignDescription, manifests: Mapping[str, Manifest] | None = None) -> None:
+def check_stages(described: CampaignDescription, manifests: Mapping[str, Manifest]) -> None:
     """Raise ConfigError if the ranks of a stage would refuse the checkpoint of the stage that it begins with.
 
     `manifests`: the data of the stages by name, as far as they are known.
     """
-    for run, fault in stage_faults(described, manifests or {}):
+    for run, fault in stage_faults(described, manifests):
         raise ConfigError(f"stage {run.name}: {fault.message}", where=fault.where, hint=fault.hint)
 
 
@@ -146,17 +126,17 @@ def stage_faults(
 ) -> Iterator[tuple[CampaignRunDescription, ConfigError]]:
     """Yield each native stage that cannot load what the stage before saves, and the reason."""
     runs = {run.name: run for run in described.runs}
-    states: dict[str, LoadedState] = {}
+    saved: dict[str, CommonValues] = {}
     for run in described.runs:
-        before, own = runs.get(run.source or ""), run.config
+        before, own, manifest = runs.get(run.source or ""), run.config, manifests.get(run.name)
         if not isinstance(own, RunConfig):
             continue
         if before is not None and isinstance(before.config, RunConfig):
-            where = run.given.place(("checkpoint", "load")) or run.name
-            folder, state = Path(before.run_dir), states[before.name]
+            folder = Path(before.run_dir)
             try:
                 refuse_other_model(before.config.model, own, folder, hint="let both stages have one model")
-                refuse_other_state(state, own, manifests.get(run.name), folder)
+                refuse_other_values(saved[before.name], own, manifest, folder)
             except ConfigError as error:
+                where = run.given.place(("checkpoint", "load")) or run.name
                 yield run, ConfigError(error.message, where=where, hint=error.hint)
-        states[run.name] = state_after(own, manifests.get(run.name), states.get(run.source or ""))
+        saved[run.name] = values_after(own, manifest, saved.get(run.source or ""))

@@ -7,7 +7,6 @@ the ranks' own (`train.checkpoint.compatibility`, `tokens.order.sampler`); nothi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +19,11 @@ from relayrun.tokens.order.sampler import refuse_other_order
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.train.checkpoint import compatibility
 
-
-@dataclass(frozen=True, kw_only=True)
-class LoadedState:
-    """The parts of a checkpoint that ranks compare with their own run, besides the weights."""
-
-    fixed: Mapping[str, object]
-    """See `compatibility.fixed_settings`."""
-    order: Mapping[str, Any] | None = None
-    """Settings of the data order; None if they are not known, and for a checkpoint of Megatron-LM."""
-    records: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """What determines the order of each data set, those of earlier stages included."""
+CommonValues = Mapping[str, Any]
+"""Plain values of a checkpoint; `fixed`, and of `data` the `settings` and `datasets`, are compared."""
 
 
-def common_values(folder: Path) -> dict[str, Any] | None:
+def common_values(folder: Path) -> CommonValues | None:
     """Return the plain values of a checkpoint of relayrun; None if they cannot be read, which ranks say better."""
     try:
         common = read_torch_file(read_bounded(folder / "common.pt"))
@@ -42,27 +32,15 @@ def common_values(folder: Path) -> dict[str, Any] | None:
     return common if isinstance(common, dict) and isinstance(common.get("fixed"), dict) else None
 
 
-def state_in_checkpoint(folder: Path) -> LoadedState | None:
-    """Return the state in a checkpoint of relayrun; None if it cannot be read."""
-    common = common_values(folder)
-    if common is None:
-        return None
-    data = common.get("data")
-    if not isinstance(data, dict) or not {"settings", "datasets"} <= data.keys():
-        return LoadedState(fixed=common["fixed"])
-    return LoadedState(fixed=common["fixed"], order=data["settings"], records=data["datasets"])
-
-
-def state_after(config: RunConfig, manifest: Manifest | None, begun_with: LoadedState | None) -> LoadedState:
-    """Return the state in a checkpoint that a run will save. `manifest`: its data, None if they are not known."""
+def values_after(config: RunConfig, manifest: Manifest | None, begun_with: CommonValues | None) -> CommonValues:
+    """Return what a checkpoint that a run will save has of them. `manifest`: its data, None if they are not known."""
     fixed = compatibility.fixed_settings(config)
     if manifest is None:
-        return LoadedState(fixed=fixed)
-    anew = begun_with is None or config.checkpoint.finetune or config.checkpoint.no_load_data
-    former = {} if begun_with is None or anew else begun_with.records
-    return LoadedState(
-        fixed=fixed, order=order_settings(config, manifest), records={**former, **_own_records(config, manifest)}
-    )
+        return {"fixed": fixed}
+    goes_on = begun_with and not (config.checkpoint.finetune or config.checkpoint.no_load_data)
+    former = begun_with["data"]["datasets"] if begun_with and goes_on and "data" in begun_with else {}
+    datasets = {**former, **_own_records(config, manifest)}
+    return {"fixed": fixed, "data": {"settings": order_settings(config, manifest), "datasets": datasets}}
 
 
 def _own_records(config: RunConfig, manifest: Manifest) -> dict[str, dict[str, Any]]:
@@ -70,25 +48,27 @@ def _own_records(config: RunConfig, manifest: Manifest) -> dict[str, dict[str, A
     return {source.identity(name): order_record(config, manifest, name) for name, source in sources.items()}
 
 
-def refuse_other_state(
-    found: LoadedState, config: RunConfig, manifest: Manifest | None, path: Path, *, own: bool = False
+def refuse_other_values(
+    found: CommonValues, config: RunConfig, manifest: Manifest | None, path: Path, *, own: bool = False
 ) -> None:
-    """Raise ConfigError if the ranks of this run would refuse the state of another run's checkpoint, at `path`.
+    """Raise ConfigError if the ranks of this run would refuse a checkpoint with these values, at `path`.
 
     `own`: the checkpoint is the run's own; then no setting leaves a part of it out, and a submit compares the data.
     """
-    saves = config.checkpoint
+    saves, data = config.checkpoint, found.get("data")
     try:
         if own or not (saves.finetune or saves.no_load_optim):
-            compatibility.refuse_other_fixed_settings(found.fixed, compatibility.fixed_settings(config), path)
+            compatibility.refuse_other_fixed_settings(found["fixed"], compatibility.fixed_settings(config), path)
     except FatalTrainingError as error:
         raise ConfigError(error.message, where=str(path), hint=error.hint) from None
-    if own or found.order is None or manifest is None or saves.finetune or saves.no_load_data:
+    if own or manifest is None or saves.finetune or saves.no_load_data or not isinstance(data, dict):
         return
     mine = _own_records(config, manifest)
     # a stream's own record, and the number of windows, are known when the data set is opened
-    common = {name: {key: was[key] for key in was if key in mine.get(name, was)} for name, was in found.records.items()}
+    records = {
+        name: {key: was[key] for key in was if key in mine.get(name, was)} for name, was in data["datasets"].items()
+    }
     try:
-        refuse_other_order(found.order, common, order_settings(config, manifest), mine)
+        refuse_other_order(data["settings"], records, order_settings(config, manifest), mine)
     except FatalTrainingError as error:
         raise ConfigError(error.message, where="data", hint=compatibility.OTHER_DATA_HINT) from None

@@ -19,7 +19,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.trainers import megatron_lm_log
 from relayrun.control.trainers.torch_files import vet_checkpoint
 from relayrun.errors import ConfigError, InputError, RelayrunError
-from relayrun.submit.dry_load import refuse_other_state, state_in_checkpoint
+from relayrun.submit.dry_load import common_values, refuse_other_values
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.train.checkpoint import megatron_folder
 from relayrun.train.checkpoint.megatron_folder import MegatronCheckpoint
@@ -60,7 +60,7 @@ def _find_native(config: RunConfig, run: Run, manifest: Manifest | None, tell: C
     settings = config.checkpoint
     if is_checkpoint_of(run, newest := resume_point(run)):
         _refuse_other_weights(run, newest.iteration, config)
-        _refuse_other_state(newest, config, manifest, own=True)
+        _refuse_other_values(newest, config, manifest, own=True)
         return BEGINNING
     if settings.load is None:
         return BEGINNING
@@ -72,7 +72,7 @@ def _find_native(config: RunConfig, run: Run, manifest: Manifest | None, tell: C
     else:
         found = _find_in_run(name, config, wanted)
     if megatron is None:
-        _refuse_other_state(found, config, manifest)
+        _refuse_other_values(found, config, manifest, own=False)
     iteration = 0 if settings.finetune else found.iteration
     if iteration >= config.training.end_iteration:
         name = "steps" if config.training.stop_after is None else "stop_after"
@@ -82,10 +82,10 @@ def _find_native(config: RunConfig, run: Run, manifest: Manifest | None, tell: C
     return ResumePoint(iteration=iteration, path=found.path)
 
 
-def _refuse_other_state(found: ResumePoint, config: RunConfig, manifest: Manifest | None, *, own: bool = False) -> None:
-    state = None if found.path is None else state_in_checkpoint(Path(found.path))
-    if state is not None and found.path is not None:
-        refuse_other_state(state, config, manifest, Path(found.path), own=own)
+def _refuse_other_values(found: ResumePoint, config: RunConfig, manifest: Manifest | None, *, own: bool) -> None:
+    path = Path(found.path or "")
+    if (values := common_values(path)) is not None:
+        refuse_other_values(values, config, manifest, path, own=own)
 
 
 def _parse_load(load: str, run: Run) -> tuple[str, Path, int | None]:

@@ -107,24 +107,17 @@ def adopt_job(config: CommonConfig, intent: SubmitIntent, *, host_python: str | 
 
 
 def check_submission(
-    config: CommonConfig,
-    *,
-    given: LocatedSettings | None = None,
-    intent: SubmitIntent,
-    launcher: Path | None = None,
-    awaited: bool = False,
+    config: CommonConfig, *, given: LocatedSettings | None = None, intent: SubmitIntent, launcher: Path | None = None
 ) -> CheckReport:
     """Look at all that a submit would look at, and at what Slurm says; nothing is written or queued.
 
-    `launcher`: the Bash script that is to be given to sbatch, instead of a job of relayrun's own. `awaited`: the stage
-    before has yet to save what the run begins with.
+    `launcher`: the Bash script that is to be given to sbatch, instead of a job of relayrun's own.
     """
     config, _ = existing_run.own_run(config, take_over=intent.take_over, now=time.time())
     run = Run(Path(config.run_dir or ""))
     plan = make_plan(config, run, places.CODE_ROOT, revision=max(run.revisions(), default=0) + 1)
     script = launcher or job_script.job_script(plan, run)
-    folder = log_folder(run)
-    return check_run(config, plan, run, log_folder=folder, given=given, intent=intent, script=script, awaited=awaited)
+    return check_run(config, plan, run, log_folder=log_folder(run), given=given, intent=intent, script=script)
 
 
 @contextmanager

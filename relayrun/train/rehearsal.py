@@ -22,7 +22,7 @@ from relayrun.errors import ConfigError, RelayrunError
 from relayrun.tokens.mixture.build_datasets import dataset_factory
 from relayrun.tokens.order.batches import TrainingProgress
 from relayrun.train.hook_list import import_hook_class
-from relayrun.train.loss import UserLoss
+from relayrun.train.model.loss import UserLoss
 from relayrun.train.optimizer.megatron_optimizer import learning_rate_schedule
 from relayrun.train.optimizer.user_optimizer import import_optimizer_class
 from relayrun.train.user_code import import_user_object

@@ -95,6 +95,23 @@ def test_what_ranks_would_refuse_is_refused_before_the_queue(
     assert (code, found["run.initial_checkpoint"][0]) == (1, "error"), "nor does a run itself go on with it"
 
 
+@pytest.mark.long
+def test_a_data_set_of_another_name_begins_behind_the_samples_of_the_checkpoint(
+    workspace: Workspace, tmp_path: Path
+) -> None:
+    """The way of docs/stages.md to anneal on other data, for the ranks as for the check."""
+    other, run = Workspace.make(tmp_path, seed=3), workspace.run("anneal")
+    mixture = {"best": {"path": [str(other.folder / "data")], "weight": 1.0}}
+    data = {"datasets": [], "mixture": mixture, "tokenizer": str(workspace.folder / "tokenizer.json")}
+    config = workspace.config("anneal", **SETTINGS, data=data)
+    done = submit(config, "--load", f"{workspace.run('source').path}:4")
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in read_json_lines(run.metrics_view) if "loss" in line]
+    assert [(line["iteration"], line["consumed_samples"]) for line in lines] == [(n, 8 * n) for n in (5, 6, 7, 8)]
+    whole = workspace.run("source")
+    assert all(step != steps(whole)[number] for number, step in steps(run).items()), "other data"
+
+
 def test_a_resume_says_what_it_changes(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
     path = workspace.config("source", **SETTINGS)
     code, found = checked(path, capsys, "--resume")

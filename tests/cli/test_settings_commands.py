@@ -97,6 +97,22 @@ def test_a_setting_that_there_is_not_has_a_nearest_one(
     assert f"there is no setting '{name}'\n  -> did you mean {nearest}?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("stages.warm.decay", "stages.<name>.decay: integer above 0"),
+        ("sweep.at_once", "sweep.at_once: integer above 0"),
+        ("data.mixture.web.weight", "data.mixture.<name>.weight: number above 0"),
+        ("optimizer.groups.0.lr_mult", "optimizer.groups: list of OptimizerGroup"),
+    ],
+)
+def test_names_of_the_users_and_sections_of_plans_are_explained(
+    name: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", name]) == 0
+    assert capsys.readouterr().out.startswith(words)
+
+
 def test_every_setting_has_words() -> None:
     assert [setting.name for setting in describe.describe_settings() if not setting.words] == []
 

@@ -27,7 +27,7 @@ def stages(workspace: Workspace, **section: Any) -> campaign.CampaignDescription
     settings = {"checkpoint": {"interval": 5}, "optimizer": {"lr_decay_style": "constant"}}
     path = workspace.config("stages", name="plan", stages=section, **settings)
     described = campaign.describe_campaign(path, kind="stages")
-    submission.check_stages(described)
+    submission.check_stages(described, {})
     return described
 
 
@@ -215,9 +215,12 @@ def test_stages_that_are_refused_name_the_line(
 
 def test_a_decay_begins_at_the_rate_of_the_stage_before(workspace: Workspace) -> None:
     described = stages(
-        workspace, warm=None, mid={"from": "warm", "training.steps": 35, "optimizer.lr": 5e-4},
-        last={"from": "mid", "decay": 6}, other={"from": "warm", "decay": 6},
-    )  # fmt: skip
+        workspace,
+        warm=None,
+        mid={"from": "warm", "training.steps": 35, "optimizer.lr": 5e-4},
+        last={"from": "mid", "decay": 6},
+        other={"from": "warm", "decay": 6},
+    )
     assert {run.name: native(run).optimizer.lr for run in described.runs} == {
         "warm": 1e-3,
         "mid": 5e-4,

@@ -147,6 +147,17 @@ def test_a_successor_asks_for_gpus_as_its_script_does(
     assert slurm_commands.gpu_options_like_script(options, script) == wanted
 
 
+@pytest.mark.parametrize(
+    ("gres", "asks"),
+    [
+        *((none, False) for none in ("gpu:0", "gpu:a100:0", "gpu:0(S:0)", "lustre:1,gpu:0")),
+        *((some, True) for some in ("gpu", "gpu:10", "gpu:a100:4", "gpu:0,gpu:a100:1")),
+    ],
+)
+def test_no_gpus_are_no_request_for_gpus(gres: str, asks: bool) -> None:
+    assert slurm_commands.asks_for_gpus({"gres": gres}) is asks
+
+
 def test_an_evaluation_asks_for_its_own_gpus_in_the_way_of_the_site() -> None:
     def lines(*overrides: str) -> list[str]:
         given = config("job.gpus_per_node=4", "evaluation.interval=100", *overrides)

@@ -80,6 +80,26 @@ def test_a_run_that_is_fine_is_taken_and_nothing_is_made(
     assert levels["run.time_limit"] == "not checked", "no start was measured"
 
 
+@pytest.mark.parametrize(
+    ("changes", "nearest"),
+    [
+        ("data={datasets: [], mixture: {a: {path: [x], wieght: 1}}}", "did you mean 'weight'?"),
+        ("optimizer.groups=[{match: x, lr_mul: 1}]", "did you mean 'lr_mult'?"),
+        ("notify.targets={ada: {urll: x}}", "did you mean 'url'?"),
+    ],
+)
+def test_a_typo_inside_an_entry_has_a_nearest_name(workspace: Workspace, changes: str, nearest: str) -> None:
+    with pytest.raises(RelayrunError) as refused:
+        resolve.load_run_config(workspace.config("run"), [changes])
+    assert nearest in str(refused.value)
+
+
+def test_an_unknown_mode_of_wandb_is_refused(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "ofline")
+    found = named(looked(workspace.config("run")), "tracking.wandb")
+    assert (found.level, found.words) == ("error", "WANDB_MODE=ofline is no mode of W&B")
+
+
 def test_ok_is_for_what_was_looked_at(workspace: Workspace) -> None:
     path = workspace.config("run")
     changes = ["cluster.gpu_memory_gb=80", "job.gpus_per_node=2", "training.precision=bf16", "job.mem=9G"]

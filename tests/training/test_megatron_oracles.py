@@ -295,7 +295,7 @@ def test_a_masked_loss_is_divided_as_by_megatrons_loss_func(per_token: bool) -> 
     import torch
     from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
 
-    from relayrun.train.loss import loss_function
+    from relayrun.train.model.loss import loss_function
 
     losses = (torch.arange(1, 25).reshape(3, 8).double() ** 0.5).float().requires_grad_()
     function = loss_function(
@@ -318,7 +318,7 @@ def test_a_masked_loss_is_divided_as_by_megatrons_loss_func(per_token: bool) -> 
 def test_the_mean_of_samples_is_that_of_before_to_the_last_bit(masked: bool) -> None:
     import torch
 
-    from relayrun.train.loss import loss_function
+    from relayrun.train.model.loss import loss_function
 
     generator = torch.Generator().manual_seed(3)
     losses = torch.rand((5, 33), generator=generator) * 12
@@ -340,7 +340,7 @@ def test_the_mean_of_samples_is_that_of_before_to_the_last_bit(masked: bool) -> 
 def test_in_an_evaluation_the_tokens_of_samples_that_fill_up_a_batch_do_not_count() -> None:
     import torch
 
-    from relayrun.train.loss import loss_function
+    from relayrun.train.model.loss import loss_function
 
     losses = torch.arange(1.0, 25.0).reshape(3, 8)
     mask, weights = torch.tensor(MASK, dtype=torch.float32), torch.tensor([1.0, 1.0, 0.0])

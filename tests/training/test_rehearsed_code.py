@@ -92,7 +92,7 @@ def asked_here(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a check asks the ranks' Python is answered in this process, which has imported torch."""
 
     def answer(
-        command: Sequence[str], environment: dict[str, str], *, text: str = ""
+        command: Sequence[str], environment: dict[str, str], *, text: str = "", limit: float = 0
     ) -> subprocess.CompletedProcess[str]:
         assert [*command[1:]] == ["-m", "relayrun.train.rehearsal"]
         answered = json.dumps(rehearsal.rehearse(json.loads(text)))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.trainers.tools import wandb_mode
 from relayrun.errors import FatalTrainingError, RelayrunError
 from relayrun.submit.check.findings import Findings, count_noun
-from relayrun.submit.check.rehearsal import rate_changes
+from relayrun.submit.check.rehearsal import tell_rate_changes
 from relayrun.submit.dry_load import common_values
 from relayrun.tokens.order.batches import TrainingProgress
 from relayrun.train.export.source_and_target import committed_config
@@ -26,19 +26,16 @@ def check_consequences(config: RunConfig, run: Run, begins: ResumePoint, finding
     """Say what a run that goes on from `begins` has left, and what its next step has another way."""
     if begins.path is None:
         return
-    progress = None if begins.iteration == 0 else _progress(Path(begins.path), config)
-    if progress is not None:
-        _tell_what_is_left(config, progress, findings)
-        _tell_rate(config, run, begins, progress, findings)
-    if is_checkpoint_of(run, begins):
-        _tell_wandb(config, run, findings, os.environ)
-
-
-def _progress(folder: Path, config: RunConfig) -> TrainingProgress | None:
-    try:
-        return TrainingProgress.resume((common_values(folder) or {})["progress"], config.training.batch_sizes)
-    except (KeyError, FatalTrainingError):
-        return None
+    if begins.iteration:
+        with contextlib.suppress(KeyError, FatalTrainingError):  # ranks say better what is damaged
+            state = (common_values(Path(begins.path)) or {})["progress"]
+            progress = TrainingProgress.resume(state, config.training.batch_sizes)
+            _tell_what_is_left(config, progress, findings)
+            _tell_rate(config, run, begins, progress, findings)
+    mode = wandb_mode({**os.environ, **config.cluster.environment})
+    if is_checkpoint_of(run, begins) and mode is None and (run.path / "wandb").is_dir():
+        words = "earlier attempts of this run wrote to W&B, and the next one will not: its curve ends here"
+        findings.warn("run.wandb", words, remedy="export WANDB_API_KEY, or WANDB_MODE=offline, as before")
 
 
 def _tell_what_is_left(config: RunConfig, progress: TrainingProgress, findings: Findings) -> None:
@@ -53,11 +50,7 @@ def _tell_rate(config: RunConfig, run: Run, begins: ResumePoint, at: TrainingPro
     if former is None:
         findings.skip(name, "the config of the checkpoint is not known: nor whether the rate jumps at the next step")
     elif _schedule(former) != _schedule(config):
-        (change,), silent = rate_changes([(former, config, at)])
-        if change is None:
-            findings.skip(name, f"the rate of the next step: {silent or 'the schedule cannot be made'}")
-        else:
-            change.tell(name, findings)
+        tell_rate_changes(name, [(former, config, at, findings)])
 
 
 def _former_config(run: Run, begins: ResumePoint) -> RunConfig | None:
@@ -74,12 +67,3 @@ def _schedule(config: RunConfig) -> dict[str, Any]:
     names = ("lr", "min_lr", *(name for name in type(config.optimizer).model_fields if name.startswith("lr_")))
     training = {name: getattr(config.training, name) for name in _SCHEDULE}
     return training | {name: getattr(config.optimizer, name) for name in names}
-
-
-def _tell_wandb(config: RunConfig, run: Run, findings: Findings, environment: Mapping[str, str]) -> None:
-    """Warn if earlier attempts wrote to W&B, and the next one will not."""
-    had = (run.path / "wandb").is_dir()
-    if had and wandb_mode({**environment, **config.cluster.environment}) is None:
-        words = "earlier attempts of this run wrote to W&B, and the next one will not: its curve ends here"
-        remedy = "export WANDB_API_KEY, or WANDB_MODE=offline, as before"
-        findings.warn("run.wandb", words, remedy=remedy)

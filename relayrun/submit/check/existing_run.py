@@ -151,19 +151,9 @@ class SubmitIntent:
 
 
 def check_existing_run(
-    config: CommonConfig,
-    plan: Plan,
-    run: Run,
-    manifest: Manifest | None,
-    intent: SubmitIntent,
-    findings: Findings,
-    *,
-    awaited: bool = False,
+    config: CommonConfig, plan: Plan, run: Run, manifest: Manifest | None, intent: SubmitIntent, findings: Findings
 ) -> None:
-    """Look at what the run's records, and its jobs, would make a submit refuse. `plan`: the config's.
-
-    `awaited`: the checkpoint to begin with is not there yet.
-    """
+    """Look at what the run's records, and its jobs, would make a submit refuse. `plan`: the config's."""
     with findings.catching("run.time_limit"):
         if check_time_limit(config, plan, run):
             findings.ok("run.time_limit", "the time limit leaves time to train in, by the starts and saves so far")
@@ -177,14 +167,13 @@ def check_existing_run(
         refuse_other_trainer(config, run)
     with findings.catching("run.mirror"):
         policies.refuse_mirror_of_other_run(config, run, take_over=intent.take_over)
-    if not awaited:
-        with findings.catching("run.initial_checkpoint"):
-            base = initial_checkpoint.find_initial_checkpoint(
-                config, run, manifest, tell=lambda words: findings.warn("run.initial_checkpoint", words)
-            )
-            if isinstance(config, RunConfig):
-                own = resume_point(run)
-                consequences.check_consequences(config, run, base if own.path is None else own, findings)
+    with findings.catching("run.initial_checkpoint"):
+        base = initial_checkpoint.find_initial_checkpoint(
+            config, run, manifest, tell=lambda words: findings.warn("run.initial_checkpoint", words)
+        )
+        if isinstance(config, RunConfig):
+            own = resume_point(run)
+            consequences.check_consequences(config, run, base if own.path is None else own, findings)
     if not run.plan.exists():
         findings.ok("run.state", "this run has not been submitted yet")
         return

@@ -22,6 +22,8 @@ CONTAINER_OPTIONS = ("--container-image", "--environment", "--container-name")
 """Options of srun with which the ranks see another file system than this program does."""
 ANSWER_SECONDS = 60.0
 """Time limit for the start of a Python, which may lie on a loaded or remote file system."""
+REHEARSAL_SECONDS = 300.0
+"""Time limit for a rehearsal, which imports torch and the user's modules."""
 
 
 def runs_in_container(config: CommonConfig) -> bool:
@@ -48,7 +50,7 @@ def search_path(config: CommonConfig) -> str:
 
 
 def run_python(
-    command: Sequence[str], environment: dict[str, str], *, text: str = ""
+    command: Sequence[str], environment: dict[str, str], *, text: str = "", limit: float = ANSWER_SECONDS
 ) -> subprocess.CompletedProcess[str] | str | None:
     """Run a program that reads `text`; return in words why it does not start, None if it takes too long."""
     try:
@@ -57,7 +59,7 @@ def run_python(
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=ANSWER_SECONDS,
+            timeout=limit,
             check=False,
             input=text,
             env=os.environ | environment,
@@ -92,9 +94,10 @@ def rehearse(
     }
     environment = config.cluster.environment | {"PYTHONPATH": search_path(config)}
     python = config.cluster.rank_python
-    done = run_python([python, "-m", "relayrun.train.rehearsal"], environment, text=json.dumps(request))
+    command, text = [python, "-m", "relayrun.train.rehearsal"], json.dumps(request)
+    done = run_python(command, environment, text=text, limit=REHEARSAL_SECONDS)
     if done is None or isinstance(done, str):
-        return Rehearsal(silent=f"{python} {done or f'gave no answer within {ANSWER_SECONDS:.0f} s'}")
+        return Rehearsal(silent=f"{python} {done or f'gave no answer within {REHEARSAL_SECONDS:.0f} s'}")
     try:
         answer: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
@@ -118,64 +121,44 @@ def check_user_code(config: RunConfig, findings: Findings) -> None:
         findings.ok(name, f"the ranks' Python imports {', '.join(own)}, and what the settings name can be used")
 
 
-@dataclass(frozen=True, kw_only=True)
-class RateChange:
-    """The learning rate where one config takes over from another."""
-
-    iteration: int
-    """Last iteration of the config before."""
-    last: float
-    """Rate of that iteration."""
-    former: float
-    """Rate that the next iteration would have with the config before."""
-    next: float
-    """Rate of the next iteration."""
-
-    @property
-    def words(self) -> str:
-        """The change in a line."""
-        words = f"learning rate {self.last:.3g} at step {self.iteration:,}, {self.next:.3g} at the next one"
-        same = f"{self.former:.3g}" == f"{self.next:.3g}"
-        return words if same else f"{words}; with the settings before it would be {self.former:.3g}"
-
-    @property
-    def is_jump(self) -> bool:
-        """True if the rate jumps, and would not with the settings before."""
-        changed = abs(self.next - self.former) > 0.01 * self.former
-        return changed and not 0.5 * self.last <= self.next <= 1.1 * self.last
-
-    def tell(self, name: str, findings: Findings) -> None:
-        """Add the change to the findings."""
-        if self.is_jump:
-            remedy = "keep optimizer.lr and the lengths of the schedule, or mean it"
-            findings.warn(name, self.words, setting="optimizer.lr", remedy=remedy)
-        else:
-            findings.ok(name, self.words)
+RateEdge = tuple[RunConfig, RunConfig, TrainingProgress, Findings]
+"""Config before and behind this progress, and the findings that the change of the learning rate belongs to."""
 
 
-def rate_changes(
-    edges: Sequence[tuple[RunConfig, RunConfig, TrainingProgress]],
-) -> tuple[list[RateChange | None], str | None]:
-    """Return the change of the learning rate on each edge, from a config to the next at this progress; None if a
-    schedule cannot be made. The second value says why nothing is known."""
+def tell_rate_changes(name: str, edges: Sequence[RateEdge]) -> None:
+    """Add the rates of the last step before each edge and of the first one behind it to its findings.
+
+    A jump is a warning, unless the config before would have made it too.
+    """
     if not edges:
-        return [], None
-    steps = []
-    for before, after, at in edges:
-        first = max(at.iteration - 1, 0)
-        last = TrainingProgress(before.training.batch_sizes, iteration=first, consumed_samples=_consumed(at, first))
-        steps += [(before, last), (before, at), (after, at)]
+        return
+    steps = [(config, at) for before, after, at, _ in edges for config, at in _steps_around(before, after, at)]
     answer = rehearse(edges[0][1], steps=steps)
-    if answer.silent is not None:
-        return [None] * len(edges), answer.silent
-    found: list[RateChange | None] = []
-    for (_, _, at), rates in zip(edges, zip(*[iter(answer.rates)] * 3, strict=True), strict=True):
-        last, former, after = rates
-        known = last is not None and former is not None and after is not None
-        found.append(RateChange(iteration=at.iteration, last=last, former=former, next=after) if known else None)
-    return found, None
+    rates = answer.rates or [None] * len(steps)
+    for number, (_, _, at, findings) in enumerate(edges):
+        last, former, after = rates[3 * number : 3 * number + 3]
+        if last is None or former is None or after is None:
+            why = answer.silent or "the schedule cannot be made"
+            findings.skip(name, f"the learning rate of the next step: {why}")
+            continue
+        words = f"learning rate {last:.3g} at step {at.iteration:,}, {after:.3g} at the next one"
+        if f"{former:.3g}" != f"{after:.3g}":
+            words += f"; with the settings before it would be {former:.3g}"
+        if abs(after - former) > 0.01 * former and not 0.5 * last <= after <= 1.1 * last:
+            remedy = "keep optimizer.lr and the lengths of the schedule, unless it is to jump"
+            findings.warn(name, words, setting="optimizer.lr", remedy=remedy)
+        else:
+            findings.ok(name, words)
 
 
-def _consumed(progress: TrainingProgress, iteration: int) -> int:
-    leg = next((leg for leg in reversed(progress.legs) if leg.iteration <= iteration), progress.legs[0])
-    return leg.consumed(iteration)
+def _steps_around(
+    before: RunConfig, after: RunConfig, at: TrainingProgress
+) -> list[tuple[RunConfig, TrainingProgress]]:
+    """Return the last step of `before`, the step that would follow it, and the step of `after` in its place."""
+    last = max(at.iteration - 1, 0)
+    leg = next((leg for leg in reversed(at.legs) if leg.iteration <= last), at.legs[0])
+    return [
+        (before, TrainingProgress(leg.sizes, iteration=last, consumed_samples=leg.consumed(last), legs=[leg])),
+        (before, at),
+        (after, at),
+    ]

@@ -51,13 +51,12 @@ def check_run(
     intent: SubmitIntent | None = None,
     script: str | Path | None = None,
     adopted: Mapping[str, str] | None = None,
-    awaited: bool = False,
 ) -> CheckReport:
     """Look at everything; nothing is written or queued.
 
     `given`: the locations of the settings. `intent`: with it the run's own state and jobs are looked at. `script`:
     what Slurm is asked about, see `slurm.check_slurm`; None: it is not asked. `adopted`: options of this very job,
-    which becomes the first of the chain. `awaited`: the checkpoint to begin with is not there yet.
+    which becomes the first of the chain.
     """
     findings = check_config(config, given)
     storage.check_written_paths(config, run, log_folder, findings)
@@ -71,7 +70,7 @@ def check_run(
     used: list[DatasetUsage] = []
     future: Forecast | None = None
     if intent is not None:
-        existing_run.check_existing_run(config, plan, run, manifest, intent, findings, awaited=awaited)
+        existing_run.check_existing_run(config, plan, run, manifest, intent, findings)
     if isinstance(read, RunConfig) and manifest is not None and (config is read or megatron_lm.has_known_length(read)):
         evolved = with_editions(config, run, manifest) if isinstance(config, RunConfig) else read
         used = data.check_usage(evolved, run, manifest, findings)

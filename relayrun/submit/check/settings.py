@@ -116,6 +116,9 @@ def _check_native(config: RunConfig, findings: Findings) -> None:
         with findings.catching("settings.deterministic"):
             where = f"cluster.environment of {cluster.name!r}"
             determinism.check_deterministic_environment(cluster.environment, where=where)
+    if config.optimizer.groups:
+        words = "whether its patterns match a parameter is known when the ranks build the model"
+        findings.skip("settings.groups", words, setting="optimizer.groups")
     _layout(config, findings)
 
 

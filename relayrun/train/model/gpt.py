@@ -32,10 +32,10 @@ from relayrun.errors import ConfigError, FatalTrainingError
 from relayrun.tokens.order import sample_rows
 from relayrun.train import distributed, megatron_versions, user_code
 from relayrun.train.distributed import LossSum, Ranks
-from relayrun.train.loss import LossResult, UserLoss, loss_function
 from relayrun.train.model import experts, kernels, layers
 from relayrun.train.model.experts import AuxiliaryLosses
 from relayrun.train.model.layers import ACTIVATION_FUNCTIONS
+from relayrun.train.model.loss import LossResult, UserLoss, loss_function
 from relayrun.train.model.packed_documents import PackedDocuments, RowwiseRotaryEmbedding, positions_for
 from relayrun.train.model.size import flops_per_token, pad_to_multiple
 from relayrun.train.timers import Timers
