@@ -22,13 +22,14 @@ def main() -> int:
     ends: Counter[str] = Counter()
     for seed in range(*numbers):
         outcome = play(seed)
-        ends[outcome.ended.partition("reason")[0]] += 1
+        ends[outcome.ended.partition(" reason")[0].removeprefix("state: ")] += 1
         if outcome.broken:
             broken += 1
             print(f"seed {seed} ({', '.join(outcome.events)}): {outcome.broken[0]}", flush=True)
     count = numbers[1] - numbers[0]
     seconds, cpu = time.perf_counter() - began, time.process_time() - used
-    print(f"{count} histories, {broken} break a law; {seconds:.1f} s, {1000 * cpu / count:.1f} ms of CPU each; {dict(ends)}")
+    print(f"{count} histories, {broken} break a law; {seconds:.1f} s, {1000 * cpu / count:.1f} ms of CPU each")
+    print(", ".join(f"{end or '-'}: {number}" for end, number in sorted(ends.items())))
     return 1 if broken else 0
 
 

@@ -127,7 +127,6 @@ class Laws:
         given = f"{self.changed.get('exclude', '')},{self.plan.sbatch_options.get('exclude', '')}"
         return set(value.split(",")) <= self.failed_nodes | set(given.split(","))
 
-
     # what stands at a quiet moment
 
     def quiet(self) -> None:

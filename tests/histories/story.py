@@ -6,12 +6,12 @@ import errno
 import os
 import random
 import shutil
-import signal
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from relayrun.control.chain import failure_reason, job_script, jobs
 from relayrun.control.rundir import triggers
@@ -22,7 +22,6 @@ from relayrun.errors import RelayrunError
 from relayrun.slurmtime import format_time
 from tests.history import history_plan
 from tests.plans import plan_with
-from unittest import mock
 
 from .clock import Clock
 from .commands import Commands
@@ -157,7 +156,7 @@ class History:
         self.run.fallback_script.write_text(job_script.fallback_script(self.plan, self.run))
         with (
             self.clock.installed(self.commands.run, self._start_program),
-            mock.patch.object(failure_reason, "stderr_file", lambda: None),
+            mock.patch.object(failure_reason, "stderr_file", return_value=None),
         ):
             try:
                 self._began = self.clock.now
@@ -234,7 +233,11 @@ class History:
     def _act(self, act: Callable[[], None]) -> None:
         self.clock.note(act.__name__, who="STORY")
         self.events.append(act.__name__)
-        if self.clock.now < self.slurm.away_until and act not in (self.disk_is_full, self.exit_trigger, self.stop_by_hand):
+        if self.clock.now < self.slurm.away_until and act not in (
+            self.disk_is_full,
+            self.exit_trigger,
+            self.stop_by_hand,
+        ):
             self.clock.note("nothing: the controller is away", who="STORY")
             return
         act()
@@ -290,7 +293,11 @@ class History:
     def held_and_released(self) -> None:
         if job := self._chain(running=False):
             job.held = "JobHeldUser"
-            self.clock.after(self.dice.uniform(60, 9 * HOUR), lambda: self.operator.run(["scontrol", "release", str(job.id)]))
+            self.clock.after(self.dice.uniform(60, 9 * HOUR), lambda: self._release(job))
+
+    def _release(self, job: MemoryJob) -> None:
+        job.held = ""
+        self.slurm.kick()
 
     def limit_extended(self) -> None:
         if job := self._chain(running=True):

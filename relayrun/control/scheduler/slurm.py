@@ -89,6 +89,8 @@ class Slurm(SlurmCommands, Scheduler):
 
     def cancelled(self, job_id: str, *, nodes: str) -> bool:
         job = self.query(job_id)
+        if job_id == os.environ.get("SLURM_JOB_ID") and job is not None and job.restarts > _own_restarts():
+            return False  # an operator requeued it
         if job_id == os.environ.get("SLURM_JOB_ID") and job is not None and job.state == "COMPLETING":
             # While its batch script, in which this runs, lives, a job that Slurm ends is COMPLETING, whatever
             # the cause. It was cancelled if Slurm gives no reason, and it was no preemption, nor one of its nodes
@@ -273,7 +275,7 @@ class Slurm(SlurmCommands, Scheduler):
         cpus = job.options.get("cpus-per-task", str(plan.cpus_per_task))
         nodes = self.nodes.expand(job.nodes)
         # one port per job and requeue: jobs that share a node must not meet
-        port = 20_000 + (int(job.id) + 7_001 * int(os.environ.get("SLURM_RESTART_COUNT") or 0)) % 20_000
+        port = 20_000 + (int(job.id) + 7_001 * _own_restarts()) % 20_000
         if plan.outlives_nodes:
             command = self.agent_command(plan, nodes=1, cpus_per_task=cpus)
             command.insert(1, "--overlap")  # else a step waits until another step ends
@@ -329,6 +331,13 @@ class Slurm(SlurmCommands, Scheduler):
 
 
 SCHEDULER = Slurm
+
+
+def _own_restarts() -> int:
+    """Return how often the job of this process had been requeued when it started."""
+    return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+
+
 _SRUN = ["srun", "--kill-on-bad-exit=1", "--export=ALL"]
 _NO_RESOURCES = ["--cpus-per-task=1", "--cpu-bind=none", "--mem=0", "--gres=none", "--input=none", "--quiet"]
 
