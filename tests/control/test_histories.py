@@ -12,7 +12,7 @@ from relayrun.control.scheduler.slurm import Slurm
 from tests.histories.story import play
 
 LONG_SECONDS = 600.0
-SHORT = 60
+SHORT = 40
 """Histories in `make test`: others each day."""
 BROKE_ONCE = {
     17: "what a full disk left unrecorded, the cluster's account, became a person's wish",
@@ -51,7 +51,7 @@ def test_ten_minutes_of_histories_keep_the_laws() -> None:
 
 def test_a_history_is_the_same_each_time() -> None:
     def told() -> list[str]:
-        return [line.partition(" [relayrun")[0] for line in play(7).lines]
+        return [line.partition(" [relayrun")[0].partition("OSError")[0] for line in play(17).lines]
 
     assert told() == told()
 
@@ -79,4 +79,4 @@ def test_the_laws_see_a_chain_that_is_silent(monkeypatch: pytest.MonkeyPatch) ->
 
 def broken() -> list[str]:
     """The laws that a few histories break."""
-    return [law for seed in range(12) for law in play(seed).broken]
+    return [law for seed in range(8) for law in play(seed).broken]

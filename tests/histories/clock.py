@@ -202,7 +202,7 @@ class Clock:
         if program.kill_after_writes >= 0:
             program.kill_after_writes -= 1
             if program.kill_after_writes < 0:
-                self.note(f"killed before it changes {path}")
+                self.note("killed before it changes a file")
                 program.killed = True
                 raise Killed
         self.on_write(os.fsdecode(path) if not isinstance(path, int) else "")
