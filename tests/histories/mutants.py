@@ -42,15 +42,19 @@ class Mutant:
     text: str
 
 
-def mutants_of(file: str) -> Iterator[Mutant]:
-    """Every change of a file: conditions turned round, calls left out, numbers and results changed."""
-    text = (ROOT / "relayrun/control" / file).read_text(encoding="utf-8")
-    count = len(list(ast.walk(ast.parse(text))))
-    for number in range(count):
-        tree = ast.parse(text)
-        node = list(ast.walk(tree))[number]
-        if what := _change(node):
-            yield Mutant(file, getattr(node, "lineno", 0), what, ast.unparse(tree))
+def places_in(file: str) -> Iterator[tuple[str, int]]:
+    """The file and the number of every part of it that can be changed."""
+    for number, node in enumerate(ast.walk(ast.parse((ROOT / "relayrun/control" / file).read_text(encoding="utf-8")))):
+        if _change(copy.deepcopy(node)):
+            yield file, number
+
+
+def mutant_at(file: str, number: int) -> Mutant:
+    """A file with one part changed: a condition turned round, or a call left out."""
+    tree = ast.parse((ROOT / "relayrun/control" / file).read_text(encoding="utf-8"))
+    node = list(ast.walk(tree))[number]
+    what = _change(node)
+    return Mutant(file, getattr(node, "lineno", 0), what, ast.unparse(tree))
 
 
 def _change(node: ast.AST) -> str:
@@ -72,8 +76,8 @@ def _change(node: ast.AST) -> str:
 
 def sample(count: int, seed: int) -> list[Mutant]:
     """So many mutants of all files, each change as likely as another."""
-    found = [mutant for file in FILES for mutant in mutants_of(file)]
-    return random.Random(seed).sample(found, count)
+    places = [place for file in FILES for place in places_in(file)]
+    return [mutant_at(*place) for place in random.Random(seed).sample(places, count)]
 
 
 def caught_by(mutant: Mutant, tree: Path, tests: list[str]) -> str:
