@@ -632,3 +632,16 @@ def test_a_fallback_job_is_as_large_as_its_partition_requires(
     queued = (tmp_path / "asked").read_text().splitlines()[-1]
     assert "--test-only" not in queued
     assert ("--nodes=2" in queued) is whole
+
+
+@pytest.mark.parametrize(("restarts", "started", "cancelled"), [(1, "", False), (1, "1", True), (2, "1", False)])
+def test_a_job_that_an_operator_requeued_was_not_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int, started: str, cancelled: bool
+) -> None:
+    """Slurm counts the restart when it is ordered; until the processes are gone the job is COMPLETING, without reason."""
+    line = LINE.replace("JobState=RUNNING Reason=None", f"JobState=COMPLETING Reason=None Restarts={restarts}")
+    line = line.replace("EndTime=2026-11-22", "EndTime=2026-11-21")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", started)
+    slurm = slurm_of(tmp_path, monkeypatch, scontrol=f'echo "{line}"', sinfo="echo idle")
+    assert slurm.cancelled("17", nodes="n[0-1]") is cancelled

@@ -1,4 +1,5 @@
-"""`python -m tests.histories SEED`: replay one history; `FIRST LAST`: play many, and print those that break a law."""
+"""`python -m tests.histories SEED`: replay one history; `FIRST LAST`: play many, and print those that break a law, or
+end with `--first` one."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from .story import play
 
 def main() -> int:
     """Play the histories of the command line; return 1 if one breaks a law."""
-    numbers = [int(word) for word in sys.argv[1:]]
+    numbers = [int(word) for word in sys.argv[1:] if word != "--first"]
     if len(numbers) == 1:
         outcome = play(numbers[0])
         print("\n".join(outcome.lines))
@@ -22,13 +23,16 @@ def main() -> int:
     ends: Counter[str] = Counter()
     for seed in range(*numbers):
         outcome = play(seed)
-        ends[outcome.ended.partition("reason")[0]] += 1
+        ends[outcome.ended.partition(" reason")[0].removeprefix("state: ")] += 1
         if outcome.broken:
             broken += 1
+            if "--first" in sys.argv:
+                return 1
             print(f"seed {seed} ({', '.join(outcome.events)}): {outcome.broken[0]}", flush=True)
     count = numbers[1] - numbers[0]
     seconds, cpu = time.perf_counter() - began, time.process_time() - used
-    print(f"{count} histories, {broken} break a law; {seconds:.1f} s, {1000 * cpu / count:.1f} ms of CPU each; {dict(ends)}")
+    print(f"{count} histories, {broken} break a law; {seconds:.1f} s, {1000 * cpu / count:.1f} ms of CPU each")
+    print(", ".join(f"{end or '-'}: {number}" for end, number in sorted(ends.items())))
     return 1 if broken else 0
 
 

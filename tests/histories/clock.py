@@ -27,7 +27,7 @@ FIRST_PID = 1 << 30
 """No process of Linux has so high a number."""
 
 
-class Killed(BaseException):  # noqa: N818 - no error
+class Killed(BaseException):
     """SIGKILL of the program that runs."""
 
 
@@ -38,7 +38,8 @@ class Program:
         self.clock, self.name, self.target, self.environment = clock, name, target, environment
         self.pid = next(clock.pids)
         self.code: int | None = None
-        self.over = self.killed = False
+        self.over = False
+        self.killed = False
         self.said = ""
         """What it printed."""
         self.signals: list[signal.Signals] = []
@@ -70,7 +71,7 @@ class Program:
 
     def resume(self) -> None:
         """Let it run until it waits or ends. Called by the clock alone."""
-        if self.over:
+        if self.pid not in self.clock.programs:
             return
         if self._thread.ident is None:
             self._thread.start()
@@ -144,7 +145,7 @@ class Clock:
         """Start a program now."""
         program = Program(self, name, target, environment or {})
         self.programs[program.pid] = program
-        program.on_end.append(lambda: self.programs.pop(program.pid, None))
+        program.on_end.append(lambda: self.programs.__delitem__(program.pid))
         self.after(0.0, program.resume)
         return program
 
@@ -201,7 +202,7 @@ class Clock:
         if program.kill_after_writes >= 0:
             program.kill_after_writes -= 1
             if program.kill_after_writes < 0:
-                self.note(f"killed before it changes {path}")
+                self.note("killed before it changes a file")
                 program.killed = True
                 raise Killed
         self.on_write(os.fsdecode(path) if not isinstance(path, int) else "")
@@ -224,19 +225,24 @@ class Clock:
                 self.wrote(path)
             return opened(path, flags, *rest, **more)
 
+        def nothing(_: Any) -> None:
+            """What is written need not reach a disk."""
+
+        stand_ins: list[tuple[Any, str, Callable[..., Any]]] = [
+            *((os, name, changing(getattr(os, name))) for name in ("replace", "rename", "mkdir")),
+            *((os, name, nothing) for name in ("fsync", "fdatasync")),
+            (os, "open", opening),
+            (os, "kill", self._kill),
+            (time, "time", lambda: self.now),
+            (time, "monotonic", lambda: self.now - START),
+            (time, "sleep", self.sleep),
+            (signal, "sigwait", self._sigwait),
+            (subprocess, "run", command),
+            (subprocess, "Popen", start),
+        ]
         with ExitStack() as stack:
-            for name in ("replace", "rename", "mkdir"):
-                stack.enter_context(mock.patch.object(os, name, changing(getattr(os, name))))
-            stack.enter_context(mock.patch.object(os, "open", opening))
-            stack.enter_context(mock.patch.object(os, "kill", self._kill))
-            stack.enter_context(mock.patch.object(os, "fsync", lambda _: None))
-            stack.enter_context(mock.patch.object(os, "fdatasync", lambda _: None))
-            stack.enter_context(mock.patch.object(time, "time", lambda: self.now))
-            stack.enter_context(mock.patch.object(time, "monotonic", lambda: self.now - START))
-            stack.enter_context(mock.patch.object(time, "sleep", self.sleep))
-            stack.enter_context(mock.patch.object(signal, "sigwait", self._sigwait))
-            stack.enter_context(mock.patch.object(subprocess, "run", command))
-            stack.enter_context(mock.patch.object(subprocess, "Popen", start))
+            for module, name, stand_in in stand_ins:
+                stack.enter_context(mock.patch.object(module, name, stand_in))
             stack.enter_context(mock.patch.dict(os.environ))
             stack.enter_context(mock.patch.object(sys, "stdout", cast(TextIO, Output(self, printed=True))))
             stack.enter_context(mock.patch.object(sys, "stderr", cast(TextIO, Output(self))))

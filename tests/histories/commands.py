@@ -8,7 +8,7 @@ from typing import Any
 
 from relayrun.slurmtime import parse_time
 
-from .controller import FIELDS, USER, Controller, MemoryJob, RefusedError
+from .controller import FIELDS, USER, Controller, MemoryJob, RefusedError, header_of
 
 AWAY = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
 LOST = "error: Socket timed out on send/recv operation"
@@ -50,7 +50,7 @@ class Commands:
 
     @staticmethod
     def _parts(words: list[str]) -> tuple[dict[str, str], list[str]]:
-        options = {}
+        options: dict[str, str] = {}
         for number, word in enumerate(words):
             if not word.startswith("--"):
                 return options, words[number:]
@@ -69,12 +69,7 @@ class Commands:
         return f"{self.slurm.submit(rest[0], asked, rest[1:]).id}\n"
 
     def _test(self, options: dict[str, str], script: str) -> None:
-        header = {}
-        for line in open(script, encoding="utf-8"):
-            if line.startswith("#SBATCH --"):
-                name, _, value = line[len("#SBATCH --") :].strip().partition("=")
-                header[name] = value
-        options = header | options
+        options = header_of(script) | options
         excluded = set(self.slurm.expand(options.get("exclude", "")))
         up = {name for name, state in self.slurm.nodes.items() if state != "down"}
         if len(up - excluded) < int(options.get("nodes", "1").partition("-")[0]):
@@ -113,14 +108,14 @@ class Commands:
         if not self.slurm.accounting:
             raise RefusedError("Slurm accounting storage is disabled")
         job = self._job(options["jobs"])
-        return f"CANCELLED by {job.cancelled_by}\n" if job.cancelled_by is not None else f"{job.state}\n"
+        state = "RUNNING" if job.state == "COMPLETING" else job.state
+        return f"CANCELLED by {job.cancelled_by}\n" if job.cancelled_by is not None else f"{state}\n"
 
     def sinfo(self, options: dict[str, str], _rest: list[str]) -> str:
-        if "Node" in options:
-            return "\n".join(self.slurm.nodes) + "\n"
-        nodes = self.slurm.expand(options.get("nodes", ""))
+        nodes = self.slurm.expand(options["nodes"]) if "nodes" in options else [*self.slurm.nodes]
         states = {"idle": "idle", "alloc": "allocated", "down": "down*"}
-        return "\n".join(states[self.slurm.nodes[name]] for name in nodes) + "\n"
+        rows = [(name, states[self.slurm.nodes[name]]) for name in nodes]
+        return "".join(options["format"].replace("%N", name).replace("%T", state) + "\n" for name, state in rows)
 
     def scancel(self, options: dict[str, str], rest: list[str]) -> str:
         job = self._job(rest[0].partition(".")[0])
@@ -141,11 +136,17 @@ class Commands:
                 return "PartitionName=main Default=YES MinNodes=1\n"
             case ["show", "config"]:
                 return "KillWait                = 30 sec\nMaxArraySize            = 1001\n"
-            case ["show", "reservation", name]:
-                if name not in self.slurm.reservations:
-                    raise RefusedError(f"Reservation {name} not found")
-                return f"ReservationName={name} EndTime={self.slurm.reservations[name]:.0f} Flags=SPEC_NODES\n"
+            case ["show", "node", name]:
+                return f"NodeName={name} NodeAddr=127.0.0.1 State={self.slurm.nodes[name].upper()}\n"
+            case ["show", "reservation", *names]:
+                if set(names) - self.slurm.reservations.keys():
+                    raise RefusedError(f"Reservation {names[0]} not found")
+                ends = {name: self.slurm.reservations[name] for name in names or self.slurm.reservations}
+                rows = [f"ReservationName={name} EndTime={end:.0f} Flags=SPEC_NODES\n" for name, end in ends.items()]
+                return "".join(rows) or "No reservations in the system\n"
             case ["requeue", job_id]:
+                if int(job_id) not in self.slurm.jobs:
+                    raise RefusedError(f"Invalid job id specified for job {job_id}")
                 self.slurm.order_requeue(self._job(job_id))
             case ["release", job_id]:
                 self._job(job_id).held = ""
@@ -156,7 +157,7 @@ class Commands:
                 fields = dict(word.partition("=")[::2] for word in changes)
                 self._update(self._job(fields.pop("JobId")), fields)
             case _:
-                raise AssertionError(f"unknown: scontrol {rest}")
+                raise RefusedError(f"invalid keyword: {' '.join(rest[:2])}")
         return ""
 
     def _update(self, job: MemoryJob, fields: dict[str, str]) -> None:

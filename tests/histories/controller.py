@@ -1,21 +1,21 @@
 """A Slurm in memory: jobs, their states and limits, nodes, reservations, and its commands as of Slurm 22.05.
 
-Each rule of it that a real Slurm 22.05 was asked for is in `test_real_answers`; where the two disagree, this one is wrong.
+`tests.slurm.test_memory_answers_slurm` asks a real Slurm the same; where the two differ, this one is wrong.
 """
 
 from __future__ import annotations
 
 import re
 import signal
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from relayrun.slurmtime import format_time, parse_time
+from relayrun.slurmtime import parse_time
 
-from .clock import Clock, Killed
+from .clock import Clock
 
 KILL_WAIT = 30.0
 """Seconds from SIGTERM to SIGKILL."""
@@ -33,6 +33,12 @@ FIELDS = {
     "exclude": "ExcNodeList",
     "cpus-per-task": "CPUs/Task",
 }
+
+
+@cache
+def header_of(script: str) -> dict[str, str]:
+    """The options in the header of a batch script."""
+    return dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", Path(script).read_text(), re.M))
 
 
 class RefusedError(Exception):
@@ -141,10 +147,7 @@ class Controller:
     # the queue
 
     def submit(self, script: str, asked: dict[str, str], arguments: list[str]) -> MemoryJob:
-        header: dict[str, str] = {}
-        for name, value in re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", Path(script).read_text(), re.M):
-            header[name] = value
-        options = header | asked
+        options = header_of(script) | asked
         self._check_new(options)
         self.plugin(options)
         dependency = options.pop("dependency", "")
@@ -169,6 +172,7 @@ class Controller:
         job.options["exclude"] = ",".join(self.expand(job.options.get("exclude", "")))
         if options.get("hold") is not None and "hold" in options:
             job.held = "JobHeldUser"
+        job.reason = job.held or ("Dependency" if job.after else "None")
         self._next += 1
         self.jobs[job.id] = job
         self.tell("submitted", job)
@@ -226,7 +230,11 @@ class Controller:
         if self.clock.now < job.begin:
             return "BeginTime"
         name = job.options.get("reservation")
-        if name and self.clock.now + job.limit > self.reservations.get(name, float("inf")) and name in self.reservations:
+        if (
+            name
+            and self.clock.now + job.limit > self.reservations.get(name, float("inf"))
+            and name in self.reservations
+        ):
             return "Reservation"
         if len(self._free(job)) < job.node_range()[0]:
             return "Resources"
@@ -336,7 +344,7 @@ class Controller:
         if job.final == "PENDING":
             job.state, job.submit, job.start, job.end = "PENDING", self.clock.now, None, None
             job.nodes, job.preempted = [], None
-            job.reason = "None"
+            job.reason = "BeginTime"
             self.tell("queued again", job)
             self._queue(job)
             return
@@ -367,18 +375,16 @@ class Controller:
             self.terminate(job, "CANCELLED")
 
     def order_requeue(self, job: MemoryJob) -> None:
-        if job.waits:
+        if job.waits or (job.state == "COMPLETING" and job.final == "PENDING"):
             raise RefusedError(f"Job is pending execution for job {job.id}")
         if not job.requeue:
             raise RefusedError(f"Requested operation is presently disabled for job {job.id}")
         if not job.live:
-            if job.state in ("CANCELLED",) or job.work is not None:
-                raise RefusedError(f"Job has already finished for job {job.id}")
             job.state, job.start, job.nodes, job.restarts = "PENDING", None, [], job.restarts + 1
             self.tell("queued again", job)
             self._queue(job)
         elif job.state == "COMPLETING":
-            job.restarts += job.final != "PENDING"
+            job.restarts += 1
             job.final = "PENDING"
         else:
             self.terminate(job, "PENDING")

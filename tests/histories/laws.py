@@ -88,6 +88,9 @@ class Laws:
         base = self.run.attempt(number).started_record().base_iteration
         if base < self.durable:
             self.fault("nothing durable lost", f"attempt {number} starts from {base}, and {self.durable} was durable")
+        known, true = self.run.attempt(number).started_record().job_end_time, self.slurm.end_of(self.slurm.jobs[job])
+        if known is None or abs(known - true) > 1:
+            self.fault("the end is Slurm's", f"attempt {number} believes in {known}, and job {job} ends at {true}")
         if self.person_ended is not None and job >= self.person_ended:
             self.fault("a person's word stands", f"job {job} trains on after a person ended the chain")
         if self.run.stop.exists():
@@ -127,12 +130,16 @@ class Laws:
         given = f"{self.changed.get('exclude', '')},{self.plan.sbatch_options.get('exclude', '')}"
         return set(value.split(",")) <= self.failed_nodes | set(given.split(","))
 
-
     # what stands at a quiet moment
 
-    def quiet(self) -> None:
-        """Nothing fails any more, and time enough has passed for everything that was under way."""
+    def quiet(self, *, calm: bool, work: float) -> None:
+        """Nothing fails any more, and time enough has passed for everything that was under way. `calm`: nothing ever
+        failed; `work`: seconds of all iterations."""
         ended = read_stop(self.run)
+        if calm and (ended is None or ended.state != "done"):
+            self.fault("a calm chain is done", f"it is {ended}")
+        if calm and self.jobs > 1 + work / (self.plan.time_limit / 2):
+            self.fault("a calm chain uses its time", f"{self.jobs} jobs for {work:.0f} s")
         chain = [job for job in self.slurm.jobs.values() if job.name == self.plan.job_name and job.live]
         behind = [job for job in self.slurm.jobs.values() if job.name == self.plan.fallback_job_name and job.live]
         if ended is None and not chain and not behind and not self._is_told():

@@ -1,4 +1,4 @@
-"""What runs on the nodes: the batch scripts of `launchers/lib` in Python, and ranks that make iterations and checkpoints.
+"""What runs on the nodes: the batch scripts of `launchers/lib` in Python, and ranks that iterate and save.
 
 The supervisor's programs are relayrun's own, unchanged. The scripts are told again here; `test_again` and the tests of
 the local chain hold the shell to the same.
@@ -66,8 +66,8 @@ class Site:
     fate: Callable[[MemoryJob], Fate]
     disk_full: Callable[[], bool]
     told: Callable[[str, int, int], None]
-    """Told when ranks start (`ranks`, attempt, job), commit (`commit`, iteration, job), are gone (`gone`, attempt, job);
-    when a script failed (`failed`, job, 0), was killed (`script killed`, job, 0), or ends the chain on a full disk (`only the log`, job, 0)."""
+    """Told of `ranks` (attempt, job) that start, that are `gone` (attempt, job), of a `commit` (iteration, job); of a
+    batch script (job, 0) that `failed`, of a `script killed`, of one that ends the chain in `only the log`."""
 
 
 class Ranks:
@@ -180,9 +180,7 @@ class Ranks:
 
     def _record(self, outcome: AttemptOutcomeName, reason: str) -> None:
         if not self.site.disk_full():
-            record = AttemptOutcome(
-                outcome=outcome, reason=reason, iteration=self.iteration, time=self.site.clock.now
-            )
+            record = AttemptOutcome(outcome=outcome, reason=reason, iteration=self.iteration, time=self.site.clock.now)
             record.write(self.attempt.outcome)
 
 
@@ -287,11 +285,13 @@ class Work:
 class ChainWork(Work):
     """`job.sh` and `again.sh`."""
 
+    attempt: Attempt | None = None
+    leaving = ""
+    """The signal that came before there were ranks."""
+
     def program(self) -> int:
         self.script.heeds = frozenset({signal.SIGTERM, signal.SIGUSR2})
         self.warn(self.site.plan.signal_seconds)
-        self.leaving = ""
-        self.attempt: Attempt | None = None
         code = self._begin()
         if code == CHAIN_ENDS:
             return 0

@@ -6,12 +6,13 @@ import errno
 import os
 import random
 import shutil
-import signal
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from relayrun.control.chain import failure_reason, job_script, jobs
 from relayrun.control.rundir import triggers
@@ -22,7 +23,6 @@ from relayrun.errors import RelayrunError
 from relayrun.slurmtime import format_time
 from tests.history import history_plan
 from tests.plans import plan_with
-from unittest import mock
 
 from .clock import Clock
 from .commands import Commands
@@ -34,6 +34,7 @@ HOUR = 3600.0
 HORIZON = 30 * HOUR
 """Time in which things go wrong; then all is well, and the chain comes to its end."""
 PEACE = 40 * 24 * HOUR
+LAUNCHER_TEXT = cache(job_script._launcher_text)
 FOLDER = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
@@ -153,13 +154,13 @@ class History:
         self.run.path.mkdir()
         triggers.create_trigger_folder(self.run)
         self.plan.write(self.run.plan)
-        self.run.job_script.write_text(job_script.job_script(self.plan, self.run))
-        self.run.fallback_script.write_text(job_script.fallback_script(self.plan, self.run))
         with (
+            mock.patch.object(job_script, "_launcher_text", LAUNCHER_TEXT),
             self.clock.installed(self.commands.run, self._start_program),
-            mock.patch.object(failure_reason, "stderr_file", lambda: None),
+            mock.patch.object(failure_reason, "stderr_file", return_value=None),
         ):
             try:
+                self._write_scripts()
                 self._began = self.clock.now
                 self.clock.start("submit", self._submit)
                 self.clock.run(self.clock.now + 10.0)
@@ -167,7 +168,7 @@ class History:
                 self.clock.run(self._began + HORIZON)
                 self._peace()
                 self.clock.run(self.clock.now + PEACE)
-                self.laws.quiet()
+                self.laws.quiet(calm=not self.events, work=self.work)
             finally:
                 self.clock.end()
         stop = self.run.stop.read_text().splitlines()[:2] if self.run.stop.exists() else ["-"]
@@ -180,6 +181,15 @@ class History:
             durable=self.laws.durable,
             events=self.events,
         )
+
+    @property
+    def work(self) -> float:
+        """Seconds of all iterations."""
+        return (self.plan.total_steps or 0) * BEAT_SECONDS / STEPS_PER_BEAT
+
+    def _write_scripts(self) -> None:
+        self.run.job_script.write_text(job_script.job_script(self.plan, self.run))
+        self.run.fallback_script.write_text(job_script.fallback_script(self.plan, self.run))
 
     def _submit(self) -> int:
         scheduler = scheduler_for_plan(self.plan, self.run)
@@ -226,7 +236,7 @@ class History:
             self.successor_cancelled,
             self.stop_by_hand,
         ]
-        expected = 1.2 * (self.plan.total_steps or 0) * BEAT_SECONDS / STEPS_PER_BEAT
+        expected = 1.2 * self.work
         for _ in range(dice.choice([0, 1, 1, 2, 3])):
             act = dice.choice(acts)
             self.clock.after(dice.uniform(0, expected), lambda act=act: self._act(act))  # type: ignore[misc]
@@ -234,7 +244,11 @@ class History:
     def _act(self, act: Callable[[], None]) -> None:
         self.clock.note(act.__name__, who="STORY")
         self.events.append(act.__name__)
-        if self.clock.now < self.slurm.away_until and act not in (self.disk_is_full, self.exit_trigger, self.stop_by_hand):
+        if self.clock.now < self.slurm.away_until and act not in (
+            self.disk_is_full,
+            self.exit_trigger,
+            self.stop_by_hand,
+        ):
             self.clock.note("nothing: the controller is away", who="STORY")
             return
         act()
@@ -290,7 +304,11 @@ class History:
     def held_and_released(self) -> None:
         if job := self._chain(running=False):
             job.held = "JobHeldUser"
-            self.clock.after(self.dice.uniform(60, 9 * HOUR), lambda: self.operator.run(["scontrol", "release", str(job.id)]))
+            self.clock.after(self.dice.uniform(60, 9 * HOUR), lambda: self._release(job))
+
+    def _release(self, job: MemoryJob) -> None:
+        job.held = ""
+        self.slurm.kick()
 
     def limit_extended(self) -> None:
         if job := self._chain(running=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,7 +97,9 @@ class MemorySide:
 
     def submit(self, *options: str, body: str) -> str:
         script = self.folder / "memory.sh"
-        script.write_text("#SBATCH --nodes=1\n#SBATCH --time=00:05:00\n#SBATCH --job-name=memory.sh\n#SBATCH --requeue\n")
+        script.write_text(
+            "#SBATCH --nodes=1\n#SBATCH --time=00:05:00\n#SBATCH --job-name=memory.sh\n#SBATCH --requeue\n"
+        )
         done = self.commands.run(["sbatch", "--parsable", *options, str(script)])
         assert done.returncode == 0, done.stderr
         self.bodies[int(done.stdout)] = body
@@ -279,4 +280,6 @@ def test_the_slurm_in_memory_answers_as_the_real_one(
     real, memory = Story(RealSide(cluster, tmp_path)), Story(MemorySide(tmp_path))
     tell(real)
     tell(memory)
-    assert memory.seen == real.seen
+    both = zip(memory.seen, real.seen, strict=True)
+    differing = [f"memory: {ours}\nreal:   {theirs}" for ours, theirs in both if ours != theirs]
+    assert not differing, "\n".join(differing)

@@ -60,6 +60,8 @@ class Job:
     ended_by_slurm: bool = False
     """Slurm itself ends the job, for its limit, a node, memory, or a deadline: nobody cancelled it."""
     preempted: bool = False
+    restarts: int = 0
+    """Number of requeues, the newest one included even before the job has ended for it."""
     of_chain: bool = False
     """A program of ours queued the job, by its comment; not a person's sbatch or a launcher."""
     failed_begins: int = 0

@@ -105,6 +105,8 @@ class Slurm(SlurmCommands, Scheduler):
 
     def cancelled(self, job_id: str, *, nodes: str) -> bool:
         job = self.query(job_id)
+        if job_id == os.environ.get("SLURM_JOB_ID") and job is not None and job.restarts > _own_restarts():
+            return False  # an operator requeued it
         if job_id == os.environ.get("SLURM_JOB_ID") and job is not None and job.state == "COMPLETING":
             # While its batch script, in which this runs, lives, a job that Slurm ends is COMPLETING, whatever the
             # cause. Where no field names it, the job was cancelled if Slurm gives no reason, and it was no preemption,
@@ -414,6 +416,13 @@ class Slurm(SlurmCommands, Scheduler):
 
 
 SCHEDULER = Slurm
+
+
+def _own_restarts() -> int:
+    """Return how often the job of this process had been requeued when it started."""
+    return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+
+
 _SRUN = ["srun", "--kill-on-bad-exit=1", "--export=ALL"]
 _NO_RESOURCES = ["--cpus-per-task=1", "--cpu-bind=none", "--mem=0", "--gres=none", "--input=none", "--quiet"]
 

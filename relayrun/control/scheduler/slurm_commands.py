@@ -189,6 +189,7 @@ def parse_job(text: str, *, name: str | None = None, gpus: str = "") -> Job:
         ended_by_slurm=reason_of(known.get("Reason")).kind == "ended",
         preempted=preempted is not None and preempted >= (start or 0),  # an earlier one has come back
         requeue=known.get("Requeue") == "1",
+        restarts=int(known.get("Restarts", "0")),
         of_chain=comment.startswith(COMMENT_PREFIX),
         stopped_by=comment.removeprefix(STOPPED_BY_COMMENT) if comment.startswith(STOPPED_BY_COMMENT) else "",
         failed_begins=int(failed[1]) if failed else 0,

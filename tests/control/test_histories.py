@@ -1,0 +1,82 @@
+"""Laws over histories of chains: a Slurm in memory, by seed. `python -m tests.histories SEED` replays one."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from relayrun.control.chain import requested_options
+from relayrun.control.scheduler.slurm import Slurm
+from tests.histories.story import play
+
+LONG_SECONDS = 600.0
+SHORT = 40
+"""Histories in `make test`: others each day."""
+BROKE_ONCE = {
+    17: "what a full disk left unrecorded, the cluster's account, became a person's wish",
+    45: "the same, with answers of Slurm that were lost",
+    233: "a job that an operator requeued counted as cancelled",
+    414: "the same, after the loss of a node",
+}
+
+
+def keeps_the_laws(seed: int) -> None:
+    """Play a history; fail with all that happened if it breaks a law."""
+    outcome = play(seed)
+    told = "\n".join([*outcome.lines, *outcome.broken, f"replay: python -m tests.histories {seed}"])
+    assert not outcome.broken, told
+
+
+@pytest.mark.parametrize("seed", BROKE_ONCE)
+def test_histories_that_broke_a_law(seed: int) -> None:
+    keeps_the_laws(seed)
+
+
+def test_todays_histories_keep_the_laws() -> None:
+    first = int(time.time() // 86_400) * SHORT
+    for seed in range(first, first + SHORT):
+        keeps_the_laws(seed)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2 * LONG_SECONDS)
+def test_ten_minutes_of_histories_keep_the_laws() -> None:
+    seed, until = int(time.time()), time.monotonic() + LONG_SECONDS
+    while time.monotonic() < until:
+        keeps_the_laws(seed)
+        seed += 1
+
+
+def test_a_history_is_the_same_each_time() -> None:
+    def told() -> list[str]:
+        return [line.partition(" [relayrun")[0].partition("OSError")[0] for line in play(17).lines]
+
+    assert told() == told()
+
+
+def test_nothing_of_a_history_is_left() -> None:
+    before = dict(os.environ), time.time, os.open
+    play(7)
+    assert (dict(os.environ), time.time, os.open) == before
+
+
+def test_the_laws_see_a_job_that_is_taken_for_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Slurm, "cancelled", lambda *_, **__: True)
+    assert any("no person did anything" in law for law in broken())
+
+
+def test_the_laws_see_a_wish_that_nobody_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requested_options, "wished_options", lambda _: {"qos": "high"})
+    assert any("which nobody wished" in law for law in broken())
+
+
+def test_the_laws_see_a_chain_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Slurm, "submit", lambda *_, **__: "1")
+    assert any("no job, no STOP" in law for law in broken())
+
+
+def broken() -> list[str]:
+    """The laws that a few histories break."""
+    return [law for seed in range(8) for law in play(seed).broken]
