@@ -111,11 +111,8 @@ def surely_remove(path: str | os.PathLike[str]) -> None:
 
 
 def owner_may_live(owner: str, path: str | os.PathLike[str]) -> bool:
-    """Return whether the process with this `process_identity`, which owns `path`, lives.
-
-    It is examined if it ran on this machine (since its last boot, in this namespace of processes). Elsewhere, perhaps
-    on another node that shares the file system, it counts as alive until `path` has not changed for a day.
-    """
+    """Return whether the process with this `process_identity`, which owns `path`, lives: by its number in this boot and
+    namespace of processes; for any other, perhaps on another node, by a change of `path` within a day."""
     if (found := re.fullmatch(_OWNER, owner)) is None:
         return True
     return _is_alive(int(found[2]), found[3]) if found[1] == _machine() else _changed_lately(path)

@@ -20,6 +20,7 @@ from relayrun.config.compose.schema import RunConfig
 from relayrun.config.sections.base import NAME_PATTERN
 from relayrun.errors import ConfigError, InputError
 from relayrun.files import write_atomic
+from relayrun.leftovers import remove_leftovers
 from relayrun.submit import submission
 from relayrun.submit.launcher_overrides import SETTING_VARIABLES, variable_text
 
@@ -140,6 +141,7 @@ def _write(folder: Path, files: Mapping[str, str]) -> dict[str, bool]:
     for name, text in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(path.parent, shared=True)
         try:
             write_atomic(path, text, mode=0o777 if name == LAUNCHER_PATH else 0o666, new=True)
             made[name] = True

@@ -35,6 +35,7 @@ SERVER_MODULES = {
         "relayrun.cli.data.dumps",
         "relayrun.cli.data.inspect_data",
         "relayrun.cli.watch.report",
+        "relayrun.submit.project",
         "relayrun.tokens.shuffle.reshard",
         "relayrun.tokens.tokenize.train_tokenizer",
         "relayrun.tokens.order.document_lengths",
@@ -60,6 +61,8 @@ class Command:
     """A result of the other arguments stands at the output before."""
     inputs: str = "text"
     """Kind of its inputs, a key of `SERVER_MODULES`."""
+    fills: bool = False
+    """It writes file after file into a folder that may hold others, and replaces none."""
     terminal: bool = True
     """It shows its progress."""
 
@@ -93,6 +96,7 @@ COMMANDS = {
         "",
     ),
     "report": Command("report IN/run --png OUT/r.png", "report IN/other --png OUT/r.png", "r.png", "", terminal=False),
+    "init": Command("init OUT/p --cluster local", "", "p", "", terminal=False, fills=True),
     "export hf": Command(
         "export hf IN/run --output OUT/e",
         "export hf IN/run --output OUT/e --dtype float16",

@@ -14,8 +14,11 @@ import threading
 import pytest
 
 from relayrun import progress
+from relayrun.cli import main
 from relayrun.errors import log_to_stderr
 from relayrun.terminal import inert_output
+from tests.mirrored import Mirrored
+from tests.train.test_mirror import make_run, mirrored  # noqa: F401 - fixtures
 
 LINE = re.compile(r"\r\x1b\[K([^\r\n]*)")
 
@@ -86,6 +89,7 @@ def test_a_command_shows_it_on_a_terminal() -> None:
     """Through the streams of `run_main`, which escape control characters of all others."""
     program = """
 from relayrun import progress
+from relayrun.cli import main
 from relayrun.errors import run_main
 progress._INTERVAL = 0.0
 def main():
@@ -101,3 +105,16 @@ run_main(main)
     os.close(ours)
     assert b"\r\x1b[Kmerging: 50% of 10 bytes" in said
     assert said.endswith(b"\r\x1b[Kdone\r\n")
+
+
+def test_copies_of_checkpoints_and_their_verification_are_shown(
+    mirrored: Mirrored,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    terminal = make_terminal(monkeypatch)
+    mirrored.sync()
+    assert main(["checkpoint", "verify", str(mirrored.run.checkpoint(30))]) == 0
+    lines = [line for line in LINE.findall(terminal.getvalue()) if line]
+    for what in ("copying iteration 30", "verifying iteration 30", "verifying"):
+        own = [line for line in lines if line.startswith(f"{what}: ")]
+        assert re.search(r": (9\d|100)% of ", own[-1]), what

@@ -22,11 +22,11 @@ from tests.publish.commands import COMMANDS, Place, serve
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL)
 
 
-def each_command(*, reading: bool = False, only: str = "") -> pytest.MarkDecorator:
+def each_command(*, reading: bool = False, filling: bool = False, only: str = "") -> pytest.MarkDecorator:
     """Parametrize a test by the names of the commands.
 
-    `reading`: of those whose inputs may change. `only`: the one that `make test` runs, too; empty: all of those whose
-    server does not import torch, which takes long.
+    `reading`: of those whose inputs may change. `filling`: also of those that fill a folder. `only`: the one that
+    `make test` runs, too; empty: all of those whose server does not import torch, which takes long.
     """
 
     def marks(name: str) -> list[pytest.MarkDecorator]:
@@ -35,7 +35,11 @@ def each_command(*, reading: bool = False, only: str = "") -> pytest.MarkDecorat
 
     return pytest.mark.parametrize(
         "name",
-        [pytest.param(name, marks=marks(name)) for name, command in COMMANDS.items() if command.reads or not reading],
+        [
+            pytest.param(name, marks=marks(name))
+            for name, command in COMMANDS.items()
+            if (command.reads or not reading) and (filling or not command.fills)
+        ],
     )
 
 
@@ -84,6 +88,8 @@ def interrupt(place: Place, name: str, number: signal.Signals, at: int) -> None:
         assert set(left) <= {"meta/.lock"}
     if os.path.lexists(place.out / made):  # whole: of this command, or what was there before
         now = {key: value for key, value in place.tree().items() if key == made or key.startswith(f"{made}/")}
+        if COMMANDS[name].fills:
+            now = {key: value for key, value in now.items() if ".tmp-" not in key}
         wanted = {key: expected.get(key) for key in now if "lengths.png" not in key}
         assert {key: now[key] for key in wanted} == wanted or now.items() <= before.items()
     elif COMMANDS[name].over:
@@ -99,7 +105,7 @@ def moments(place: Place, name: str, count: int) -> list[int]:
     return sorted({*every, *(draw.randint(1, last) for _ in range(count))})
 
 
-@each_command()
+@each_command(filling=True)
 def test_a_killed_or_interrupted_command_leaves_nothing_half_and_goes_on(place: Place, name: str) -> None:
     draw = random.Random(name)
     for at in moments(place, name, 2):
@@ -108,7 +114,7 @@ def test_a_killed_or_interrupted_command_leaves_nothing_half_and_goes_on(place: 
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
-@each_command()
+@each_command(filling=True)
 def test_every_signal_at_twenty_moments(place: Place, name: str, number: signal.Signals) -> None:
     for at in moments(place, name, 20 if COMMANDS[name].inputs == "text" else 6):  # torch: seconds a command
         interrupt(place, name, number, at)
@@ -196,7 +202,7 @@ def test_a_full_disk_is_one_line_about_the_output(place: Place, name: str) -> No
     assert place.tree() == expected
 
 
-@each_command()
+@each_command(filling=True)
 def test_a_finished_command_is_done(place: Place, name: str) -> None:
     expected = place.expected(name)
     place.fresh(COMMANDS[name])

@@ -203,13 +203,11 @@ def new_folder(target: Path, read: InputFiles | None = None) -> Iterator[Path]:
     with published_folder(target.absolute(), read=read) as made:
         try:
             yield made
-        except RelayrunError:
-            raise
         except (Exception, CheckpointException) as error:
             if read is not None:
-                read.check()  # a checkpoint that is removed meanwhile is not the output's fault
+                read.check()  # a checkpoint that is removed meanwhile is neither damaged nor the output's fault
             words = _why_not_written(error)
-            if words is None:
+            if words is None or isinstance(error, RelayrunError):
                 raise
             hint = "see that there is room, and that you may write there"
             raise InputError(f"cannot be written: {words}", where=target, hint=hint) from None
