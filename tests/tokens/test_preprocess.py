@@ -463,10 +463,11 @@ class Looking:
     def __call__(self, *arguments, **options): return looks(self.task, *arguments, **options)
 
 pipeline.tokenize_shard = Looking(pipeline.tokenize_shard)
-tokenizer, paths, data, out = sys.argv[1:5]
-options = TokenizeOptions(tokenizer=tokenizer, tasks=2, workers=2)
-pipeline.tokenize_paths_file(options, output_folder=out, dataset=data, paths_file=paths)
-print(os.environ["HF_TOKEN"], os.environ["HOME"])
+if __name__ == "__main__":  # a pool may start its workers anew
+    tokenizer, paths, data, out = sys.argv[1:5]
+    options = TokenizeOptions(tokenizer=tokenizer, tasks=2, workers=2)
+    pipeline.tokenize_paths_file(options, output_folder=out, dataset=data, paths_file=paths)
+    print(os.environ["HF_TOKEN"], os.environ["HOME"])
 """
 
 
@@ -476,9 +477,10 @@ def test_a_worker_has_no_secret_in_its_environment(tmp_path: Path, tokenizer: Pa
     write_jsonl(data / "b.jsonl", ["a third text"])
     (tmp_path / "paths").write_text("a.jsonl\nb.jsonl\n")
     (tmp_path / "seen").mkdir()
+    (tmp_path / "sees.py").write_text(SEES)
     secret = "a-secret-0123456789"
     done = subprocess.run(
-        [sys.executable, "-c", SEES, tokenizer, tmp_path / "paths", data, out, tmp_path / "seen"],
+        [sys.executable, tmp_path / "sees.py", tokenizer, tmp_path / "paths", data, out, tmp_path / "seen"],
         env=os.environ | {"HF_TOKEN": secret, "HOME": "/home/ann"},
         capture_output=True,
         text=True,

@@ -80,13 +80,11 @@ def own_run(config: Config, *, take_over: bool, now: float) -> tuple[Config, For
 
 
 def _verified_base(run: Run) -> ResumePoint:
-    """Return the newest checkpoint with the bytes that were saved. Raises RunDirError if the newest ones have others."""
+    """Return the newest checkpoint with the bytes that were saved. Raises RunDirError if it has others."""
     base = resume_point(run)
     for commit in (counted.commit for counted in Lineage(run).backwards() if counted.commit.path == base.path):
         if faults := source_faults(commit):
-            hint = (
-                f"submit without --take-over, with --load {run.path}:ITERATION of an older one, and a name of its own"
-            )
+            hint = f"submit without --take-over, with a name of its own and --load {run.path}:ITERATION of an older one"
             raise RunDirError(f"this checkpoint is damaged: {faults[0]}", where=commit.path, hint=hint)
     return base
 
