@@ -25,7 +25,7 @@ from relayrun.control.chain.campaign import member_readiness
 from relayrun.control.rundir import campaign
 from relayrun.control.rundir.campaign import Campaign, CampaignMember, CampaignMembership
 from relayrun.control.rundir.run import Run
-from relayrun.errors import ConfigError, RelayrunError, RunDirError
+from relayrun.errors import ConfigError, RelayrunError, RunDirError, user_name
 from relayrun.submit import submission
 from relayrun.submit.campaign_check import check_stages
 from relayrun.submit.check.existing_run import SubmitIntent
@@ -216,19 +216,24 @@ def make_campaign(described: CampaignDescription) -> Campaign:
     )
 
 
+TAKE_OVER_HINT = "A run of another user goes on alone: `relayrun submit` the newest file in its config/ --take-over"
+
+
 def _refuse_foreign_run(run: Run, folder: Path) -> None:
     """Raise RunDirError if a run lies in the place of a member, and is none of this campaign's."""
     membership = campaign.read_membership(run)
     strange = run.plan.exists() and (membership is None or membership.folder != str(folder))
     if strange or run.newest_begun() is not None:
-        raise RunDirError("a run lies there already", where=run.path, hint="give this config another name")
+        hint = f"give this config another name. {TAKE_OVER_HINT}"
+        raise RunDirError("a run lies there already", where=run.path, hint=hint)
 
 
 def _refuse_changed_campaign(described: CampaignDescription, whole: Campaign) -> None:
     """Raise ConfigError unless the campaign that is there has these runs, with these settings."""
     there, folder = Campaign.load(described.folder), described.folder
     if there.owner != whole.owner:
-        raise RunDirError("this campaign is another user's", where=folder, hint="give this config another name")
+        words = f"this campaign is {user_name(there.owner)}'s"
+        raise RunDirError(words, where=folder, hint=f"give this config another name. {TAKE_OVER_HINT}")
     word = "sweep" if whole.kind == "sweep" else "plan of stages"
     if there != whole:
         hint = f"give this config another name; `relayrun {whole.kind} status {described.name}` shows what is there"

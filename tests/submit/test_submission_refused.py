@@ -33,7 +33,9 @@ from relayrun.train.mirror import sync
 from relayrun.train.mirror.destination import CopyRateLimit
 from relayrun.train.mirror.sync import destination_at
 from relayrun.trust import UntrustedError
+from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.history import began
+from tests.mirrored import Mirrored, flip
 from tests.slurm.test_triggers_uids import MEMBER, OWNER, TEAM, acting_as
 from tests.workspace import Workspace
 
@@ -300,3 +302,12 @@ def test_the_copies_of_a_run_that_is_there_are_never_taken_over(
         submission.submit_run(wanted, take_over=True)
     assert error.value.hint == "set checkpoint.mirror.path to another place"
     assert not workspace.run("deep/run").path.exists()
+
+
+def test_a_take_over_reads_the_checkpoint_back(make_run: MakeRun, tmp_path: Path) -> None:  # noqa: F811
+    mirrored = Mirrored(make_run, tmp_path)
+    commit = mirrored.save(10)
+    assert existing_run._verified_base(mirrored.run) == ResumePoint.of(commit)
+    flip(Path(commit.path) / "part/data")
+    with pytest.raises(RunDirError, match="this checkpoint is damaged: part/data"):
+        existing_run._verified_base(mirrored.run)

@@ -14,6 +14,7 @@ import pytest
 
 from relayrun.errors import InputError
 from relayrun.files import write_json
+from relayrun.tokens.mixture import stream_worker
 from relayrun.tokens.mixture.build_datasets import training_order
 from relayrun.tokens.mixture.stream_worker import RankStreamWorker, StreamWorkerDied
 from relayrun.tokens.order.sampler import MixtureSampler, ReplicaSampleReader
@@ -161,3 +162,22 @@ def waits_to_write(pid: int) -> bool:
         return "pipe_write" in Path(f"/proc/{pid}/wchan").read_text()
     except OSError:
         pytest.skip("this kernel does not tell what a process waits for")
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_worker_has_no_secret_but_for_files_below_urls(
+    run: StreamedRun, monkeypatch: pytest.MonkeyPatch, remote: bool
+) -> None:
+    """The engine of a tokenizer is a package of somebody else."""
+    monkeypatch.setenv("HF_TOKEN", "a-secret-0123456789")
+    monkeypatch.setenv("WORDS", "kept")
+    made = stream_worker._environment(remote=remote)
+    assert ("HF_TOKEN" in made) == remote
+    order = order_of(run)
+    _, worker = beside(run, order, 0, 0, 1)
+    try:
+        found = Path(f"/proc/{worker.pid}/environ").read_bytes()
+        assert b"a-secret-0123456789" not in found
+        assert b"WORDS=kept" in found
+    finally:
+        worker.close()

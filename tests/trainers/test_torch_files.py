@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import pickle
 import resource
 import struct
 import zipfile
@@ -18,6 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from relayrun.control.trainers import pickle_records, torch_files
 from relayrun.control.trainers.pickle_records import CorruptPickle, PickledCall, PickledName, read_records
@@ -239,7 +242,7 @@ def test_a_compressed_archive_is_refused() -> None:
 
 
 def checkpoint(folder: Path, **files: Any) -> Path:
-    folder.mkdir()
+    folder.mkdir(parents=True)
     for name, value in files.items():
         path = folder / f"{name}.pt"
         path.write_bytes(value if isinstance(value, bytes) else saved(value))
@@ -287,3 +290,64 @@ def test_no_name_of_torch_that_runs_something_is_a_value() -> None:
         assert hasattr(torch, name)
         assert torch_files._is_value(PickledName("torch", name), None), name
     assert pickle_records.MOST_DEEP < 1000
+
+
+def packed_states(state: Any) -> dict[str, Any]:
+    """A state as TransformerEngine packs it, by its versions."""
+    data = pickle.dumps(state)
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return {
+        "tensor": torch.frombuffer(bytearray(data), dtype=torch.uint8),
+        "of file": torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8),
+        "buffer": io.BytesIO(data),
+        "file": buffer,
+        "as another type": torch.frombuffer(bytearray(data).ljust(len(data) + -len(data) % 8, b"."), dtype=torch.int64),
+    }
+
+
+def extra_state(tmp_path: Path, value: Any, how: str) -> Path:
+    """A checkpoint with a state as an object of `.metadata`, or in a file of a rank."""
+    if how == "rank":
+        return checkpoint(tmp_path / "iter_1", rank=OrderedDict({"model": OrderedDict({"a._extra_state": value})}))
+    folder = checkpoint(tmp_path / "iter_1")
+    data = saved(value)
+    (folder / "__0_0.distcp").write_bytes(data)
+    key = "decoder.layers.a._extra_state/shard_0_2"
+    place = {MetadataIndex(key): _StorageInfo("__0_0.distcp", 0, len(data))}
+    (folder / ".metadata").write_bytes(pickle.dumps(Metadata({key: BytesStorageMetadata()}, None, place)))
+    return folder
+
+
+@pytest.mark.parametrize("how", ["object", "rank"])
+@pytest.mark.parametrize("form", ["tensor", "of file", "buffer", "file", "as another type"])
+def test_a_state_of_transformer_engine_is_vetted_in_its_bytes(tmp_path: Path, how: str, form: str) -> None:
+    good = {"scale_fwd": torch.ones(3), "amax_history_bwd": torch.zeros(2, 3), "extra": {"fp8": True, "names": ("a",)}}
+    vet_checkpoint(extra_state(tmp_path / "good", packed_states(good)[form], how))
+    deep = {"recipe": Packed(tmp_path / "was-run")}
+    for number, bad in enumerate((good | {"recipe": Command(tmp_path / "was-run")}, deep)):
+        with pytest.raises(InputError, match=r"posix\.system|it names|calls|another form"):
+            vet_checkpoint(extra_state(tmp_path / f"bad{number}", packed_states(bad)[form], how))
+    assert not (tmp_path / "was-run").exists()
+
+
+class Packed:
+    """A tensor as `pickle` writes it, whose bytes torch unpickles again."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        buffer = io.BytesIO()
+        torch.save(Command(self.path), buffer, _use_new_zipfile_serialization=False)
+        return torch.storage._load_from_bytes, (buffer.getvalue(),)
+
+
+@pytest.mark.parametrize("value", [torch.ones(4, 4, dtype=torch.uint8).t()[1:], torch.ones(3).to_sparse(), [1], None])
+def test_a_state_in_another_form_is_refused_or_holds_no_bytes(tmp_path: Path, value: Any) -> None:
+    folder = extra_state(tmp_path, value, "object")
+    if isinstance(value, torch.Tensor):
+        with pytest.raises(InputError, match="is not loaded"):
+            vet_checkpoint(folder)
+    else:
+        vet_checkpoint(folder)

@@ -191,7 +191,6 @@ def _check_expert_parallelism(config: LayoutConfig, experts: int) -> None:
 
 
 def _check_expert_widths(config: LayoutConfig) -> None:
-    """Check that the widths of experts are divisible by their ranks."""
     parallel, settings = config.parallel, config.model.transformer
     tensor = ("tensor_model_parallel_size", parallel.tensor_model_parallel_size)
     own = tensor
@@ -227,7 +226,6 @@ def _check_expert_ranks(config: LayoutConfig) -> None:
 
 
 def _stages_without_experts(config: LayoutConfig) -> list[int]:
-    """Return the pipeline stages without experts, counted from 0."""
     stages, layers = config.parallel.pipeline_model_parallel_size, expert_layers(config.model)
     each = len(layers) // (stages * config.virtual_stages)  # layers of a part; a stage has every `stages`-th part
     having = {number // each % stages for number, experts in enumerate(layers) if experts}

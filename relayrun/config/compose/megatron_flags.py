@@ -94,12 +94,10 @@ def _switches(section: str, *names: str, saved: Any = NOT_SAVED) -> list[FlagRow
 
 
 def _if(setting: str, is_value: object, flag: str) -> FlagRow:
-    """The flag alone if the setting has this value."""
     return _row(setting, lambda value, _: () if value == is_value else None, f" where {is_value}", flag)
 
 
 def _always(section: str, flag: str, *values: str) -> FlagRow:
-    """A flag of every run with the section."""
     return _row(section, lambda _value, _given: values, "".join(f" {value}" for value in values), flag)
 
 

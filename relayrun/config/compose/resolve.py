@@ -243,7 +243,6 @@ def located_setting(name: str, value: Any, *, place: str | None) -> LocatedSetti
 
 
 def _locations(value: Any) -> Iterator[Location]:
-    """Yield the locations of a value and of everything in it."""
     yield ()
     if isinstance(value, dict):
         for name, inner in value.items():
@@ -325,7 +324,6 @@ SETTINGS_FOR_TRANSFORMER_FIELDS = {
 
 
 def _why_no_transformer_field(name: str, known: Sequence[str]) -> str:
-    """Return why `model.transformer` with the `known` fields does not have the field `name`."""
     sections = ("training", "parallel", "model")
     same = {field: f"{section}.{field}" for section in sections for field in _fields_at((section,), RunConfig)}
     if (setting := same.get(name) or SETTINGS_FOR_TRANSFORMER_FIELDS.get(name)) is not None:
@@ -346,7 +344,6 @@ def _counting_errors(details: Sequence[Any]) -> list[Any]:
 
 
 def _sections_of_other_trainers(location: Location) -> list[str]:
-    """Return the trainers with a section or setting that this trainer lacks."""
     return trainers_with(location[0]) if len(location) == 1 else []
 
 
@@ -359,7 +356,6 @@ _SETTING = re.compile(r"\b[a-z_]+(?:\.[a-z_0-9]+)+\b")
 
 
 def _remedy(detail: Any, settings: LocatedSettings, kind: type[CommonConfig]) -> str:
-    """Return the remedy for an error of the schema."""
     location: Location = tuple(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
         if others := _sections_of_other_trainers(location):
@@ -376,7 +372,6 @@ def _remedy(detail: Any, settings: LocatedSettings, kind: type[CommonConfig]) ->
 
 
 def _fields_at(location: Location, kind: type[CommonConfig]) -> list[str]:
-    """Return the names of the settings in the section at `location`."""
     section: Any = kind
     for part in location:
         if is_section(section):

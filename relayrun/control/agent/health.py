@@ -339,7 +339,6 @@ class JobHealth:
         return left_out, any(action == "ended" for action, _ in actions.values())
 
     def _record(self, found: HealthFinding) -> None:
-        """Record a finding and log it."""
         self._say(found.told)
         try:
             found.append(self._attempt.node_health)

@@ -282,7 +282,6 @@ class NodeAgent:
         return found
 
     def _probe(self, message: Message) -> None:
-        """Have this node measured."""
         self._probed = {"kind": "probed", "error": "the measurement ended without a word"}
         if self._server is None:
             self._send_probed()

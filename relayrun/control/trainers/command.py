@@ -133,7 +133,6 @@ def _fill_placeholders(word: str, names: Mapping[str, str]) -> str:
 
 
 def _offset_file(attempt: Attempt) -> Path:
-    """Return the file with the size of the progress file before the attempt."""
     return attempt.client / "progress_offset"
 
 

@@ -116,7 +116,6 @@ class CheckpointRule:
             write_atomic(path, os.path.join(os.path.dirname(former), name))
 
     def _tracker_text(self) -> str | None:
-        """Return the text or link target of the tracker; None without one."""
         if self.tracker is None:
             return None
         path = self.folder / self.tracker

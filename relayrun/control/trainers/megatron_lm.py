@@ -96,7 +96,6 @@ def _file_text(path: Path) -> str:
 
 
 def _git_output(checkout: Path, *words: str) -> str:
-    """Return the output of git, or its error."""
     command = ["git", "-C", str(checkout), *words]
     environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}  # nothing is written into somebody's checkout
     try:

@@ -113,6 +113,14 @@ def read_records(data: bytes, most: int = MOST_MEMORY) -> tuple[Any, list[Pickle
     return interpreter.load(), [*interpreter.names.values()]
 
 
+def read_several(data: bytes, count: int, most: int) -> Iterator[tuple[Any, list[PickledName]]]:
+    """Yield the content and the names of pickles that follow one another. Raises CorruptPickle."""
+    for _ in range(count):
+        interpreter = _Interpreter(data, most)
+        yield interpreter.load(), [*interpreter.names.values()]
+        data = data[interpreter.end :]
+
+
 @contextmanager
 def no_collection() -> Iterator[None]:
     """Pause garbage collection: visiting millions of new records again and again takes as long as making them."""
@@ -152,6 +160,8 @@ class _Interpreter:
         self._marks: list[int] = []
         """Length of the stack at each mark."""
         self._memo: list[Any] = []
+        self.end = 0
+        """Position behind the pickle."""
         self.names: dict[tuple[str, str], PickledName] = {}
 
     def load(self) -> Any:
@@ -201,7 +211,8 @@ class _Interpreter:
     def _unknown(self, at: int) -> int:
         raise CorruptPickle(f"it has the unknown opcode {self._data[at - 1]:#x} at byte {at - 1}")
 
-    def _stop(self, _: int) -> int:
+    def _stop(self, at: int) -> int:
+        self.end = at
         return -1
 
     def _skip(self, size: int, at: int) -> int:

@@ -20,7 +20,7 @@ import struct
 import zipfile
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,6 +39,7 @@ from relayrun.control.trainers.pickle_records import (
     check_key,
     is_call_of,
     read_records,
+    read_several,
 )
 from relayrun.errors import InputError
 
@@ -49,6 +50,8 @@ MOST_PICKLE = 1 << 24
 """Largest pickle in a file; tensors are stored outside it."""
 MOST_METADATA = 1 << 26
 """Largest `.metadata`; it has about 150 bytes for each block."""
+SAVED_FACTOR = 16
+"""Factor of the bounds of a `.metadata` with the hash that its run recorded: of two million blocks."""
 MOST_VALUES = 1 << 20
 """Values in a file; a value that is named again is counted again."""
 MOST_TEXT = 1 << 24
@@ -275,12 +278,25 @@ METADATA_NAMES = {
 constructors. Megatron-LM's checkpoints contain records of the planner."""
 _KINDS = re.compile(r"(b?float|u?int|complex)\d+(_e\dm\d(fn)?(uz)?)?|bool|device|strided|(Untyped|\w+)Storage")
 """Types of numbers and of storages in torch."""
+PACKED = "_extra_state"
+"""End of the key of an object in whose bytes TransformerEngine packs a pickle."""
+MOST_PACKED = 4
+"""Deepest nesting of pickles in bytes."""
+_LOAD_FROM_BYTES = "torch.storage._load_from_bytes"
+_BUFFER = "_io.BytesIO"
+_TENSORS = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3", _BUFFER)
+_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+"""The first of the five pickles that begin a file of `torch.save` in its old format."""
 _BUILTINS = {"getattr", "set", "frozenset", "slice", "complex"}
 _ARRAYS = {"_reconstruct", "scalar"}
 _OBJECT_NAMES = {
     "argparse": {"Namespace"},
     "types": {"SimpleNamespace"},
     "signal": {"Signals"},
+    "transformer_engine.common.recipe": {
+        *("DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"),
+        *("Format", "_FormatHelper", "MMParams", "QParams", "_OverrideLinearPrecision"),
+    },
     "_io": {"BytesIO"},
     "_codecs": {"encode"},
     "builtins": _BUILTINS,
@@ -301,8 +317,8 @@ _OBJECT_NAMES = {
 def vet_checkpoint(folder: Path, *, checkout: Path | None = None) -> None:
     """Raise InputError if ranks that unpickle this checkpoint would import or call anything besides values.
 
-    `checkout`: folder from which the ranks import; its enumerations and records of plain fields are values, too. States
-    that TransformerEngine packs into tensors of bytes are not opened. Raises OSError.
+    `checkout`: folder from which the ranks import; its enumerations and records of plain fields are values, too. Raises
+    OSError.
     """
     file = METADATA_FILE
     try:
@@ -324,23 +340,77 @@ def _pickles(folder: Path) -> Iterator[tuple[str, Callable[[], list[PickledName]
     if (folder / METADATA_FILE).is_file():
         records, names = read_records(read_bounded(folder / METADATA_FILE))
         yield METADATA_FILE, lambda: names
-        for name, offset, length in _objects(records):
-            yield name, partial(_names_in_block, folder / name, offset, length)
+        for key, name, offset, length in _objects(records):
+            yield name, partial(_names_in_block, folder / name, offset, length, packed=PACKED in key)
     for path in sorted(path for path in folder.rglob("*.pt") if path.is_file()):
         with path.open("rb") as file:
             yield str(path.relative_to(folder)), partial(names_in_torch_file, file)
 
 
-def _names_in_block(path: Path, offset: int, length: int) -> list[PickledName]:
+def _names_in_block(path: Path, offset: int, length: int, *, packed: bool) -> list[PickledName]:
     with path.open("rb") as file:
         file.seek(offset)
-        return names_in_torch_file(io.BytesIO(file.read(min(length, MOST_BYTES))))
+        return names_in_torch_file(io.BytesIO(file.read(min(length, MOST_BYTES))), packed=packed)
 
 
-def names_in_torch_file(file: BinaryIO) -> list[PickledName]:
-    """Return all names in the pickle of a file of `torch.save`. Raises CorruptPickle."""
+def names_in_torch_file(file: BinaryIO, *, packed: bool = False, deep: int = 0) -> list[PickledName]:
+    """Return all names in the pickle of a file of `torch.save`, and in the pickles that TransformerEngine packs into
+    bytes: those of `_extra_state`, or with `packed` all. Raises CorruptPickle."""
     with _malformed():
-        return read_records(_Archive(file).pickle(), MOST_BYTES)[1]
+        archive = _Archive(file)
+        records, names = read_records(archive.pickle(), MOST_BYTES)
+        for record in _packed_records(records, _TENSORS, packed=packed):
+            names += _names_in_bytes(_bytes_of(_Values(archive).of(record)), deep + 1)
+        return names
+
+
+def _packed_records(records: Any, kinds: Collection[str], *, packed: bool) -> Iterator[PickledCall]:
+    """Yield the tensors and buffers that the ranks unpickle in a second step."""
+    todo, seen = [(records, packed)], set()
+    while todo:
+        value, packed = todo.pop()
+        if not isinstance(value, (list, tuple, dict, PickledCall)) or (id(value), packed) in seen:
+            continue
+        seen.add((id(value), packed))
+        if packed and isinstance(value, PickledCall) and str(value.function) in kinds:
+            yield value
+            continue
+        named = [*value.items()] if isinstance(value, dict) else []
+        if isinstance(value, PickledCall):
+            named += [each for each in value.items if isinstance(each, tuple) and len(each) == 2]
+            todo += [(each, packed) for each in (value.arguments, value.state, value.items)]
+        todo += [(each, packed or str(key).endswith(PACKED)) for key, each in named]
+        todo += [(each, packed) for each in value] if isinstance(value, (list, tuple)) else []
+
+
+def _bytes_of(value: Any) -> bytes:
+    """Return the bytes of a tensor, or of a buffer, which a call or a state fills. Raises RefusedPickle."""
+    if isinstance(value, StoredTensor) and (len(value.data) or not math.prod(value.shape)):
+        return bytes(value.data)
+    if is_call_of(value, _BUFFER, _LOAD_FROM_BYTES):
+        found = next(iter(value.state or value.arguments or [b""]))
+        if is_call_of(found, "_codecs.encode") and found.arguments[1:] == ("latin1",):
+            return str(found.arguments[0]).encode("latin1")
+        if isinstance(found, bytes):
+            return found
+    raise RefusedPickle("it packs a state in another form than TransformerEngine's")
+
+
+def _names_in_bytes(data: bytes, deep: int) -> list[PickledName]:
+    """Return all names in a pickle, in a file of `torch.save` of either format, and in the bytes inside."""
+    if deep > MOST_PACKED:
+        raise RefusedPickle("pickles lie in one another without end")
+    if data[:2] == b"PK":
+        return names_in_torch_file(io.BytesIO(data), deep=deep)
+    names: list[PickledName] = []
+    legacy = False
+    for records, found in read_several(data, 5, MOST_BYTES) if data else ():
+        names += [name for name in found if str(name) != _LOAD_FROM_BYTES]
+        for call in _packed_records(records, (_BUFFER, _LOAD_FROM_BYTES), packed=True):
+            names += _names_in_bytes(_bytes_of(call), deep + 1)
+        if (legacy := legacy or records == _LEGACY_MAGIC) is False:
+            break
+    return names
 
 
 def read_bounded(path: Path) -> bytes:
@@ -349,9 +419,10 @@ def read_bounded(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def check_size(path: Path) -> None:
-    """Raise RefusedPickle if the file is too large to be read as a whole. Raises OSError."""
-    most = MOST_METADATA if path.name == METADATA_FILE else MOST_BYTES
+def check_size(path: Path, *, saved: bool = False) -> None:
+    """Raise RefusedPickle if the file is too large to be read as a whole. `saved`: its hash is on record. Raises
+    OSError."""
+    most = (MOST_METADATA if path.name == METADATA_FILE else MOST_BYTES) * (SAVED_FACTOR if saved else 1)
     if path.stat().st_size > most:
         raise RefusedPickle(f"{path.name} has more than {most} bytes")
 
@@ -402,8 +473,8 @@ def place_of(file: Any, offset: Any, length: Any) -> tuple[str, int, int]:
     return file, offset, length
 
 
-def _objects(records: Any) -> list[tuple[str, int, int]]:
-    """Return file, offset and length of the blocks that are no tensors."""
+def _objects(records: Any) -> list[tuple[str, str, int, int]]:
+    """Return key, file, offset and length of the blocks that are no tensors."""
     kinds = records.state["state_dict_metadata"]
     tensors = {key for key, kind in kinds.items() if is_call_of(kind, _DCP + "metadata.TensorStorageMetadata")}
-    return [(file, offset, length) for key, file, offset, length in blocks_of(records) if key not in tensors]
+    return [block for block in blocks_of(records) if block[0] not in tensors]

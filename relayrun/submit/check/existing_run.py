@@ -33,6 +33,7 @@ from relayrun.submit.check.findings import Findings
 from relayrun.submit.run_plan import stop_after
 from relayrun.tokens.mixture.data_change import AcceptedData, apply_data_change
 from relayrun.tokens.shards.manifest import Manifest
+from relayrun.train.mirror.destination import source_faults
 from relayrun.trust import OTHER_OWNER_HINT
 
 Config = TypeVar("Config", bound=CommonConfig)
@@ -62,7 +63,7 @@ def own_run(config: Config, *, take_over: bool, now: float) -> tuple[Config, For
     """Return the config of a submit, and the run that it takes over: where the run directory is another user's, the
     config gets a directory of this user's beside it, NAME-USER, and starts from the newest checkpoint of that run.
 
-    Raises RunDirError if that run may have a job, or if it has no checkpoint.
+    Raises RunDirError if that run may have a job, or if it has no checkpoint with the bytes that were saved.
     """
     run = Run(Path(config.run_dir or ""))
     plan = Plan.load(run) if take_over and run.plan.exists() else None
@@ -70,7 +71,7 @@ def own_run(config: Config, *, take_over: bool, now: float) -> tuple[Config, For
         return config, None
     refuse_while_live(run, plan, scheduler_for_plan(plan, run, patience=0))
     _refuse_live_attempt(run, plan, now=now)
-    base = resume_point(run)
+    base = _verified_base(run)
     if base.path is None:
         hint = "submit your config without --take-over, with a name or a run_dir of its own"
         raise RunDirError("this run has no checkpoint to go on from", where=run.path, hint=hint)
@@ -78,6 +79,16 @@ def own_run(config: Config, *, take_over: bool, now: float) -> tuple[Config, For
     if (saves := config.checkpoint_section) is not None:  # without it the plan alone names the checkpoint
         changes["checkpoint"] = saves.model_copy(update={"load": f"{run.path}:{base.iteration}"})
     return config.model_copy(update=changes), FormerRun(run=run, owner=plan.owner, base=base)
+
+
+def _verified_base(run: Run) -> ResumePoint:
+    """Return the newest checkpoint with the bytes that were saved. Raises RunDirError if it has others."""
+    base = resume_point(run)
+    for commit in (counted.commit for counted in Lineage(run).backwards() if counted.commit.path == base.path):
+        if faults := source_faults(commit):
+            hint = f"submit without --take-over, with a name of its own and --load {run.path}:ITERATION of an older one"
+            raise RunDirError(f"this checkpoint is damaged: {faults[0]}", where=commit.path, hint=hint)
+    return base
 
 
 def claim_run(run: Run, plan: Plan, former: FormerRun | None, *, now: float) -> None:

@@ -234,7 +234,6 @@ def check_mixture_output(output: Path, folders: Sequence[Path]) -> None:
 
 
 def _check_former_mixture(final: Path, output: Path) -> None:
-    """Raise InputError, naming `output`, if `final` is not a former mixture."""
     if not final.is_dir():
         raise InputError("the output exists and is not a folder", where=output)
     hint = "move it away, or choose another output"
@@ -314,7 +313,6 @@ def _take_tokens(dataset: MixtureDataset, target: int) -> MixtureDataset:
 
 
 def _cut_shard(shard: Shard, tokens: int) -> CutShard:
-    """Return the first documents of `shard`, with about `tokens` tokens."""
     if shard.first_gap() is not None:
         words = "this shard cannot be cut: its sequences do not lie one behind the other"
         raise InputError(words, where=shard.prefix + ".idx", hint="write it again, or use --whole-shards")
@@ -330,7 +328,6 @@ def _open_shards(prefixes: Sequence[str]) -> list[Shard]:
 
 
 def _link_shards(dataset: MixtureDataset, folder: Path) -> None:
-    """Make the folder of a dataset's links."""
     real_path = RealPathCache()
     used = None if dataset.passes else dataset.taken + 1
     indices = [real_path(shard.prefix + ".idx") for shard in dataset.shards[:used]]

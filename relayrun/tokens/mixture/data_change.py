@@ -132,7 +132,6 @@ def _edition(
 
 
 def _stream_setting_differences(was: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    """Return the differences between the settings of a stream, by name."""
     if not was or not now:
         kinds = [side.get("source", "tokens") for side in (was, now)]
         return [] if was == now else [f"source was {kinds[0]}, is {kinds[1]}"]

@@ -38,6 +38,7 @@ import numpy.typing as npt
 from relayrun import errors
 from relayrun.config.compose.schema import RunConfig
 from relayrun.errors import RelayrunError, log_to_stderr
+from relayrun.masking import describe_secret
 from relayrun.tokens.mixture.build_datasets import text_stream
 from relayrun.tokens.order.sample_rows import SampleRow
 from relayrun.tokens.order.sampler import (
@@ -69,6 +70,13 @@ _RANK_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, 
 """Signals with a meaning for the rank. Slurm sends them to all processes of the job; the worker must ignore them."""
 
 
+def _environment(*, remote: bool) -> dict[str, str]:
+    """Return the worker's environment, without secrets: the engine of a tokenizer is a package of somebody else.
+    `remote`: files below URLs need their credentials."""
+    found = {name: value for name, value in os.environ.items() if remote or not describe_secret(value, variable=name)}
+    return found | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
 class StreamWorkerDied(RelayrunError):
     """The process that reads a rank's streams ended. It may have been killed, so the next attempt may succeed."""
 
@@ -80,7 +88,7 @@ class RankStreamWorker:
         self, config: RunConfig, manifest: Path, order: MixtureSampler, *, consumed: int, replica: int, replicas: int
     ) -> None:
         """Start the process; `order` stands at sample `consumed`."""
-        job = {
+        job: dict[str, Any] = {
             "config": config.model_dump(mode="json"),
             "manifest": str(manifest),
             "phases": order.schedule.to_json(),
@@ -98,7 +106,7 @@ class RankStreamWorker:
                 [sys.executable, "-m", "relayrun.tokens.mixture.stream_worker", str(sending)],
                 stdin=subprocess.PIPE,
                 pass_fds=[sending],
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env=_environment(remote="://" in json.dumps(job["config"]["data"])),
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)

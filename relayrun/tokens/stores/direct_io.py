@@ -223,7 +223,6 @@ class DirectFile(io.RawIOBase):
         self._cached(block, place)
 
     def _cached(self, data: memoryview, place: int) -> None:
-        """Write through the page cache."""
         with self._through_the_cache():
             _write_all(self._fd, data, place)
         # starts writing this block, and drops the written pages of the previous one (Linux, mm/fadvise.c)

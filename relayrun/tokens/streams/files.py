@@ -261,7 +261,6 @@ def _rows_of(entry: TextFileEntry) -> int:
 
 
 def _size_of(path: str, stream: StreamSection) -> tuple[int, int]:
-    """Return the number of fragments and of rows."""
     if file_format(path) is PARQUET:
         with open_parquet(path) as file:
             groups, rows = int(file.metadata.num_row_groups), int(file.metadata.num_rows)

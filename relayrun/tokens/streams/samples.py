@@ -182,7 +182,6 @@ class LaneSamples:
         return document, first, int(self._window_size[window]) - self._shape.cut.specials
 
     def _window(self, number: int) -> npt.NDArray[np.int32]:
-        """Return the tokens of a window with BOS and EOS."""
         cut = self._shape.cut
         assert cut is not None
         _, first, count = self._locate(number)

@@ -158,7 +158,6 @@ class OpenTextLanes:
 
 
 def _cursor_after(cursor: LaneCursor, block: LaneBlock) -> LaneCursor:
-    """Return the cursor behind a block."""
     return cursor._replace(
         taken=0,
         rows=cursor.rows + block.rows,

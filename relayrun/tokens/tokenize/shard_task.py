@@ -285,7 +285,6 @@ def _gather_arrays(arrays: Iterator[pa.Array], job: TokenizeContext) -> Iterator
 
 
 def _take_arrays(arrays: list[pa.Array]) -> pa.Array:
-    """Concatenate and clear the list."""
     array = arrays[0] if len(arrays) == 1 else pa.concat_arrays(arrays)
     arrays.clear()
     return array

@@ -36,6 +36,7 @@ from relayrun.control.trainers.pickle_records import (
     MALFORMED,
     MOST_DEEP,
     MOST_KEY,
+    MOST_MEMORY,
     CorruptPickle,
     PickledCall,
     PickledName,
@@ -47,6 +48,7 @@ from relayrun.control.trainers.torch_files import (
     MEGATRON_METADATA,
     METADATA_FILE,
     METADATA_NAMES,
+    SAVED_FACTOR,
     StoredTensor,
     check_size,
     names_in_torch_file,
@@ -206,7 +208,7 @@ class CheckedReader(FileSystemReader):
 
     def _whole(self, name: str) -> bytes:
         try:
-            check_size(self.folder / name)
+            check_size(self.folder / name, saved=self.checked)
             return (self.folder / name).read_bytes() if self._sums is None else self._sums.read(name)
         except RefusedPickle as error:
             raise refusal_error(str(error), self.folder) from None
@@ -233,7 +235,7 @@ def parse_metadata(data: bytes, folder: Path, *, checked: bool = False) -> Metad
     """
     try:
         with no_collection():
-            found = _Records().of(read_records(data)[0])
+            found = _Records().of(read_records(data, MOST_MEMORY * (SAVED_FACTOR if checked else 1))[0])
         if isinstance(found, Metadata) and _has_blocks(found):
             return found
         words = "it holds something else"

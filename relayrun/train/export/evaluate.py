@@ -129,7 +129,6 @@ def _run_command(words: Sequence[str], *, setting: str) -> None:
 
 
 def _end_command(program: subprocess.Popen[bytes]) -> None:
-    """End a command and all processes of its group."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(program.pid, number)

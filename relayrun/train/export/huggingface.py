@@ -228,7 +228,6 @@ def read_mapped_tensor(reader: CheckpointReader, piece: MappedTensor, dtype: tor
 
 
 def _files(pieces: Sequence[MappedTensor], itemsize: int, limit: int) -> list[list[MappedTensor]]:
-    """Return the pieces of each file, in order."""
     files: list[list[MappedTensor]] = []
     room = 0
     for piece in pieces:
@@ -400,7 +399,6 @@ def _add_piece(
     dtype: torch.dtype,
     weights: HuggingFaceWeights,
 ) -> None:
-    """Add one piece. `size`: of the whole tensor in the checkpoint."""
     outer = len(piece.index)
     part = (*[1] * outer, *size[outer:])
     start = (*piece.index, *[0] * (len(size) - outer))

@@ -235,7 +235,6 @@ def import_megatron(
 def _adam(
     checkpoint: MegatronCheckpoint, reader: CheckpointReader
 ) -> tuple[megatron_state.AdamState | None, str | None]:
-    """Return Adam's state; or None, and the reason."""
     if checkpoint.optimizer is None:
         return None, "it was saved without its optimizer"
     if (name := checkpoint.args.get("optimizer", "adam")) != "adam":

@@ -253,7 +253,6 @@ def require_llama(model: ModelSection, where: object) -> ModelMapping:
 
 
 def _differences(mapping: ModelMapping, model: ModelSection) -> list[str]:
-    """Return the differences of a model from the class of a mapping."""
     own = _own(model)
     lacking = [
         f"{name} is {getattr(model.transformer, name)!r}, not {value!r}"
@@ -267,7 +266,6 @@ def _differences(mapping: ModelMapping, model: ModelSection) -> list[str]:
 
 
 def _own(model: ModelSection) -> dict[str, Any]:
-    """Return the settings in which a model differs from a Llama."""
     found = dict(model.transformer.of_the_weights)
     balancing = model.transformer.moe_router_load_balancing_type
     if "sinkhorn" in balancing:  # it weighs experts differently, also after training

@@ -194,7 +194,6 @@ class ObjectStoreDestination(MirrorDestination):
         return {file or ".": size for file, size in found.items()}
 
     def _names(self, name: str) -> list[str]:
-        """Return the names directly below a name."""
         found: list[str] = self._listed(name, lambda fs, path: fs.ls(path, detail=False), [])
         return [str(path).rstrip("/").rsplit("/", 1)[-1] for path in found]
 
@@ -337,7 +336,6 @@ def _refused(error: Exception, url: str) -> StoreError:
 
 
 def _line(error: Exception) -> str:
-    """Return the first line of an error, with secrets masked."""
     return mask_tokens(getattr(error, "strerror", None) or first_line(error))[0]
 
 

@@ -108,7 +108,6 @@ def _uncounted(
 
 
 def _offering(error: CopyFailed, copy: CheckpointCopy, others: Sequence[CheckpointCopy]) -> CopyFailed:
-    """Return the error with a hint at the copy before this one."""
     before = next((each.iteration for each in others if each.iteration < copy.iteration), None)
     if before is None:
         return error

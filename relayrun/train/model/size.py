@@ -108,7 +108,6 @@ def routed_parameters(model: ModelSection) -> int:
 
 
 def _of_norm(model: ModelSection) -> int:
-    """Return the parameters of a norm per channel."""
     return 2 if model.transformer.normalization == "LayerNorm" else 1
 
 

@@ -284,7 +284,6 @@ def _plan(
 
 
 def _alone(step: Json | None, name: str) -> Json | None:
-    """Unwrap a sequence of one step or of none."""
     steps = _flat(step, name)
     return None if not steps or steps == [{}] else steps[0] if len(steps) == 1 else step
 

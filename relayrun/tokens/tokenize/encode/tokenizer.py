@@ -222,7 +222,6 @@ def _prepare(found: _FoundTokenizer, options: TokenizeOptions, key: str | None =
 
 
 def _switch_off_dropout(tokenizer: Tokenizer, where: str) -> bool:
-    """Return whether the tokenizer had a dropout, with a warning."""
     dropout = isinstance(tokenizer.model, BPE) and tokenizer.model.dropout
     if dropout:
         why = "merges left out at random would give a text other ids each time"
