@@ -129,7 +129,6 @@ def test_the_flags_of_the_run_are_those_of_the_launcher(tmp_path: Path) -> None:
 def raise_of(words: list[str]) -> None:
     """Run a command whose error is of interest."""
 
-
     parser = argparse.ArgumentParser()
     command.add_adopt_arguments(parser)
     options = parser.parse_args(words[1:])

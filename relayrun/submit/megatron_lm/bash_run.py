@@ -55,7 +55,7 @@ class Started:
 class Followed:
     """The programs that a script starts, and the lines that prepare them."""
 
-    trainings: list[Started] = field(default_factory=list)
+    launched: list[Started] = field(default_factory=list)
     others: list[Started] = field(default_factory=list)
     setup: list[tuple[str, str]] = field(default_factory=list)
     """Lines that prepare the environment, each with its place."""
@@ -568,11 +568,11 @@ class Script(BashValues):
         if number is not None and not any(PROGRAM.fullmatch(word) for word in words[:number]):
             inner = self._shell(words[number + 1 :], node)
             if inner is not None:
-                before = len(self.found.trainings)
+                before = len(self.found.launched)
                 self._child(inner[0], inner[1], node, words[:number])
-                if len(self.found.trainings) > before or inner[2]:
+                if len(self.found.launched) > before or inner[2]:
                     return None
-        target = self.found.trainings if any(PROGRAM.fullmatch(word) for word in words) else self.found.others
+        target = self.found.launched if any(PROGRAM.fullmatch(word) for word in words) else self.found.others
         target.append(Started(where, words, environment))
         script = next(
             (word for word in words if word in self.files or word.endswith((".sh", ".sbatch", ".slurm"))), None
@@ -609,11 +609,11 @@ class Script(BashValues):
         shell = self.fork()
         shell.variables = {name: value for name, value in shell.variables.items() if name in shell.exported}
         shell.positional, shell.output, shell.defaults = positional, None, {}
-        first = len(self.found.trainings)
+        first = len(self.found.launched)
         with contextlib.suppress(_Leave):
             shell._inside(source)
-        for number, each in enumerate(self.found.trainings[first:], start=first):
-            self.found.trainings[number] = Started(each.where, [*prefix, *each.words], each.environment)
+        for number, each in enumerate(self.found.launched[first:], start=first):
+            self.found.launched[number] = Started(each.where, [*prefix, *each.words], each.environment)
 
     def _utility(self, words: list[str], node: Command) -> None:
         """The output of a program that is known well enough."""
@@ -648,7 +648,7 @@ class Script(BashValues):
             return self.mark(at, f"$({_shortened(text)}) is not read")
         self.found.others += [each for each in shell.found.others if each.words[0] == "sbatch"]
         known = [each for each in shell.found.others if each.words[0] not in ("cat", "basename", "dirname", "seq")]
-        empty = not shell.output and bool(shell.found.others or shell.found.trainings)
+        empty = not shell.output and bool(shell.found.others or shell.found.launched)
         if known or empty or "|" in re.sub(r"\|\||'[^']*'|\"[^\"]*\"", "", text):
             command = tuple(known[-1].words) if known else ()
             return self.mark(at, f"it is the output of $({_shortened(text)}), which nobody runs here", command=command)

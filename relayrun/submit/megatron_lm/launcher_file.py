@@ -155,12 +155,12 @@ def _refuse_no_bash(path: Path, text: str) -> None:
 
 def _training(path: Path, script: Script) -> Started | None:
     """The training that a launcher starts; None if it starts none."""
-    found = {tuple(each.words): each for each in script.found.trainings}
+    found = {tuple(each.words): each for each in script.found.launched}
     if len(found) < 2:
         return next(iter(found.values()), None)
     lines = ", ".join(sorted({each.where.rpartition(":")[2] for each in found.values()}, key=int))
     raise ConfigError(
-        f"{len(found)} trainings start, in lines {lines}: a run is one of them",
+        f"training starts {len(found)} times, in lines {lines}: a run is one of them",
         where=path,
         hint="give the variables that decide, as in --env NAME=VALUE, or take the others out",
     )
