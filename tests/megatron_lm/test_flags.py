@@ -278,7 +278,7 @@ def test_the_rest_of_the_table(tmp_path: Path) -> None:
         "lr_wsd_decay_steps": 10,
         "lr_wsd_decay_style": "minus_sqrt",
     }
-    found = line(tmp_path, training=training, optimizer=optimizer)
+    found = line(tmp_path, args={"bf16": True}, training=training, optimizer=optimizer)
     names = (
         "rampup-batch-size recompute-method recompute-num-layers calculate-per-token-loss manual-gc lr-warmup-samples"
     )

@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
 from relayrun.submit.megatron_lm.bash_syntax import (
     ASSIGNMENT,
@@ -25,6 +24,7 @@ from relayrun.submit.megatron_lm.bash_syntax import (
     Word,
     parse,
 )
+from relayrun.submit.megatron_lm.bash_test import BashTest, formatted
 from relayrun.submit.megatron_lm.bash_values import MARK, BashValues, Source
 
 MOST_STEPS = 200_000
@@ -35,11 +35,6 @@ _SHELL = re.compile(r"(?:.*/)?(?:ba)?sh")
 _SETUP = re.compile(r"module|ml|conda|mamba|micromamba|spack|ulimit|uenv")
 """Commands that prepare the environment of programs."""
 _INERT = frozenset(["trap", "wait", "umask", "shopt", "hash", "type", "jobs", "kill", "disown", "cd", "pushd", "popd"])
-_FILE_TESTS: dict[str, Callable[[str], bool]] = {
-    "-d": os.path.isdir, "-f": os.path.isfile, "-e": os.path.exists, "-L": os.path.islink, "-h": os.path.islink,
-    "-s": lambda path: os.path.exists(path) and os.path.getsize(path) > 0, "-r": lambda path: os.access(path, os.R_OK),
-    "-w": lambda path: os.access(path, os.W_OK), "-x": lambda path: os.access(path, os.X_OK),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -268,7 +263,7 @@ class Script(BashValues):
             found = self.arithmetic(node.words[1].text, node.at)
             return None if isinstance(found, str) else bool(found)
         if node.words and node.words[0].text == "[[":
-            return _Test(self, node.words[1:-1], node.at).answer()
+            return BashTest(self, node.words[1:-1], node.at).answer()
         number = 0
         while number < len(node.words) and ASSIGNMENT.match(node.words[number].text):
             number += 1
@@ -377,7 +372,7 @@ class Script(BashValues):
             return False
         if name in ("[", "test"):
             inner = words[1:-1] if name == "[" else words[1:]
-            return _Test(self, [Word(node.at, each) for each in inner], node.at, expanded=True).answer()
+            return BashTest(self, [Word(node.at, each) for each in inner], node.at, expanded=True).answer()
         builtin = getattr(self, f"_do_{name}", None) if name not in (".",) else self._do_source
         if builtin is not None:
             status: bool | None = builtin(words[1:], node)
@@ -451,7 +446,7 @@ class Script(BashValues):
     def _do_printf(self, words: list[str], node: Command) -> bool:
         target = words[1] if words[:1] == ["-v"] else None
         words = words[2:] if target is not None else words[1:] if words[:1] == ["--"] else words
-        text = _formatted(words)
+        text = formatted(words)
         if text is None:
             text = self.mark(node.at, "the output of printf is not read")
         if target is not None:
@@ -655,156 +650,11 @@ class Script(BashValues):
         return "".join(shell.output).rstrip("\n")
 
 
-_COMPARISONS = frozenset(["=", "==", "!=", "<", ">", "=~", "-eq", "-ne", "-lt", "-le", "-gt", "-ge", "-nt", "-ot"])
-
-
-class _Test:
-    """The answer of `[ ]` or `[[ ]]`."""
-
-    def __init__(self, script: Script, words: list[Word], at: int, *, expanded: bool = False) -> None:
-        self.script, self.words, self.where, self.expanded, self.at = script, words, at, expanded, 0
-
-    def answer(self) -> bool | None:
-        if not self.words:
-            return False
-        found = self._or()
-        if self.at < len(self.words):
-            self._refuse()
-        return found
-
-    def _refuse(self) -> NoReturn:
-        raise UnreadableBash(self.where, f"the test {' '.join(word.text for word in self.words)} is not read")
-
-    def _next(self, *texts: str) -> bool:
-        if self.at < len(self.words) and self.words[self.at].text in texts:
-            self.at += 1
-            return True
-        return False
-
-    def _or(self) -> bool | None:
-        found = self._and()
-        while self._next("||", "-o"):
-            other = self._and()
-            found = True if True in (found, other) else None if None in (found, other) else False
-        return found
-
-    def _and(self) -> bool | None:
-        found = self._not()
-        while self._next("&&", "-a"):
-            other = self._not()
-            found = False if False in (found, other) else None if None in (found, other) else True
-        return found
-
-    def _not(self) -> bool | None:
-        if self._next("!"):
-            found = self._not()
-            return None if found is None else not found
-        if not self.expanded and self._next("("):
-            found = self._or()
-            if not self._next(")"):
-                self._refuse()
-            return found
-        return self._single()
-
-    def _value(self, word: Word) -> str:
-        return word.text if self.expanded else self.script.text(word)
-
-    def _single(self) -> bool | None:
-        rest = self.words[self.at :]
-        if len(rest) >= 3 and rest[1].text in _COMPARISONS:
-            self.at += 3
-            return self._compared(rest[0], rest[1].text, rest[2])
-        if len(rest) >= 2 and re.fullmatch(r"-[a-zA-Z]", rest[0].text) and rest[1].text not in ("&&", "||"):
-            self.at += 2
-            return self._unary(rest[0].text, self._value(rest[1]), rest[1])
-        if not rest:
-            self._refuse()
-        self.at += 1
-        value = self.script.without_unset(self._value(rest[0]))
-        return None if MARK.search(value) else bool(value)
-
-    def _unary(self, kind: str, text: str, word: Word) -> bool | None:
-        value = self.script.without_unset(text)
-        unknown = MARK.search(value) is not None
-        if kind in ("-z", "-n"):
-            empty = MARK.sub("", value) == ""
-            return (kind == "-n") is not empty if not unknown or not empty else None
-        if kind == "-v":
-            return value in self.script.variables
-        if kind in _FILE_TESTS and not unknown and value == text:
-            if value and not value.startswith("/"):
-                return None  # nobody knows in which folder
-            answer = bool(value) and _FILE_TESTS[kind](value)
-            line = self.script.source.where(word.at)
-            self.script.notes.append(f"{line}: [ {kind} {value} ] is {'true' if answer else 'false'} here")
-            return answer
-        if kind in _FILE_TESTS or kind in ("-t", "-p", "-S", "-b", "-c", "-N", "-O", "-G", "-o"):
-            return None
-        return self._refuse()
-
-    def _compared(self, left: Word, kind: str, right: Word) -> bool | None:
-        script = self.script
-        one = script.without_unset(self._value(left))
-        if kind in ("-nt", "-ot") or MARK.search(one):
-            return None
-        if kind.startswith("-"):
-            numbers = [script.arithmetic(each or "0", left.at) for each in (one, self._value(right))]
-            if any(isinstance(number, str) for number in numbers):
-                return None
-            first, last = int(numbers[0]), int(numbers[1])
-            return {
-                "-eq": first == last, "-ne": first != last, "-lt": first < last, "-le": first <= last,
-                "-gt": first > last, "-ge": first >= last,
-            }[kind]  # fmt: skip
-        if kind in ("=", "==", "!=") and not self.expanded:
-            pattern = script.pattern(right)
-            return None if pattern is None else (pattern.match(one) is not None) is (kind != "!=")
-        other = script.without_unset(self._value(right))
-        if MARK.search(other):
-            return None
-        if kind == "=~":
-            try:
-                return re.search(other, one) is not None
-            except re.error:
-                self._refuse()
-        return {"<": one < other, ">": one > other, "!=": one != other}.get(kind, one == other)
-
-
 def read_script(path: Path) -> str:
     """A script's text. Raises OSError and UnicodeDecodeError, and UnreadableBash if it is too large."""
     if path.stat().st_size > MAX_SCRIPT_BYTES:
         raise UnreadableBash(0, f"{path} is too large for a launcher")
     return path.read_bytes().decode()
-
-
-def _formatted(words: list[str]) -> str | None:
-    """The output of `printf`; None if it is not known."""
-    if not words or MARK.search(words[0]):
-        return None
-    pattern = words[0].replace("\\n", "\n").replace("\\t", "\t")
-    parts = re.findall(r"%(?:%|[-+ 0#]*\d*(?:\.\d+)?[sdiuxXfgeq])", pattern)
-    wanted = len([part for part in parts if part != "%%"])
-    if pattern.count("%") - parts.count("%%") * 2 != wanted or (wanted and len(words) - 1 > wanted * 1000):
-        return None
-    rest, found = list(words[1:]), []
-    while True:
-        values: list[object] = []
-        for part in (part for part in parts if part != "%%"):
-            word = rest.pop(0) if rest else ""
-            if part[-1] in "sq":
-                values.append(word)
-            elif not re.fullmatch(r"-?\d*(\.\d+)?", word):
-                return None
-            else:
-                values.append(float(word or 0) if part[-1] in "fge" else int(word or 0))
-        found.append(
-            re.sub(
-                r"(%[-+ 0#]*\d*(?:\.\d+)?)[qu]", lambda each: each[1] + ("s" if each[0][-1] == "q" else "d"), pattern
-            )
-            % tuple(values)
-        )
-        if not rest or not wanted:
-            return "".join(found)
 
 
 def _shortened(text: str) -> str:
