@@ -4,7 +4,7 @@
     flags            one flag with its source, and which of several flags holds
     checkout         a checkout of Megatron-LM: version, flags, and its parser's answer (programs/parse_flags)
     launcher_file    a launcher of others: the flags of the training that it starts, its variables and options
-    bash_run         follows Bash without running it; bash_syntax: its commands, bash_values: its words, bash_test: `[ ]`
+    bash_run         follows Bash without running it: bash_syntax (commands), bash_values (words), bash_test (tests)
 
 docs/megatron-lm.md and docs/megatron-flags.md explain it.
 """

@@ -76,6 +76,8 @@ class Script(BashValues):
         """Files that the script writes, with their text."""
         self.output: list[str] | None = None
         self.steps = [0]
+        self.assigned: set[str] = set()
+        """Names that the script gives a value."""
         self.locals: list[dict[str, object]] = []
         self.options: set[str] = set()
         self.input: str | None = None
@@ -310,6 +312,7 @@ class Script(BashValues):
         assert match is not None
         name, index, appends = match[1], match[2], match[3] == "+="
         before = self.variables.get(name)
+        self.assigned.add(name)
         if word.text.startswith("(", match.end()):
             new = self.array(word, match.end(), keyed=name in self.keyed)
             if appends and before is not None:
@@ -522,6 +525,7 @@ class Script(BashValues):
         ):
             text = read_script(path) if path.is_file() else None
         if text is not None:
+            self.notes.append(f"{self.source.where(node.at)}: {name} is sourced: its lines are followed")
             outer, self.positional = self.positional, words[1:] or self.positional
             try:
                 return self._inside(Source(str(path), text))

@@ -69,7 +69,12 @@ class BashTest:
         return self._single()
 
     def _value(self, word: Word) -> str:
-        return word.text if self.expanded else self.values.text(word)
+        text = word.text if self.expanded else self.values.text(word)
+        for unknown in self.values.unknowns(text):
+            note = f"{unknown.where}: ${unknown.unset} is not set, and counts as empty"
+            if unknown.unset and note not in self.values.notes:
+                self.values.notes.append(note)
+        return text
 
     def _single(self) -> bool | None:
         rest = self.words[self.at :]

@@ -118,7 +118,9 @@ def read_launcher(
         training=training,
         flags=kept,
         datasets=datasets,
-        environment={name: value for name, value in exported.items() if environment.get(name) != value},
+        environment={
+            name: value for name, value in exported.items() if name in script.assigned or environment.get(name) != value
+        },
     )
 
 
