@@ -325,9 +325,11 @@ class Script(BashValues):
             if index is None and isinstance(before, dict):
                 index = "[0]"
             if index is not None:
-                key = self.text(Word(word.at, index[1:-1])) if name in self.keyed else str(
-                    self.arithmetic(index[1:-1], word.at)
-                )  # fmt: skip
+                key = (
+                    self.text(Word(word.at, index[1:-1]))
+                    if name in self.keyed
+                    else str(self.arithmetic(index[1:-1], word.at))
+                )
                 array = dict(before) if isinstance(before, dict) else {} if before is None else {"0": before}
                 self.variables[name] = array | {key: array.get(key, "") + value if appends else value}
             else:

@@ -11,10 +11,16 @@ from relayrun.submit.megatron_lm.bash_syntax import UnreadableBash, Word
 from relayrun.submit.megatron_lm.bash_values import MARK, BashValues
 
 _FILE_TESTS: dict[str, Callable[[str], bool]] = {
-    "-d": os.path.isdir, "-f": os.path.isfile, "-e": os.path.exists, "-L": os.path.islink, "-h": os.path.islink,
-    "-s": lambda path: os.path.exists(path) and os.path.getsize(path) > 0, "-r": lambda path: os.access(path, os.R_OK),
-    "-w": lambda path: os.access(path, os.W_OK), "-x": lambda path: os.access(path, os.X_OK),
-}  # fmt: skip
+    "-d": os.path.isdir,
+    "-f": os.path.isfile,
+    "-e": os.path.exists,
+    "-L": os.path.islink,
+    "-h": os.path.islink,
+    "-s": lambda path: os.path.exists(path) and os.path.getsize(path) > 0,
+    "-r": lambda path: os.access(path, os.R_OK),
+    "-w": lambda path: os.access(path, os.W_OK),
+    "-x": lambda path: os.access(path, os.X_OK),
+}
 
 
 _COMPARISONS = frozenset(["=", "==", "!=", "<", ">", "=~", "-eq", "-ne", "-lt", "-le", "-gt", "-ge", "-nt", "-ot"])
@@ -27,6 +33,7 @@ class BashTest:
         self.values, self.words, self.where, self.expanded, self.at = values, words, at, expanded, 0
 
     def answer(self) -> bool | None:
+        """True or false; None: only a job knows it. Raises UnreadableBash."""
         if not self.words:
             return False
         found = self._or()
@@ -120,9 +127,13 @@ class BashTest:
                 return None
             first, last = int(numbers[0]), int(numbers[1])
             return {
-                "-eq": first == last, "-ne": first != last, "-lt": first < last, "-le": first <= last,
-                "-gt": first > last, "-ge": first >= last,
-            }[kind]  # fmt: skip
+                "-eq": first == last,
+                "-ne": first != last,
+                "-lt": first < last,
+                "-le": first <= last,
+                "-gt": first > last,
+                "-ge": first >= last,
+            }[kind]
         if kind in ("=", "==", "!=") and not self.expanded:
             pattern = script.pattern(right)
             return None if pattern is None else (pattern.match(one) is not None) is (kind != "!=")

@@ -108,9 +108,11 @@ def read_launcher(
     datasets = [folder for flag in found for folder in _folders(script, flag)] or None
     kept = [flag for flag in found if not list(_folders(script, flag))]
     _refuse_unknown(script, kept, hints)
-    exported = training.environment if training is not None else {
-        name: value for name in script.exported if isinstance(value := script.variables.get(name), str)
-    }  # fmt: skip
+    exported = (
+        training.environment
+        if training is not None
+        else {name: value for name in script.exported if isinstance(value := script.variables.get(name), str)}
+    )
     return Launcher(
         path=path,
         text=text,
