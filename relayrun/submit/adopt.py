@@ -34,9 +34,29 @@ _CHAIN_OPTIONS = frozenset({"job-name", "output", "error", "open-mode", "signal"
 _CHAIN_VARIABLES = re.compile(r"MASTER_(ADDR|PORT)|WORLD_SIZE|(LOCAL_|NODE_)?RANK")
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS", re.I)
 _SRUN_SWITCHES = re.compile(r"-[luKs]+|--(label|unbuffered|exclusive|overlap|no-kill|exact|overcommit|pty)")
-_SRUN_OWN = frozenset({"l", "lu", "ul", "u", "label", "unbuffered", "nodes", "ntasks", "ntasks-per-node", "overlap",
-                       "cpus-per-task", "gpus-per-node", "kill-on-bad-exit", "K", "wait", "output", "error",
-                       "job-name", "exclusive"})  # fmt: skip
+_SRUN_OWN = frozenset(
+    {
+        "l",
+        "lu",
+        "ul",
+        "u",
+        "label",
+        "unbuffered",
+        "nodes",
+        "ntasks",
+        "ntasks-per-node",
+        "overlap",
+        "cpus-per-task",
+        "gpus-per-node",
+        "kill-on-bad-exit",
+        "K",
+        "wait",
+        "output",
+        "error",
+        "job-name",
+        "exclusive",
+    }
+)
 """Options of srun for ranks, which the chain starts itself."""
 _RANK_STARTERS = re.compile(r"(?:.*/)?(?:torchrun|torch\.distributed\.(?:run|launch))")
 _PER_JOB = re.compile(r"\$(\w+) has a value in a job alone")
@@ -88,9 +108,13 @@ def _job_variables(header: Mapping[str, tuple[str | None, int]]) -> Iterator[tup
     total = number.get("ntasks") or str(nodes * int(tasks or 1))
     yield from (("SLURM_NNODES", str(nodes)), ("SLURM_JOB_NUM_NODES", str(nodes)))
     yield from (("SLURM_NTASKS", total), ("SLURM_NPROCS", total))
-    names = {"SLURM_NTASKS_PER_NODE": tasks, "SLURM_CPUS_PER_TASK": number.get("cpus-per-task"),
-             "SLURM_GPUS_PER_NODE": number.get("gpus-per-node"), "SLURM_JOB_NAME": header.get("job-name", (None, 0))[0],
-             "SLURM_JOB_PARTITION": header.get("partition", (None, 0))[0]}  # fmt: skip
+    names = {
+        "SLURM_NTASKS_PER_NODE": tasks,
+        "SLURM_CPUS_PER_TASK": number.get("cpus-per-task"),
+        "SLURM_GPUS_PER_NODE": number.get("gpus-per-node"),
+        "SLURM_JOB_NAME": header.get("job-name", (None, 0))[0],
+        "SLURM_JOB_PARTITION": header.get("partition", (None, 0))[0],
+    }
     yield from ((name, value) for name, value in names.items() if value is not None)
 
 
@@ -330,8 +354,12 @@ def _take_environment(launcher: Launcher, found: Adopted) -> None:
                 found.row(where, f"{name}={text}", "cluster.command_prefix", "a value of each rank")
     if shell:
         cluster["command_prefix"] = [
-            "bash", "-c", "; ".join([*shell, 'exec "$@"']), "rank", *cluster.get("command_prefix", [])
-        ]  # fmt: skip
+            "bash",
+            "-c",
+            "; ".join([*shell, 'exec "$@"']),
+            "rank",
+            *cluster.get("command_prefix", []),
+        ]
 
 
 def _expression(launcher: Launcher, value: str) -> str | None:

@@ -301,7 +301,7 @@ srun python3 /m/pretrain_gpt.py --num-layers 2
 srun python3 /m/pretrain_gpt.py --num-layers 4
 """,
         None,
-        "2 trainings start, in lines 5, 6",
+        "training starts 2 times, in lines 5, 6",
     ),
     "no training": (
         r"""

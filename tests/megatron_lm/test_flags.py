@@ -278,10 +278,19 @@ def test_the_rest_of_the_table(tmp_path: Path) -> None:
         "lr_wsd_decay_steps": 10,
         "lr_wsd_decay_style": "minus_sqrt",
     }
-    found = line(tmp_path, training=training, optimizer=optimizer)
-    names = "rampup-batch-size recompute-method recompute-num-layers calculate-per-token-loss manual-gc lr-warmup-iters"
-    assert values(found, *names.split()) == [("2", "2", "100"), ("block",), ("3",), (), (), ("8",)]
-    assert values(found, "lr-wsd-decay-style", "lr-wsd-decay-iters", "lr-decay-iters") == [("1-sqrt",), ("10",), None]
+    found = line(tmp_path, args={"bf16": True}, training=training, optimizer=optimizer)
+    names = (
+        "rampup-batch-size recompute-method recompute-num-layers calculate-per-token-loss manual-gc lr-warmup-samples"
+    )
+    assert values(found, *names.split()) == [("2", "2", "100"), ("block",), ("3",), (), (), ("16",)]
+    size = TRAINING["global_batch_size"]
+    assert values(found, "lr-wsd-decay-style", "lr-wsd-decay-samples", "lr-wsd-decay-iters", "train-iters") == [
+        ("1-sqrt",),
+        (str(10 * size),),
+        None,
+        None,
+    ]
+    assert found.settings.total_steps == TRAINING["steps"]
     stand_in(tmp_path / "nvidia/checkout", dialect="nvidia")
     (tmp_path / "nvidia").mkdir(exist_ok=True)
     found = line(tmp_path / "nvidia", training=training | {"recompute_num_layers": None}, optimizer=optimizer)
@@ -292,6 +301,36 @@ def test_the_rest_of_the_table(tmp_path: Path) -> None:
         ("SIGUSR2",),
     ]
     assert found.settings.dialect == "nvidia"
+
+
+@pytest.mark.parametrize(
+    ("flags", "iterations"),
+    [
+        ({"train-samples": 1000, "global-batch-size": 8}, 125),
+        ({"train-samples": 1007, "global-batch-size": 8}, 125),  # a last batch that is not full is left out
+        ({"train-samples": 100, "global-batch-size": 8, "rampup-batch-size": [2, 2, 24]}, 9 + 8),
+        ({"train-samples": 10, "global-batch-size": 8, "rampup-batch-size": [2, 2, 24]}, 5),
+        # as Apertus 8B was published: 2'627'139 iterations
+        (
+            {"train-samples": 3662109375, "global-batch-size": 2048, "rampup-batch-size": [1024, 1024, 1718272000]},
+            2_627_139,
+        ),
+        ({"train-samples": "1_000", "global-batch-size": 8}, 125),
+    ],
+)
+def test_samples_are_iterations_as_megatron_lm_counts_them(
+    flags: dict[str, Any], iterations: int, tmp_path: Path
+) -> None:
+    assert line(tmp_path, args=flags).settings.total_steps == iterations
+
+
+@pytest.mark.parametrize("steps", [1, 5, 11, 12, 13, 40])
+def test_a_ramp_gives_samples_that_make_the_same_iterations(steps: int, tmp_path: Path) -> None:
+    """Megatron-LM takes a ramp with --train-samples alone, and counts its iterations from them."""
+    training = TRAINING | {"steps": steps, "global_batch_size": 8, "rampup_batch_size": [2, 2, 24]}
+    found = line(tmp_path, args={"bf16": True}, training=training, optimizer=OPTIMIZER)
+    assert found.settings.total_steps == steps
+    assert values(found, "train-iters", "lr-warmup-iters", "lr-decay-iters") == [None, None, None]
 
 
 def begin(iteration: int = 0, path: str | None = None) -> AttemptStart:

@@ -111,6 +111,11 @@ def test_the_checkouts_validation_judges_with_the_ranks_of_the_run(tmp_path: Pat
         return [(each.words, each.source) for each in ask(tmp_path / "c", GOOD, flag, ranks=ranks).refusals]
 
     assert said("1") == said("5") == said("6") == []
+    answers = [
+        ask(tmp_path / "c", GOOD, Flag(name="lr", values=(lr,), source=""), ranks=4).unjudged for lr in ("5", "6")
+    ]
+    assert "No module named 'a_package_of_the_ranks'" in str(answers[0])
+    assert "Found no NVIDIA driver" in str(answers[1])
     ((words, source),) = said("1", ranks=3)
     assert "refuses these flags together: AssertionError: num_layers 2 do not divide the ranks (arguments.py:" in words
     assert source == "model.num_layers"

@@ -129,7 +129,6 @@ def test_the_flags_of_the_run_are_those_of_the_launcher(tmp_path: Path) -> None:
 def raise_of(words: list[str]) -> None:
     """Run a command whose error is of interest."""
 
-
     parser = argparse.ArgumentParser()
     command.add_adopt_arguments(parser)
     options = parser.parse_args(words[1:])
@@ -192,6 +191,16 @@ def test_published_launchers_are_adopted(tmp_path: Path) -> None:
         output.write_text(dump_yaml(found.settings))
         assert read_yaml(output).values == found.settings
         assert isinstance(resolve.load_run_config(output), MegatronConfig)
+
+
+def test_a_variable_that_is_set_outside_already_is_not_lost(tmp_path: Path) -> None:
+    assert adopted(tmp_path, NCCL_DEBUG="WARN").settings["cluster"]["environment"] == {"NCCL_DEBUG": "WARN"}
+
+
+def test_an_unset_variable_of_a_test_is_said(tmp_path: Path) -> None:
+    found = adopted(tmp_path, ("mkdir -p $DIR", 'if [ "$MODE" = fast ]; then ARGS+=(--bf16); fi'))
+    assert "$MODE is not set, and counts as empty" in [row[1] for row in found.rows]
+    assert "bf16" not in found.settings["megatron_lm"]["args"]
 
 
 def test_an_error_says_all_that_is_lost(tmp_path: Path) -> None:

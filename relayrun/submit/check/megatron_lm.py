@@ -240,7 +240,10 @@ def _check_flags(config: MegatronConfig, line: CommandLine, findings: Findings, 
             f"{number}; the job asks the parser, and ends the chain where it refuses one",
         )
     elif not said.refusals:
-        findings.ok(name, f"{version}: its own parser and validation take all {number}")
+        together = "and its validation takes them together"
+        if said.unjudged is not None:
+            together = f"its validation of them together was not asked ({said.unjudged})"
+        findings.ok(name, f"{version}: its own parser takes all {number}, {together}")
 
 
 def _check_chain_flags(config: MegatronConfig, line: CommandLine, findings: Findings) -> None:

@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
 from relayrun.submit.megatron_lm.bash_syntax import (
     ASSIGNMENT,
@@ -25,6 +24,7 @@ from relayrun.submit.megatron_lm.bash_syntax import (
     Word,
     parse,
 )
+from relayrun.submit.megatron_lm.bash_test import BashTest, formatted
 from relayrun.submit.megatron_lm.bash_values import MARK, BashValues, Source
 
 MOST_STEPS = 200_000
@@ -35,11 +35,6 @@ _SHELL = re.compile(r"(?:.*/)?(?:ba)?sh")
 _SETUP = re.compile(r"module|ml|conda|mamba|micromamba|spack|ulimit|uenv")
 """Commands that prepare the environment of programs."""
 _INERT = frozenset(["trap", "wait", "umask", "shopt", "hash", "type", "jobs", "kill", "disown", "cd", "pushd", "popd"])
-_FILE_TESTS: dict[str, Callable[[str], bool]] = {
-    "-d": os.path.isdir, "-f": os.path.isfile, "-e": os.path.exists, "-L": os.path.islink, "-h": os.path.islink,
-    "-s": lambda path: os.path.exists(path) and os.path.getsize(path) > 0, "-r": lambda path: os.access(path, os.R_OK),
-    "-w": lambda path: os.access(path, os.W_OK), "-x": lambda path: os.access(path, os.X_OK),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -55,7 +50,7 @@ class Started:
 class Followed:
     """The programs that a script starts, and the lines that prepare them."""
 
-    trainings: list[Started] = field(default_factory=list)
+    launched: list[Started] = field(default_factory=list)
     others: list[Started] = field(default_factory=list)
     setup: list[tuple[str, str]] = field(default_factory=list)
     """Lines that prepare the environment, each with its place."""
@@ -81,6 +76,8 @@ class Script(BashValues):
         """Files that the script writes, with their text."""
         self.output: list[str] | None = None
         self.steps = [0]
+        self.assigned: set[str] = set()
+        """Names that the script gives a value."""
         self.locals: list[dict[str, object]] = []
         self.options: set[str] = set()
         self.input: str | None = None
@@ -268,7 +265,7 @@ class Script(BashValues):
             found = self.arithmetic(node.words[1].text, node.at)
             return None if isinstance(found, str) else bool(found)
         if node.words and node.words[0].text == "[[":
-            return _Test(self, node.words[1:-1], node.at).answer()
+            return BashTest(self, node.words[1:-1], node.at).answer()
         number = 0
         while number < len(node.words) and ASSIGNMENT.match(node.words[number].text):
             number += 1
@@ -315,6 +312,7 @@ class Script(BashValues):
         assert match is not None
         name, index, appends = match[1], match[2], match[3] == "+="
         before = self.variables.get(name)
+        self.assigned.add(name)
         if word.text.startswith("(", match.end()):
             new = self.array(word, match.end(), keyed=name in self.keyed)
             if appends and before is not None:
@@ -327,9 +325,11 @@ class Script(BashValues):
             if index is None and isinstance(before, dict):
                 index = "[0]"
             if index is not None:
-                key = self.text(Word(word.at, index[1:-1])) if name in self.keyed else str(
-                    self.arithmetic(index[1:-1], word.at)
-                )  # fmt: skip
+                key = (
+                    self.text(Word(word.at, index[1:-1]))
+                    if name in self.keyed
+                    else str(self.arithmetic(index[1:-1], word.at))
+                )
                 array = dict(before) if isinstance(before, dict) else {} if before is None else {"0": before}
                 self.variables[name] = array | {key: array.get(key, "") + value if appends else value}
             else:
@@ -377,7 +377,7 @@ class Script(BashValues):
             return False
         if name in ("[", "test"):
             inner = words[1:-1] if name == "[" else words[1:]
-            return _Test(self, [Word(node.at, each) for each in inner], node.at, expanded=True).answer()
+            return BashTest(self, [Word(node.at, each) for each in inner], node.at, expanded=True).answer()
         builtin = getattr(self, f"_do_{name}", None) if name not in (".",) else self._do_source
         if builtin is not None:
             status: bool | None = builtin(words[1:], node)
@@ -451,7 +451,7 @@ class Script(BashValues):
     def _do_printf(self, words: list[str], node: Command) -> bool:
         target = words[1] if words[:1] == ["-v"] else None
         words = words[2:] if target is not None else words[1:] if words[:1] == ["--"] else words
-        text = _formatted(words)
+        text = formatted(words)
         if text is None:
             text = self.mark(node.at, "the output of printf is not read")
         if target is not None:
@@ -527,6 +527,7 @@ class Script(BashValues):
         ):
             text = read_script(path) if path.is_file() else None
         if text is not None:
+            self.notes.append(f"{self.source.where(node.at)}: {name} is sourced: its lines are followed")
             outer, self.positional = self.positional, words[1:] or self.positional
             try:
                 return self._inside(Source(str(path), text))
@@ -568,11 +569,11 @@ class Script(BashValues):
         if number is not None and not any(PROGRAM.fullmatch(word) for word in words[:number]):
             inner = self._shell(words[number + 1 :], node)
             if inner is not None:
-                before = len(self.found.trainings)
+                before = len(self.found.launched)
                 self._child(inner[0], inner[1], node, words[:number])
-                if len(self.found.trainings) > before or inner[2]:
+                if len(self.found.launched) > before or inner[2]:
                     return None
-        target = self.found.trainings if any(PROGRAM.fullmatch(word) for word in words) else self.found.others
+        target = self.found.launched if any(PROGRAM.fullmatch(word) for word in words) else self.found.others
         target.append(Started(where, words, environment))
         script = next(
             (word for word in words if word in self.files or word.endswith((".sh", ".sbatch", ".slurm"))), None
@@ -609,11 +610,11 @@ class Script(BashValues):
         shell = self.fork()
         shell.variables = {name: value for name, value in shell.variables.items() if name in shell.exported}
         shell.positional, shell.output, shell.defaults = positional, None, {}
-        first = len(self.found.trainings)
+        first = len(self.found.launched)
         with contextlib.suppress(_Leave):
             shell._inside(source)
-        for number, each in enumerate(self.found.trainings[first:], start=first):
-            self.found.trainings[number] = Started(each.where, [*prefix, *each.words], each.environment)
+        for number, each in enumerate(self.found.launched[first:], start=first):
+            self.found.launched[number] = Started(each.where, [*prefix, *each.words], each.environment)
 
     def _utility(self, words: list[str], node: Command) -> None:
         """The output of a program that is known well enough."""
@@ -648,126 +649,11 @@ class Script(BashValues):
             return self.mark(at, f"$({_shortened(text)}) is not read")
         self.found.others += [each for each in shell.found.others if each.words[0] == "sbatch"]
         known = [each for each in shell.found.others if each.words[0] not in ("cat", "basename", "dirname", "seq")]
-        empty = not shell.output and bool(shell.found.others or shell.found.trainings)
+        empty = not shell.output and bool(shell.found.others or shell.found.launched)
         if known or empty or "|" in re.sub(r"\|\||'[^']*'|\"[^\"]*\"", "", text):
             command = tuple(known[-1].words) if known else ()
             return self.mark(at, f"it is the output of $({_shortened(text)}), which nobody runs here", command=command)
         return "".join(shell.output).rstrip("\n")
-
-
-_COMPARISONS = frozenset(["=", "==", "!=", "<", ">", "=~", "-eq", "-ne", "-lt", "-le", "-gt", "-ge", "-nt", "-ot"])
-
-
-class _Test:
-    """The answer of `[ ]` or `[[ ]]`."""
-
-    def __init__(self, script: Script, words: list[Word], at: int, *, expanded: bool = False) -> None:
-        self.script, self.words, self.where, self.expanded, self.at = script, words, at, expanded, 0
-
-    def answer(self) -> bool | None:
-        if not self.words:
-            return False
-        found = self._or()
-        if self.at < len(self.words):
-            self._refuse()
-        return found
-
-    def _refuse(self) -> NoReturn:
-        raise UnreadableBash(self.where, f"the test {' '.join(word.text for word in self.words)} is not read")
-
-    def _next(self, *texts: str) -> bool:
-        if self.at < len(self.words) and self.words[self.at].text in texts:
-            self.at += 1
-            return True
-        return False
-
-    def _or(self) -> bool | None:
-        found = self._and()
-        while self._next("||", "-o"):
-            other = self._and()
-            found = True if True in (found, other) else None if None in (found, other) else False
-        return found
-
-    def _and(self) -> bool | None:
-        found = self._not()
-        while self._next("&&", "-a"):
-            other = self._not()
-            found = False if False in (found, other) else None if None in (found, other) else True
-        return found
-
-    def _not(self) -> bool | None:
-        if self._next("!"):
-            found = self._not()
-            return None if found is None else not found
-        if not self.expanded and self._next("("):
-            found = self._or()
-            if not self._next(")"):
-                self._refuse()
-            return found
-        return self._single()
-
-    def _value(self, word: Word) -> str:
-        return word.text if self.expanded else self.script.text(word)
-
-    def _single(self) -> bool | None:
-        rest = self.words[self.at :]
-        if len(rest) >= 3 and rest[1].text in _COMPARISONS:
-            self.at += 3
-            return self._compared(rest[0], rest[1].text, rest[2])
-        if len(rest) >= 2 and re.fullmatch(r"-[a-zA-Z]", rest[0].text) and rest[1].text not in ("&&", "||"):
-            self.at += 2
-            return self._unary(rest[0].text, self._value(rest[1]), rest[1])
-        if not rest:
-            self._refuse()
-        self.at += 1
-        value = self.script.without_unset(self._value(rest[0]))
-        return None if MARK.search(value) else bool(value)
-
-    def _unary(self, kind: str, text: str, word: Word) -> bool | None:
-        value = self.script.without_unset(text)
-        unknown = MARK.search(value) is not None
-        if kind in ("-z", "-n"):
-            empty = MARK.sub("", value) == ""
-            return (kind == "-n") is not empty if not unknown or not empty else None
-        if kind == "-v":
-            return value in self.script.variables
-        if kind in _FILE_TESTS and not unknown and value == text:
-            if value and not value.startswith("/"):
-                return None  # nobody knows in which folder
-            answer = bool(value) and _FILE_TESTS[kind](value)
-            line = self.script.source.where(word.at)
-            self.script.notes.append(f"{line}: [ {kind} {value} ] is {'true' if answer else 'false'} here")
-            return answer
-        if kind in _FILE_TESTS or kind in ("-t", "-p", "-S", "-b", "-c", "-N", "-O", "-G", "-o"):
-            return None
-        return self._refuse()
-
-    def _compared(self, left: Word, kind: str, right: Word) -> bool | None:
-        script = self.script
-        one = script.without_unset(self._value(left))
-        if kind in ("-nt", "-ot") or MARK.search(one):
-            return None
-        if kind.startswith("-"):
-            numbers = [script.arithmetic(each or "0", left.at) for each in (one, self._value(right))]
-            if any(isinstance(number, str) for number in numbers):
-                return None
-            first, last = int(numbers[0]), int(numbers[1])
-            return {
-                "-eq": first == last, "-ne": first != last, "-lt": first < last, "-le": first <= last,
-                "-gt": first > last, "-ge": first >= last,
-            }[kind]  # fmt: skip
-        if kind in ("=", "==", "!=") and not self.expanded:
-            pattern = script.pattern(right)
-            return None if pattern is None else (pattern.match(one) is not None) is (kind != "!=")
-        other = script.without_unset(self._value(right))
-        if MARK.search(other):
-            return None
-        if kind == "=~":
-            try:
-                return re.search(other, one) is not None
-            except re.error:
-                self._refuse()
-        return {"<": one < other, ">": one > other, "!=": one != other}.get(kind, one == other)
 
 
 def read_script(path: Path) -> str:
@@ -775,36 +661,6 @@ def read_script(path: Path) -> str:
     if path.stat().st_size > MAX_SCRIPT_BYTES:
         raise UnreadableBash(0, f"{path} is too large for a launcher")
     return path.read_bytes().decode()
-
-
-def _formatted(words: list[str]) -> str | None:
-    """The output of `printf`; None if it is not known."""
-    if not words or MARK.search(words[0]):
-        return None
-    pattern = words[0].replace("\\n", "\n").replace("\\t", "\t")
-    parts = re.findall(r"%(?:%|[-+ 0#]*\d*(?:\.\d+)?[sdiuxXfgeq])", pattern)
-    wanted = len([part for part in parts if part != "%%"])
-    if pattern.count("%") - parts.count("%%") * 2 != wanted or (wanted and len(words) - 1 > wanted * 1000):
-        return None
-    rest, found = list(words[1:]), []
-    while True:
-        values: list[object] = []
-        for part in (part for part in parts if part != "%%"):
-            word = rest.pop(0) if rest else ""
-            if part[-1] in "sq":
-                values.append(word)
-            elif not re.fullmatch(r"-?\d*(\.\d+)?", word):
-                return None
-            else:
-                values.append(float(word or 0) if part[-1] in "fge" else int(word or 0))
-        found.append(
-            re.sub(
-                r"(%[-+ 0#]*\d*(?:\.\d+)?)[qu]", lambda each: each[1] + ("s" if each[0][-1] == "q" else "d"), pattern
-            )
-            % tuple(values)
-        )
-        if not rest or not wanted:
-            return "".join(found)
 
 
 def _shortened(text: str) -> str:

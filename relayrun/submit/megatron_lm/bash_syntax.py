@@ -274,9 +274,14 @@ class _Parser(BashText):
         if word in ("select", "coproc"):
             self.refuse(f"{word!r} is not read")
         readers: dict[str, Callable[[], Compound]] = {
-            "if": self._if, "for": self._for, "while": self._while, "until": self._while, "case": self._case,
-            "function": self._function, "{": self._group,
-        }  # fmt: skip
+            "if": self._if,
+            "for": self._for,
+            "while": self._while,
+            "until": self._while,
+            "case": self._case,
+            "function": self._function,
+            "{": self._group,
+        }
         reader = readers.get(word)
         if word == "[[":
             test = self._test()

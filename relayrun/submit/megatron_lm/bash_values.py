@@ -454,9 +454,13 @@ class BashValues:
             return node.value
         if isinstance(node, ast.Name) and depth < 50:
             value = self.plain(node.id, at) or "0"
-            return value if MARK.search(value) else int(value) if re.fullmatch(r"-?(0|[1-9]\d*)", value) else (
-                self._calculate(value, at)
-            )  # fmt: skip
+            return (
+                value
+                if MARK.search(value)
+                else int(value)
+                if re.fullmatch(r"-?(0|[1-9]\d*)", value)
+                else (self._calculate(value, at))
+            )
         if isinstance(node, ast.IfExp):
             chosen = inner(node.test)
             return chosen if isinstance(chosen, str) else inner(node.body if chosen else node.orelse)
@@ -485,13 +489,28 @@ def _truncated(left: int, right: int) -> int:
 
 
 _OPERATORS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: _truncated, ast.Pow: operator.pow,
-    ast.Mod: lambda left, right: left - right * _truncated(left, right), ast.LShift: operator.lshift,
-    ast.RShift: operator.rshift, ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.BitXor: operator.xor,
-    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
-    ast.GtE: operator.ge, ast.USub: operator.sub, ast.UAdd: operator.add, ast.Invert: lambda _, right: ~right,
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: _truncated,
+    ast.Pow: operator.pow,
+    ast.Mod: lambda left, right: left - right * _truncated(left, right),
+    ast.LShift: operator.lshift,
+    ast.RShift: operator.rshift,
+    ast.BitAnd: operator.and_,
+    ast.BitOr: operator.or_,
+    ast.BitXor: operator.xor,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.USub: operator.sub,
+    ast.UAdd: operator.add,
+    ast.Invert: lambda _, right: ~right,
     ast.Not: lambda _, right: not right,
-}  # fmt: skip
+}
 
 
 def _operator(rest: str) -> str:

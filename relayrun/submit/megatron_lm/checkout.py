@@ -193,6 +193,8 @@ class ParserAnswer:
     """True: the checkout's own parser refuses them. False: its text lacks them, which may miss a flag."""
     unavailable: str | None = None
     """The reason if the parser could not be asked."""
+    unjudged: str | None = None
+    """The reason if the validation of the flags together could not be asked."""
 
 
 def ask_parser(
@@ -211,7 +213,8 @@ def ask_parser(
             raise _ParserUnavailable("the ranks' Python lies in a container")
         answer = _run_parser(checkout, flags, python, environment)
         own = frozenset(checkout.declared(checkout.folder / program))
-        return ParserAnswer(refusals=_refused_flags(checkout, flags, answer, own), certain=True)
+        refusals, unjudged = _refused_flags(checkout, flags, answer, own), answer.get("unjudged", [None])[0]
+        return ParserAnswer(refusals=refusals, certain=True, unjudged=unjudged)
     except _ParserUnavailable as error:
         why = str(error)
     unknown = {"unknown": [flag.words[0] for flag in flags if flag.name not in checkout.flags], "errors": []}

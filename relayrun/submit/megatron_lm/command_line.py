@@ -10,13 +10,14 @@ import os
 import pwd
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 from relayrun.config.compose import megatron_flags
 from relayrun.config.compose.megatron_flags import SettingContext
-from relayrun.config.compose.schema import DataSection, DataSource, MegatronConfig
+from relayrun.config.compose.schema import DataSection, DataSource, MegatronConfig, TrainingSection
+from relayrun.config.sections.training import GlobalBatchSizes
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers.megatron_lm import MegatronSettings, is_too_long_for_command
 from relayrun.errors import ConfigError
@@ -85,6 +86,7 @@ _FOLDER_VARIABLES = {"save": "CKPT_DIR", "load": "CKPT_DIR", "trigger-path": "TR
 _SECTIONS_OF_LAUNCHERS = ("model", "training", "optimizer", "parallel", "checkpoint", "tracking", "data")
 """Sections whose flags a launcher says itself."""
 
+_SAMPLE_FLAGS = frozenset({"train-samples", "lr-warmup-samples", "lr-decay-samples", "lr-wsd-decay-samples"})
 _DATA_FLAGS = frozenset({"data-path", "train-data-path", "valid-data-path", "data-cache-path", "mock-data"})
 """Flags of `data` for a launcher that names no shards."""
 
@@ -168,7 +170,27 @@ def _flags_from_settings(config: MegatronConfig, run: Run, checkout: Checkout) -
         add("profile-ranks", debug.profile_ranks, source="debug.profile_ranks")
     if debug.profile == "torch":
         add("use-pytorch-profiler", source="debug.profile")
-    return found
+    training = config.training
+    return found if training is None or training.rampup_batch_size is None else _in_samples(found, training)
+
+
+def _in_samples(found: list[Flag], training: TrainingSection) -> list[Flag]:
+    """Flags with samples in place of iterations: Megatron-LM takes a ramp of the batch size with samples alone."""
+    sizes, steps = GlobalBatchSizes(training.global_batch_size, training.rampup_batch_size), training.steps
+    ramp = tuple(training.rampup_batch_size or ())
+    last = sizes.consumed_by(steps)
+    # within the ramp Megatron-LM counts an iteration that begins at the last sample
+    last -= iterations_of_samples(last, training.global_batch_size, ramp) != steps
+    changed = []
+    for flag in found:
+        name = flag.name.replace("-iters", "-samples")
+        number = int(flag.values[0]) if name != flag.name and name in _SAMPLE_FLAGS else None
+        if number is not None:
+            before = sizes.consumed_by(max(steps - number, 0)) if "wsd" in name else 0
+            samples = last if "train" in name else sizes.consumed_by(steps if before else number) - before
+            flag = replace(flag, name=name, values=(str(samples),))
+        changed.append(flag)
+    return changed
 
 
 def _load_flags(config: MegatronConfig) -> list[str]:
@@ -254,10 +276,10 @@ def iterations_of_samples(samples: int, size: int, ramp: tuple[int, ...] = ()) -
     if not ramp:
         return samples // size
     start, increment, length = ramp
-    if not increment or (size - start) % increment or size < start:
+    if not increment or not length or (size - start) % increment or size <= start:
         words = f"{size} is not reached from {start} by steps of {increment}"
         raise ConfigError(words, where="rampup-batch-size", hint="give START INCREMENT SAMPLES")
-    each = length / ((size - start) // increment) if size > start else float("inf")
+    each = length / ((size - start) // increment)
     iterations = consumed = 0
     while consumed <= length and consumed <= samples:
         consumed += start + int(consumed / each) * increment

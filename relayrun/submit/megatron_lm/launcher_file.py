@@ -108,9 +108,11 @@ def read_launcher(
     datasets = [folder for flag in found for folder in _folders(script, flag)] or None
     kept = [flag for flag in found if not list(_folders(script, flag))]
     _refuse_unknown(script, kept, hints)
-    exported = training.environment if training is not None else {
-        name: value for name in script.exported if isinstance(value := script.variables.get(name), str)
-    }  # fmt: skip
+    exported = (
+        training.environment
+        if training is not None
+        else {name: value for name in script.exported if isinstance(value := script.variables.get(name), str)}
+    )
     return Launcher(
         path=path,
         text=text,
@@ -118,7 +120,9 @@ def read_launcher(
         training=training,
         flags=kept,
         datasets=datasets,
-        environment={name: value for name, value in exported.items() if environment.get(name) != value},
+        environment={
+            name: value for name, value in exported.items() if name in script.assigned or environment.get(name) != value
+        },
     )
 
 
@@ -155,12 +159,12 @@ def _refuse_no_bash(path: Path, text: str) -> None:
 
 def _training(path: Path, script: Script) -> Started | None:
     """The training that a launcher starts; None if it starts none."""
-    found = {tuple(each.words): each for each in script.found.trainings}
+    found = {tuple(each.words): each for each in script.found.launched}
     if len(found) < 2:
         return next(iter(found.values()), None)
     lines = ", ".join(sorted({each.where.rpartition(":")[2] for each in found.values()}, key=int))
     raise ConfigError(
-        f"{len(found)} trainings start, in lines {lines}: a run is one of them",
+        f"training starts {len(found)} times, in lines {lines}: a run is one of them",
         where=path,
         hint="give the variables that decide, as in --env NAME=VALUE, or take the others out",
     )

@@ -2,7 +2,7 @@
 
 Standard input is `{"words": [...]}`. The parser is taken at the moment at which the checkout is about to use it. If it
 takes all flags, the checkout's own validation follows, as rank 0 of WORLD_SIZE: no process group, no GPU. Printed is
-`{"flags": [...], "unknown": [...], "errors": [...], "invalid": [...]}` behind a line `ANSWER_MARK`, or
+`{"flags": [...], "unknown": [...], "errors": [...]}`, with `"invalid"` or `"unjudged"`, behind a line `ANSWER_MARK`, or
 `{"unavailable": "why"}` if the checkout cannot be imported.
 """
 
@@ -19,8 +19,10 @@ from typing import Any, NoReturn
 ANSWER_MARK = "relayrun: flags"
 
 
-WITHOUT_GPU = re.compile(r"NVIDIA driver|No CUDA GPUs|not compiled with CUDA|[Ii]nvalid device", re.I)
-"""Errors of torch on a machine without a GPU, which say nothing of the flags."""
+NOT_HERE = re.compile(
+    r"NVIDIA driver|No CUDA GPUs|not compiled with CUDA|invalid device|please install|not installed", re.I
+)
+"""Errors of a machine without a GPU, or without packages of the ranks, which say nothing of the flags."""
 
 
 class ParserTaken(BaseException):
@@ -42,7 +44,7 @@ def main() -> None:
     try:
         found = parse_flags_one_by_one(take_parser(), words)
         if not found["unknown"] and not found["errors"]:
-            found["invalid"] = validate_flags(words)
+            found |= validate_flags(words)
     except Exception as error:
         found = {"unavailable": f"{type(error).__name__}: {error}".splitlines()[0]}
     with os.fdopen(standard_output, "w") as output:
@@ -94,26 +96,24 @@ def parse_flags_one_by_one(parser: argparse.ArgumentParser, words: list[str]) ->
     return {"flags": flags, "unknown": unknown, "errors": errors}
 
 
-def validate_flags(words: list[str]) -> list[str]:
-    """What the checkout's `validate_args` and configuration of the model say against the flags; empty if nothing."""
+def validate_flags(words: list[str]) -> dict[str, list[str]]:
+    """What the checkout's `validate_args` and configuration of the model say: `invalid`, or `unjudged` if this machine
+    lacks what they need; empty if they take the flags."""
     from megatron.training import arguments
 
     if not hasattr(arguments, "validate_args"):
-        return []
+        return {"unjudged": ["it has no validate_args"]}
     sys.argv = ["pretrain.py", *words]
     try:
         args = arguments.parse_args()
         args = arguments.validate_args(args, {}) or args
         arguments.core_transformer_config_from_args(args)
-    except ImportError:  # a package that the ranks may have
-        return []
     except (Exception, SystemExit) as error:
         line = traceback.extract_tb(error.__traceback__)[-1]
         said = " ".join(str(error).split()) or str(line.line)
-        if WITHOUT_GPU.search(said):
-            return []
-        return [f"{type(error).__name__}: {said} ({os.path.basename(line.filename)}:{line.lineno})"]
-    return []
+        kind = "unjudged" if isinstance(error, ImportError) or NOT_HERE.search(said) else "invalid"
+        return {kind: [f"{type(error).__name__}: {said} ({os.path.basename(line.filename)}:{line.lineno})"]}
+    return {}
 
 
 def group_words(words: list[str]) -> list[list[str]]:

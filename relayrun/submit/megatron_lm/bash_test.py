@@ -1,0 +1,178 @@
+"""The answers of Bash's tests `[ ]` and `[[ ]]`, and the texts of `printf`. Files are looked at, and noted."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from typing import NoReturn
+
+from relayrun.submit.megatron_lm.bash_syntax import UnreadableBash, Word
+from relayrun.submit.megatron_lm.bash_values import MARK, BashValues
+
+_FILE_TESTS: dict[str, Callable[[str], bool]] = {
+    "-d": os.path.isdir,
+    "-f": os.path.isfile,
+    "-e": os.path.exists,
+    "-L": os.path.islink,
+    "-h": os.path.islink,
+    "-s": lambda path: os.path.exists(path) and os.path.getsize(path) > 0,
+    "-r": lambda path: os.access(path, os.R_OK),
+    "-w": lambda path: os.access(path, os.W_OK),
+    "-x": lambda path: os.access(path, os.X_OK),
+}
+
+
+_COMPARISONS = frozenset(["=", "==", "!=", "<", ">", "=~", "-eq", "-ne", "-lt", "-le", "-gt", "-ge", "-nt", "-ot"])
+
+
+class BashTest:
+    """The answer of `[ ]` or `[[ ]]`."""
+
+    def __init__(self, values: BashValues, words: list[Word], at: int, *, expanded: bool = False) -> None:
+        self.values, self.words, self.where, self.expanded, self.at = values, words, at, expanded, 0
+
+    def answer(self) -> bool | None:
+        """True or false; None: only a job knows it. Raises UnreadableBash."""
+        if not self.words:
+            return False
+        found = self._or()
+        if self.at < len(self.words):
+            self._refuse()
+        return found
+
+    def _refuse(self) -> NoReturn:
+        raise UnreadableBash(self.where, f"the test {' '.join(word.text for word in self.words)} is not read")
+
+    def _next(self, *texts: str) -> bool:
+        if self.at < len(self.words) and self.words[self.at].text in texts:
+            self.at += 1
+            return True
+        return False
+
+    def _or(self) -> bool | None:
+        found = self._and()
+        while self._next("||", "-o"):
+            other = self._and()
+            found = True if True in (found, other) else None if None in (found, other) else False
+        return found
+
+    def _and(self) -> bool | None:
+        found = self._not()
+        while self._next("&&", "-a"):
+            other = self._not()
+            found = False if False in (found, other) else None if None in (found, other) else True
+        return found
+
+    def _not(self) -> bool | None:
+        if self._next("!"):
+            found = self._not()
+            return None if found is None else not found
+        if not self.expanded and self._next("("):
+            found = self._or()
+            if not self._next(")"):
+                self._refuse()
+            return found
+        return self._single()
+
+    def _value(self, word: Word) -> str:
+        text = word.text if self.expanded else self.values.text(word)
+        for unknown in self.values.unknowns(text):
+            note = f"{unknown.where}: ${unknown.unset} is not set, and counts as empty"
+            if unknown.unset and note not in self.values.notes:
+                self.values.notes.append(note)
+        return text
+
+    def _single(self) -> bool | None:
+        rest = self.words[self.at :]
+        if len(rest) >= 3 and rest[1].text in _COMPARISONS:
+            self.at += 3
+            return self._compared(rest[0], rest[1].text, rest[2])
+        if len(rest) >= 2 and re.fullmatch(r"-[a-zA-Z]", rest[0].text) and rest[1].text not in ("&&", "||"):
+            self.at += 2
+            return self._unary(rest[0].text, self._value(rest[1]), rest[1])
+        if not rest:
+            self._refuse()
+        self.at += 1
+        value = self.values.without_unset(self._value(rest[0]))
+        return None if MARK.search(value) else bool(value)
+
+    def _unary(self, kind: str, text: str, word: Word) -> bool | None:
+        value = self.values.without_unset(text)
+        unknown = MARK.search(value) is not None
+        if kind in ("-z", "-n"):
+            empty = MARK.sub("", value) == ""
+            return (kind == "-n") is not empty if not unknown or not empty else None
+        if kind == "-v":
+            return value in self.values.variables
+        if kind in _FILE_TESTS and not unknown and value == text:
+            if value and not value.startswith("/"):
+                return None  # nobody knows in which folder
+            answer = bool(value) and _FILE_TESTS[kind](value)
+            line = self.values.source.where(word.at)
+            self.values.notes.append(f"{line}: [ {kind} {value} ] is {'true' if answer else 'false'} here")
+            return answer
+        if kind in _FILE_TESTS or kind in ("-t", "-p", "-S", "-b", "-c", "-N", "-O", "-G", "-o"):
+            return None
+        return self._refuse()
+
+    def _compared(self, left: Word, kind: str, right: Word) -> bool | None:
+        script = self.values
+        one = script.without_unset(self._value(left))
+        if kind in ("-nt", "-ot") or MARK.search(one):
+            return None
+        if kind.startswith("-"):
+            numbers = [script.arithmetic(each or "0", left.at) for each in (one, self._value(right))]
+            if any(isinstance(number, str) for number in numbers):
+                return None
+            first, last = int(numbers[0]), int(numbers[1])
+            return {
+                "-eq": first == last,
+                "-ne": first != last,
+                "-lt": first < last,
+                "-le": first <= last,
+                "-gt": first > last,
+                "-ge": first >= last,
+            }[kind]
+        if kind in ("=", "==", "!=") and not self.expanded:
+            pattern = script.pattern(right)
+            return None if pattern is None else (pattern.match(one) is not None) is (kind != "!=")
+        other = script.without_unset(self._value(right))
+        if MARK.search(other):
+            return None
+        if kind == "=~":
+            try:
+                return re.search(other, one) is not None
+            except re.error:
+                self._refuse()
+        return {"<": one < other, ">": one > other, "!=": one != other}.get(kind, one == other)
+
+
+def formatted(words: list[str]) -> str | None:
+    """The output of `printf`; None if it is not known."""
+    if not words or MARK.search(words[0]):
+        return None
+    pattern = words[0].replace("\\n", "\n").replace("\\t", "\t")
+    parts = re.findall(r"%(?:%|[-+ 0#]*\d*(?:\.\d+)?[sdiuxXfgeq])", pattern)
+    wanted = len([part for part in parts if part != "%%"])
+    if pattern.count("%") - parts.count("%%") * 2 != wanted or (wanted and len(words) - 1 > wanted * 1000):
+        return None
+    rest, found = list(words[1:]), []
+    while True:
+        values: list[object] = []
+        for part in (part for part in parts if part != "%%"):
+            word = rest.pop(0) if rest else ""
+            if part[-1] in "sq":
+                values.append(word)
+            elif not re.fullmatch(r"-?\d*(\.\d+)?", word):
+                return None
+            else:
+                values.append(float(word or 0) if part[-1] in "fge" else int(word or 0))
+        found.append(
+            re.sub(
+                r"(%[-+ 0#]*\d*(?:\.\d+)?)[qu]", lambda each: each[1] + ("s" if each[0][-1] == "q" else "d"), pattern
+            )
+            % tuple(values)
+        )
+        if not rest or not wanted:
+            return "".join(found)
