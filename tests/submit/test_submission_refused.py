@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from relayrun.control.rundir.mirror import CheckpointCopy, MirrorOwner, MirrorPo
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import ChainEnd, Heartbeat
 from relayrun.control.rundir.run import Run, stop_reason, write_stop
+from relayrun.control.scheduler.base import Job
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.control.scheduler.local_queue import JOB_ID_VARIABLE
 from relayrun.errors import ConfigError, RunDirError, SchedulerError
@@ -300,3 +302,18 @@ def test_the_copies_of_a_run_that_is_there_are_never_taken_over(
         submission.submit_run(wanted, take_over=True)
     assert error.value.hint == "set checkpoint.mirror.path to another place"
     assert not workspace.run("deep/run").path.exists()
+
+
+def test_jobs_that_never_start_are_refused_with_the_command_that_mends_them(workspace: Workspace) -> None:
+    run = Run(workspace.folder / "run")
+    queued = [Job(id="8", name="j", state="PENDING")]
+    history = SimpleNamespace(pending_reasons=lambda _plan: {"8": "launch failed requeued held"})
+    scheduler: Any = SimpleNamespace(jobs=lambda _plan, anyone: queued, history=history)
+    plan: Any = None
+    with pytest.raises(RunDirError) as error:
+        existing_run.refuse_while_live(run, plan, scheduler)
+    assert error.value.hint == "they never start: scontrol release 8"
+    history.pending_reasons = lambda _plan: {"8": "Priority"}
+    with pytest.raises(RunDirError) as error:
+        existing_run.refuse_while_live(run, plan, scheduler)
+    assert (error.value.hint or "").startswith("let them run")
