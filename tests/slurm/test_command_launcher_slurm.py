@@ -29,7 +29,8 @@ iteration = int(open(os.path.join(resume[0], "state")).read()) if resume else 0
 while iteration < int(last):
     iteration += 1
     time.sleep(0.1)
-    print(f"step {iteration} loss={1 / iteration:.4f}", flush=True)
+    if os.environ["RANK"] == "0":  # the ranks do not wait for each other: another one may be a step ahead
+        print(f"step {iteration} loss={1 / iteration:.4f}", flush=True)
     leave = bool(asked)
     if os.environ["RANK"] == "0" and (leave or iteration % 20 == 0):
         path = os.path.join(folder, f"step-{iteration}")
