@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from relayrun.control.job_log import log_line
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import Heartbeat
 from relayrun.control.rundir.run import Run
-from relayrun.control.scheduler.base import Scheduler
+from relayrun.control.scheduler.base import Job, Scheduler
 from relayrun.errors import RelayrunError
 
 
@@ -49,6 +52,8 @@ def count_attempts_without_time(run: Run, plan: Plan) -> int:
     return count
 
 
+CLOCK_TOLERANCE = 60.0
+"""Seconds from the start of a job to its script that are usual; a tenth is what two clocks may differ by."""
 SCRIPT_TIME_VARIABLE = "RELAYRUN_SCRIPT_TIME"
 """Environment variable in which job.sh keeps its start, in seconds since 1970."""
 
@@ -58,6 +63,21 @@ def job_script_time() -> float | None:
     with contextlib.suppress(ValueError):
         return float(os.environ.get(SCRIPT_TIME_VARIABLE, ""))
     return None
+
+
+def clock_ahead(job: Job, scheduler: Scheduler) -> float:
+    """Return the seconds by which this node's clock is ahead of the scheduler's; 0 if they agree. It is asked
+    only if the job's script seems to have started before the job, or long after it."""
+    script, start = job_script_time(), job.start_time
+    if script is None or start is None or -CLOCK_TOLERANCE / 10 <= script - start <= CLOCK_TOLERANCE:
+        return 0.0
+    now = scheduler.clock()
+    ahead = 0.0 if now is None else time.time() - now
+    if abs(ahead) <= CLOCK_TOLERANCE / 10:
+        return 0.0
+    how = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'}"
+    log_line(f"the clock of {socket.gethostname()} is {how} Slurm's; the end of the job is counted from now")
+    return ahead
 
 
 def previous_job_end(previous: Attempt, scheduler: Scheduler, *, own: str) -> float | None:

@@ -14,7 +14,7 @@ import os
 import shutil
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,8 @@ from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.find_runs import find_runs_below
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
-from relayrun.errors import InputError, RelayrunError, RunDirError, user_name
+from relayrun.control.scheduler.factory import scheduler_for_plan
+from relayrun.errors import InputError, RelayrunError, RunDirError, SchedulerError, user_name
 from relayrun.trust import UntrustedError
 from relayrun.watch import unsent_notices
 from relayrun.watch.status import cron_check_record
@@ -282,6 +283,9 @@ class CronCheck:
         """Report due symptoms by the run's notices, and by a line if notices cannot."""
         due = [entry for entry in entries if self._is_due(entry, max(self._settle, entry.symptom.patience))]
         name = self._name(run)
+        for entry in due:
+            if entry.symptom.release:
+                entry.symptom = _release(run, plan, entry.symptom)
         try:
             policy = notices.read_trusted_notice_policy(run)
             written: Mapping[str, object] = {}
@@ -332,6 +336,16 @@ class CronCheck:
 
     def _name(self, run: Run) -> str:
         return os.path.relpath(run.path, self._folder)
+
+
+def _release(run: Run, plan: Plan, symptom: Symptom) -> Symptom:
+    """Let the job start that Slurm holds since its launch failed; return the symptom with what was done."""
+    try:
+        scheduler_for_plan(plan, run, patience=0).release(symptom.release)
+    except SchedulerError as error:
+        return replace(symptom, reason=f"{symptom.reason}; it cannot be released: {error.message}", release="")
+    words = f"Slurm held job {symptom.release} since its launch failed on a node; it was released"
+    return replace(symptom, reason=words, go_on=f"scontrol show job {symptom.release}", release="")
 
 
 def check_folder(folder: Path, *, now: float) -> list[str]:

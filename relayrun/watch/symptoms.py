@@ -86,6 +86,8 @@ class Symptom:
     """Id of the notice, if a job of the chain may write it as well."""
     patience: float = 0.0
     """Seconds that the symptom must last before it counts, if longer than the caller waits anyway."""
+    release: str = ""
+    """Id of the job that may start again if it is released; empty if that is for a person to decide."""
 
 
 def find_symptoms(
@@ -180,7 +182,9 @@ def _waiting(status: RunStatus) -> Iterator[Symptom]:
         if slurm_states.is_blocked(job.state, reason):
             words = f"job {job.id} waits, and never starts unless a person changes something: {reason or job.state}"
             mend = slurm_states.mending_command(job.id, job.state, reason, run=status.path)
-            yield Symptom(event="stopped", cause=f"held-{job.id}", reason=words, go_on=mend)
+            held = slurm_states.is_held_after_launch(job.state, reason)
+            release = job.id if held else ""
+            yield Symptom(event="stopped", cause=f"held-{job.id}", reason=words, go_on=mend, release=release)
         elif job.waits and kind == "budget":
             words = f"job {job.id} waits until its account has time to spend again: {reason}"
             yield Symptom(event="stopped", cause=f"budget-{job.id}", reason=words, go_on=show)

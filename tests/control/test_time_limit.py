@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from relayrun.config.compose import resolve
-from relayrun.control.chain_state import count_attempts_without_time
+from relayrun.control.chain_state import clock_ahead, count_attempts_without_time
 from relayrun.control.rundir import time_limit
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import ChangedJobEnd, CheckpointCommit, StartTimes
 from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler.base import Job
 from relayrun.errors import ConfigError
 from relayrun.submit import submission
 from tests.history import began, ended, make_history
@@ -124,3 +126,30 @@ def test_attempts_that_had_no_time_to_train_are_counted(tmp_path: Path) -> None:
     assert not time_limit.had_no_time(run.attempt(4))  # it was extended
     ended(run, 5, base=0, durable=5)
     assert count_attempts_without_time(run, plan) == 0
+
+
+@pytest.mark.parametrize(
+    ("script", "slurm", "ahead"),
+    [
+        (3.0, 4000.0, 0.0),  # nothing is asked
+        (-3600.0, 3600.0, -3600.0),
+        (3600.0, -3600.0, 3600.0),
+        (300.0, 0.0, 0.0),  # a long prolog
+        (-3600.0, None, 0.0),
+        (None, 3600.0, 0.0),
+    ],
+)
+def test_the_clock_of_a_node_is_compared_with_slurms(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    script: float | None,
+    slurm: float | None,
+    ahead: float,
+) -> None:
+    now = time.time()
+    monkeypatch.setenv("RELAYRUN_SCRIPT_TIME", "" if script is None else str(now + script))
+    scheduler = SimpleNamespace(clock=lambda: None if slurm is None else time.time() + slurm)
+    job = Job(id="1", name="j", state="RUNNING", start_time=now)
+    assert clock_ahead(job, scheduler) == pytest.approx(ahead, abs=2)  # type: ignore[arg-type]
+    words = "3600 s behind Slurm's" if ahead < 0 else "3600 s ahead of Slurm's"
+    assert (words in capsys.readouterr().err) == bool(ahead)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from relayrun.config.compose import yaml_file
+from relayrun.control.chain.requested_options import wished_options
 from relayrun.control.rundir import triggers
 from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.plan import Plan
@@ -28,7 +29,8 @@ iteration = int(open(os.path.join(resume[0], "state")).read()) if resume else 0
 while iteration < int(last):
     iteration += 1
     time.sleep(0.1)
-    print(f"step {iteration} loss={1 / iteration:.4f}", flush=True)
+    if os.environ["RANK"] == "0":  # the ranks do not wait for each other: another one may be a step ahead
+        print(f"step {iteration} loss={1 / iteration:.4f}", flush=True)
     leave = bool(asked)
     if os.environ["RANK"] == "0" and (leave or iteration % 20 == 0):
         path = os.path.join(folder, f"step-{iteration}")
@@ -63,7 +65,10 @@ def test_a_command_goes_on_from_its_launcher_to_its_exit(cluster: TestCluster, t
     path.write_text(yaml_file.dump_yaml(values), encoding="utf-8")
     settings = {"CONFIG": str(path), "TRAINING_STEPS": "100000", "PYTHON": sys.executable}
     launcher = ROOT / "launchers/submit-demo.sh"  # two nodes with a rank each
-    first = cluster.sbatch(["--time=7", launcher], cwd=tmp_path, env=settings | {"HOST_PYTHON": site["host_python"]})
+    # as inside of `salloc --mem=100 --time=1`, whose variables sbatch hands on
+    around = {"SLURM_MEM_PER_NODE": "100", "SLURM_TIMELIMIT": "1", "SLURM_TRES_PER_TASK": "cpu:1", "CDPATH": str(ROOT)}
+    settings |= {"HOST_PYTHON": site["host_python"], **around}
+    first = cluster.sbatch(["--time=7", "--mem-per-cpu=50", launcher], cwd=tmp_path, env=settings)
 
     def trains(attempt: int) -> None:
         cluster.wait_until(lambda: any(read_json_lines(run.attempt(attempt).metrics)), timeout=360, interval=0.2)
@@ -74,6 +79,7 @@ def test_a_command_goes_on_from_its_launcher_to_its_exit(cluster: TestCluster, t
     begin = run.attempt(1).read_begin()
     assert begin is not None
     assert begin.job_id == first
+    assert set(wished_options(run)) == {"mem-per-cpu"}  # the partition and the QOS are the default ones
     cluster.run(["scancel", "--signal=USR2", "--batch", first])  # the header's backstop
     trains(2)
     cut = run.attempt(1).read_end()

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from relayrun.control.rundir.mirror import CheckpointCopy, MirrorOwner, MirrorPo
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import ChainEnd, Heartbeat
 from relayrun.control.rundir.run import Run, stop_reason, write_stop
+from relayrun.control.scheduler.base import Job
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.control.scheduler.local_queue import JOB_ID_VARIABLE
 from relayrun.errors import ConfigError, RunDirError, SchedulerError
@@ -311,3 +313,18 @@ def test_a_take_over_reads_the_checkpoint_back(make_run: MakeRun, tmp_path: Path
     flip(Path(commit.path) / "part/data")
     with pytest.raises(RunDirError, match="this checkpoint is damaged: part/data"):
         existing_run._verified_base(mirrored.run)
+
+
+def test_jobs_that_never_start_are_refused_with_the_command_that_mends_them(workspace: Workspace) -> None:
+    run = Run(workspace.folder / "run")
+    queued = [Job(id="8", name="j", state="PENDING")]
+    history = SimpleNamespace(pending_reasons=lambda _plan: {"8": "launch failed requeued held"})
+    scheduler: Any = SimpleNamespace(jobs=lambda _plan, anyone: queued, history=history)
+    plan: Any = None
+    with pytest.raises(RunDirError) as error:
+        existing_run.refuse_while_live(run, plan, scheduler)
+    assert error.value.hint == "they never start: scontrol release 8"
+    history.pending_reasons = lambda _plan: {"8": "Priority"}
+    with pytest.raises(RunDirError) as error:
+        existing_run.refuse_while_live(run, plan, scheduler)
+    assert (error.value.hint or "").startswith("let them run")

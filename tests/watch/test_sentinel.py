@@ -32,6 +32,7 @@ from relayrun.control.rundir.storage_limits import QuotaLimit
 from relayrun.control.scheduler import slurm, slurm_states
 from relayrun.control.scheduler.base import Job
 from relayrun.control.scheduler.job_history import JobEnd
+from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import InputError, SchedulerError, user_name
 from relayrun.trust import UntrustedError
 from relayrun.watch import cron_check, symptoms, unsent_notices
@@ -260,6 +261,31 @@ def test_a_planted_death_is_told_once(make_world: MakeWorld, kind: str, told: bo
         alive()
         assert world.look() == []
     assert len(world.notices()) == int(told)
+
+
+@pytest.mark.parametrize("may", [True, False])
+def test_a_job_that_slurm_holds_since_its_launch_failed_is_released(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, may: bool
+) -> None:
+    """After a failed prolog, which drains the node. A person's hold stays."""
+    world, released = make_world(told=False), []
+
+    def release(_self: Slurm, job_id: str) -> None:
+        released.append(job_id)
+        if not may:
+            raise SchedulerError("scontrol: Access/permission denied")
+
+    monkeypatch.setattr(Slurm, "release", release)
+    train(world)
+    world.queue(("8", "PENDING", "launch failed requeued held"), ("9", "PENDING", "JobHeldUser"))
+    assert world.look() == released == []
+    said = "\n".join(world.look())
+    assert released == ["8"]
+    assert ("job 8 since its launch failed on a node; it was released" in said) == may
+    assert ("it cannot be released: scontrol: Access/permission denied\n  -> scontrol release 8" in said) != may
+    assert "job 9 waits, and never starts" in said
+    assert world.look() == []
+    assert released == ["8"]
 
 
 def test_a_full_quota_is_told(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

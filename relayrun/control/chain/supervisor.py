@@ -242,7 +242,7 @@ def _open_attempt(
     attempt.path.mkdir()
     attempt.make_secret()
     fsync_directory(run.attempts)
-    plan = _plan_for_time_limit(plan, job)
+    plan, ahead = _plan_for_time_limit(plan, job), chain_state.clock_ahead(job, scheduler)
     leave_before, evaluation = next_grace_period(run, plan, line)
     for text in line.quarantine(base, attempt=number):
         log_line(text)
@@ -258,7 +258,8 @@ def _open_attempt(
         base_path=base.path,
         rolled_back=rolled_back,
         start_time=time.time(),
-        job_end_time=job.end_time,
+        job_end_time=None if job.end_time is None else job.end_time + ahead,
+        clock_ahead=ahead,
         job_submit_time=job.submit_time,
         job_eligible_time=job.eligible_time,
         job_start_time=job.start_time,

@@ -297,6 +297,7 @@ class Watch:
         if job is None or job.state != "RUNNING":
             return
         (end, why), known = self.scheduler.job_end(job), self.attempt.job_end_time(self.begin)
+        end = None if end is None else end + self.begin.clock_ahead
         if _is_later(end, known) or _is_later(known, end):
             log_line(f"the job ends {_when(end)}, not {_when(known)}{why and f': {why}'}")
             ChangedJobEnd(time=end, why=why).write(self.attempt.job_end)

@@ -135,6 +135,8 @@ class AttemptStart(Record):
     job_end_time: float | None
     """Time at which the time limit is reached, the reservation ends, or a maintenance begins, as known at the begin;
     None without a limit. `Attempt.job_end_time` is the time that is known now."""
+    clock_ahead: float = 0.0
+    """Seconds by which the clock of the batch host, that of `job_end_time`, is ahead of Slurm's; 0 if they agree."""
     job_submit_time: float | None = None
     """Time of its submit or requeue. None here and below: the scheduler does not report it."""
     job_eligible_time: float | None = None

@@ -330,9 +330,17 @@ class Scheduler(ABC):
         """Delay the start of a queued job to `delay` seconds from now or later."""
         raise SchedulerError("this scheduler cannot delay a queued job")
 
+    def clock(self) -> float | None:
+        """Return the scheduler's time, in seconds since 1970; None if it is not known, or this machine's."""
+        return None
+
     def job_end(self, job: Job) -> tuple[float | None, str]:
         """Return when a running job ends, by what is known now, and what ends it; empty if its time limit does."""
         return job.end_time, ""
+
+    def release(self, job_id: str) -> None:
+        """Let a job start that the scheduler itself holds."""
+        raise SchedulerError("this scheduler holds no job")
 
     def reservation_end(self, name: str, *, for_good: bool = False) -> float | None:
         """Return when this reservation, and the jobs in it, end; None if the jobs go on or it is not known. `for_good`:

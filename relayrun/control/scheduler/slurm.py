@@ -147,6 +147,16 @@ class Slurm(SlurmCommands, Scheduler):
         found = re.search(r"CANCELLED by (\d+)", self._accounted_state(job_id))
         return None if found is None else user_name(int(found[1]))
 
+    def clock(self) -> float | None:
+        try:
+            found = re.search(r"sdiag output at .*\((\d+)\)", self._once(["sdiag"]))
+        except SchedulerError:
+            return None
+        return float(found[1]) if found else None
+
+    def release(self, job_id: str) -> None:
+        self.order(["scontrol", "release", job_id])
+
     def job_end(self, job: Job) -> tuple[float | None, str]:
         ends = [] if job.end_time is None else [(job.end_time, "")]
         nodes = set(expand_nodelist(job.nodes))

@@ -95,6 +95,11 @@ def is_blocked(state: str, reason: str | None) -> bool:
     return state in HELD_STATES or (state == "PENDING" and never_starts(reason))
 
 
+def is_held_after_launch(state: str, reason: str | None) -> bool:
+    """True if Slurm holds a job since its launch failed on a node, as with a failed prolog, which drains the node."""
+    return is_blocked(state, reason) and (reason or "").replace("_", " ").startswith("launch failed requeued")
+
+
 def mending_command(job_id: str, state: str, reason: str | None, *, run: str) -> str:
     """Return the command that lets a blocked job, or another one in its place, start. `run`: the run directory."""
     setting = "job.reservation" if state == RESERVATION_GONE else reason_of(reason).setting

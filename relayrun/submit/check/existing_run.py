@@ -22,7 +22,7 @@ from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.control.rundir.time_limit import GRACE_SAVES, start_seconds
 from relayrun.control.scheduler.base import Scheduler
 from relayrun.control.scheduler.factory import scheduler_for_plan
-from relayrun.control.scheduler.slurm_states import RESERVATION_GONE
+from relayrun.control.scheduler.slurm_states import is_blocked, mending_command
 from relayrun.errors import ConfigError, RunDirError, describe_owner, user_name
 from relayrun.errors import refuse_unwritable as refuse_unwritable_place
 from relayrun.files import append_line
@@ -232,13 +232,12 @@ def refuse_while_live(run: Run, plan: Plan, scheduler: Scheduler, *, without: Co
     live = [job for job in scheduler.jobs(plan, anyone=True) if job.id not in without]
     if live:
         jobs = ", ".join(f"{job.id} ({job.state.lower()})" for job in live)
-        raise RunDirError(
-            f"this run has jobs already: {jobs}",
-            where=run.path,
-            hint="they never start: `relayrun cancel` takes them away"
-            if all(job.state == RESERVATION_GONE for job in live)
-            else f"let them run, or touch {run.triggers / 'exit'} and submit again",
-        )
+        reasons = scheduler.history.pending_reasons(plan)
+        hint = f"let them run, or touch {run.triggers / 'exit'} and submit again"
+        if all(is_blocked(job.state, reasons.get(job.id)) for job in live):
+            mend = (mending_command(job.id, job.state, reasons.get(job.id), run=str(run.path)) for job in live)
+            hint = f"they never start: {'; '.join(dict.fromkeys(mend))}"
+        raise RunDirError(f"this run has jobs already: {jobs}", where=run.path, hint=hint)
 
 
 def refuse_after_end(run: Run, *, resume: bool) -> None:
