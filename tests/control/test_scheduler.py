@@ -638,7 +638,7 @@ def test_a_fallback_job_is_as_large_as_its_partition_requires(
 def test_a_job_that_an_operator_requeued_was_not_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int, started: str, cancelled: bool
 ) -> None:
-    """Slurm counts the restart when it is ordered; until the processes are gone the job is COMPLETING, without reason."""
+    """Slurm counts the restart when it is ordered; until the processes are gone the job is COMPLETING."""
     line = LINE.replace("JobState=RUNNING Reason=None", f"JobState=COMPLETING Reason=None Restarts={restarts}")
     line = line.replace("EndTime=2026-11-22", "EndTime=2026-11-21")
     monkeypatch.setenv("SLURM_JOB_ID", "17")
