@@ -54,8 +54,9 @@ def inert_output() -> Iterator[None]:
     A character that the terminal lacks is shown as an escape too."""
     streams = sys.stdout, sys.stderr
     for stream in map(raw_stream, streams):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+        if isinstance(stream, TextIOWrapper) and stream.errors != "backslashreplace":
+            with contextlib.suppress(OSError):  # it asks for a position, which not every stream has
+                stream.reconfigure(errors="backslashreplace")
     sys.stdout, sys.stderr = (cast(TextIO, InertStream(raw_stream(stream))) for stream in streams)
     yield
     sys.stdout, sys.stderr = streams

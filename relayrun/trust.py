@@ -54,6 +54,8 @@ def read_owned(folder: Path | str, name: str) -> dict[str, Any]:
     another user's; None for a copy of `folder`, whose text somebody else may have written; else as the file says."""
     text, owner = read_with_owner(folder, name)
     entry: dict[str, Any] = json.loads(text.decode())
+    if not isinstance(entry, dict):
+        return entry  # its reader says what is wrong
     if owner != os.geteuid():
         entry["owner"] = owner
     elif entry.get("directory") != os.stat(folder).st_ino:
