@@ -113,10 +113,7 @@ def campaign_report_as_json(report: CampaignReport) -> dict[str, Any]:
 
 
 def check_stages(described: CampaignDescription, manifests: Mapping[str, Manifest]) -> None:
-    """Raise ConfigError if the ranks of a stage would refuse the checkpoint of the stage that it begins with.
-
-    `manifests`: the data of the stages by name, as far as they are known.
-    """
+    """Raise ConfigError if a stage cannot load what the stage before saves. `manifests`: known data by stage."""
     for run, fault in stage_faults(described, manifests):
         raise ConfigError(f"stage {run.name}: {fault.message}", where=fault.where, hint=fault.hint)
 

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from relayrun.config.compose.schema import MOCK_ORDER, DataSource, RunConfig
+from relayrun.config.compose.schema import DataSource, RunConfig
 from relayrun.control.rundir.run import Run
-from relayrun.errors import ConfigError, FatalTrainingError, RelayrunError
+from relayrun.errors import FatalTrainingError, RelayrunError
 from relayrun.files import RealPathCache, read_json
 from relayrun.submit.check.findings import Findings, count_noun
 from relayrun.submit.check.settings import find_placeholders
 from relayrun.tokens.mixture.build_datasets import document_order, text_stream, validation_set
 from relayrun.tokens.order.batches import TrainingProgress
-from relayrun.tokens.order.datasets import WindowOrder, held_out_window_count
+from relayrun.tokens.order.datasets import WindowOrder
 from relayrun.tokens.order.document_packing import document_cut
 from relayrun.tokens.order.remote_shards import freeze_shards
 from relayrun.tokens.order.schedule import Schedule, integer_weights
@@ -147,17 +147,9 @@ def data_usage(config: RunConfig, manifest: Manifest, run: Run) -> list[DatasetU
     found = []
     for name, source in data.sources.items():
         identity = source.identity(name)
-        shards = manifest.datasets[name]
-        windows = None
-        order = source.order or data.order
-        if source.is_stream:
-            windows = None  # known when it is tokenized
-        elif name in data.cut_by_document and shards.documents <= MAX_PACKED_DOCUMENTS:
-            with contextlib.suppress(ConfigError):  # said by the look at the shards
-                windows = len(document_order(config, manifest, name, shards))
-        elif order in WINDOW_ORDERS:
-            every = max(0, shards.tokens - 1) // training.seq_length
-            windows = every - held_out_window_count(every, data.split)
+        shards, windows = manifest.datasets[name], None
+        with contextlib.suppress(RelayrunError):  # said by the look at the shards
+            windows = None if source.is_stream else _count_windows(config, manifest, name)
         last = schedule.sample_of(identity, windows - 1) if windows and counts[identity] >= windows else None
         found.append(
             DatasetUsage(
@@ -165,13 +157,27 @@ def data_usage(config: RunConfig, manifest: Manifest, run: Run) -> list[DatasetU
                 shards=len(shards.shards),
                 documents=shards.documents,
                 tokens=shards.tokens,
-                windows=None if order == MOCK_ORDER else windows,
+                windows=windows,
                 share=weights[identity] / total,
                 samples=counts[identity],
                 used_up_at=None if last is None else position.reaches(last + 1),
             )
         )
     return found
+
+
+def _count_windows(config: RunConfig, manifest: Manifest, name: str) -> int | None:
+    """Return the samples of an epoch, None if only a user's own order knows or counting takes too long. Raises
+    RelayrunError if ranks would refuse the data set."""
+    data, shards, length = config.data, manifest.datasets[name], config.training.seq_length
+    if (cut := data.cut_by_document.get(name)) is not None:
+        if shards.documents <= MAX_PACKED_DOCUMENTS:
+            return len(document_order(config, manifest, name, shards))
+        size, where = manifest.vocabulary_size, f"data set {name!r}"
+        document_cut(cut, seq_length=length, eod=manifest.eod, vocabulary_size=size, where=where)
+    elif (data.sources[name].order or data.order) in WINDOW_ORDERS:
+        return len(WindowOrder(shards, seq_length=length, seed=0, name=name, split=data.split))
+    return None
 
 
 def _past_schedule(
@@ -232,34 +238,25 @@ def check_usage(config: RunConfig, run: Run, manifest: Manifest, findings: Findi
         )
         if each.used_up_at is not None:
             words += f"; used up at step {each.used_up_at:,}"
+        tell, remedy = findings.ok, None
         if epochs > most:
             remedy = f"give more data or fewer steps; if it is meant, data.max_epochs={-int(-epochs // 1)}"
-            findings.refuse("data.epochs", words, setting="training.steps", value=round(epochs, 2), remedy=remedy)
+            tell = findings.refuse
         elif epochs > FEW_EPOCHS:
             remedy = f"tokens that are read more than {FEW_EPOCHS:g} times teach less and less; give more data"
-            findings.warn("data.epochs", words, setting="training.steps", value=round(epochs, 2), remedy=remedy)
-        else:
-            findings.ok("data.epochs", words, setting="training.steps", value=round(epochs, 2))
+            tell = findings.warn
+        tell("data.epochs", words, setting="training.steps", value=round(epochs, 2), remedy=remedy)
     return found
 
 
 def _check_shards(config: RunConfig, manifest: Manifest, findings: Findings) -> None:
-    length, split = config.training.seq_length, config.data.split
     before = len(findings.all)
     for name, source in config.data.sources.items():
-        if source.is_stream:
-            with findings.catching("data.windows"):
+        with findings.catching("data.windows"):
+            if source.is_stream:
                 text_stream(config, manifest, name, manifest.datasets[name])
-        elif (cut := config.data.cut_by_document.get(name)) is not None:
-            size, where = manifest.vocabulary_size, f"data set {name!r}"
-            with findings.catching("data.windows"):
-                if manifest.datasets[name].documents <= MAX_PACKED_DOCUMENTS:
-                    document_order(config, manifest, name, manifest.datasets[name])
-                else:
-                    document_cut(cut, seq_length=length, eod=manifest.eod, vocabulary_size=size, where=where)
-        elif (source.order or config.data.order) in WINDOW_ORDERS:
-            with findings.catching("data.windows"):
-                WindowOrder(manifest.datasets[name], seq_length=length, seed=0, name=name, split=split)
+            else:
+                _count_windows(config, manifest, name)
     for name, shards in manifest.validation.items():
         if config.data.validation_cut is None or shards.documents <= MAX_PACKED_DOCUMENTS:
             with findings.catching("data.windows"):
@@ -296,14 +293,10 @@ def _check_tokenizer(config: RunConfig, manifest: Manifest, findings: Findings, 
     errors, without = shard_tokenizer_errors(manifest, ends_matter=data.depends_on_ends)
     for error in errors:
         if data.allow_other_tokenizer:
-            findings.warn(
-                "data.tokenizer",
-                f"taken, as {ALLOW_SETTING} says: {error.where}: {error.message}",
-                setting=ALLOW_SETTING,
-            )
+            words = f"taken, as {ALLOW_SETTING} says: {error.where}: {error.message}"
+            findings.warn("data.tokenizer", words, setting=ALLOW_SETTING)
         else:
-            with findings.catching("data.tokenizer"):
-                raise error
+            findings.add_error("data.tokenizer", error)
     for what, prefixes in without.items():
         with findings.catching("data.ids"):
             check_first_ids(prefixes, what, manifest.vocabulary_size)
@@ -313,10 +306,8 @@ def _check_tokenizer(config: RunConfig, manifest: Manifest, findings: Findings, 
         words = f"{sum(map(len, without.values()))} shards do not say which tokenizer made them"
         if config.trainer == "native":
             words += "; ids are checked again as they are read"
-        if begun:
-            findings.skip("data.tokenizer", words)
-        else:
-            findings.warn("data.tokenizer", words)
+        tell = findings.skip if begun else findings.warn
+        tell("data.tokenizer", words)
     return len(findings.errors) == before
 
 

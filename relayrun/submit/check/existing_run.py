@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -169,19 +170,16 @@ def check_existing_run(
         if check_time_limit(config, plan, run):
             findings.ok("run.time_limit", "the time limit leaves time to train in, by the starts and saves so far")
         else:
-            words = (
-                f"no start of this run was measured: whether job.time ({plan.time_limit} s) leaves time to train in "
-            )
-            words += f"is not known; leaving is given {plan.min_grace_period:.0f} s or more of it"
+            words = f"no start of this run was measured: whether job.time ({plan.time_limit} s) leaves time to train "
+            words += f"in is not known; leaving is given {plan.min_grace_period:.0f} s or more of it"
             findings.skip("run.time_limit", words, setting="job.time")
     with findings.catching("run.trainer"):
         refuse_other_trainer(config, run)
     with findings.catching("run.mirror"):
         policies.refuse_mirror_of_other_run(config, run, take_over=intent.take_over)
     with findings.catching("run.initial_checkpoint"):
-        base = initial_checkpoint.find_initial_checkpoint(
-            config, run, manifest, tell=lambda words: findings.warn("run.initial_checkpoint", words)
-        )
+        tell = partial(findings.warn, "run.initial_checkpoint")
+        base = initial_checkpoint.find_initial_checkpoint(config, run, manifest, tell=tell)
         if isinstance(config, RunConfig):
             own = resume_point(run)
             consequences.check_consequences(config, run, base if own.path is None else own, findings)

@@ -35,15 +35,11 @@ def print_report(report: CheckReport, changes: Sequence[str]) -> None:
 def findings_table(findings: Sequence[CheckFinding]) -> Table:
     """Return a table with a line a finding; what to do stands below it."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    for options in ({"no_wrap": True}, {"no_wrap": True}, {"overflow": "fold"}):
+        table.add_column(**options)
     for finding in findings:
-        table.add_row(
-            f"[{LEVEL_COLORS[finding.level]}]{finding.level}[/]",
-            finding.name,
-            escape("\n".join(_finding_lines(finding))),
-        )
+        level = f"[{LEVEL_COLORS[finding.level]}]{finding.level}[/]"
+        table.add_row(level, finding.name, escape("\n".join(_finding_lines(finding))))
     return table
 
 
@@ -76,28 +72,18 @@ def check_report_as_json(report: CheckReport, changes: Sequence[str]) -> dict[st
 
 
 def _plan_json(future: Forecast) -> dict[str, Any]:
+    same = ["nodes", "gpus", "layout", "parameters", "steps", "steps_done", "tokens", "tokens_left"]
+    same += ["hours", "jobs", "node_hours", "cost"]
     checkpoint, interval, pace = future.checkpoint, future.save_interval, future.speed
-    return {
-        "nodes": future.nodes,
+    return {name: getattr(future, name) for name in same} | {
         "ranks": future.config.world_size,
-        "gpus": future.gpus,
-        "layout": future.layout,
-        "parameters": future.parameters,
         "padded_vocabulary_size": future.vocabulary_size,
         "memory_bytes": asdict(future.memory) | {"total": future.memory.total},
         "gpu_memory_bytes": future.gpu_memory,
         "host_copies_bytes": future.host_copies,
-        "steps": future.steps,
-        "steps_done": future.steps_done,
-        "tokens": future.tokens,
-        "tokens_left": future.tokens_left,
         "flops_left": future.flops,
-        "tokens_per_second": None if pace is None else pace.tokens_per_second,
-        "speed_source": None if pace is None else pace.source,
-        "hours": future.hours,
-        "jobs": future.jobs,
-        "node_hours": future.node_hours,
-        "cost": future.cost,
+        "tokens_per_second": pace and pace.tokens_per_second,
+        "speed_source": pace and pace.source,
         "currency": future.config.cluster.currency,
         "checkpoint_bytes": checkpoint.bytes,
         "checkpoint_source": checkpoint.source,
@@ -105,11 +91,11 @@ def _plan_json(future: Forecast) -> dict[str, Any]:
         "checkpoints_kept_bytes": checkpoint.kept_bytes,
         "checkpoints_most_bytes": checkpoint.most_bytes,
         "save_interval_steps": future.config.checkpoint.interval,
-        "best_save_interval_seconds": None if interval is None else interval.seconds,
+        "best_save_interval_seconds": interval and interval.seconds,
         "best_save_interval_steps": future.best_interval_steps,
-        "save_seconds": None if interval is None else interval.save,
-        "mtbf_seconds": None if interval is None else interval.mtbf,
-        "mtbf_source": None if interval is None else interval.mtbf_source,
+        "save_seconds": interval and interval.save,
+        "mtbf_seconds": interval and interval.mtbf,
+        "mtbf_source": interval and interval.mtbf_source,
     }
 
 

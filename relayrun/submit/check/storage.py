@@ -47,17 +47,12 @@ def check_written_paths(config: CommonConfig, run: Run, log_folder: Path, findin
             findings.refuse("place.url", refusal, setting=setting, remedy=URL_WRITE_HINT)
         for place in read_only:
             if read_only_path_of(path, [place]) is not None:
-                what = setting or ("run_dir" if path.is_relative_to(run.path) else "the folder of the jobs' logs")
-                findings.refuse(
-                    "place.read_only",
-                    f"cluster {config.cluster.name!r} allows no writing below {place}, and {what} is {path}",
-                    where=path if setting is None else None,
-                    setting=setting,
-                    value=str(path),
-                    remedy=f"set {setting or 'run_dir'} to another file system"
-                    if setting or path.is_relative_to(run.path)
-                    else "use a checkout on another file system",
-                )
+                what = setting or ("run_dir" if path.is_relative_to(run.path) else "")
+                words = f"cluster {config.cluster.name!r} allows no writing below {place}, and "
+                words += (what or "the folder of the jobs' logs") + f" is {path}"
+                remedy = f"set {what} to another file system" if what else "use a checkout on another file system"
+                where = None if setting else path
+                findings.refuse("place.read_only", words, where=where, setting=setting, value=str(path), remedy=remedy)
     if read_only and not any(finding.name == "place.read_only" for finding in findings.all):
         findings.ok("place.read_only", f"none of {count} paths that jobs write lies below {', '.join(read_only)}")
     if (second := mirror_settings(config)) is not None:

@@ -17,8 +17,6 @@ from pathlib import Path
 from relayrun.submit.megatron_lm.bash_syntax import (
     ASSIGNMENT,
     DECLARE,
-    Command,
-    Compound,
     Node,
     UnreadableBash,
     Word,
@@ -96,7 +94,7 @@ class Script(BashValues):
             self.steps[0] += 1
             if self.steps[0] > MOST_STEPS:
                 raise UnreadableBash(node.at, f"more than {MOST_STEPS} commands")
-            status = self._command(node) if isinstance(node, Command) else self._compound(node)
+            status = self._compound(node) if node.kind else self._command(node)
         return status
 
     def _inside(self, source: Source, nodes: list[Node] | None = None) -> bool | None:
@@ -113,7 +111,12 @@ class Script(BashValues):
 
     # compound commands
 
-    def _compound(self, node: Compound) -> bool | None:
+    def _compound(self, node: Node) -> bool | None:
+        if node.kind == "((":
+            found = self.arithmetic(node.words[0].text, node.at)
+            return None if isinstance(found, str) else bool(found)
+        if node.kind == "[[":
+            return BashTest(self, node.words, node.at).answer()
         first = node.parts[0]
         self.input = next((self._input(each) for each in node.redirections if each[0].startswith("<")), self.input)
         match node.kind:
@@ -128,7 +131,7 @@ class Script(BashValues):
                 return self._run(first)
             case "if":
                 return self._if(node.parts)
-            case "for":
+            case "for" | "for((":
                 return self._for(node)
             case "while" | "until":
                 return self._while(node, first, node.parts[1])
@@ -137,7 +140,7 @@ class Script(BashValues):
         self.functions[node.words[0].text] = (self.source, first[0])
         return True
 
-    def _and_or(self, node: Compound) -> bool | None:
+    def _and_or(self, node: Node) -> bool | None:
         left, wanted = self._run(node.parts[0]), node.kind == "&&"
         if left is None:
             right: list[bool | None] = []
@@ -145,7 +148,7 @@ class Script(BashValues):
             return None
         return self._run(node.parts[1]) if left is wanted else left
 
-    def _subshells(self, node: Compound) -> bool | None:
+    def _subshells(self, node: Node) -> bool | None:
         status: bool | None = True
         for number, part in enumerate(node.parts):
             shell = self.fork()
@@ -194,9 +197,9 @@ class Script(BashValues):
         self.exported = first.exported | last.exported
         self.keyed = first.keyed | last.keyed
 
-    def _for(self, node: Compound) -> bool | None:
-        if node.words[0].text == "((":
-            start, condition, step = [*node.words[1].text.split(";"), "", ""][:3]
+    def _for(self, node: Node) -> bool | None:
+        if node.kind == "for((":
+            start, condition, step = [*node.words[0].text.split(";"), "", ""][:3]
             self.arithmetic(start or "0", node.at)
             return self._loop(node.at, node.parts[0], lambda: self.arithmetic(condition or "1", node.at), step)
         name = node.words[0].text
@@ -207,7 +210,7 @@ class Script(BashValues):
                 break
         return True
 
-    def _while(self, node: Compound, condition: list[Node], body: list[Node]) -> bool | None:
+    def _while(self, node: Node, condition: list[Node], body: list[Node]) -> bool | None:
         def wanted() -> int | str:
             status = self._run(condition)
             return "" if status is None else int(status is (node.kind == "while"))
@@ -239,7 +242,7 @@ class Script(BashValues):
             return left.kind
         return ""
 
-    def _case(self, node: Compound) -> bool | None:
+    def _case(self, node: Node) -> bool | None:
         value = self.without_unset(self.text(node.words[0]))
         if MARK.search(value):
             return self._cases(node, 0)
@@ -251,7 +254,7 @@ class Script(BashValues):
                 return self._run(part)
         return True
 
-    def _cases(self, node: Compound, number: int) -> bool | None:
+    def _cases(self, node: Node, number: int) -> bool | None:
         if number < len(node.parts):
             self._either(
                 node.at, lambda one: one._run(node.parts[number]), lambda other: other._cases(node, number + 1)
@@ -260,12 +263,7 @@ class Script(BashValues):
 
     # simple commands
 
-    def _command(self, node: Command) -> bool | None:
-        if node.words and node.words[0].text == "((":
-            found = self.arithmetic(node.words[1].text, node.at)
-            return None if isinstance(found, str) else bool(found)
-        if node.words and node.words[0].text == "[[":
-            return BashTest(self, node.words[1:-1], node.at).answer()
+    def _command(self, node: Node) -> bool | None:
         number = 0
         while number < len(node.words) and ASSIGNMENT.match(node.words[number].text):
             number += 1
@@ -365,7 +363,7 @@ class Script(BashValues):
                 self.exported.add(name)
         return True if len(self.unknown) == marks else None
 
-    def _named(self, words: list[str], node: Command) -> bool | None:
+    def _named(self, words: list[str], node: Node) -> bool | None:
         name = self.without_unset(words[0])
         if name in self.functions:
             return self._call(name, words[1:])
@@ -411,7 +409,7 @@ class Script(BashValues):
 
     # commands of the shell
 
-    def _do_set(self, words: list[str], node: Command) -> bool:
+    def _do_set(self, words: list[str], node: Node) -> bool:
         for number, word in enumerate(words):
             if word == "--" or not re.match(r"[-+]\w", word):
                 self.positional = words[number + (word == "--") :]
@@ -424,7 +422,7 @@ class Script(BashValues):
                 break
         return True
 
-    def _do_unset(self, words: list[str], node: Command) -> bool:
+    def _do_unset(self, words: list[str], node: Node) -> bool:
         for word in words:
             if (element := re.fullmatch(r"(\w+)\[(.*)\]", word)) is not None:
                 array = self.variables.get(element[1])
@@ -435,11 +433,11 @@ class Script(BashValues):
                 self.exported.discard(word)
         return True
 
-    def _do_shift(self, words: list[str], node: Command) -> bool:
+    def _do_shift(self, words: list[str], node: Node) -> bool:
         self.positional = self.positional[int(words[0]) if words and words[0].isdigit() else 1 :]
         return True
 
-    def _do_echo(self, words: list[str], node: Command) -> bool:
+    def _do_echo(self, words: list[str], node: Node) -> bool:
         end, escapes = "\n", False
         while words and re.fullmatch(r"-[neE]+", words[0]):
             end, escapes = "" if "n" in words[0] else end, escapes or "e" in words[0]
@@ -448,7 +446,7 @@ class Script(BashValues):
         self._say(text.replace("\\n", "\n").replace("\\t", "\t") + end if escapes else text + end, node)
         return True
 
-    def _do_printf(self, words: list[str], node: Command) -> bool:
+    def _do_printf(self, words: list[str], node: Node) -> bool:
         target = words[1] if words[:1] == ["-v"] else None
         words = words[2:] if target is not None else words[1:] if words[:1] == ["--"] else words
         text = formatted(words)
@@ -460,7 +458,7 @@ class Script(BashValues):
             self._say(text, node)
         return True
 
-    def _say(self, text: str, node: Command) -> None:
+    def _say(self, text: str, node: Node) -> None:
         """Give text to what reads the output: a substitution, or a file."""
         for kind, word in node.redirections:
             if kind in (">", ">|"):
@@ -471,7 +469,7 @@ class Script(BashValues):
         if self.output is not None:
             self.output.append(text)
 
-    def _do_read(self, words: list[str], node: Command) -> bool | None:
+    def _do_read(self, words: list[str], node: Node) -> bool | None:
         letters = "".join(word[1:] for word in words if word.startswith("-"))
         names = [word for word in words if not word.startswith("-")]
         known = self.input is not None and not MARK.search(self.input) and not re.search(r"[^ra]", letters)
@@ -488,12 +486,12 @@ class Script(BashValues):
             self.variables[name] = parts[number] if number < len(parts) else ""
         return True
 
-    def _unread(self, names: list[str], node: Command) -> bool | None:
+    def _unread(self, names: list[str], node: Node) -> bool | None:
         for name in names or ["REPLY"]:
             self.variables[name] = self.mark(node.at, f"${name} is read from what only a job has")
         return None
 
-    def _do_mapfile(self, words: list[str], node: Command) -> bool | None:
+    def _do_mapfile(self, words: list[str], node: Node) -> bool | None:
         names = [word for word in words if re.fullmatch(r"[A-Za-z_]\w*", word)] or ["MAPFILE"]
         if self.input is None or MARK.search(self.input):
             return self._unread(names[-1:], node)
@@ -503,19 +501,19 @@ class Script(BashValues):
 
     _do_readarray = _do_mapfile
 
-    def _do_getopts(self, words: list[str], node: Command) -> bool | None:
+    def _do_getopts(self, words: list[str], node: Node) -> bool | None:
         if not self.positional:
             return False
         return self._unread([*words[1:2], "OPTARG", "OPTIND"], node)
 
-    def _do_let(self, words: list[str], node: Command) -> bool | None:
+    def _do_let(self, words: list[str], node: Node) -> bool | None:
         found = [self.arithmetic(word, node.at) for word in words]
         return None if not found or isinstance(found[-1], str) else bool(found[-1])
 
-    def _do_eval(self, words: list[str], node: Command) -> bool | None:
+    def _do_eval(self, words: list[str], node: Node) -> bool | None:
         return self._inside(Source(self.source.name, " ".join(words), self.source.line(node.at)))
 
-    def _do_source(self, words: list[str], node: Command) -> bool | None:
+    def _do_source(self, words: list[str], node: Node) -> bool | None:
         name = self.without_unset(words[0]) if words else ""
         path = Path(os.path.dirname(self.source.name), name)
         text = self.files.get(name)
@@ -543,13 +541,13 @@ class Script(BashValues):
         shown = MARK.sub("...", words[0]) if words else ""
         raise UnreadableBash(node.at, f"source {shown}: there is no such file here, and it may set any variable")
 
-    def _do_exec(self, words: list[str], node: Command) -> bool | None:
+    def _do_exec(self, words: list[str], node: Node) -> bool | None:
         if words:
             self._program(words, node)
             raise _Leave("exit", node.at, None)
         return True
 
-    def _do_builtin(self, words: list[str], node: Command) -> bool | None:
+    def _do_builtin(self, words: list[str], node: Node) -> bool | None:
         words = [word for word in words if not (word.startswith("-") and word in ("-p", "-v", "-V"))]
         return self._named(words, node) if words else True
 
@@ -557,7 +555,7 @@ class Script(BashValues):
 
     # programs
 
-    def _program(self, words: list[str], node: Command) -> bool | None:
+    def _program(self, words: list[str], node: Node) -> bool | None:
         """Note a program; follow a shell that it starts."""
         if words[0] in ("cat", "basename", "dirname", "seq"):
             self._utility(words, node)
@@ -595,7 +593,7 @@ class Script(BashValues):
         path = Path(os.path.dirname(self.source.name), name)
         return read_script(path) if path.is_file() else None
 
-    def _shell(self, words: list[str], node: Command) -> tuple[Source, list[str], bool] | None:
+    def _shell(self, words: list[str], node: Node) -> tuple[Source, list[str], bool] | None:
         """The text that `bash WORDS` runs, and its parameters."""
         line = self.source.line(node.at)
         for number, word in enumerate(words):
@@ -605,7 +603,7 @@ class Script(BashValues):
                 return None
         return (Source(self.source.name, self.input, line), [], True) if self.input else None
 
-    def _child(self, source: Source, positional: list[str], node: Command, prefix: list[str]) -> None:
+    def _child(self, source: Source, positional: list[str], node: Node, prefix: list[str]) -> None:
         """Follow a text in a shell of its own, which has the exported variables alone."""
         shell = self.fork()
         shell.variables = {name: value for name, value in shell.variables.items() if name in shell.exported}
@@ -616,7 +614,7 @@ class Script(BashValues):
         for number, each in enumerate(self.found.launched[first:], start=first):
             self.found.launched[number] = Started(each.where, [*prefix, *each.words], each.environment)
 
-    def _utility(self, words: list[str], node: Command) -> None:
+    def _utility(self, words: list[str], node: Node) -> None:
         """The output of a program that is known well enough."""
         plain = [self.without_unset(word) for word in words[1:]]
         text: str | None = None

@@ -11,13 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-BLANK = " \t"
 METACHARACTERS = frozenset(" \t\n;&|<>()")
 """Characters that end a word unless they are quoted."""
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?=)")
 DECLARE = frozenset({"export", "readonly", "declare", "typeset", "local"})
 _REDIRECTION = re.compile(r"(?:\d+|\{\w+\})?(<<<|<<-?|<>|<&|>&|>\||>>|&>>|&>|<(?!\()|>(?!\())")
-_FUNCTION = re.compile(r"([\w:.-]+)[ \t]*\([ \t]*\)")
+_PARENTHESES = re.compile(r"[ \t]*\([ \t]*\)")
+_FUNCTION = re.compile(rf"[\w:.-]+{_PARENTHESES.pattern}")
+_BLANKS = re.compile(r"(?:[ \t]|\\\n|#.*)+")
+_SPACES = re.compile(r"(?:\s|\\\n)+")
+_QUOTE = re.compile(r"\$?['\"]")
+_TEST_OPERATOR = re.compile(r"&&|\|\||\]\](?=[\s;&|)<>]|$)|[()<>]")
 _RESERVED = re.compile(r"(?:[a-z]+|[{}!]|\[\[)(?=[\s;&|()<>]|$)")
 
 
@@ -40,30 +44,19 @@ class Word:
 
 
 @dataclass(frozen=True)
-class Command:
-    """A simple command, or `(( ))` and `[[ ]]`, whose kind is their first word."""
-
-    at: int
-    words: list[Word]
-    redirections: list[tuple[str, Word]] = field(default_factory=list)
-    """Operators with their files; for a here-document the word is its text."""
-
-
-@dataclass(frozen=True)
-class Compound:
-    """A command that holds others."""
+class Node:
+    """A command."""
 
     at: int
     kind: str
-    """`&&`, `||`, `|`, `&`, `!`, `(`, `{`, `if`, `for`, `while`, `until`, `case` or `function`."""
-    parts: list[list[Node]]
+    """Empty for a simple command; `[[`, `((`, `for((`, `&&`, `||`, `|`, `&`, `!`, `(`, `{`, or a reserved word."""
+    parts: list[list[Node]] = field(default_factory=list)
+    """Commands that it holds."""
     words: list[Word] = field(default_factory=list)
     patterns: list[list[Word]] = field(default_factory=list)
     """Patterns of `case`, one list for each part."""
     redirections: list[tuple[str, Word]] = field(default_factory=list)
-
-
-Node = Command | Compound
+    """Operators with their files; for a here-document the word is its text."""
 
 
 def line_number(text: str, at: int) -> int:
@@ -96,24 +89,20 @@ class BashText:
 
     def token(self, at: int, *, in_quotes: bool = False) -> int:
         """Behind one character, or behind the quote, expansion or substitution that begins with it."""
-        char, following = self.text[at], self.text[at + 1 : at + 2]
-        if char == "\\":
+        if self.text[at] == "\\":
             return at + 2
-        if char == "'" and not in_quotes:
-            return self._behind("'", at + 1, at)
-        if char == '"' and not in_quotes:
-            return self._quoted(at)
-        if char == "`":
-            return self._behind("`", at + 1, at, escaped=True)
-        if char == "$" and following == "(":
+        if self.text[at] == "`":
+            return self._behind("`", at, escaped=True)
+        if self.text.startswith("$(", at):
             return self.parentheses(at + 1)
-        if char == "$" and following == "{":
-            return self._braces(at + 1, in_quotes=in_quotes)
-        if char == "$" and following == "'" and not in_quotes:
-            return self._behind("'", at + 2, at, escaped=True)
-        if char == "$" and following == '"' and not in_quotes:
-            return self._quoted(at + 1)
-        return at + 1
+        if self.text.startswith("${", at):
+            return self._closed("}", at + 1, in_quotes=in_quotes)
+        quote = _QUOTE.match(self.text, at)
+        if quote is None or in_quotes:
+            return at + 1
+        if quote[0][-1] == '"':
+            return self._closed('"', quote.end() - 1, in_quotes=True)
+        return self._behind("'", quote.end() - 1, escaped=len(quote[0]) == 2)
 
     def parentheses(self, at: int) -> int:
         """Behind the parenthesis that closes this one. Comments, quotes and nested parentheses are passed over."""
@@ -131,24 +120,18 @@ class BashText:
                 at = self.token(at)
         raise UnreadableBash(start, "a ( is not closed")
 
-    def _quoted(self, at: int) -> int:
-        start, at = at, at + 1
+    def _closed(self, close: str, start: int, *, in_quotes: bool) -> int:
+        """Behind the quote or brace that closes this one."""
+        at = start + 1
         while at < len(self.text):
-            if self.text[at] == '"':
+            if self.text[at] == close:
                 return at + 1
-            at = self.token(at, in_quotes=True)
-        raise UnreadableBash(start, 'a " is not closed')
+            at = self.token(at, in_quotes=in_quotes and self.text[at] != '"')
+        raise UnreadableBash(start, f"a {'${' if close == '}' else close} is not closed")
 
-    def _braces(self, at: int, *, in_quotes: bool) -> int:
-        start, at = at, at + 1
-        while at < len(self.text):
-            if self.text[at] == "}":
-                return at + 1
-            at = self._quoted(at) if self.text[at] == '"' else self.token(at, in_quotes=in_quotes)
-        raise UnreadableBash(start, "a ${ is not closed")
-
-    def _behind(self, quote: str, at: int, start: int, *, escaped: bool = False) -> int:
+    def _behind(self, quote: str, start: int, *, escaped: bool) -> int:
         """Behind the next quote of this kind."""
+        at = start + 1
         while at < len(self.text):
             if self.text[at] == quote:
                 return at + 1
@@ -177,15 +160,13 @@ class _Parser(BashText):
 
     def _blanks(self) -> None:
         """Pass over blanks, continued lines, and a comment."""
-        while True:
-            if self.text[self.at : self.at + 1] in (" ", "\t"):
-                self.at += 1
-            elif self.text.startswith("\\\n", self.at):
-                self.at += 2
-            elif self.text.startswith("#", self.at):
-                self.at = end_of_line(self.text, self.at)
-            else:
-                return
+        while (match := _BLANKS.match(self.text, self.at)) is not None:
+            self.at = match.end()
+
+    def _word(self) -> Word:
+        """The word that begins here; its text is empty if there is none."""
+        start, self.at = self.at, self.word(self.at)
+        return Word(start, self.text[start : self.at])
 
     def _lines(self, separators: str = "\n") -> None:
         """Pass over ends of lines, and the here-documents behind them."""
@@ -201,17 +182,14 @@ class _Parser(BashText):
 
     def _bodies(self) -> None:
         for delimiter, strip, quoted, redirections in self.heredocs:
-            lines, start = [], self.at
-            while True:
-                if self.at >= len(self.text):
-                    self.refuse(f"the here-document that {delimiter!r} ends does not end")
-                end = end_of_line(self.text, self.at)
-                line = self.text[self.at : end].lstrip("\t") if strip else self.text[self.at : end]
-                self.at = end + 1
-                if line == delimiter:
-                    break
-                lines.append(line + "\n")
-            redirections.append(("<<'" if quoted else "<<", Word(start, "".join(lines))))
+            tabs, start = "\t*" if strip else "", self.at
+            end = re.compile(rf"^{tabs}{re.escape(delimiter)}$", re.M).search(self.text, start)
+            if end is None:
+                self.at = len(self.text)
+                self.refuse(f"the here-document that {delimiter!r} ends does not end")
+            body = re.sub(f"^{tabs}", "", self.text[start : end.start()], flags=re.M)
+            redirections.append(("<<'" if quoted else "<<", Word(start, body)))
+            self.at = end.end() + 1
         self.heredocs = []
 
     def commands(self, *ends: str) -> list[Node]:
@@ -225,7 +203,7 @@ class _Parser(BashText):
             self._blanks()
             if self.text.startswith("&", self.at):
                 self.at += 1
-                node = Compound(start, "&", [[node]])
+                node = Node(start, "&", [[node]])
             elif self.at < len(self.text) and self.text[self.at] not in "\n;)":
                 self.refuse(f"an unexpected {self.text[self.at]!r}")
             found.append(node)
@@ -250,7 +228,7 @@ class _Parser(BashText):
                 return node
             self.at += 2
             self._lines()
-            node = Compound(start, operator, [[node], [self._pipeline()]])
+            node = Node(start, operator, [[node], [self._pipeline()]])
 
     def _pipeline(self) -> Node:
         start, negated = self.at, False
@@ -266,14 +244,14 @@ class _Parser(BashText):
             self.at += 2 if self.text.startswith("|&", self.at) else 1
             self._lines()
             parts.append([self._command()])
-        node: Node = parts[0][0] if len(parts) == 1 else Compound(start, "|", parts)
-        return Compound(start, "!", [[node]]) if negated else node
+        node = parts[0][0] if len(parts) == 1 else Node(start, "|", parts)
+        return Node(start, "!", [[node]]) if negated else node
 
     def _command(self) -> Node:
-        start, word = self.at, self._reserved()
+        word = self._reserved()
         if word in ("select", "coproc"):
             self.refuse(f"{word!r} is not read")
-        readers: dict[str, Callable[[], Compound]] = {
+        readers: dict[str, Callable[[], Node]] = {
             "if": self._if,
             "for": self._for,
             "while": self._while,
@@ -281,88 +259,70 @@ class _Parser(BashText):
             "case": self._case,
             "function": self._function,
             "{": self._group,
+            "[[": self._test,
         }
-        reader = readers.get(word)
-        if word == "[[":
-            test = self._test()
-            return Command(start, test.words, self._redirections())
-        if self.text.startswith("((", start):
-            self.at = self.parentheses(start)
-            if not self.text[: self.at].endswith("))"):
-                self.at = start
-                self.refuse("a subshell within a subshell: write a blank between the parentheses")
-            words = [Word(start, "(("), Word(start + 2, self.text[start + 2 : self.at - 2])]
-            return Command(start, words, self._redirections())
-        if self.text.startswith("(", start):
-            reader = self._group
-        if reader is None and (found := _FUNCTION.match(self.text, start)) is not None:
-            self.at = found.end()
-            return self._body(start, found[1])
-        if reader is None:
-            return self._simple()
-        node = reader()
-        node.redirections.extend(self._redirections())
+        if self.text.startswith("((", self.at):
+            node = Node(self.at, "((", words=[self._arithmetic()])
+        elif self.text.startswith("(", self.at):
+            node = self._group()
+        elif word not in readers and _FUNCTION.match(self.text, self.at) is not None:
+            node = self._function()
+        else:
+            node = readers.get(word, self._simple)()
+        self._redirections(node)
         return node
 
-    def _simple(self) -> Command:
-        node = Command(self.at, [])
+    def _arithmetic(self) -> Word:
+        """The text between double parentheses."""
+        start, self.at = self.at, self.parentheses(self.at)
+        if not self.text[: self.at].endswith("))"):
+            self.at = start
+            self.refuse("a subshell within a subshell: write a blank between the parentheses")
+        return Word(start + 2, self.text[start + 2 : self.at - 2])
+
+    def _simple(self) -> Node:
+        node = Node(self.at, "")
         while True:
-            self._blanks()
-            if self.at >= len(self.text) or self._redirect(node.redirections):
-                if self.at >= len(self.text):
-                    break
-                continue
-            start = self.at
-            self.at = self.word(start)
-            text = self.text[start : self.at]
-            assigned = ASSIGNMENT.fullmatch(text)
+            self._redirections(node)
+            word = self._word()
+            assigned = ASSIGNMENT.fullmatch(word.text)
             if self.text.startswith("(", self.at) and assigned is not None and not assigned[2]:
                 self.at = self.parentheses(self.at)
-                text = self.text[start : self.at]
+                word = Word(word.at, self.text[word.at : self.at])
                 if self.at < len(self.text) and self.text[self.at] not in METACHARACTERS:
                     self.refuse(f"{assigned[1]} goes on behind its last parenthesis")
-            if self.at == start:
+            if not word.text:
                 break
-            node.words.append(Word(start, text))
+            node.words.append(word)
         if not node.words and not node.redirections:
             self.refuse(f"an unexpected {self.text[self.at : self.at + 1]!r}")
         return node
 
-    def _redirections(self) -> list[tuple[str, Word]]:
-        found: list[tuple[str, Word]] = []
+    def _redirections(self, node: Node) -> None:
         self._blanks()
-        while self._redirect(found):
+        while (match := _REDIRECTION.match(self.text, self.at)) is not None:
+            self.at = match.end()
             self._blanks()
-        return found
+            word = self._word()
+            if not word.text:
+                self.refuse("a redirection without a file")
+            if match[1] in ("<<", "<<-"):
+                plain = re.sub(r"[\\'\"]", "", word.text)
+                self.heredocs.append((plain, match[1] == "<<-", plain != word.text, node.redirections))
+            else:
+                node.redirections.append((match[1], word))
+            self._blanks()
 
-    def _redirect(self, found: list[tuple[str, Word]]) -> bool:
-        match = _REDIRECTION.match(self.text, self.at)
-        if match is None:
-            return False
-        self.at = match.end()
-        self._blanks()
-        start = self.at
-        self.at = self.word(start)
-        word = self.text[start : self.at]
-        if not word:
-            self.refuse("a redirection without a file")
-        if match[1] in ("<<", "<<-"):
-            plain = re.sub(r"[\\'\"]", "", word)
-            self.heredocs.append((plain, match[1] == "<<-", plain != word, found))
-        else:
-            found.append((match[1], Word(start, word)))
-        return True
-
-    def _group(self) -> Compound:
+    def _group(self) -> Node:
         start, opened = self.at, self.text[self.at]
         self.at += 1
         body = self.commands("}") if opened == "{" else self.commands()
         if not self.text.startswith("}" if opened == "{" else ")", self.at):
             self.refuse(f"a {opened} is not closed")
         self.at += 1
-        return Compound(start, opened, [body])
+        return Node(start, opened, [body])
 
-    def _if(self) -> Compound:
+    def _if(self) -> Node:
         start, parts = self.at, list[list[Node]]()
         self.at += 2
         while True:
@@ -376,13 +336,13 @@ class _Parser(BashText):
             self.at += 4
             parts.append(self.commands("fi"))
         self._take("fi")
-        return Compound(start, "if", parts)
+        return Node(start, "if", parts)
 
-    def _while(self) -> Compound:
+    def _while(self) -> Node:
         start, kind = self.at, self._reserved()
         self.at += 5
         condition = self.commands("do")
-        return Compound(start, kind, [condition, self._do()])
+        return Node(start, kind, [condition, self._do()])
 
     def _do(self) -> list[Node]:
         self._take("do")
@@ -390,51 +350,43 @@ class _Parser(BashText):
         self._take("done")
         return body
 
-    def _for(self) -> Compound:
+    def _for(self) -> Node:
         start = self.at
         self.at += 3
         self._blanks()
         if self.text.startswith("((", self.at):
-            begin, self.at = self.at, self.parentheses(self.at)
-            words = [Word(begin, "(("), Word(begin + 2, self.text[begin + 2 : self.at - 2])]
-        else:
-            words = self._words()
-            if len(words) > 1 and words[1].text != "in":
-                self.refuse("'in' is missing")
-        return Compound(start, "for", [self._do()], words)
+            words = [self._arithmetic()]
+            return Node(start, "for((", [self._do()], words)
+        words = self._words()
+        if len(words) > 1 and words[1].text != "in":
+            self.refuse("'in' is missing")
+        return Node(start, "for", [self._do()], words)
 
     def _words(self) -> list[Word]:
         found: list[Word] = []
         while True:
             self._blanks()
-            start = self.at
-            self.at = self.word(start)
-            if self.at == start:
+            word = self._word()
+            if not word.text:
                 return found
-            found.append(Word(start, self.text[start : self.at]))
+            found.append(word)
 
-    def _function(self) -> Compound:
+    def _function(self) -> Node:
         start = self.at
-        self.at += len("function")
-        self._blanks()
-        begin = self.at
-        self.at = self.word(begin)
-        name = self.text[begin : self.at]
-        if (parentheses := re.compile(r"[ \t]*\([ \t]*\)").match(self.text, self.at)) is not None:
+        if self._reserved() == "function":
+            self.at += len("function")
+            self._blanks()
+        name = self._word()
+        if (parentheses := _PARENTHESES.match(self.text, self.at)) is not None:
             self.at = parentheses.end()
-        return self._body(start, name)
-
-    def _body(self, start: int, name: str) -> Compound:
         self._lines()
-        return Compound(start, "function", [[self._command()]], [Word(start, name)])
+        return Node(start, "function", [[self._command()]], [name])
 
-    def _case(self) -> Compound:
+    def _case(self) -> Node:
         start = self.at
         self.at += 4
         self._blanks()
-        begin = self.at
-        self.at = self.word(begin)
-        node = Compound(start, "case", [], [Word(begin, self.text[begin : self.at])])
+        node = Node(start, "case", words=[self._word()])
         self._take("in")
         while True:
             self._lines()
@@ -452,11 +404,9 @@ class _Parser(BashText):
 
     def _patterns(self) -> list[Word]:
         found: list[Word] = []
-        if self.text.startswith("(", self.at):
-            self.at += 1
+        self.at += self.text.startswith("(", self.at)
         while True:
             found += self._words()
-            self._blanks()
             char = self.text[self.at : self.at + 1]
             if char not in ("|", ")"):
                 self.refuse("a pattern of case is not read")
@@ -464,26 +414,21 @@ class _Parser(BashText):
             if char == ")":
                 return found
 
-    def _test(self) -> Command:
-        node = Command(self.at, [])
-        while True:
-            while self.text[self.at : self.at + 1].isspace() or self.text.startswith("\\\n", self.at):
-                self.at += 2 if self.text.startswith("\\\n", self.at) else 1
-            start = self.at
-            if start >= len(self.text):
+    def _test(self) -> Node:
+        start, words = self.at, list[Word]()
+        while not words or words[-1].text != "]]":
+            if (spaces := _SPACES.match(self.text, self.at)) is not None:
+                self.at = spaces.end()
+            begin, regex = self.at, bool(words) and words[-1].text == "=~"
+            if begin >= len(self.text):
                 self.refuse("a [[ is not closed")
-            if self.text.startswith(("&&", "||"), start) or re.compile(r"\]\](?=[\s;&|)<>]|$)").match(self.text, start):
-                self.at += 2
-            elif self.text[start] in "()<>" and (not node.words or node.words[-1].text != "=~"):
-                self.at += 1
+            operator, stops = _TEST_OPERATOR.match(self.text, begin), "" if regex else "()&|<>"
+            if operator is not None and (not regex or len(operator[0]) == 2):
+                self.at = operator.end()
             else:
-                regex = bool(node.words) and node.words[-1].text == "=~"
-                while self.at < len(self.text) and not self.text[self.at].isspace():
-                    if self.text[self.at] in "()&|<>" and not regex:
-                        break
+                while self.text[self.at : self.at + 1] not in ("", " ", "\t", "\n", *stops):
                     self.at = self.token(self.at)
-            if self.at == start:
-                self.refuse(f"an unexpected {self.text[start]!r}")
-            node.words.append(Word(start, self.text[start : self.at]))
-            if node.words[-1].text == "]]":
-                return node
+            if self.at == begin:
+                self.refuse(f"an unexpected {self.text[begin]!r}")
+            words.append(Word(begin, self.text[begin : self.at]))
+        return Node(start, "[[", words=words[1:-1])
