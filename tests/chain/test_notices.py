@@ -585,13 +585,12 @@ def wait_until_told(run: Run) -> None:
     wait_for(lambda: sent(run) == [] and notices.pending_notices(run) == [])
 
 
-def each_told(mail: Mailbox, *words: str) -> bool:
-    """Whether each of these was told, and nothing else. In any order: where the end of a job cuts one message short,
+def assert_each_told(mail: Mailbox, *words: str) -> None:
+    """Each of these was told, and nothing else. In any order: where the end of a job cuts one message short,
     the others of the job go first."""
     subjects = [str(letter["Subject"]) for letter in mail.letters]
-    return {word for word in words for subject in subjects if word in subject} == set(words) and all(
-        any(word in subject for word in words) for subject in subjects
-    )
+    assert {word for word in words for subject in subjects if word in subject} == set(words), subjects
+    assert [subject for subject in subjects if not any(word in subject for word in words)] == []
 
 
 def chain(run: Run, plan: Plan) -> None:
@@ -640,7 +639,7 @@ def test_a_hang_and_a_done_run_are_told(make_run: MakeRun, mail: Mailbox) -> Non
     Hang(iteration=2, phase="step", seconds=300.0, silent=[1], time=time.time()).write(run.attempt(1).hang)
     chain(run, plan)  # its first job closes the attempt that a kill left open
     wait_until_told(run)
-    assert each_told(mail, "hang: no progress", "done")
+    assert_each_told(mail, "hang: no progress", "done")
 
 
 @pytest.mark.slow
@@ -652,5 +651,5 @@ def test_ranks_that_hang_are_told(make_run: MakeRun, mail: Mailbox) -> None:
     tell(run, f"mailto://127.0.0.1:{mail.port}?to=ada@example.org", since=time.time() - 1)
     chain(run, plan)
     wait_until_told(run)
-    assert each_told(mail, "hung", "has stopped")
+    assert_each_told(mail, "hung", "has stopped")
     assert any("ranks 1 did not answer" in letter.get_content() for letter in mail.letters)
