@@ -221,7 +221,8 @@ def work_and_grace_time(run: Run, *, left: int) -> tuple[float, float]:
 
     From the newest attempt: the next one takes as long for everything besides steps (start, evaluation, saves).
     """
-    attempts = [row for row in terminal_report.read_attempts_report(run).attempts if row.seconds is not None]
+    rows = terminal_report.read_attempts_report(run).attempts if run.attempt_numbers() else []
+    attempts = [row for row in rows if row.seconds is not None]
     trained = [row for row in attempts if row.trained]
     if not trained:
         took = sum(row.seconds or 0.0 for row in attempts) or 60.0

@@ -34,7 +34,7 @@ def keep_staged(run_dir: Path, out: Path, folder: Path) -> None:
     for path in sorted(run_dir.rglob("*")):
         name = path.relative_to(run_dir).as_posix()
         if path.is_file() and (
-            name in ("STOP", "said.txt") or re.match(r"attempts/000[2-9]/\w+\.json|triggers/", name)
+            name in ("STOP", "said.txt") or re.match(r"attempts/000[2-9]/(?!surroundings)\w+\.json|triggers/", name)
         ):
             text = stable(path.read_text(encoding="utf-8"), run_dir, {"FOLDER": folder})
             write_text(out / name, _timeless(text))

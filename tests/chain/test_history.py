@@ -31,7 +31,7 @@ from relayrun.submit import submission
 from tests.history import ROOT, began, cost, make_history, trained
 from tests.workspace import Workspace
 
-HANDFUL = 5
+HANDFUL = 6
 
 
 def assert_views_hold_what_counts(run: Run) -> None:
@@ -178,6 +178,9 @@ def test_a_newer_format_is_refused_by_every_entry(run: Run, tmp_path: Path, caps
         with pytest.raises(RunDirError, match=message) as caught:
             entry()
         assert "update that relayrun" in str(caught.value)
+    said = f"this job could not go on: {message}"
+    assert (stop_reason(run) or "").startswith(said)  # of `end`: nobody follows
+    run.stop.unlink()
     for verb in ("status", "save", "stop"):
         assert cli.main([verb, str(run.path)]) == 1
         assert message in capsys.readouterr().err

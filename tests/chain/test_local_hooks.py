@@ -18,6 +18,17 @@ pytestmark = pytest.mark.slow
 
 PAGE = (ROOT / "docs/hooks.md").read_text(encoding="utf-8")
 COUNT = "my_team.probes:CountSteps"
+ONLY_OUTSIDE_RANKS = """
+import os
+from relayrun.train.hooks import Hook
+
+if "RANK" in os.environ:
+    import my_team.counts
+
+
+class CountSteps(Hook):
+    pass
+"""
 BREAKS = "tests.training.user_hooks:Breaks"
 
 
@@ -66,7 +77,7 @@ def test_the_hook_of_the_docs_counts_the_steps_of_a_run_over_three_attempts(tmp_
 
 
 def test_a_hook_that_is_not_there_stops_the_chain_at_once(tmp_path: Path) -> None:
-    """A submit looks for its package, and does not import it."""
+    """A submit loads it; a job stops where it has gone since, or loads on no rank."""
     workspace = Workspace.make(tmp_path)
     refused = submit(workspace.config("run", training={"hooks": [COUNT]}))
     assert "has no my_team, which the ranks import" in refused.stderr
@@ -74,9 +85,13 @@ def test_a_hook_that_is_not_there_stops_the_chain_at_once(tmp_path: Path) -> Non
     (tmp_path / "my_team").mkdir()
     (tmp_path / "my_team/__init__.py").touch()
     search = {"environment": {"PYTHONPATH": f"{tmp_path}:{ROOT}"}}
+    refused = submit(workspace.config("run", training={"hooks": [COUNT]}, cluster=search))
+    assert "No module named 'my_team.probes'" in refused.stderr
+    assert not workspace.run("run").path.exists()
+    (tmp_path / "my_team/probes.py").write_text(ONLY_OUTSIDE_RANKS)
     stopped = submit(workspace.config("run", training={"hooks": [COUNT]}, cluster=search))
     run = workspace.run("run")
     (end,) = ends(run)
     assert end.cause == "fatal", stopped.stderr
-    said = f"training.hooks: hook {COUNT} cannot be imported: ModuleNotFoundError: No module named 'my_team.probes'"
+    said = f"training.hooks: hook {COUNT} cannot be imported: ModuleNotFoundError: No module named 'my_team.counts'"
     assert said in run.stop.read_text()

@@ -65,8 +65,13 @@ def bash(project: Path, text: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_pages_are_short_and_every_block_has_a_test() -> None:
     counts = {page: {kind: len(blocks(page, kind)) for kind in ("yaml", "bash", "")} for page in PAGES}
-    assert counts == {"sweeps": {"yaml": 2, "bash": 2, "": 3}, "stages": {"yaml": 2, "bash": 1, "": 0}}
+    assert counts == {"sweeps": {"yaml": 2, "bash": 2, "": 3}, "stages": {"yaml": 3, "bash": 1, "": 0}}
     assert all(len(text.splitlines()) <= 150 for text in PAGES.values())
+
+
+def runs_of(dry_run: subprocess.CompletedProcess[str]) -> list[str]:
+    """The lines of the runs, without those of their checks."""
+    return [line for line in dry_run.stdout.splitlines() if "/logs/runs/" in line]
 
 
 @pytest.mark.slow
@@ -74,24 +79,40 @@ def test_the_runs_that_the_examples_mean(project: Path) -> None:
     dry = {page: blocks(page, "bash")[0].splitlines()[0] for page in PAGES}
     shown = {page: bash(project, command) for page, command in dry.items()}
     assert all(done.returncode == 0 for done in shown.values()), shown
-    assert [line.split("  ")[2] for line in shown["sweeps"].stdout.splitlines()] == [
+    assert [line.split("  ")[2] for line in runs_of(shown["sweeps"])] == [
         "optimizer.lr=0.001",
         "optimizer.lr=0.002",
         "optimizer.lr=0.004",
     ]
-    names = [line.split()[0] for line in shown["stages"].stdout.splitlines()]
+    names = [line.split()[0] for line in runs_of(shown["stages"])]
     assert names == ["stable", "decay-10", "decay", "long"]
     sweep = project / "configs/runs/my-sweep.yaml"
     whole = sweep.read_text()
     sweep.write_text("include: [my-run.yaml]\nname: my-sweep\n" + blocks("sweeps", "yaml")[1])
     axes = bash(project, dry["sweeps"])
     assert axes.returncode == 0, axes.stderr
-    assert len(axes.stdout.splitlines()) == 5
+    assert len(runs_of(axes)) == 5
     sweep.write_text(whole.replace("2e-3", "high"))
     refused = bash(project, dry["sweeps"])
     assert refused.returncode == 1
     assert refused.stderr.replace(f"{project}/", "") == blocks("sweeps", "")[1]
     assert not (project / "logs").exists()
+
+
+@pytest.mark.slow
+def test_annealing_on_other_data_is_taken(project: Path) -> None:
+    for name in ("web", "best"):
+        shutil.copytree(project.parent / "made/data", project / "data" / name)
+    mine = project / "configs/runs/my-run.yaml"
+    run = yaml_file.read_yaml(mine).values
+    run["data"].pop("datasets")
+    mine.write_text(yaml_file.dump_yaml(run))
+    (project / "configs/runs/my-stages.yaml").write_text(
+        "include: [my-run.yaml]\nname: my-stages\n" + blocks("stages", "yaml")[1]
+    )
+    anneal = bash(project, blocks("stages", "bash")[0].splitlines()[0])
+    assert [line.split()[0] for line in runs_of(anneal)] == ["stable", "anneal", "anew"], anneal.stderr
+    assert "3 runs, 0 errors" in anneal.stdout
 
 
 @pytest.mark.long

@@ -19,7 +19,7 @@ from relayrun.slurmtime import parse_time
 from relayrun.watch.report import terminal_report
 from scripts.demo import __main__ as demo
 from scripts.demo import stories
-from tests.history import began
+from tests.history import began, history_plan
 
 STEPS = 360
 CONFIG = resolve.require_native(resolve.load_run_config(ROOT / "configs/runs/demo.yaml"))
@@ -99,6 +99,7 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     def make(*busy: float) -> Machine:
         machine = Machine(Run(tmp_path / "run"), busy=busy)
         machine.run.path.mkdir()
+        history_plan(machine.run, total_steps=STEPS).write(machine.run.plan)
         monkeypatch.setattr(demo, "run_program", machine.submit)
         monkeypatch.setattr(demo, "run_relayrun", machine.resume)
         return machine
@@ -159,6 +160,8 @@ def test_a_submit_or_resume_that_is_refused_ends_the_demo_at_once(
     monkeypatch.setattr(demo, "run_relayrun", refused)
     with pytest.raises(RelayrunError, match="no job of this chain began; why stands above"):
         demo.train_to_end(run, CONFIG, ["demo.yaml"], slurm=slurm)
+    run.path.mkdir()
+    history_plan(run, total_steps=STEPS).write(run.plan)
     monkeypatch.setattr(demo, "run_program", lambda *_, chain: not chain)
     with pytest.raises(RelayrunError, match="no job of this chain began; why stands above"):
         demo.train_to_end(run, CONFIG, ["demo.yaml"], slurm=False)

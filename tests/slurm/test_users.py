@@ -320,7 +320,7 @@ def test_a_run_that_the_group_can_write_is_refused_before_a_job_starts(team: Tea
     team.act(team.owner, "scancel", "--signal=USR2", "--batch", job_of(run, 1))
     team.cluster.wait_until(lambda: stop_reason(run), what="STOP")
     team.wait_over(run)
-    assert "this job could not begin: its group may write this" in (stop_reason(run) or "")
+    assert "this job could not go on: its group may write this" in (stop_reason(run) or "")
     refused = team.relayrun(team.owner, "resume", run.path, check=False)
     assert f"chmod -R go-w {run.path}" in refused
 

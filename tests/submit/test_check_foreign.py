@@ -153,6 +153,7 @@ def test_the_plan_of_a_command_has_its_section_and_its_last_iteration(tmp_path: 
         "save_file": None,
         "leave_signal": "SIGUSR2",
         "leave_file": None,
+        "done": "evidence",
         "checkpoint": {"keep_last": None, **rule},
         "steps": 40,
     }

@@ -342,6 +342,7 @@ class TorchDistSavePlan(DefaultSavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Make the tensor, of the shape and type that its item declares, at the moment of its writing."""
         made = self._make[write_item.index]()
         count(made.numel() if isinstance(made, torch.Tensor) else 0)
         return made
