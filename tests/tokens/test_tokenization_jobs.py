@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +157,12 @@ def test_a_dump_that_fails_is_one_message_and_the_others_are_done(
     assert len(rows(settings)) == 2
 
 
+def hold(jobs: list[psutil.Process], number: signal.Signals) -> None:
+    for job in jobs:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            job.send_signal(number)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGKILL], ids=lambda number: number.name)
 def test_local_jobs_end_with_the_command_however_it_ends(
@@ -168,7 +176,10 @@ def test_local_jobs_end_with_the_command_however_it_ends(
     with subprocess.Popen(launcher, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path) as run:
         wait_for(lambda: len(psutil.Process(run.pid).children(recursive=True)) > 1)  # submitit's, ours
         jobs = psutil.Process(run.pid).children(recursive=True)
+        hold(jobs, signal.SIGSTOP)  # a small dump could be done before the signal is
         run.send_signal(number)
+        time.sleep(0.5)
+        hold(jobs, signal.SIGCONT)
         words = run.communicate(timeout=60)[0]
     if number == signal.SIGKILL:
         assert run.returncode == -number
