@@ -39,6 +39,7 @@ def data_command(*arguments: str) -> str:
     ).stdout
 
 
+@pytest.mark.long
 def test_every_sample_is_read_once_over_changes_of_mixture_ramp_batch_and_ranks(tmp_path: Path) -> None:
     workspace = Workspace.make(tmp_path)
     log = tmp_path / "log"

@@ -188,7 +188,14 @@ def with_successor(stage: Stage) -> None:
 @pytest.mark.slow
 @EVERYTHING
 @pytest.mark.parametrize(
-    "before", [lambda _stage: None, exit_trigger, killed_before_its_end, fatal_before_its_end, with_successor]
+    "before",
+    [
+        lambda _stage: None,
+        exit_trigger,
+        pytest.param(killed_before_its_end, marks=pytest.mark.long),
+        fatal_before_its_end,
+        with_successor,
+    ],
 )
 def test_begin(stage: Stage, before: Callable[[Stage], None], everything: bool) -> None:
     before(stage)
@@ -327,6 +334,7 @@ def three_looks(stage: Stage) -> int:
     return 0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @EVERYTHING
 def test_watch_ends_ranks_that_hang(stage: Stage, everything: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -221,6 +221,7 @@ def test_a_cancelled_job_stops_the_chain(make_run: MakeRun) -> None:
     assert (stop_reason(run) or "").startswith("the job was cancelled")
 
 
+@pytest.mark.long
 def test_a_job_that_queues_itself_again_goes_the_same_way(make_run: MakeRun) -> None:
     run, plan = make_run("--steps=40", "--step-seconds=0.35", total_steps=40, mode="requeue", **CUT)
     events = run_chain(run, plan)

@@ -130,7 +130,8 @@ def iterations(run: Run) -> list[int]:
     return [line["iteration"] for line in read_json_lines(run.metrics_view)]
 
 
-@pytest.mark.parametrize("settings", [told, pytest.param(seen, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("settings", [told, seen])
 def test_it_goes_through_as_many_jobs_as_its_time_limit_asks_for(
     make_run: MakeRun, program: Path, settings: object
 ) -> None:

@@ -52,9 +52,8 @@ def wrong_modes(run: Path, mask: int) -> Iterator[str]:
             yield f"{name}: {mode}, wider than the umask"
 
 
-@pytest.mark.parametrize(
-    "mask", [pytest.param(0o002, id="umask 002"), pytest.param(0o077, id="umask 077", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("mask", [pytest.param(0o002, id="umask 002"), pytest.param(0o077, id="umask 077")])
 def test_modes_of_a_run_are_those_of_the_table(tmp_path: Path, mask: int) -> None:
     workspace = Workspace.make(tmp_path)
     config = workspace.config(

@@ -20,7 +20,7 @@ from tests.histories.story import play
 ROOT = Path(__file__).resolve().parents[2]
 
 LONG_SECONDS = 600.0
-SHORT = 40
+SHORT = 25
 """Histories in `make test`: others each day."""
 BROKE_ONCE = {
     17: "what a full disk left unrecorded, the cluster's account, became a person's wish",

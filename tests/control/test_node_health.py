@@ -541,6 +541,7 @@ def test_every_node_exchanges_with_both_neighbours_and_with_one_at_a_time(count:
     assert edges == {frozenset((node, (node + 1) % count)) for node in range(count)}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_nodes_are_measured_with_each_other_and_their_numbers_are_right() -> None:
     from relayrun.control.scheduler.local_srun import free_port

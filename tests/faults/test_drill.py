@@ -76,7 +76,7 @@ def reference(slurm: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(folder / "runs" / UNDISTURBED.name)
 
 
-EVERY_TIME = ("rank-killed", "crash-loop", "batch-script-killed", "end-killed")
+EVERY_TIME = ("rank-killed", "batch-script-killed")
 """Faults of `make test`; `make test-long` has all of them."""
 
 

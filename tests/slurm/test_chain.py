@@ -172,6 +172,7 @@ def test_a_node_that_nobody_can_replace_is_used_again(cluster: TestCluster, make
     assert "without n1 this job has too few nodes that are up" in logs(run)
 
 
+@pytest.mark.long
 def test_a_job_without_requeue_becomes_one_that_queues_itself_again(cluster: TestCluster, make_run: MakeRun) -> None:  # noqa: F811
     run, plan = make_run("--steps=60", total_steps=60, mode="requeue", **SLURM)
     job = start(cluster, run, "--no-requeue", "--job-name=from-a-header")  # as the first job of a Bash launcher
@@ -197,6 +198,7 @@ def test_cancel_stops_a_job_that_would_queue_itself_again(cluster: TestCluster, 
     assert "queued again" not in guard.read_text()
 
 
+@pytest.mark.long
 def test_a_job_with_less_time_than_its_lead_trains_and_the_next_one_has_the_plans(
     cluster: TestCluster,
     make_run: MakeRun,  # noqa: F811

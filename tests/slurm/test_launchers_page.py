@@ -16,6 +16,7 @@ from .cluster import TestCluster
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
+@pytest.mark.long
 def test_dumps_and_a_chain_as_jobs(cluster: TestCluster, tmp_path: Path) -> None:
     environment = checkout(tmp_path)
     tokenize(tmp_path, environment, "my-code")

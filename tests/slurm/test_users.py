@@ -273,6 +273,7 @@ def test_one_owner_at_a_time_where_nobody_sees_the_jobs_of_others(team: Team) ->
     assert json.loads((own.triggers / "exit.done").read_text())["user"] == team.owner
 
 
+@pytest.mark.long
 def test_a_limit_of_one_submitted_job_is_no_end_of_the_chain(team: Team) -> None:
     config = team.config("limited", steps=60, chain={"auto_requeue": True}, job={"qos": "one"})
     run = team.run("limited")

@@ -82,6 +82,7 @@ def test_a_change_of_the_waiting_job_is_kept_and_its_time_limit_is_not(
     assert (stop_reason(run) or "").endswith("is durable"), logs(run)
 
 
+@pytest.mark.long
 def test_a_requeued_job_does_not_keep_a_lowered_time_limit(
     cluster: TestCluster,
     make_run: MakeRun,  # noqa: F811

@@ -140,6 +140,7 @@ def test_a_client_whose_service_process_is_killed_is_replaced(run: Run) -> None:
         assert [row["_step"] for row in service.history(stream.id)] == list(range(1, 51))
 
 
+@pytest.mark.long
 def test_a_run_of_nodes_without_network_is_sent_from_where_there_is_one(run: Run) -> None:
     attempt(run, 1, base=0, last=25)
     attempt(run, 2, base=20, last=30)  # goes on

@@ -264,7 +264,7 @@ os._exit(0)
     ("changes", "kept"),
     [
         ({}, [1]),
-        ({"secret": "b"}, []),
+        pytest.param({"secret": "b"}, [], marks=pytest.mark.long),
         pytest.param({"turned": "1"}, [], marks=pytest.mark.long),
         pytest.param({"restart": "2"}, [], marks=pytest.mark.long),
         pytest.param({"skipped": "1"}, [], marks=pytest.mark.long),

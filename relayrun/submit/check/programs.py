@@ -288,7 +288,7 @@ def _is_here(name: str) -> bool:
 @functools.lru_cache(maxsize=16)
 def _ask_python(python: str, names: tuple[str, ...], search_path: str) -> dict[str, Any] | str | None:
     """The version of a Python and what it lacks; in words why it does not say; None if it takes too long."""
-    done = run_python([python, "-c", _PACKAGES_PROGRAM, *names], {"PYTHONPATH": search_path})
+    done = run_python([python, "-c", _PACKAGES_PROGRAM, *names], {"PYTHONPATH": search_path}, limit=ANSWER_SECONDS)
     if done is None or isinstance(done, str):
         return done
     try:
@@ -322,7 +322,7 @@ def _check_host_python(config: CommonConfig, findings: Findings) -> None:
 def _check_modules(config: CommonConfig, findings: Findings) -> None:
     names, setting = config.cluster.modules, "cluster.modules"
     script = 'type module >/dev/null 2>&1 || exit 99; for name in "$@"; do module is-avail "${name}" || exit 1; done'
-    done = run_python(["bash", "-lc", script, "bash", *names], {})
+    done = run_python(["bash", "-lc", script, "bash", *names], {}, limit=ANSWER_SECONDS)
     if done is None or isinstance(done, str) or done.returncode == 99:
         findings.warn(
             "node.modules", "there is no `module` here: whether the nodes have them is not known", setting=setting

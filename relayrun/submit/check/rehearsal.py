@@ -50,7 +50,7 @@ def search_path(config: CommonConfig) -> str:
 
 
 def run_python(
-    command: Sequence[str], environment: dict[str, str], *, text: str = "", limit: float = ANSWER_SECONDS
+    command: Sequence[str], environment: dict[str, str], *, limit: float, text: str = ""
 ) -> subprocess.CompletedProcess[str] | str | None:
     """Run a program that reads `text`; return in words why it does not start, None if it takes too long."""
     try:
