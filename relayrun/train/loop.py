@@ -277,12 +277,7 @@ class TrainingLoop:
         grad_norm = self.optimizer.prepare()
         self.measures.measure_gradients(number)
         gradients = Gradients(
-            iteration=number,
-            loss=loss,
-            grad_norm=grad_norm,
-            lr=lr,
-            consumed_samples=consumed,
-            global_batch_size=size,
+            iteration=number, loss=loss, grad_norm=grad_norm, lr=lr, consumed_samples=consumed, global_batch_size=size
         )
         verdict, waited = self._update(gradients)
         updated = time.perf_counter()

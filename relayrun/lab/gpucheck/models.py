@@ -117,9 +117,7 @@ MODEL_VARIANTS: dict[str, ModelVariant] = {
         exact={"training": {"cross_entropy_loss_fusion": False}},
     ),
     "precision_aware": ModelVariant(
-        "TransformerEngine's Adam, with a state in bf16",
-        {"optimizer": BF16_MOMENTS},
-        exact={"optimizer": FP32_MOMENTS},
+        "TransformerEngine's Adam, with a state in bf16", {"optimizer": BF16_MOMENTS}, exact={"optimizer": FP32_MOMENTS}
     ),
     "engine": ModelVariant("TransformerEngine's layers", ENGINE),
     "fp8": ModelVariant(

@@ -154,10 +154,7 @@ def _optimizer(args: Mapping[str, Any]) -> dict[str, Any]:
     }
     if found["lr_decay_style"] == "WSD":
         style = args.get("lr_wsd_decay_style", "exponential")
-        found |= {
-            "lr_wsd_decay_steps": args.get("lr_wsd_decay_iters"),
-            "lr_wsd_decay_style": _STYLES.get(style, style),
-        }
+        found |= {"lr_wsd_decay_steps": args.get("lr_wsd_decay_iters"), "lr_wsd_decay_style": _STYLES.get(style, style)}
     return found
 
 

@@ -160,9 +160,7 @@ class ModelStage:
         self._by_token = transformer.calculate_per_token_loss
         self.routers = experts.RouterUpdates(self.chunks, config.model.transformer, by_token=self._by_token)
         self.auxiliary_losses = AuxiliaryLosses(
-            experts.auxiliary_loss_names(config.model.transformer),
-            layers=sum(expert_layers(config.model)),
-            ranks=ranks,
+            experts.auxiliary_loss_names(config.model.transformer), layers=sum(expert_layers(config.model)), ranks=ranks
         )
         """Reported losses of expert routers."""
 

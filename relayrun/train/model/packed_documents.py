@@ -131,11 +131,7 @@ def document_attention(attention: type) -> type:
             flat = (part.transpose(0, 1).reshape(batch * sequence, *part.shape[2:]) for part in (query, key, value))
             bounds, longest = packed_seq_params.bounds, packed_seq_params.longest
             packed = PackedSeqParams(
-                qkv_format="thd",
-                cu_seqlens_q=bounds,
-                cu_seqlens_kv=bounds,
-                max_seqlen_q=longest,
-                max_seqlen_kv=longest,
+                qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
             )
             out = super().forward(
                 *flat, None, attn_mask_type=AttnMaskType.padding_causal, packed_seq_params=packed, **named

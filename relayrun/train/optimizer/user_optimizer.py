@@ -224,10 +224,7 @@ def _shape(value: ShardedObject) -> str:
 def _saved(name: str, value: Any, whole: ShardedBase, main: torch.Tensor) -> ShardedBase:
     if isinstance(value, torch.Tensor) and value.shape == main.shape:
         return make_sharded_optimizer_tensor(whole, value, prefix=f"{STATE_PREFIX}{name}")
-    entry = {
-        "value": _plain(name, value),
-        "beside": isinstance(value, torch.Tensor) and value.device.type != "cpu",
-    }
+    entry = {"value": _plain(name, value), "beside": isinstance(value, torch.Tensor) and value.device.type != "cpu"}
     single = not isinstance(value, torch.Tensor) or value.numel() == 1
     return _once(name, entry, whole) if single else _part(name, entry, whole)
 
