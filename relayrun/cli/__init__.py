@@ -98,7 +98,6 @@ def adder(name: str) -> AddArguments:
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """Add the argument that names a run."""
     parser.add_argument("name", metavar="RUN", help="run directory, or project/name below logs/runs")
 
 

@@ -25,7 +25,6 @@ Sections = Mapping[str, Mapping[str, Any]]
 
 
 def run_in(folder: Path, name: str) -> Run:
-    """Return the run with this name in an experiment's folder."""
     return Run(folder / "runs" / name)
 
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 def json_text(value: Any) -> str:
-    """Return JSON with indentation."""
     return json.dumps(value, indent=2, ensure_ascii=False)
 
 

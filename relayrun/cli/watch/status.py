@@ -116,7 +116,6 @@ def _stuck_stages(runs: Sequence[Run]) -> list[str]:
 
 
 def _print_lines(stuck: Sequence[str], options: argparse.Namespace) -> None:
-    """Print lines, on standard error if the output is JSON."""
     print("".join(f"{line}\n" for line in stuck), end="", file=sys.stderr if options.json else sys.stdout)
 
 

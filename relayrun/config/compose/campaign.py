@@ -401,7 +401,6 @@ def last_iteration(config: CommonConfig) -> int | None:
 
 
 def settings_in_words(settings: Mapping[str, Any]) -> str:
-    """Return settings as a line of text."""
     return ", ".join(f"{name}={yaml_file.value_in_line(value)}" for name, value in settings.items())
 
 

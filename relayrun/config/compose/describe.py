@@ -177,7 +177,6 @@ def _section_in(annotation: Any) -> tuple[AnySection | None, str]:
 
 
 def _sections(annotation: Any) -> Iterator[AnySection]:
-    """Yield the sections in an annotation, and those in their settings."""
     if is_section(annotation):
         yield annotation
         for info in section_fields(annotation).values():
@@ -187,7 +186,6 @@ def _sections(annotation: Any) -> Iterator[AnySection]:
 
 
 def _type(described: dict[str, Any], definitions: dict[str, Any]) -> str:
-    """Describe the JSON schema of a setting in words."""
     if "anyOf" in described:
         return " | ".join(dict.fromkeys(_type(each, definitions) for each in described["anyOf"]))
     if "$ref" in described:
@@ -218,7 +216,6 @@ def _yaml(value: Any) -> str:
 
 @functools.cache
 def _docstrings(section: AnySection) -> dict[str, str]:
-    """Return the text below each field of a section and its base classes."""
     own = (part for part in reversed(section.__mro__) if part.__module__.startswith("relayrun.config."))
     return {
         field.target.id: " ".join(below.value.value.split())

@@ -122,7 +122,6 @@ def dump_run_config(config: CommonConfig) -> str:
 
 
 def read_resolved_config(path: Path) -> CommonConfig:
-    """Read a config revision that `dump_run_config` wrote."""
     return validate_settings(yaml_file.read_yaml(path))
 
 

@@ -48,7 +48,6 @@ def site_folders(config: Path | None = None) -> list[Path]:
 
 
 def site_names(folders: Sequence[Path]) -> list[str]:
-    """Return the names of the clusters with a file in these folders."""
     return sorted({entry.stem for folder in folders for entry in folder.glob("*.yaml")})
 
 

@@ -64,5 +64,4 @@ def section_fields(section: AnySection) -> Mapping[str, FieldInfo]:
 
 
 def section_json_schema(section: AnySection) -> dict[str, Any]:
-    """Return the JSON schema of a section."""
     return section.model_json_schema() if issubclass(section, BaseModel) else TypeAdapter(section).json_schema()

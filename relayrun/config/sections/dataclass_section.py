@@ -53,7 +53,6 @@ class Checked:
     function: Callable[[Any], Any]
 
     def check(self, value: Any) -> None:
-        """Raise ValueError if the function refuses the value."""
         self.function(value)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:

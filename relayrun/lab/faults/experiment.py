@@ -70,11 +70,9 @@ class FaultSite:
         return self.nodes * int(self.cluster.get("job", {}).get("ntasks_per_node", 1))
 
     def run(self, name: str) -> Run:
-        """Return the run of a test, or the undisturbed run."""
         return run_in(self.folder, name)
 
     def commands(self, name: str) -> Path:
-        """Return the folder of a test's wrappers and their marker."""
         return self.folder / "commands" / name
 
     def write_config(self, name: str, fault: Fault | None) -> Path:
@@ -323,7 +321,6 @@ def _table_differences(run: Run, fault: Fault, causes: list[str], said: str) -> 
 
 
 def job_output_files(run: Run) -> list[Path]:
-    """Return the logs of the run's jobs."""
     return sorted(log_folder(run).glob(f"{Plan.load(run).job_name}-*"))
 
 

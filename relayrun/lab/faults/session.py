@@ -106,7 +106,6 @@ class FaultSession:
         return [found for name in TESTS if (found := self.result(name)) is not None]
 
     def failed_results(self) -> list[FaultResult]:
-        """Return the results of failed tests."""
         return [result for result in self.results() if not result.passed]
 
     def pending_tests(self) -> list[str]:
@@ -206,7 +205,6 @@ def result_line(result: FaultResult) -> str:
 
 
 def session_as_json(session: FaultSession) -> dict[str, Any]:
-    """Return all of a drill as plain values."""
     return {
         "cluster": session.site.cluster.get("name", ""),
         "nodes": session.site.nodes,
@@ -219,7 +217,6 @@ def session_as_json(session: FaultSession) -> dict[str, Any]:
 
 
 def terminal_table(session: FaultSession) -> Table:
-    """Return a drill as a table for a terminal."""
     return text_table(TABLE_COLUMNS, table_rows(session), title=session_headline(session))
 
 

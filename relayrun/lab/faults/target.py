@@ -181,7 +181,6 @@ class ClusterUnderTest:
             self.order("scontrol", "reconfigure")
 
     def remount(self, option: str) -> None:
-        """Remount the file system of `Fault.small_disk`, `ro` or `rw`."""
         subprocess.run(["mount", "-o", f"remount,{option}", str(self.run.path)], check=True)
 
     def stop_controller(self, seconds: float) -> None:
@@ -223,7 +222,6 @@ class ClusterUnderTest:
         return self.ask("scontrol", "show", "job", "--oneliner", job)
 
     def _all_wait(self) -> bool:
-        """True if the chain has jobs, all of them pending."""
         try:
             states = set(self.jobs().values())
         except SchedulerError:
@@ -266,7 +264,6 @@ class LocalSignalSender:
         return [name for name, _ in processes.signal_processes(named, number)]
 
     def rank_pids(self, run: Run, job_id: str) -> dict[int, int]:
-        """Return the process ids of the ranks by rank."""
         return processes.rank_processes(str(run.path), job_id)
 
 
@@ -294,7 +291,6 @@ class TestClusterControl:
         self._script("start-ctld")
 
     def start_node(self, node: str) -> None:
-        """Start the node's slurmd, unless it runs."""
         self._script("start-node", node)
 
     def _script(self, verb: str, *arguments: str) -> None:

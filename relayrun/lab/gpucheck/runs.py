@@ -107,7 +107,6 @@ def train_until(setup: CheckSetup, name: str, sections: Sections, *, steps: int)
 
 
 def cut_hook(cuts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the setting of a `SignalSelfHook`."""
     return {"hook": f"{HOOKS_MODULE}:SignalSelfHook", "options": {"cuts": list(cuts)}}
 
 
@@ -147,10 +146,8 @@ def iteration_lines(run: Run, attempt: int) -> list[dict[str, Any]]:
 
 
 def read_notes(run: Run, name: str) -> list[dict[str, Any]]:
-    """Return the records of one of the check's hooks."""
     return list(read_json_lines(run.path / NOTES_FOLDER / f"{name}.jsonl"))
 
 
 def remove_checkpoints(run: Run) -> None:
-    """Remove the checkpoints of a run."""
     shutil.rmtree(run.checkpoints, ignore_errors=True)

@@ -303,7 +303,6 @@ def data_differences(a: AuditedRun, b: AuditedRun) -> list[str]:
 
 
 def _durable_samples(run: Run) -> tuple[int, int]:
-    """Return iteration and consumed samples of the newest durable checkpoint."""
     base = resume_point(run)
     consumed = [commit.consumed_samples for commit in Lineage(run).line() if commit.iteration == base.iteration]
     return base.iteration, max(0, consumed[-1]) if consumed else 0

@@ -97,7 +97,6 @@ def validation_set(
 
 
 def mixture_datasets(config: RunConfig) -> list[str]:
-    """Return the identities of the data sets in a config's mixture."""
     return [source.identity(name) for name, source in config.data.sources.items()]
 
 

@@ -253,7 +253,6 @@ def _check_former_mixture(final: Path, output: Path) -> None:
 def _read_datasets(
     folders: Sequence[Path], shares: Sequence[float], seed: int, report: Callable[[str], None]
 ) -> list[MixtureDataset]:
-    """Open every shard, shuffle the shards of each dataset, and name the links."""
     roots = [folder.absolute() for folder in folders]
     bases = [os.path.basename(os.path.normpath(root)) or "dataset" for root in roots]
     names = distinct_names(

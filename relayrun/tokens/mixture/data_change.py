@@ -161,7 +161,6 @@ def _fixed_differences(frozen: Manifest, previous: RunConfig, found: Manifest, c
 
 
 def _shard_differences(before: DatasetManifest, now: DatasetManifest) -> list[str]:
-    """Return the differences between two lists of shards, by file name."""
     old, new = (_by_name({shard.prefix: shard for shard in part.shards}) for part in (before, now))
     lines = [f"shard {name} is gone" for name in old if name not in new]
     lines += [f"shard {name} was added" for name in new if name not in old]
@@ -181,7 +180,6 @@ def _shard_differences(before: DatasetManifest, now: DatasetManifest) -> list[st
 
 
 def _file_differences(before: DatasetManifest, now: DatasetManifest) -> list[str]:
-    """Return the differences between two lists of text files, by file name."""
     old, new = (_by_name({file.path: file for file in part.files}) for part in (before, now))
     lines = [f"file {name} is gone" for name in old if name not in new]
     lines += [f"file {name} was added" for name in new if name not in old]

@@ -203,7 +203,6 @@ class TrainingProgress:
         return sorted(found)
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, plain JSON."""
         return {
             "iteration": self.iteration,
             "consumed_samples": self.consumed_samples,

@@ -155,7 +155,6 @@ def _text_lengths(path: str, column: str, engine: Tokenizer | None) -> Iterator[
 
 
 def join_lengths(parts: Iterable[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
-    """Concatenate lengths."""
     return np.concatenate([np.zeros(0, np.int64), *parts])
 
 

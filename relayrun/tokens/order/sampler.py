@@ -343,5 +343,4 @@ def _read_state(state: Mapping[str, Any]) -> tuple[int, Schedule, dict[str, dict
 
 
 def short_value(value: object) -> str:
-    """Return the value as text, with a fingerprint shortened."""
     return repr(value[:12] + "…") if isinstance(value, str) and len(value) == 64 else repr(value)

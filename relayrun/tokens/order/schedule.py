@@ -193,7 +193,6 @@ class Schedule:
 
     @classmethod
     def from_weights(cls, weights: Mapping[str, float], lanes: int | None = None) -> Self:
-        """Return the schedule of a single phase from sample 0 on."""
         return cls([Phase(start=0, weights=integer_weights(weights), lanes=lanes)])
 
     @property

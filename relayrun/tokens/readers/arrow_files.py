@@ -29,7 +29,6 @@ _ARROW_FILE = b"ARROW1"
 
 
 def unreadable_file_error(path: str, error: Exception, *, hint: str | None = None) -> InputError:
-    """Return the error for a file that Arrow or the store cannot read."""
     return InputError(f"cannot be read, it may be torn: {first_line(error)}", where=printable(path), hint=hint)
 
 

@@ -236,7 +236,6 @@ def read_rows(file: RowFile, column: str, faults: LineFaults | None = None) -> I
 
 
 def wide_schema(schema: pa.Schema) -> pa.Schema:
-    """Return the schema with 64-bit offsets."""
     return pa.schema([_wide_field(field) for field in schema])
 
 

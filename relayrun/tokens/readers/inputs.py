@@ -49,7 +49,6 @@ METADATA_FILE_NAMES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.
 
 
 def data_suffixes() -> tuple[str, ...]:
-    """Return the suffixes of all formats."""
     return tuple(suffix for each in FORMATS.values() for suffix in each.suffixes)
 
 

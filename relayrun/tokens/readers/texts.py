@@ -96,7 +96,6 @@ class PackedTexts:
         return highest
 
     def strings(self) -> list[str]:
-        """Return a Python string per text."""
         return [str(piece, "utf-8") for piece in self.views()]
 
     def views(self) -> Iterator[memoryview]:
@@ -206,7 +205,6 @@ def find_field(schema: pa.Schema, path: str, column: str) -> list[str]:
 def missing_column_error(
     where: str, column: str, columns: Sequence[str], hint: str | None = "name the column of the text with --column"
 ) -> InputError:
-    """Return the error for a file without the column."""
     return InputError(f"no column {column!r}; there are: {', '.join(columns)}", where=printable(where), hint=hint)
 
 

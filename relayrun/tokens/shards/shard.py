@@ -403,7 +403,6 @@ class ShardWriter:
             self.largest_id = max(self.largest_id, int(array.max()))
 
     def mark(self) -> object:
-        """Return a state for `rollback`."""
         return self.tokens, len(self._lengths), self._hash.copy(), self.largest_id
 
     def rollback(self, mark: object) -> None:

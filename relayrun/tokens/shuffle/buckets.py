@@ -177,7 +177,6 @@ class Buckets(Protocol):
 
 
 def text_bytes(buckets: Buckets) -> int:
-    """Return the bytes of the texts of all rows."""
     return sum(int(lengths[:, 1].sum()) for lengths in buckets.before)
 
 

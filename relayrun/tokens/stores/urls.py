@@ -282,7 +282,6 @@ def absolute_path(folder: str | os.PathLike[str]) -> str:
 
 
 def join_path(folder: str, name: str) -> str:
-    """Return the path of a file below a folder."""
     return f"{absolute_path(folder)}/{name}" if is_url(folder) else os.path.join(folder, name)
 
 
@@ -417,5 +416,4 @@ def printable(name: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the name of its type."""
     return (str(error).strip().splitlines() or [""])[0] or type(error).__name__

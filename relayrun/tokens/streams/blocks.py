@@ -64,7 +64,6 @@ class RowBlocks:
         self._name, self._seed = name, seed
 
     def prefetcher(self, group: int, position: BlockStart) -> Prefetcher[RowBlock]:
-        """Return the blocks of `read`, read ahead by `stream.nb_prefetch`."""
         return Prefetcher(self.read(group, position), self._stream.nb_prefetch, name=f"{self._name}-{group}")
 
     def read(self, group: int, position: BlockStart) -> Iterator[RowBlock]:
@@ -123,7 +122,6 @@ class RowBlocks:
         return RowBlock(position=position, rows=rows, origins=all_origins, order=order, files_left_out=files_left_out)
 
     def group_of(self, lane: int) -> int:
-        """Return the group of a lane."""
         return lane % self.groups
 
 

@@ -127,7 +127,6 @@ def find_text_files(source: DataSource, where: str) -> list[TextFileEntry]:
 
 
 def _matches(path: str, wanted: FileFormat) -> list[tuple[str, int]]:
-    """Return path and bytes of the files of a format at a path, sorted."""
     is_pattern = glob.has_magic(path) and not os.path.lexists(path) and not urls.is_url(path)
     places = sorted(glob.glob(escape_literal_front(path), recursive=True)) if is_pattern else [path]
     found = []

@@ -297,7 +297,6 @@ class FragmentReader:
         return call
 
     def _check(self, entry: TextFileEntry) -> None:
-        """Raise InputError for a missing or changed file."""
         path, what = entry.path, None
         try:
             size, changed = urls.stat_file(path)

@@ -36,7 +36,6 @@ from relayrun.tokens.stores.urls import MissingInput
 
 
 def arrow_expression(condition: Condition) -> pc.Expression:
-    """Return the Arrow expression of a condition."""
     match condition:
         case Compare(left, sign, right):
             return OPERATORS[sign](_arrow_operand(left), _arrow_operand(right))
@@ -122,7 +121,6 @@ FILTER_REASON = "stream.filters"
 
 
 def stream_filter(stream: StreamSection) -> Condition | None:
-    """Return the condition on rows of a stream."""
     return None if stream.filters is None else parse_row_condition(stream.filters)
 
 

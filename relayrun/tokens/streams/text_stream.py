@@ -49,7 +49,6 @@ class TextStream:
         self.encode = encode
 
     def first_cursors(self) -> list[Cursor]:
-        """Return the initial cursors of all lanes."""
         return [LaneCursor()] * self.lanes
 
     def record(self) -> dict[str, Any]:
@@ -65,7 +64,6 @@ class TextStream:
             raise ValueError(f"a cursor is no list of {length} numbers")
 
     def open_lanes(self, cursors: Mapping[int, Cursor]) -> OpenTextLanes:
-        """Open some lanes at the given cursors, by lane."""
         return OpenTextLanes(self, {lane: LaneCursor(*cursor) for lane, cursor in cursors.items()})
 
 

@@ -248,7 +248,6 @@ def _covered_seconds(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def count_finished_shards(output: Path) -> int:
-    """Return the number of finished shards in the folder of a dump."""
     return len(_read_record(output)[0])
 
 

@@ -115,7 +115,6 @@ class DumpsFolder:
             yield
 
     def write_sizes(self, sizes: dict[int, int]) -> None:
-        """Add the bytes of dumps to the noted sizes."""
         write_json(self._sizes, {str(index): size for index, size in sorted((self.sizes() | sizes).items())})
 
     def sizes(self) -> dict[int, int]:
@@ -277,7 +276,6 @@ def print_dumps(dumps: Sequence[Dump], *, seconds_per_gb: float) -> None:
 
 
 def merged_prefix(dataset: Path, dump: str) -> Path:
-    """Return the prefix of the merged shard of a dump."""
     return dataset.with_name(f"{dataset.name}-merge") / f"{dump}-merged"
 
 

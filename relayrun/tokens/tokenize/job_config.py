@@ -48,7 +48,6 @@ class TokenizationSettings(TokenizeOptions):
 
     @property
     def name(self) -> str:
-        """Name of the jobs."""
         return f"tokenization-{self.tokenizer_name}-{self.dataset_name}"
 
     @property
@@ -67,11 +66,9 @@ class TokenizationSettings(TokenizeOptions):
         return Path(self.metadata_folder, f"tokenize-{self.tokenizer_name}-{self.dataset_name}.csv")
 
     def dump_output(self, index: int) -> Path:
-        """Return the folder of the shards of dump `index`."""
         return self.dataset_output / f"dump-{index}"
 
     def dump_logs(self, index: int) -> Path:
-        """Return the folder of the logs of dump `index`."""
         return Path(self.logs, "datatrove", self.tokenizer_name, self.dataset_name, f"dump-{index}")
 
     def absolute(self, base: str | os.PathLike[str]) -> Self:

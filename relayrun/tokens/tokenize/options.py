@@ -69,12 +69,10 @@ class TokenizeOptions(Section):
 
     @property
     def skips_lines(self) -> bool:
-        """True if bad lines are skipped."""
         return self.on_error == "skip-line"
 
     @property
     def skips_files(self) -> bool:
-        """True if bad files are skipped."""
         return self.on_error != "fail"
 
     @classmethod

@@ -57,7 +57,6 @@ class TokenizeResult:
     seconds: float
 
     def summary(self) -> str:
-        """Return one paragraph for the terminal."""
         return (
             f"{self.documents:,} documents, {self.tokens:,} tokens from {self.files:,} files "
             f"({self.input_bytes / 1e9:.3f} GB) in {self.seconds:.1f} s\n"

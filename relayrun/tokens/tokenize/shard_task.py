@@ -265,7 +265,6 @@ def _tokenize_long(
 
 
 def _gather_arrays(arrays: Iterator[pa.Array], job: TokenizeContext) -> Iterator[pa.Array]:
-    """Concatenate small arrays up to a batch."""
     waiting: list[pa.Array] = []
     size = rows = 0
     for array in arrays:

@@ -96,7 +96,6 @@ class BackgroundSave:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the start."""
         return time.monotonic() - self._began
 
     def wait_for_copy(self) -> None:

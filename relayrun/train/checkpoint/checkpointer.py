@@ -135,7 +135,6 @@ class Checkpointer:
             return None
 
     def state(self, position: TrainingProgress) -> ShardedStateDict:
-        """Return the whole state of this rank now."""
         return {
             **self._sharded_state(),
             **self._common,

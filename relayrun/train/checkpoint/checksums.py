@@ -71,7 +71,6 @@ class FolderCheckpointFiles:
         return os.stat(self.where / name).st_size
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of every file, by name."""
         return file_sizes(self.where)
 
     def open(self, name: str) -> BinaryIO:
@@ -124,7 +123,6 @@ class FileChecksum:
 
 
 def checksum_of_bytes(data: bytes) -> FileChecksum:
-    """Return size and hash of these bytes."""
     return FileChecksum(bytes=len(data), xxh3_128=xxhash.xxh3_128_hexdigest(data))
 
 

@@ -39,7 +39,6 @@ def lay_out_buffers(sizes: Sequence[int], piece: int) -> tuple[list[tuple[int, i
 
 
 def power_of_two(size: int) -> int:
-    """Return the smallest power of two that is at least `size`."""
     return 1 << max(0, size - 1).bit_length()
 
 

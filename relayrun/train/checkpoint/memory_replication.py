@@ -71,7 +71,6 @@ class NeighbourReplica:
 
     @property
     def under_way(self) -> bool:
-        """True during a transfer."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:

@@ -78,7 +78,6 @@ class MemoryTier:
         self._interval, self._steps = MemoryCopySchedule(asked, at=iteration, known=known), StepSlowdown()
 
     def due(self, iteration: int) -> bool:
-        """True if the state of this iteration is to be copied."""
         return self._on and self._interval.due(iteration)
 
     def record_step(self, seconds: float, *, samples: int) -> None:

@@ -111,7 +111,6 @@ class CheckedReader(FileSystemReader):
 
     @property
     def checked(self) -> bool:
-        """True if the checkpoint has checksums."""
         return self._sums is not None
 
     def common(self) -> dict[str, Any]:
@@ -128,7 +127,6 @@ class CheckedReader(FileSystemReader):
         return torch.load(io.BytesIO(self._common), map_location="cpu", weights_only=True)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata, as torch's StorageReader requires."""
         return self.metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -204,7 +204,6 @@ class ModelMapping:
 
     @property
     def with_article(self) -> str:
-        """Name with its article."""
         return f"an {self.name}" if self.name[0] in "AEIOU" else f"a {self.name}"
 
     def used(self, model: ModelSection) -> Iterator[Weight]:
@@ -257,7 +256,6 @@ class ModelMapping:
                 yield _piece(weight, sizes, ())
 
     def constants_of(self, layers: int) -> dict[str, float]:
-        """Return `constants` of all layers by their whole names."""
         return {name.format(layer=layer): value for layer in range(layers) for name, value in self.constants.items()}
 
 

@@ -100,7 +100,6 @@ class CheckpointReader:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the weights, by key."""
         return {key: tuple(value.size) for key, value in self._tensors.items() if key.startswith(WEIGHT_PREFIXES)}
 
     def common(self) -> dict[str, Any]:

@@ -112,7 +112,6 @@ class MirrorDestination(Protocol):
 
 
 def copy_name(commit: CheckpointCommit) -> str:
-    """Return the name of a checkpoint's copy."""
     return Path(commit.path).name
 
 

@@ -59,7 +59,6 @@ class AuxiliaryLosses:
         self._ranks = ranks
 
     def __bool__(self) -> bool:
-        """True if the model has such losses."""
         return bool(self._names)
 
     def take(self, micro_batches: int) -> dict[str, float]:

@@ -91,7 +91,6 @@ class UserLoss:
 
     @property
     def wants_logits(self) -> bool:
-        """True if the function takes logits instead of losses."""
         return "logits" in self._names
 
     def __call__(self, output: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

@@ -97,7 +97,6 @@ def count_experts(model: ModelSection) -> ParameterCount:
 
 
 def expert_width(model: ModelSection) -> int:
-    """Return the width of an expert."""
     return model.transformer.moe_ffn_hidden_size or model.ffn_hidden_size
 
 
@@ -142,7 +141,6 @@ def _seen(model: ModelSection, layer: int, seq_length: int) -> float:
 
 
 def pad_to_multiple(size: int, multiple: int) -> int:
-    """Return `size` rounded up to a multiple."""
     return -(-size // multiple) * multiple
 
 

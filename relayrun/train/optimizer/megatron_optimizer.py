@@ -90,7 +90,6 @@ class ScheduledOptimizer:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next step."""
         return float(self.schedule.get_lr({}))  # groups may have other rates
 
     def zero_grad(self) -> None:

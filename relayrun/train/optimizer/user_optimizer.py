@@ -258,7 +258,6 @@ def _part(name: str, entry: Any, whole: ShardedBase) -> ShardedObject:
 
 
 def parameter_sharded_tensors(whole: ShardedBase) -> list[ShardedTensor]:
-    """Return the tensors that a parameter is saved as."""
     return list(nested_values([whole.build()])) if isinstance(whole, ShardedTensorFactory) else [whole]
 
 

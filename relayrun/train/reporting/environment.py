@@ -63,7 +63,6 @@ def describe_environment(
 
 
 def shown_variables(environment: Mapping[str, str]) -> list[str]:
-    """Return `NAME=value` of the allowed variables, by name."""
     return [
         f"{name}={value}"
         for name, value in sorted(environment.items())

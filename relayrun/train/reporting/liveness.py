@@ -308,7 +308,6 @@ def memory_iteration() -> int | None:
 
 
 def node_name(environment: Mapping[str, str]) -> str:
-    """Return Slurm's name of this node, or the host name without Slurm."""
     return environment.get("SLURMD_NODENAME") or socket.gethostname()
 
 

@@ -56,7 +56,6 @@ class IntervalMetrics:
         self._read = self._host.numpy()  # shares the memory; reads need no call of torch
 
     def due(self, iteration: int) -> bool:
-        """True if this iteration is measured."""
         return iteration % self._settings.log_interval == 0
 
     def measure_gradients(self, iteration: int) -> None:

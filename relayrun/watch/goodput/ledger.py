@@ -74,7 +74,6 @@ LOST_PARTS: frozenset[str] = frozenset(part.name for part in PARTS if part.group
 
 
 def to_microseconds(seconds: float) -> int:
-    """Convert seconds to whole microseconds."""
     return round(seconds * MICROSECONDS_PER_SECOND)
 
 

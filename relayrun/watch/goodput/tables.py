@@ -142,7 +142,6 @@ def format_node_time(amount: int) -> str:
 
 
 def format_duration(amount: int) -> str:
-    """Format microseconds as a duration."""
     return format_exact_seconds(amount / MICROSECONDS_PER_SECOND)
 
 

@@ -261,7 +261,6 @@ def configuration_section(page: RunReportData) -> Markup:
 
 
 def section(title: str, *children: str | None) -> Markup:
-    """Return a section of the page under its heading."""
     return tag("section", tag("h2", title), *children)
 
 

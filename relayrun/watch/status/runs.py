@@ -46,7 +46,6 @@ class RunsWatcher:
         return self._read_each(runs, run_status.read_run_status, now=now, brief=False)
 
     def summaries(self, runs: Sequence[Run], *, now: float) -> list[RunSummary | DamagedRun]:
-        """Return the summary of every run, in the same order."""
         return self._read_each(runs, summarize_run, now=now, brief=True)
 
     def _read_each(

@@ -80,7 +80,6 @@ def wait_for(device: torch.device) -> None:
 
 
 def cuda_event() -> Any:
-    """Return a CUDA event with timing."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 

@@ -109,7 +109,6 @@ class _Reference:
 
     @property
     def ready(self) -> bool:
-        """True once loaded."""
         return self._tokenizer is not None
 
     def of(self, definition: str) -> Tokenizer:

@@ -136,7 +136,6 @@ class DocumentTokenizer:
         return tokenizer
 
     def framing(self, *, keep_empty: bool) -> DocumentFraming:
-        """Return the framing of documents."""
         return DocumentFraming(bos_id=self.bos_id, eod_id=self.eos_id, dtype=self.dtype.__name__, keep_empty=keep_empty)
 
 
