@@ -9,7 +9,7 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -163,7 +163,8 @@ def create_mixture(
         refuse_urls(output)
         refuse_unwritable(Path(os.path.realpath(output)).parent)
     datasets = _read_datasets(folders, shares, seed, report)
-    read = InputFiles(path for dataset in datasets for path in _files_of(dataset))
+    pairs = [pair for dataset in datasets for pair in zip(dataset.shards, dataset.bin_paths, strict=True)]
+    read = InputFiles(path for shard, real in pairs for path in (real, shard.prefix + ".idx"))
     refuse_two_tokenizers(datasets, allow=allow_other_tokenizer)
     if whole_shards:
         taken = shard_selection.select_whole_shards(
@@ -194,11 +195,6 @@ def create_mixture(
         read.check()
     report(f"made: {output}")
     return summary
-
-
-def _files_of(dataset: MixtureDataset) -> Iterator[str]:
-    for shard, real in zip(dataset.shards, dataset.bin_paths, strict=True):
-        yield from (real, shard.prefix + ".idx")
 
 
 def distinct_names(names: Sequence[str], fallbacks: Sequence[str], *, reserved: Sequence[str] = ()) -> list[str]:

@@ -93,7 +93,8 @@ def download_dataset(
             except RelayrunError as error:
                 failed.append(error)
                 continue
-            _write_sums(output / CHECKSUMS_FILE, sums)
+            lines = (f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
+            write_atomic(output / CHECKSUMS_FILE, "".join(lines))
             report(f"{number} of {len(missing)}: {file.path}, {file.size:,} bytes, checksum right")
     if failed:
         raise failed[0]
@@ -178,7 +179,3 @@ def _read_sums(path: Path) -> dict[str, str]:
         return {}
     lines = (line.split("  ", 1) for line in path.read_text(encoding="utf-8").splitlines())
     return {name: digest for digest, name in lines}
-
-
-def _write_sums(path: Path, sums: dict[str, str]) -> None:
-    write_atomic(path, "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))

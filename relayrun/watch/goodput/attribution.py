@@ -150,7 +150,8 @@ class _Steps:
         self._ledger = ledger
         self._facts = facts
         self._grain = grain
-        self._limits = _iteration_limits(facts)
+        self._limits = list(accumulate(reversed(facts.rollbacks), min, initial=facts.limit))
+        """The last iteration that counts: after the last rollback, before it, ..., before the first."""
         self._limit = self._limits.pop()
         self._first = True
         """True until the first step."""
@@ -301,11 +302,6 @@ def _as_microseconds(seconds: Column, *, most: float = LONGEST_STEP_SECONDS) -> 
     return np.asarray(
         np.where((seconds > 0) & (seconds < most), seconds, 0.0) * MICROSECONDS_PER_SECOND, dtype=np.int64
     )
-
-
-def _iteration_limits(facts: AttemptFacts) -> list[float]:
-    """The last iteration that counts: after the last rollback, before it, ..., before the first."""
-    return list(accumulate(reversed(facts.rollbacks), min, initial=facts.limit))
 
 
 def _attribute_end(ledger: Ledger, allocation: NodeAllocation, facts: AttemptFacts, *, under_way: str) -> None:

@@ -298,7 +298,9 @@ def explain_broken_chain(
     if queue.abandoned:
         return f"job {', '.join(queue.abandoned)} waits, and nobody runs the queue: the terminal that did has gone"
     newest = begin if begin is not None and begin.attempt > plan.submitted_after_attempt else None
-    if newest is None or (job is not None and job.id != newest.job_id and not _ended_before(job, newest)):
+    if newest is None or (
+        job is not None and job.id != newest.job_id and (job.end_time is None or job.end_time >= newest.start_time)
+    ):
         if job is None:
             return "nothing is queued, and no job has begun since the last submit; the scheduler remembers none"
         logs = [folder / f"{plan.job_name}-{job.id}.err" for folder in (Path(plan.log_folder), run.path)]
@@ -310,10 +312,6 @@ def explain_broken_chain(
     how = ", ".join(filter(None, [ended, where]))
     log_words = f"; its log: {newest.log}" if newest.log is not None else ""
     return f"attempt {newest.attempt}, job {newest.job_id}, {how}; nothing is queued behind it{log_words}"
-
-
-def _ended_before(job: JobEnd, begin: AttemptStart) -> bool:
-    return job.end_time is not None and job.end_time < begin.start_time
 
 
 def describe_job_end(job: JobEnd) -> str:

@@ -195,7 +195,10 @@ def _prepare(found: _FoundTokenizer, options: TokenizeOptions, key: str | None =
     if eos_token is not None and eos_id is None:
         hint = "name one of its tokens with --eos-token"
         raise InputError(f"the tokenizer has no token {eos_token!r} to end documents with", where=where, hint=hint)
-    bos_id = _find_bos(tokenizer, found.bos, where) if options.bos else None
+    bos_id = tokenizer.token_to_id(found.bos) if options.bos and found.bos is not None else None
+    if options.bos and bos_id is None:
+        hint = "leave --bos out, or put a bos_token into its tokenizer_config.json"
+        raise InputError("the tokenizer names no token to begin documents with", where=where, hint=hint)
     random = _switch_off_dropout(tokenizer, where)
     if options.special_text:
         tokenizer = _without_special_tokens(tokenizer)
@@ -227,14 +230,6 @@ def _switch_off_dropout(tokenizer: Tokenizer, where: str) -> bool:
         log.warning("%s: its dropout %g is switched off: %s", where, dropout, why)
         tokenizer.model.dropout = None
     return bool(dropout)
-
-
-def _find_bos(tokenizer: Tokenizer, named: str | None, where: str) -> int:
-    bos_id: int | None = None if named is None else tokenizer.token_to_id(named)
-    if bos_id is None:
-        hint = "leave --bos out, or put a bos_token into its tokenizer_config.json"
-        raise InputError("the tokenizer names no token to begin documents with", where=where, hint=hint)
-    return bos_id
 
 
 def _without_special_tokens(tokenizer: Tokenizer) -> Tokenizer:
