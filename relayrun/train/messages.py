@@ -254,8 +254,7 @@ class RankObjectCollectives:
         """Return the value of rank 0 on every rank."""
         if self.rank:
             return _unpacked(self._receive([0])[0])
-        packed = _packed(value)
-        self._send(range(1, self.size), [packed] * (self.size - 1))
+        self._send(range(1, self.size), [_packed(value)] * (self.size - 1))
         return value
 
     def all_gather(self, value: Any) -> list[Any]:

@@ -113,8 +113,7 @@ def ring_neighbour_pairs(nodes: int) -> Iterator[list[tuple[int, int]]]:
         yield [(0, 1)]
         return
     ring = [(node, (node + 1) % nodes) for node in range(nodes)]
-    even = ring[0 : nodes - nodes % 2 : 2]
-    yield even
+    yield ring[0 : nodes - nodes % 2 : 2]
     yield ring[1 : nodes - nodes % 2 : 2]
     if nodes % 2:
         yield ring[-1:]

@@ -229,8 +229,7 @@ class CronCheck:
             same = known.get("job") == job.id
             self._running[name] = {"job": job.id, "since": known["since"] if same else self._now}
         policy, since = notices.read_notice_policy(run), self._running_since(name)
-        live = status.state in ("running", "queued")
-        if live and quota.is_measurement_due(run, now=self._now):
+        if status.state in ("running", "queued") and quota.is_measurement_due(run, now=self._now):
             with contextlib.suppress(OSError):  # a full disk is a symptom of its own
                 quota.measure_quotas(run, plan, now=self._now)
         found = find_symptoms(run, plan, status, now=self._now, running_since=since, policy=policy)

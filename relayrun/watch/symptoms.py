@@ -182,8 +182,7 @@ def _waiting(status: RunStatus) -> Iterator[Symptom]:
         if slurm_states.is_blocked(job.state, reason):
             words = f"job {job.id} waits, and never starts unless a person changes something: {reason or job.state}"
             mend = slurm_states.mending_command(job.id, job.state, reason, run=status.path)
-            held = slurm_states.is_held_after_launch(job.state, reason)
-            release = job.id if held else ""
+            release = job.id if slurm_states.is_held_after_launch(job.state, reason) else ""
             yield Symptom(event="stopped", cause=f"held-{job.id}", reason=words, go_on=mend, release=release)
         elif job.waits and kind == "budget":
             words = f"job {job.id} waits until its account has time to spend again: {reason}"
@@ -235,8 +234,7 @@ def write_error(folder: Path) -> OSError | None:
 def _room(run: Run, status: RunStatus, checkpoints: int) -> Iterator[Symptom]:
     reason = low_disk_text(run, checkpoints=checkpoints)
     if reason is not None:
-        attempt = status.attempt or 0
-        yield Symptom(event="disk", cause="room", reason=reason, notice=f"disk-{attempt:04}")
+        yield Symptom(event="disk", cause="room", reason=reason, notice=f"disk-{status.attempt or 0:04}")
 
 
 def _not_started(run: Run, plan: Plan, status: RunStatus, now: float, running_since: float) -> Iterator[Symptom]:

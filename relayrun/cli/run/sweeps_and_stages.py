@@ -118,8 +118,7 @@ def run_here(folder: Path, whole: Campaign) -> int:
 def _evaluates(member: CampaignMember) -> bool:
     """True if the chain has ended and an evaluation waits without a terminal: a stage may wait for it."""
     try:
-        ended = stop_reason(member.run) is not None
-        return ended and local_scheduler(member.run).has_waiting_auxiliary
+        return stop_reason(member.run) is not None and local_scheduler(member.run).has_waiting_auxiliary
     except (RelayrunError, OSError, ValueError):
         return False
 

@@ -60,8 +60,7 @@ def run_send(options: argparse.Namespace) -> int:
     policy, plan = _policy(options.name), Plan.load_trusted(run)
     for words in write_due_notices(run, plan, policy, now=time.time(), at_work=False):
         print(f"not written: {words}")
-    failed = send_notices.send_due_notices(run, job=False, environment=os.environ)
-    for words in failed:
+    for words in send_notices.send_due_notices(run, job=False, environment=os.environ):
         print(f"NOT SENT: {words}")
     late, _ = unsent_notices.count_unsent(run, now=time.time())
     print(f"{late} notices are not sent" if late else "nothing is left to send")

@@ -96,8 +96,7 @@ class _CampaignReader:
         given = self._whole.values.get("run_dir")
         self._folder = Path(resolve.run_directory(given if isinstance(given, str) else None, project, own, self._root))
         at_once, runs = (None, self._stages(section)) if self._kind == "stages" else self._sweep(section)
-        clusters = {run.config.cluster.scheduler for run in runs}
-        if len(clusters) > 1:
+        if len({run.config.cluster.scheduler for run in runs}) > 1:
             self._refuse((self._kind,), "these runs are of clusters with different schedulers", "let all have one")
         return CampaignDescription(
             kind=self._kind, name=f"{project}/{own}", folder=self._folder, at_once=at_once, runs=runs

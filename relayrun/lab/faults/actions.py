@@ -124,8 +124,7 @@ def controller_down_at_submission(target: ClusterUnderTest) -> None:
 def controller_down_at_exit(target: ClusterUnderTest) -> None:
     """Ask the job to save and exit after iteration 15, and stop the controller for 60 s meanwhile."""
     target.wait_iteration(15)
-    job = target.job_id()
-    target.order("scancel", "--signal=USR2", "--batch", job)
+    target.order("scancel", "--signal=USR2", "--batch", target.job_id())
     target.stop_controller(60)
 
 
@@ -221,8 +220,7 @@ def kill_batch_script_at_begin(target: ClusterUnderTest) -> None:
 def cancel_successor(target: ClusterUnderTest) -> None:
     """Cancel the waiting job, then ask the running job to exit."""
     target.wait(target.run.attempt(1).successor.exists)
-    waiting = target.waiting_job()
-    target.order("scancel", waiting)
+    target.order("scancel", target.waiting_job())
     signal_save_and_exit(target)
 
 

@@ -224,8 +224,7 @@ def chain_has_ended(target: ClusterUnderTest) -> bool:
     """True if the chain has no pending or running job, fallback jobs included."""
     if target.jobs():
         return False
-    plan = Plan.load(target.run)
-    return not target.slurm.fallback_jobs.live(plan.fallback_job_name) and not target.jobs()
+    return not target.slurm.fallback_jobs.live(Plan.load(target.run).fallback_job_name) and not target.jobs()
 
 
 def may_still_run(target: ClusterUnderTest) -> bool:

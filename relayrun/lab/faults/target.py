@@ -140,8 +140,7 @@ class ClusterUnderTest:
 
     def kill_node(self) -> None:
         """Stop the daemon of the node that rank 1 runs on."""
-        job = self._job(self.job_id())
-        self._lose(self.slurm.nodes.expand(job.nodes)[1])
+        self._lose(self.slurm.nodes.expand(self._job(self.job_id()).nodes)[1])
 
     def lose_node(self) -> None:
         """Kill the daemon of the batch script's node, the batch script, and all its processes."""

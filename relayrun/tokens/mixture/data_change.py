@@ -68,8 +68,7 @@ def apply_data_change(
         tokenizer=found.tokenizer,
         tokenizer_ids=found.tokenizer_ids or frozen.tokenizer_ids,
     )
-    mixture = [source.identity(name) for name, source in sources.items()]
-    manifest.check_apart(mixture, split=config.data.split)
+    manifest.check_apart([source.identity(name) for name, source in sources.items()], split=config.data.split)
     if any(source.edition > 1 for source in sources.values()):
         data = config.data.model_copy(update={"datasets": [], "mixture": sources})
         config = config.model_copy(update={"data": data})

@@ -253,8 +253,7 @@ class RemoteShardFile:
         parts = []
         while at < end:
             number, first = divmod(at, BLOCK_BYTES)
-            block = self._block(number)
-            parts.append(block[first : first + end - at])
+            parts.append(self._block(number)[first : first + end - at])
             at += len(parts[-1])
         return b"".join(parts)
 

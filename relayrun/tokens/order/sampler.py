@@ -121,8 +121,7 @@ class ReplicaSampleReader:
         }
         for name in openers:
             for k in range(positions[name].at, consumed):
-                mine = schedule.number_in_phase(k) % replicas == replica
-                if mine and schedule.locate(k)[0] == name:
+                if schedule.number_in_phase(k) % replicas == replica and schedule.locate(k)[0] == name:
                     self._take(name, k)
 
     def numbers(self, first: int, end: int) -> range:

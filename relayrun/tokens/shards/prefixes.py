@@ -193,8 +193,7 @@ def _mixture_links(mixture: str) -> frozenset[str]:
 
 def is_repeated_pass(prefix: str, other: str) -> bool:
     """True if two prefixes are one shard in two passes of a mixture that repeats its data set."""
-    folder = os.path.commonpath([prefix, other])
-    mixture = os.path.dirname(folder)
+    mixture = os.path.dirname(os.path.commonpath([prefix, other]))
     names = [os.path.relpath(path, mixture) for path in (prefix, other)]
     passes = {re.fullmatch(r"epoch-\d+", os.path.basename(os.path.dirname(name))) is not None for name in names}
     return True in passes and _mixture_links(mixture).issuperset(names)

@@ -312,8 +312,7 @@ class ShuffleWriter:
 
     def _write(self, number: int, start: int, stop: int, rows: list[int] | None) -> Iterator[None]:
         form, lengths = self._form, LengthProfile()
-        path = self._folder / output_file_name(number)
-        with atomic_file(path) as temporary:
+        with atomic_file(self._folder / output_file_name(number)) as temporary:
             with (
                 pa.OSFile(str(temporary), "wb") as sink,
                 pq.ParquetWriter(sink, form.schema, compression=form.compression) as writer,

@@ -184,8 +184,7 @@ def _in_partitions(paths: list[str], text: str, where: str) -> Iterator[str]:
         words = f"no path has a part {missing[0]}=...; there are: {', '.join(known) or 'none'}"
         hint = "filter columns of the files with stream.filters"
         raise ConfigError(f"stream.partition_filters: {words}", where=where, hint=hint)
-    columns = {name: _typed([part.get(name) for part in parts]) for name in names}
-    table = pa.table({**columns, "path": paths})
+    table = pa.table({**{name: _typed([part.get(name) for part in parts]) for name in names}, "path": paths})
     chosen: list[str] = _filtered(table, condition, "stream.partition_filters", where)["path"].to_pylist()
     if not chosen:
         raise ConfigError(f"stream.partition_filters leaves none of {len(paths):,} files", where=where)

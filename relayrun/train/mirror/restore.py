@@ -97,8 +97,7 @@ def _uncounted(
     place: MirrorDestination, copied: Sequence[CheckpointCopy], counting: Sequence[CheckpointCopy]
 ) -> list[str]:
     """Return a line about a copy that is newer than every copy in the run's records, or an empty list."""
-    newest = counting[0].iteration if counting else 0
-    if not copied or copied[0].iteration <= newest:
+    if not copied or copied[0].iteration <= (counting[0].iteration if counting else 0):
         return []
     number = copied[0].iteration
     return [

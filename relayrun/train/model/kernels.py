@@ -175,8 +175,7 @@ def reduce_output_layer_last(chunk: DistributedDataParallel) -> Callable[..., No
     deferred gradients later: from the second iteration on they would be added to a buffer that is being reduced (its
     issue 1012). So the bucket of the output layer is held back.
     """
-    weight = get_attr_wrapped_model(chunk, "output_layer").weight
-    held = chunk.param_to_bucket_group[weight]
+    held = chunk.param_to_bucket_group[get_attr_wrapped_model(chunk, "output_layer").weight]
     held.register_grad_ready = lambda *_, **__: None
 
     def finalize(*arguments: Any, **named: Any) -> None:

@@ -191,8 +191,7 @@ def _by_parameter(found: Mapping[str, Any]) -> dict[str, dict[str, tuple[str, An
     for key, described in found.items():
         if key.startswith(STATE_PREFIX):
             name, _, rest = key.removeprefix(STATE_PREFIX).partition(".")
-            parameter = rest.partition("/shard_")[0]
-            result[parameter][name] = key, described
+            result[rest.partition("/shard_")[0]][name] = key, described
     return result
 
 

@@ -66,8 +66,7 @@ class IntervalMetrics:
     def measure_weights(self, iteration: int) -> None:
         """Measure the updated weights, and start to copy all values to the host, without a wait."""
         if (self._weights or self._settings.log_num_zeros_in_grad) and self.due(iteration):
-            found = torch.cat([self._squares().double(), self._zeros])
-            self._host.copy_(found, non_blocking=True)
+            self._host.copy_(torch.cat([self._squares().double(), self._zeros]), non_blocking=True)
 
     def take(self, iteration: int) -> dict[str, Any]:
         """Return the values of this iteration as fields of `Step`, after a wait for the device."""

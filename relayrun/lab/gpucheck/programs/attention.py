@@ -58,8 +58,7 @@ class AttentionTensors:
 
     def documents(self) -> PackedDocuments:
         """Return the documents in training's format."""
-        rows = self.lengths.view(self.batch, -1).tolist()
-        return PackedDocuments(lengths=rows, device=self.device)
+        return PackedDocuments(lengths=self.lengths.view(self.batch, -1).tolist(), device=self.device)
 
     def mask(self) -> torch.Tensor:
         """Return [batch, 1, sequence, sequence], True where a token (row) sees another: in its document, before it."""

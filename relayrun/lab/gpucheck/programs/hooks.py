@@ -157,8 +157,7 @@ class StepPartsHook(Hook):
         for chunk in context.model.chunks:
             chunk.register_forward_pre_hook(lambda *_: self._mark("forward"))
             chunk.register_forward_hook(lambda *_: self._mark("backward"))
-        configs = {id(chunk.config): chunk.config for chunk in context.model.chunks}
-        for config in configs.values():
+        for config in {id(chunk.config): chunk.config for chunk in context.model.chunks}.values():
             if config.finalize_model_grads_func is not None:
                 config.finalize_model_grads_func = self._before(config.finalize_model_grads_func)
 
