@@ -18,7 +18,8 @@ from pathlib import Path
 
 from relayrun.errors import ConfigError, combined_error, did_you_mean
 from relayrun.submit.megatron_lm import flags
-from relayrun.submit.megatron_lm.bash_run import MAX_SCRIPT_BYTES, PROGRAM, Script, Started, read_script
+from relayrun.submit.megatron_lm.bash_builtins import MAX_SCRIPT_BYTES, Started, read_script
+from relayrun.submit.megatron_lm.bash_run import PROGRAM, Script
 from relayrun.submit.megatron_lm.bash_syntax import UnreadableBash, line_number
 from relayrun.submit.megatron_lm.bash_values import MARK, Source, UnknownValue
 from relayrun.submit.megatron_lm.flags import Flag
