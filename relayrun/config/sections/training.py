@@ -306,15 +306,14 @@ class TrainingSection(Section):
         """Derive `steps` from a length in samples or tokens."""
         if not isinstance(value, Mapping) or not (value.get("samples") or value.get("tokens")):
             return build(value)
-        given = value.get("steps")
-        found = build({**value, "steps": given or 1, **({} if given else {"stop_after": None})})
+        given, unit = value.get("steps"), "tokens" if value.get("tokens") else "samples"
+        found = build({**value, "steps": 1, "stop_after": None})
         if found.samples is not None and found.tokens is not None:
             raise ValueError("samples and tokens say the same; set one of them")
         steps = IterationRange(0, 0, found.batch_sizes).steps_within(found.length_in_samples or 0)
         if not steps:
             raise ValueError(f"{found.length_in_samples} samples are no whole global batch; train longer")
         if given not in (None, steps):
-            unit = "samples" if found.tokens is None else "tokens"
             raise ValueError(f"steps {given} and {unit} say the same, and {unit} are {steps} steps; set one to null")
         return build({**value, "steps": steps})
 

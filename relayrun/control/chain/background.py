@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from typing import IO
 
@@ -24,8 +25,6 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import user_python_path
 
-STANDARD_ERROR = 2
-"""The descriptor of the job's log."""
 TERMINATE_SECONDS = 1.0
 """Seconds from SIGTERM to SIGKILL: the process logs what it did, and may be killed at any point."""
 COPY_AGAIN_SECONDS = 900.0
@@ -39,8 +38,8 @@ NOTICES_LOOK_SECONDS = 60.0
 NICE = ("nice", "-n", "19")
 
 
-class _CheckpointPasses:
-    """Starts passes over the checkpoints of a run, one at a time: after each save, and from time to time."""
+class CheckpointCopier:
+    """Starts the copy passes of a run whose config asks for a mirror, one at a time, after each save."""
 
     def __init__(self, run: Run, plan: Plan) -> None:
         self._run = run
@@ -65,13 +64,6 @@ class _CheckpointPasses:
             end_process_group(self._process)
 
     def _start(self) -> subprocess.Popen[bytes] | None:
-        raise NotImplementedError
-
-
-class CheckpointCopier(_CheckpointPasses):
-    """Starts the copy passes of a run whose config asks for a mirror."""
-
-    def _start(self) -> subprocess.Popen[bytes] | None:
         policy = MirrorPolicy.read_trusted(self._run.path, mirror.MIRROR_POLICY_NAME)
         if policy is None:
             return None
@@ -79,7 +71,7 @@ class CheckpointCopier(_CheckpointPasses):
             return _start_process([*NICE, *policy.program, str(self._run.path)], self._plan, log)
 
 
-class CheckpointHasher(_CheckpointPasses):
+class CheckpointHasher(CheckpointCopier):
     """Starts the hash passes of a run whose program writes no hashes: Megatron-LM; see `trainers.checkpoint_hashes`."""
 
     def _start(self) -> subprocess.Popen[bytes] | None:
@@ -88,7 +80,7 @@ class CheckpointHasher(_CheckpointPasses):
             return None
         where = ["hash", f"--run-dir={self._run.path}", f"--attempt={newest.number}"]
         program = self._plan.host_command("relayrun.control.chain")
-        return _start_process([*NICE, *program, *where], self._plan, STANDARD_ERROR)
+        return _start_process([*NICE, *program, *where], self._plan, sys.stderr.fileno())
 
 
 class NoticeSender:

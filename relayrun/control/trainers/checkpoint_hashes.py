@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 
 from relayrun.control.job_log import log_line
@@ -47,43 +47,41 @@ class CheckpointHashes(Record):
 
     iteration: int
     saved: float
-    files: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str | None] = field(default_factory=dict)
 
 
 def hash_new_checkpoints(run: Run, attempt: Attempt) -> None:
     """Hash the checkpoints of a run that have no hashes yet, oldest first; record those that are no good as failed
     saves. Raises OSError and RunDirError."""
-    own = [each.commit for each in Lineage(run).backwards() if each.published and _is_own(run, each.commit)]
-    new = list(_without_hashes(run, own))
-    for commit in reversed(new):
+    commits = (each.commit for each in Lineage(run).backwards() if each.published)
+    own = [each for each in commits if is_checkpoint_of(run, ResumePoint.of(each))]
+    for commit in reversed([*takewhile(lambda each: recorded_hashes(run, each) is None, own)]):
         if checkpoint_fault(commit) is not None:
             continue
         before = next((each for each in own if each.iteration < commit.iteration and os.path.isdir(each.path)), None)
         try:
-            hashes, why = _hash_twice(commit), None
+            found, again = (_hash_files(commit.path, list(commit.files)) for _ in range(2))
             same = before is not None and has_same_tensors(Path(before.path), Path(commit.path))
         except FileNotFoundError:  # its run has removed it
             continue
-        if hashes is None:
-            why = "two reads of its files gave different bytes"
-        elif before is not None and same:
-            why = f"every tensor is that of iteration {before.iteration}: the program saves a state that it has left"
-        if why is None and hashes is not None:
-            hashes.append(attempt.hashes)
+        if found == again and not same:
+            CheckpointHashes(iteration=commit.iteration, saved=commit.time, files=found).append(attempt.hashes)
             continue
+        why = "two reads of its files gave different bytes"
+        if found == again and before is not None:
+            why = f"every tensor is that of iteration {before.iteration}: the program saves a state that it has left"
         log_line(f"the checkpoint of iteration {commit.iteration} does not count: {why}")
-        line = {"iteration": commit.iteration, "error": why, "time": time.time(), "identical": bool(hashes)}
+        line = {"iteration": commit.iteration, "error": why, "time": time.time(), "identical": found == again}
         append_line(attempt.failed_saves, line)
-        quarantine_checkpoint(run, ResumePoint.of(commit), attempt=attempt.number, why=str(why))
+        quarantine_checkpoint(run, ResumePoint.of(commit), attempt=attempt.number, why=why)
 
 
 def useless_saves(attempt: Attempt) -> str | None:
     """Return the reason to end an attempt whose two newest saves failed since they repeat an earlier state."""
-    newest = list(islice(read_json_lines_backwards(attempt.failed_saves), 2))
-    if len(newest) < 2 or not all(line.get("identical") for _, line in newest):
+    newest = [line for _, line in islice(read_json_lines_backwards(attempt.failed_saves), 2)]
+    if len(newest) < 2 or not all(line.get("identical") for line in newest):
         return None
-    line = newest[0][1]
-    return f"the save of iteration {line['iteration']} is useless, as was the one before: {line['error']}"
+    return f"the save of iteration {newest[0]['iteration']} is useless, as was the one before: {newest[0]['error']}"
 
 
 def intact_base(run: Run, line: Lineage, base: ResumePoint, *, attempt: int) -> ResumePoint:
@@ -91,7 +89,9 @@ def intact_base(run: Run, line: Lineage, base: ResumePoint, *, attempt: int) -> 
     moved into quarantine. Raises RunDirError if no intact one is found."""
     until = time.monotonic() + BASE_SECONDS
     for _ in range(MOST_FALL_BACKS + 1):
-        why = None if base.path is None or not is_checkpoint_of(run, base) else _damage(run, line, base, until=until)
+        commit = next((each.commit for each in line.backwards() if each.commit.path == base.path), None)
+        hashes = None if commit is None or not is_checkpoint_of(run, base) else recorded_hashes(run, commit)
+        why = next(iter(faults(str(base.path), hashes, until=until)), None) if hashes is not None else None
         if why is None:
             return base
         target = quarantine_checkpoint(run, base, attempt=attempt, why=why)
@@ -108,16 +108,6 @@ def intact_base(run: Run, line: Lineage, base: ResumePoint, *, attempt: int) -> 
     )
 
 
-def _damage(run: Run, line: Lineage, base: ResumePoint, *, until: float = float("inf")) -> str | None:
-    """Return the difference between a checkpoint and its recorded hashes; None without one. What is not read `until`
-    (monotonic) is taken as it is."""
-    commit = next((each.commit for each in line.backwards() if each.commit.path == base.path), None)
-    hashes = None if commit is None else recorded_hashes(run, commit)
-    if commit is None or hashes is None:
-        return None
-    return next(iter(faults(commit.path, hashes, until=until)), None)
-
-
 def faults(folder: str, hashes: CheckpointHashes, *, until: float = float("inf")) -> list[str]:
     """Return the files of a checkpoint that are missing or differ from their hashes, in words. Raises OSError."""
     try:
@@ -126,11 +116,8 @@ def faults(folder: str, hashes: CheckpointHashes, *, until: float = float("inf")
         return [f"{error.filename} is missing"]
     if unread := [name for name, each in found.items() if each is None]:
         log_line(f"{folder}: {len(unread)} of {len(found)} files are not compared with their hashes: no time")
-    return [
-        f"{name} is not the one that was saved"
-        for name, each in found.items()
-        if each not in (None, hashes.files[name])
-    ]
+    wrong = (name for name, each in found.items() if each not in (None, hashes.files[name]))
+    return [f"{name} is not the one that was saved" for name in wrong]
 
 
 def recorded_hashes(run: Run, commit: CheckpointCommit) -> CheckpointHashes | None:
@@ -161,28 +148,6 @@ def _block(folder: Path, file: str, offset: int, length: int) -> bytes:
     with open(folder / file, "rb") as opened:
         opened.seek(offset)
         return opened.read(length)
-
-
-def _is_own(run: Run, commit: CheckpointCommit) -> bool:
-    return is_checkpoint_of(run, ResumePoint.of(commit))
-
-
-def _without_hashes(run: Run, commits: Sequence[CheckpointCommit]) -> Iterator[CheckpointCommit]:
-    """Yield the commits that are newer than the newest one with hashes."""
-    for commit in commits:
-        if recorded_hashes(run, commit) is not None:
-            return
-        yield commit
-
-
-def _hash_twice(commit: CheckpointCommit) -> CheckpointHashes | None:
-    """Return the hashes of a checkpoint; None if a second read gives others. Raises OSError."""
-    names = list(commit.files)
-    found, again = _hash_files(commit.path, names), _hash_files(commit.path, names)
-    if found != again:
-        return None
-    files = {name: value for name, value in found.items() if value is not None}
-    return CheckpointHashes(iteration=commit.iteration, saved=commit.time, files=files)
 
 
 def _hash_files(folder: str, names: Sequence[str], *, until: float = float("inf")) -> dict[str, str | None]:

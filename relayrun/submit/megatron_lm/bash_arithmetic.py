@@ -78,10 +78,9 @@ class BashArithmetic(BashValues):
         if choice is not None:
             text = f"({choice[2]}) if ({choice[1]}) else ({choice[3]})"
         try:
-            found = self._number(ast.parse(text.strip(), mode="eval").body, at, 0)
+            return self._number(ast.parse(text.strip(), mode="eval").body, at, 0)
         except (SyntaxError, ValueError, KeyError, ArithmeticError, RecursionError, MemoryError):
             raise UnreadableBash(at, f"the arithmetic {text.strip()!r} is not read") from None
-        return found
 
     def _number(self, node: ast.expr, at: int, depth: int) -> int | str:
         def inner(each: ast.expr) -> int | str:
@@ -91,13 +90,9 @@ class BashArithmetic(BashValues):
             return node.value
         if isinstance(node, ast.Name) and depth < 50:
             value = self.plain(node.id, at) or "0"
-            return (
-                value
-                if MARK.search(value)
-                else int(value)
-                if re.fullmatch(r"-?(0|[1-9]\d*)", value)
-                else (self._calculate(value, at))
-            )
+            if MARK.search(value):
+                return value
+            return int(value) if re.fullmatch(r"-?(0|[1-9]\d*)", value) else self._calculate(value, at)
         if isinstance(node, ast.IfExp):
             chosen = inner(node.test)
             return chosen if isinstance(chosen, str) else inner(node.body if chosen else node.orelse)

@@ -61,16 +61,8 @@ class BashBuiltins(BashArithmetic):
         self.options: set[str] = set()
         self.input: str | None = None
 
-    def _named(self, words: list[str], node: Node) -> bool | None:
-        """Follow a command by its name."""
-        raise NotImplementedError
-
     def _inside(self, source: Source, nodes: list[Node] | None = None) -> bool | None:
         """Follow another text in this shell."""
-        raise NotImplementedError
-
-    def _program(self, words: list[str], node: Node) -> bool | None:
-        """Note a program."""
         raise NotImplementedError
 
     def _do_set(self, words: list[str], node: Node) -> bool:
@@ -163,13 +155,6 @@ class BashBuiltins(BashArithmetic):
         self.variables[names[-1]] = {str(number): line for number, line in enumerate(lines)}
         return True
 
-    _do_readarray = _do_mapfile
-
-    def _do_getopts(self, words: list[str], node: Node) -> bool | None:
-        if not self.positional:
-            return False
-        return self._unread([*words[1:2], "OPTARG", "OPTIND"], node)
-
     def _do_let(self, words: list[str], node: Node) -> bool | None:
         found = [self.arithmetic(word, node.at) for word in words]
         return None if not found or isinstance(found[-1], str) else bool(found[-1])
@@ -181,13 +166,9 @@ class BashBuiltins(BashArithmetic):
         name = self.without_unset(words[0]) if words else ""
         path = Path(os.path.dirname(self.source.name), name)
         text = self.files.get(name)
-        if (
-            text is None
-            and name
-            and not MARK.search(name)
-            and not re.search(r"/bin/activate|/etc/profile|bashrc", name)
-        ):
-            text = read_script(path) if path.is_file() else None
+        known = name and not MARK.search(name) and not re.search(r"/bin/activate|/etc/profile|bashrc", name)
+        if text is None and known and path.is_file():
+            text = read_script(path)
         if text is not None:
             self.notes.append(f"{self.source.where(node.at)}: {name} is sourced: its lines are followed")
             outer, self.positional = self.positional, words[1:] or self.positional
@@ -204,18 +185,6 @@ class BashBuiltins(BashArithmetic):
             return True
         shown = MARK.sub("...", words[0]) if words else ""
         raise UnreadableBash(node.at, f"source {shown}: there is no such file here, and it may set any variable")
-
-    def _do_exec(self, words: list[str], node: Node) -> bool | None:
-        if words:
-            self._program(words, node)
-            raise LeaveBash("exit", node.at, None)
-        return True
-
-    def _do_builtin(self, words: list[str], node: Node) -> bool | None:
-        words = [word for word in words if not (word.startswith("-") and word in ("-p", "-v", "-V"))]
-        return self._named(words, node) if words else True
-
-    _do_command = _do_builtin
 
 
 def read_script(path: Path) -> str:

@@ -213,9 +213,8 @@ class Script(BashBuiltins):
 
     def _cases(self, node: Node, number: int) -> bool | None:
         if number < len(node.parts):
-            self._either(
-                node.at, lambda one: one._run(node.parts[number]), lambda other: other._cases(node, number + 1)
-            )
+            part = node.parts[number]
+            self._either(node.at, lambda one: one._run(part), lambda other: other._cases(node, number + 1))
         return None
 
     # simple commands
@@ -280,11 +279,8 @@ class Script(BashBuiltins):
             if index is None and isinstance(before, dict):
                 index = "[0]"
             if index is not None:
-                key = (
-                    self.text(Word(word.at, index[1:-1]))
-                    if name in self.keyed
-                    else str(self.arithmetic(index[1:-1], word.at))
-                )
+                inner = index[1:-1]
+                key = self.text(Word(word.at, inner)) if name in self.keyed else str(self.arithmetic(inner, word.at))
                 array = dict(before) if isinstance(before, dict) else {} if before is None else {"0": before}
                 self.variables[name] = array | {key: array.get(key, "") + value if appends else value}
             else:
@@ -341,7 +337,7 @@ class Script(BashBuiltins):
             target = self.found.setup if _SETUP.fullmatch(name) else self.found.ignored
             target.append((self.source.where(node.at), " ".join(words)))
             return True
-        if name in ("alias", "select", "complete", "enable", "wait"):
+        if name in ("alias", "select", "complete", "enable", "getopts", "readarray"):
             raise UnreadableBash(node.at, f"{name} is not read")
         return self._program(words, node)
 
@@ -366,13 +362,24 @@ class Script(BashBuiltins):
 
     # programs
 
+    def _do_exec(self, words: list[str], node: Node) -> bool | None:
+        if words:
+            self._program(words, node)
+            raise LeaveBash("exit", node.at, None)
+        return True
+
+    def _do_builtin(self, words: list[str], node: Node) -> bool | None:
+        words = [word for word in words if not (word.startswith("-") and word in ("-p", "-v", "-V"))]
+        return self._named(words, node) if words else True
+
+    _do_command = _do_builtin
+
     def _program(self, words: list[str], node: Node) -> bool | None:
         """Note a program; follow a shell that it starts."""
         if words[0] in ("cat", "basename", "dirname", "seq"):
             self._utility(words, node)
-        environment = {
-            name: value for name, value in self.variables.items() if name in self.exported and isinstance(value, str)
-        }
+        known = ((name, value) for name, value in self.variables.items() if isinstance(value, str))
+        environment = {name: value for name, value in known if name in self.exported}
         where = self.source.where(node.at)
         number = next((each for each, word in enumerate(words) if _SHELL.fullmatch(word)), None)
         if number is not None and not any(PROGRAM.fullmatch(word) for word in words[:number]):
@@ -384,16 +391,10 @@ class Script(BashBuiltins):
                     return None
         target = self.found.launched if any(PROGRAM.fullmatch(word) for word in words) else self.found.others
         target.append(Started(where, words, environment))
-        script = next(
-            (word for word in words if word in self.files or word.endswith((".sh", ".sbatch", ".slurm"))), None
-        )
-        if (
-            target is self.found.others
-            and script is not None
-            and words[0] not in ("sbatch", "cp", "cat", "chmod", "rm")
-        ):
-            text = self._script_text(script)
-            if text is not None:
+        if target is self.found.others and words[0] not in ("sbatch", "cp", "cat", "chmod", "rm"):
+            scripts = (each for each in words if each in self.files or each.endswith((".sh", ".sbatch", ".slurm")))
+            script = next(scripts, None)
+            if script is not None and (text := self._script_text(script)) is not None:
                 at = words.index(script)
                 self._child(Source(script, text), words[at + 1 :], node, words[:at])
         return None
@@ -432,9 +433,8 @@ class Script(BashBuiltins):
         if words[0] == "cat" and not plain and self.input is not None:
             text = self.input
         elif words[0] in ("basename", "dirname") and plain and not MARK.search(plain[0]):
-            text = (
-                os.path.basename(plain[0].rstrip("/")) if words[0] == "basename" else os.path.dirname(plain[0]) or "."
-            )
+            base = words[0] == "basename"
+            text = os.path.basename(plain[0].rstrip("/")) if base else os.path.dirname(plain[0]) or "."
             text = text.removesuffix(plain[1]) + "\n" if len(plain) > 1 else text + "\n"
         elif words[0] == "seq" and plain and all(re.fullmatch(r"-?\d{1,6}", word) for word in plain):
             numbers = list(map(int, plain))

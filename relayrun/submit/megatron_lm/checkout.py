@@ -234,7 +234,9 @@ def _known_answer(
     """The answer of the checkout's parser, kept on this machine if it takes all flags. Raises _ParserUnavailable."""
     found = {**os.environ, **variables}
     chosen = {name: found[name] for name in sorted(found) if name in variables or _ASKED_BY_PROGRAMS.match(name)}
-    words = json.dumps([str(checkout.folder), [flag.words for flag in flags], python, chosen, *_packages_of(python)])
+    packages = Path(shutil.which(python) or python).parent.parent.glob("lib*/python3*/*-packages")
+    installed = [(str(folder), folder.stat().st_mtime_ns) for folder in sorted(packages)]
+    words = json.dumps([str(checkout.folder), [flag.words for flag in flags], python, chosen, installed])
     files = sorted(checkout.folder.rglob("*.py"))
     code = (f"{file}\n".encode() + file.read_bytes() for file in (Path(parse_flags.__file__), *files))
     name = cache_key("megatron-lm", itertools.chain([words.encode()], code), ())
@@ -249,13 +251,6 @@ def _known_answer(
 
 _ASKED_BY_PROGRAMS = re.compile(r"PYTHONPATH$|NVTE_|CUDA_|NCCL_|TORCH|MEGATRON|WANDB_|HF_")
 """Variables of this process that a checkout may read."""
-
-
-def _packages_of(python: str) -> Iterator[tuple[str, int]]:
-    """The folders of packages of a Python, with the time of the last change: an installation changes it."""
-    program = Path(shutil.which(python) or python)
-    for folder in sorted(program.parent.parent.glob("lib*/python3*/*-packages")):
-        yield str(folder), folder.stat().st_mtime_ns
 
 
 def _run_parser(
