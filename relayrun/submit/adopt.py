@@ -21,7 +21,9 @@ from relayrun.submit.megatron_lm.bash_run import PROGRAM
 from relayrun.submit.megatron_lm.bash_values import MARK
 from relayrun.submit.megatron_lm.flags import Flag
 from relayrun.submit.megatron_lm.launcher_file import (
+    CHAIN_OPTIONS,
     REPLACED_FLAGS,
+    SECRET_NAME,
     SHORT_OPTIONS,
     Launcher,
     read_launcher,
@@ -30,32 +32,12 @@ from relayrun.submit.megatron_lm.launcher_file import (
 
 _JOB_NUMBERS = {"nodes": "nodes", "ntasks-per-node": "ntasks_per_node", "cpus-per-task": "cpus_per_task"}
 _JOB_WORDS = ("time", "account", "partition", "qos", "reservation", "constraint", "exclude", "mem")
-_CHAIN_OPTIONS = frozenset({"job-name", "output", "error", "open-mode", "signal", "requeue", "no-requeue"})
 _CHAIN_VARIABLES = re.compile(r"MASTER_(ADDR|PORT)|WORLD_SIZE|(LOCAL_|NODE_)?RANK")
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS", re.I)
 _SRUN_SWITCHES = re.compile(r"-[luKs]+|--(label|unbuffered|exclusive|overlap|no-kill|exact|overcommit|pty)")
-_SRUN_OWN = frozenset(
-    {
-        "l",
-        "lu",
-        "ul",
-        "u",
-        "label",
-        "unbuffered",
-        "nodes",
-        "ntasks",
-        "ntasks-per-node",
-        "overlap",
-        "cpus-per-task",
-        "gpus-per-node",
-        "kill-on-bad-exit",
-        "K",
-        "wait",
-        "output",
-        "error",
-        "job-name",
-        "exclusive",
-    }
+_GPUS = re.compile(r"(?:gres|gpus|gpus-per-node) (?:gpu:)?(?:[\w.-]+:)?(\d+)")
+_SRUN_OWN = re.compile(
+    r"[luK]+|label|unbuffered|nodes|ntasks|ntasks-per-node|overlap|cpus-per-task|gpus-per-node|kill-on-"
+    r"bad-exit|wait|output|error|job-name|exclusive"
 )
 """Options of srun for ranks, which the chain starts itself."""
 _RANK_STARTERS = re.compile(r"(?:.*/)?(?:torchrun|torch\.distributed\.(?:run|launch))")
@@ -158,13 +140,10 @@ def _take_header(path: Path, header: Mapping[str, tuple[str | None, int]], found
         found.refuse(str(path), "no #SBATCH line says the time limit", "add #SBATCH --time=HH:MM:SS")
     for name, (value, line) in header.items():
         said, where = f"#SBATCH --{name}" + ("" if value is None else f"={value}"), f"{path}:{line}"
-        gpus = (
-            re.fullmatch(r"(?:gpu:)?(?:[\w.-]+:)?(\d+)", value or "")
-            if name in ("gres", "gpus", "gpus-per-node")
-            else None
-        )
-        nodes = int(header.get("nodes", ("1", 0))[0] or 1) if (header.get("nodes", ("1", 0))[0] or "1").isdigit() else 1
-        if name in _CHAIN_OPTIONS:
+        gpus = _GPUS.fullmatch(f"{name} {value}")
+        first = header.get("nodes", ("1", 0))[0] or "1"
+        nodes = int(first) if first.isdigit() else 1
+        if name in CHAIN_OPTIONS:
             found.row(where, said, "the chain's own", SETTINGS_INSTEAD[name])
         elif name in _JOB_NUMBERS and (value or "").isdigit():
             job[_JOB_NUMBERS[name]] = int(value or 0)
@@ -185,7 +164,7 @@ def _take_header(path: Path, header: Mapping[str, tuple[str | None, int]], found
             continue
         else:
             job.setdefault("sbatch", {})[name] = True if value is None else value
-        if name not in _CHAIN_OPTIONS:
+        if name not in CHAIN_OPTIONS:
             found.row(where, said, "job" if name != "environment" else "cluster.container")
 
 
@@ -203,7 +182,7 @@ def _take_words_before(launcher: Launcher, found: Adopted) -> None:
                 option, words = f"{option}={words[0]}", words[1:]
             name = option.lstrip("-").partition("=")[0]
             name = SHORT_OPTIONS.get(name, name) if option[1] != "-" else name
-            if name in _SRUN_OWN:
+            if _SRUN_OWN.fullmatch(name):
                 found.row(where, f"srun {option}", "the chain's own", "it starts the ranks and their logs itself")
             else:
                 cluster.setdefault("srun_options", []).append(option)
@@ -235,17 +214,16 @@ def _take_starter(word: str, words: list[str], where: str, found: Adopted) -> li
         name, equals, value = option.lstrip("-").replace("-", "_").partition("=")
         if not equals and words and not words[0].startswith("-"):
             value, *words = words
+        shown = f"{word} {option} {MARK.sub('...', value)}"
         if name == "nproc_per_node" and value.isdigit():
             tasks = int(job.get("ntasks_per_node", 1))
             job["cpus_per_task"] = max(1, int(job.get("cpus_per_task", 1)) * tasks // int(value))
             job["ntasks_per_node"] = int(value)
             found.row(where, f"{word} {option}", f"job.ntasks_per_node: {value}", "each rank is a task of the chain")
         elif name in ("nproc_per_node", "no_python", "module", "m"):
-            found.refuse(where, f"{word} {option} {MARK.sub('...', value)} is not taken", "write a number")
+            found.refuse(where, f"{shown} is not taken", "write a number")
         else:
-            found.row(
-                where, f"{word} {option} {MARK.sub('...', value)}", "the chain's own", "it starts the ranks itself"
-            )
+            found.row(where, shown, "the chain's own", "it starts the ranks itself")
     return words
 
 
@@ -289,9 +267,8 @@ def _take_checkpoint(flags: dict[str, Flag], found: Adopted) -> None:
     if load is None or (save is not None and load.values == save.values):
         for name in ("finetune", "no-load-rng", "no-load-optim"):
             if name in flags and load is not None:
-                found.refuse(
-                    flags[name].source, f"--{name} would hold at every start", "set checkpoint.load, or drop it"
-                )
+                words = f"--{name} would hold at every start"
+                found.refuse(flags[name].source, words, "set checkpoint.load, or drop it")
         return
     interval = flags.pop("save-interval", None)
     number = "".join(interval.values).replace("_", "") if interval is not None else ""
@@ -330,16 +307,14 @@ def _take_data(launcher: Launcher, flags: dict[str, Flag], found: Adopted) -> No
 
 def _take_environment(launcher: Launcher, found: Adopted) -> None:
     cluster, shell, folder = _section(found, "cluster_settings"), list[str](), found.settings["megatron_lm"]["dir"]
+    own = launcher.script.variables.get("MEGATRON_LM_DIR")
     for name, value in launcher.environment.items():
         where, shown = launcher.where(name), MARK.sub("...", value)
         if _CHAIN_VARIABLES.fullmatch(name):
             found.row(where, f"{name}={shown}", "the chain's own", "it sets the ranks and their meeting point")
-        elif _SECRET.search(name):
+        elif SECRET_NAME.search(name):
             found.row(where, f"{name}=***", "the environment of the submit", "no file holds a secret: export it there")
-        elif name == "PYTHONPATH" and MARK.sub("", value).strip(":") in (
-            folder,
-            launcher.script.variables.get("MEGATRON_LM_DIR"),
-        ):
+        elif name == "PYTHONPATH" and MARK.sub("", value).strip(":") in (folder, own):
             found.row(where, f"{name}={shown}", "the program's folder", "Python begins there")
         elif not MARK.search(value):
             cluster.setdefault("environment", {})[name] = value
@@ -353,13 +328,8 @@ def _take_environment(launcher: Launcher, found: Adopted) -> None:
                 shell.append(f'export {name}="{text}"')
                 found.row(where, f"{name}={text}", "cluster.command_prefix", "a value of each rank")
     if shell:
-        cluster["command_prefix"] = [
-            "bash",
-            "-c",
-            "; ".join([*shell, 'exec "$@"']),
-            "rank",
-            *cluster.get("command_prefix", []),
-        ]
+        lines = "; ".join([*shell, 'exec "$@"'])
+        cluster["command_prefix"] = ["bash", "-c", lines, "rank", *cluster.get("command_prefix", [])]
 
 
 def _expression(launcher: Launcher, value: str) -> str | None:

@@ -123,6 +123,11 @@ def test_a_resume_says_what_it_changes(workspace: Workspace, capsys: pytest.Capt
     level, words, _ = found["run.learning_rate"]
     assert level == "warning", "behind a cosine that has ended the rate rises"
     assert words.startswith("learning rate 6.7e-05 at step 8, 0.0006"), words
+    in_samples = ["--set", "training.steps=null", "--set", "training.samples=128"]
+    code, found = checked(path, capsys, "--resume", *in_samples)
+    assert (code, found["run.steps"][1]) == (0, "8 of 16 steps are done: 8 steps with 64 samples are left")
+    code, found = checked(path, capsys, "--resume", *in_samples, "--set", "training.global_batch_size=4")
+    assert (code, found["run.steps"][1]) == (1, "with the batch sizes so far, 128 samples are 24 steps, not 32")
     code, found = checked(path, capsys, "--resume", "--set", "training.steps=16", "--set", "tracking.log_interval=5")
     assert "run.learning_rate" in found
 

@@ -249,3 +249,29 @@ def test_a_rank_that_stands_still_is_ended_and_followed(
     assert [end.cause for end in ends(run)] == ["hang", "done"], logs(run)
     assert "no progress for" in ends(run)[0].reason
     assert resume_point(run).iteration == 20
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@BOTH
+def test_a_flipped_bit_is_found_before_the_next_attempt(
+    make_run: MakeRun, tmp_path: Path, dialect: MegatronDialect
+) -> None:
+    """Names and sizes stay: only the hashes that were made beside the ranks show it."""
+    checkout = checkout_of(dialect)
+    whole, whole_plan = make_run(folder="whole", **plan(checkout, tmp_path, steps=20))
+    run_chain(whole, whole_plan)
+    run, made = make_run(**plan(checkout, tmp_path, steps=20, interval=5, slow="11:2"))
+    with running(run, made):
+        wait_for(lambda: {line["iteration"] for line in read_json_lines(run.attempt(1).hashes)} == {5, 10}, 600)
+        torn = next(run.checkpoint(10).glob("__1_*.distcp"))
+        data = bytearray(torn.read_bytes())
+        data[len(data) // 2] ^= 1
+        torn.write_bytes(data)
+        os.kill(rank_pids(run)[1], signal.SIGKILL)
+    assert [end.cause for end in ends(run)] == ["failed", "done"], logs(run)
+    begin = run.attempt(2).read_begin()
+    assert begin is not None
+    assert begin.base_iteration == 5
+    assert f"{torn.name} is not the one that was saved" in logs(run)
+    assert as_one_attempt(run, whole) == steps(whole)

@@ -43,6 +43,8 @@ SECTIONS = {
     "tracking": TrackingSection,
 }
 SETTINGS_IN_OTHER_FLAGS = {
+    "training.samples": "becomes `--train-iters`",
+    "training.tokens": "becomes `--train-iters`",
     "optimizer.lr_warmup_tokens": "becomes `--lr-warmup-iters`",
     "optimizer.lr_decay_tokens": "becomes `--lr-decay-iters`",
     "checkpoint.keep_last": "the chain deletes older checkpoints",

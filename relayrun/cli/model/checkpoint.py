@@ -15,6 +15,7 @@ from relayrun.control.rundir.checkpoint_records import BrokenCheckpoint, newer_b
 from relayrun.control.rundir.find_runs import find_run, split_run_and_iteration
 from relayrun.control.rundir.mirror import record_verified
 from relayrun.control.rundir.run import Run
+from relayrun.control.trainers import checkpoint_hashes
 from relayrun.errors import InputError, RunDirError
 from relayrun.files import file_sizes
 from relayrun.progress import Progress
@@ -48,23 +49,28 @@ def verify_checkpoint(options: argparse.Namespace) -> int:
         print(f"damaged: {left.path}: {left.why}")
     commit = checkpoint_records.newest_commit_at(folder)
     root = None if commit is None else commit.checksum
-    if root is None and not (folder / checksums.CHECKSUM_INDEX).exists():
+    named = _run_of_checkpoint(folder)
+    recorded = None if named is None or commit is None else checkpoint_hashes.recorded_hashes(named, commit)
+    if root is None and recorded is None and not (folder / checksums.CHECKSUM_INDEX).exists():
         words = "this checkpoint was saved without checksums: there is nothing to compare its bytes with"
         hint = "checkpoints have them that this version of relayrun saves or imports"
         raise InputError(words, where=folder, hint=hint)
     began, before = time.monotonic(), _identity(folder)
     with Progress("verifying", sum(file_sizes(folder).values())):
-        size, faults = checksums.verify_checkpoint(folder, root)
+        if recorded is None:
+            size, faults = checksums.verify_checkpoint(folder, root)
+        else:
+            size, faults = sum(file_sizes(folder).values()), checkpoint_hashes.faults(str(folder), recorded)
     if before is None or _identity(folder) != before:
         hint = "a run removes its oldest ones (checkpoint.keep_last) and moves damaged ones: verify another one"
         raise InputError("this checkpoint was removed or moved while it was read", where=folder, hint=hint)
     if faults:
         print(f"damaged: {folder}", *(f"  {fault}" for fault in faults), sep="\n")
         return 1
-    if commit is not None and root is not None and (named := _run_of_checkpoint(folder)) is not None:
+    if commit is not None and root is not None and named is not None:
         with contextlib.suppress(OSError):  # a run of another user
             record_verified(named, commit, now=time.time())
-    vouched = "" if root is not None else "; no run vouches for its checksums.json"
+    vouched = "" if root is not None or recorded is not None else "; no run vouches for its checksums.json"
     print(f"clean: {folder}: {size:,} bytes in {time.monotonic() - began:.1f} s{vouched}")
     return 1 if torn else 0
 

@@ -8,13 +8,13 @@ the size of the stage in which it begins; it may end beyond that stage, and the 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, model_validator
 
 from relayrun.config.sections.base import ImportPath, Section
 from relayrun.config.sections.dataclass_section import NonNegative, Positive
@@ -122,6 +122,10 @@ class IterationRange:
         run = self._runs[at]
         return run.iteration + max(0, -((run.consumed_samples - samples) // run.size))
 
+    def steps_within(self, samples: int) -> int:
+        """Return the iterations, counted from the run's beginning, that consume at most this many samples."""
+        return self.reaches(samples + 1) - 1
+
 
 def _batch_size_stages(last: int, rampup: Sequence[Any] | None) -> tuple[BatchSizeStage, ...]:
     if rampup is None:
@@ -177,7 +181,11 @@ class TrainingSection(Section):
     """Length and batches of the training."""
 
     steps: Positive
-    """Iterations (optimizer steps) until the run is done."""
+    """Iterations (optimizer steps) until the run is done; or `samples` or `tokens` in its place."""
+    samples: Positive | None = None
+    """Length in samples, ramp included; the last global batch is whole, as with Megatron's train_samples."""
+    tokens: Positive | None = None
+    """Length in tokens: samples of seq_length; the last global batch is whole."""
     stop_after: Positive | None = None
     """Iteration after which the run saves and its chain ends; the learning rate schedule and everything else that
     depends on `steps` is unchanged. To continue, raise it or set it to null, and resume. Megatron's exit_interval stops
@@ -286,6 +294,28 @@ class TrainingSection(Section):
         if self.precision is None:
             hint = "set bf16; or fp32, if that is meant: it is many times slower on a GPU"
             raise ConfigError("this run has GPUs, and its precision is not set", where="training.precision", hint=hint)
+
+    @property
+    def length_in_samples(self) -> int | None:
+        """The length in samples, if it is given in samples or tokens."""
+        return self.samples if self.tokens is None else self.tokens // self.seq_length
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _length(cls, value: Any, build: ModelWrapValidatorHandler[Self]) -> Self:
+        """Derive `steps` from a length in samples or tokens."""
+        if not isinstance(value, Mapping) or not (value.get("samples") or value.get("tokens")):
+            return build(value)
+        given, unit = value.get("steps"), "tokens" if value.get("tokens") else "samples"
+        found = build({**value, "steps": 1, "stop_after": None})
+        if found.samples is not None and found.tokens is not None:
+            raise ValueError("samples and tokens say the same; set one of them")
+        steps = IterationRange(0, 0, found.batch_sizes).steps_within(found.length_in_samples or 0)
+        if not steps:
+            raise ValueError(f"{found.length_in_samples} samples are no whole global batch; train longer")
+        if given not in (None, steps):
+            raise ValueError(f"steps {given} and {unit} say the same, and {unit} are {steps} steps; set one to null")
+        return build({**value, "steps": steps})
 
     @model_validator(mode="after")
     def _rules(self) -> Self:

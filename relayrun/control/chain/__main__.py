@@ -1,4 +1,4 @@
-"""`python3 -m relayrun.control.chain begin|watch|guard|end|orphaned|fallback|tell`: launchers/lib, `watch`, agents."""
+"""`python3 -m relayrun.control.chain COMMAND`: for launchers/lib, `watch` and the agents."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from relayrun.control.chain import background, failover, supervisor, watch
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
+from relayrun.control.trainers.checkpoint_hashes import hash_new_checkpoints
 from relayrun.errors import run_main
 
 EXIT_DISK_FULL = 28
@@ -20,7 +21,7 @@ def main() -> int:
     """Run the supervisor command of the command line; return its exit code. Raises RelayrunError."""
     parser = argparse.ArgumentParser(prog="relayrun.control.chain", description="The supervisor beside the ranks.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("begin", "watch", "guard", "end", "orphaned", "fallback", "tell"):
+    for name in ("begin", "watch", "guard", "end", "orphaned", "fallback", "tell", "hash"):
         command = commands.add_parser(name)
         command.add_argument("--run-dir", type=Path, required=True)
         if name not in ("begin", "fallback", "tell"):
@@ -51,6 +52,9 @@ def main() -> int:
         return failover.close_orphaned_attempt(run, options.attempt, node=options.node, restart_number=options.restart)
     if options.command == "fallback":
         return failover.run_fallback_job(run)
+    if options.command == "hash":
+        hash_new_checkpoints(run, run.attempt(options.attempt))
+        return 0
     if options.command == "tell":
         background.send_notices(run, Plan.load_in_job(run))
         return 0

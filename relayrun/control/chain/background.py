@@ -1,4 +1,4 @@
-"""Background processes of the supervisor: the sender of notices and the copier of checkpoints.
+"""Background processes of the supervisor: the sender of notices, the copier and the hasher of checkpoints.
 
 They run beside the ranks with low priority, may be killed at any point, and the next one continues. A process that does
 not start, or fails, never fails the chain.
@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from typing import IO
 
@@ -34,8 +35,11 @@ NOTICES_LOOK_SECONDS = 60.0
 """Interval between two looks of a job for due notices."""
 
 
+NICE = ("nice", "-n", "19")
+
+
 class CheckpointCopier:
-    """Starts the copy passes of a run whose config asks for a mirror."""
+    """Starts the copy passes of a run whose config asks for a mirror, one at a time, after each save."""
 
     def __init__(self, run: Run, plan: Plan) -> None:
         self._run = run
@@ -52,16 +56,31 @@ class CheckpointCopier:
         if saved == self._seen and time.monotonic() < self._next:
             return
         self._seen, self._next = saved, time.monotonic() + COPY_AGAIN_SECONDS
-        policy = MirrorPolicy.read_trusted(self._run.path, mirror.MIRROR_POLICY_NAME)
-        if policy is not None:
-            command = ["nice", "-n", "19", *policy.program, str(self._run.path)]
-            with open(mirror.mirror_folder(self._run) / "log", "ab") as log:
-                self._process = _start_process(command, self._plan, log)
+        self._process = self._start()
 
     def finish(self) -> None:
         """End the current pass, because the job ends."""
         if self._process is not None:
             end_process_group(self._process)
+
+    def _start(self) -> subprocess.Popen[bytes] | None:
+        policy = MirrorPolicy.read_trusted(self._run.path, mirror.MIRROR_POLICY_NAME)
+        if policy is None:
+            return None
+        with open(mirror.mirror_folder(self._run) / "log", "ab") as log:
+            return _start_process([*NICE, *policy.program, str(self._run.path)], self._plan, log)
+
+
+class CheckpointHasher(CheckpointCopier):
+    """Starts the hash passes of a run whose program writes no hashes: Megatron-LM; see `trainers.checkpoint_hashes`."""
+
+    def _start(self) -> subprocess.Popen[bytes] | None:
+        newest = self._run.newest_begun()
+        if self._plan.trainer != "megatron-lm" or newest is None:
+            return None
+        where = ["hash", f"--run-dir={self._run.path}", f"--attempt={newest.number}"]
+        program = self._plan.host_command("relayrun.control.chain")
+        return _start_process([*NICE, *program, *where], self._plan, sys.stderr.fileno())
 
 
 class NoticeSender:

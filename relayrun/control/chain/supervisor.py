@@ -45,6 +45,7 @@ from relayrun.control.scheduler.base import CONTROLLER_PATIENCE, Job, Scheduler,
 from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.control.scheduler.slurm_states import RESERVATION_GONE
 from relayrun.control.trainers.base import Trainer
+from relayrun.control.trainers.checkpoint_hashes import intact_base
 from relayrun.control.trainers.registry import trainer_of
 from relayrun.errors import RelayrunError, RunDirError, SchedulerError
 from relayrun.files import fsync_directory, write_atomic
@@ -126,6 +127,8 @@ def _decide_and_open(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) ->
         background.send_notices(run, plan)
         campaign.start_due_members_of(run)
         return EXIT_CHAIN_ENDS
+    if plan.trainer == "megatron-lm":  # the native trainer compares what its ranks load
+        base = intact_base(run, line, base, attempt=max(run.attempt_numbers(), default=0) + 1)
     job = replace(job, options=jobs.options_without_tried_nodes(job, scheduler))
     requested_options.note_changes(run, plan, job, defaults=scheduler.default_options)
     attempt = _open_attempt(run, plan, scheduler, job, line, base, rolled_back=chosen is not None)

@@ -29,7 +29,7 @@ from relayrun.control.chain import (
     jobs,
     requested_options,
 )
-from relayrun.control.chain.background import CheckpointCopier, NoticeSender
+from relayrun.control.chain.background import CheckpointCopier, CheckpointHasher, NoticeSender
 from relayrun.control.chain.quota import QuotaMonitor
 from relayrun.control.chain_state import longest_heartbeat_interval
 from relayrun.control.job_log import log_line, log_size
@@ -88,6 +88,7 @@ class Watch:
         self._views = MergedViews(run)
         self._notices = NoticeSender(run, self.plan)
         self._copier = CheckpointCopier(run, self.plan)
+        self._hasher = CheckpointHasher(run, self.plan)
         self._quota = QuotaMonitor(run, self.plan)
         self._complaints: dict[str, str] = {}
         """The last error that was logged for each duty that fails."""
@@ -123,6 +124,7 @@ class Watch:
                 break  # other signals belong to a duty
         self._notices.finish()
         self._copier.finish()
+        self._hasher.finish()
         self._try("the merged views", self._follow)
         self._try("the merged views", self._views.note)
 
@@ -139,6 +141,7 @@ class Watch:
         self._try("evaluations, and the runs behind this one", self._look_at_saves)
         saved = log_size(self.attempt.commits)
         self._try("the copies of checkpoints", lambda: self._copier.look(saved))
+        self._try("the hashes of checkpoints", lambda: self._hasher.look(saved))
         self._try("how full the disk is", lambda: self._quota.look(saved))
         self._notices.look()
 

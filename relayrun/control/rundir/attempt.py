@@ -76,6 +76,8 @@ class Attempt:
     """One line per iteration, by rank 0."""
     failed_saves = PathIn("failed_saves.jsonl")
     """One line per failed save (iteration, error, time), by rank 0."""
+    hashes = PathIn("hashes.jsonl")
+    """The hashes of a foreign program's checkpoints, beside the ranks; see `trainers.checkpoint_hashes`."""
     started = PathIn("started.json")
     """Times of rank 0's way to its first step; see `rundir.records.StartTimes`."""
     data = PathIn("data.json")

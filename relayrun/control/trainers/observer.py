@@ -28,6 +28,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.time_limit import GRACE_SAVES, GRACE_STEPS, current_grace_period, percentile
 from relayrun.control.trainers.base import AttemptObserver, FoundCheckpoint, ObservedStep, TrainerProgram
 from relayrun.control.trainers.checkpoint_cleanup import CheckpointRetention
+from relayrun.control.trainers.checkpoint_hashes import useless_saves
 from relayrun.files import append_line, file_size, file_sizes, write_atomic, write_json
 
 
@@ -137,6 +138,9 @@ class ProgramObserver:
             if self._began_anew:
                 self._refuse()
                 return
+            if (useless := useless_saves(self._attempt)) is not None:
+                self._end_fatally(useless)
+                return
             self._obey_save()
         finally:  # whatever of its files cannot be read
             if not self._began_anew:
@@ -226,16 +230,19 @@ class ProgramObserver:
 
     def _refuse(self, *, gone: bool = False) -> None:
         """End ranks that began anew, and the chain with them: the next attempt would do the same. Raises OSError."""
-        if self._attempt.outcome.exists():
-            return
-        if not gone and self._end is not None:
-            self._end()
         base = self._begin.base_iteration
         reason = (
             f"the program says iteration {self._heard[0]} first, and was to go on from iteration {base} "
             f"({self._begin.base_path}): it has not loaded that checkpoint, or counts anew; let it load what it is "
             "given, and say iterations counted from the beginning of the run"
         )
+        self._end_fatally(reason, gone=gone)
+
+    def _end_fatally(self, reason: str, *, gone: bool = False) -> None:
+        if self._attempt.outcome.exists():
+            return
+        if not gone and self._end is not None:
+            self._end()
         fatal = AttemptOutcome(outcome="fatal", reason=reason, iteration=self._committed, time=time.time())
         fatal.write(self._attempt.outcome)
 

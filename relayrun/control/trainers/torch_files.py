@@ -340,7 +340,7 @@ def _pickles(folder: Path) -> Iterator[tuple[str, Callable[[], list[PickledName]
     if (folder / METADATA_FILE).is_file():
         records, names = read_records(read_bounded(folder / METADATA_FILE))
         yield METADATA_FILE, lambda: names
-        for key, name, offset, length in _objects(records):
+        for key, name, offset, length in tensor_blocks(records, others=True):
             yield name, partial(_names_in_block, folder / name, offset, length, packed=PACKED in key)
     for path in sorted(path for path in folder.rglob("*.pt") if path.is_file()):
         with path.open("rb") as file:
@@ -473,8 +473,8 @@ def place_of(file: Any, offset: Any, length: Any) -> tuple[str, int, int]:
     return file, offset, length
 
 
-def _objects(records: Any) -> list[tuple[str, str, int, int]]:
-    """Return key, file, offset and length of the blocks that are no tensors."""
+def tensor_blocks(records: Any, *, others: bool = False) -> list[tuple[str, str, int, int]]:
+    """Return key, file, offset and length of the blocks of tensors; `others`: of everything else."""
     kinds = records.state["state_dict_metadata"]
     tensors = {key for key, kind in kinds.items() if is_call_of(kind, _DCP + "metadata.TensorStorageMetadata")}
-    return [block for block in blocks_of(records) if block[0] not in tensors]
+    return [block for block in blocks_of(records) if (block[0] in tensors) is not others]

@@ -39,10 +39,15 @@ def check_consequences(config: RunConfig, run: Run, begins: ResumePoint, finding
 
 
 def _tell_what_is_left(config: RunConfig, progress: TrainingProgress, findings: Findings) -> None:
-    done, end = progress.iteration, config.training.end_iteration
+    done, end, length = progress.iteration, config.training.end_iteration, config.training.length_in_samples
+    if length is not None and (steps := progress.legs[-1].steps_within(length)) != config.training.steps:
+        words = f"with the batch sizes so far, {length:,} samples are {steps:,} steps, not {config.training.steps:,}"
+        remedy = f"set training.samples and tokens to null, and training.steps={steps}"
+        return findings.refuse("run.steps", words, setting="training.steps", remedy=remedy)
     samples = progress.legs[-1].consumed(max(end, done)) - progress.consumed_samples
     words = f"{done:,} of {count_noun(end, 'step')} are done: {count_noun(end - done, 'step')} with "
     findings.ok("run.steps", words + f"{count_noun(samples, 'sample')} are left")
+    return None
 
 
 def _tell_rate(config: RunConfig, run: Run, begins: ResumePoint, at: TrainingProgress, findings: Findings) -> None:

@@ -31,19 +31,14 @@ from relayrun.submit.megatron_lm.bash_values import MARK
 from relayrun.submit.megatron_lm.checkout import ask_parser
 from relayrun.submit.megatron_lm.command_line import CommandLine, command_line, config_launcher, launcher_variables
 from relayrun.submit.megatron_lm.flags import Flag
-from relayrun.submit.megatron_lm.launcher_file import Launcher, option_words, sbatch_options
+from relayrun.submit.megatron_lm.launcher_file import CHAIN_OPTIONS, SECRET_NAME, Launcher, option_words, sbatch_options
 
 LAUNCHER_FINDING = "megatron_lm.launcher"
-
-_CHAIN_OPTIONS = frozenset({"job-name", "output", "error", "open-mode", "signal", "requeue", "no-requeue"})
-"""Options of sbatch that every job of a chain has of its own."""
 
 ATTEMPT_VARIABLES = re.compile(
     r"MASTER_(ADDR|PORT)|WORLD_SIZE|(LOCAL_|NODE_)?RANK|(PYTHON|LD_LIBRARY_|LIBRARY_|C)?PATH"
 )
 """Variables that an attempt sets, or that are put together from several."""
-
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS", re.I)
 
 
 def check_launcher_file(
@@ -127,7 +122,7 @@ def _compare_constant(
 ) -> None:
     if yours == "" or (yours is not None and runs is not None and _is_same_value(yours, runs)):
         return  # an empty one is as in the config
-    hidden = _SECRET.search(name) is not None
+    hidden = SECRET_NAME.search(name) is not None
     has = f"the run has {'no ' + setting if not runs else 'another' if hidden else runs}"
     if yours is None:
         words, remedy = (
@@ -164,7 +159,7 @@ def _check_header(
     given |= {name: value for name, (value, _) in option_words(plan.srun_options, 0)} | header
     for name, (yours, line) in sbatch_options(file.read_text(encoding="utf-8")).items():
         said = f"--{name}" + ("" if yours is None else f"={yours}")
-        if name in _CHAIN_OPTIONS:
+        if name in CHAIN_OPTIONS:
             findings.ok(
                 LAUNCHER_FINDING, f"{file}:{line}: {said} is the chain's own, and is left out: {SETTINGS_INSTEAD[name]}"
             )

@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 
+from relayrun.submit.megatron_lm.bash_builtins import BashBuiltins, Followed, LeaveBash, Started, read_script
 from relayrun.submit.megatron_lm.bash_syntax import (
     ASSIGNMENT,
     DECLARE,
@@ -22,12 +22,11 @@ from relayrun.submit.megatron_lm.bash_syntax import (
     Word,
     parse,
 )
-from relayrun.submit.megatron_lm.bash_test import BashTest, formatted
-from relayrun.submit.megatron_lm.bash_values import MARK, BashValues, Source
+from relayrun.submit.megatron_lm.bash_test import BashTest
+from relayrun.submit.megatron_lm.bash_values import MARK, Source
 
 MOST_STEPS = 200_000
 """Commands of a script that are followed, loops included."""
-MAX_SCRIPT_BYTES = 1 << 20
 PROGRAM = re.compile(r"(?:.*/)?pretrain_\w+\.py")
 _SHELL = re.compile(r"(?:.*/)?(?:ba)?sh")
 _SETUP = re.compile(r"module|ml|conda|mamba|micromamba|spack|ulimit|uenv")
@@ -35,56 +34,14 @@ _SETUP = re.compile(r"module|ml|conda|mamba|micromamba|spack|ulimit|uenv")
 _INERT = frozenset(["trap", "wait", "umask", "shopt", "hash", "type", "jobs", "kill", "disown", "cd", "pushd", "popd"])
 
 
-@dataclass(frozen=True)
-class Started:
-    """A program that a script starts, with its environment."""
-
-    where: str
-    words: list[str]
-    environment: Mapping[str, str]
-
-
-@dataclass
-class Followed:
-    """The programs that a script starts, and the lines that prepare them."""
-
-    launched: list[Started] = field(default_factory=list)
-    others: list[Started] = field(default_factory=list)
-    setup: list[tuple[str, str]] = field(default_factory=list)
-    """Lines that prepare the environment, each with its place."""
-    ignored: list[tuple[str, str]] = field(default_factory=list)
-    """Traps and such, each with its place."""
-
-
-class _Leave(Exception):
-    """`break`, `continue`, `return` or `exit`."""
-
-    def __init__(self, kind: str, at: int, status: bool | None) -> None:
-        self.kind, self.at, self.status = kind, at, status
-
-
-class Script(BashValues):
+class Script(BashBuiltins):
     """A launcher that is followed."""
-
-    def __init__(self, variables: Mapping[str, str], defaults: Mapping[str, str], source: Source) -> None:
-        super().__init__(variables, defaults, source)
-        self.functions: dict[str, tuple[Source, Node]] = {}
-        self.found = Followed()
-        self.files: dict[str, str] = {}
-        """Files that the script writes, with their text."""
-        self.output: list[str] | None = None
-        self.steps = [0]
-        self.assigned: set[str] = set()
-        """Names that the script gives a value."""
-        self.locals: list[dict[str, object]] = []
-        self.options: set[str] = set()
-        self.input: str | None = None
 
     def follow(self) -> None:
         """Follow the whole script. Raises UnreadableBash, with an index into `source`."""
         try:
             self._run(parse(self.source.text))
-        except _Leave as left:
+        except LeaveBash as left:
             if left.kind != "exit":
                 raise UnreadableBash(left.at, f"{left.kind} stands outside of a loop or function") from None
 
@@ -156,7 +113,7 @@ class Script(BashValues):
                 shell.output = []
             try:
                 status = shell._run(part)
-            except _Leave as left:
+            except LeaveBash as left:
                 status = left.status
         return True if node.kind == "&" else status if len(node.parts) == 1 else None
 
@@ -178,11 +135,11 @@ class Script(BashValues):
             try:
                 follow(shell)
                 sides.append(shell)
-            except _Leave as left:
+            except LeaveBash as left:
                 if left.kind != "exit":
                     raise UnreadableBash(left.at, f"{left.kind}: nobody knows if it is reached") from None
         if not sides:
-            raise _Leave("exit", at, None)
+            raise LeaveBash("exit", at, None)
         words = f"it depends on the condition of line {self.source.line(at)}, which only a job knows"
         self._join(sides, at, words)
 
@@ -229,14 +186,14 @@ class Script(BashValues):
 
     def _unknown_loop(self, at: int, body: list[Node]) -> None:
         shell = self.fork()
-        with contextlib.suppress(_Leave):
+        with contextlib.suppress(LeaveBash):
             shell._body(body)
         self._join([self.fork(), shell], at, f"the loop of line {self.source.line(at)} sets it, which only a job runs")
 
     def _body(self, body: list[Node]) -> str:
         try:
             self._run(body)
-        except _Leave as left:
+        except LeaveBash as left:
             if left.kind not in ("break", "continue"):
                 raise
             return left.kind
@@ -256,9 +213,8 @@ class Script(BashValues):
 
     def _cases(self, node: Node, number: int) -> bool | None:
         if number < len(node.parts):
-            self._either(
-                node.at, lambda one: one._run(node.parts[number]), lambda other: other._cases(node, number + 1)
-            )
+            part = node.parts[number]
+            self._either(node.at, lambda one: one._run(part), lambda other: other._cases(node, number + 1))
         return None
 
     # simple commands
@@ -323,11 +279,8 @@ class Script(BashValues):
             if index is None and isinstance(before, dict):
                 index = "[0]"
             if index is not None:
-                key = (
-                    self.text(Word(word.at, index[1:-1]))
-                    if name in self.keyed
-                    else str(self.arithmetic(index[1:-1], word.at))
-                )
+                inner = index[1:-1]
+                key = self.text(Word(word.at, inner)) if name in self.keyed else str(self.arithmetic(inner, word.at))
                 array = dict(before) if isinstance(before, dict) else {} if before is None else {"0": before}
                 self.variables[name] = array | {key: array.get(key, "") + value if appends else value}
             else:
@@ -368,7 +321,7 @@ class Script(BashValues):
         if name in self.functions:
             return self._call(name, words[1:])
         if name in ("exit", "return", "break", "continue"):
-            raise _Leave(name, node.at, None if len(words) < 2 else words[1] == "0")
+            raise LeaveBash(name, node.at, None if len(words) < 2 else words[1] == "0")
         if name in (":", "true"):
             return True
         if name == "false":
@@ -384,7 +337,7 @@ class Script(BashValues):
             target = self.found.setup if _SETUP.fullmatch(name) else self.found.ignored
             target.append((self.source.where(node.at), " ".join(words)))
             return True
-        if name in ("alias", "select", "complete", "enable", "wait"):
+        if name in ("alias", "select", "complete", "enable", "getopts", "readarray"):
             raise UnreadableBash(node.at, f"{name} is not read")
         return self._program(words, node)
 
@@ -396,7 +349,7 @@ class Script(BashValues):
         self.locals.append({})
         try:
             return self._inside(source, [body])
-        except _Leave as left:
+        except LeaveBash as left:
             if left.kind != "return":
                 raise
             return left.status
@@ -407,144 +360,12 @@ class Script(BashValues):
                 if value is not None:
                     self.variables[variable] = value  # type: ignore[assignment]
 
-    # commands of the shell
-
-    def _do_set(self, words: list[str], node: Node) -> bool:
-        for number, word in enumerate(words):
-            if word == "--" or not re.match(r"[-+]\w", word):
-                self.positional = words[number + (word == "--") :]
-                break
-            if word == "-o" and words[number + 1 : number + 2] == ["allexport"]:
-                self.options.add("a")
-            elif "a" in word[1:] and word[1:] != "allexport":
-                (self.options.add if word[0] == "-" else self.options.discard)("a")
-            elif word in ("-o", "+o"):
-                break
-        return True
-
-    def _do_unset(self, words: list[str], node: Node) -> bool:
-        for word in words:
-            if (element := re.fullmatch(r"(\w+)\[(.*)\]", word)) is not None:
-                array = self.variables.get(element[1])
-                if isinstance(array, dict):
-                    array.pop(element[2], None)
-            elif word != "-f":
-                self.variables.pop(word, None)
-                self.exported.discard(word)
-        return True
-
-    def _do_shift(self, words: list[str], node: Node) -> bool:
-        self.positional = self.positional[int(words[0]) if words and words[0].isdigit() else 1 :]
-        return True
-
-    def _do_echo(self, words: list[str], node: Node) -> bool:
-        end, escapes = "\n", False
-        while words and re.fullmatch(r"-[neE]+", words[0]):
-            end, escapes = "" if "n" in words[0] else end, escapes or "e" in words[0]
-            words = words[1:]
-        text = " ".join(words)
-        self._say(text.replace("\\n", "\n").replace("\\t", "\t") + end if escapes else text + end, node)
-        return True
-
-    def _do_printf(self, words: list[str], node: Node) -> bool:
-        target = words[1] if words[:1] == ["-v"] else None
-        words = words[2:] if target is not None else words[1:] if words[:1] == ["--"] else words
-        text = formatted(words)
-        if text is None:
-            text = self.mark(node.at, "the output of printf is not read")
-        if target is not None:
-            self.variables[target] = text
-        else:
-            self._say(text, node)
-        return True
-
-    def _say(self, text: str, node: Node) -> None:
-        """Give text to what reads the output: a substitution, or a file."""
-        for kind, word in node.redirections:
-            if kind in (">", ">|"):
-                self.files[self.text(word)] = text
-                return
-            if kind == ">>" or (kind == ">&" and word.text == "2"):
-                return
-        if self.output is not None:
-            self.output.append(text)
-
-    def _do_read(self, words: list[str], node: Node) -> bool | None:
-        letters = "".join(word[1:] for word in words if word.startswith("-"))
-        names = [word for word in words if not word.startswith("-")]
-        known = self.input is not None and not MARK.search(self.input) and not re.search(r"[^ra]", letters)
-        if not known or not names:
-            return self._unread(names, node)
-        ifs = self.variables.get("IFS", " \t\n")
-        line = (self.input or "").split("\n")[0]
-        if "a" in letters:
-            parts = [part for part in re.split(f"[{re.escape(str(ifs))}]", line) if part] if ifs else [line]
-            self.variables[names[0]] = {str(number): part for number, part in enumerate(parts)}
-            return True
-        parts = re.split(f"[{re.escape(str(ifs))}]+", line.strip(), maxsplit=len(names) - 1) if ifs else [line]
-        for number, name in enumerate(names):
-            self.variables[name] = parts[number] if number < len(parts) else ""
-        return True
-
-    def _unread(self, names: list[str], node: Node) -> bool | None:
-        for name in names or ["REPLY"]:
-            self.variables[name] = self.mark(node.at, f"${name} is read from what only a job has")
-        return None
-
-    def _do_mapfile(self, words: list[str], node: Node) -> bool | None:
-        names = [word for word in words if re.fullmatch(r"[A-Za-z_]\w*", word)] or ["MAPFILE"]
-        if self.input is None or MARK.search(self.input):
-            return self._unread(names[-1:], node)
-        lines = self.input.removesuffix("\n").split("\n")
-        self.variables[names[-1]] = {str(number): line for number, line in enumerate(lines)}
-        return True
-
-    _do_readarray = _do_mapfile
-
-    def _do_getopts(self, words: list[str], node: Node) -> bool | None:
-        if not self.positional:
-            return False
-        return self._unread([*words[1:2], "OPTARG", "OPTIND"], node)
-
-    def _do_let(self, words: list[str], node: Node) -> bool | None:
-        found = [self.arithmetic(word, node.at) for word in words]
-        return None if not found or isinstance(found[-1], str) else bool(found[-1])
-
-    def _do_eval(self, words: list[str], node: Node) -> bool | None:
-        return self._inside(Source(self.source.name, " ".join(words), self.source.line(node.at)))
-
-    def _do_source(self, words: list[str], node: Node) -> bool | None:
-        name = self.without_unset(words[0]) if words else ""
-        path = Path(os.path.dirname(self.source.name), name)
-        text = self.files.get(name)
-        if (
-            text is None
-            and name
-            and not MARK.search(name)
-            and not re.search(r"/bin/activate|/etc/profile|bashrc", name)
-        ):
-            text = read_script(path) if path.is_file() else None
-        if text is not None:
-            self.notes.append(f"{self.source.where(node.at)}: {name} is sourced: its lines are followed")
-            outer, self.positional = self.positional, words[1:] or self.positional
-            try:
-                return self._inside(Source(str(path), text))
-            except _Leave as left:
-                if left.kind != "return":
-                    raise
-                return left.status
-            finally:
-                self.positional = outer
-        if re.search(r"activate|profile|bashrc|setvars|modules|env_setup", name):
-            self.found.setup.append((self.source.where(node.at), f"source {name}"))
-            return True
-        shown = MARK.sub("...", words[0]) if words else ""
-        raise UnreadableBash(node.at, f"source {shown}: there is no such file here, and it may set any variable")
+    # programs
 
     def _do_exec(self, words: list[str], node: Node) -> bool | None:
         if words:
             self._program(words, node)
-            raise _Leave("exit", node.at, None)
+            raise LeaveBash("exit", node.at, None)
         return True
 
     def _do_builtin(self, words: list[str], node: Node) -> bool | None:
@@ -553,15 +374,12 @@ class Script(BashValues):
 
     _do_command = _do_builtin
 
-    # programs
-
     def _program(self, words: list[str], node: Node) -> bool | None:
         """Note a program; follow a shell that it starts."""
         if words[0] in ("cat", "basename", "dirname", "seq"):
             self._utility(words, node)
-        environment = {
-            name: value for name, value in self.variables.items() if name in self.exported and isinstance(value, str)
-        }
+        known = ((name, value) for name, value in self.variables.items() if isinstance(value, str))
+        environment = {name: value for name, value in known if name in self.exported}
         where = self.source.where(node.at)
         number = next((each for each, word in enumerate(words) if _SHELL.fullmatch(word)), None)
         if number is not None and not any(PROGRAM.fullmatch(word) for word in words[:number]):
@@ -573,16 +391,10 @@ class Script(BashValues):
                     return None
         target = self.found.launched if any(PROGRAM.fullmatch(word) for word in words) else self.found.others
         target.append(Started(where, words, environment))
-        script = next(
-            (word for word in words if word in self.files or word.endswith((".sh", ".sbatch", ".slurm"))), None
-        )
-        if (
-            target is self.found.others
-            and script is not None
-            and words[0] not in ("sbatch", "cp", "cat", "chmod", "rm")
-        ):
-            text = self._script_text(script)
-            if text is not None:
+        if target is self.found.others and words[0] not in ("sbatch", "cp", "cat", "chmod", "rm"):
+            scripts = (each for each in words if each in self.files or each.endswith((".sh", ".sbatch", ".slurm")))
+            script = next(scripts, None)
+            if script is not None and (text := self._script_text(script)) is not None:
                 at = words.index(script)
                 self._child(Source(script, text), words[at + 1 :], node, words[:at])
         return None
@@ -609,7 +421,7 @@ class Script(BashValues):
         shell.variables = {name: value for name, value in shell.variables.items() if name in shell.exported}
         shell.positional, shell.output, shell.defaults = positional, None, {}
         first = len(self.found.launched)
-        with contextlib.suppress(_Leave):
+        with contextlib.suppress(LeaveBash):
             shell._inside(source)
         for number, each in enumerate(self.found.launched[first:], start=first):
             self.found.launched[number] = Started(each.where, [*prefix, *each.words], each.environment)
@@ -621,9 +433,8 @@ class Script(BashValues):
         if words[0] == "cat" and not plain and self.input is not None:
             text = self.input
         elif words[0] in ("basename", "dirname") and plain and not MARK.search(plain[0]):
-            text = (
-                os.path.basename(plain[0].rstrip("/")) if words[0] == "basename" else os.path.dirname(plain[0]) or "."
-            )
+            base = words[0] == "basename"
+            text = os.path.basename(plain[0].rstrip("/")) if base else os.path.dirname(plain[0]) or "."
             text = text.removesuffix(plain[1]) + "\n" if len(plain) > 1 else text + "\n"
         elif words[0] == "seq" and plain and all(re.fullmatch(r"-?\d{1,6}", word) for word in plain):
             numbers = list(map(int, plain))
@@ -641,7 +452,7 @@ class Script(BashValues):
         source = Source(self.source.name, text, self.source.line(at))
         try:
             shell._inside(source)
-        except _Leave:
+        except LeaveBash:
             pass
         except UnreadableBash:
             return self.mark(at, f"$({_shortened(text)}) is not read")
@@ -652,13 +463,6 @@ class Script(BashValues):
             command = tuple(known[-1].words) if known else ()
             return self.mark(at, f"it is the output of $({_shortened(text)}), which nobody runs here", command=command)
         return "".join(shell.output).rstrip("\n")
-
-
-def read_script(path: Path) -> str:
-    """A script's text. Raises OSError and UnicodeDecodeError, and UnreadableBash if it is too large."""
-    if path.stat().st_size > MAX_SCRIPT_BYTES:
-        raise UnreadableBash(0, f"{path} is too large for a launcher")
-    return path.read_bytes().decode()
 
 
 def _shortened(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 from collections.abc import Callable
@@ -126,14 +127,7 @@ class BashTest:
             if any(isinstance(number, str) for number in numbers):
                 return None
             first, last = int(numbers[0]), int(numbers[1])
-            return {
-                "-eq": first == last,
-                "-ne": first != last,
-                "-lt": first < last,
-                "-le": first <= last,
-                "-gt": first > last,
-                "-ge": first >= last,
-            }[kind]
+            return bool(getattr(operator, kind[1:])(first, last))
         if kind in ("=", "==", "!=") and not self.expanded:
             pattern = script.pattern(right)
             return None if pattern is None else (pattern.match(one) is not None) is (kind != "!=")

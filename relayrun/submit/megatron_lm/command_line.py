@@ -302,12 +302,9 @@ def _refuse_blanks(merged: MergedFlags) -> None:
         if entry.name.endswith("data-path") and is_too_long_for_command(entry.values):
             for value in entry.values:
                 if value.split() != [value]:
-                    raise ConfigError(
-                        f"{value!r} holds a blank, and so many prefixes go to Megatron-LM in a file that it splits "
-                        "at blanks",
-                        where=entry.source,
-                        hint="rename the folder, or make a link to it without a blank",
-                    )
+                    words = f"{value!r} holds a blank, and so many prefixes go to Megatron-LM in a file that it splits "
+                    hint = "rename the folder, or make a link to it without a blank"
+                    raise ConfigError(f"{words}at blanks", where=entry.source, hint=hint)
 
 
 def launcher_variables(config: MegatronConfig, run: Run) -> dict[str, str]:

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from relayrun.errors import ConfigError, combined_error, did_you_mean
 from relayrun.submit.megatron_lm import flags
-from relayrun.submit.megatron_lm.bash_run import MAX_SCRIPT_BYTES, PROGRAM, Script, Started, read_script
+from relayrun.submit.megatron_lm.bash_builtins import MAX_SCRIPT_BYTES, Started, read_script
+from relayrun.submit.megatron_lm.bash_run import PROGRAM, Script
 from relayrun.submit.megatron_lm.bash_syntax import UnreadableBash, line_number
 from relayrun.submit.megatron_lm.bash_values import MARK, Source, UnknownValue
 from relayrun.submit.megatron_lm.flags import Flag
@@ -43,6 +44,9 @@ _OPTION_LETTERS = """
 """
 SHORT_OPTIONS = dict(zip(_OPTION_LETTERS.split()[::2], _OPTION_LETTERS.split()[1::2], strict=True))
 """Options of sbatch by their letters."""
+CHAIN_OPTIONS = frozenset({"job-name", "output", "error", "open-mode", "signal", "requeue", "no-requeue"})
+"""Options of sbatch that every job of a chain has of its own."""
+SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS", re.I)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,11 +112,8 @@ def read_launcher(
     datasets = [folder for flag in found for folder in _folders(script, flag)] or None
     kept = [flag for flag in found if not list(_folders(script, flag))]
     _refuse_unknown(script, kept, hints)
-    exported = (
-        training.environment
-        if training is not None
-        else {name: value for name in script.exported if isinstance(value := script.variables.get(name), str)}
-    )
+    exported = {name: value for name in script.exported if isinstance(value := script.variables.get(name), str)}
+    exported = dict(training.environment) if training is not None else exported
     return Launcher(
         path=path,
         text=text,

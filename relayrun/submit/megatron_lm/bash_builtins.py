@@ -1,0 +1,194 @@
+"""The shell's own commands in a launcher that is followed: `set`, `echo`, `read`, `source` and others."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from relayrun.submit.megatron_lm.bash_arithmetic import BashArithmetic
+from relayrun.submit.megatron_lm.bash_syntax import Node, UnreadableBash
+from relayrun.submit.megatron_lm.bash_test import formatted
+from relayrun.submit.megatron_lm.bash_values import MARK, Source
+
+MAX_SCRIPT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Started:
+    """A program that a script starts, with its environment."""
+
+    where: str
+    words: list[str]
+    environment: Mapping[str, str]
+
+
+@dataclass
+class Followed:
+    """The programs that a script starts, and the lines that prepare them."""
+
+    launched: list[Started] = field(default_factory=list)
+    others: list[Started] = field(default_factory=list)
+    setup: list[tuple[str, str]] = field(default_factory=list)
+    """Lines that prepare the environment, each with its place."""
+    ignored: list[tuple[str, str]] = field(default_factory=list)
+    """Traps and such, each with its place."""
+
+
+class LeaveBash(Exception):
+    """`break`, `continue`, `return` or `exit`."""
+
+    def __init__(self, kind: str, at: int, status: bool | None) -> None:
+        self.kind, self.at, self.status = kind, at, status
+
+
+class BashBuiltins(BashArithmetic):
+    """The state of a shell, and its own commands."""
+
+    def __init__(self, variables: Mapping[str, str], defaults: Mapping[str, str], source: Source) -> None:
+        super().__init__(variables, defaults, source)
+        self.functions: dict[str, tuple[Source, Node]] = {}
+        self.found = Followed()
+        self.files: dict[str, str] = {}
+        """Files that the script writes, with their text."""
+        self.output: list[str] | None = None
+        self.steps = [0]
+        self.assigned: set[str] = set()
+        """Names that the script gives a value."""
+        self.locals: list[dict[str, object]] = []
+        self.options: set[str] = set()
+        self.input: str | None = None
+
+    def _inside(self, source: Source, nodes: list[Node] | None = None) -> bool | None:
+        """Follow another text in this shell."""
+        raise NotImplementedError
+
+    def _do_set(self, words: list[str], node: Node) -> bool:
+        for number, word in enumerate(words):
+            if word == "--" or not re.match(r"[-+]\w", word):
+                self.positional = words[number + (word == "--") :]
+                break
+            if word == "-o" and words[number + 1 : number + 2] == ["allexport"]:
+                self.options.add("a")
+            elif "a" in word[1:] and word[1:] != "allexport":
+                (self.options.add if word[0] == "-" else self.options.discard)("a")
+            elif word in ("-o", "+o"):
+                break
+        return True
+
+    def _do_unset(self, words: list[str], node: Node) -> bool:
+        for word in words:
+            if (element := re.fullmatch(r"(\w+)\[(.*)\]", word)) is not None:
+                array = self.variables.get(element[1])
+                if isinstance(array, dict):
+                    array.pop(element[2], None)
+            elif word != "-f":
+                self.variables.pop(word, None)
+                self.exported.discard(word)
+        return True
+
+    def _do_shift(self, words: list[str], node: Node) -> bool:
+        self.positional = self.positional[int(words[0]) if words and words[0].isdigit() else 1 :]
+        return True
+
+    def _do_echo(self, words: list[str], node: Node) -> bool:
+        end, escapes = "\n", False
+        while words and re.fullmatch(r"-[neE]+", words[0]):
+            end, escapes = "" if "n" in words[0] else end, escapes or "e" in words[0]
+            words = words[1:]
+        text = " ".join(words)
+        self._say(text.replace("\\n", "\n").replace("\\t", "\t") + end if escapes else text + end, node)
+        return True
+
+    def _do_printf(self, words: list[str], node: Node) -> bool:
+        target = words[1] if words[:1] == ["-v"] else None
+        words = words[2:] if target is not None else words[1:] if words[:1] == ["--"] else words
+        text = formatted(words)
+        if text is None:
+            text = self.mark(node.at, "the output of printf is not read")
+        if target is not None:
+            self.variables[target] = text
+        else:
+            self._say(text, node)
+        return True
+
+    def _say(self, text: str, node: Node) -> None:
+        """Give text to what reads the output: a substitution, or a file."""
+        for kind, word in node.redirections:
+            if kind in (">", ">|"):
+                self.files[self.text(word)] = text
+                return
+            if kind == ">>" or (kind == ">&" and word.text == "2"):
+                return
+        if self.output is not None:
+            self.output.append(text)
+
+    def _do_read(self, words: list[str], node: Node) -> bool | None:
+        letters = "".join(word[1:] for word in words if word.startswith("-"))
+        names = [word for word in words if not word.startswith("-")]
+        known = self.input is not None and not MARK.search(self.input) and not re.search(r"[^ra]", letters)
+        if not known or not names:
+            return self._unread(names, node)
+        ifs = self.variables.get("IFS", " \t\n")
+        line = (self.input or "").split("\n")[0]
+        if "a" in letters:
+            parts = [part for part in re.split(f"[{re.escape(str(ifs))}]", line) if part] if ifs else [line]
+            self.variables[names[0]] = {str(number): part for number, part in enumerate(parts)}
+            return True
+        parts = re.split(f"[{re.escape(str(ifs))}]+", line.strip(), maxsplit=len(names) - 1) if ifs else [line]
+        for number, name in enumerate(names):
+            self.variables[name] = parts[number] if number < len(parts) else ""
+        return True
+
+    def _unread(self, names: list[str], node: Node) -> bool | None:
+        for name in names or ["REPLY"]:
+            self.variables[name] = self.mark(node.at, f"${name} is read from what only a job has")
+        return None
+
+    def _do_mapfile(self, words: list[str], node: Node) -> bool | None:
+        names = [word for word in words if re.fullmatch(r"[A-Za-z_]\w*", word)] or ["MAPFILE"]
+        if self.input is None or MARK.search(self.input):
+            return self._unread(names[-1:], node)
+        lines = self.input.removesuffix("\n").split("\n")
+        self.variables[names[-1]] = {str(number): line for number, line in enumerate(lines)}
+        return True
+
+    def _do_let(self, words: list[str], node: Node) -> bool | None:
+        found = [self.arithmetic(word, node.at) for word in words]
+        return None if not found or isinstance(found[-1], str) else bool(found[-1])
+
+    def _do_eval(self, words: list[str], node: Node) -> bool | None:
+        return self._inside(Source(self.source.name, " ".join(words), self.source.line(node.at)))
+
+    def _do_source(self, words: list[str], node: Node) -> bool | None:
+        name = self.without_unset(words[0]) if words else ""
+        path = Path(os.path.dirname(self.source.name), name)
+        text = self.files.get(name)
+        known = name and not MARK.search(name) and not re.search(r"/bin/activate|/etc/profile|bashrc", name)
+        if text is None and known and path.is_file():
+            text = read_script(path)
+        if text is not None:
+            self.notes.append(f"{self.source.where(node.at)}: {name} is sourced: its lines are followed")
+            outer, self.positional = self.positional, words[1:] or self.positional
+            try:
+                return self._inside(Source(str(path), text))
+            except LeaveBash as left:
+                if left.kind != "return":
+                    raise
+                return left.status
+            finally:
+                self.positional = outer
+        if re.search(r"activate|profile|bashrc|setvars|modules|env_setup", name):
+            self.found.setup.append((self.source.where(node.at), f"source {name}"))
+            return True
+        shown = MARK.sub("...", words[0]) if words else ""
+        raise UnreadableBash(node.at, f"source {shown}: there is no such file here, and it may set any variable")
+
+
+def read_script(path: Path) -> str:
+    """A script's text. Raises OSError and UnicodeDecodeError, and UnreadableBash if it is too large."""
+    if path.stat().st_size > MAX_SCRIPT_BYTES:
+        raise UnreadableBash(0, f"{path} is too large for a launcher")
+    return path.read_bytes().decode()
