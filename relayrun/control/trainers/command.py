@@ -112,7 +112,8 @@ class CommandTrainer:
         rule, folder = self._settings.checkpoint, self._run.checkpoints
         if rule.pattern is None:
             return None
-        return CheckpointRule(folder=folder, pattern=rule.pattern, whole_when=rule.whole_when, tracker=rule.tracker)
+        marks = {"whole_when": rule.whole_when, "unfinished_when": rule.unfinished_when}
+        return CheckpointRule(folder=folder, pattern=rule.pattern, **marks, tracker=rule.tracker)
 
     def _path(self, name: str) -> Path:
         """Return the path of a file in a setting, below the run's directory if it is relative."""

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
-from relayrun.control.job_log import job_output_files
+from relayrun.control.job_log import job_output_files, log_line
 from relayrun.control.rundir import restarts, triggers
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.records import (
@@ -129,6 +129,7 @@ class ProgramObserver:
         """Iteration of the current save, and the time at which it was first seen (monotonic)."""
         self._beat: Heartbeat | None = None
         self._save_asked: triggers.Trigger | None = None
+        self._unmatched: Sequence[str] = []
         self._take_up()
 
     def look(self) -> None:
@@ -204,7 +205,19 @@ class ProgramObserver:
                 self._time_save(saving)
         if saving is None:
             self._save_begun = None
+        moved = moved or self._program.is_printing()
         self._heartbeat("save" if saving is not None else "step" if self._said else "start", moved=moved)
+        self._say_unmatched()
+
+    def _say_unmatched(self) -> None:
+        """Record settings that fit nothing, and say in the log which ones are new."""
+        found = self._program.unmatched()
+        if found != self._unmatched:
+            write_atomic(self._attempt.unmatched, "".join(f"{words}\n" for words in found))
+            for words in found:
+                if words not in self._unmatched:
+                    log_line(f"nothing fits so far: {words}")
+            self._unmatched = found
 
     @property
     def _began_anew(self) -> bool:

@@ -79,6 +79,7 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
         ("node health", _node_health(status)),
         ("refused", status.refused_connections.told if status.refused_connections else ""),
         ("straggler", status.straggler or ""),
+        ("no match", "; ".join(status.unmatched)),
         ("failed saves", _count_and_last(status.failed_saves, status.last_failed_save)),
         ("failed", failed if status.failed_attempts else ""),
         ("strikes", ", ".join(f"{node} {count}" for node, count in sorted(status.strikes.items()))),
