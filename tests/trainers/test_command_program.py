@@ -447,19 +447,26 @@ def test_what_matches_nothing_is_said_and_what_prints_lives(tmp_path: Path) -> N
     assert seen.unmatched() == [
         f"command.checkpoint.pattern step-{{iteration}}.pt matched none of 3 entries of {tmp_path}: a.pt, b.pt, log"
     ]
-    assert iterations(seen) == [] and seen.is_printing()
+    assert iterations(seen) == []
+    assert seen.is_printing()
     assert seen.unmatched()[-1] == "command.progress matched none of 64 lines or more"
-    assert ENDED_EARLY in seen.ending(0).words and "matched none of 64 lines" in seen.ending(0).words
-    assert iterations(seen) == [] and not seen.is_printing()
+    ending = seen.ending(0)
+    assert ending is not None
+    assert ending.words.startswith(ENDED_EARLY)
+    assert "matched none of 64 lines" in ending.words
+    assert iterations(seen) == []
+    assert not seen.is_printing()
     with log.open("a") as file:
         file.write("iteration 3 of 100\n[relayrun 2026-01-01T00:00:00] a line of the chain\n")
-    assert iterations(seen) == [] and not seen.is_printing(), "neither an old line nor one of the chain"
+    assert iterations(seen) == []
+    assert not seen.is_printing(), "neither an old line nor one of the chain"
     for name in ("step-5.pt", "step-6.pt"):
         (tmp_path / name).write_text("5")
     assert seen.unmatched()[0] == "command.checkpoint.tracker latest holds 'b.pt', which names no checkpoint"
     with log.open("a") as file:
         file.write("step 3 loss 1\nanother line\n")
-    assert iterations(seen) == [3] and not seen.is_printing()
+    assert iterations(seen) == [3]
+    assert not seen.is_printing()
     assert seen.unmatched() == ["command.checkpoint.tracker latest holds 'b.pt', which names no checkpoint"]
 
 
@@ -467,7 +474,8 @@ def test_a_program_without_progress_lives_while_it_prints(tmp_path: Path) -> Non
     log = tmp_path / "log"
     log.write_text("starting\n" * 50)
     seen = program(tmp_path, logs=[(str(log), 0)])
-    assert iterations(seen) == [] and seen.is_printing()
+    assert iterations(seen) == []
+    assert seen.is_printing()
     assert seen.unmatched() == [
         "no command.progress is set, and relayrun.client reports no iteration in 32 lines or more"
     ]

@@ -188,7 +188,8 @@ def test_output_of_unknown_progress_is_a_sign_of_life_and_what_fits_nothing_is_s
     scene.script.prints, scene.script.fits_nothing = False, []
     last = scene.beat().time
     scene.observer.look()
-    assert scene.beat().time == last and scene.attempt.read_unmatched() == []
+    assert scene.beat().time == last
+    assert scene.attempt.read_unmatched() == []
 
 
 @pytest.mark.parametrize("kills", [1, 2, 3])

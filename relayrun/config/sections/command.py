@@ -65,8 +65,8 @@ class CommandCheckpointSection(DataclassSection):
     the client."""
 
     pattern: Annotated[SingleLine, Checked(_pattern)] | None = None
-    """Name of a checkpoint, a file or a folder, with `{iteration}` for its number: `checkpoint-{iteration}`. `*` and other
-    names in braces stand for any text, and folders may precede it: `version_*/epoch={epoch}-step={iteration}.ckpt`."""
+    """Name of a checkpoint, a file or a folder, with `{iteration}` for its number: `checkpoint-{iteration}`. `*` and
+    other names in braces are any text, and folders may precede it: `version_*/epoch={epoch}-step={iteration}.ckpt`."""
     whole_when: Annotated[SingleLine, Checked(_below)] | None = None
     """A file in the checkpoint that is written last, or beside it with `{name}` or `{stem}` (its name without the last
     suffix): `{name}.done`. Without this and the next two settings, the name must appear last: write under another name,

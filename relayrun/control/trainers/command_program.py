@@ -79,8 +79,8 @@ class CheckpointRule:
         entries = sorted(name for name in _entries(self.folder) if name[0] != "." and name != self.tracker)
         text, known = self._tracker_text(), self.every()
         if entries and not known:
-            some = ", ".join(entries[:3])
-            yield f"command.checkpoint.pattern {self.pattern} matched none of {len(entries)} entries of {self.folder}: {some}"
+            some = f"{len(entries)} entries of {self.folder}: {', '.join(entries[:3])}"
+            yield f"command.checkpoint.pattern {self.pattern} matched none of {some}"
         if text and known and self.tracked() not in [iteration for iteration, _ in known]:
             yield f"command.checkpoint.tracker {self.tracker} holds {text[:80]!r}, which names no checkpoint"
         if len(known) > 1 and self.whole_when is not None and not any(self.is_whole(path) for _, path in known):
@@ -260,7 +260,7 @@ class LogPattern:
                 yield step
 
     def _search(self, line: str) -> re.Match[str] | None:
-        """Search a line as it is; if it does not match, or cuts the iteration at one, without separators of thousands."""
+        """Search a line as it is; where that fails or cuts the iteration, without separators of thousands."""
         found = self._pattern.search(line)
         if found is None or (found.end() == found.end("iteration") and _THOUSANDS.match(line, found.end())):
             found = self._pattern.search(_THOUSANDS.sub("", line)) or found

@@ -27,7 +27,7 @@ from relayrun.control.rundir.records import (
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.time_limit import GRACE_SAVES, GRACE_STEPS, current_grace_period, percentile
 from relayrun.control.trainers.base import AttemptObserver, FoundCheckpoint, ObservedStep, TrainerProgram
-from relayrun.control.trainers.checkpoint_cleanup import CheckpointRetention
+from relayrun.control.trainers.checkpoint_cleanup import CheckpointRetention, ResumeGuard
 from relayrun.files import append_line, file_size, file_sizes, write_atomic, write_json
 
 
@@ -83,6 +83,7 @@ class ProgramObserver:
         leave: asks the program to save and leave. `attempts/N/stop` is written after it, so that a kill in between asks
             again.
         retention: removes old checkpoints; None: they all stay, or the program removes them itself.
+        guard: keeps the checkpoints until the program is known to have resumed; None: nothing does.
         end: kills the ranks; None: nothing does.
         ask_again: repeat a request while the program trains on: a signal is lost before the program has a handler, or
             while Slurm's controller is away. For programs that bear a second signal.
@@ -97,6 +98,7 @@ class ProgramObserver:
         *,
         leave: Callable[[], None],
         retention: CheckpointRetention | None = None,
+        guard: ResumeGuard | None = None,
         end: Callable[[], None] | None = None,
         ask_again: bool = False,
     ) -> None:
@@ -106,6 +108,7 @@ class ProgramObserver:
         self._program = program
         self._leave = leave
         self._retention = retention
+        self._guard = guard
         self._end = end
         self._ask_again = ask_again
         self._asked_at: int | None = None
@@ -120,6 +123,8 @@ class ProgramObserver:
         self._looks_with_steps = 0
         self._resumed: bool | None = None
         """Whether the program went on from its base, see `has_resumed`."""
+        self._anew: list[str] = []
+        """Checkpoints before the base that the program wrote again."""
         self._samples: dict[int, int] = {}
         """Samples consumed at iterations whose checkpoints may still come."""
         self._steps: deque[float] = deque(maxlen=GRACE_STEPS)
@@ -190,6 +195,8 @@ class ProgramObserver:
         """Record new facts. `gone`: the ranks have gone, and nothing more can come."""
         steps = self._program.steps()
         self._hear(steps, gone=gone)
+        if gone or self._resumed:
+            self._release(resumed=bool(self._resumed))
         if self._began_anew:
             return
         moved = self._record_steps(steps)
@@ -198,6 +205,12 @@ class ProgramObserver:
         for checkpoint in self._program.checkpoints():
             if checkpoint.iteration <= self._committed or (self._heard and self._resumed is None):
                 continue
+            if self._guard is not None and not self._heard:  # what it overwrote tells whether it resumed
+                self._anew = self._guard.replaced()
+                if self._anew:
+                    self._resumed = False
+                    return
+                self._release(resumed=True)
             if gone or self._is_settled(checkpoint):
                 self._commit(checkpoint)
             else:
@@ -237,6 +250,13 @@ class ProgramObserver:
         if gone and self._heard and self._resumed is None:
             self._resumed = max(self._heard) >= base
 
+    def _release(self, *, resumed: bool) -> None:
+        """Give checkpoints back; as they were, unless the program is known to have resumed."""
+        if self._guard is not None:
+            for line in self._guard.release(restore=not resumed, attempt=self._attempt.number):
+                log_line(line)
+        self._guard = None
+
     def _refuse(self, *, gone: bool = False) -> None:
         """End ranks that began anew, and the chain with them: the next attempt would do the same. Raises OSError."""
         if self._attempt.outcome.exists():
@@ -244,8 +264,9 @@ class ProgramObserver:
         if not gone and self._end is not None:
             self._end()
         base = self._begin.base_iteration
+        did = f"says iteration {self._heard[0]} first" if self._heard else f"wrote {', '.join(self._anew)} anew"
         reason = (
-            f"the program says iteration {self._heard[0]} first, and was to go on from iteration {base} "
+            f"the program {did}, and was to go on from iteration {base} "
             f"({self._begin.base_path}): it has not loaded that checkpoint, or counts anew; let it load what it is "
             "given, and say iterations counted from the beginning of the run"
         )
