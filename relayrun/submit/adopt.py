@@ -92,7 +92,7 @@ def adopt(path: Path, environment: Mapping[str, str], *, site: str, checkout: st
     found = Adopted({"project": "", "name": "", "trainer": "megatron-lm", "cluster": site})
     _take_names(launcher, header, found)
     _take_program(launcher, found, checkout)
-    _take_header(path, header, found)
+    take_header(path, header, found)
     _take_words_before(launcher, found)
     _take_flags(launcher, found)
     _take_environment(launcher, found)
@@ -152,7 +152,8 @@ def _take_program(launcher: Launcher, found: Adopted, checkout: str | None) -> N
     found.row(where, MARK.sub("...", program), f"megatron_lm.dir: {own['dir']}", "--checkout" if checkout else "")
 
 
-def _take_header(path: Path, header: Mapping[str, tuple[str | None, int]], found: Adopted) -> None:
+def take_header(path: Path, header: Mapping[str, tuple[str | None, int]], found: Adopted) -> None:
+    """Take the `#SBATCH` lines of a script as the section job."""
     job = _section(found, "job")
     if "time" not in header:
         found.refuse(str(path), "no #SBATCH line says the time limit", "add #SBATCH --time=HH:MM:SS")

@@ -158,6 +158,7 @@ def prepared_run(
             config = _freeze_data(run, _with_loss_mean(run, config), found.manifest, accept=intent.accept_data_change)
         if membership is not None:  # before the plan, which makes it a run
             membership.write(campaign.membership_path(run))
+        _link_checkpoints(config, run)
         base = BEGINNING if awaited else _initial_checkpoint(config, run, found.manifest, new=membership is not None)
         base = former.base if former is not None and base == BEGINNING and not run.revisions() else base
         if isinstance(config, RunConfig) and not awaited:
@@ -184,6 +185,19 @@ def prepared_run(
         run.requests.unlink(missing_ok=True)  # an explicit submit revokes what a person changed
         policies.write_notice_policy(config, run)  # behind STOP, which would be told once more
         yield run, plan
+
+
+def _link_checkpoints(config: CommonConfig, run: Run) -> None:
+    """Make the run's `checkpoints` a link to the folder that a program of its own names. Raises ConfigError."""
+    folder = config.command.checkpoint.folder if isinstance(config, CommandConfig) else None
+    if folder is None:
+        return
+    os.makedirs(folder, exist_ok=True)
+    if not os.path.lexists(run.checkpoints):
+        run.checkpoints.symlink_to(folder, target_is_directory=True)
+    elif os.path.realpath(run.checkpoints) != os.path.realpath(folder):
+        hint = "leave the setting as it was, or start a run of another name"
+        raise ConfigError(f"{run.checkpoints} is not this folder", where="command.checkpoint.folder", hint=hint)
 
 
 def _tell_consequences(config: RunConfig, run: Run, begins: ResumePoint) -> None:

@@ -76,12 +76,15 @@ class CommandCheckpointSection(DataclassSection):
     tracker: Annotated[SingleLine, Checked(_entry)] | None = None
     """A file beside the checkpoints that names the newest complete one, by its iteration or its name, and is written
     after it."""
+    folder: SingleLine | None = None
+    """Folder of the checkpoints, to which `checkpoints` in the run's directory is then a link. None: that is a folder.
+    A run without checkpoints of its own begins with the newest complete one that it finds there."""
     keep_last: Positive | None = None
     """Newest checkpoints that the chain keeps; it removes older ones. None: the program removes checkpoints itself, and
     the chain does not miss them."""
 
     def __post_init__(self) -> None:
-        for name in ("whole_when", "unfinished_when", "tracker"):
+        for name in ("whole_when", "unfinished_when", "tracker", "folder"):
             if getattr(self, name) is not None and self.pattern is None:
                 raise ValueError(f"{name} needs `pattern`, which says what a checkpoint is called")
         if self.tracker is not None and "/" in (self.pattern or ""):

@@ -91,6 +91,8 @@ class ResumeGuard:
                 os.rename(kept, path)
                 done.append(f"{path} is there again as it was")
             _remove(kept)
+        with contextlib.suppress(FileNotFoundError):
+            os.rmdir(self.folder / ".kept")
         return done
 
     def _all(self) -> list[tuple[Path, Path]]:

@@ -115,16 +115,21 @@ class CommandTrainer:
         return CheckpointRetention(self._run, attempt, begin, keep_last=self._settings.checkpoint.keep_last)
 
     def _rule(self) -> CheckpointRule | None:
-        rule, folder = self._settings.checkpoint, self._run.checkpoints
-        if rule.pattern is None:
-            return None
-        marks = {"whole_when": rule.whole_when, "unfinished_when": rule.unfinished_when}
-        return CheckpointRule(folder=folder, pattern=rule.pattern, **marks, tracker=rule.tracker)
+        return checkpoint_rule(self._settings, self._run.checkpoints)
 
     def _path(self, name: str) -> Path:
         """Return the path of a file in a setting, below the run's directory if it is relative."""
         names = {"run_dir": str(self._run.path), "checkpoints": str(self._run.checkpoints)}
         return self._run.path / _fill_placeholders(name, names)
+
+
+def checkpoint_rule(settings: CommandSection, folder: Path) -> CheckpointRule | None:
+    """Return the rule of the checkpoints in a folder; None if the program reports them."""
+    rule = settings.checkpoint
+    if rule.pattern is None:
+        return None
+    marks = {"whole_when": rule.whole_when, "unfinished_when": rule.unfinished_when}
+    return CheckpointRule(folder=folder, pattern=rule.pattern, **marks, tracker=rule.tracker)
 
 
 def _move_client_records(folder: Path) -> None:

@@ -117,6 +117,8 @@ def _check_progress(config: CommandConfig, findings: Findings) -> None:
     else:
         words = f"{rule.pattern} counts as soon as it has this name; that it is renamed when whole is taken on trust"
     findings.assume("command.checkpoint", words)
+    if rule.folder is not None:
+        return
     if rule.pattern is not None and not any("{checkpoints}" in word or "{run_dir}" in word for word in command.run):
         text = "nothing tells the program where its checkpoints are to lie"
         remedy = "hand {checkpoints} to it: what lies elsewhere does not count"
