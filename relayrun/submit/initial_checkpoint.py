@@ -17,10 +17,10 @@ from relayrun.control.rundir.find_runs import find_run, split_run_and_iteration
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers import megatron_lm_log
-from relayrun.control.trainers.command import checkpoint_rule
 from relayrun.control.trainers.torch_files import vet_checkpoint
 from relayrun.errors import ConfigError, InputError, RelayrunError
 from relayrun.submit.dry_load import common_values, refuse_other_values
+from relayrun.submit.wrap import newest_in_folder
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.train.checkpoint import megatron_folder
 from relayrun.train.checkpoint.megatron_folder import MegatronCheckpoint
@@ -55,22 +55,8 @@ def find_initial_checkpoint(
     if isinstance(config, RunConfig):
         return _find_native(config, run, manifest, tell)
     if isinstance(config, CommandConfig):
-        return _find_of_command(config, run)
+        return newest_in_folder(config.command, run)
     return _find_megatron_lm(config, run) if isinstance(config, MegatronConfig) else BEGINNING
-
-
-def _find_of_command(config: CommandConfig, run: Run) -> ResumePoint:
-    """Return the newest complete checkpoint of `command.checkpoint.folder`, by its name in the run's directory."""
-    folder = config.command.checkpoint.folder
-    if folder is None or resume_point(run).path is not None:
-        return BEGINNING
-    rule = checkpoint_rule(config.command, Path(folder))
-    newest = (rule.whole() if rule is not None else [])[-1:]
-    if not newest:
-        return BEGINNING
-    return ResumePoint(
-        iteration=newest[0].iteration, path=str(run.checkpoints / Path(newest[0].path).relative_to(folder))
-    )
 
 
 def _find_native(config: RunConfig, run: Run, manifest: Manifest | None, tell: Callable[[str], None]) -> ResumePoint:

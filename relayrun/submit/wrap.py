@@ -1,21 +1,24 @@
 """A batch script that is nobody's launcher as the program of a chain, without a run config.
 
 Its `#SBATCH` lines are the job, its folder of checkpoints is the run's. `launchers/lib/wrapped.sh` executes it as the
-one task of each job, with the variables that sbatch would give it.
+one task of each job, with the variables that sbatch would give it. Standard library only.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from relayrun import places
-from relayrun.config.sections.base import NAME_PATTERN
+from relayrun.config.sections.command import CommandSection
+from relayrun.control.rundir.checkpoint_records import BEGINNING, ResumePoint, resume_point
+from relayrun.control.rundir.run import Run
+from relayrun.control.trainers.command import checkpoint_rule
 from relayrun.errors import ConfigError
-from relayrun.submit.adopt import Adopted, take_header
-from relayrun.submit.megatron_lm.launcher_file import sbatch_options
+from relayrun.submit.sbatch_header import Adopted, sbatch_options, take_header
 
 SAVE_BATCH_VARIABLES = 'for name in "${!SLURM_@}"; do export "RELAYRUN_BATCH_${name}=${!name}"; done'
 """A line of `job.setup`: a step has other variables than the batch script."""
@@ -57,7 +60,7 @@ def wrap(path: Path, arguments: Sequence[str], *, checkpoints: str, site: str, o
 
 def _name(header: Header, path: Path) -> str:
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", header.get("job-name", (None, 0))[0] or path.stem).strip("-._")
-    return plain if re.match(NAME_PATTERN, plain) else "script"
+    return plain if plain[:1].isalnum() else "script"
 
 
 def _checkpoints(folder: Path, pattern: str) -> dict[str, str]:
@@ -77,3 +80,25 @@ def _take_signal(header: Header, found: Adopted) -> dict[str, int]:
         raise ConfigError(f"--signal={value} names no signal", where=f"line {line}", hint="write B:USR1@300")
     found.settings["command"] = found.settings["command"] | {"leave_signal": f"SIG{said[1].upper()}"}
     return {"grace_period": int(said[2])} if said[2] else {}
+
+
+def link_checkpoints(run: Run, folder: str) -> None:
+    """Make the run's `checkpoints` a link to the folder that a program of its own names. Raises ConfigError."""
+    os.makedirs(folder, exist_ok=True)
+    if not os.path.lexists(run.checkpoints):
+        run.checkpoints.symlink_to(folder, target_is_directory=True)
+    elif os.path.realpath(run.checkpoints) != os.path.realpath(folder):
+        hint = "leave the setting as it was, or start a run of another name"
+        raise ConfigError(f"{run.checkpoints} is not this folder", where="command.checkpoint.folder", hint=hint)
+
+
+def newest_in_folder(settings: CommandSection, run: Run) -> ResumePoint:
+    """Return the newest complete checkpoint in `checkpoint.folder`, by its name in the run's directory, for a run
+    without checkpoints of its own."""
+    folder = settings.checkpoint.folder
+    rule = None if folder is None or resume_point(run).path is not None else checkpoint_rule(settings, Path(folder))
+    if folder is None or rule is None or not (whole := rule.whole()):
+        return BEGINNING
+    return ResumePoint(
+        iteration=whole[-1].iteration, path=str(run.checkpoints / Path(whole[-1].path).relative_to(folder))
+    )

@@ -14,7 +14,7 @@ from relayrun.cli import main
 from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError
-from relayrun.submit.adopt import Adopted
+from relayrun.submit.sbatch_header import Adopted
 from relayrun.submit.wrap import wrap
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,13 +6,8 @@ import argparse
 from pathlib import Path
 
 from relayrun.cli import add_set_option
-from relayrun.cli.run.submit import print_dry_run, print_submitted
-from relayrun.config.compose import resolve, sites
-from relayrun.config.compose.yaml_file import LocatedSettings
-from relayrun.config.sections.batch_systems import batch_system
 from relayrun.errors import combined_error
-from relayrun.submit.check.existing_run import SubmitIntent
-from relayrun.submit.submission import submit_run
+from relayrun.submit.sbatch_header import Adopted
 from relayrun.submit.wrap import wrap
 
 
@@ -27,23 +22,31 @@ def add_wrap_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the job script; write and submit nothing")
     parser.add_argument("script", type=Path, help="a script for sbatch")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
-    parser.set_defaults(run=run_wrap)
+    parser.set_defaults(run=lambda options: submit(options))
 
 
-def run_wrap(options: argparse.Namespace) -> int:
-    """Submit the script as a chain. Raises RelayrunError."""
-    site = sites.read_site(options.cluster, folders=sites.site_folders(None), where="--cluster").values
-    found = wrap(
-        options.script,
-        options.arguments,
-        checkpoints=options.checkpoints,
-        site=options.cluster,
-        one_machine=batch_system(str(site.get("scheduler"))).one_machine,
-    )
+def wrapped(options: argparse.Namespace, *, one_machine: bool = False) -> Adopted:
+    """Return the settings of the script. Raises ConfigError for lines that are not taken."""
+    told = {"checkpoints": options.checkpoints, "site": options.cluster, "one_machine": one_machine}
+    found = wrap(options.script, options.arguments, **told)
     if found.errors:
         raise combined_error(found.errors, "lines of the script are not taken")
     if options.progress is not None:
         found.settings["command"]["progress"] = options.progress
+    return found
+
+
+def submit(options: argparse.Namespace) -> int:
+    """Submit with all checks of a run config; relayrun.pyz, without their packages, has another function here."""
+    from relayrun.cli.run.submit import print_dry_run, print_submitted
+    from relayrun.config.compose import resolve, sites
+    from relayrun.config.compose.yaml_file import LocatedSettings
+    from relayrun.config.sections.batch_systems import batch_system
+    from relayrun.submit.check.existing_run import SubmitIntent
+    from relayrun.submit.submission import submit_run
+
+    site = sites.read_site(options.cluster, folders=sites.site_folders(None), where="--cluster").values
+    found = wrapped(options, one_machine=batch_system(str(site.get("scheduler"))).one_machine)
     own = found.settings.pop("cluster_settings")
     given = resolve.compose_settings(LocatedSettings(found.settings), options.overrides, of_cluster=own)
     if options.dry_run:

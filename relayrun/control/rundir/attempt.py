@@ -106,8 +106,7 @@ class Attempt:
     client = PathIn("client")
     """A folder of messages between a foreign program and the supervisor; see `relayrun.control.trainers`."""
     unmatched = PathIn("unmatched")
-    """Settings of a foreign program that fit nothing of what it prints and writes, one per line; see `trainers.base`.
-    """
+    """Settings of a foreign program that fit nothing of what it prints and writes, one per line."""
     data_paths = PathIn("data_paths")
     """The shards of a run with Megatron-LM if they are too many for a command line."""
     guard_log = PathIn("guard.log")

@@ -42,8 +42,7 @@ class CheckpointRule:
 
     folder: Path
     pattern: str
-    """A name with `{iteration}` in it once; `*` and other names in braces stand for any text. Folders may precede it.
-    """
+    """A name with `{iteration}` in it once; `*` and other names in braces are any text. Folders may precede it."""
     whole_when: str | None
     """A file in a checkpoint that is written last, or None; with `{name}` or `{stem}`, a file beside it. A file named
     *.json must hold JSON; of others the name suffices."""
