@@ -17,7 +17,7 @@ SHUFFLE := $(if $(filter random,$(ORDER)),--shuffle=$(shell date +%s%N))
 ALONE = $(shell grep -lr --include=*.py pytest.mark.alone tests)
 SHELL_FILES = $(shell git ls-files '*.sh')
 
-.PHONY: help setup demo demo-slurm test test-long test-slurm test-torch check format gpu-check container-env drill drill-kills bench cluster-up cluster-down clean
+.PHONY: help setup demo demo-slurm test test-long test-slurm test-torch check format gpu-check container-env drill drill-kills bench release cluster-up cluster-down clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -80,6 +80,9 @@ check: setup ## style, types, and the fast tests: shellcheck and shfmt are among
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(PYTEST) -q --numprocesses=$$(nproc) $(GROUPS) -m "not slow and not slurm and not long and not alone"
+
+release: setup ## dist/relayrun.pyz: wrap, status, why, logs, save, stop and cancel for a host's own Python
+	$(BIN)/python scripts/tools/make_pyz.py dist/relayrun.pyz
 
 format: setup ## put the files into the form that `check` asks for
 	$(BIN)/ruff check --fix .

@@ -1,6 +1,6 @@
 """The `relayrun` command: its verbs, in five groups.
 
-run     submit, check, adopt, resume, launch, config, diff, explain, sweep, stages, save, stop, cancel
+run     submit, check, adopt, wrap, resume, launch, config, diff, explain, sweep, stages, save, stop, cancel
 data    data, dumps, mixture
 model   export, upload, import, checkpoint
 watch   status, why, logs, report, goodput, runs, notify, sentinel
@@ -27,6 +27,7 @@ COMMANDS = {
     "submit": ("run.submit", "submit a training run"),
     "check": ("run.submit", "what a submit would refuse or warn of, and the plan of the run"),
     "adopt": ("run.adopt", "a run config from an existing launcher of Megatron-LM, line by line"),
+    "wrap": ("run.wrap", "a batch script as it is becomes the program of a chain"),
     "resume": ("run.submit", "submit a run again as it was submitted last"),
     "launch": ("run.submit", "what the sbatch scripts of launchers/ call"),
     "config": ("run.settings", "the settings of a run config, or of a run, and where each value comes from"),

@@ -9,32 +9,25 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from relayrun.config.compose import sites
 from relayrun.config.sections.base import NAME_PATTERN
-from relayrun.config.sections.job_script import SETTINGS_INSTEAD
 from relayrun.errors import ConfigError
 from relayrun.submit.megatron_lm.bash_run import PROGRAM
 from relayrun.submit.megatron_lm.bash_values import MARK
 from relayrun.submit.megatron_lm.flags import Flag
 from relayrun.submit.megatron_lm.launcher_file import (
-    CHAIN_OPTIONS,
     REPLACED_FLAGS,
     SECRET_NAME,
-    SHORT_OPTIONS,
     Launcher,
     read_launcher,
-    sbatch_options,
 )
+from relayrun.submit.sbatch_header import SHORT_OPTIONS, Adopted, sbatch_options, section, take_header
 
-_JOB_NUMBERS = {"nodes": "nodes", "ntasks-per-node": "ntasks_per_node", "cpus-per-task": "cpus_per_task"}
-_JOB_WORDS = ("time", "account", "partition", "qos", "reservation", "constraint", "exclude", "mem")
 _CHAIN_VARIABLES = re.compile(r"MASTER_(ADDR|PORT)|WORLD_SIZE|(LOCAL_|NODE_)?RANK")
 _SRUN_SWITCHES = re.compile(r"-[luKs]+|--(label|unbuffered|exclusive|overlap|no-kill|exact|overcommit|pty)")
-_GPUS = re.compile(r"(?:gres|gpus|gpus-per-node) (?:gpu:)?(?:[\w.-]+:)?(\d+)")
 _SRUN_OWN = re.compile(
     r"[luK]+|label|unbuffered|nodes|ntasks|ntasks-per-node|overlap|cpus-per-task|gpus-per-node|kill-on-"
     r"bad-exit|wait|output|error|job-name|exclusive"
@@ -43,23 +36,6 @@ _SRUN_OWN = re.compile(
 _RANK_STARTERS = re.compile(r"(?:.*/)?(?:torchrun|torch\.distributed\.(?:run|launch))")
 _PER_JOB = re.compile(r"\$(\w+) has a value in a job alone")
 _OF_A_RANK = {"SLURM_PROCID": "RANK", "SLURM_LOCALID": "LOCAL_RANK"}
-
-
-@dataclass
-class Adopted:
-    """A run config with the origin of each value."""
-
-    settings: dict[str, Any]
-    rows: list[tuple[str, str, str, str]] = field(default_factory=list)
-    """Line, what the launcher says, what the run has, and why."""
-    errors: list[ConfigError] = field(default_factory=list)
-    """Parts of the launcher that no setting takes."""
-
-    def row(self, where: str, yours: str, used: str, why: str = "") -> None:
-        self.rows.append((where.rpartition(":")[2] if ":" in where else "", yours, used, why))
-
-    def refuse(self, where: str, words: str, hint: str) -> None:
-        self.errors.append(ConfigError(words, where=where, hint=hint))
 
 
 def adopt(path: Path, environment: Mapping[str, str], *, site: str, checkout: str | None = None) -> Adopted:
@@ -74,7 +50,7 @@ def adopt(path: Path, environment: Mapping[str, str], *, site: str, checkout: st
     found = Adopted({"project": "", "name": "", "trainer": "megatron-lm", "cluster": site})
     _take_names(launcher, header, found)
     _take_program(launcher, found, checkout)
-    _take_header(path, header, found)
+    take_header(path, header, found)
     _take_words_before(launcher, found)
     _take_flags(launcher, found)
     _take_environment(launcher, found)
@@ -100,11 +76,6 @@ def _job_variables(header: Mapping[str, tuple[str | None, int]]) -> Iterator[tup
     yield from ((name, value) for name, value in names.items() if value is not None)
 
 
-def _section(found: Adopted, name: str) -> dict[str, Any]:
-    values: dict[str, Any] = found.settings.setdefault(name, {})
-    return values
-
-
 def _take_names(launcher: Launcher, header: Mapping[str, tuple[str | None, int]], found: Adopted) -> None:
     flags = {flag.name: MARK.sub("", " ".join(flag.values)).rstrip("-_") for flag in launcher.flags}
     job_name = re.sub(r"%.", "", header.get("job-name", (None, 0))[0] or "")
@@ -127,45 +98,11 @@ def _take_program(launcher: Launcher, found: Adopted, checkout: str | None) -> N
     if MARK.search(program) or (not folder.startswith("/") and checkout is None):
         words = f"the folder of {name} is not known here: {MARK.sub('...', program)}"
         found.refuse(where, words, "give --checkout FOLDER")
-    own = _section(found, "megatron_lm")
+    own = section(found, "megatron_lm")
     own["dir"] = checkout or folder
     if name != "pretrain_gpt.py":
         own["program"] = name
     found.row(where, MARK.sub("...", program), f"megatron_lm.dir: {own['dir']}", "--checkout" if checkout else "")
-
-
-def _take_header(path: Path, header: Mapping[str, tuple[str | None, int]], found: Adopted) -> None:
-    job = _section(found, "job")
-    if "time" not in header:
-        found.refuse(str(path), "no #SBATCH line says the time limit", "add #SBATCH --time=HH:MM:SS")
-    for name, (value, line) in header.items():
-        said, where = f"#SBATCH --{name}" + ("" if value is None else f"={value}"), f"{path}:{line}"
-        gpus = _GPUS.fullmatch(f"{name} {value}")
-        first = header.get("nodes", ("1", 0))[0] or "1"
-        nodes = int(first) if first.isdigit() else 1
-        if name in CHAIN_OPTIONS:
-            found.row(where, said, "the chain's own", SETTINGS_INSTEAD[name])
-        elif name in _JOB_NUMBERS and (value or "").isdigit():
-            job[_JOB_NUMBERS[name]] = int(value or 0)
-        elif name == "ntasks" and (value or "").isdigit() and int(value or 0) % nodes == 0:
-            job.setdefault("ntasks_per_node", int(value or 0) // nodes)
-        elif gpus is not None and (name != "gpus" or int(gpus[1]) % nodes == 0):
-            job["gpus_per_node"] = int(gpus[1]) // (nodes if name == "gpus" else 1)
-        elif name == "mem" and (unit := re.fullmatch(r"(\d+)([KMGT]?)B?", value or "", re.I)) is not None:
-            job["mem"] = unit[1] + unit[2].upper()
-        elif name in _JOB_WORDS and value is not None:
-            job[name] = value
-        elif name == "exclusive" and value is None:
-            job["exclusive"] = True
-        elif name == "environment":
-            _section(found, "cluster_settings")["container"] = {"runtime": "edf", "image": value}
-        elif name in SETTINGS_INSTEAD or len(name) < 2:
-            found.refuse(where, f"{said} is not taken", SETTINGS_INSTEAD.get(name, "leave it out"))
-            continue
-        else:
-            job.setdefault("sbatch", {})[name] = True if value is None else value
-        if name not in CHAIN_OPTIONS:
-            found.row(where, said, "job" if name != "environment" else "cluster.container")
 
 
 def _take_words_before(launcher: Launcher, found: Adopted) -> None:
@@ -173,7 +110,7 @@ def _take_words_before(launcher: Launcher, found: Adopted) -> None:
     assert launcher.training is not None
     where, words = launcher.training.where, launcher.training.words
     words = words[: next(number for number, word in enumerate(words) if PROGRAM.fullmatch(word))]
-    cluster, prefix = _section(found, "cluster_settings"), list[str]()
+    cluster, prefix = section(found, "cluster_settings"), list[str]()
     if words and re.fullmatch(r"(?:.*/)?srun", words[0]):
         words = words[1:]
         while words and words[0].startswith("-"):
@@ -208,7 +145,7 @@ def _take_words_before(launcher: Launcher, found: Adopted) -> None:
 
 def _take_starter(word: str, words: list[str], where: str, found: Adopted) -> list[str]:
     """Take the options of torchrun: the chain starts as many ranks itself."""
-    job = _section(found, "job")
+    job = section(found, "job")
     while words and words[0].startswith("-"):
         option, *words = words
         name, equals, value = option.lstrip("-").replace("-", "_").partition("=")
@@ -234,13 +171,13 @@ def _take_flags(launcher: Launcher, found: Adopted) -> None:
             found.row(flags[flag.name].source, flags[flag.name].text, "no effect", f"{flag.text} stands behind it")
         flags[flag.name] = flag
     args: dict[str, Any] = {}
-    _section(found, "megatron_lm")["args"] = args
+    section(found, "megatron_lm")["args"] = args
     _take_checkpoint(flags, found)
     if launcher.datasets is not None:
         _take_data(launcher, flags, found)
     for name, flag in flags.items():
         if name == "tensorboard-dir":
-            _section(found, "tracking")["tensorboard"] = True
+            section(found, "tracking")["tensorboard"] = True
         if name in REPLACED_FLAGS:
             found.row(flag.source, MARK.sub("...", flag.text), "the run's own", REPLACED_FLAGS[name])
         elif name in ("exit-signal-handler", "exit-signal"):
@@ -294,7 +231,7 @@ def _take_data(launcher: Launcher, flags: dict[str, Flag], found: Adopted) -> No
     if model is None or len(model.values) != 1:
         found.refuse(str(launcher.path), "no --tokenizer-model says what the shards hold", "add it")
         return
-    data = _section(found, "data")
+    data = section(found, "data")
     data |= {"tokenizer": model.values[0], "datasets": launcher.datasets}
     found.row("", ",".join(launcher.datasets or ()), "data.datasets", "shards are listed at each submit")
     flags.setdefault("split", Flag(name="split", values=("969,30,1",), source=""))
@@ -306,7 +243,7 @@ def _take_data(launcher: Launcher, flags: dict[str, Flag], found: Adopted) -> No
 
 
 def _take_environment(launcher: Launcher, found: Adopted) -> None:
-    cluster, shell, folder = _section(found, "cluster_settings"), list[str](), found.settings["megatron_lm"]["dir"]
+    cluster, shell, folder = section(found, "cluster_settings"), list[str](), found.settings["megatron_lm"]["dir"]
     own = launcher.script.variables.get("MEGATRON_LM_DIR")
     for name, value in launcher.environment.items():
         where, shown = launcher.where(name), MARK.sub("...", value)
@@ -348,14 +285,14 @@ def _take_other_lines(launcher: Launcher, found: Adopted) -> None:
         if MARK.search(line):
             found.refuse(where, f"{MARK.sub('...', line)}: a value is not known here", "write the value itself")
             continue
-        _section(found, "job").setdefault("setup", []).append(line)
+        section(found, "job").setdefault("setup", []).append(line)
         found.row(where, line, "job.setup")
     for where, line in script.found.ignored:
         found.row(where, MARK.sub("...", line), "not run", "the chain has signals and clean-up of its own")
     for other in script.found.others:
         line = MARK.sub("...", " ".join(other.words))
         if other.words[0] == "sbatch":
-            _section(found, "chain")["auto_requeue"] = True
+            section(found, "chain")["auto_requeue"] = True
             found.row(other.where, line, "chain.auto_requeue", "a successor behind every job")
         elif other.words[0] not in ("mkdir", "cat", "basename", "dirname"):
             found.row(other.where, line if len(line) < 80 else line[:77] + "...", "not run", "it trains nothing")

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from relayrun import places
 from relayrun.config.compose import yaml_file
-from relayrun.config.compose.schema import CommonConfig, MegatronConfig, ModelSection, RunConfig
+from relayrun.config.compose.schema import CommandConfig, CommonConfig, MegatronConfig, ModelSection, RunConfig
 from relayrun.control.rundir.checkpoint_records import BEGINNING, ResumePoint, is_checkpoint_of, resume_point
 from relayrun.control.rundir.find_runs import find_run, split_run_and_iteration
 from relayrun.control.rundir.plan import Plan
@@ -20,6 +20,7 @@ from relayrun.control.trainers import megatron_lm_log
 from relayrun.control.trainers.torch_files import vet_checkpoint
 from relayrun.errors import ConfigError, InputError, RelayrunError
 from relayrun.submit.dry_load import common_values, refuse_other_values
+from relayrun.submit.wrap import newest_in_folder
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.train.checkpoint import megatron_folder
 from relayrun.train.checkpoint.megatron_folder import MegatronCheckpoint
@@ -53,6 +54,8 @@ def find_initial_checkpoint(
     """
     if isinstance(config, RunConfig):
         return _find_native(config, run, manifest, tell)
+    if isinstance(config, CommandConfig):
+        return newest_in_folder(config.command, run)
     return _find_megatron_lm(config, run) if isinstance(config, MegatronConfig) else BEGINNING
 
 

@@ -41,6 +41,7 @@ from relayrun.submit.check.existing_run import FormerRun, SubmitIntent
 from relayrun.submit.check.findings import Findings
 from relayrun.submit.check.report import CheckReport, check_run, with_editions
 from relayrun.submit.run_plan import log_folder, make_plan
+from relayrun.submit.wrap import link_checkpoints
 from relayrun.tokens.mixture.data_change import integer_mixture_weights
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.trust import refuse_untrusted
@@ -158,6 +159,8 @@ def prepared_run(
             config = _freeze_data(run, _with_loss_mean(run, config), found.manifest, accept=intent.accept_data_change)
         if membership is not None:  # before the plan, which makes it a run
             membership.write(campaign.membership_path(run))
+        if isinstance(config, CommandConfig) and (folder := config.command.checkpoint.folder) is not None:
+            link_checkpoints(run, folder)
         base = BEGINNING if awaited else _initial_checkpoint(config, run, found.manifest, new=membership is not None)
         base = former.base if former is not None and base == BEGINNING and not run.revisions() else base
         if isinstance(config, RunConfig) and not awaited:

@@ -96,10 +96,13 @@ def test_an_unknown_trainer_has_a_nearest_one(tmp_path: Path) -> None:
         ({"run": []}, "command.run: List should have at least 1 item"),
         ({"run": "python train.py"}, "command.run: Input should be a valid list"),
         ({"checkpoint": {"pattern": "step-"}}, "command.checkpoint.pattern: it needs {iteration} once"),
-        ({"checkpoint": {"pattern": "a/{iteration}"}}, "command.checkpoint.pattern: this is the name of an entry"),
+        ({"checkpoint": {"pattern": "/a/{iteration}"}}, "command.checkpoint.pattern: this is a path below the folder"),
+        ({"checkpoint": {"pattern": "{iteration}/a"}}, "pattern: it needs {iteration} once, in its last part"),
+        ({"checkpoint": {"pattern": "a/{iteration}", "tracker": "x"}}, "a tracker lies beside the checkpoints"),
+        ({"checkpoint": {"unfinished_when": "x"}}, "command.checkpoint: unfinished_when needs `pattern`"),
         ({"checkpoint": {"whole_when": "state"}}, "command.checkpoint: whole_when needs `pattern`"),
         ({"checkpoint": {"tracker": "latest"}}, "command.checkpoint: tracker needs `pattern`"),
-        ({"checkpoint": {"pattern": "{iteration}", "whole_when": "../x"}}, "whole_when: this is a file within"),
+        ({"checkpoint": {"pattern": "{iteration}", "whole_when": "../x"}}, "whole_when: this is a path below"),
     ],
 )
 def test_a_mistake_of_a_command_is_named_by_its_line(changes: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from relayrun.config.compose.schema import MegatronConfig
 from relayrun.config.compose.yaml_file import dump_yaml, read_yaml
 from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError, RelayrunError
-from relayrun.submit.adopt import Adopted, adopt
+from relayrun.submit.adopt import adopt
 from relayrun.submit.megatron_lm.command_line import command_line
+from relayrun.submit.sbatch_header import Adopted
 from tests.megatron_lm.stand_in import stand_in
 
 LAUNCHER = """\

@@ -154,7 +154,7 @@ def test_the_plan_of_a_command_has_its_section_and_its_last_iteration(tmp_path: 
         "leave_signal": "SIGUSR2",
         "leave_file": None,
         "done": "evidence",
-        "checkpoint": {"keep_last": None, **rule},
+        "checkpoint": {"keep_last": None, "unfinished_when": None, "folder": None, **rule},
         "steps": 40,
     }
 

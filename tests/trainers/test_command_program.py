@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -375,3 +376,117 @@ def test_a_tracker_may_be_a_link_and_may_be_lost(tmp_path: Path) -> None:
     assert [found.iteration for found in tracked.whole()] == [5]
     (tmp_path / "latest").write_text("no checkpoint")
     assert tracked.whole() == []
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names", "found"),
+    [
+        ("epoch=*-step={iteration}.ckpt", ["epoch=0-step=20.ckpt", "epoch=1-step=40.ckpt", "last.ckpt"], [20, 40]),
+        ("epoch={epoch}-step={iteration}.ckpt", ["epoch=0-step=20.ckpt", "epoch=0-step=20-v1.ckpt"], [20]),
+        ("version_*/checkpoints/step={iteration}", ["version_1/checkpoints/step=20", "version_0/x/step=9"], [20]),
+        ("*{iteration}.pt", [".quarantine/x-7.pt", ".x-7.pt", "x-8.pt"], [8]),
+        ("step.{iteration}", ["step.00000020", "stepx21"], [20]),
+    ],
+)
+def test_a_pattern_has_wildcards_and_folders(tmp_path: Path, pattern: str, names: list[str], found: list[int]) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("12345")
+    whole = CheckpointRule(folder=tmp_path, pattern=pattern, whole_when=None).whole()
+    assert [checkpoint.iteration for checkpoint in whole] == found
+    assert all(str(Path(checkpoint.path).relative_to(tmp_path)) in names for checkpoint in whole)
+
+
+def test_of_two_names_of_an_iteration_the_last_changed_counts(tmp_path: Path) -> None:
+    for name, when in (("epoch=1-step=20", 100), ("epoch=0-step=20", 200)):
+        (tmp_path / name).write_text("12345")
+        os.utime(tmp_path / name, (when, when))
+    (found,) = CheckpointRule(folder=tmp_path, pattern="epoch=*-step={iteration}", whole_when=None).whole()
+    assert Path(found.path).name == "epoch=0-step=20"
+
+
+def test_a_file_beside_a_checkpoint_marks_it_as_whole_or_unfinished(tmp_path: Path) -> None:
+    for name in ("step=20.ckpt", "step=40.ckpt", "step=20.ckpt.done", "step=40-unfinished", "step=60.ckpt"):
+        (tmp_path / name).write_text("12345")
+    done = CheckpointRule(folder=tmp_path, pattern="step={iteration}.ckpt", whole_when="{name}.done")
+    assert [found.iteration for found in done.whole()] == [20]
+    mark = {"whole_when": None, "unfinished_when": "{stem}-unfinished"}
+    absent = CheckpointRule(folder=tmp_path, pattern="step={iteration}.ckpt", **mark)
+    assert [found.iteration for found in absent.whole()] == [20, 60]
+    (said, _) = absent.prepare(base=20, attempt=2)
+    assert "step=40.ckpt ({stem}-unfinished is there) moved" in said
+
+
+@pytest.mark.parametrize(
+    ("pattern", "line", "iteration", "loss"),
+    [
+        (
+            r"step:\s+(?P<iteration>\d+)\s+loss:\s+(?P<loss>\S+)",
+            "\x1b[31mstep: 12  \x1b[32mloss:  2.3100\x1b[39m",
+            12,
+            2.31,
+        ),
+        (r"step:\s+(?P<iteration>[\d,]+)\s+loss:\s+(?P<loss>\S+)", "step: 1,200  loss:  2.31,", 1200, 2.31),
+        (r"step (?P<iteration>\d+) loss (?P<loss>\S+)", "step 1,234,200 loss 2.31;", 1234200, 2.31),
+        (r"loss (?P<loss>[\d.]+) at (?P<iteration>\d+)", "loss 2.31 at 1_200", 1200, 2.31),
+        (r"(?P<iteration>\d+),(?P<loss>\S+)", "12,345", 12, 345.0),
+    ],
+)
+def test_colours_and_separators_hide_no_number(pattern: str, line: str, iteration: int, loss: float) -> None:
+    (step,) = LogPattern(re.compile(pattern)).steps([line])
+    assert (step.iteration, dict(step.metrics)) == (iteration, {"loss": loss})
+
+
+def test_what_matches_nothing_is_said_and_what_prints_lives(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("".join(f"iteration {n} of 100\n" for n in range(70)))
+    for name in ("a.pt", "b.pt", "latest"):
+        (tmp_path / name).write_text("b.pt")
+    files = CheckpointRule(folder=tmp_path, pattern="step-{iteration}.pt", whole_when=None, tracker="latest")
+    seen = program(tmp_path, logs=[(str(log), 0)], progress=PROGRESS, rule=files)
+    assert seen.unmatched() == [
+        f"command.checkpoint.pattern step-{{iteration}}.pt matched none of 3 entries of {tmp_path}: a.pt, b.pt, log"
+    ]
+    assert iterations(seen) == []
+    assert seen.is_printing()
+    assert seen.unmatched()[-1] == "command.progress matched none of 64 lines or more"
+    ending = seen.ending(0)
+    assert ending is not None
+    assert ending.words.startswith(ENDED_EARLY)
+    assert "matched none of 64 lines" in ending.words
+    assert iterations(seen) == []
+    assert not seen.is_printing()
+    with log.open("a") as file:
+        file.write("iteration 3 of 100\n[relayrun 2026-01-01T00:00:00] a line of the chain\n")
+    assert iterations(seen) == []
+    assert not seen.is_printing(), "neither an old line nor one of the chain"
+    for name in ("step-5.pt", "step-6.pt"):
+        (tmp_path / name).write_text("5")
+    assert seen.unmatched()[0] == "command.checkpoint.tracker latest holds 'b.pt', which names no checkpoint"
+    with log.open("a") as file:
+        file.write("step 3 loss 1\nanother line\n")
+    assert iterations(seen) == [3]
+    assert not seen.is_printing()
+    assert seen.unmatched() == ["command.checkpoint.tracker latest holds 'b.pt', which names no checkpoint"]
+
+
+def test_a_program_without_progress_lives_while_it_prints(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("starting\n" * 50)
+    seen = program(tmp_path, logs=[(str(log), 0)])
+    assert iterations(seen) == []
+    assert seen.is_printing()
+    assert seen.unmatched() == [
+        "no command.progress is set, and relayrun.client reports no iteration in 32 lines or more"
+    ]
+    lost = program(tmp_path, logs=[(str(log), 0)], progress_file=(tmp_path / "steps", 0))
+    lost.steps()
+    assert lost.unmatched() == [f"command.progress_file {tmp_path / 'steps'} is not there"]
+
+
+def test_a_mark_that_no_checkpoint_has_is_said(tmp_path: Path) -> None:
+    save(tmp_path, 5, whole=False)
+    save(tmp_path, 10, whole=False)
+    assert program(tmp_path, rule=rule(tmp_path)).unmatched() == [
+        "command.checkpoint.whole_when state.json: none of 2 checkpoints is complete by it"
+    ]

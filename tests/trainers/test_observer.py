@@ -34,6 +34,8 @@ class Script:
         self.asked = 0
         self.refuses: str | None = None
         self.may_change = False
+        self.prints = False
+        self.fits_nothing: list[str] = []
         self._given = 0
 
     def steps(self) -> Sequence[ObservedStep]:
@@ -48,6 +50,12 @@ class Script:
 
     def saving(self) -> int | None:
         return self.under_way
+
+    def is_printing(self) -> bool:
+        return self.prints
+
+    def unmatched(self) -> list[str]:
+        return self.fits_nothing
 
     def ask_to_save(self) -> str | None:
         self.asked += 1
@@ -164,6 +172,24 @@ def test_a_program_that_stands_still_has_no_heartbeat(scene: Scene) -> None:
     before = scene.beat()
     scene.observer.look()
     assert scene.beat() == before
+
+
+def test_output_of_unknown_progress_is_a_sign_of_life_and_what_fits_nothing_is_said(
+    scene: Scene, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scene.script.prints, scene.script.fits_nothing = True, ["command.progress matched none of 64 lines or more"]
+    scene.observer.look()
+    first = scene.beat().time
+    time.sleep(0.01)
+    scene.observer.look()
+    assert scene.beat().time > first
+    assert scene.attempt.read_unmatched() == scene.script.fits_nothing
+    assert capsys.readouterr().err.count("nothing fits so far: command.progress matched none of 64") == 1
+    scene.script.prints, scene.script.fits_nothing = False, []
+    last = scene.beat().time
+    scene.observer.look()
+    assert scene.beat().time == last
+    assert scene.attempt.read_unmatched() == []
 
 
 @pytest.mark.parametrize("kills", [1, 2, 3])

@@ -21,7 +21,7 @@ from relayrun.files import MIN_FREE_BYTES, free_space, last_lines
 from relayrun.watch.status import queue, tables
 from relayrun.watch.status.runs import RunsWatcher
 from relayrun.watch.status.summary import DamagedRun, RunSummary
-from relayrun.watch.text import format_seconds, inert_console, json_text, print_table
+from relayrun.watch.text import format_seconds, inert_console, json_text
 
 ShowRuns = Callable[[Sequence[RunSummary | DamagedRun], float], None]
 REFUSED_SECONDS = 7 * 86400.0
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
         if options.json:
             print(json_text(run_status_text.run_status_as_json(facts)))
         else:
-            print_table(run_status_text.run_status_table(facts, now=now))
+            run_status_text.print_run_status(facts, now=now)
         _print_lines(stuck, options)
         return 0
     runs = find_runs.all_run_folders()

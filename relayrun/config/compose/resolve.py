@@ -12,7 +12,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +62,30 @@ def read_settings(
 ) -> LocatedSettings:
     """Compose the run config at `path` without checks, with the location of each setting. Raises ConfigError. `changes`
     take precedence over the file and the overrides, except overrides of the cluster."""
-    settings = _read_with_includes(path, ())
+    return compose_settings(_read_with_includes(path, ()), overrides, path=path, changes=changes)
+
+
+def compose_settings(
+    settings: LocatedSettings,
+    overrides: Sequence[str] = (),
+    *,
+    path: Path | None = None,
+    changes: Sequence[LocatedSettings] = (),
+    of_cluster: Mapping[str, Any] | None = None,
+) -> LocatedSettings:
+    """Compose the settings of a run config, or of a command that has none. `of_cluster`: own settings of the cluster,
+    added to the site's lists and mappings."""
     settings.root = root = places.project_folder(path)
     mixture_setting.insert_mixture(settings, root)  # so that overrides may change a part of it
-    of_cluster = [text for text in overrides if text.startswith("cluster.")]
-    settings.merge(_overrides([text for text in overrides if text not in of_cluster]))
+    to_cluster = [text for text in overrides if text.startswith("cluster.")]
+    settings.merge(_overrides([text for text in overrides if text not in to_cluster]))
     for own in changes:
         settings.merge(own)
     sites.insert_site(settings, folders=sites.site_folders(path))
-    settings.merge(_overrides(of_cluster))  # last: an override beats the cluster's file in any order
+    for name, more in (of_cluster or {}).items():
+        site = settings.values["cluster"]
+        site[name] = [*site.get(name, []), *more] if isinstance(more, list) else {**site.get(name, {}), **more}
+    settings.merge(_overrides(to_cluster))  # last: an override beats the cluster's file in any order
     sites.refuse_other_cluster(settings, os.environ)
     sites.insert_environment(settings, os.environ)
     sites.insert_job_defaults(settings)

@@ -32,9 +32,15 @@ def _progress(pattern: str) -> str:
 
 
 def _pattern(name: str) -> str:
-    if name.count("{iteration}") != 1:
-        raise ValueError("it needs {iteration} once, as in `checkpoint-{iteration}`")
-    return _entry(name)
+    if name.count("{iteration}") != 1 or "{iteration}" not in name.rpartition("/")[2]:
+        raise ValueError("it needs {iteration} once, in its last part, as in `checkpoint-{iteration}`")
+    return _below(name)
+
+
+def _below(path: str) -> str:
+    if path.startswith("/") or ".." in path.split("/"):
+        raise ValueError("this is a path below the folder of checkpoints or the checkpoint, by its path from there")
+    return path
 
 
 def _entry(name: str) -> str:
@@ -42,12 +48,6 @@ def _entry(name: str) -> str:
     if "/" in name or name in (".", ".."):
         raise ValueError("this is the name of an entry of the run's folder of checkpoints, without a /")
     return name
-
-
-def _below(path: str) -> str:
-    if path.startswith("/") or ".." in path.split("/"):
-        raise ValueError("this is a file within the checkpoint's folder, by its path from there")
-    return path
 
 
 SignalName = Annotated[str, Checked(_signal)]
@@ -65,21 +65,30 @@ class CommandCheckpointSection(DataclassSection):
     the client."""
 
     pattern: Annotated[SingleLine, Checked(_pattern)] | None = None
-    """Name of a checkpoint, a file or a folder, with `{iteration}` for its number: `checkpoint-{iteration}`."""
+    """Name of a checkpoint, a file or a folder, with `{iteration}` for its number: `checkpoint-{iteration}`. `*` and
+    other names in braces are any text, and folders may precede it: `version_*/epoch={epoch}-step={iteration}.ckpt`."""
     whole_when: Annotated[SingleLine, Checked(_below)] | None = None
-    """A file in the checkpoint that is written last. Without this setting and `tracker`, the name must appear last:
-    write under another name, then rename."""
+    """A file in the checkpoint that is written last, or beside it with `{name}` or `{stem}` (its name without the last
+    suffix): `{name}.done`. Without this and the next two settings, the name must appear last: write under another name,
+    then rename."""
+    unfinished_when: Annotated[SingleLine, Checked(_below)] | None = None
+    """A file, named like `whole_when`, that exists while the checkpoint is incomplete: `{stem}-unfinished`."""
     tracker: Annotated[SingleLine, Checked(_entry)] | None = None
     """A file beside the checkpoints that names the newest complete one, by its iteration or its name, and is written
     after it."""
+    folder: SingleLine | None = None
+    """Folder of the checkpoints, to which `checkpoints` in the run's directory is then a link. None: that is a folder.
+    A run without checkpoints of its own begins with the newest complete one that it finds there."""
     keep_last: Positive | None = None
     """Newest checkpoints that the chain keeps; it removes older ones. None: the program removes checkpoints itself, and
     the chain does not miss them."""
 
     def __post_init__(self) -> None:
-        for name in ("whole_when", "tracker"):
+        for name in ("whole_when", "unfinished_when", "tracker", "folder"):
             if getattr(self, name) is not None and self.pattern is None:
                 raise ValueError(f"{name} needs `pattern`, which says what a checkpoint is called")
+        if self.tracker is not None and "/" in (self.pattern or ""):
+            raise ValueError("a tracker lies beside the checkpoints: leave it out, or the folders of `pattern`")
 
 
 @dataclass(frozen=True, kw_only=True)

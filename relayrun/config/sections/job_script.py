@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from relayrun.config.sections.base import Section
+from relayrun.config.sections.batch_systems import SETTINGS_INSTEAD
 from relayrun.config.sections.dataclass_section import SingleLine, one_line
 from relayrun.errors import ConfigError
 
@@ -111,50 +112,6 @@ def _mount_shows(mount: str, path: str) -> bool:
 
 SbatchValue = bool | int | str
 """`true`: the option without a value; `false`: cancel this option of the site's file."""
-
-SETTINGS_INSTEAD = {
-    "job-name": "it follows from project and name",
-    "time": "set job.time",
-    "nodes": "set job.nodes",
-    "ntasks": "set job.nodes and job.ntasks_per_node",
-    "ntasks-per-node": "set job.ntasks_per_node",
-    "cpus-per-task": "set job.cpus_per_task",
-    "gpus-per-node": "set job.gpus_per_node",
-    "account": "set job.account",
-    "partition": "set job.partition",
-    "qos": "set job.qos",
-    "reservation": "set job.reservation",
-    "constraint": "set job.constraint",
-    "exclude": "set job.exclude",
-    "mem": "set job.mem",
-    "exclusive": "set job.exclusive",
-    "signal": "set chain.signal_seconds",
-    "requeue": "set chain.auto_requeue",
-    "no-kill": "set job.spare_nodes: without them nobody would notice the loss of a node",
-    "no-requeue": "set chain.auto_requeue",
-    "dependency": "jobs of a chain wait for each other by it",
-    "array": "a chain is one job after the other",
-    "output": "the job's script opens its logs, below logs/slurm",
-    "error": "the job's script opens its logs, below logs/slurm",
-    "open-mode": "the job's script opens its logs, below logs/slurm",
-    "export": "set cluster.environment",
-    "export-file": "set cluster.environment",
-    "get-user-env": "set job.setup or cluster.environment",
-    "comment": "the chain notes there what it must find again: the job's log, and starts that failed; set wckey",
-    "clusters": "a chain asks one cluster for its jobs; submit from a login node of the other one",
-    "hold": "every job of the chain would be held; use `scontrol hold`",
-    "wait": "the submit would not return",
-    "wrap": "the job runs relayrun's own script",
-    "parsable": "relayrun reads sbatch's answer",
-    "test-only": "use --dry-run",
-    "quiet": "relayrun reads sbatch's answer",
-    "uid": "jobs run as who submits them",
-    "gid": "jobs run as who submits them",
-    "help": "it is no option of a job",
-    "usage": "it is no option of a job",
-    "version": "it is no option of a job",
-}
-"""Options that relayrun sets itself, or cannot pass on, and the alternative."""
 
 
 def _checked_sbatch_options(options: dict[str, SbatchValue]) -> dict[str, SbatchValue]:

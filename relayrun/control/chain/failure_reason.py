@@ -156,6 +156,7 @@ def why_failed(run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, ex
     if not attempt.started.exists() and (said is None or said.secondary):  # else time was not short
         short = time_limit.explain_short_training_time(attempt, now=time.time(), asked=plan.time_limit)
         who = "; ".join(filter(None, [who, short]))
+    who = "; ".join(filter(None, [who, *attempt.read_unmatched()]))
     return FailureReason(words=who, fatal=fatal, said=said, same=_came_again(run, earlier, said))
 
 

@@ -107,6 +107,8 @@ class Attempt:
     `successor` at the same time; only this file is never overwritten with an older state."""
     client = PathIn("client")
     """A folder of messages between a foreign program and the supervisor; see `relayrun.control.trainers`."""
+    unmatched = PathIn("unmatched")
+    """Settings of a foreign program that fit nothing of what it prints and writes, one per line."""
     data_paths = PathIn("data_paths")
     """The shards of a run with Megatron-LM if they are too many for a command line."""
     guard_log = PathIn("guard.log")
@@ -202,6 +204,13 @@ class Attempt:
     def append_commit(self, commit: CheckpointCommit) -> None:
         """Record a published checkpoint: from here on it counts."""
         commit.append(self.commits)
+
+    def read_unmatched(self) -> list[str]:
+        """Return the settings that fit nothing of what the attempt's program prints and writes, in words."""
+        try:
+            return self.unmatched.read_text(encoding="utf-8", errors="replace").splitlines()
+        except FileNotFoundError:
+            return []
 
     def read_heartbeats(self) -> list[Heartbeat]:
         """Return the newest heartbeat of every node, by name; unreadable ones are left out."""

@@ -188,10 +188,11 @@ def resume_point(run: Run) -> ResumePoint:
 
 def is_checkpoint_of(run: Run, base: ResumePoint) -> bool:
     """Return whether this run made the checkpoint; a run may begin with another run's checkpoint, or a converted one.
-    The run's folder may be a link: a person may have moved it to another disk."""
+    The run's folder may be a link: a person may have moved it to another disk. A program may make folders in it."""
     if base.path is None:
         return False
-    return os.path.realpath(os.path.dirname(base.path)) == os.path.realpath(run.checkpoints)
+    below = os.path.relpath(os.path.realpath(os.path.dirname(base.path)), os.path.realpath(run.checkpoints))
+    return below == "." or not below.startswith(".")
 
 
 def newest_commit_at(path: str | os.PathLike[str]) -> CheckpointCommit | None:

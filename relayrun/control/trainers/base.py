@@ -112,6 +112,13 @@ class TrainerProgram(Protocol):
     def saving(self) -> int | None:
         """Return the iteration of the checkpoint that is being written; None without one."""
 
+    def is_printing(self) -> bool:
+        """Return whether it printed new lines at the last call of `steps`, and has never reported an iteration: its
+        progress is unknown, and no proof of a hang."""
+
+    def unmatched(self) -> Sequence[str]:
+        """Return the settings that fit nothing of what it prints and writes, in words."""
+
     def ask_to_save(self) -> str | None:
         """Ask it to save and go on; return in words why it cannot, else None."""
 

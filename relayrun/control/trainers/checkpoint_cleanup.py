@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import stat
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote, unquote
 
 from relayrun.control.rundir import campaign, evaluations, mirror
 from relayrun.control.rundir.attempt import Attempt
@@ -37,6 +40,92 @@ def quarantine_checkpoints(
     if moved:
         fsync_directory(folder)
     return moved
+
+
+KEPT_FILES = 2000
+"""Files of the checkpoints that are kept besides the base: each is linked before the ranks start."""
+
+
+@dataclass(frozen=True)
+class ResumeGuard:
+    """Keeps checkpoints from a program that may begin anew over them, until its first iteration shows where it began.
+
+    Each file has a second name in `.kept`, which outlives a rename or a removal of the first, and is read-only for its
+    owner, so that no program but root's writes into it.
+    """
+
+    folder: Path
+
+    def keep(self, paths: Sequence[Path]) -> None:
+        """Keep checkpoints of the folder, the most important first, as far as the file system has links."""
+        count = 0
+        for path in paths:
+            count += len(names := _files_of(path))
+            if count > KEPT_FILES and path != paths[0]:
+                return
+            kept = self.folder / ".kept" / quote(os.path.relpath(path, self.folder), safe="")
+            try:
+                for name in names:
+                    (kept / name).parent.mkdir(parents=True, exist_ok=True)
+                    os.link(path / name, kept / name)
+            except OSError:
+                _remove(kept)
+            _set_writable(kept, False)
+
+    def replaced(self) -> list[str]:
+        """Return the names of kept checkpoints that the program wrote anew."""
+        return [path.name for path, kept in self._all() if path.exists() and _differs(path, kept)]
+
+    def release(self, *, restore: bool, attempt: int) -> list[str]:
+        """Give the files back; return one line per action. `restore`: put back what has changed, unless the program is
+        known to have resumed: then it may remove its old checkpoints."""
+        done = []
+        for path, kept in self._all():
+            _set_writable(kept, True)
+            if restore and _differs(path, kept):
+                anew = [path] if path.exists() else []
+                done += quarantine_checkpoints(
+                    self.folder, anew, attempt=attempt, fault=lambda _: "it was written anew"
+                )
+                path.parent.mkdir(parents=True, exist_ok=True)
+                os.rename(kept, path)
+                done.append(f"{path} is there again as it was")
+            _remove(kept)
+        with contextlib.suppress(FileNotFoundError):
+            os.rmdir(self.folder / ".kept")
+        return done
+
+    def _all(self) -> list[tuple[Path, Path]]:
+        """Return each kept checkpoint with its second name."""
+        return [(self.folder / unquote(kept.name), kept) for kept in sorted(self.folder.glob(".kept/*"))]
+
+
+def _files_of(path: Path) -> list[str]:
+    """Return the files of a checkpoint relative to it: of a file the empty name, of a link none."""
+    if path.is_symlink():
+        return []
+    if not path.is_dir():
+        return [""]
+    found = (Path(folder) / name for folder, _, names in os.walk(path) for name in names)
+    return [str(file.relative_to(path)) for file in found if not file.is_symlink()]
+
+
+def _differs(path: Path, kept: Path) -> bool:
+    return any(not (path / name).exists() or not os.path.samefile(path / name, kept / name) for name in _files_of(kept))
+
+
+def _set_writable(kept: Path, writable: bool) -> None:
+    for name in _files_of(kept) if kept.exists() else ():
+        with contextlib.suppress(OSError):  # another user's
+            mode = (kept / name).stat().st_mode
+            os.chmod(kept / name, mode | stat.S_IWUSR if writable else mode & ~stat.S_IWUSR)
+
+
+def _remove(kept: Path) -> None:
+    if kept.is_dir():
+        shutil.rmtree(kept)
+    else:
+        kept.unlink(missing_ok=True)
 
 
 REMOVE_SECONDS = 0.5

@@ -18,7 +18,7 @@ from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers import tools
 from relayrun.control.trainers.base import AttemptObserver
-from relayrun.control.trainers.checkpoint_cleanup import CheckpointRetention
+from relayrun.control.trainers.checkpoint_cleanup import CheckpointRetention, ResumeGuard
 from relayrun.control.trainers.command_program import CheckpointRule, CommandProgram, LogPattern
 from relayrun.control.trainers.observer import ProgramObserver
 from relayrun.files import write_atomic
@@ -58,9 +58,14 @@ class CommandTrainer:
             self._path(name).unlink(missing_ok=True)
         if settings.leave_file is not None:  # so whoever asks, asks here too: watch, or the batch script by itself
             self._path(settings.leave_file).symlink_to(opened.stop)
-        rule = self._rule()
+        rule, guard = self._rule(), ResumeGuard(self._run.checkpoints)
+        done = guard.release(restore=True, attempt=attempt)  # of an attempt that was killed
         own = base.iteration if is_checkpoint_of(self._run, base) else 0
-        return [] if rule is None else rule.prepare(base=own, attempt=attempt)
+        done += [] if rule is None else rule.prepare(base=own, attempt=attempt)
+        if own and base.path is not None:
+            older = [path for _, path in reversed(rule.every())] if rule is not None else []
+            guard.keep([Path(base.path), *(path for path in older if str(path) != base.path)])
+        return done
 
     def command(self, begin: AttemptStart) -> list[str]:
         words = [*self._settings.run, *(self._settings.resume if begin.base_path is not None else ())]
@@ -100,7 +105,8 @@ class CommandTrainer:
         leave = (lambda: None) if self.leave_signal is None else partial(signal_ranks, self.leave_signal)
         end = partial(signal_ranks, Signals.SIGKILL)
         kept = self._retention(begin)
-        return ProgramObserver(self._run, attempt, begin, program, leave=leave, end=end, retention=kept)
+        guard = ResumeGuard(self._run.checkpoints)
+        return ProgramObserver(self._run, attempt, begin, program, leave=leave, end=end, retention=kept, guard=guard)
 
     def _retention(self, begin: AttemptStart) -> CheckpointRetention | None:
         if self._settings.checkpoint.keep_last is None:
@@ -109,15 +115,21 @@ class CommandTrainer:
         return CheckpointRetention(self._run, attempt, begin, keep_last=self._settings.checkpoint.keep_last)
 
     def _rule(self) -> CheckpointRule | None:
-        rule, folder = self._settings.checkpoint, self._run.checkpoints
-        if rule.pattern is None:
-            return None
-        return CheckpointRule(folder=folder, pattern=rule.pattern, whole_when=rule.whole_when, tracker=rule.tracker)
+        return checkpoint_rule(self._settings, self._run.checkpoints)
 
     def _path(self, name: str) -> Path:
         """Return the path of a file in a setting, below the run's directory if it is relative."""
         names = {"run_dir": str(self._run.path), "checkpoints": str(self._run.checkpoints)}
         return self._run.path / _fill_placeholders(name, names)
+
+
+def checkpoint_rule(settings: CommandSection, folder: Path) -> CheckpointRule | None:
+    """Return the rule of the checkpoints in a folder; None if the program reports them."""
+    rule = settings.checkpoint
+    if rule.pattern is None:
+        return None
+    marks = {"whole_when": rule.whole_when, "unfinished_when": rule.unfinished_when}
+    return CheckpointRule(folder=folder, pattern=rule.pattern, **marks, tracker=rule.tracker)
 
 
 def _move_client_records(folder: Path) -> None:

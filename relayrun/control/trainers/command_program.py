@@ -20,6 +20,7 @@ import re
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from relayrun.control.diagnosis import first_cause
-from relayrun.control.job_log import LogFollower
+from relayrun.control.job_log import LOG_PREFIX, LogFollower
 from relayrun.control.trainers.base import ENDED_BY_ITSELF, FoundCheckpoint, ObservedStep, ProgramEnding, finite_number
 from relayrun.control.trainers.checkpoint_cleanup import quarantine_checkpoints
 from relayrun.errors import RunDirError
@@ -41,35 +42,48 @@ class CheckpointRule:
 
     folder: Path
     pattern: str
-    """A name with `{iteration}` in it once."""
+    """A name with `{iteration}` in it once; `*` and other names in braces are any text. Folders may precede it."""
     whole_when: str | None
-    """A file in a checkpoint that is written last, or None. A file named *.json must hold JSON; of others the name
-    suffices."""
+    """A file in a checkpoint that is written last, or None; with `{name}` or `{stem}`, a file beside it. A file named
+    *.json must hold JSON; of others the name suffices."""
+    unfinished_when: str | None = None
+    """A file, named in the same way, that exists while the checkpoint is incomplete, or None."""
     tracker: str | None = None
     """A file of `folder`, or a link, that names the newest complete checkpoint by iteration or name; None without one.
     """
 
     def every(self) -> list[tuple[int, Path]]:
         """Return iteration and path of every entry with a checkpoint's name, rising."""
-        try:
-            entries = os.listdir(self.folder)
-        except FileNotFoundError:
-            return []
-        found = ((self._iteration(entry), self.folder / entry) for entry in entries)
-        return sorted((iteration, path) for iteration, path in found if iteration is not None)
+        found = [self.folder]
+        for part in self.pattern.split("/"):
+            name = _expression(part)
+            found = [folder / entry for folder in found for entry in _entries(folder) if name.fullmatch(entry)]
+        return sorted((int(self._digits(path.name) or 0), path) for path in found)
 
     def is_whole(self, path: Path) -> bool:
         """Return whether a checkpoint is complete by this rule."""
         return self._fault(path, self.tracked()) is None
 
     def whole(self) -> list[FoundCheckpoint]:
-        """Return all complete checkpoints, rising."""
+        """Return all complete checkpoints, rising; of several of one iteration the one that changed last."""
         newest = self.tracked()
-        return [
-            FoundCheckpoint(iteration=iteration, path=str(path), may_change=True)
-            for iteration, path in self.every()
-            if self._fault(path, newest) is None
+        found = [
+            (number, path.stat().st_mtime_ns, path) for number, path in self.every() if not self._fault(path, newest)
         ]
+        last = {number: path for number, _, path in sorted(found)}
+        return [FoundCheckpoint(iteration=number, path=str(path), may_change=True) for number, path in last.items()]
+
+    def unmatched(self) -> Iterator[str]:
+        """Yield what no entry of the folder fits, in words."""
+        entries = sorted(name for name in _entries(self.folder) if name[0] != "." and name != self.tracker)
+        text, known = self._tracker_text(), self.every()
+        if entries and not known:
+            some = f"{len(entries)} entries of {self.folder}: {', '.join(entries[:3])}"
+            yield f"command.checkpoint.pattern {self.pattern} matched none of {some}"
+        if text and known and self.tracked() not in [iteration for iteration, _ in known]:
+            yield f"command.checkpoint.tracker {self.tracker} holds {text[:80]!r}, which names no checkpoint"
+        if len(known) > 1 and self.whole_when is not None and not any(self.is_whole(path) for _, path in known):
+            yield f"command.checkpoint.whole_when {self.whole_when}: none of {len(known)} checkpoints is complete by it"
 
     def under_way(self) -> int | None:
         """Return the iteration of the newest name if that checkpoint is incomplete; else None."""
@@ -132,17 +146,38 @@ class CheckpointRule:
 
     def _digits(self, name: str) -> str | None:
         """Return the iteration in a name with its leading zeros; None if it is no checkpoint's name."""
-        before, _, after = self.pattern.partition("{iteration}")
-        found = re.fullmatch(re.escape(before) + r"([0-9]+)" + re.escape(after), name)
+        found = _expression(self.pattern.rpartition("/")[2]).fullmatch(name)
         return None if found is None else found[1]
 
     def _fault(self, path: Path, newest: int | None) -> str | None:
         """Return the defect of a checkpoint; None without one. `newest`: the iteration that the tracker names."""
-        if self.whole_when is not None and (what := _unwritten_fault(path / self.whole_when)) is not None:
+        if self.whole_when is not None and (what := _unwritten_fault(_mark(path, self.whole_when))) is not None:
             return f"{self.whole_when} {what}"
+        if self.unfinished_when is not None and os.path.lexists(_mark(path, self.unfinished_when)):
+            return f"{self.unfinished_when} is there"
         if self.tracker is not None and (self._iteration(path.name) or 0) > (newest or 0):
             return f"{self.tracker} does not name it"
         return None if path.exists() else "it is missing"
+
+
+@functools.lru_cache
+def _expression(part: str) -> re.Pattern[str]:
+    """Return the regular expression of a folder or name in a pattern; the iteration is its only group."""
+    wild = re.sub(r"\\\*|\\\{(?!iteration\\\})\w+\\\}", ".*", re.escape(part))
+    return re.compile(r"(?!\.)" * wild.startswith(".*") + wild.replace(r"\{iteration\}", "([0-9]+)"))
+
+
+def _entries(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _mark(path: Path, name: str) -> Path:
+    """Return the file that marks a checkpoint: in it, or beside it if the name says the checkpoint's."""
+    beside = name.replace("{name}", path.name).replace("{stem}", path.stem)
+    return path / name if beside == name else path.parent / beside
 
 
 def _is_number(text: str) -> bool:
@@ -185,6 +220,14 @@ CRASH_BYTES = 200_000
 ITERATION_KEYS = ("iteration", "step", "global_step")
 """Names of the iteration in a line of JSON; the first that is there counts."""
 
+MIN_LINES = 50
+"""Printed lines without an iteration from which on that is said."""
+RECENT_LINES = 200
+"""A line that differs from so many before it is a sign of life of a program whose iterations are unknown."""
+
+_COLOURS = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\))")
+_THOUSANDS = re.compile(r"(?<=\d)[,_'\u00a0\u2009\u202f](?=\d{3}(?!\d))")
+
 LINE_SECONDS = 0.25
 """Processor time of a pattern for one line."""
 LOOK_SECONDS = 1.0
@@ -207,13 +250,20 @@ class LogPattern:
             begun = time.thread_time()
             try:
                 with _time_limited(LINE_SECONDS):
-                    found = self._pattern.search(line)
+                    found = self._search(_COLOURS.sub("", line))
             except _PatternTooSlow:
                 found = None
                 spent += time.thread_time() - begun
                 self._complain(line)
             if found is not None and (step := _make_step(found.groupdict())) is not None:
                 yield step
+
+    def _search(self, line: str) -> re.Match[str] | None:
+        """Search a line as it is; where that fails or cuts the iteration, without separators of thousands."""
+        found = self._pattern.search(line)
+        if found is None or (found.end() == found.end("iteration") and _THOUSANDS.match(line, found.end())):
+            found = self._pattern.search(_THOUSANDS.sub("", line)) or found
+        return found
 
     def _complain(self, line: str) -> None:
         if not self._complained:
@@ -241,7 +291,11 @@ def json_step(line: str) -> ObservedStep | None:
 
 
 def _make_step(values: Mapping[str, Any]) -> ObservedStep | None:
-    numbers = {name: number for name, value in values.items() if (number := finite_number(value)) is not None}
+    plain = {
+        name: _THOUSANDS.sub("", value).strip(" \t,;|)]%") if isinstance(value, str) else value
+        for name, value in values.items()
+    }
+    numbers = {name: number for name, value in plain.items() if (number := finite_number(value)) is not None}
     iteration = numbers.pop("iteration", None)
     if iteration is None or iteration < 0:
         return None
@@ -312,6 +366,10 @@ class CommandProgram:
         self._file = self.progress_file and LogFollower(self.progress_file[0], offset=self.progress_file[1])
         self._logs = [LogFollower(path, offset=offset) for path, offset in self.logs]
         self._newest = 0
+        self._lines = 0
+        """Lines that it has printed, while no iteration is known."""
+        self._recent: deque[str] = deque(maxlen=RECENT_LINES)
+        self._heard = self._printed = False
 
     def steps(self) -> list[ObservedStep]:
         found = _json_steps(self._said)
@@ -319,10 +377,38 @@ class CommandProgram:
             written = _json_steps(self._file)  # who goes on may write the file anew, with the lines up to its base
             goes_on = any(step.iteration >= self.base for step in written)
             found += [step for step in written if step.iteration >= self.base or not goes_on]
-        if self.progress is not None:
-            for lines in self._logs:
-                found += self.progress.steps(lines.read())
+        self._printed = False
+        for printed in self._logs if self.progress is not None or not self._heard else ():
+            lines = printed.read() if self._heard else self._count_lines(printed.read())
+            found += () if self.progress is None else self.progress.steps(lines)
+            deque(lines, maxlen=0)
+        self._heard = self._heard or bool(found)
         self._newest = max([self._newest, *(step.iteration for step in found)])
+        return found
+
+    def _count_lines(self, lines: Iterable[str]) -> Iterator[str]:
+        for line in lines:
+            if not line.startswith(LOG_PREFIX):  # those of the chain
+                self._lines += 1
+                self._printed = self._printed or line not in self._recent
+                self._recent.append(line)
+            yield line
+
+    def is_printing(self) -> bool:
+        return self._printed and not self._heard
+
+    def unmatched(self) -> list[str]:
+        found = [] if self.rule is None else list(self.rule.unmatched())
+        if self._heard or self._lines < MIN_LINES:
+            return found
+        count = f"{1 << self._lines.bit_length() - 1} lines or more"  # so the words change seldom
+        if self.progress is not None:
+            found.append(f"command.progress matched none of {count}")
+        if self.progress_file is not None:
+            there = "holds no iteration" if self.progress_file[0].exists() else "is not there"
+            found.append(f"command.progress_file {self.progress_file[0]} {there}")
+        elif self.progress is None:
+            found.append(f"no command.progress is set, and relayrun.client reports no iteration in {count}")
         return found
 
     def checkpoints(self) -> list[FoundCheckpoint]:
@@ -366,7 +452,7 @@ class CommandProgram:
         if self._crashed():
             return None
         if not (saved or self._newest or self.base):
-            return ProgramEnding(outcome="fatal", words=ENDED_EARLY)
+            return ProgramEnding(outcome="fatal", words="; ".join([ENDED_EARLY, *self.unmatched()]))
         if self.total_steps is not None:
             return ProgramEnding(outcome="left", words=f"{ENDED_BY_ITSELF}, before iteration {self.total_steps}")
         return ProgramEnding(outcome="done", words=ENDED_BY_ITSELF)

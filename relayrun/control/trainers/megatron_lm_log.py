@@ -275,6 +275,12 @@ class MegatronProgram:
         begun = self._said_to_save
         return begun if begun is not None and begun > (tracked_iteration(self.folder) or 0) else None
 
+    def is_printing(self) -> bool:
+        return False
+
+    def unmatched(self) -> list[str]:
+        return []
+
     def ask_to_save(self) -> str | None:
         if self.dialect is not MegatronDialect.SWISS_AI:
             return "this Megatron-LM has no way to be asked for a checkpoint; set checkpoint.interval"

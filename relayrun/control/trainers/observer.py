@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
-from relayrun.control.job_log import job_output_files
+from relayrun.control.job_log import job_output_files, log_line
 from relayrun.control.rundir import restarts, triggers
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.records import (
@@ -27,7 +27,7 @@ from relayrun.control.rundir.records import (
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.time_limit import GRACE_SAVES, GRACE_STEPS, current_grace_period, percentile
 from relayrun.control.trainers.base import AttemptObserver, FoundCheckpoint, ObservedStep, TrainerProgram
-from relayrun.control.trainers.checkpoint_cleanup import CheckpointRetention
+from relayrun.control.trainers.checkpoint_cleanup import CheckpointRetention, ResumeGuard
 from relayrun.control.trainers.checkpoint_hashes import useless_saves
 from relayrun.files import append_line, file_size, file_sizes, write_atomic, write_json
 
@@ -84,6 +84,7 @@ class ProgramObserver:
         leave: asks the program to save and leave. `attempts/N/stop` is written after it, so that a kill in between asks
             again.
         retention: removes old checkpoints; None: they all stay, or the program removes them itself.
+        guard: keeps the checkpoints until the program is known to have resumed; None: nothing does.
         end: kills the ranks; None: nothing does.
         ask_again: repeat a request while the program trains on: a signal is lost before the program has a handler, or
             while Slurm's controller is away. For programs that bear a second signal.
@@ -98,6 +99,7 @@ class ProgramObserver:
         *,
         leave: Callable[[], None],
         retention: CheckpointRetention | None = None,
+        guard: ResumeGuard | None = None,
         end: Callable[[], None] | None = None,
         ask_again: bool = False,
     ) -> None:
@@ -107,6 +109,7 @@ class ProgramObserver:
         self._program = program
         self._leave = leave
         self._retention = retention
+        self._guard = guard
         self._end = end
         self._ask_again = ask_again
         self._asked_at: int | None = None
@@ -121,6 +124,8 @@ class ProgramObserver:
         self._looks_with_steps = 0
         self._resumed: bool | None = None
         """Whether the program went on from its base, see `has_resumed`."""
+        self._anew: list[str] = []
+        """Checkpoints before the base that the program wrote again."""
         self._samples: dict[int, int] = {}
         """Samples consumed at iterations whose checkpoints may still come."""
         self._steps: deque[float] = deque(maxlen=GRACE_STEPS)
@@ -130,6 +135,7 @@ class ProgramObserver:
         """Iteration of the current save, and the time at which it was first seen (monotonic)."""
         self._beat: Heartbeat | None = None
         self._save_asked: triggers.Trigger | None = None
+        self._unmatched: Sequence[str] = []
         self._take_up()
 
     def look(self) -> None:
@@ -193,6 +199,8 @@ class ProgramObserver:
         """Record new facts. `gone`: the ranks have gone, and nothing more can come."""
         steps = self._program.steps()
         self._hear(steps, gone=gone)
+        if gone or self._resumed:
+            self._release(resumed=bool(self._resumed))
         if self._began_anew:
             return
         moved = self._record_steps(steps)
@@ -201,6 +209,12 @@ class ProgramObserver:
         for checkpoint in self._program.checkpoints():
             if checkpoint.iteration <= self._committed or (self._heard and self._resumed is None):
                 continue
+            if self._guard is not None and not self._heard:  # what it overwrote tells whether it resumed
+                self._anew = self._guard.replaced()
+                if self._anew:
+                    self._resumed = False
+                    return
+                self._release(resumed=True)
             if gone or self._is_settled(checkpoint):
                 self._commit(checkpoint)
             else:
@@ -208,7 +222,19 @@ class ProgramObserver:
                 self._time_save(saving)
         if saving is None:
             self._save_begun = None
+        moved = moved or self._program.is_printing()
         self._heartbeat("save" if saving is not None else "step" if self._said else "start", moved=moved)
+        self._say_unmatched()
+
+    def _say_unmatched(self) -> None:
+        """Record settings that fit nothing, and say in the log which ones are new."""
+        found = self._program.unmatched()
+        if found != self._unmatched:
+            write_atomic(self._attempt.unmatched, "".join(f"{words}\n" for words in found))
+            for words in found:
+                if words not in self._unmatched:
+                    log_line(f"nothing fits so far: {words}")
+            self._unmatched = found
 
     @property
     def _began_anew(self) -> bool:
@@ -228,11 +254,19 @@ class ProgramObserver:
         if gone and self._heard and self._resumed is None:
             self._resumed = max(self._heard) >= base
 
+    def _release(self, *, resumed: bool) -> None:
+        """Give checkpoints back; as they were, unless the program is known to have resumed."""
+        if self._guard is not None:
+            for line in self._guard.release(restore=not resumed, attempt=self._attempt.number):
+                log_line(line)
+        self._guard = None
+
     def _refuse(self, *, gone: bool = False) -> None:
         """End ranks that began anew, and the chain with them: the next attempt would do the same. Raises OSError."""
         base = self._begin.base_iteration
+        did = f"says iteration {self._heard[0]} first" if self._heard else f"wrote {', '.join(self._anew)} anew"
         reason = (
-            f"the program says iteration {self._heard[0]} first, and was to go on from iteration {base} "
+            f"the program {did}, and was to go on from iteration {base} "
             f"({self._begin.base_path}): it has not loaded that checkpoint, or counts anew; let it load what it is "
             "given, and say iterations counted from the beginning of the run"
         )

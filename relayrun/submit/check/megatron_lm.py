@@ -17,7 +17,7 @@ from typing import Any
 from relayrun import places
 from relayrun.config.compose.megatron_flags import FLAG_OF_SETTING
 from relayrun.config.compose.schema import DataSection, MegatronConfig, RunConfig, TrainingSection
-from relayrun.config.sections.job_script import SETTINGS_INSTEAD
+from relayrun.config.sections.batch_systems import SETTINGS_INSTEAD
 from relayrun.control.chain import job_script
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
@@ -31,7 +31,8 @@ from relayrun.submit.megatron_lm.bash_values import MARK
 from relayrun.submit.megatron_lm.checkout import ask_parser
 from relayrun.submit.megatron_lm.command_line import CommandLine, command_line, config_launcher, launcher_variables
 from relayrun.submit.megatron_lm.flags import Flag
-from relayrun.submit.megatron_lm.launcher_file import CHAIN_OPTIONS, SECRET_NAME, Launcher, option_words, sbatch_options
+from relayrun.submit.megatron_lm.launcher_file import SECRET_NAME, Launcher
+from relayrun.submit.sbatch_header import CHAIN_OPTIONS, option_words, sbatch_options
 
 LAUNCHER_FINDING = "megatron_lm.launcher"
 

@@ -95,7 +95,7 @@ def _check_progress(config: CommandConfig, findings: Findings) -> None:
         findings.assume(
             "command.progress",
             "it is to say its iterations by relayrun.client; whether it does is not known before it runs. Without, "
-            f"it is ended {config.chain.start_timeout} s after its start (chain.start_timeout)",
+            f"it is ended when it prints nothing new for {config.chain.start_timeout} s (chain.start_timeout)",
         )
     else:
         groups = ", ".join(re.compile(command.progress).groupindex)
@@ -109,10 +109,16 @@ def _check_progress(config: CommandConfig, findings: Findings) -> None:
     elif rule.tracker is not None:
         words = f"{rule.pattern} counts up to the one that {rule.tracker} names"
     elif rule.whole_when is not None:
-        words = f"{rule.pattern} counts once {rule.whole_when} is in it; that it is written last is taken on trust"
+        words = f"{rule.pattern} counts once {rule.whole_when} is there; that it is written last is taken on trust"
+    elif rule.unfinished_when is not None:
+        words = (
+            f"{rule.pattern} counts once {rule.unfinished_when} has gone; that it is written first is taken on trust"
+        )
     else:
         words = f"{rule.pattern} counts as soon as it has this name; that it is renamed when whole is taken on trust"
     findings.assume("command.checkpoint", words)
+    if rule.folder is not None:
+        return
     if rule.pattern is not None and not any("{checkpoints}" in word or "{run_dir}" in word for word in command.run):
         text = "nothing tells the program where its checkpoints are to lie"
         remedy = "hand {checkpoints} to it: what lies elsewhere does not count"

@@ -9,7 +9,6 @@ arrays NAME_ARGS=( --flag value ... ).
 from __future__ import annotations
 
 import re
-import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -37,15 +36,6 @@ REPLACED_FLAGS = {
 """Flags that a run decides, and why; their values may be known in a job alone."""
 _DATA_PROGRAM = "create_data_config.py"
 """The earlier system's program that lists the shards of folders."""
-_OPTION_LETTERS = """
-    A account C constraint D chdir G gpus H hold J job-name L licenses M clusters N nodes O overcommit S core-spec
-    a array b begin c cpus-per-task d dependency e error i input k no-kill m distribution n ntasks o output p partition
-    q qos s oversubscribe t time w nodelist x exclude
-"""
-SHORT_OPTIONS = dict(zip(_OPTION_LETTERS.split()[::2], _OPTION_LETTERS.split()[1::2], strict=True))
-"""Options of sbatch by their letters."""
-CHAIN_OPTIONS = frozenset({"job-name", "output", "error", "open-mode", "signal", "requeue", "no-requeue"})
-"""Options of sbatch that every job of a chain has of its own."""
 SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS", re.I)
 
 
@@ -227,33 +217,3 @@ def _why_unknown(script: Script, unknown: UnknownValue, hints: Mapping[str, str]
         near = did_you_mean(name, [*script.variables, *script.defaults], most=1)
         return f"${name} has no value{'; ' + near if near else ''}", f"give it: {name}=VALUE in the environment"
     return unknown.words, "write the value itself"
-
-
-def sbatch_options(text: str) -> dict[str, tuple[str | None, int]]:
-    """The options of sbatch in the lines #SBATCH before the first command, by their long names, with their lines."""
-    found: dict[str, tuple[str | None, int]] = {}
-    for number, line in enumerate(text.splitlines(), start=1):
-        if line.strip() and not line.startswith("#"):
-            break
-        if re.match(r"#SBATCH\s", line):
-            rest = line[len("#SBATCH") :]
-            try:
-                words = shlex.split(rest, comments=True)
-            except ValueError:  # a quote that is not closed
-                words = rest.split()
-            found |= dict(option_words(words, number))
-    return found
-
-
-def option_words(words: list[str], line: int) -> Iterator[tuple[str, tuple[str | None, int]]]:
-    """Yield options of sbatch by their long names, with their values and the line."""
-    while words:
-        word, *words = words
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-        else:
-            name, value = SHORT_OPTIONS.get(word[1:2], word), word[2:]
-            equals = value
-        if not equals and words and not words[0].startswith("-"):
-            value, *words = words
-        yield name, (value or None, line)

@@ -90,6 +90,8 @@ class RunStatus(RunSummary):
     """Connections that did not prove that they belong to the newest attempt's job; None without one."""
     straggler: str | None
     """The rank that is slower than its peers, and in which part; None without one."""
+    unmatched: list[str]
+    """Settings of a foreign program that fit nothing of what the newest attempt prints and writes."""
     failed_saves: int
     """Failed saves of the whole run after which training continued."""
     last_failed_save: str | None
@@ -181,6 +183,7 @@ def _read_run_status(records: RunRecords, cache: FolderCache | None) -> RunStatu
         sick_nodes=[] if newest is None else [found.told for found in node_health.read_findings(newest)],
         refused_connections=None if newest is None else RefusedConnections.read(newest.refused_connections),
         straggler=Straggler.of(records.step["straggler"]).words if records.step.get("straggler") else None,
+        unmatched=[] if newest is None else newest.read_unmatched(),
         failed_saves=len(failures),
         last_failed_save=f"iteration {failures[-1]['iteration']}: {failures[-1]['error']}" if failures else None,
         failed_attempts=count_failed_attempts(run, plan, last=(records.number or 0) - 1 if records.running else None),

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from dataclasses import asdict
-from typing import Any
-
-from rich.markup import escape
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from relayrun.control.scheduler.base import Job
+from relayrun.terminal import inert
 from relayrun.watch.status.run_status import RunStatus
 from relayrun.watch.status.summary import DamagedRun, describe_job_end
 from relayrun.watch.status.tables import cron_check_line, format_loss, format_speed
-from relayrun.watch.text import format_seconds, format_time
+from relayrun.watch.text import format_seconds, format_time, print_table
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _USED_AGAIN = " (used again: there are too few others)"
 
 
+def print_run_status(status: RunStatus, *, now: float) -> None:
+    """Print the status; without rich as plain lines."""
+    if importlib.util.find_spec("rich"):
+        print_table(run_status_table(status, now=now))
+        return
+    for name, text in _lines(status, now):
+        if text:
+            print(f"{name:15} {inert(text)}")
+
+
 def run_status_table(status: RunStatus, *, now: float) -> Table:
     """Return a table with one fact of the run per line; facts without a value are omitted."""
+    from rich.markup import escape
+    from rich.table import Table
+
     table = Table(title=status.run, show_header=False, box=None, title_justify="left", padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -79,6 +94,7 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
         ("node health", _node_health(status)),
         ("refused", status.refused_connections.told if status.refused_connections else ""),
         ("straggler", status.straggler or ""),
+        ("no match", "; ".join(status.unmatched)),
         ("failed saves", _count_and_last(status.failed_saves, status.last_failed_save)),
         ("failed", failed if status.failed_attempts else ""),
         ("strikes", ", ".join(f"{node} {count}" for node, count in sorted(status.strikes.items()))),

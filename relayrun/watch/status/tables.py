@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
-
-from rich.cells import cell_len
 
 from relayrun.watch.status.cron_check_record import LastCronCheck
 from relayrun.watch.status.summary import DamagedRun, RunSummary
@@ -23,6 +23,9 @@ MAX_FOLDED_ROWS = 200
 
 def print_runs(found: Sequence[RunSummary | DamagedRun]) -> None:
     """Print one line per run."""
+    cell_len: Callable[[str], int] = len
+    with contextlib.suppress(ModuleNotFoundError):  # relayrun.pyz has no rich
+        cell_len = importlib.import_module("rich.cells").cell_len
     if sys.stdout.isatty() and len(found) <= MAX_FOLDED_ROWS:
         print_table(runs_table(found))
         return
