@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
+import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from relayrun.control.chain import requested_options
 from relayrun.control.scheduler.slurm import Slurm
+from tests.histories.clock import START, Clock, join_thread, start_thread
 from tests.histories.story import play
+
+ROOT = Path(__file__).resolve().parents[2]
 
 LONG_SECONDS = 600.0
 SHORT = 40
@@ -49,11 +57,40 @@ def test_ten_minutes_of_histories_keep_the_laws() -> None:
         seed += 1
 
 
-def test_a_history_is_the_same_each_time() -> None:
-    def told() -> list[str]:
-        return [line.partition(" [relayrun")[0].partition("OSError")[0] for line in play(17).lines]
+SAME = (17, 45, 1795765975)
 
-    assert told() == told()
+
+def test_a_history_is_the_same_to_the_last_line() -> None:
+    told = "".join(f"{line}\n" for seed in SAME for line in play(seed).lines)
+    program = f"from tests.histories.story import play; [print(*play(n).lines, sep='\\n') for n in {SAME}]"
+    environment = os.environ | {"PYTHONHASHSEED": "7"}
+    again = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, stdout=subprocess.PIPE, check=True
+    )
+    assert again.stdout.decode() == told
+
+
+def test_a_second_thread_takes_no_part_in_a_history() -> None:
+    clock = Clock()
+    began: list[str] = []
+
+    def write() -> None:
+        with contextlib.suppress(AssertionError):
+            os.mkdir("/nowhere/at/all")
+
+    def program() -> int:
+        helper = threading.Thread(target=lambda: began.append(threading.current_thread().name))
+        helper.start()
+        helper.join()
+        start_thread(stranger := threading.Thread(target=write))
+        join_thread(stranger)
+        return 0
+
+    with clock.installed(lambda: None, lambda: None):
+        clock.start("program", program)
+        clock.run(START + 1.0)
+    assert began == ["program"]
+    assert [str(error).partition(" works")[2] for error in clock.errors] == [" beside program"]
 
 
 def test_nothing_of_a_history_is_left() -> None:

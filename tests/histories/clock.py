@@ -9,9 +9,11 @@ import errno
 import heapq
 import itertools
 import os
+import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +27,7 @@ LONGEST_RUN = 2_000_000
 """Events after which a history does not end by itself."""
 FIRST_PID = 1 << 30
 """No process of Linux has so high a number."""
+start_thread, join_thread, strftime = threading.Thread.start, threading.Thread.join, time.strftime
 
 
 class Killed(BaseException):
@@ -74,7 +77,7 @@ class Program:
         if self.pid not in self.clock.programs:
             return
         if self._thread.ident is None:
-            self._thread.start()
+            start_thread(self._thread)
         before, self.clock.running = self.clock.running, self
         for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURMD_NODENAME", "RELAYRUN_SCRIPT_TIME"):
             os.environ.pop(name, None)
@@ -99,6 +102,10 @@ class Program:
         self._wake += 1
         if self.killed:
             raise Killed
+
+    def in_turn(self) -> bool:
+        """Return whether the caller is this program."""
+        return threading.current_thread() is self._thread
 
     def poke(self) -> None:
         """End its wait, soon."""
@@ -194,11 +201,27 @@ class Clock:
             program.wait(None)
         return program.signals.pop()
 
+    def only_the_program(self) -> None:
+        """Refuse a second thread, whose turn the machine would decide: a history is the same each time."""
+        if self.running is not None and not self.running.in_turn():
+            error = AssertionError(f"{threading.current_thread().name} works beside {self.running.name}")
+            self.errors.append(error)
+            raise error
+
+    @staticmethod
+    def _start_thread(thread: threading.Thread) -> None:
+        """A thread that a program starts does its work at once; a timer never does."""
+        if not isinstance(thread, threading.Timer):
+            thread.run()
+
+    def _strftime(self, form: str, moment: Any = None) -> str:
+        return strftime(form, time.localtime(self.now) if moment is None else moment)
+
     def wrote(self, path: Any) -> None:
         """A program is about to change a file."""
-        program = self.running
-        if program is None:
+        if (program := self.running) is None:
             return
+        self.only_the_program()
         if program.kill_after_writes >= 0:
             program.kill_after_writes -= 1
             if program.kill_after_writes < 0:
@@ -228,7 +251,8 @@ class Clock:
         def nothing(_: Any) -> None:
             """What is written need not reach a disk."""
 
-        stand_ins: list[tuple[Any, str, Callable[..., Any]]] = [
+        numbers = itertools.count()
+        stand_ins: list[tuple[Any, str, Any]] = [
             *((os, name, changing(getattr(os, name))) for name in ("replace", "rename", "mkdir")),
             *((os, name, nothing) for name in ("fsync", "fdatasync")),
             (os, "open", opening),
@@ -236,6 +260,11 @@ class Clock:
             (time, "time", lambda: self.now),
             (time, "monotonic", lambda: self.now - START),
             (time, "sleep", self.sleep),
+            (time, "strftime", self._strftime),
+            (secrets, "token_hex", lambda count: f"{next(numbers):0{2 * count}x}"),
+            (tempfile, "_name_sequence", map("{:08}".format, numbers)),
+            (threading.Thread, "start", self._start_thread),
+            (threading.Thread, "join", lambda thread, timeout=None: thread.ident and join_thread(thread, timeout)),
             (signal, "sigwait", self._sigwait),
             (subprocess, "run", command),
             (subprocess, "Popen", start),

@@ -24,6 +24,7 @@ class Commands:
     def run(self, command: list[str], **more: Any) -> subprocess.CompletedProcess[str]:
         """Stand in for `subprocess.run`."""
         slurm = self.slurm
+        slurm.clock.only_the_program()
         if (running := slurm.clock.running) is not None and (seconds := slurm.latency()):
             running.wait(seconds)
         if command[0] not in ("sbatch", "squeue", "scontrol", "scancel", "sacct", "sinfo"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -58,7 +59,7 @@ class History:
         self.seed, self.dice = seed, random.Random(seed)
         self.lines: list[str] = []
         self.events: list[str] = []
-        self.clock = Clock(self.lines.append)
+        self.clock = Clock(lambda line: self.lines.append(_without_names(line, folder)))
         self.run = Run(folder / "run")
         self.plan = self._plan()
         nodes = [f"n{number}" for number in range(self.plan.nodes_of_job + self.dice.choice([1, 1, 3]))]
@@ -366,6 +367,11 @@ class History:
     def stop_by_hand(self) -> None:
         self._ended_by_person()
         self.run.stop.write_text("by hand\n")
+
+
+def _without_names(line: str, folder: Path) -> str:
+    """A line without what differs between two plays: the folder and the process in names of files."""
+    return re.sub(r"\.tmp-[\w-]+", ".tmp", line.replace(str(folder), ""))
 
 
 def play(seed: int) -> Outcome:
