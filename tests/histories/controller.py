@@ -122,6 +122,8 @@ class Controller:
         self.reservations: dict[str, float] = {}
         """End of each reservation."""
         self.submit_limit = 99
+        self.refused = 0.0
+        """When a limit last kept a job out of the queue."""
         self.away_until = 0.0
         """The controller does not answer before."""
         self.lost_answers = 0.0
@@ -181,6 +183,7 @@ class Controller:
 
     def _check_new(self, options: dict[str, str]) -> None:
         if sum(job.live for job in self.jobs.values()) >= self.submit_limit:
+            self.refused = self.clock.now
             raise RefusedError(
                 "sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed: "
                 "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"

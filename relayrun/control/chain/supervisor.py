@@ -8,6 +8,7 @@ same way.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shlex
@@ -294,6 +295,8 @@ def _queue_successor(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attemp
         jobs.ensure_successor(run, plan, scheduler, attempt, own=own)
     except SchedulerError as error:
         attempt.retry_successor.touch()
+        with contextlib.suppress(OSError):  # for a person, if the job dies alone
+            attempt.retry_successor.write_text(error.message, encoding="utf-8")
         log_line(f"no successor yet: {error.message}")
         return False
     return True
