@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from relayrun.control.chain_state import CLOCK_TOLERANCE
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run, read_stop
 from relayrun.control.scheduler.base import MAX_FAILED_BEGINS
@@ -91,9 +92,7 @@ class Laws:
         base = self.run.attempt(number).started_record().base_iteration
         if base < self.durable:
             self.fault("nothing durable lost", f"attempt {number} starts from {base}, and {self.durable} was durable")
-        known, true = self.run.attempt(number).started_record().job_end_time, self.slurm.end_of(self.slurm.jobs[job])
-        if known is None or abs(known - true) > 1:
-            self.fault("the end is Slurm's", f"attempt {number} believes in {known}, and job {job} ends at {true}")
+        self._ends_with_job(number, self.slurm.jobs[job])
         if self.person_ended is not None and job >= self.person_ended:
             self.fault("a person's word stands", f"job {job} trains on after a person ended the chain")
         if self.run.stop.exists():
@@ -103,6 +102,16 @@ class Laws:
         last = [durable for _, durable in self.starts[-row:]]
         if len(last) == row and len(set(last)) == 1:
             self.fault("never spinning", f"{row} attempts in a row start from {self.durable}")
+
+    def _ends_with_job(self, number: int, job: MemoryJob) -> None:
+        """An attempt leaves before the end of its job, whatever the clock of its node says."""
+        begin, true = self.run.attempt(number).started_record(), self.slurm.known_end_of(job)
+        ahead = self.clock.skews.get(job.batch_host, 0.0)
+        known = None if begin.job_end_time is None else begin.job_end_time - ahead
+        low, high = (-CLOCK_TOLERANCE - 1, CLOCK_TOLERANCE / 10 + 1) if ahead else (-1.0, 1.0)
+        answers = self.clock.now > self.slurm.away_until and not self.slurm.lost_answers
+        if known is None or not (low <= known - true <= high or not answers):
+            self.fault("the end is Slurm's", f"attempt {number} believes in {known}, and job {job.id} ends at {true}")
 
     def job(self, what: str, job: MemoryJob) -> None:
         """Slurm does something with a job."""
@@ -158,7 +167,7 @@ class Laws:
                 self.fault("no defect", f"{type(error).__name__}: {error}")
 
     def _is_told(self) -> bool:
-        """A person cancelled everything, or the log has the reason, or `relayrun status` says what nobody could help."""
+        """A person cancelled everything, or the log has the reason, or `relayrun status` says what it was."""
         if self.only_log or self.person_ended is not None or not self.plan.chain.auto_requeue:
             return True
         return self._unfollowed and self._status_tells()
