@@ -17,8 +17,10 @@ from relayrun.watch.status.queue import QueueStatus
 
 from .clock import START, Clock
 from .controller import Controller, MemoryJob
-from .nodes import ChainWork
+from .nodes import BEAT_SECONDS, ChainWork
 
+GUARD_SECONDS = 2 * BEAT_SECONDS + 60.0
+"""From the start of the ranks until the guard of a job without a successor must run."""
 CHAIN_OPTIONS = {"dependency", "comment", "begin", "job-name"}
 """Options that the chain itself gives to its jobs."""
 
@@ -173,15 +175,15 @@ class Laws:
         return self._unfollowed and self._status_tells()
 
     def _nobody_can_follow(self, killed: MemoryJob) -> bool:
-        """Return whether nothing is left when the batch script of this job is killed: no job that waits, no guard that
-        Slurm hears, and a fallback job neither wished nor possible."""
+        """Return whether nothing is left when the batch script of this job is killed: no job that waits, no
+        guard, which starts after the first heartbeats, and a fallback job neither wished nor possible."""
         names = (self.plan.job_name, self.plan.fallback_job_name)
         if any(job.name in names and job.live and job is not killed for job in self.slurm.jobs.values()):
             return False
-        hears = self.clock.now >= self.slurm.away_until and not self.slurm.lost_answers
-        guarded = isinstance(killed.work, ChainWork) and any(not step.over for step in killed.work.steps)
+        ranks = killed.work.ranks if isinstance(killed.work, ChainWork) else None
+        guarded = ranks is not None and self.clock.now - ranks.started > GUARD_SECONDS
         refused = killed.start is not None and self.slurm.refused >= killed.start
-        return not (guarded and hears) and (refused or not self.plan.fallback_job)
+        return not (guarded and self.clean) and (refused or not self.plan.fallback_job)
 
     def _status_tells(self) -> bool:
         newest = self.run.newest_begun()

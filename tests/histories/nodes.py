@@ -82,6 +82,7 @@ class Ranks:
         self.live, self.code = True, 0
         self._leaving = self._still = False
         self._beats = 0
+        self.started = site.clock.now
         self._ahead = site.clock.skews.get(job.batch_host, 0.0)
         site.told("ranks", attempt.number, job.id)
         site.clock.after(30.0, self._beat)
@@ -339,7 +340,7 @@ class ChainWork(Work):
         leave_from = float(found[1]) if found else 0.0
         ahead = self.site.clock.skews.get(self.job.batch_host, 0.0)
         self.ranks = ranks = Ranks(self.site, self.job, attempt, self.fate, self.script.poke)
-        watcher = self.child("watch", lambda: self._watch(attempt.number))
+        self._start_watch(attempt.number)
         if self.leaving:
             self._ask(attempt, self.leaving)
         while ranks.live:
@@ -350,7 +351,8 @@ class ChainWork(Work):
                     leave_from = 0.0
                     continue
                 self._ask(attempt, asked)
-        watcher.send(signal.SIGKILL)
+        for child in self.children:
+            child.send(signal.SIGKILL)
         return ranks.code
 
     def _ask(self, attempt: Attempt, asked: str) -> None:
@@ -358,6 +360,16 @@ class ChainWork(Work):
             attempt.stop.write_text(f"{asked}\n")
         if self.ranks is not None:
             self.ranks.ask(asked)
+
+    def _start_watch(self, number: int) -> None:
+        """`keep_watching`: a watch that is killed starts again."""
+
+        def again() -> None:
+            if self.ranks is not None and self.ranks.live and not self.script.over:
+                self._start_watch(number)
+
+        watcher = self.child("watch", lambda: self._watch(number))
+        watcher.on_end.append(lambda: self.site.clock.after(5.0, again))
 
     def _watch(self, number: int) -> int:
         own = self.site.clock.running

@@ -17,9 +17,18 @@ from relayrun.control.chain.watch import Watch
 from .nodes import ChainWork
 from .story import play
 
+look_after_successor = Watch._look_after_successor
+
+
+def without_retry(watch: Watch) -> None:
+    """Look at a successor that is queued, and queue none."""
+    if not watch.attempt.retry_successor.exists():
+        look_after_successor(watch)
+
+
 WAYS: dict[str, tuple[Any, str, Any]] = {
     "successor": (supervisor, "_queue_successor", lambda *_: False),
-    "retry": (Watch, "_look_after_successor", lambda *_: None),
+    "retry": (Watch, "_look_after_successor", without_retry),
     "guard": (Watch, "_guard", lambda *_: None),
     "again": (ChainWork, "_again", lambda *_: 1),
     "fallback": (jobs, "queue_fallback_job", lambda *_, **__: None),
