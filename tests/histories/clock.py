@@ -135,6 +135,10 @@ class Clock:
         """Errors with which programs ended."""
         self.on_write: Callable[[str], None] = lambda _: None
         """Called before each change of a file, with its path; may raise OSError."""
+        self.on_read: Callable[[str], None] = lambda _: None
+        """The same, before a file is opened to be read."""
+        self.skews: dict[str, float] = {}
+        """Seconds by which the clocks of nodes are ahead."""
         self._note = note
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
@@ -185,6 +189,11 @@ class Clock:
     def alive(self, pid: int) -> bool:
         return pid in self.programs and not self.programs[pid].killed
 
+    def _time(self) -> float:
+        """`time.time` of the program that runs, by the clock of its node."""
+        node = self.running.environment.get("SLURMD_NODENAME", "") if self.running is not None else ""
+        return self.now + self.skews.get(node, 0.0)
+
     def _kill(self, pid: int, number: int) -> None:
         if pid < FIRST_PID:
             raise AssertionError(f"a signal to a process of this machine: {pid}")
@@ -215,7 +224,7 @@ class Clock:
             thread.run()
 
     def _strftime(self, form: str, moment: Any = None) -> str:
-        return strftime(form, time.localtime(self.now) if moment is None else moment)
+        return strftime(form, time.localtime(self._time()) if moment is None else moment)
 
     def wrote(self, path: Any) -> None:
         """A program is about to change a file."""
@@ -246,6 +255,8 @@ class Clock:
         def opening(path: Any, flags: int, *rest: Any, **more: Any) -> int:
             if flags & (os.O_CREAT | os.O_WRONLY | os.O_RDWR):
                 self.wrote(path)
+            elif self.running is not None:
+                self.on_read(os.fsdecode(path))
             return opened(path, flags, *rest, **more)
 
         def nothing(_: Any) -> None:
@@ -257,7 +268,7 @@ class Clock:
             *((os, name, nothing) for name in ("fsync", "fdatasync")),
             (os, "open", opening),
             (os, "kill", self._kill),
-            (time, "time", lambda: self.now),
+            (time, "time", self._time),
             (time, "monotonic", lambda: self.now - START),
             (time, "sleep", self.sleep),
             (time, "strftime", self._strftime),

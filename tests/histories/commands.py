@@ -27,7 +27,7 @@ class Commands:
         slurm.clock.only_the_program()
         if (running := slurm.clock.running) is not None and (seconds := slurm.latency()):
             running.wait(seconds)
-        if command[0] not in ("sbatch", "squeue", "scontrol", "scancel", "sacct", "sinfo"):
+        if command[0] not in ("sbatch", "squeue", "scontrol", "scancel", "sacct", "sinfo", "sdiag"):
             raise FileNotFoundError(2, "No such file or directory", command[0])
         if slurm.clock.now < slurm.away_until and command[:3] != ["scontrol", "show", "hostnames"]:
             return subprocess.CompletedProcess(command, 1, "", AWAY)
@@ -118,6 +118,9 @@ class Commands:
         rows = [(name, states[self.slurm.nodes[name]]) for name in nodes]
         return "".join(options["format"].replace("%N", name).replace("%T", state) + "\n" for name, state in rows)
 
+    def sdiag(self, _options: dict[str, str], _rest: list[str]) -> str:
+        return f"sdiag output at Wed May 18 03:33:20 2033 ({self.slurm.clock.now:.0f})\n"
+
     def scancel(self, options: dict[str, str], rest: list[str]) -> str:
         job = self._job(rest[0].partition(".")[0])
         if "signal" not in options:
@@ -143,7 +146,11 @@ class Commands:
                 if set(names) - self.slurm.reservations.keys():
                     raise RefusedError(f"Reservation {names[0]} not found")
                 ends = {name: self.slurm.reservations[name] for name in names or self.slurm.reservations}
-                rows = [f"ReservationName={name} EndTime={end:.0f} Flags=SPEC_NODES\n" for name, end in ends.items()]
+                if not names:
+                    for name, (begin, end) in self.slurm.maintenance.items():
+                        nodes = ",".join(self.slurm.nodes)
+                        ends[f"{name} StartTime={begin:.0f} Nodes={nodes} Flags=MAINT"] = end
+                rows = [f"ReservationName={name} EndTime={end:.0f}\n" for name, end in ends.items()]
                 return "".join(rows) or "No reservations in the system\n"
             case ["requeue", job_id]:
                 if int(job_id) not in self.slurm.jobs:

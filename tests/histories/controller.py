@@ -121,7 +121,11 @@ class Controller:
         """State of each node: idle, alloc, or down."""
         self.reservations: dict[str, float] = {}
         """End of each reservation."""
+        self.maintenance: dict[str, tuple[float, float]] = {}
+        """Begin and end of reservations of all nodes for maintenance."""
         self.submit_limit = 99
+        self.refused = 0.0
+        """When a limit last kept a job out of the queue."""
         self.away_until = 0.0
         """The controller does not answer before."""
         self.lost_answers = 0.0
@@ -181,6 +185,7 @@ class Controller:
 
     def _check_new(self, options: dict[str, str]) -> None:
         if sum(job.live for job in self.jobs.values()) >= self.submit_limit:
+            self.refused = self.clock.now
             raise RefusedError(
                 "sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed: "
                 "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"
@@ -236,6 +241,8 @@ class Controller:
             and name in self.reservations
         ):
             return "Reservation"
+        if any(self.clock.now + job.limit > begin for begin, _ in self.maintenance.values()):
+            return "ReqNodeNotAvail, Reserved for maintenance"
         if len(self._free(job)) < job.node_range()[0]:
             return "Resources"
         return ""
@@ -288,6 +295,11 @@ class Controller:
         """When the limit, or the end of the reservation, is reached."""
         assert job.start is not None
         return min(job.start + job.limit, self.reservations.get(job.options.get("reservation", ""), float("inf")))
+
+    def known_end_of(self, job: MemoryJob) -> float:
+        """When a job ends, or maintenance of its nodes begins that was announced after its start."""
+        assert job.start is not None
+        return min([self.end_of(job), *(begin for begin, _ in self.maintenance.values() if begin > job.start)])
 
     def terminate(self, job: MemoryJob, final: str, *, at_once: bool = False) -> None:
         """End the processes of a running job; then it is in state `final`."""
@@ -415,6 +427,29 @@ class Controller:
         busy = any(name in job.nodes for job in self.jobs.values() if job.state in ("RUNNING", "COMPLETING"))
         self.nodes[name] = "alloc" if busy else "idle"
         self.kick()
+
+    def maintain(self, name: str, begin: float, end: float) -> None:
+        """Announce maintenance of all nodes; they are down from its begin to its end."""
+        self.maintenance[name] = (begin, end)
+
+        def over() -> None:
+            self.maintenance.pop(name, None)
+            self.kick()
+
+        def start() -> None:
+            for node in self.nodes:
+                self.lose_node(node, end - begin - 1.0)
+
+        self.clock.after(begin - self.clock.now, start)
+        self.clock.after(end - self.clock.now, over)
+
+    def end_reservation(self, name: str) -> None:
+        """The end of a reservation has come: its jobs end, and Slurm removes it."""
+        for job in self.jobs.values():
+            if job.options.get("reservation") == name and job.state == "RUNNING":
+                job.reason = "TimeLimit"
+                self.terminate(job, "TIMEOUT")
+        self.delete_reservation(name)
 
     def delete_reservation(self, name: str) -> None:
         self.reservations.pop(name, None)

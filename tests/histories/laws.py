@@ -6,15 +6,21 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from relayrun.control.chain_state import CLOCK_TOLERANCE
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run, read_stop
 from relayrun.control.scheduler.base import MAX_FAILED_BEGINS
 from relayrun.control.scheduler.slurm_states import is_blocked
 from relayrun.errors import RelayrunError
+from relayrun.watch.status import summary
+from relayrun.watch.status.queue import QueueStatus
 
 from .clock import START, Clock
 from .controller import Controller, MemoryJob
+from .nodes import BEAT_SECONDS, ChainWork
 
+GUARD_SECONDS = 2 * BEAT_SECONDS + 60.0
+"""From the start of the ranks until the guard of a job without a successor must run."""
 CHAIN_OPTIONS = {"dependency", "comment", "begin", "job-name"}
 """Options that the chain itself gives to its jobs."""
 
@@ -42,8 +48,8 @@ class Laws:
     """Starts of jobs of the chain."""
     _barren: int = 0
     """Starts of jobs since ranks started."""
-    script_killed: bool = False
-    """A batch script was killed."""
+    _unfollowed: bool = False
+    """The batch script of the newest job was killed while no program could queue another job."""
     excuses: int = 0
     """Starts that Slurm took back before they could save: node failures, preemptions, requeues by an operator."""
     owners: dict[int, int] = field(default_factory=dict)
@@ -72,7 +78,7 @@ class Laws:
             self._barren -= self.disk_full()  # such a try costs seconds, and the next may find room
         elif what == "script killed":
             self.failed_nodes |= set(self.slurm.jobs[number].nodes[:1])
-            self.script_killed = True
+            self._unfollowed = self._nobody_can_follow(self.slurm.jobs[number])
         elif what == "only the log":
             self.only_log = True
         elif what == "commit":
@@ -88,9 +94,7 @@ class Laws:
         base = self.run.attempt(number).started_record().base_iteration
         if base < self.durable:
             self.fault("nothing durable lost", f"attempt {number} starts from {base}, and {self.durable} was durable")
-        known, true = self.run.attempt(number).started_record().job_end_time, self.slurm.end_of(self.slurm.jobs[job])
-        if known is None or abs(known - true) > 1:
-            self.fault("the end is Slurm's", f"attempt {number} believes in {known}, and job {job} ends at {true}")
+        self._ends_with_job(number, self.slurm.jobs[job])
         if self.person_ended is not None and job >= self.person_ended:
             self.fault("a person's word stands", f"job {job} trains on after a person ended the chain")
         if self.run.stop.exists():
@@ -101,6 +105,16 @@ class Laws:
         if len(last) == row and len(set(last)) == 1:
             self.fault("never spinning", f"{row} attempts in a row start from {self.durable}")
 
+    def _ends_with_job(self, number: int, job: MemoryJob) -> None:
+        """An attempt leaves before the end of its job, whatever the clock of its node says."""
+        begin, true = self.run.attempt(number).started_record(), self.slurm.known_end_of(job)
+        ahead = self.clock.skews.get(job.batch_host, 0.0)
+        known = None if begin.job_end_time is None else begin.job_end_time - ahead
+        low, high = (-CLOCK_TOLERANCE - 1, CLOCK_TOLERANCE / 10 + 1) if ahead else (-1.0, 1.0)
+        answers = self.clock.now > self.slurm.away_until and not self.slurm.lost_answers
+        if known is None or not (low <= known - true <= high or not answers):
+            self.fault("the end is Slurm's", f"attempt {number} believes in {known}, and job {job.id} ends at {true}")
+
     def job(self, what: str, job: MemoryJob) -> None:
         """Slurm does something with a job."""
         if job.name != self.plan.job_name:
@@ -110,6 +124,7 @@ class Laws:
         elif what.startswith("started"):
             self.jobs += 1
             self._barren += 1
+            self._unfollowed = False
             if self._barren > 2 * MAX_FAILED_BEGINS + self.excuses:
                 self.fault("never spinning", f"{self._barren} starts of jobs in a row without ranks")
 
@@ -154,9 +169,28 @@ class Laws:
                 self.fault("no defect", f"{type(error).__name__}: {error}")
 
     def _is_told(self) -> bool:
-        """A person cancelled everything, or the log has the reason, or nobody wanted a fallback job."""
-        unguarded = self.script_killed and not self.plan.fallback_job
-        return unguarded or self.only_log or self.person_ended is not None or not self.plan.chain.auto_requeue
+        """A person cancelled everything, or the log has the reason, or `relayrun status` says what it was."""
+        if self.only_log or self.person_ended is not None or not self.plan.chain.auto_requeue:
+            return True
+        return self._unfollowed and self._status_tells()
+
+    def _nobody_can_follow(self, killed: MemoryJob) -> bool:
+        """Return whether nothing is left when the batch script of this job is killed: no job that waits, no
+        guard, which starts after the first heartbeats, and a fallback job neither wished nor possible."""
+        names = (self.plan.job_name, self.plan.fallback_job_name)
+        if any(job.name in names and job.live and job is not killed for job in self.slurm.jobs.values()):
+            return False
+        ranks = killed.work.ranks if isinstance(killed.work, ChainWork) else None
+        guarded = ranks is not None and self.clock.now - ranks.started > GUARD_SECONDS
+        refused = killed.start is not None and self.slurm.refused >= killed.start
+        return not (guarded and self.clean) and (refused or not self.plan.fallback_job)
+
+    def _status_tells(self) -> bool:
+        newest = self.run.newest_begun()
+        begin, end = (newest.read_begin(), newest.read_end()) if newest is not None else (None, None)
+        words = summary.explain_broken_chain(self.run, self.plan, QueueStatus(), begin, end)
+        owed = newest is not None and newest.retry_successor.exists() and end is None
+        return ("could be queued behind it: " if owed else "is queued") in words
 
     def _never_starts(self, job: MemoryJob) -> bool:
         return self.clock.now - max(job.submit, job.begin) > 7 * 86_400

@@ -1,7 +1,7 @@
 """Mutants of the chain and of the scheduler: how many do histories and unit tests catch?
 
-`python -m tests.histories.mutants COUNT SEED [TEST ...]` plants one change at a time into a copy of the package, plays
-histories until one breaks a law, and then runs the tests that are given.
+`python -m tests.histories.mutants COUNT SEED` plants one change at a time into a copy of the package, plays histories
+until one breaks a law, and runs the tests of the changed module if none does. `--no-tests`: histories alone.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = (
-    *(
-        f"chain/{name}.py"
-        for name in ("excluded_nodes", "failover", "jobs", "requested_options", "supervisor", "watch")
-    ),
-    *(f"scheduler/{name}.py" for name in ("slurm", "slurm_commands")),
-)
+TESTS = {
+    "chain/excluded_nodes.py": "control/test_node_health control/test_nodes chain/test_next_nodes",
+    "chain/failover.py": "chain/test_orphaned chain/test_making_place chain/test_fallback_job",
+    "chain/jobs.py": "chain/test_making_place chain/test_control chain/test_next_nodes chain/test_exhaustion",
+    "chain/requested_options.py": "control/test_requested_options chain/test_real_limits",
+    "chain/supervisor.py": "chain/test_exhaustion chain/test_real_limits chain/test_orphaned chain/test_next_nodes",
+    "chain/watch.py": "control/test_watch chain/test_exhaustion chain/test_real_limits",
+    "scheduler/slurm.py": "control/test_scheduler control/test_spare_nodes chain/test_next_nodes chain/test_control",
+    "scheduler/slurm_commands.py": "control/test_scheduler control/test_slurm_states control/test_sbatch_and_setup",
+}
+"""Files that get mutants, and the tests of each."""
 HISTORIES = 40
 SECONDS = 300.0
 OTHER = {ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
@@ -76,11 +80,11 @@ def _change(node: ast.AST) -> str:
 
 def sample(count: int, seed: int) -> list[Mutant]:
     """So many mutants of all files, each change as likely as another."""
-    places = [place for file in FILES for place in places_in(file)]
+    places = [place for file in TESTS for place in places_in(file)]
     return [mutant_at(*place) for place in random.Random(seed).sample(places, count)]
 
 
-def caught_by(mutant: Mutant, tree: Path, tests: list[str]) -> str:
+def caught_by(mutant: Mutant, tree: Path, *, tests: bool) -> str:
     """What catches a mutant: histories, tests, or nothing (empty)."""
     path = tree / "relayrun/control" / mutant.file
     before = path.read_bytes()
@@ -88,7 +92,9 @@ def caught_by(mutant: Mutant, tree: Path, tests: list[str]) -> str:
     try:
         if not _passes(["-m", "tests.histories", "--first", "0", str(HISTORIES)], tree):
             return "histories"
-        if tests and not _passes(["-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", *tests], tree):
+        files = [f"tests/{name}.py" for name in TESTS[mutant.file].split()]
+        options = ["-q", "-x", "-n0", "-p", "no:cacheprovider", "-m", "not long and not slurm"]
+        if tests and not _passes(["-m", "pytest", *options, *files], tree):
             return "tests"
     finally:
         path.write_bytes(before)
@@ -108,7 +114,7 @@ def _passes(arguments: list[str], tree: Path) -> bool:
 
 def main() -> int:
     """Plant mutants; return 1 if fewer than 95 of a hundred are caught."""
-    count, seed, tests = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    count, seed, tests = int(sys.argv[1]), int(sys.argv[2]), "--no-tests" not in sys.argv
     caught = 0
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
@@ -116,7 +122,7 @@ def main() -> int:
         for name in ("tests", "launchers", "configs", "scripts", "docs", "pyproject.toml", "README.md"):
             (tree / name).symlink_to(ROOT / name)
         for mutant in sample(count, seed):
-            by = caught_by(mutant, tree, tests)
+            by = caught_by(mutant, tree, tests=tests)
             caught += bool(by)
             print(f"{by or 'NOT CAUGHT'}: {mutant.file}:{mutant.line}: {mutant.what}"[:220], flush=True)
     print(f"{caught} of {count} mutants are caught")

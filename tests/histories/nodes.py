@@ -6,6 +6,7 @@ the local chain hold the shell to the same.
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 from collections.abc import Callable
@@ -81,6 +82,8 @@ class Ranks:
         self.live, self.code = True, 0
         self._leaving = self._still = False
         self._beats = 0
+        self.started = site.clock.now
+        self._ahead = site.clock.skews.get(job.batch_host, 0.0)
         site.told("ranks", attempt.number, job.id)
         site.clock.after(30.0, self._beat)
         if fate.crash_after >= 0:
@@ -112,12 +115,12 @@ class Ranks:
     def _beat(self) -> None:
         if not self.live or self._leaving or self._still:
             return
-        site, now = self.site, self.site.clock.now
+        site = self.site
         if trigger := triggers.read_trigger(site.run, "exit"):
             self._leave("exit", f"exit trigger by {trigger.user}")
         elif self.attempt.stop.exists():
             self._leave("saved", "stop file")
-        elif self.begin.job_end_time is not None and now > self.begin.job_end_time - self.begin.grace_period:
+        elif self._seconds_left() < 0:
             self._leave("saved", "time limit near")
         elif site.plan.total_steps is not None and self.iteration >= site.plan.total_steps:
             self._leave("done", "last step")
@@ -125,11 +128,13 @@ class Ranks:
             self._step()
             site.clock.after(self._next_beat(), self._beat)
 
+    def _seconds_left(self) -> float:
+        """Seconds until they leave, by the clock of their node."""
+        end = self.attempt.job_end_time(self.begin)
+        return math.inf if end is None else end - self.begin.grace_period - self.site.clock.now - self._ahead
+
     def _next_beat(self) -> float:
-        if self.begin.job_end_time is None:
-            return BEAT_SECONDS
-        leave = self.begin.job_end_time - self.begin.grace_period - self.site.clock.now
-        return min(BEAT_SECONDS, leave + 1.0) if leave > 0 else 1.0
+        return min(BEAT_SECONDS, max(self._seconds_left(), 0.0) + 1.0)
 
     def _step(self) -> None:
         self._beats += 1
@@ -194,7 +199,7 @@ class Work:
             "SLURM_JOB_ID": str(job.id),
             "SLURM_RESTART_COUNT": str(job.restarts),
             "SLURMD_NODENAME": job.batch_host,
-            "RELAYRUN_SCRIPT_TIME": str(site.clock.now),
+            "RELAYRUN_SCRIPT_TIME": str(site.clock.now + site.clock.skews.get(job.batch_host, 0.0)),
         }
         self.ranks: Ranks | None = None
         self.children: list[Program] = []
@@ -333,19 +338,21 @@ class ChainWork(Work):
         assert attempt is not None
         found = re.search(r"^leave_from=(\d+)", (attempt.path / "job.env").read_text(), re.M)
         leave_from = float(found[1]) if found else 0.0
+        ahead = self.site.clock.skews.get(self.job.batch_host, 0.0)
         self.ranks = ranks = Ranks(self.site, self.job, attempt, self.fate, self.script.poke)
-        watcher = self.child("watch", lambda: self._watch(attempt.number))
+        self._start_watch(attempt.number)
         if self.leaving:
             self._ask(attempt, self.leaving)
         while ranks.live:
             self.script.wait(None)
             while self.script.signals:
                 asked = self.script.signals.pop(0).name
-                if asked == "SIGUSR2" and not attempt.stop.exists() and self.site.clock.now < leave_from:
+                if asked == "SIGUSR2" and not attempt.stop.exists() and self.site.clock.now + ahead < leave_from:
                     leave_from = 0.0
                     continue
                 self._ask(attempt, asked)
-        watcher.send(signal.SIGKILL)
+        for child in self.children:
+            child.send(signal.SIGKILL)
         return ranks.code
 
     def _ask(self, attempt: Attempt, asked: str) -> None:
@@ -353,6 +360,16 @@ class ChainWork(Work):
             attempt.stop.write_text(f"{asked}\n")
         if self.ranks is not None:
             self.ranks.ask(asked)
+
+    def _start_watch(self, number: int) -> None:
+        """`keep_watching`: a watch that is killed starts again."""
+
+        def again() -> None:
+            if self.ranks is not None and self.ranks.live and not self.script.over:
+                self._start_watch(number)
+
+        watcher = self.child("watch", lambda: self._watch(number))
+        watcher.on_end.append(lambda: self.site.clock.after(5.0, again))
 
     def _watch(self, number: int) -> int:
         own = self.site.clock.running

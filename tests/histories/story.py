@@ -35,6 +35,7 @@ HOUR = 3600.0
 HORIZON = 30 * HOUR
 """Time in which things go wrong; then all is well, and the chain comes to its end."""
 PEACE = 40 * 24 * HOUR
+RESERVATION = "week"
 LAUNCHER_TEXT = cache(job_script._launcher_text)
 FOLDER = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
@@ -64,14 +65,18 @@ class History:
         self.plan = self._plan()
         nodes = [f"n{number}" for number in range(self.plan.nodes_of_job + self.dice.choice([1, 1, 3]))]
         self.slurm = Controller(self.clock, nodes, self._begin_work)
+        if "reservation" in self.plan.sbatch_options:
+            self.slurm.reservations[RESERVATION] = self.clock.now + 2 * PEACE
         self.commands = Commands(self.slurm)
         self.operator = Commands(self.slurm, user=OPERATOR)
-        self.full_until = 0.0
+        self.full_until = self.unread_until = 0.0
+        self.fault = errno.ENOSPC
+        """Error of the file system until then."""
         full = lambda: self.clock.now < self.full_until  # noqa: E731
         self.laws = Laws(self.clock, self.slurm, self.run, self.plan, full)
         self.slurm.watchers += [self.laws.job, self._wake_watches]
         self.works: dict[int, Work] = {}
-        self.clock.on_write = self._on_write
+        self.clock.on_write, self.clock.on_read = self._on_write, self._on_read
         self.bad_nodes: set[str] = set()
         self.site = Site(
             clock=self.clock,
@@ -92,6 +97,8 @@ class History:
         options: dict[str, str | None] = {"partition": dice.choice(["main", "long"])}
         if dice.random() < 0.2:
             options["exclude"] = "n0"
+        if dice.random() < 0.15:
+            options["reservation"] = RESERVATION
         limit = dice.choice([3600, 2 * 3600, 3 * 3600])
         return plan_with(
             plan,
@@ -146,7 +153,11 @@ class History:
 
     def _on_write(self, path: str) -> None:
         if self.clock.now < self.full_until and path.startswith(str(self.run.path)):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+            raise OSError(self.fault, os.strerror(self.fault), path)
+
+    def _on_read(self, path: str) -> None:
+        if self.clock.now < self.unread_until and path.startswith(str(self.run.path)):
+            raise OSError(self.fault, os.strerror(self.fault), path)
 
     # what happens outside
 
@@ -219,6 +230,10 @@ class History:
             self.answers_lost,
             self.disk_is_full,
             self.disk_is_full,
+            self.file_system_fails,
+            self.clock_skewed,
+            self.maintenance,
+            self.plugin_rewrites,
             self.node_lost,
             self.node_lost,
             self.preempted,
@@ -237,6 +252,8 @@ class History:
             self.successor_cancelled,
             self.stop_by_hand,
         ]
+        if "reservation" in self.plan.sbatch_options:
+            acts += 3 * [self.reservation_ends, self.reservation_vanishes]
         expected = 1.2 * self.work
         for _ in range(dice.choice([0, 1, 1, 2, 3])):
             act = dice.choice(acts)
@@ -247,6 +264,8 @@ class History:
         self.events.append(act.__name__)
         if self.clock.now < self.slurm.away_until and act not in (
             self.disk_is_full,
+            self.file_system_fails,
+            self.clock_skewed,
             self.exit_trigger,
             self.stop_by_hand,
         ):
@@ -256,7 +275,7 @@ class History:
 
     def _peace(self) -> None:
         """Everything works again."""
-        self.slurm.away_until = self.full_until = 0.0
+        self.slurm.away_until = self.full_until = self.unread_until = 0.0
         self.slurm.lost_answers, self.slurm.submit_limit, self.slurm.closed = 0.0, 99, False
         self.slurm.queue_wait = self.slurm.latency = lambda: 0.0
         self.bad_nodes.clear()
@@ -277,8 +296,49 @@ class History:
         self.clock.after(self.dice.uniform(60.0, 5 * HOUR), lambda: setattr(self.slurm, "lost_answers", 0.0))
 
     def disk_is_full(self) -> None:
+        self.fault = errno.ENOSPC
         self.full_until = self.clock.now + self.dice.choice([60.0, HOUR, 5 * HOUR])
         self.laws.clean = False
+
+    def file_system_fails(self) -> None:
+        """It takes no changes, and perhaps gives nothing to read."""
+        self.fault = self.dice.choice([errno.EIO, errno.EDQUOT, errno.EROFS, errno.ESTALE])
+        self.full_until = self.clock.now + self.dice.choice([60.0, HOUR, 5 * HOUR])
+        if self.dice.random() < 0.5:
+            self.unread_until = self.full_until
+        self.laws.clean = False
+
+    def clock_skewed(self) -> None:
+        """The clock of a node is wrong, and right again at the next start of a job there, or later."""
+        node, ahead = self.dice.choice(list(self.slurm.nodes)), self.dice.choice([-HOUR, -250.0, -4.0, 50.0, HOUR])
+        if self.slurm.nodes[node] != "idle":  # a step of the clock under a program is another story
+            node = next((name for name, state in self.slurm.nodes.items() if state == "idle"), "")
+        if node:
+            self.clock.skews[node] = ahead
+
+    def maintenance(self) -> None:
+        begin = self.clock.now + self.dice.choice([60.0, HOUR, 10 * HOUR])
+        self.laws.excuses += len(self.slurm.nodes)
+        self.slurm.maintain(f"maintenance-{begin:.0f}", begin, begin + 4 * HOUR)
+
+    def plugin_rewrites(self) -> None:
+        name, value = self.dice.choice(
+            [("partition", "site"), ("qos", "site"), ("account", "site"), ("time", "00:55:00")]
+        )
+        self.slurm.plugin = lambda options: options.update({name: value})
+
+    def reservation_ends(self) -> None:
+        if RESERVATION in self.slurm.reservations:
+            seconds = self.dice.choice([60.0, HOUR, 5 * HOUR])
+            self.slurm.reservations[RESERVATION] = self.clock.now + seconds
+            self.clock.after(seconds, lambda: self.slurm.end_reservation(RESERVATION))
+
+    def reservation_vanishes(self) -> None:
+        """An operator deletes it as soon as no job runs in it: before, Slurm refuses that."""
+        if any(job.state in ("RUNNING", "COMPLETING") for job in self.slurm.jobs.values()):
+            self.clock.after(0.9, self.reservation_vanishes)
+        else:
+            self.slurm.delete_reservation(RESERVATION)
 
     def node_lost(self) -> None:
         job = self._chain(running=True)

@@ -61,6 +61,12 @@ def test_an_attempt_whose_job_is_gone_without_a_successor(run: Run) -> None:
     assert "last job 7: NODE_FAIL, exit code 1, on n1, 60 s ago (sacct)" in words_of(found)
 
 
+def test_an_attempt_behind_which_nothing_could_be_queued(run: Run) -> None:
+    run.attempt(1).retry_successor.write_text("sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: policy")
+    words = "nothing could be queued behind it: sbatch: error: QOSMaxSubmitJobPerUserLimit sbatch: error: policy"
+    assert words in (status(run, QueueStatus(last_job=DIED)).broken or "")
+
+
 def test_an_end_without_a_successor_says_how_it_ended(run: Run) -> None:
     end(run, 1, "failed", "rank 1 on n1: CUDA error (exit code 1)", 10, progress=True)
     found = status(run, QueueStatus())

@@ -96,15 +96,7 @@ def _hasty(run: Run, plan: Plan) -> Scheduler:
     return scheduler_for_plan(plan, run, patience=0)
 
 
-def ensure_successor(
-    run: Run,
-    plan: Plan,
-    scheduler: Scheduler,
-    attempt: Attempt,
-    *,
-    own: str,
-    delay: int = 0,
-) -> str:
+def ensure_successor(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, own: str, delay: int = 0) -> str:
     """Queue a job behind `own` unless one is pending; return its id. Several pending jobs are reduced to one."""
     found = pending_jobs(plan, scheduler, own=own)
     if found:
@@ -313,9 +305,8 @@ def cancel_chain(run: Run, scheduler: Scheduler, *, user: str) -> str:
         jobs = scheduler.jobs(plan, anyone=True)
         with contextlib.suppress(SchedulerError):  # it would find STOP
             withdrawn = [job.id for job in scheduler.live_fallback_jobs(plan, anyone=True) if job.waits]
-        waiting_first = [
-            job.id for job in sorted(jobs, key=lambda job: not job.waits)
-        ]  # else a pending job would start
+        # else a pending job would start
+        waiting_first = [job.id for job in sorted(jobs, key=lambda job: not job.waits)]
         if not (jobs or withdrawn) or not scheduler.cancel_together([*withdrawn, *waiting_first]):
             withdrawn = []
             with contextlib.suppress(SchedulerError):  # it may belong to a former owner

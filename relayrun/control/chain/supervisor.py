@@ -8,6 +8,7 @@ same way.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shlex
@@ -36,7 +37,7 @@ from relayrun.control.failure_signatures import cause_words
 from relayrun.control.job_log import log_line, log_size, stdout_beside
 from relayrun.control.rundir import checkpoint_records, merged_metrics, node_health, restarts, time_limit, triggers
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.control.rundir.checkpoint_records import Lineage
+from relayrun.control.rundir.checkpoint_records import Lineage, ResumePoint
 from relayrun.control.rundir.plan import PLAN_FORMAT, Plan
 from relayrun.control.rundir.records import AttemptEnd, AttemptOutcome, AttemptStart, ChainEnd, Hang
 from relayrun.control.rundir.run import Run, is_stopped, read_stop, write_stop
@@ -104,7 +105,7 @@ def _decide_and_open(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) ->
     chosen = line.chosen_by_hand()
     base = chosen or line.durable()
     if not checkpoint_records.is_checkpoint_of(run, base):
-        base = checkpoint_records.ResumePoint(iteration=plan.load_iteration, path=plan.load_path)
+        base = ResumePoint(iteration=plan.load_iteration, path=plan.load_path)
     trigger = triggers.read_trigger(run, "exit")
     decision = decisions.decide_at_start(
         decisions.StartFacts(
@@ -228,14 +229,7 @@ def _plan_for_time_limit(plan: Plan, job: Job) -> Plan:
 
 
 def _open_attempt(
-    run: Run,
-    plan: Plan,
-    scheduler: Scheduler,
-    job: Job,
-    line: Lineage,
-    base: checkpoint_records.ResumePoint,
-    *,
-    rolled_back: bool,
+    run: Run, plan: Plan, scheduler: Scheduler, job: Job, line: Lineage, base: ResumePoint, *, rolled_back: bool
 ) -> Attempt:
     run.attempts.mkdir(exist_ok=True)
     number = max(run.attempt_numbers(), default=0) + 1
@@ -297,6 +291,8 @@ def _queue_successor(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attemp
         jobs.ensure_successor(run, plan, scheduler, attempt, own=own)
     except SchedulerError as error:
         attempt.retry_successor.touch()
+        with contextlib.suppress(OSError):  # for a person, if the job dies alone
+            attempt.retry_successor.write_text(error.message, encoding="utf-8")
         log_line(f"no successor yet: {error.message}")
         return False
     return True

@@ -21,14 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from relayrun.config.sections.chain import ChainSection
-from relayrun.control.chain import (
-    campaign,
-    evaluation_jobs,
-    excluded_nodes,
-    failure_reason,
-    jobs,
-    requested_options,
-)
+from relayrun.control.chain import campaign, evaluation_jobs, excluded_nodes, failure_reason, jobs, requested_options
 from relayrun.control.chain.background import CheckpointCopier, CheckpointHasher, NoticeSender
 from relayrun.control.chain.quota import QuotaMonitor
 from relayrun.control.chain_state import longest_heartbeat_interval

@@ -99,7 +99,7 @@ class Attempt:
     not_started = PathIn("not_started")
     """The reason in words if the batch script did not start the ranks."""
     retry_successor = PathIn("successor.owed")
-    """Its existence means that the successor could not be queued yet; `watch` retries."""
+    """The scheduler's words if no successor could be queued; it exists until `watch` has queued one."""
     successor = PathIn("successor.json")
     """The job that waits behind this attempt's, and whether it was cancelled; see `rundir.records.SuccessorJob`."""
     replaced_by = PathIn("made_place")

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from relayrun.control import chain_state
 from relayrun.control.rundir import campaign
+from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.checkpoint_records import Lineage, ReadOnce, ResumePoint, started_attempts_backwards
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptEnd, AttemptStart, ChainEnd, ChainEndState
@@ -26,6 +27,7 @@ from relayrun.control.rundir.run import Run, read_stop
 from relayrun.control.scheduler import slurm_states
 from relayrun.control.scheduler.base import Job, JobEnd
 from relayrun.errors import RunDirError
+from relayrun.files import read_bytes
 from relayrun.leftovers import open_lock
 from relayrun.watch.status.cron_check_record import FolderCache, LastCronCheck, last_cron_check
 from relayrun.watch.status.queue import QueueStatus
@@ -311,7 +313,16 @@ def explain_broken_chain(
     where = describe_job_end(job) if job is not None and job.id == newest.job_id else f"on {newest.nodes}"
     how = ", ".join(filter(None, [ended, where]))
     log_words = f"; its log: {newest.log}" if newest.log is not None else ""
-    return f"attempt {newest.attempt}, job {newest.job_id}, {how}; nothing is queued behind it{log_words}"
+    refused = _refusal(run.attempt(newest.attempt)) if last_end is None else ""
+    behind = f"nothing could be queued behind it: {refused}" if refused else "nothing is queued behind it"
+    return f"attempt {newest.attempt}, job {newest.job_id}, {how}; {behind}{log_words}"
+
+
+def _refusal(attempt: Attempt) -> str:
+    """Return Slurm's words if no successor could be queued, else an empty text."""
+    with contextlib.suppress(OSError):
+        return " ".join(read_bytes(attempt.retry_successor).decode(errors="replace").split())
+    return ""
 
 
 def describe_job_end(job: JobEnd) -> str:
