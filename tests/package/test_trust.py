@@ -6,6 +6,7 @@ The users need no accounts: root may take any number. Without root the owners ar
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import sys
@@ -207,7 +208,7 @@ def test_code_that_vanishes_meanwhile_hides_none_behind_it(tmp_path: Path, monke
     (run.path / DEEP).chmod(0o664)
     listed = os.listdir
     monkeypatch.setattr(os, "listdir", lambda fd: ["gone.pyc.1", *listed(fd)])
-    with pytest.raises(UntrustedError, match="deep.py"):
+    with pytest.raises(UntrustedError, match=r"deep\.py"):
         Plan.load_in_job(run)
 
 
@@ -265,3 +266,14 @@ def test_a_lock_is_not_opened_through_a_link_and_truncates_nothing(tmp_path: Pat
         open_lock(tmp_path / "lock")
     os.close(open_lock(mine))
     assert mine.read_text() == "words"
+
+
+def test_each_line_of_the_threat_model_names_a_test() -> None:
+    root = Path(__file__).resolve().parents[2]
+    table = (root / "SECURITY.md").read_text(encoding="utf-8").partition("## Who can do what to whom")[2]
+    rows = [line.split(" | ") for line in table.partition("\n## ")[0].splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 15
+    for row in rows:
+        named = re.findall(r"`(tests/[^`]*)`", row[-1])
+        assert named or row[-1].startswith("pip"), row
+        assert all((root / name).is_file() for name in named), row
