@@ -44,7 +44,7 @@ from relayrun.submit.code_snapshot import snapshot_code  # noqa: E402
 from tests.history import make_history  # noqa: E402
 
 RANK = """
-import json, sys, time, torch
+import json, os, sys, time, torch
 from pathlib import Path
 from types import SimpleNamespace
 import torch.distributed as dist
@@ -69,6 +69,7 @@ for turn in range(2 * pairs + 2):
     replica.wait()
     spent.append((turn % 4 in (0, 3), time.process_time() - began))
 print(json.dumps(spent[2:]), flush=True)
+os._exit(0)
 """
 COPY_BYTES = 64 << 20
 BLOCKS = 4_000
