@@ -24,6 +24,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,7 @@ def judged(folder: Path, pairs: int) -> dict[str, Any]:
         "process": Plan.load_in_job,
         "without": Plan.load,
     }
-    turns = [{name: milliseconds(lambda load=load: load(run)) for name, load in ways.items()} for _ in range(pairs + 1)]
+    turns = [{name: milliseconds(partial(load, run)) for name, load in ways.items()} for _ in range(pairs + 1)]
     found = {name: _results.spread([turn[name] for turn in turns[1:]]) for name in ways}
     return {"judged": found, "judged_files": sum(1 for _ in root.rglob("*"))}
 

@@ -72,11 +72,11 @@ def _refuse_below(top: int, folder: str, own: str) -> None:
             os.close(below)
 
 
-def read_owned(folder: Path | str, name: str) -> dict[str, Any]:
+def read_owned(folder: Path | str, name: str) -> Any:
     """Return the JSON object of anybody's plan.json or campaign.json. `owner`: another user if the file or `folder` is
     another user's; None for a copy of `folder`, whose text somebody else may have written; else as the file says."""
     text, owner = read_with_owner(folder, name)
-    entry: dict[str, Any] = json.loads(text.decode())
+    entry = json.loads(text.decode())
     if not isinstance(entry, dict):
         return entry  # its reader says what is wrong
     if owner != os.geteuid():
