@@ -15,7 +15,7 @@ import json
 import os
 import shlex
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +37,39 @@ def read_trusted(folder: Path | str, name: str) -> bytes:
         return read_descriptor(fd, os.fstat(fd).st_size)
 
 
-def refuse_untrusted(folder: Path | str, names: Iterable[str], *, shared: bool = False) -> None:
+def refuse_untrusted(
+    folder: Path | str, names: Iterable[str], *, trees: Sequence[str] = (), shared: bool = False
+) -> None:
     """Raise UntrustedError unless `folder` and the files and folders of these names below it, if any, are trusted.
 
-    `shared`: this user names `folder`, which others may own and write, as project storage.
+    `trees`: folders with all that lies in them. `shared`: this user names `folder`, which others may own and write, as
+    project storage.
     """
     with _opened(folder, shared=shared) as (top, path):
-        for name in names:
+        for name in (*names, *trees):
             own = f"{path}/{name.partition('/')[0]}" if shared else path
-            with contextlib.suppress(FileNotFoundError), _opened_below(top, path, name, own):
-                pass
+            with contextlib.suppress(FileNotFoundError), _opened_below(top, path, name, own) as fd:
+                if name in trees:
+                    _refuse_below(fd, f"{path}/{name}", own)
+
+
+def _refuse_below(top: int, folder: str, own: str) -> None:
+    """Judge all that lies in an open folder. Links are left out: only who may write their folder makes them."""
+    for name in os.listdir(top):
+        try:
+            found = os.stat(name, dir_fd=top, follow_symlinks=False)
+            if stat.S_ISLNK(found.st_mode):
+                continue
+            _refuse(found, f"{folder}/{name}", own)
+            if not stat.S_ISDIR(found.st_mode):
+                continue
+            below = os.open(name, _FLAGS, dir_fd=top)
+        except FileNotFoundError:  # Python renames each file that it compiles
+            continue
+        try:
+            _refuse_below(below, f"{folder}/{name}", own)
+        finally:
+            os.close(below)
 
 
 def read_owned(folder: Path | str, name: str) -> Any:
@@ -103,7 +126,7 @@ def _opened(folder: Path | str, *, shared: bool = False) -> Iterator[tuple[int, 
     fd = os.open(path, _FLAGS)
     try:
         if not shared:
-            _refuse(fd, path, path)
+            _refuse(os.fstat(fd), path, path)
         yield fd, path
     finally:
         os.close(fd)
@@ -121,15 +144,14 @@ def _opened_below(top: int, folder: str, name: str, own: str) -> Iterator[int]:
                 raise _link_error(error, path) from None
             os.close(fd)
             fd = below
-            _refuse(fd, path, own)
+            _refuse(os.fstat(fd), path, own)
         yield fd
     finally:
         os.close(fd)
 
 
-def _refuse(fd: int, path: str, folder: str) -> None:
+def _refuse(found: os.stat_result, path: str, folder: str) -> None:
     """Raise UntrustedError, with the command that mends it, unless this file or folder is trusted."""
-    found = os.fstat(fd)
     if found.st_uid not in (os.geteuid(), 0):
         words = f"this belongs to {user_name(found.st_uid)}: nothing that it names is started or written to"
         raise UntrustedError(words, where=path, hint=OTHER_OWNER_HINT)

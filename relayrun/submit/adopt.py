@@ -20,9 +20,12 @@ from relayrun.submit.megatron_lm.bash_values import MARK
 from relayrun.submit.megatron_lm.flags import Flag
 from relayrun.submit.megatron_lm.launcher_file import (
     REPLACED_FLAGS,
+    SECRET_HINT,
     SECRET_NAME,
     Launcher,
     read_launcher,
+    secret_words,
+    without_secrets,
 )
 from relayrun.submit.sbatch_header import SHORT_OPTIONS, Adopted, sbatch_options, section, take_header
 
@@ -55,6 +58,10 @@ def adopt(path: Path, environment: Mapping[str, str], *, site: str, checkout: st
     _take_flags(launcher, found)
     _take_environment(launcher, found)
     _take_other_lines(launcher, found)
+    inert = {name: value for name, value in found.settings.get("job", {}).items() if name != "setup"}
+    for name, shown in without_secrets(environment)[1].items():
+        if shown in str(found.settings | {"job": inert}):  # Bash expands it in `job.setup`
+            found.refuse(str(path), secret_words(name), SECRET_HINT)
     _with_site(found, sites.read_site(site, folders=sites.site_folders(None), where="--cluster").values)
     return found
 

@@ -72,6 +72,8 @@ def _take_snapshot(folder: Path, root: Path, files: Mapping[str, Path]) -> Path:
         for name, source in files.items():
             (copied / name).parent.mkdir(parents=True, exist_ok=True)
             _copy(source, copied / name)
+        for folder_of_code in {path.parent for path in copied.rglob("*.py")}:  # Python would make it by a rank's umask
+            (folder_of_code / "__pycache__").mkdir(exist_ok=True)
         copied.chmod(copied.stat().st_mode & stat.S_ISGID | 0o777 & ~umask())  # a private one cannot be shared
         installed = (root / "relayrun" / "share").is_dir()
         unknown = f"relayrun {__version__}, an installed package\n" if installed else "unknown: no git checkout\n"

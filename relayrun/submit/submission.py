@@ -198,8 +198,7 @@ def _tell_consequences(config: RunConfig, run: Run, begins: ResumePoint) -> None
 
 def _refuse_untrusted(run: Run) -> None:
     """Raise UntrustedError if another user can have written what the jobs of this run will execute."""
-    copies = [path for path in run.code.rglob("*") if not path.is_symlink()]
-    refuse_untrusted(run.path, [*ACTED_ON_NAMES, "config", *(str(path.relative_to(run.path)) for path in copies)])
+    refuse_untrusted(run.path, [*ACTED_ON_NAMES, "config"], trees=[run.code.name])
     if run.plan.exists():
         Plan.load_trusted(run)
 

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING
 from relayrun.control.agent import node_facts
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.node_health import NodeHistory
-from relayrun.control.rundir.plan import Plan, read_plan_format
+from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptOutcome, RankFailure
-from relayrun.control.rundir.run import PLAN_NAME, Run
+from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError, FatalTrainingError, RelayrunError, log_to_stderr
 from relayrun.terminal import inert
 from relayrun.train import megatron_versions
@@ -91,10 +91,9 @@ def main(flag: SignalFlag) -> int:
         if arguments.base_iteration is not None:
             begin = replace(begin, base_iteration=arguments.base_iteration, base_path=arguments.base_path)
         base = begin.base_iteration
-        if run.plan.exists():  # not started by hand
-            refuse_untrusted(run.path, [PLAN_NAME, f"config/{run.config_revision(begin.config_revision).name}"])
-        if rank == 0:
-            read_plan_format(run)  # refuses a directory that a newer version wrote
+        plan = Plan.load_in_job(run) if run.plan.exists() else None  # else started by hand
+        if plan is not None:
+            refuse_untrusted(run.path, [f"config/{run.config_revision(begin.config_revision).name}"])
         timings = RankTimings(begin)
         heartbeat = NodeHeartbeatWriter(
             folder=attempt.heartbeats,
@@ -105,8 +104,8 @@ def main(flag: SignalFlag) -> int:
             rare=liveness.memory_folder() is not None,
         )
         heartbeat.beat()
-        if is_first_of_node() and not liveness.has_agent():
-            check_node_at_start(run, attempt, node)
+        if plan is not None and is_first_of_node() and not liveness.has_agent():
+            check_node_at_start(run, plan, attempt, node)
         quiet_libraries()
         megatron_versions.check_version()
         # slow imports follow; nsys must wrap the process before torch is imported
@@ -169,11 +168,8 @@ class UnhealthyNode(RelayrunError):
     """Ranks cannot train on this node; they may on another node."""
 
 
-def check_node_at_start(run: Run, attempt: Attempt, node: str) -> None:
+def check_node_at_start(run: Run, plan: Plan, attempt: Attempt, node: str) -> None:
     """Record the findings about this node. Raises UnhealthyNode if ranks cannot train on it."""
-    if not run.plan.exists():  # started by hand: no plan says what to check
-        return
-    plan = Plan.load_in_job(run)
     if plan.chain.node_health == "off":
         return
     facts = node_facts.gather_facts(plan, attempt.path)

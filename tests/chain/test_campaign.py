@@ -29,6 +29,8 @@ from relayrun.control.rundir.run import Run, stop_reason, write_stop
 from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.control.scheduler.slurm_commands import TooManyJobsError
 from relayrun.errors import RunDirError
+from relayrun.submit.campaign import TAKE_OVER_HINT
+from relayrun.trust import UntrustedError
 from tests.campaigns import ROOT
 from tests.history import began
 from tests.owners import copy_as_ones_own, give_away
@@ -142,6 +144,35 @@ def test_nothing_of_another_users_campaign_or_run_begins_whatever_the_records_sa
             assert "this belongs to" in look.stuck["01"]
     assert not slurm.jobs()
     assert len(start_due_in_campaign(folder).begun) == 2
+
+
+@pytest.mark.parametrize("name", [".", "campaign.json", "members"])
+def test_nothing_of_a_campaign_that_others_can_write_begins(make: Make, name: str) -> None:
+    folder, slurm = make({}, {})
+    (folder / "members").mkdir(exist_ok=True)
+    mode = (folder / name).stat().st_mode
+    (folder / name).chmod(mode | 0o020)
+    with pytest.raises(UntrustedError, match="its group may write this"):
+        start_due_in_campaign(folder)
+    assert not slurm.jobs()
+    (folder / name).chmod(mode)
+    assert len(start_due_in_campaign(folder).begun) == 2
+
+
+def test_another_user_resumes_and_takes_over_no_campaign_but_its_runs_one_by_one(
+    make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, slurm = make({}, {})
+    give_away(monkeypatch, folder, folder / "campaign.json")
+    for words in (["sweep", "resume"], ["stages", "resume"]):
+        assert main([*words, str(folder)]) == 1
+        assert "submit runs of your own" in capsys.readouterr().err
+    for verb in ("sweep", "stages"):  # no half of one is ever taken over
+        with pytest.raises(SystemExit):
+            main([verb, "submit", "config.yaml", "--take-over"])
+        assert "unrecognized arguments: --take-over" in capsys.readouterr().err
+    assert "relayrun submit` the newest file in its config/ --take-over" in TAKE_OVER_HINT
+    assert not slurm.jobs()
 
 
 def test_no_evaluation_of_another_users_run_is_queued_for_a_stage_that_waits_for_it(

@@ -201,6 +201,21 @@ def test_lines_in_order_are_heard_and_a_changed_one_is_not(desk: Desk) -> None:
     assert desk.nodes.coordinator.given_up() == {1}
 
 
+def test_a_job_that_ends_within_a_second_of_a_refusal_has_it_on_record(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "ACCEPT_SECONDS", 60.0)
+    for _ in range(3):
+        lines, _ = challenge(desk)
+        lines.connection.sendall(b"GET /\n")
+        desk.turn()
+        assert desk.refused().count == 1  # `look` writes seldom
+    desk.reception.close()
+    found = RefusedConnections.read(desk.record)
+    assert found is not None
+    assert found.count == 3
+
+
 def test_a_hello_that_is_slow_is_refused_in_time(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(authentication, "HANDSHAKE_SECONDS", 0.3)
     lines, right = answer(desk)

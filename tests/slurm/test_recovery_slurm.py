@@ -79,7 +79,7 @@ def chain_name(run: Run) -> str:
     return begin.job_name
 
 
-def agents(run: Run) -> list[int]:
+def agents(run: Run, module: str = "relayrun.control.agent") -> list[int]:
     """Processes of the run's agents on this machine, which has all nodes."""
     found = []
     for name in os.listdir("/proc"):
@@ -87,6 +87,6 @@ def agents(run: Run) -> list[int]:
             words = Path(f"/proc/{name}/cmdline").read_bytes().split(b"\0") if name.isdecimal() else []
         except OSError:
             continue
-        if words[1:3] == [b"-m", b"relayrun.control.agent"] and f"--run-dir={run.path}".encode() in words:
+        if module.encode() in words[2:4] and f"--run-dir={run.path}".encode() in words:
             found.append(int(name))
     return sorted(found)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from relayrun.control.chain.failure_reason import attempt_log
 from relayrun.control.rundir import restarts
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptStart
@@ -254,3 +258,28 @@ def test_fewer_nodes_train_on_with_the_same_samples(cluster: TestCluster, worksp
     assert [vars(row) for row in dataset_ledgers(audit_run(run))] == [
         vars(row) for row in dataset_ledgers(audit_run(whole))
     ]
+
+
+def test_a_starter_that_stands_still_holds_no_node_to_the_time_limit(
+    cluster: TestCluster, workspace: Workspace
+) -> None:
+    """The starter contains the coordinator: nobody restarts the rank that dies meanwhile."""
+    whole = reference(cluster, workspace)
+    submit(cluster, config(workspace, "still", hang_timeout=20))
+    run = workspace.run("still")
+    wait_for(cluster, run, 8)
+    (starter,) = agents(run, "relayrun.control.agent.step_per_node")
+    os.kill(starter, signal.SIGSTOP)
+    for server in children(agents(run)[0]):  # its ranks die with it
+        os.kill(server, signal.SIGKILL)
+    began = time.monotonic()
+    cluster.wait_until(run.attempt(2).begin.exists, timeout=400, what="the next job")
+    print(f"the next job after {time.monotonic() - began:.0f} s")
+    assert f"process {starter}, which started the ranks, is still there; ending it" in attempt_log(run.attempt(1))
+    wait_for_end(cluster, run, timeout=600)
+    assert [end.cause for end in ends(run)] == ["hang", "done"]
+    assert_same_run(run, whole)
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

@@ -98,6 +98,35 @@ def test_every_line_becomes_a_setting_or_has_a_reason(tmp_path: Path) -> None:
     assert reasons["trap echo bye EXIT"] == "the chain has signals and clean-up of its own"
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("NCCL_DEBUG=WARN", "NCCL_DEBUG=x${WANDB_API_KEY}y"),
+        ("1_0", "10 --wandb-entity $WANDB_API_KEY"),
+        ("tiny-$SLURM_NNODES-nodes", "n$WANDB_API_KEY"),
+        ("/nowhere/exp", "/nowhere/$WANDB_API_KEY"),
+        ("/data/b", "/data/$WANDB_API_KEY"),
+        ("--localalloc", "--localalloc$DB_PASSWORD"),
+        ("module load cuda/12", "export NOTE=${WANDB_API_KEY:4:20}"),
+        ("module load cuda/12", "eval export NOTE=$WANDB_API_KEY"),
+        ("module load cuda/12", 'module load "$WANDB_API_KEY"'),
+        ("module load cuda/12", 'if [ -n "$WANDB_API_KEY" ]; then module load cuda; fi'),
+    ],
+)
+def test_no_line_of_a_launcher_writes_a_secret_of_this_environment(tmp_path: Path, before: str, after: str) -> None:
+    key, password = "0123456789abcdef0123456789abcdef01234567", "sesame-open"
+    found, words = None, ""
+    try:
+        found = adopted(tmp_path, (before, after), WANDB_API_KEY=key, DB_PASSWORD=password)
+        words = " ".join(error.message for error in found.errors)
+    except ConfigError as error:  # of a flag
+        words = str(error)
+    for text in (key[4:12], password[:6]):
+        assert text not in f"{found}{words}"
+    harmless = "module load" in after or after in ("n$WANDB_API_KEY", "export NOTE=${WANDB_API_KEY:4:20}")
+    assert ("is a secret of this environment" in words) is not harmless
+
+
 def test_the_flags_of_the_run_are_those_of_the_launcher(tmp_path: Path) -> None:
     """No flag of a model is added; those of the chain are."""
     checkout = stand_in(tmp_path / "checkout")

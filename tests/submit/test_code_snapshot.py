@@ -16,6 +16,7 @@ from relayrun.files import read_json, umask
 from relayrun.masking import mask_tokens
 from relayrun.submit.code_snapshot import MAX_FILE_BYTES, snapshot_code, snapshot_of_checkout
 from relayrun.train.reporting.environment import code_version, without_secrets
+from relayrun.trust import refuse_untrusted
 from tests.readme import break_code, copy_tracked
 from tests.waiting import wait_for
 from tests.workspace import Workspace, ends, steps
@@ -73,6 +74,21 @@ def test_the_same_code_is_the_same_snapshot_and_other_code_another(checkout: Pat
     second = snapshot_code(run, checkout)
     assert (first.name, second.name) == ("0001", "0002")
     assert (first / "package/kept.py").read_text() == "old\n"
+
+
+def test_ranks_under_a_wide_umask_leave_no_compiled_code_that_their_group_can_exchange(
+    checkout: Path, tmp_path: Path
+) -> None:
+    """The next job refuses what others can write, so `umask 002` in `job.setup` would end the chain."""
+    run = run_dir(tmp_path / "run")
+    taken = snapshot_code(run, checkout)
+    (taken / "package/kept.py").write_text("kept = True\n")
+    names = ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    command = ["sh", "-c", 'umask 002; exec "$@"', "sh", sys.executable, "-c", "import package.kept"]
+    subprocess.run(command, cwd=taken, env=environment, check=True)
+    assert list((taken / "package/__pycache__").glob("kept.*.pyc"))
+    refuse_untrusted(run.path, (), trees=["code"])
 
 
 KILLED = """

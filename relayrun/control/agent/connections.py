@@ -94,15 +94,20 @@ class AgentConnections:
         for lines, stranger in [*self._strangers.items()]:
             if now - stranger.since > authentication.HANDSHAKE_SECONDS:
                 self._refuse(lines, f"no proof within {authentication.HANDSHAKE_SECONDS:g} s")
-        if now - self._recorded >= ACCEPT_SECONDS and self._refused is not None:
-            self._recorded = float("inf")
-            with contextlib.suppress(OSError):  # the log has the words
-                self._refused.write(self.record)
+        if now - self._recorded >= ACCEPT_SECONDS:
+            self.close()
         if self.listener is not None and self._full_since is not None and now - self._full_since >= ACCEPT_SECONDS:
             self._full_since = None
             self._selector.register(self.listener, selectors.EVENT_READ, self._accept)
         elif self.listener is not None and not self._joined and now - self._began > NARROW_SECONDS:
             self._listen_on_all_addresses(self.listener)
+
+    def close(self) -> None:
+        """Write the record of the refused connections."""
+        if self._refused is not None:
+            self._recorded = float("inf")
+            with contextlib.suppress(OSError):  # the log has the words
+                self._refused.write(self.record)
 
     def _listen_on_all_addresses(self, listener: socket.socket) -> None:
         host, port = listener.getsockname()[:2]

@@ -11,7 +11,6 @@ takes milliseconds. An agent gathers facts in threads, since a file system may h
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import selectors
 import statistics
@@ -234,11 +233,7 @@ class LocalNodeHealth:
 
 def _facts_of_answer(code: int | None, output: str) -> NodeFacts:
     """Return the facts that `agent.node_facts` printed; without them `answer` has the error."""
-    try:
-        found = json.loads(output.splitlines()[-1]) if code == 0 else None
-    except (ValueError, IndexError):
-        found = None
-    if isinstance(found, dict):
+    if (found := node_facts.printed_facts(code, output)) is not None:
         return found
     words = " ".join(output.split())[-node_facts.OUTPUT_CHARACTERS :]
     return {"answer": f"its own look did not end well: {words or f'exit code {code}'}"}

@@ -153,6 +153,8 @@ class NodeAgent:
                 self._upward.send("beat", restart=self.restart, standing=self._standing())
             if reception is not None:
                 reception.look()
+        if reception is not None:
+            reception.close()
         if self._health is not None:
             self._health.end()
         if self._server is not None:

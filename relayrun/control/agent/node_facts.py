@@ -186,11 +186,16 @@ class TimedProgram:
 
 def gpu_facts(code: int | None, output: str) -> NodeFacts:
     """Return the facts in the answer of `train.gpu_health`; `gpu_error` if it found nothing out."""
-    with contextlib.suppress(ValueError):
-        found = json.loads(output.splitlines()[-1]) if code == 0 and output else None
-        if isinstance(found, dict):
+    found = printed_facts(code, output)
+    return {"gpu_error": _shortened(output) or f"exit code {code}"} if found is None else found
+
+
+def printed_facts(code: int | None, output: str) -> NodeFacts | None:
+    """Return the facts that a program printed on its last line; None without them."""
+    with contextlib.suppress(ValueError, IndexError):
+        if code == 0 and isinstance(found := json.loads(output.splitlines()[-1]), dict):
             return found
-    return {"gpu_error": _shortened(output) or f"exit code {code}"}
+    return None
 
 
 def _command_facts(code: int | None, output: str) -> NodeFacts:
@@ -233,13 +238,13 @@ FEW_NODES = 2
 
 def findings_of_facts(node: str, facts: Mapping[str, Any], plan: Plan, history: NodeHistory) -> Iterator[HealthFinding]:
     """Yield the defects of a node by its own facts (`agent.node_facts`)."""
-    limits = plan.chain.node_health_limits
+    limits, finding = plan.chain.node_health_limits, partial(HealthFinding, node=node)
     if "answer" in facts:
-        yield HealthFinding(node=node, check="answer", value=0, limit=1, hard=False, words=str(facts["answer"]))
-    yield from _memory_findings(node, facts, limits, history)
+        yield finding(check="answer", value=0, limit=1, hard=False, words=str(facts["answer"]))
+    yield from _memory_findings(finding, facts, limits, history)
     unwritable: Mapping[str, str] = facts.get("unwritable") or {}
     for check, why in unwritable.items():
-        yield HealthFinding(node=node, check=check, value=0, limit=1, hard=True, words=f"cannot be written: {why}")
+        yield finding(check=check, value=0, limit=1, hard=True, words=f"cannot be written: {why}")
     for check, limit, what in (
         ("shm", limits.shm_gb * 1e9, "/dev/shm"),
         ("tmp", limits.tmp_gb * 1e9, "the folder for temporary files"),
@@ -247,28 +252,26 @@ def findings_of_facts(node: str, facts: Mapping[str, Any], plan: Plan, history: 
         room = facts.get(check)
         if room is not None and room < limit and check not in unwritable:
             words = f"{_gb(room)} GB are free in {what}, {_gb(limit)} GB wanted"
-            yield HealthFinding(node=node, check=check, value=room, limit=limit, hard=False, words=words)
+            yield finding(check=check, value=room, limit=limit, hard=False, words=words)
     files = facts.get("open_files")
     if files is not None and files < limits.open_files:
         words = f"a process may open {files} files, {limits.open_files} wanted (`ulimit -Hn`)"
-        yield HealthFinding(
-            node=node, check="open_files", value=files, limit=limits.open_files, hard=False, words=words
-        )
+        yield finding(check="open_files", value=files, limit=limits.open_files, hard=False, words=words)
     if "gpus" in facts:
-        yield from _gpu_findings(node, facts, plan.gpus_per_node)
+        yield from _gpu_findings(finding, facts, plan.gpus_per_node)
     elif facts.get("gpu_error"):
         words = f"its GPUs are not known: {facts['gpu_error']}"
-        yield HealthFinding(node=node, check="gpus", value=0, limit=plan.gpus_per_node, hard=False, words=words)
+        yield finding(check="gpus", value=0, limit=plan.gpus_per_node, hard=False, words=words)
     if (own := facts.get("command")) is not None and own["code"] != 0:
         words = f"the site's own check ({plan.chain.node_health_command[0]}): {own['words'] or 'no words'}"
         words += "" if own["code"] is None else f" (exit status {own['code']})"
         value = -1 if own["code"] is None else own["code"]
         hard = own["code"] is not None  # one that does not answer says nothing of the node
-        yield HealthFinding(node=node, check="command", value=value, limit=0, hard=hard, words=words)
+        yield finding(check="command", value=value, limit=0, hard=hard, words=words)
 
 
 def _memory_findings(
-    node: str, facts: Mapping[str, Any], limits: NodeHealthLimits, history: NodeHistory
+    finding: Callable[..., HealthFinding], facts: Mapping[str, Any], limits: NodeHealthLimits, history: NodeHistory
 ) -> Iterator[HealthFinding]:
     free = facts.get("memory")
     taken = history.median(MEMORY_OF_RANKS)
@@ -280,35 +283,35 @@ def _memory_findings(
         f"{_gb(limit)} GB wanted" if wanted is not None else f"and ranks of this run took {_gb(limit)} GB before"
     )
     hard = wanted is not None or free < limit / 2
-    yield HealthFinding(node=node, check="memory", value=free, limit=limit, hard=hard, words=words)
+    yield finding(check="memory", value=free, limit=limit, hard=hard, words=words)
 
 
-def _gpu_findings(node: str, facts: Mapping[str, Any], wanted: int) -> Iterator[HealthFinding]:
+def _gpu_findings(
+    finding: Callable[..., HealthFinding], facts: Mapping[str, Any], wanted: int
+) -> Iterator[HealthFinding]:
     gpus: Sequence[Mapping[str, Any]] = facts["gpus"]
     there = [gpu for gpu in gpus if not gpu.get("error")]
     if len(there) < wanted:
         errors = "".join(f"; GPU {gpu['index']}: {gpu['error']}" for gpu in gpus if gpu.get("error"))
         words = f"{len(there)} GPUs answer, and the job asks for {wanted}{errors}"
-        yield HealthFinding(node=node, check="gpus", value=len(there), limit=wanted, hard=True, words=words)
+        yield finding(check="gpus", value=len(there), limit=wanted, hard=True, words=words)
     for gpu in there:
         name = f"GPU {gpu['index']}"
         if (count := gpu.get("ecc_uncorrected") or 0) > 0:
             words = f"{name}: {count} uncorrected ECC errors since the driver was loaded"
-            yield HealthFinding(node=node, check="gpu_ecc", value=count, limit=0, hard=True, words=words)
-        if gpu.get("rows_failed"):
-            words = f"{name}: a row of its memory could not be remapped"
-            yield HealthFinding(node=node, check="gpu_rows", value=1, limit=0, hard=True, words=words)
-        elif gpu.get("rows_pending"):
-            words = f"{name}: rows of its memory wait to be remapped, by a reset"
-            yield HealthFinding(node=node, check="gpu_rows", value=1, limit=0, hard=False, words=words)
+            yield finding(check="gpu_ecc", value=count, limit=0, hard=True, words=words)
+        if (failed := gpu.get("rows_failed")) or gpu.get("rows_pending"):
+            what = "a row of its memory could not" if failed else "rows of its memory wait to"
+            words = f"{name}: {what} be remapped{'' if failed else ', by a reset'}"
+            yield finding(check="gpu_rows", value=1, limit=0, hard=bool(failed), words=words)
         slowed = [words for bit, words in SLOWDOWN_REASONS.items() if (gpu.get("slowed") or 0) & bit]
         if slowed:
             words = f"{name}: its clock is held down {', '.join(slowed)}"
-            yield HealthFinding(node=node, check="gpu_slowed", value=gpu["slowed"], limit=0, hard=False, words=words)
+            yield finding(check="gpu_slowed", value=gpu["slowed"], limit=0, hard=False, words=words)
     xids: Sequence[str] = facts.get("xids") or []
     if xids:
         words = f"{len(xids)} Xid errors in the kernel's log; the newest: {xids[-1]}"
-        yield HealthFinding(node=node, check="gpu_xid", value=len(xids), limit=0, hard=False, words=words)
+        yield finding(check="gpu_xid", value=len(xids), limit=0, hard=False, words=words)
 
 
 def findings_of_clock(node: str, offset: float, uncertainty: float, plan: Plan) -> Iterator[HealthFinding]:

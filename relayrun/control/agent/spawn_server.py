@@ -37,6 +37,8 @@ class SpawnServer(RankServer):
         super().__init__(agent)
         self._run, self._plan = run, Plan.load_in_job(run)
         self._trainer = trainer_of(self._plan, run)
+        self._restart = 0
+        """The newest restart before whose ranks the code was judged."""
         self._heard = frozenset([*RANK_SIGNALS, *self._trainer.asked_by]) - {signal.SIGUSR1, signal.SIGUSR2}
         """Signals that this process ignores and its ranks do not; the other two would kill a Python that starts."""
 
@@ -60,6 +62,9 @@ class SpawnServer(RankServer):
         return StartedProcess(process.pid, process.wait)
 
     def _start(self, order: Message) -> StartedProcess | None:
+        if order["restart"] != self._restart:
+            Plan.load_in_job(self._run)  # raises UntrustedError, and ranks of hours ago are followed by none
+            self._restart = order["restart"]
         begin, restart_begin = self._begins(order["arguments"])
         command = [*self._trainer.command(restart_begin)]
         environment = {**os.environ, **order["environment"]}

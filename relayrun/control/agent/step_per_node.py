@@ -112,6 +112,7 @@ def main() -> int:
             deadline = deadline or time.monotonic() + LEAVE_SECONDS
             if time.monotonic() > deadline:
                 break
+    reception.close()
     steps.end(steps.left(), how=signal.SIGKILL)  # of lost nodes: Slurm may not know of that for minutes
     return EXIT_FAILED if coordinator.code is None else coordinator.code
 

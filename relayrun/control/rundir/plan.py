@@ -138,16 +138,20 @@ class Plan(Record):
 
     @classmethod
     def load_in_job(cls, run: Run) -> Plan:
-        """Read the plan in a job, whose `begin` has judged the other files. Raises UntrustedError."""
+        """Read the plan in a process of a job, whose `begin` has judged the files that no process reads again. Raises
+        UntrustedError if another user can write the plan or the code by now."""
         refuse_untrusted(run.path, [PLAN_NAME])
-        return cls.load(run)
+        plan = cls.load(run)
+        refuse_untrusted(run.path, (), trees=plan.code_folders(run))
+        return plan
 
     @classmethod
     def load_trusted(cls, run: Run) -> Plan:
         """Read the plan of a run that this process acts for. Raises UntrustedError unless the plan, and every other
         file that its jobs execute or that names a program or an address, is trusted."""
         plan = cls.load(run)
-        refuse_untrusted(run.path, [*ACTED_ON_NAMES, f"config/{plan.config_revision:04}.yaml", *plan.code_names(run)])
+        names = [*ACTED_ON_NAMES, f"config/{plan.config_revision:04}.yaml"]
+        refuse_untrusted(run.path, names, trees=plan.code_folders(run))
         if plan.owner is None:
             raise UntrustedError(COPY, where=run.plan, hint=COPY_HINT)
         if plan.owner not in (os.geteuid(), 0):
@@ -158,14 +162,11 @@ class Plan(Record):
     def write(self, path: Path) -> None:
         write_owned(path, asdict(self))
 
-    def code_names(self, run: Run) -> list[str]:
-        """Return the files that start the jobs of a run with a snapshot of the code, relative to its directory."""
-        root = os.path.relpath(os.path.realpath(self.package_root), os.path.realpath(run.path))
-        if root.startswith(".."):
-            return []
-        return [
-            f"{root}/{name}" for name in ("launchers/lib/job.sh", "launchers/lib/run_module.py", "relayrun/control")
-        ]
+    def code_folders(self, run: Run) -> list[str]:
+        """Return the snapshots of code in the run directory that its jobs execute, relative to it."""
+        top = os.path.realpath(run.path)
+        roots = (os.path.realpath(root) for root in (self.package_root, self.trainer_settings.get("dir")) if root)
+        return [os.path.relpath(root, top) for root in roots if root.startswith(f"{top}/")]
 
     def migrate(self, run: Run) -> Plan:
         """Convert the run directory of a chain that goes on to this version's format; return its plan."""

@@ -109,8 +109,7 @@ def read_records(data: bytes, most: int = MOST_MEMORY) -> tuple[Any, list[Pickle
 
     `most`: bytes of memory, as charged.
     """
-    interpreter = _Interpreter(data, most)
-    return interpreter.load(), [*interpreter.names.values()]
+    return next(read_several(data, 1, most))
 
 
 def read_several(data: bytes, count: int, most: int) -> Iterator[tuple[Any, list[PickledName]]]:
@@ -358,23 +357,12 @@ def _member(*arguments: Any) -> PickledCall:
 _text = partial(str, encoding="utf-8", errors="surrogatepass")
 _long = partial(int.from_bytes, byteorder="little", signed=True)
 _OPCODES: dict[int, tuple[Any, ...]] = {0x80: ("_skip", 1), 0x95: ("_skip", 8)}  # PROTO, FRAME
-_OPCODES |= {
-    ord("."): ("_stop",),
-    ord("("): ("_mark",),
-    ord("0"): ("_pop",),
-    ord("q"): ("_put", 1),
-    ord("r"): ("_put", 4),
-}
+_OPCODES |= {ord("."): ("_stop",), ord("("): ("_mark",), ord("0"): ("_pop",)}
+_OPCODES |= {ord("q"): ("_put", 1), ord("r"): ("_put", 4), ord("J"): ("_int", 4, True), ord("M"): ("_int", 2, False)}
 _OPCODES |= {ord("N"): ("_constant", None), 0x88: ("_constant", True), 0x89: ("_constant", False)}
 _OPCODES |= {ord(")"): ("_constant", ()), ord("]"): ("_new", list), ord("}"): ("_new", dict)}
-_OPCODES |= {
-    ord("J"): ("_int", 4, True),
-    ord("M"): ("_int", 2, False),
-    ord("G"): ("_float",),
-    0x8A: ("_bytes", 1, _long),
-}
-_OPCODES |= {0x8C: ("_bytes", 1, _text), ord("X"): ("_bytes", 4, _text)}
-_OPCODES |= {ord("C"): ("_bytes", 1, bytes), ord("B"): ("_bytes", 4, bytes)}
+_OPCODES |= {ord("G"): ("_float",), 0x8A: ("_bytes", 1, _long), 0x8C: ("_bytes", 1, _text)}
+_OPCODES |= {ord("X"): ("_bytes", 4, _text), ord("C"): ("_bytes", 1, bytes), ord("B"): ("_bytes", 4, bytes)}
 _OPCODES |= {ord("t"): ("_tuple",), 0x85: ("_tuple_of", 1), 0x86: ("_tuple_of", 2), 0x87: ("_tuple_of", 3)}
 _OPCODES |= {ord("a"): ("_append",), ord("e"): ("_appends",), ord("s"): ("_item",), ord("u"): ("_items",)}
 _OPCODES |= {ord("c"): ("_global",), 0x93: ("_stack_global",), ord("Q"): ("_persistent",)}

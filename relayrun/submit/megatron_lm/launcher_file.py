@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relayrun.errors import ConfigError, combined_error, did_you_mean
+from relayrun.masking import describe_secret
 from relayrun.submit.megatron_lm import flags
 from relayrun.submit.megatron_lm.bash_builtins import MAX_SCRIPT_BYTES, Started, read_script
 from relayrun.submit.megatron_lm.bash_run import PROGRAM, Script
@@ -76,6 +77,20 @@ class Launcher:
         return f"{self.path}:{line_number(self.text, found[-1].start())}" if found else str(self.path)
 
 
+SECRET_HINT = "let the program read the variable itself"
+
+
+def secret_words(name: str) -> str:
+    """Return the words of a refusal."""
+    return f"${name} is a secret of this environment, and what a launcher makes of it would stand in files"
+
+
+def without_secrets(environment: Mapping[str, str]) -> tuple[Mapping[str, str], dict[str, str]]:
+    """Return the variables, of which each secret stands for itself (`${NAME}`), and those of the secrets."""
+    secrets = {name: f"${{{name}}}" for name, value in environment.items() if describe_secret(value, variable=name)}
+    return {**environment, **secrets}, secrets
+
+
 def read_launcher(
     path: Path, environment: Mapping[str, str], defaults: Mapping[str, str] = {}, hints: Mapping[str, str] = {}
 ) -> Launcher:
@@ -85,6 +100,7 @@ def read_launcher(
     `hints`: settings that give a variable its value, by its name.
     """
     text = _read(path)
+    environment, secrets = without_secrets(environment)
     script = Script(environment, defaults, Source(str(path), text))
     try:
         script.follow()
@@ -98,6 +114,10 @@ def read_launcher(
         words = words[1 + next(n for n, word in enumerate(words) if PROGRAM.fullmatch(word)) :]
     plain = _without_comments(text)
     places = [(word, _place(path, plain, word, training)) for word in words]
+    for name, shown in secrets.items():
+        for word, where in places:
+            if shown in word:
+                raise ConfigError(f"{word}: {secret_words(name)}", where=where, hint=SECRET_HINT)
     found = flags.flags_from_words(places, where=str(path))
     datasets = [folder for flag in found for folder in _folders(script, flag)] or None
     kept = [flag for flag in found if not list(_folders(script, flag))]
