@@ -361,7 +361,9 @@ def _explain_os_error(error: OSError) -> RelayrunError:
     text = error.strerror or str(error)
     if error.filename is None:
         return RelayrunError(text)
-    path = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else str(error.filename)
+    # a new name is at fault, unless the old one is missing
+    named = error.filename if error.filename2 is None or error.errno == errno.ENOENT else error.filename2
+    path = os.fsdecode(named) if isinstance(named, (str, bytes)) else str(named)
     path = re.sub(r"/\.tmp-.*", "", path, flags=re.S)  # a temporary name tells nothing
     if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
         return RelayrunError(text, where=path)

@@ -37,12 +37,8 @@ def sync_data(path: str | os.PathLike[str]) -> None:
 
 
 def fsync_directory(path: str | os.PathLike[str]) -> None:
-    """Make renames inside `path` durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    """Make renames inside `path` durable. Raises OSError."""
+    fsync_file(path, flags=os.O_DIRECTORY)
 
 
 def fsync_tree(folder: Path, *, mode: int | None = None) -> None:
@@ -55,13 +51,16 @@ def fsync_tree(folder: Path, *, mode: int | None = None) -> None:
         fsync_directory(directory)
 
 
-def fsync_file(path: str | os.PathLike[str], *, mode: int | None = None) -> None:
-    """Sync a file, and give it this mode. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY)
+def fsync_file(path: str | os.PathLike[str], *, mode: int | None = None, flags: int = 0) -> None:
+    """Sync a file, opened with `flags`, and give it this mode. Raises OSError, which names the file."""
+    fd = os.open(path, os.O_RDONLY | flags)
     try:
         if mode is not None:
             os.fchmod(fd, mode)
         os.fsync(fd)
+    except OSError as error:
+        error.filename = os.fspath(path)
+        raise
     finally:
         os.close(fd)
 
@@ -128,19 +127,22 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 @contextlib.contextmanager
 def _temporary_file_for(path: Path, *, mode: int, durable: bool, new: bool = False) -> Iterator[tuple[int, Path]]:
     """Yield an open temporary file beside `path` and its name; after an exit without error it replaces `path`."""
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=temporary_prefix())
+    fd, temporary = -1, ""
     try:
+        fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=temporary_prefix())
         os.fchmod(fd, mode & ~umask())
         yield fd, Path(temporary)
         if durable:
             os.fsync(fd)
         (rename_no_replace if new else os.replace)(temporary, path)
     except OSError as error:
-        error.filename = error.filename or os.fspath(path)  # writes to a descriptor name no file
+        if error.filename is None or temporary_prefix() in os.fsdecode(error.filename):
+            error.filename, error.filename2 = os.fspath(path), None
         raise
     finally:
-        os.close(fd)
-        surely_remove(temporary)
+        if temporary:
+            os.close(fd)
+            surely_remove(temporary)
 
 
 def write_json(path: str | os.PathLike[str], value: Any, *, durable: bool = True) -> None:

@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from relayrun.control.rundir.plan import Plan, chain_job_name
 from relayrun.control.rundir.run import PLAN_NAME, Run
-from relayrun.errors import InputError, RunDirError
+from relayrun.errors import InputError, RunDirError, on_interrupt
 from relayrun.files import append_line, free_space, fsync_directory, read_json, read_json_lines, write_json
 from relayrun.leftovers import open_lock, rename_no_replace
 from relayrun.progress import Progress, count
@@ -118,20 +119,22 @@ def move_run_directory(run: Run, target: Path) -> None:
 
 
 def finish_move(source: Path, target: Path) -> list[str]:
-    """Remove what a killed call has left of an original whose copy has its name; return what was done, in words."""
+    """Remove what a killed call has left of an original whose copy has its name; return what is done, in words."""
     rest, staging = renamed_source(source), _staging(target)
     left = [path for path in (rest, staging) if path.is_dir()]
-    if (
-        os.path.lexists(source)
-        or not left
-        or not (target / "plan.json").is_file()
-        or not _is_staging_of(staging, source)
-    ):
+    if os.path.lexists(source) or not (target / PLAN_NAME).is_file():
         return []
-    _remove(left, target)
-    return [f"removed what was left of {source}; the run is in {target}"]
+    if left and (_is_staging_of(staging, source) or not any(staging.glob("*"))):
+        _remove(left, target)
+        return [f"removed what was left of {source}; the run is in {target}"]
+    plan = Plan.load(Run(target))
+    project, _, name = plan.run.partition("/")
+    if not left and plan.job_name == chain_job_name(project, name, source):
+        return [f"this is done already: the run is in {target}"]
+    return []
 
 
+@on_interrupt(lambda: "the run is whole; the same command goes on")
 def _move(source: Path, target: Path) -> None:
     staging = _staging(target)
     # a call was killed after it gave the copy its name
@@ -182,6 +185,7 @@ def _remove(paths: list[Path], target: Path) -> None:
     """Remove what is left of an original. Raises RunDirError, which says that the copy is whole."""
     for path in paths:
         try:
+            (path / "proven.jsonl").unlink(missing_ok=True)  # the last file tells whose copy it was
             shutil.rmtree(path)
         except OSError as error:
             why = error.strerror or error
@@ -334,7 +338,7 @@ def _no_submit(source: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise RunDirError("a submit of this run is under way, or another move", where=source) from None
+            raise RunDirError("another process submits or moves this run now", where=source) from None
         except OSError:  # a file system without locks: what changes meanwhile is found
             pass
         yield

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relayrun.errors import InputError, RelayrunError, combined_error, did_you_mean_path
+from relayrun.progress import Progress, count
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.urls import MissingInput, printable
 
@@ -142,6 +143,7 @@ def find_data_files(
     suffixes = data_suffixes()
 
     def is_wanted(path: str) -> bool:
+        count(1)
         name = path.lower()
         return (
             name.endswith(suffixes)
@@ -152,7 +154,8 @@ def find_data_files(
 
     place = urls.absolute_path(folder)
     find = _find_below_url if urls.is_url(place) else _find_locally
-    return sorted(find(place, is_wanted), key=lambda file: os.fsencode(file.path))
+    with Progress("finding files", None, "files"):
+        return sorted(find(place, is_wanted), key=lambda file: os.fsencode(file.path))
 
 
 def _find_below_url(url: str, is_wanted: Callable[[str], bool]) -> list[DataFile]:

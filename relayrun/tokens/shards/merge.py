@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from relayrun import files, leftovers, publishing
-from relayrun.errors import InputError, on_interrupt, refuse_unwritable, refuse_urls
+from relayrun.errors import InputError, refuse_unwritable, refuse_urls
 from relayrun.progress import Progress, count
 from relayrun.tokens.shards.shard import (
     RECORD_SUFFIX,
@@ -53,9 +53,7 @@ def merge_shards(prefixes: Sequence[str], output: str | os.PathLike[str], *, mul
         return done
     read = publishing.InputFiles(path for path in map(Path, _paths(names)) if path.exists())
     inputs = inspect_inputs(prefixes, output, multimodal=multimodal)
-    state = on_interrupt(lambda: "nothing is kept; the same command begins again")
-    with publishing.output_lock(Path(target)), state:
-        leftovers.remove_leftovers(Path(target).parent, shared=True)
+    with publishing.output_lock(Path(target)):
         _refuse_existing(target, names)  # again: another merge may have ended since
         if (free := files.free_space(target)) < inputs.bytes:
             words = f"the merged shard takes {inputs.bytes:,} bytes, and {free:,} are free"

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relayrun.control.scheduler.factory import slurm_scheduler
-from relayrun.errors import InputError, RelayrunError, combined_error, refuse_unwritable
+from relayrun.errors import InputError, RelayrunError, combined_error, on_interrupt, refuse_unwritable
 from relayrun.files import (
     append_line,
     free_space,
@@ -190,6 +190,7 @@ def split_files(files: Sequence[inputs.DataFile], n_dumps: int, *, first_index: 
     return [Dump(index=first_index + part, files=tuple(kept)) for part, kept in enumerate(parts)]
 
 
+@on_interrupt(lambda: "the dumps of before stand, or the new ones; the same command goes on")
 def prepare_dumps(
     dataset_folder: str | os.PathLike[str],
     metadata_folder: str | os.PathLike[str],

@@ -19,7 +19,7 @@ from relayrun.control.rundir.mirror import CheckpointCopy, MirrorOwner
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.errors import RelayrunError, RunDirError
 from relayrun.files import fsync_directory, read_json, unused_name, write_json
-from relayrun.leftovers import remove_path
+from relayrun.leftovers import remove_leftovers, remove_path
 from relayrun.progress import Progress, count
 from relayrun.tokens.stores.direct_io import open_file_checksum
 from relayrun.train.checkpoint import checksums
@@ -194,6 +194,7 @@ class FolderDestination(MirrorDestination):
         self.where.mkdir(parents=True, exist_ok=True)
         refuse_place_of_others(self.where)
         (self.where / ".staging").mkdir(exist_ok=True)
+        remove_leftovers(self.where)
         owner.write(self.where / "mirror.json")
 
     def copies(self) -> dict[str, CheckpointCopy]:
@@ -269,6 +270,7 @@ def stage_files(source: MirroredFiles, commit: CheckpointCommit, staged: Path, p
     Raises CopyFailed if the checkpoint is away or changes, OSError if the target cannot be written.
     """
     marker = commit_marker(staged)
+    remove_leftovers(staged.parent)
     try:
         same = read_json(marker) == commit_identity(commit)
     except (FileNotFoundError, ValueError):

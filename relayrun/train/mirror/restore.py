@@ -151,15 +151,18 @@ def fetch_copy(where: str, iteration: int | None, target: Path) -> list[str]:
 
     def fetch(copy: CheckpointCopy) -> str:
         final = target / copy.name
-        if os.path.lexists(final):
-            if not copy_faults(FolderCheckpointFiles(final), copy.as_commit(place.where), hashes=copy.hashes)[0]:
-                return f"iteration {copy.iteration} is there already, verified: {final}"
+        if not os.path.lexists(final):
+            _fetch(place, copy, copy.as_commit(place.where), staging / copy.name)
+            _name(staging / copy.name, final)
+            said = _restored(copy, final)
+        elif not copy_faults(FolderCheckpointFiles(final), copy.as_commit(place.where), hashes=copy.hashes)[0]:
+            remove_staged(staging / copy.name)  # of a call that was killed just then
+            said = f"iteration {copy.iteration} is there already, verified: {final}"
+        else:
             raise InputError("something has this name already", where=final, hint="give another folder")
-        _fetch(place, copy, copy.as_commit(place.where), staging / copy.name)
-        _name(staging / copy.name, final)
         with contextlib.suppress(OSError):  # the remains of another restore stay
             staging.rmdir()
-        return _restored(copy, final)
+        return said
 
     refusal = InputError("another process restores into this folder now", where=target)
     with exclusive_lock(target, os.O_RDONLY, refusal):

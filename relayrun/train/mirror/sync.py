@@ -17,7 +17,7 @@ from relayrun.control.rundir.mirror import CheckpointCopy, MirrorOwner, MirrorPa
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
-from relayrun.errors import RelayrunError, RunDirError
+from relayrun.errors import RelayrunError, RunDirError, on_interrupt
 from relayrun.files import writable_by_owner_alone
 from relayrun.leftovers import try_lock
 from relayrun.masking import mask_tokens
@@ -289,6 +289,7 @@ def exclusive_lock(path: Path, flags: int, refusal: RelayrunError) -> Iterator[N
         with contextlib.suppress(OSError):  # a file system without locks; all copies are verified anyway
             if not try_lock(held):
                 raise refusal
-        yield
+        with on_interrupt(lambda: "what is copied is kept; the same command goes on"):
+            yield
     finally:
         os.close(held)
