@@ -1,9 +1,8 @@
 """Files that survive a kill: whole files and folders appear at once, appended files hold whole lines.
 
-A whole file is written under a temporary name in its own folder, synced, then renamed; a reader sees
-the old content or the new, never a part. An appended file has one writer, each record is one
-`write` of one line, and a torn last line (the writer was killed) is ignored on read.
-The standard library, `errors` and `leftovers` only: this module also runs on a bare host Python.
+A whole file is written under a temporary name in its own folder, synced, then renamed. An appended file has one writer,
+each record is one `write` of one line, and a torn last line (the writer was killed) is ignored on read. The standard
+library, `errors` and `leftovers` only: this module also runs on a bare host Python.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from relayrun.errors import RelayrunError
+from relayrun.errors import RelayrunError, nearest_existing
 from relayrun.leftovers import rename_no_replace, surely_remove, temporary_prefix
 
 
@@ -298,11 +297,8 @@ def last_bytes(path: str | os.PathLike[str], most: int, *, since: int = 0) -> by
 def read_json_lines_backwards(
     path: str | os.PathLike[str], *, end: int | None = None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the complete records of a file written by `append_line`, newest first, each with the byte where it ends.
-
-    Only as much is read as needed. An invalid line is skipped, a missing file has none. `end`: as if the file had only
-    this many bytes.
-    """
+    """Yield the complete records of a file written by `append_line`, newest first, each with the byte where it ends;
+    reads only as much as needed. A missing file has none. `end`: as if the file had only this many bytes."""
     try:
         fd, found = _open_for_reading(path)
     except FileNotFoundError:
@@ -355,10 +351,7 @@ MIN_FREE_BYTES = 1 << 16
 
 def free_space(path: str | os.PathLike[str]) -> int:
     """Return the bytes that this user may still write to the file system of a path, which need not exist."""
-    place = os.path.abspath(path)
-    while not os.path.lexists(place):
-        place = os.path.dirname(place)
-    found = os.statvfs(place)
+    found = os.statvfs(nearest_existing(path))
     return found.f_bavail * found.f_frsize
 
 

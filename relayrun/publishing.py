@@ -147,9 +147,7 @@ def published_folder(final: Path, *, replaces: Check | None = None, read: InputF
 @contextlib.contextmanager
 def published_file(final: Path) -> Iterator[Path]:
     """Yield a name for a file to write; after an exit without error it is synced and becomes, or replaces, `final`.
-
-    Raises InputError if `final` changes meanwhile, or another process makes it.
-    """
+    Raises InputError if `final` changes meanwhile, or another process makes it."""
     before = None
     with contextlib.suppress(FileNotFoundError):
         before = files.file_identity(final)

@@ -55,17 +55,15 @@ class RunDirEntry:
         return (self.kind, self.size, self.changed) == ("file", line["size"], line["changed"])
 
 
-def run_bytes(run: Run) -> int:
-    """Return the bytes of all files of a run; what cannot be looked at counts as nothing."""
-    return sum(entry.size for entry in list_entries(run.path, on_error=lambda _: None).values())
-
-
 def list_entries(top: Path, *, on_error: Callable[[OSError], None] | None = None) -> dict[str, RunDirEntry]:
     """Return all that lies in a folder, by its path below it, folders before what is in them; links are not followed.
-
-    `on_error`: called with the error of an entry that cannot be looked at; None: OSError is raised.
-    """
+    `on_error`: called with the error of an entry that cannot be looked at; None: OSError is raised."""
     found: dict[str, RunDirEntry] = {}
+
+    def failed(error: OSError) -> None:
+        if on_error is None:
+            raise error
+        on_error(error)
 
     def look(folder: str, prefix: str) -> None:
         with os.scandir(folder) as listed:
@@ -85,29 +83,19 @@ def list_entries(top: Path, *, on_error: Callable[[OSError], None] | None = None
                 else:
                     found[name] = RunDirEntry(kind="other")
             except OSError as error:
-                if on_error is None:
-                    raise
-                on_error(error)
+                failed(error)
 
     try:
         look(str(top), "")
     except OSError as error:
-        if on_error is None:
-            raise
-        on_error(error)
+        failed(error)
     return found
 
 
 def move_run_directory(run: Run, target: Path) -> None:
-    """Move the directory of a run that has no job. Prints each step; before any removal, that the copy is whole.
-
-    Args:
-        run: a run whose chain has ended; the caller has checked it.
-        target: the new place, which does not exist yet. The call continues the copy of an earlier call.
-
-    Raises InputError for an impossible target, RunDirError if the run changes meanwhile, or if anything else
-    keeps it from being moved. The original is there as before then, or the error says that the copy is whole.
-    """
+    """Move the directory of a run whose chain has ended to `target`, which does not exist yet; an earlier call's copy
+    goes on. Prints each step. Raises InputError for an impossible target, RunDirError if the run changes meanwhile or
+    cannot be moved: the original is there as before, or the error says that the copy is whole."""
     source = Path(os.path.realpath(run.path))
     target = Path(os.path.realpath(target.parent)) / target.name
     try:
@@ -312,19 +300,17 @@ def renamed_source(source: Path) -> Path:
 def _open_staging(staging: Path, source: Path) -> None:
     """Make the folder of the copy, or go on with it. Raises InputError if another run's copy is there."""
     staging.mkdir(exist_ok=True)
-    if (staging / "moving.json").exists():
-        if not _is_staging_of(staging, source):
-            hint = "finish that one first, or remove the folder"
-            raise InputError("another run is being moved to this place", where=staging, hint=hint)
-        return
-    write_json(staging / "moving.json", {"source": str(source)})
+    if not (staging / "moving.json").exists():
+        write_json(staging / "moving.json", {"source": str(source)})
+    elif not _is_staging_of(staging, source):
+        hint = "finish that one first, or remove the folder"
+        raise InputError("another run is being moved to this place", where=staging, hint=hint)
 
 
 def _is_staging_of(staging: Path, source: Path) -> bool:
-    try:
+    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
         return bool(read_json(staging / "moving.json")["source"] == str(source))
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return False
+    return False
 
 
 def _proven(staging: Path) -> dict[str, dict[str, Any]]:

@@ -73,11 +73,9 @@ def site_names() -> list[str]:
 
 @on_interrupt(lambda: "what is made stays; the same command goes on")
 def make_project(folder: Path, *, cluster: str) -> dict[str, bool]:
-    """Write a project into `folder`, which need not be empty; return each file, and whether it was written.
-
-    A file that is there stays as it is. Raises ConfigError for a cluster that is not known, and InputError if
-    `folder` is no folder.
-    """
+    """Write a project into `folder`, which need not be empty; return each file, and whether it was written. A file that
+    is there stays as it is. Raises ConfigError for a cluster that is not known, and InputError if `folder` is no
+    folder."""
     if cluster not in site_names():
         raise ConfigError(f"unknown cluster {cluster!r}; there are: {', '.join(site_names())}", where="--cluster")
     if folder.exists() and not folder.is_dir():

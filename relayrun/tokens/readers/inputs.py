@@ -134,12 +134,10 @@ class DataFile:
 def find_data_files(
     folder: str | os.PathLike[str], *, filter_in: Sequence[str] = (), filter_out: Sequence[str] = ()
 ) -> list[DataFile]:
-    """Return all data files below `folder`, local or a URL that fsspec knows, ordered by path.
-
-    A file is kept if its path below `folder` (links not resolved, case-sensitive) contains any of `filter_in`, if
-    given, and none of `filter_out`. Links in a local folder are followed, except to a parent folder. Raises InputError
-    if the folder is missing or cannot be listed, or a link to a data file is broken.
-    """
+    """Return all data files below `folder`, local or a URL that fsspec knows, ordered by path. A file is kept if its
+    path below `folder` (links not resolved, case-sensitive) contains any of `filter_in`, if given, and none of
+    `filter_out`. Links in a local folder are followed, except to a parent folder. Raises InputError if the folder is
+    missing or cannot be listed, or a link to a data file is broken."""
     suffixes = data_suffixes()
 
     def is_wanted(path: str) -> bool:

@@ -39,13 +39,10 @@ _PIECE = 1 << 20
 
 
 def merge_shards(prefixes: Sequence[str], output: str | os.PathLike[str], *, multimodal: bool = False) -> Shard:
-    """Write the shards `prefixes`, in this order, as the shard `output`; return it.
-
-    `multimodal`: the indices, and the result's, hold a mode of every sequence. The final names appear when the shard is
-    whole. Raises InputError for a torn shard, a shard that differs from its record, different token types or (by their
-    records) tokenizers, and if `output` exists or is one of the inputs. Warns if an input without a record leaves the
-    tokenizer of the result unnamed.
-    """
+    """Write the shards `prefixes`, in this order, as the shard `output`; return it. `multimodal`: the indices hold a
+    mode of every sequence. Raises InputError for a torn shard, a shard that differs from its record, different token
+    types or (by their records) tokenizers, and if `output` exists or is one of the inputs. Warns if an input without a
+    record leaves the tokenizer of the result unnamed."""
     target, names = os.path.abspath(output), [os.path.abspath(prefix) for prefix in prefixes]
     if (done := _finished_merge(target, names, multimodal=multimodal)) is not None:
         leftovers.remove_leftovers(Path(target).parent, shared=True)

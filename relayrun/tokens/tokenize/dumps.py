@@ -199,13 +199,9 @@ def prepare_dumps(
     filter_out: Sequence[str] = (),
     n_dumps: int | None = None,
 ) -> list[Dump]:
-    """Write the paths files of all files that are in no finished dump; return these dumps.
-
-    New dumps are numbered after the highest finished one, so that no output folder is used twice. All of `dumps/` is
-    replaced at once: after a kill it holds the old dumps or the new ones. Raises RelayrunError while jobs of this
-    folder are pending or running, or if a half-tokenized dump would change under its output; InputError if no file is
-    left.
-    """
+    """Write the paths files of all files that are in no finished dump; return these dumps, numbered after the highest
+    finished one. All of `dumps/` is replaced at once. Raises RelayrunError while jobs of this folder are pending or
+    running, or if a half-tokenized dump would change under its output; InputError if no file is left."""
     if n_dumps is not None and n_dumps < 1:
         raise InputError("the number of dumps must be at least 1", where="--n-dumps")
     dataset = urls.absolute_path(dataset_folder)

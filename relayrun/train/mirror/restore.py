@@ -31,11 +31,9 @@ from relayrun.train.mirror.sync import check_owner, destination_at, exclusive_lo
 
 
 def restore_copy(run: Run, iteration: int | None) -> list[str]:
-    """Restore a copy to the place in the run's records; return a report, line by line.
-
-    `iteration`: None for the newest copy that counts and whose checkpoint is missing or torn in the run. No job of the
-    run may live. Raises RelayrunError if there is no such copy, or every such copy is damaged.
-    """
+    """Restore a copy to the place in the run's records; return a report, line by line. `iteration`: None for the newest
+    copy that counts and whose checkpoint is missing or torn in the run. No job of the run may live. Raises
+    RelayrunError if there is no such copy, or every such copy is damaged."""
     policy = trusted_policy(run)
     place = destination_at(policy.folder, CopyRateLimit(None))
     check_owner(run, policy, place)
@@ -88,7 +86,9 @@ def _first_intact(
             return [*said, bring(copy)]
         except CopyFailed as error:
             if copy is chosen[-1]:
-                raise _offering(error, copy, others) from None
+                before = next((each.iteration for each in others if each.iteration < copy.iteration), None)
+                hint = None if before is None else f"there is a copy of iteration {before}, too: name it as :{before}"
+                raise CopyFailed(error.message, where=error.where, hint=error.hint or hint) from None
             said.append(f"not restored: {error}")
     return said
 
@@ -105,15 +105,6 @@ def _uncounted(
         f"a copy of iteration {number} is there, too, which the run's records do not count: training went back, or "
         f"they are older than it; `relayrun checkpoint restore {place.where}:{number} --to FOLDER` brings it"
     ]
-
-
-def _offering(error: CopyFailed, copy: CheckpointCopy, others: Sequence[CheckpointCopy]) -> CopyFailed:
-    before = next((each.iteration for each in others if each.iteration < copy.iteration), None)
-    if before is None:
-        return error
-    return CopyFailed(
-        error.message, where=error.where, hint=f"there is a copy of iteration {before}, too: name it as :{before}"
-    )
 
 
 def _put_back(run: Run, place: MirrorDestination, copy: CheckpointCopy, commit: CheckpointCommit) -> str:
@@ -134,11 +125,9 @@ def _restored(copy: CheckpointCopy, final: Path) -> str:
 
 
 def fetch_copy(where: str, iteration: int | None, target: Path) -> list[str]:
-    """Restore a copy of a lost run into a folder; return a report, line by line.
-
-    `where`: the folder or URL of the run's copies. `iteration`: None for the newest copy; a damaged copy is reported,
-    and the copy before it taken. Raises RelayrunError if there is no such copy, or every such copy is damaged.
-    """
+    """Restore a copy of a lost run into a folder; return a report, line by line. `where`: the folder or URL of the
+    run's copies. `iteration`: None for the newest copy; a damaged copy is reported, and the copy before it taken.
+    Raises RelayrunError if there is no such copy, or every such copy is damaged."""
     place = destination_at(where, CopyRateLimit(None))
     copied = mirror.copies_newest_first(place.copies())
     chosen = [copy for copy in copied if iteration in (None, copy.iteration)]
@@ -170,10 +159,8 @@ def fetch_copy(where: str, iteration: int | None, target: Path) -> list[str]:
 
 
 def _fetch(place: MirrorDestination, copy: CheckpointCopy, commit: CheckpointCommit, staged: Path) -> None:
-    """Bring a copy into a folder, on from the remains of an earlier try, and verify it.
-
-    Raises CopyFailed if the copy is damaged, RunDirError if the folder cannot be written: no other copy helps then.
-    """
+    """Bring a copy into a folder, on from the remains of an earlier try, and verify it. Raises CopyFailed if the copy
+    is damaged, RunDirError if the folder cannot be written: no other copy helps then."""
     source = place.files(copy)
     try:
         # the remains may be torn themselves: then all is brought once more before the copy is blamed

@@ -62,11 +62,8 @@ class MirrorPassResult:
 
 
 def mirror_checkpoints(run: Run, *, verify: bool = False, pace: CopyRateLimit | None = None) -> MirrorPassResult:
-    """Bring the copies of a run up to date; return a report.
-
-    `verify`: read all copies back in full, too. Raises RelayrunError if the run has no mirror, if its place is away or
-    holds the copies of another run, and if another process copies now.
-    """
+    """Bring the copies of a run up to date; return a report. `verify`: read all copies back in full, too. Raises
+    RelayrunError if the run has no mirror, its place is away or another run's, or another process copies now."""
     policy = trusted_policy(run)
     mirror.mirror_folder(run).mkdir(exist_ok=True)
     with mirror_lock(run), writable_by_owner_alone():
@@ -214,10 +211,8 @@ class _MirrorPass:
                 self._place.remove(name)
 
     def _remove(self) -> None:
-        """Remove copies that no rule keeps, but never the newest that counts; nothing if that copy is not whole.
-
-        Copies that no longer count after a rollback stay until the copies that count are beyond them.
-        """
+        """Remove copies that no rule keeps, but never the newest that counts; nothing if that copy is not whole. Copies
+        that no longer count after a rollback stay until the copies that count are beyond them."""
         every = mirror.copies_newest_first(self._place.copies())
         counting = self._counting(every)
         if not counting or self._place.fault(counting[0]) is not None:
