@@ -29,7 +29,7 @@ def has_terminal() -> bool:
 
 
 class Progress:
-    """Work of `total` units (None: unknown), shown while the `with` block runs, on a terminal alone."""
+    """Work of `total` units, or of an unknown number (None), shown in the `with` block, on a terminal alone."""
 
     def __init__(self, what: str, total: int | None, unit: str = "bytes") -> None:
         self._what, self._total, self._unit = what, total if total is None else max(total, 1), unit
