@@ -14,7 +14,7 @@ from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.mirror import CheckpointCopy
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
-from relayrun.errors import InputError, RunDirError
+from relayrun.errors import InputError, RunDirError, on_interrupt
 from relayrun.files import fsync_directory, unused_name
 from relayrun.leftovers import rename_no_replace
 from relayrun.train.checkpoint.checksums import FolderCheckpointFiles
@@ -124,6 +124,7 @@ def _restored(copy: CheckpointCopy, final: Path) -> str:
     return f"restored iteration {copy.iteration}: {sum(copy.files.values()):,} bytes, verified: {final}"
 
 
+@on_interrupt(lambda: "what is copied is kept; the same command goes on")
 def fetch_copy(where: str, iteration: int | None, target: Path) -> list[str]:
     """Restore a copy of a lost run into a folder; return a report, line by line. `where`: the folder or URL of the
     run's copies. `iteration`: None for the newest copy; a damaged copy is reported, and the copy before it taken.
