@@ -74,11 +74,9 @@ MAX_NAMED_ERRORS = 10
 
 
 def combined_error(errors: Sequence[RelayrunError], what: str | None = None) -> RelayrunError:
-    """Return one error for all of them; a single error as it is.
-
-    `what`, as in `shards are damaged`: they are of one kind, each is named, up to `MAX_NAMED_ERRORS`, and each hint
-    appears once. None: they are of several kinds, and each appears in full.
-    """
+    """Return one error for all of them; a single error as it is. `what`, as in `shards are damaged`: they are of one
+    kind, each is named, up to `MAX_NAMED_ERRORS`, and each hint appears once. None: they are of several kinds, and each
+    appears in full."""
     if len(errors) == 1:
         return errors[0]
     if what is None:
@@ -174,7 +172,7 @@ def refuse_unwritable(*paths: str | os.PathLike[str]) -> None:
     """Raise InputError if this user may not write a file or into a folder, or create it."""
     refuse_urls(*paths)
     for path in paths:
-        place = _nearest_existing(path)
+        place = nearest_existing(path)
         mode = os.W_OK | os.X_OK if place.is_dir() else os.W_OK
         if not os.access(place, mode, effective_ids=True):
             raise InputError(f"you may not write here: {describe_owner(path)}", where=path, hint=_how_to_write(place))
@@ -182,14 +180,15 @@ def refuse_unwritable(*paths: str | os.PathLike[str]) -> None:
 
 def describe_owner(path: str | os.PathLike[str], *, closed: Path | None = None) -> str:
     """Return owner, group and mode of a path, of its nearest existing folder, or of `closed`."""
-    place = closed or _nearest_existing(path)
+    place = closed or nearest_existing(path)
     found = os.stat(place)
     which = "it" if place == Path(os.path.abspath(path)) else str(place)
     owner, group = user_name(found.st_uid), group_name(found.st_gid)
     return f"{which} belongs to {owner}, group {group}, mode {stat.filemode(found.st_mode)}"
 
 
-def _nearest_existing(path: str | os.PathLike[str]) -> Path:
+def nearest_existing(path: str | os.PathLike[str]) -> Path:
+    """Return a path, or the nearest folder above it that exists."""
     place = Path(os.path.abspath(path))
     while not os.path.lexists(place):
         place = place.parent
@@ -321,12 +320,10 @@ def run_command(main: Callable[[], int | None]) -> int:
 
 
 def run_main(main: Callable[[], int | None], *, interrupted: Callable[[], bool] = lambda: False) -> int:
-    """Run a program's `main` with inert output; return its exit code.
-
-    Warnings go to standard error. A RelayrunError, a missing module of an extra, or an OSError that names a file
-    (read-only, full disk, missing) becomes one message on standard error and exit code 1. Anything else is a defect of
-    relayrun and keeps its traceback. `interrupted`: every error is raised if it returns True.
-    """
+    """Run a program's `main` with inert output; return its exit code. Warnings go to standard error. A RelayrunError, a
+    missing module of an extra, or an OSError that names a file (read-only, full disk, missing) becomes one message on
+    standard error and exit code 1. Anything else is a defect of relayrun and keeps its traceback. `interrupted`: every
+    error is raised if it returns True."""
     log_to_stderr()
     with inert_output():
         try:
@@ -361,7 +358,9 @@ def _explain_os_error(error: OSError) -> RelayrunError:
     text = error.strerror or str(error)
     if error.filename is None:
         return RelayrunError(text)
-    path = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else str(error.filename)
+    # a new name is at fault, unless the old one is missing
+    named = error.filename if error.filename2 is None or error.errno == errno.ENOENT else error.filename2
+    path = os.fsdecode(named) if isinstance(named, (str, bytes)) else str(named)
     path = re.sub(r"/\.tmp-.*", "", path, flags=re.S)  # a temporary name tells nothing
     if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
         return RelayrunError(text, where=path)
@@ -377,4 +376,4 @@ def _inaccessible_part(path: str) -> Path:
     for folder in reversed(Path(os.path.abspath(path)).parents):
         if folder.is_dir() and not os.access(folder, os.X_OK, effective_ids=True):
             return folder
-    return _nearest_existing(path)
+    return nearest_existing(path)

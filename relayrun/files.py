@@ -1,9 +1,8 @@
 """Files that survive a kill: whole files and folders appear at once, appended files hold whole lines.
 
-A whole file is written under a temporary name in its own folder, synced, then renamed; a reader sees
-the old content or the new, never a part. An appended file has one writer, each record is one
-`write` of one line, and a torn last line (the writer was killed) is ignored on read.
-The standard library, `errors` and `leftovers` only: this module also runs on a bare host Python.
+A whole file is written under a temporary name in its own folder, synced, then renamed. An appended file has one writer,
+each record is one `write` of one line, and a torn last line (the writer was killed) is ignored on read. The standard
+library, `errors` and `leftovers` only: this module also runs on a bare host Python.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from relayrun.errors import RelayrunError
+from relayrun.errors import RelayrunError, nearest_existing
 from relayrun.leftovers import rename_no_replace, surely_remove, temporary_prefix
 
 
@@ -37,12 +36,8 @@ def sync_data(path: str | os.PathLike[str]) -> None:
 
 
 def fsync_directory(path: str | os.PathLike[str]) -> None:
-    """Make renames inside `path` durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    """Make renames inside `path` durable. Raises OSError."""
+    fsync_file(path, flags=os.O_DIRECTORY)
 
 
 def fsync_tree(folder: Path, *, mode: int | None = None) -> None:
@@ -55,13 +50,16 @@ def fsync_tree(folder: Path, *, mode: int | None = None) -> None:
         fsync_directory(directory)
 
 
-def fsync_file(path: str | os.PathLike[str], *, mode: int | None = None) -> None:
-    """Sync a file, and give it this mode. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY)
+def fsync_file(path: str | os.PathLike[str], *, mode: int | None = None, flags: int = 0) -> None:
+    """Sync a file, opened with `flags`, and give it this mode. Raises OSError, which names the file."""
+    fd = os.open(path, os.O_RDONLY | flags)
     try:
         if mode is not None:
             os.fchmod(fd, mode)
         os.fsync(fd)
+    except OSError as error:
+        error.filename = os.fspath(path)
+        raise
     finally:
         os.close(fd)
 
@@ -128,19 +126,22 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 @contextlib.contextmanager
 def _temporary_file_for(path: Path, *, mode: int, durable: bool, new: bool = False) -> Iterator[tuple[int, Path]]:
     """Yield an open temporary file beside `path` and its name; after an exit without error it replaces `path`."""
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=temporary_prefix())
+    fd, temporary = -1, ""
     try:
+        fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=temporary_prefix())
         os.fchmod(fd, mode & ~umask())
         yield fd, Path(temporary)
         if durable:
             os.fsync(fd)
         (rename_no_replace if new else os.replace)(temporary, path)
     except OSError as error:
-        error.filename = error.filename or os.fspath(path)  # writes to a descriptor name no file
+        if error.filename is None or temporary_prefix() in os.fsdecode(error.filename):
+            error.filename, error.filename2 = os.fspath(path), None
         raise
     finally:
-        os.close(fd)
-        surely_remove(temporary)
+        if temporary:
+            os.close(fd)
+            surely_remove(temporary)
 
 
 def write_json(path: str | os.PathLike[str], value: Any, *, durable: bool = True) -> None:
@@ -296,11 +297,8 @@ def last_bytes(path: str | os.PathLike[str], most: int, *, since: int = 0) -> by
 def read_json_lines_backwards(
     path: str | os.PathLike[str], *, end: int | None = None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the complete records of a file written by `append_line`, newest first, each with the byte where it ends.
-
-    Only as much is read as needed. An invalid line is skipped, a missing file has none. `end`: as if the file had only
-    this many bytes.
-    """
+    """Yield the complete records of a file written by `append_line`, newest first, each with the byte where it ends;
+    reads only as much as needed. A missing file has none. `end`: as if the file had only this many bytes."""
     try:
         fd, found = _open_for_reading(path)
     except FileNotFoundError:
@@ -353,10 +351,7 @@ MIN_FREE_BYTES = 1 << 16
 
 def free_space(path: str | os.PathLike[str]) -> int:
     """Return the bytes that this user may still write to the file system of a path, which need not exist."""
-    place = os.path.abspath(path)
-    while not os.path.lexists(place):
-        place = os.path.dirname(place)
-    found = os.statvfs(place)
+    found = os.statvfs(nearest_existing(path))
     return found.f_bavail * found.f_frsize
 
 

@@ -55,11 +55,9 @@ LEFTOVER_SECONDS = 86_400.0
 
 
 def remove_leftovers(folder: str | os.PathLike[str], *, shared: bool = False) -> list[str]:
-    """Remove temporary files, folders and locks in `folder` that killed processes left; log and return their names.
-
-    A file or folder that was set aside gets its name back if nothing has the name since. Whatever a process has open
-    under a lock stays. `shared`: in a folder such as /tmp only files of this user count.
-    """
+    """Remove temporary files, folders and locks in `folder` that killed processes left; log and return their names. A
+    file or folder that was set aside gets its name back if nothing has the name since. Whatever a process has open
+    under a lock stays. `shared`: in a folder such as /tmp only files of this user count."""
     removed, moved = [], []
     try:
         entries = list(os.scandir(folder))

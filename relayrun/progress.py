@@ -11,9 +11,12 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 from relayrun.terminal import inert, raw_stream
 
+Item = TypeVar("Item")
 _INTERVAL = 0.5
 """Seconds between two lines; a command that ends before the first shows none."""
 _open: list[Progress] = []
@@ -26,10 +29,10 @@ def has_terminal() -> bool:
 
 
 class Progress:
-    """Work of `total` units, shown while the `with` block runs, on a terminal alone."""
+    """Work of `total` units, or of an unknown number (None), shown in the `with` block, on a terminal alone."""
 
-    def __init__(self, what: str, total: int, unit: str = "bytes") -> None:
-        self._what, self._total, self._unit = what, max(total, 1), unit
+    def __init__(self, what: str, total: int | None, unit: str = "bytes") -> None:
+        self._what, self._total, self._unit = what, total if total is None else max(total, 1), unit
         self._done, self._lock, self._process = 0, threading.Lock(), os.getpid()
         self._began = time.monotonic()
         self._next = self._began + _INTERVAL if has_terminal() else float("inf")
@@ -52,7 +55,10 @@ class Progress:
                 _write(self._line(now - self._began))
 
     def _line(self, seconds: float) -> str:
-        done, rate = min(self._done, self._total), self._done / seconds
+        rate = self._done / seconds
+        if self._total is None:
+            return f"{self._what}: {_short(self._done)} {self._unit}, {_short(rate)} per second"
+        done = min(self._done, self._total)
         left = round((self._total - done) / rate) if rate else 0
         clock = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}"
         return (
@@ -65,6 +71,13 @@ def count(units: int) -> None:
     """Count units of the innermost work in progress, if any."""
     if _open:
         _open[-1].add(units)
+
+
+def counted(items: Iterable[Item]) -> Iterator[Item]:
+    """Yield all items, and count each as a unit."""
+    for item in items:
+        count(1)
+        yield item
 
 
 def clear_line() -> None:

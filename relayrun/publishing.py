@@ -30,22 +30,28 @@ from relayrun.errors import InputError, RelayrunError, on_interrupt
 MADE_RECORD = ".relayrun-made.json"
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_WRITES_FAIL = (*_NO_ROOM, errno.EROFS, errno.EIO)
 
 Check = Callable[[Path], None]
 """Raises RelayrunError if what has this path must not be replaced."""
 
 
 @contextlib.contextmanager
-def output_lock(final: Path) -> Iterator[None]:
-    """Let this process alone make `final`. Raises InputError, which names the process that makes it, and OSError."""
-    final.parent.mkdir(parents=True, exist_ok=True)
+def output_lock(
+    final: Path, kept: Callable[[], str] = lambda: "nothing is kept; the same command begins again"
+) -> Iterator[None]:
+    """Let this process alone make `final`, and remove what killed commands left beside it. `kept`: the last words of a
+    command that a signal ends. Raises InputError, which names the process that makes `final`, and OSError."""
     lock = final.with_name(f".{final.name}.lock")
-    fd = _acquire(lock, final)
-    try:
-        yield
-    finally:
-        leftovers.surely_remove(lock)
-        os.close(fd)
+    with on_interrupt(kept):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        fd = _acquire(lock, final)
+        try:
+            leftovers.remove_leftovers(final.parent, shared=True)
+            yield
+        finally:
+            leftovers.surely_remove(lock)
+            os.close(fd)
 
 
 def _acquire(lock: Path, final: Path) -> int:
@@ -141,9 +147,7 @@ def published_folder(final: Path, *, replaces: Check | None = None, read: InputF
 @contextlib.contextmanager
 def published_file(final: Path) -> Iterator[Path]:
     """Yield a name for a file to write; after an exit without error it is synced and becomes, or replaces, `final`.
-
-    Raises InputError if `final` changes meanwhile, or another process makes it.
-    """
+    Raises InputError if `final` changes meanwhile, or another process makes it."""
     before = None
     with contextlib.suppress(FileNotFoundError):
         before = files.file_identity(final)
@@ -169,8 +173,7 @@ def _published(final: Path, replaces: Check | None) -> Iterator[Path]:
     def state() -> str:
         return f"{final} is made" if published else f"{final} is as it was; the same command begins again"
 
-    with _blaming(final, made), output_lock(final), on_interrupt(state):
-        leftovers.remove_leftovers(final.parent, shared=True)
+    with _blaming(final, made), output_lock(final, state):
         if replaces is None:
             refuse_existing(final)
         try:
@@ -239,12 +242,17 @@ def _replace_in_two_steps(made: Path, final: Path, replaces: Check) -> Path:
 
 @contextlib.contextmanager
 def _blaming(final: Path, made: Path) -> Iterator[None]:
-    """Name the output, and the room that is left, in an error about a file below `made` or about a full disk."""
+    """Name the output, and the room that is left, in an error about a file below `made`, or about a disk that is full,
+    broken or read-only."""
     try:
         yield
+    except RelayrunError as error:
+        if error.where is not None and Path(error.where).is_relative_to(made):
+            error.where = str(final)
+        raise
     except OSError as error:
         named = None if error.filename is None else os.fsdecode(error.filename)
-        if not (error.errno in _NO_ROOM if named is None else Path(named).is_relative_to(made)):
+        if not (error.errno in _WRITES_FAIL if named is None else Path(named).is_relative_to(made)):
             raise
         free = f"; {files.free_space(final.parent):,} bytes are free there" if error.errno in _NO_ROOM else ""
         words = f"cannot be written: {os.strerror(error.errno or 0)}{free}"

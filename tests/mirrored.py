@@ -26,11 +26,11 @@ SIZE = 3000
 class Mirrored:
     """A run with checkpoints, as training writes them, and a second place."""
 
-    def __init__(self, make: MakeRun, folder: Path) -> None:
-        self.run, _ = make(folder="run", auto_requeue=False)
+    def __init__(self, make: MakeRun, folder: Path, *, name: str = "run") -> None:
+        self.run, _ = make(folder=name, auto_requeue=False)
         began(self.run, 1)
         self.run.checkpoints.mkdir()
-        (folder / "second").mkdir()
+        (folder / "second").mkdir(exist_ok=True)
         self.place = folder / "second/mine/run"
         self.policy()
 

@@ -77,11 +77,9 @@ class Corpus:
 
 
 def build_corpus(output: Path, *, megabytes: float = 24, seed: int = 0) -> Corpus:
-    """Write `docs`, `code` (together `megabytes` million bytes of text, 3 to 2) and `heldout` below `output`.
-
-    The folder appears atomically and replaces an earlier corpus. A small installation gives fewer bytes. Raises
-    ConfigError for a size that is not positive, InputError if `output` holds other files or there is no text.
-    """
+    """Write `docs`, `code` (together `megabytes` million bytes of text, 3 to 2) and `heldout` below `output`. The
+    folder appears atomically and replaces an earlier corpus. A small installation gives fewer bytes. Raises ConfigError
+    for a size that is not positive, InputError if `output` holds other files or there is no text."""
     if not megabytes > 0:
         raise ConfigError(f"a corpus needs a positive size, not {megabytes:g} MB")
     _check_output(output, output)

@@ -46,10 +46,8 @@ def snapshot_code(run: Run, root: Path) -> Path:
 
 
 def snapshot_of_checkout(run: Run, root: Path) -> Path:
-    """Copy a checkout of another program, Megatron-LM, in the same way, and return the copy's folder.
-
-    Where git does not say which files are code, all are taken that are no secrets and not large.
-    """
+    """Copy a checkout of another program, Megatron-LM, in the same way, and return the copy's folder. Where git does
+    not say which files are code, all are taken that are no secrets and not large."""
     if (root / ".git").exists():
         names = _names(root, run.path)
     else:

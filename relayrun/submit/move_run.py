@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from relayrun.control.rundir.plan import Plan, chain_job_name
 from relayrun.control.rundir.run import PLAN_NAME, Run
-from relayrun.errors import InputError, RunDirError
+from relayrun.errors import InputError, RunDirError, on_interrupt
 from relayrun.files import append_line, free_space, fsync_directory, read_json, read_json_lines, write_json
 from relayrun.leftovers import open_lock, rename_no_replace
 from relayrun.progress import Progress, count
@@ -54,17 +55,15 @@ class RunDirEntry:
         return (self.kind, self.size, self.changed) == ("file", line["size"], line["changed"])
 
 
-def run_bytes(run: Run) -> int:
-    """Return the bytes of all files of a run; what cannot be looked at counts as nothing."""
-    return sum(entry.size for entry in list_entries(run.path, on_error=lambda _: None).values())
-
-
 def list_entries(top: Path, *, on_error: Callable[[OSError], None] | None = None) -> dict[str, RunDirEntry]:
     """Return all that lies in a folder, by its path below it, folders before what is in them; links are not followed.
-
-    `on_error`: called with the error of an entry that cannot be looked at; None: OSError is raised.
-    """
+    `on_error`: called with the error of an entry that cannot be looked at; None: OSError is raised."""
     found: dict[str, RunDirEntry] = {}
+
+    def failed(error: OSError) -> None:
+        if on_error is None:
+            raise error
+        on_error(error)
 
     def look(folder: str, prefix: str) -> None:
         with os.scandir(folder) as listed:
@@ -84,29 +83,19 @@ def list_entries(top: Path, *, on_error: Callable[[OSError], None] | None = None
                 else:
                     found[name] = RunDirEntry(kind="other")
             except OSError as error:
-                if on_error is None:
-                    raise
-                on_error(error)
+                failed(error)
 
     try:
         look(str(top), "")
     except OSError as error:
-        if on_error is None:
-            raise
-        on_error(error)
+        failed(error)
     return found
 
 
 def move_run_directory(run: Run, target: Path) -> None:
-    """Move the directory of a run that has no job. Prints each step; before any removal, that the copy is whole.
-
-    Args:
-        run: a run whose chain has ended; the caller has checked it.
-        target: the new place, which does not exist yet. The call continues the copy of an earlier call.
-
-    Raises InputError for an impossible target, RunDirError if the run changes meanwhile, or if anything else
-    keeps it from being moved. The original is there as before then, or the error says that the copy is whole.
-    """
+    """Move the directory of a run whose chain has ended to `target`, which does not exist yet; an earlier call's copy
+    goes on. Prints each step. Raises InputError for an impossible target, RunDirError if the run changes meanwhile or
+    cannot be moved: the original is there as before, or the error says that the copy is whole."""
     source = Path(os.path.realpath(run.path))
     target = Path(os.path.realpath(target.parent)) / target.name
     try:
@@ -118,20 +107,22 @@ def move_run_directory(run: Run, target: Path) -> None:
 
 
 def finish_move(source: Path, target: Path) -> list[str]:
-    """Remove what a killed call has left of an original whose copy has its name; return what was done, in words."""
+    """Remove what a killed call has left of an original whose copy has its name; return what is done, in words."""
     rest, staging = renamed_source(source), _staging(target)
     left = [path for path in (rest, staging) if path.is_dir()]
-    if (
-        os.path.lexists(source)
-        or not left
-        or not (target / "plan.json").is_file()
-        or not _is_staging_of(staging, source)
-    ):
+    if os.path.lexists(source) or not (target / PLAN_NAME).is_file():
         return []
-    _remove(left, target)
-    return [f"removed what was left of {source}; the run is in {target}"]
+    if left and (_is_staging_of(staging, source) or not any(staging.glob("*"))):
+        _remove(left, target)
+        return [f"removed what was left of {source}; the run is in {target}"]
+    plan = Plan.load(Run(target))
+    project, _, name = plan.run.partition("/")
+    if not left and plan.job_name == chain_job_name(project, name, source):
+        return [f"this is done already: the run is in {target}"]
+    return []
 
 
+@on_interrupt(lambda: "the run is whole; the same command goes on")
 def _move(source: Path, target: Path) -> None:
     staging = _staging(target)
     # a call was killed after it gave the copy its name
@@ -182,6 +173,7 @@ def _remove(paths: list[Path], target: Path) -> None:
     """Remove what is left of an original. Raises RunDirError, which says that the copy is whole."""
     for path in paths:
         try:
+            (path / "proven.jsonl").unlink(missing_ok=True)  # the last file tells whose copy it was
             shutil.rmtree(path)
         except OSError as error:
             why = error.strerror or error
@@ -308,19 +300,17 @@ def renamed_source(source: Path) -> Path:
 def _open_staging(staging: Path, source: Path) -> None:
     """Make the folder of the copy, or go on with it. Raises InputError if another run's copy is there."""
     staging.mkdir(exist_ok=True)
-    if (staging / "moving.json").exists():
-        if not _is_staging_of(staging, source):
-            hint = "finish that one first, or remove the folder"
-            raise InputError("another run is being moved to this place", where=staging, hint=hint)
-        return
-    write_json(staging / "moving.json", {"source": str(source)})
+    if not (staging / "moving.json").exists():
+        write_json(staging / "moving.json", {"source": str(source)})
+    elif not _is_staging_of(staging, source):
+        hint = "finish that one first, or remove the folder"
+        raise InputError("another run is being moved to this place", where=staging, hint=hint)
 
 
 def _is_staging_of(staging: Path, source: Path) -> bool:
-    try:
+    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
         return bool(read_json(staging / "moving.json")["source"] == str(source))
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return False
+    return False
 
 
 def _proven(staging: Path) -> dict[str, dict[str, Any]]:
@@ -334,7 +324,7 @@ def _no_submit(source: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise RunDirError("a submit of this run is under way, or another move", where=source) from None
+            raise RunDirError("another process submits or moves this run now", where=source) from None
         except OSError:  # a file system without locks: what changes meanwhile is found
             pass
         yield

@@ -18,7 +18,7 @@ from relayrun import places
 from relayrun.config.compose import resolve, yaml_file
 from relayrun.config.compose.schema import RunConfig
 from relayrun.config.sections.base import NAME_PATTERN
-from relayrun.errors import ConfigError, InputError
+from relayrun.errors import ConfigError, InputError, on_interrupt
 from relayrun.files import write_atomic
 from relayrun.leftovers import remove_leftovers
 from relayrun.submit import submission
@@ -71,12 +71,11 @@ def site_names() -> list[str]:
     return sorted(path.stem for path in places.shared_file("configs/clusters").glob("*.yaml"))
 
 
+@on_interrupt(lambda: "what is made stays; the same command goes on")
 def make_project(folder: Path, *, cluster: str) -> dict[str, bool]:
-    """Write a project into `folder`, which need not be empty; return each file, and whether it was written.
-
-    A file that is there stays as it is. Raises ConfigError for a cluster that is not known, and InputError if
-    `folder` is no folder.
-    """
+    """Write a project into `folder`, which need not be empty; return each file, and whether it was written. A file that
+    is there stays as it is. Raises ConfigError for a cluster that is not known, and InputError if `folder` is no
+    folder."""
     if cluster not in site_names():
         raise ConfigError(f"unknown cluster {cluster!r}; there are: {', '.join(site_names())}", where="--cluster")
     if folder.exists() and not folder.is_dir():

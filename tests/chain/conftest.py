@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,49 +22,50 @@ ROOT = Path(__file__).resolve().parents[2]
 MakeRun = Callable[..., tuple[Run, Plan]]
 
 
+def make_relay(top: Path, *arguments: str, folder: str = "run", **changes: object) -> tuple[Run, Plan]:
+    """Prepare a run directory in `top` whose ranks are the stand-in program; keyword arguments override the plan."""
+    run = Run(top / folder)
+    run.path.mkdir(parents=True, exist_ok=True)
+    triggers.create_trigger_folder(run)
+    values: dict[str, object] = {
+        "run": "test/chain",
+        "job_name": chain_job_name("test", "chain", run.path),
+        "scheduler": "local",
+        "total_steps": 20,
+        "config_revision": 1,
+        "submitted_after_attempt": 0,
+        "chain": ChainSection(auto_requeue=True, fallback_job=False, node_health="off", start_timeout=300),
+        "time_limit": 600,
+        "grace_period": 1.0,
+        "min_grace_period": 1.0,
+        "max_grace_period": 1.0,
+        "signal_seconds": 1,
+        "nodes": 1,
+        "ntasks_per_node": 2,
+        "cpus_per_task": 1,
+        "sbatch_options": {},
+        "srun_options": [],
+        "command_prefix": [],
+        "program": [sys.executable, str(PROGRAM), f"--run-dir={run.path}", *arguments],
+        "environment": {},
+        "modules": [],
+        "host_python": sys.executable,
+        "package_root": str(ROOT),
+        "log_folder": str(top / "logs"),
+    }
+    if "grace_period" in changes:
+        values |= {"min_grace_period": changes["grace_period"], "max_grace_period": changes["grace_period"]}
+    plan = plan_with(Plan(**values), **changes)  # type: ignore[arg-type]
+    plan.write(run.plan)
+    run.job_script.write_text(job_script.job_script(plan, run))
+    run.fallback_script.write_text(job_script.fallback_script(plan, run))
+    return run, plan
+
+
 @pytest.fixture
 def make_run(tmp_path: Path) -> MakeRun:
-    """Prepare a run directory whose ranks are the stand-in program; keyword arguments override the plan."""
-
-    def make(*arguments: str, folder: str = "run", **changes: object) -> tuple[Run, Plan]:
-        run = Run(tmp_path / folder)
-        run.path.mkdir(parents=True, exist_ok=True)
-        triggers.create_trigger_folder(run)
-        values: dict[str, object] = {
-            "run": "test/chain",
-            "job_name": chain_job_name("test", "chain", run.path),
-            "scheduler": "local",
-            "total_steps": 20,
-            "config_revision": 1,
-            "submitted_after_attempt": 0,
-            "chain": ChainSection(auto_requeue=True, fallback_job=False, node_health="off", start_timeout=300),
-            "time_limit": 600,
-            "grace_period": 1.0,
-            "min_grace_period": 1.0,
-            "max_grace_period": 1.0,
-            "signal_seconds": 1,
-            "nodes": 1,
-            "ntasks_per_node": 2,
-            "cpus_per_task": 1,
-            "sbatch_options": {},
-            "srun_options": [],
-            "command_prefix": [],
-            "program": [sys.executable, str(PROGRAM), f"--run-dir={run.path}", *arguments],
-            "environment": {},
-            "modules": [],
-            "host_python": sys.executable,
-            "package_root": str(ROOT),
-            "log_folder": str(tmp_path / "logs"),
-        }
-        if "grace_period" in changes:
-            values |= {"min_grace_period": changes["grace_period"], "max_grace_period": changes["grace_period"]}
-        plan = plan_with(Plan(**values), **changes)  # type: ignore[arg-type]
-        plan.write(run.plan)
-        run.job_script.write_text(job_script.job_script(plan, run))
-        run.fallback_script.write_text(job_script.fallback_script(plan, run))
-        return run, plan
-
-    return make
+    """`make_relay` in the folder of the test."""
+    return partial(make_relay, tmp_path)
 
 
 @pytest.fixture

@@ -1,26 +1,34 @@
 """Runs commands in forks of one process, which has imported the libraries; a command can stop at a file operation.
 
 Requests are lines of JSON on the standard input: `{"argv": ..., "output": file}` starts a command and answers its
-number, `{"wait": number}` answers its exit code. `stop_at` is the number of a file operation below `below`: there the
-command makes the file `OUTPUT.stopped` and waits until it is gone. `limit`: most bytes of a file. `terminal`: as if a
-person saw what it says. All operations stand in `OUTPUT.operations` at the end.
+number, `{"wait": number}` answers its exit code. The clock of a command stands still, and `below` is a file system of
+its own.
+
+`stop_at`: number of a file operation below `below`: there the command makes the file `OUTPUT.stopped` and waits until
+it is gone. `limit`: most bytes of a file. `fails`: an error, and the number of changes below `below` after which all
+fail with it. `terminal`: as if a person saw what it says. All operations stand in `OUTPUT.operations` at the end.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import importlib
 import json
 import os
 import resource
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
-from relayrun import progress
+from relayrun import leftovers, progress
 from tests.waiting import wait_for
 
 CHANGING = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "ctypes.dlsym")
+NOW = 1_790_000_000.0
+"""The time of every command."""
 
 
 def main() -> None:
@@ -60,8 +68,13 @@ def _run(request: dict[str, Any]) -> int:
     sys.addaudithook(look)
     if request.get("limit"):
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["limit"], resource.RLIM_INFINITY))
+    if request.get("fails"):
+        code, after = request["fails"]
+        ctypes.CDLL(None).fail_changes(request["below"].encode(), code, ctypes.c_long(after))
     if request.get("terminal"):
         progress.has_terminal, progress._INTERVAL = lambda: True, 0.0
+    time.time = lambda: NOW
+    _set_apart(request["below"])
     from relayrun.cli import main as relayrun
 
     try:
@@ -74,6 +87,8 @@ def _run(request: dict[str, Any]) -> int:
         traceback.print_exc()
         code = 99
     done = True
+    if request.get("fails"):
+        ctypes.CDLL(None).fail_changes(b"", 0, ctypes.c_long(0))
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -83,6 +98,18 @@ def _run(request: dict[str, Any]) -> int:
         Path(request["output"]).write_bytes(words.read())
     Path(request["output"] + ".operations").write_text(json.dumps(operations))
     return code
+
+
+def _set_apart(below: str) -> None:
+    """Let a rename into this folder fail as between two file systems."""
+    rename, without_replacing = os.rename, leftovers._rename
+
+    def between(source: Any, target: Any, *flag: int) -> Any:
+        if _lies_in(target, below) and not _lies_in(source, below):
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), source, None, target)
+        return without_replacing(source, target, *flag) if flag else rename(source, target)
+
+    os.rename = leftovers._rename = between
 
 
 def _changes(event: str, arguments: tuple[Any, ...], below: str) -> bool:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,10 @@ import pyarrow.parquet as pq
 from relayrun.cli import main as relayrun
 from relayrun.tokens.shards.shard import ShardWriter
 from relayrun.tokens.tokenize.processes import ONE_THREAD_ENVIRONMENT
+from relayrun.trust import write_owned
+from tests.chain.conftest import make_relay
 from tests.history import make_history
+from tests.mirrored import Mirrored
 from tests.waiting import wait_for
 
 SERVER_MODULES = {
@@ -39,11 +43,16 @@ SERVER_MODULES = {
         "relayrun.tokens.shuffle.reshard",
         "relayrun.tokens.tokenize.train_tokenizer",
         "relayrun.tokens.order.document_lengths",
+        "relayrun.cli.model.checkpoint",
+        "relayrun.cli.watch.runs",
+        "relayrun.watch.report.page",
+        "relayrun.watch.report.report_data",
     ),
     "models": ("relayrun.cli.model.convert", "relayrun.train.export.megatron", "relayrun.train.export.huggingface"),
 }
 """Modules that a server imports before it forks, by the kind of the commands' inputs."""
-RECORD_TIME = re.compile(rb'"(time|since)": [0-9.]+')
+CHANGING = re.compile(rb'"(time|since|directory)": [0-9.]+|"inputs": "\w+"')
+"""Parts of records that no two calls write the same."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,14 @@ class Command:
     """It writes file after file into a folder that may hold others, and replaces none."""
     terminal: bool = True
     """It shows its progress."""
+    work: str = ".tmp-"
+    """Part of the paths that it makes before it publishes."""
+    keeps: str = r"meta(/\.lock|/raw-dataset-link)?"
+    """Regular expression: paths below OUT that a command which was cut leaves on purpose."""
+    owned: bool = False
+    """All that lies at the output is its own: nobody else puts anything there."""
+    inside: bool = True
+    """It writes nothing but its output."""
 
 
 SHUFFLE = "dumps shuffle --dataset-folder IN/text --output-folder OUT/s --temp-dir OUT --file-size 0.002"
@@ -87,7 +104,6 @@ COMMANDS = {
         "dumps prepare --dataset-folder IN/text --preprocessing-metadata-folder OUT/meta --n-dumps 1",
         "meta/dumps",
         "",
-        terminal=False,
     ),
     "lengths": Command(
         "data lengths IN/text --picture OUT/l.svg",
@@ -95,7 +111,44 @@ COMMANDS = {
         "l.svg",
         "",
     ),
-    "report": Command("report IN/run --png OUT/r.png", "report IN/other --png OUT/r.png", "r.png", "", terminal=False),
+    "report": Command("report IN/run --png OUT/r.png", "report IN/other --png OUT/r.png", "r.png", ""),
+    "report html": Command("report IN/run --html OUT/r.html", "report IN/other --html OUT/r.html", "r.html", ""),
+    "mirror": Command(
+        "checkpoint mirror IN/mirrored",
+        "checkpoint mirror IN/mirrored --verify",
+        "place/run/copies.jsonl",
+        "",
+        work="/.staging/",
+        keeps=r"place(/run(/\.staging(/.*)?|/mirror\.json|/iter_\d+(/.*)?)?)?",
+        owned=True,
+        inside=False,
+    ),
+    "restore": Command(
+        "checkpoint restore IN/copies/run:30 --to OUT/r",
+        "checkpoint restore IN/copies/run:20 --to OUT/r",
+        "r/iter_0000030",
+        "",
+        work="/.staging/",
+        keeps=r"r(/\.staging(/.*)?)?",
+    ),
+    "archive": Command(
+        "runs archive IN/ended --to OUT",
+        "runs archive IN/ended --to OUT",
+        "in/ended",
+        "",
+        work=".relayrun-moving-",
+        keeps=r"in(/\.relayrun-moving-ended(/.*)?|/ended/\.submit\.lock)?",
+        inside=False,
+    ),
+    "move": Command(
+        "runs move IN/ended OUT/m",
+        "runs move IN/ended OUT/m",
+        "m",
+        "",
+        work=".relayrun-moving-",
+        keeps=r"\.relayrun-moving-m(/.*)?|m/\.submit\.lock",
+        inside=False,
+    ),
     "init": Command("init OUT/p --cluster local", "", "p", "", terminal=False, fills=True),
     "export hf": Command(
         "export hf IN/run --output OUT/e",
@@ -149,7 +202,9 @@ class Place:
         for path in (self.out, self.inputs):
             shutil.rmtree(path, ignore_errors=True)
         self.out.mkdir(parents=True)
-        shutil.copytree(self.folder / "original", self.inputs)
+        shutil.copytree(self.folder / "original", self.inputs, symlinks=True)
+        for plan in self.inputs.rglob("plan.json"):  # a copy of a run belongs to nobody
+            write_owned(plan, json.loads(plan.read_bytes()))
         if command.over:
             assert self.run(command.others)[0] == 0
 
@@ -191,14 +246,15 @@ class Place:
 
     def stopped_in_work(self, name: str) -> tuple[int, Path]:
         """Start a command and let it stop where it has begun its output."""
-        found = next(number for number, what in enumerate(self.operations(name), 1) if self._begins_output(what))
+        every, work = self.operations(name), COMMANDS[name].work
+        found = next(number for number, what in enumerate(every, 1) if self._begins_output(what, work))
         started = self.stopped(name, found)
         assert started is not None
         return started
 
-    def _begins_output(self, operation: str) -> bool:
+    def _begins_output(self, operation: str, work: str) -> bool:
         event, _, path = operation.partition(" ")
-        return event in ("os.mkdir", "open") and ".tmp-" in path and "-work-" not in path
+        return event in ("os.mkdir", "open") and work in path and "-work-" not in path
 
     def tree(self, top: Path | None = None) -> dict[str, str]:
         """Return name and content of everything below the outputs."""
@@ -208,11 +264,17 @@ class Place:
             if path.is_symlink():
                 found[name] = os.readlink(path)
             elif path.is_file():
-                data = RECORD_TIME.sub(b"", path.read_bytes())
-                found[name] = hashlib.sha256(re.sub(rb'"inputs": "\w+"', b"", data)).hexdigest()
+                found[name] = hashlib.sha256(CHANGING.sub(b"", path.read_bytes())).hexdigest()
             else:
                 found[name] = "folder"
         return found
+
+    def left(self, name: str) -> set[str]:
+        """Return the paths that a command which was cut should have removed."""
+        command, found = COMMANDS[name], self.tree()
+        kept = re.compile(command.keeps)
+        temporary = {path for path in found if ".tmp-" in path or path.endswith(".lock") or command.work in path}
+        return {path for path in temporary if not kept.fullmatch(path)}
 
     def stopped(self, name: str, at: int) -> tuple[int, Path] | None:
         """Start a command of fresh inputs and let it stop at a file operation; None if it takes fewer."""
@@ -243,8 +305,23 @@ def make_texts(folder: Path) -> None:
     for number in range(3):
         texts = [" ".join(map(str, draw.integers(0, 99, 20))) for _ in range(100)]
         pq.write_table(pa.table({"text": texts}), folder / "text" / f"{number}.parquet")
-    for name, attempts in (("run", 2), ("other", 3)):
+    for name, attempts in (("run", 2), ("other", 3), ("ended", 1)):
         make_history(folder / name, lines=30, attempts=attempts)
+    shutil.rmtree(folder / "ended/local")
+    (folder / "ended/STOP").write_text("done: all\n")
+    for name, place in (("mirrored", folder.parent / "out/place"), ("copied", folder / "copies")):
+        make_mirrored(folder / name, place)
+    (folder.parent / "out").mkdir()
+    assert relayrun(["checkpoint", "mirror", str(folder / "copied")]) == 0
+
+
+def make_mirrored(folder: Path, place: Path) -> None:
+    """Make a run with two checkpoints, and their place for copies."""
+    made = Mirrored(partial(make_relay, folder.parent), folder.parent, name=folder.name)
+    made.place = place / "run"
+    made.policy(keep_last=1 if folder.name == "mirrored" else 2)
+    for iteration in (20, 30):
+        made.save(iteration)
 
 
 def make_models(folder: Path) -> None:
@@ -261,6 +338,15 @@ def make_models(folder: Path) -> None:
 INPUTS: dict[str, Callable[[Path], None]] = {"text": make_texts, "models": make_models}
 
 
+def faulty_disk(folder: Path) -> dict[str, str]:
+    """Compile `faults.c`; return the environment that loads it: empty on a machine without a compiler."""
+    if (compiler := shutil.which("cc")) is None:
+        return {}
+    source, made = Path(__file__).with_name("faults.c"), folder / "faults.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", made, source, "-ldl"], check=True)
+    return {"LD_PRELOAD": str(made)}
+
+
 @contextmanager
 def serve(folder: Path, kind: str) -> Iterator[Place]:
     """Make the inputs of a kind, and run a server for its commands."""
@@ -268,7 +354,7 @@ def serve(folder: Path, kind: str) -> Iterator[Place]:
     shutil.copytree(folder / "in", folder / "original")
     program = [sys.executable, str(Path(__file__).with_name("command_server.py")), *SERVER_MODULES[kind]]
     root = str(Path(__file__).resolve().parents[2])
-    environment = os.environ | ONE_THREAD_ENVIRONMENT | {"PYTHONPATH": root}
+    environment = os.environ | ONE_THREAD_ENVIRONMENT | {"PYTHONPATH": root} | faulty_disk(folder)
     with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as server:
         yield Place(folder, server)
         assert server.stdin is not None

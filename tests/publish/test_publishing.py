@@ -6,41 +6,43 @@ something happen there, and looks at what it leaves; then the same command again
 
 from __future__ import annotations
 
+import errno
 import os
 import random
+import re
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
-from tests.publish.commands import COMMANDS, Place, serve
+from tests.publish.commands import COMMANDS, Command, Place, serve
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL)
 
 
-def each_command(*, reading: bool = False, filling: bool = False, only: str = "") -> pytest.MarkDecorator:
+def each_command(
+    which: Callable[[Command], object] = lambda command: not command.fills, *, only: str = ""
+) -> pytest.MarkDecorator:
     """Parametrize a test by the names of the commands.
 
-    `reading`: of those whose inputs may change. `filling`: also of those that fill a folder. `only`: the one that
-    `make test` runs, too; empty: all of those whose server does not import torch, which takes long.
+    `which`: chooses the commands; default: all that don't fill a folder. `only`: the one that `make test` runs, too;
+    empty: all of those whose server does not import torch, which takes long.
     """
 
     def marks(name: str) -> list[pytest.MarkDecorator]:
         quick = name == only if only else COMMANDS[name].inputs == "text"
         return [] if quick else [pytest.mark.long]
 
-    return pytest.mark.parametrize(
-        "name",
-        [
-            pytest.param(name, marks=marks(name))
-            for name, command in COMMANDS.items()
-            if (command.reads or not reading) and (filling or not command.fills)
-        ],
-    )
+    names = (name for name, command in COMMANDS.items() if which(command))
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in names])
+
+
+def every(_: Command) -> bool:
+    return True
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +74,7 @@ def interrupt(place: Place, name: str, number: signal.Signals, at: int) -> None:
     expected = place.expected(name)
     if (started := place.stopped(name, at)) is None:
         return
-    before = place.tree(place.out)
+    before = place.tree()
     os.kill(started[0], number)
     time.sleep(0.01)
     place.go(started)
@@ -83,9 +85,8 @@ def interrupt(place: Place, name: str, number: signal.Signals, at: int) -> None:
         assert code == -number
     else:
         assert code in (128 + number, 0), words
-        assert code == 0 or words.splitlines()[-1].startswith("interrupted"), words
-        left = [path for path in place.tree() if ".tmp-" in path or path.endswith(".lock")]
-        assert set(left) <= {"meta/.lock"}
+        assert code == 0 or re.match(r"interrupted( by SIG\w+)?: \S", words.splitlines()[-1]), words
+        assert not place.left(name)
     if os.path.lexists(place.out / made):  # whole: of this command, or what was there before
         now = {key: value for key, value in place.tree().items() if key == made or key.startswith(f"{made}/")}
         if COMMANDS[name].fills:
@@ -94,18 +95,19 @@ def interrupt(place: Place, name: str, number: signal.Signals, at: int) -> None:
         assert {key: now[key] for key in wanted} == wanted or now.items() <= before.items()
     elif COMMANDS[name].over:
         assert number == signal.SIGKILL  # between two renames, if the file system cannot exchange them
-    again(place, name)
+    if place.tree() or not COMMANDS[name].inside:
+        again(place, name)
 
 
 def moments(place: Place, name: str, count: int) -> list[int]:
-    """Return numbers of file operations: the last ones, which publish, and some others."""
+    """Return numbers of file operations: the last ones, which publish, and others at random."""
     last = len(place.operations(name))
-    every = [*range(max(1, last - count // 2), last + 1)]
-    draw = random.Random(name)
-    return sorted({*every, *(draw.randint(1, last) for _ in range(count))})
+    ending = range(max(1, last - count // 2), last + 1)
+    others = range(1, ending[0])
+    return sorted({*ending, *random.Random(name).sample(others, min(len(others), count - count // 2))})
 
 
-@each_command(filling=True)
+@each_command(every)
 def test_a_killed_or_interrupted_command_leaves_nothing_half_and_goes_on(place: Place, name: str) -> None:
     draw = random.Random(name)
     for at in moments(place, name, 2):
@@ -114,9 +116,9 @@ def test_a_killed_or_interrupted_command_leaves_nothing_half_and_goes_on(place: 
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
-@each_command(filling=True)
+@each_command(every)
 def test_every_signal_at_twenty_moments(place: Place, name: str, number: signal.Signals) -> None:
-    for at in moments(place, name, 20 if COMMANDS[name].inputs == "text" else 6):  # torch: seconds a command
+    for at in moments(place, name, 20):
         interrupt(place, name, number, at)
 
 
@@ -136,7 +138,7 @@ def test_of_two_at_once_one_is_whole_and_the_other_names_it(place: Place, name: 
     assert place.tree() == expected
 
 
-@each_command()
+@each_command(lambda command: not command.fills and not command.owned)
 def test_what_comes_to_stand_at_the_output_meanwhile_stays(place: Place, name: str) -> None:
     place.expected(name)
     command = COMMANDS[name]
@@ -162,7 +164,7 @@ def test_what_comes_to_stand_at_the_output_meanwhile_stays(place: Place, name: s
 @pytest.mark.parametrize(
     "how", ["replaced", *(pytest.param(how, marks=pytest.mark.long) for how in ("changed", "removed"))]
 )
-@each_command(reading=True)
+@each_command(lambda command: command.reads)
 def test_an_input_that_changes_while_it_is_read_is_named(place: Place, name: str, how: str) -> None:
     place.expected(name)
     command = COMMANDS[name]
@@ -185,24 +187,46 @@ def test_an_input_that_changes_while_it_is_read_is_named(place: Place, name: str
     assert before is not None
 
 
-@each_command()
+@each_command(lambda command: command.inside and not command.fills)
 def test_a_full_disk_is_one_line_about_the_output(place: Place, name: str) -> None:
     """By a limit of a file's size."""
     place.fresh(COMMANDS[name])
     before = place.tree()
     code, words = place.run(COMMANDS[name].arguments, limit=5)
+    failed(place, name, code, words)
+    assert not {path for path in place.tree().keys() - before.keys() if not re.fullmatch(COMMANDS[name].keeps, path)}
+    place.fresh(COMMANDS[name])
+    again(place, name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EIO, errno.EROFS], ids=errno.errorcode.get)
+@each_command()
+def test_a_disk_that_fails_from_some_change_on_is_one_line_about_the_output(
+    place: Place, name: str, fault: int
+) -> None:
+    place.expected(name)
+    code = 1
+    for after in (0, 1, 2, 3, 5, 8, 13, 21):
+        place.fresh(COMMANDS[name])
+        code, words = place.run(COMMANDS[name].arguments, fails=(fault, after))
+        if code == 0:
+            break
+        failed(place, name, code, words)
+        assert fault == errno.EROFS or not place.left(name)
+        again(place, name)
+    assert after, "the fault did not reach the command"
+
+
+def failed(place: Place, name: str, code: int, words: str) -> None:
+    """The command says in one line what is wrong with its output."""
     assert code == 1, words
     assert "Traceback" not in words
     assert str(place.out) in words
-    left = {path: value for path, value in place.tree().items() if path not in before}
-    assert not [path for path in left if not path.startswith("meta")], left
-    expected = place.expected(name)
-    place.fresh(COMMANDS[name])
-    assert place.run(COMMANDS[name].arguments)[0] == 0
-    assert place.tree() == expected
+    assert ".tmp-" not in words
 
 
-@each_command(filling=True)
+@each_command(every)
 def test_a_finished_command_is_done(place: Place, name: str) -> None:
     expected = place.expected(name)
     place.fresh(COMMANDS[name])
@@ -217,7 +241,7 @@ def test_a_command_shows_its_progress_on_a_terminal_alone(place: Place, name: st
     place.fresh(COMMANDS[name])
     code, words = place.run(COMMANDS[name].arguments, terminal=True)
     assert code == 0, words
-    assert (" per second, " in words) == COMMANDS[name].terminal
+    assert (" per second" in words) == COMMANDS[name].terminal
     assert place.tree() == place.expected(name)
 
 

@@ -11,9 +11,11 @@ from relayrun.config.compose.writable import check_outputs
 from relayrun.control.rundir.find_runs import find_run
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError
+from relayrun.files import file_size
+from relayrun.progress import Progress
 from relayrun.publishing import published_file
 from relayrun.watch.goodput import tables
-from relayrun.watch.goodput.account import account_for_run
+from relayrun.watch.goodput.account import NodeTimeAccount, account_for_run
 from relayrun.watch.report import terminal_report
 from relayrun.watch.text import json_text, print_table, text_table
 
@@ -58,9 +60,19 @@ def _print_text_report(run: Run) -> None:
     print_table(terminal_report.attempts_table(found))
     if found.iterations:
         print(terminal_report.terminal_curve(found))
-    account = account_for_run(run)
+    account = _account(run)
     print(tables.account_summary(account))
     _print_account_table(tables.parts_table(account))
+
+
+def _reading(run: Run) -> Progress:
+    attempts = map(run.attempt, run.attempt_numbers())
+    return Progress(f"reading {run.path.name}", sum(file_size(attempt.metrics) for attempt in attempts))
+
+
+def _account(run: Run) -> NodeTimeAccount:
+    with _reading(run):
+        return account_for_run(run)
 
 
 def _print_account_table(table: tables.AccountTable) -> None:
@@ -72,7 +84,10 @@ def _write_page(runs: list[Run], target: Path | None, *, as_json: bool) -> None:
     from relayrun.watch.report.page import report_as_json, report_page
     from relayrun.watch.report.report_data import read_report_data
 
-    pages = [read_report_data(run) for run in runs]
+    pages = []
+    for run in runs:
+        with _reading(run):
+            pages.append(read_report_data(run))
     if as_json:
         _print_json([report_as_json(page) for page in pages])
     if target is not None:
@@ -94,7 +109,7 @@ def add_goodput_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_goodput(options: argparse.Namespace) -> int:
     """Print the account of each run. Raises RelayrunError."""
-    found = [account_for_run(find_run(name)) for name in options.names]
+    found = [_account(find_run(name)) for name in options.names]
     if options.json:
         _print_json([tables.account_as_json(account) for account in found])
         return 0

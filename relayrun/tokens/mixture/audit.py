@@ -38,10 +38,8 @@ def lane_positions_before(
     run: Run, schedule: Schedule, name: str, record: Mapping[str, Any], k: int
 ) -> LanePositions | None:
     """Return the lane positions of the stream `name` from the nearest record before sample k; None: no record.
-
     `schedule` and `record` are the run's phases and the stream's record. Damaged records, and records of phases that a
-    rollback has replaced, are skipped.
-    """
+    rollback has replaced, are skipped."""
     for state, found in _lane_records(run, k):
         positions = found.get(name)
         try:

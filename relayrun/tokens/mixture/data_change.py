@@ -34,11 +34,9 @@ class AcceptedData:
 def apply_data_change(
     *, frozen: Manifest, history: Sequence[RunConfig], found: Manifest, config: RunConfig, accept: bool, trained: bool
 ) -> AcceptedData:
-    """Bring a run's manifest `frozen` up to `found`, the data of the submitted `config`.
-
-    `found` names data sets like the config, without editions; `history` are the run's config revisions, newest first;
-    `trained`: the run has a checkpoint. Raises InputError that names every difference that is not accepted.
-    """
+    """Bring a run's manifest `frozen` up to `found`, the data of the submitted `config`. `found` names data sets like
+    the config, without editions; `history` are the run's config revisions, newest first; `trained`: the run has a
+    checkpoint. Raises InputError that names every difference that is not accepted."""
     fixed = _fixed_differences(frozen, history[0], found, config)
     if fixed and trained:
         words = "these cannot change in a run that has trained, not even accepted:\n  " + "\n  ".join(fixed)

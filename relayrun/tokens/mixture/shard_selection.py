@@ -67,11 +67,9 @@ def normalise_weights(weights: Sequence[float]) -> list[float]:
 
 
 def shuffled_order(names: Sequence[str], *, seed: int, dataset: int) -> list[int]:
-    """Return indices of the shards `names` in shuffled order, sorted by a keyed hash of the name.
-
-    The order depends on seed, number of the dataset and names alone: a moved folder changes nothing, and an added shard
-    leaves the others in their order.
-    """
+    """Return indices of the shards `names` in shuffled order, sorted by a keyed hash of the name. The order depends on
+    seed, number of the dataset and names alone: a moved folder changes nothing, and an added shard leaves the others in
+    their order."""
     key = hashlib.sha256(f"{seed}/{dataset}".encode()).digest()
     digests = [hashlib.blake2b(os.fsencode(name), key=key, digest_size=16).digest() for name in names]
     return sorted(range(len(names)), key=lambda i: (digests[i], names[i]))
@@ -109,12 +107,10 @@ def nearest_end(ends: npt.NDArray[np.int64], tokens: int) -> int:
 
 def select_whole_shards(sizes: Sequence[Sequence[int]], weights: Sequence[float]) -> list[int]:
     """Return the number of shards that each dataset gives, from the front of its list, without cuts (rule: see above).
-
     `sizes[d]` are the tokens of dataset d's shards in their shuffled order, `weights` sum to 1. For the result, |tokens
     of d - weights[d] x total| is at most the largest shard chosen, for every d. With two or three datasets one is
     always used up. With four or more the selection can rarely reach states where every step breaks the bound: it then
-    goes on by the plain rule, and returns the last state within the bound.
-    """
+    goes on by the plain rule, and returns the last state within the bound."""
     share = np.asarray(weights, dtype=np.float64)
     tokens = np.zeros(len(sizes), dtype=np.int64)
     taken = [0] * len(sizes)

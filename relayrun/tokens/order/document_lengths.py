@@ -122,10 +122,8 @@ def lengths_by_file(
     folder: str | os.PathLike[str], *, column: str, tokenizer: str | None
 ) -> tuple[list[tuple[str, npt.NDArray[np.int64]]], str]:
     """Return the lengths of all documents of each file below a folder, in order, and the unit: `tokens` or `bytes`.
-
     Files are named by their paths below the folder; a shard is one file. Null texts are not documents. Raises
-    InputError for a folder with neither shards nor text, and for unreadable files.
-    """
+    InputError for a folder with neither shards nor text, and for unreadable files."""
     place = urls.absolute_path(folder)
     if not urls.is_url(place) and any(Path(place).rglob("*.idx")):
         prefixes = find_prefixes([Path(place)])

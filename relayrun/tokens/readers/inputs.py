@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relayrun.errors import InputError, RelayrunError, combined_error, did_you_mean_path
+from relayrun.progress import Progress, count
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.urls import MissingInput, printable
 
@@ -132,15 +133,14 @@ class DataFile:
 def find_data_files(
     folder: str | os.PathLike[str], *, filter_in: Sequence[str] = (), filter_out: Sequence[str] = ()
 ) -> list[DataFile]:
-    """Return all data files below `folder`, local or a URL that fsspec knows, ordered by path.
-
-    A file is kept if its path below `folder` (links not resolved, case-sensitive) contains any of `filter_in`, if
-    given, and none of `filter_out`. Links in a local folder are followed, except to a parent folder. Raises InputError
-    if the folder is missing or cannot be listed, or a link to a data file is broken.
-    """
+    """Return all data files below `folder`, local or a URL that fsspec knows, ordered by path. A file is kept if its
+    path below `folder` (links not resolved, case-sensitive) contains any of `filter_in`, if given, and none of
+    `filter_out`. Links in a local folder are followed, except to a parent folder. Raises InputError if the folder is
+    missing or cannot be listed, or a link to a data file is broken."""
     suffixes = data_suffixes()
 
     def is_wanted(path: str) -> bool:
+        count(1)
         name = path.lower()
         return (
             name.endswith(suffixes)
@@ -151,7 +151,8 @@ def find_data_files(
 
     place = urls.absolute_path(folder)
     find = _find_below_url if urls.is_url(place) else _find_locally
-    return sorted(find(place, is_wanted), key=lambda file: os.fsencode(file.path))
+    with Progress("finding files", None, "files"):
+        return sorted(find(place, is_wanted), key=lambda file: os.fsencode(file.path))
 
 
 def _find_below_url(url: str, is_wanted: Callable[[str], bool]) -> list[DataFile]:

@@ -58,11 +58,8 @@ def shard_tokenizer_errors(
     manifest: Manifest, mixture: Iterable[str] | None = None, *, ends_matter: bool = False
 ) -> tuple[list[InputError], dict[str, list[str]]]:
     """Return an error for every data set and way in which shards differ from the run's tokenizer, and shards without a
-    record.
-
-    `mixture`: names of the data sets to check, besides all validation sets; None: all. `ends_matter`: the run depends
-    on the id that ends a document. Prefixes of shards without a record come by data set.
-    """
+    record. `mixture`: names of the data sets to check, besides all validation sets; None: all. `ends_matter`: the run
+    depends on the id that ends a document. Prefixes of shards without a record come by data set."""
     records, real_path = ShardRecords(), RealPathCache()
     errors: list[InputError] = []
     without: dict[str, list[str]] = {}
@@ -145,10 +142,8 @@ def verify_shards(
     report: Callable[[ShardCheckResult], None] = lambda verified: None,
 ) -> list[ShardCheckResult]:
     """Check shards and describe each fault; `report` gets each shard when it is done, in the order of `prefixes`.
-
     `vocabulary_size`: ids must lie below it. `eod`: every document must end with it. `checksums`: compare with the
-    record beside the shard, if any.
-    """
+    record beside the shard, if any."""
     records = ShardRecords() if checksums else None
     check = functools.partial(_verify_shard, vocabulary_size=vocabulary_size, eod=eod, records=records)
     results = []
@@ -248,11 +243,9 @@ def _id_faults(shard: Shard, vocabulary_size: int | None, digest: Any) -> list[s
 
 
 def check_data(manifest: Manifest, mixture: list[str], data: DataSection) -> None:
-    """Raise FatalTrainingError for a changed shard, InputError if files are only missing.
-
-    A missing file may be a file system that is briefly away: the next attempt may find it. A shard that was made again
-    with another tokenizer since the submit is a changed shard.
-    """
+    """Raise FatalTrainingError for a changed shard, InputError if files are only missing. A missing file may be a file
+    system that is briefly away: the next attempt may find it. A shard that was made again with another tokenizer since
+    the submit is a changed shard."""
     try:
         manifest.verify(mixture)
     except InputError as error:

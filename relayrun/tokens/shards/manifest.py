@@ -211,11 +211,9 @@ class Manifest:
         tokenizer_ids: str = "",
         split: float = 0.0,
     ) -> Manifest:
-        """Freeze the shards of each data set and validation set, by name; None: a data set without shards by design.
-
-        A data set of files of text comes frozen. `split`: `data.split`. Raises InputError if a set is empty or a shard
-        is refused (`ShardEntry.build`), and as `check_apart`.
-        """
+        """Freeze the shards of each data set and validation set, by name; None: a data set without shards by design. A
+        data set of files of text comes frozen. `split`: `data.split`. Raises InputError if a set is empty or a shard is
+        refused (`ShardEntry.build`), and as `check_apart`."""
         built: list[dict[str, DatasetManifest]] = []
         for sets, what in ((datasets, "data set"), (validation, "validation set")):
             frozen = {name: part for name, part in sets.items() if isinstance(part, DatasetManifest)}
@@ -241,10 +239,8 @@ class Manifest:
 
     def check_apart(self, mixture: Iterable[str], *, split: float = 0.0) -> None:
         """Raise InputError if a shard stands twice in a set or in the mixture, or its text in a validation set.
-
         `mixture` names the data sets that are read together. Links and hard links to one .bin are one shard; a data set
-        that left the mixture may be gone from disk. Also raises as `check_held_out`.
-        """
+        that left the mixture may be gone from disk. Also raises as `check_held_out`."""
         together = set(mixture)
         in_training: dict[tuple[int, int], tuple[str, str]] = {}
         for name, dataset in self.datasets.items():

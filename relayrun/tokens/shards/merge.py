@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from relayrun import files, leftovers, publishing
-from relayrun.errors import InputError, on_interrupt, refuse_unwritable, refuse_urls
+from relayrun.errors import InputError, refuse_unwritable, refuse_urls
 from relayrun.progress import Progress, count
 from relayrun.tokens.shards.shard import (
     RECORD_SUFFIX,
@@ -39,13 +39,10 @@ _PIECE = 1 << 20
 
 
 def merge_shards(prefixes: Sequence[str], output: str | os.PathLike[str], *, multimodal: bool = False) -> Shard:
-    """Write the shards `prefixes`, in this order, as the shard `output`; return it.
-
-    `multimodal`: the indices, and the result's, hold a mode of every sequence. The final names appear when the shard is
-    whole. Raises InputError for a torn shard, a shard that differs from its record, different token types or (by their
-    records) tokenizers, and if `output` exists or is one of the inputs. Warns if an input without a record leaves the
-    tokenizer of the result unnamed.
-    """
+    """Write the shards `prefixes`, in this order, as the shard `output`; return it. `multimodal`: the indices hold a
+    mode of every sequence. Raises InputError for a torn shard, a shard that differs from its record, different token
+    types or (by their records) tokenizers, and if `output` exists or is one of the inputs. Warns if an input without a
+    record leaves the tokenizer of the result unnamed."""
     target, names = os.path.abspath(output), [os.path.abspath(prefix) for prefix in prefixes]
     if (done := _finished_merge(target, names, multimodal=multimodal)) is not None:
         leftovers.remove_leftovers(Path(target).parent, shared=True)
@@ -53,9 +50,7 @@ def merge_shards(prefixes: Sequence[str], output: str | os.PathLike[str], *, mul
         return done
     read = publishing.InputFiles(path for path in map(Path, _paths(names)) if path.exists())
     inputs = inspect_inputs(prefixes, output, multimodal=multimodal)
-    state = on_interrupt(lambda: "nothing is kept; the same command begins again")
-    with publishing.output_lock(Path(target)), state:
-        leftovers.remove_leftovers(Path(target).parent, shared=True)
+    with publishing.output_lock(Path(target)):
         _refuse_existing(target, names)  # again: another merge may have ended since
         if (free := files.free_space(target)) < inputs.bytes:
             words = f"the merged shard takes {inputs.bytes:,} bytes, and {free:,} are free"

@@ -25,12 +25,10 @@ SHARD_SUFFIXES = (".bin", ".idx")
 
 
 def find_prefixes(paths: Sequence[Path], *, listed: bool = False) -> list[str]:
-    """Return every prefix below the folders `paths`, sorted, each once; `listed`: in the order of `paths`.
-
-    Links are followed. A real folder is read once, under its first name: a loop of links ends, and two links to one
-    folder do not repeat its shards. Links to single files are kept as they are. Raises InputError for a missing folder,
-    a folder without shards, and half a shard.
-    """
+    """Return every prefix below the folders `paths`, sorted, each once; `listed`: in the order of `paths`. Links are
+    followed. A real folder is read once, under its first name: a loop of links ends, and two links to one folder do not
+    repeat its shards. Links to single files are kept as they are. Raises InputError for a missing folder, a folder
+    without shards, and half a shard."""
     seen: set[tuple[int, int]] = set()
     prefixes: dict[str, None] = {}
     roots = [Path(path).absolute() for path in paths]
@@ -40,12 +38,10 @@ def find_prefixes(paths: Sequence[Path], *, listed: bool = False) -> list[str]:
 
 
 def expand_paths(paths: Sequence[str]) -> list[str]:
-    """Return every prefix that folders, prefixes, or patterns (`*`, `?`, `[..]`) of either match, each once.
-
-    An existing shard or folder of exactly that name is never a pattern. The order is that of `paths`, sorted within
-    each path. Other matches of a pattern, such as a folder of logs, are skipped. Raises InputError as `find_prefixes`,
-    and for paths that match nothing.
-    """
+    """Return every prefix that folders, prefixes, or patterns (`*`, `?`, `[..]`) of either match, each once. An
+    existing shard or folder of exactly that name is never a pattern. The order is that of `paths`, sorted within each
+    path. Other matches of a pattern, such as a folder of logs, are skipped. Raises InputError as `find_prefixes`, and
+    for paths that match nothing."""
     found: list[tuple[list[Path], set[str]]] = []
     bad: list[RelayrunError] = []
     for path in paths:

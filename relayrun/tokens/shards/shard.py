@@ -96,12 +96,10 @@ class ShardRecords:
         return (_read_shard_record(real_prefix) if name + RECORD_SUFFIX in own else None) or shared.get(name)
 
     def texts(self, prefixes: Iterable[str]) -> dict[str, set[str]]:
-        """Name the text of each shard: shards with the same text share a name, whatever their paths.
-
-        Names are the checksums on record: of the .bin, of the merged shards, of the raw files. If any of several shards
-        with .bin files of equal size has no checksum, all of them are compared by the ends of the .bin: a mixture cuts
-        a shard by its .idx. Empty shards, missing shards and shards below URLs have no name.
-        """
+        """Name the text of each shard: shards with the same text share a name, whatever their paths. Names are the
+        checksums on record: of the .bin, of the merged shards, of the raw files. If any of several shards with .bin
+        files of equal size has no checksum, all of them are compared by the ends of the .bin: a mixture cuts a shard by
+        its .idx. Empty shards, missing shards and shards below URLs have no name."""
         found: dict[str, set[str]] = {}
         sizes: dict[int, dict[str, list[str]]] = {}
         without = set()
@@ -220,11 +218,9 @@ class Shard:
 
     @classmethod
     def open(cls, prefix: str | os.PathLike[str], *, multimodal: bool = False) -> Shard:
-        """Read the header of PREFIX.idx (34 bytes) and the sizes of both files.
-
-        `multimodal`: the index ends with the mode of each sequence, as Megatron writes it with that option. Raises
-        InputError if a file is missing, is not an index, or is shorter than its header says.
-        """
+        """Read the header of PREFIX.idx (34 bytes) and the sizes of both files. `multimodal`: the index ends with the
+        mode of each sequence, as Megatron writes it with that option. Raises InputError if a file is missing, is not an
+        index, or is shorter than its header says."""
         prefix = os.fspath(prefix)
         try:
             with open(prefix + ".idx", "rb", buffering=0) as file:
@@ -332,11 +328,9 @@ def _last_sequence(idx: int, header: bytes, idx_bytes: int) -> tuple[int, int]:
 
 
 class ShardWriter:
-    """Writes one shard; its final names appear with `finish`.
-
-    Temporary names end in `.tmp`, so that no tool takes them for a shard. `finish` syncs both files and renames the
-    .bin first: an .idx under its final name always has its whole .bin.
-    """
+    """Writes one shard; its final names appear with `finish`. Temporary names end in `.tmp`, so that no tool takes them
+    for a shard. `finish` syncs both files and renames the .bin first: an .idx under its final name always has its whole
+    .bin."""
 
     def __init__(
         self, prefix: str | os.PathLike[str], dtype: type[np.generic], *, own_record: TokenizerRecord | None = None

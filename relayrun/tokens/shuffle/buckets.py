@@ -67,10 +67,7 @@ def keyed_rows(
     cut: RowSplit | None = None,
 ) -> Iterator[pa.Table]:
     """Yield the rows of these numbered files with their keys, batch by batch, and add the lengths of the texts to
-    `lengths`.
-
-    Rows that `faults` skips have no number. With `cut`, each row of a split text has its own number.
-    """
+    `lengths`. Rows that `faults` skips have no number. With `cut`, each row of a split text has its own number."""
     for number, file in files:
         row = 0
         for table in read_rows(file, column, faults):

@@ -177,6 +177,7 @@ def _shares(options: ReshardOptions, fixed: int, least: int) -> ThreadShares:
     return ThreadShares(threads, room // threads - fixed)
 
 
+@on_interrupt(lambda: "the same command begins again")
 def reshard(options: ReshardOptions) -> int:
     """Write all rows, shuffled, to `output/data_{i}.parquet`, and return their number. The folder appears at once.
     Raises InputError if `output` exists, a file is torn or has other columns, or memory does not suffice."""

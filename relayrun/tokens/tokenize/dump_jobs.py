@@ -65,12 +65,10 @@ _POLL_SECONDS = 0.2
 
 
 def prepare_submission(settings: TokenizationSettings) -> list[int]:
-    """Check all inputs before any job starts, make the folders, and return the dumps to tokenize.
-
-    Folders for logs are made here because a Slurm job whose output folder is missing dies without a log. Raises
-    InputError if no dump is left, finished dumps of this metadata folder went elsewhere, a folder is not writable, or
-    the tokenizer or the column is missing.
-    """
+    """Check all inputs before any job starts, make the folders, and return the dumps to tokenize. Folders for logs are
+    made here because a Slurm job whose output folder is missing dies without a log. Raises InputError if no dump is
+    left, finished dumps of this metadata folder went elsewhere, a folder is not writable, or the tokenizer or the
+    column is missing."""
     from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
 
     metadata = DumpsFolder(settings.metadata_folder)
@@ -177,12 +175,9 @@ def append_csv_row(path: Path, row: dict[str, Any]) -> None:
 
 
 def submit_dumps(config: TokenizationConfig, *, wait: bool = True) -> list[int]:
-    """Tokenize all dumps of a metadata folder, `max_parallel` at a time; return their numbers.
-
-    The executor `local` runs local processes and waits for them; `slurm` submits job arrays, one node per dump, and
-    waits if `wait`. Raises RelayrunError that names the failed dumps, with the first message; SchedulerError if Slurm
-    refuses.
-    """
+    """Tokenize all dumps of a metadata folder, `max_parallel` at a time; return their numbers. The executor `local`
+    runs local processes and waits for them; `slurm` submits job arrays, one node per dump, and waits if `wait`. Raises
+    RelayrunError that names the failed dumps, with the first message; SchedulerError if Slurm refuses."""
     settings = config.absolute(os.getcwd())
     settings.check()
     metadata = DumpsFolder(settings.metadata_folder)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relayrun.control.scheduler.factory import slurm_scheduler
-from relayrun.errors import InputError, RelayrunError, combined_error, refuse_unwritable
+from relayrun.errors import InputError, RelayrunError, combined_error, on_interrupt, refuse_unwritable
 from relayrun.files import (
     append_line,
     free_space,
@@ -189,6 +189,7 @@ def split_files(files: Sequence[inputs.DataFile], n_dumps: int, *, first_index: 
     return [Dump(index=first_index + part, files=tuple(kept)) for part, kept in enumerate(parts)]
 
 
+@on_interrupt(lambda: "the dumps of before stand, or the new ones; the same command goes on")
 def prepare_dumps(
     dataset_folder: str | os.PathLike[str],
     metadata_folder: str | os.PathLike[str],
@@ -197,13 +198,9 @@ def prepare_dumps(
     filter_out: Sequence[str] = (),
     n_dumps: int | None = None,
 ) -> list[Dump]:
-    """Write the paths files of all files that are in no finished dump; return these dumps.
-
-    New dumps are numbered after the highest finished one, so that no output folder is used twice. All of `dumps/` is
-    replaced at once: after a kill it holds the old dumps or the new ones. Raises RelayrunError while jobs of this
-    folder are pending or running, or if a half-tokenized dump would change under its output; InputError if no file is
-    left.
-    """
+    """Write the paths files of all files that are in no finished dump; return these dumps, numbered after the highest
+    finished one. All of `dumps/` is replaced at once. Raises RelayrunError while jobs of this folder are pending or
+    running, or if a half-tokenized dump would change under its output; InputError if no file is left."""
     if n_dumps is not None and n_dumps < 1:
         raise InputError("the number of dumps must be at least 1", where="--n-dumps")
     dataset = urls.absolute_path(dataset_folder)

@@ -75,12 +75,10 @@ def tokenize_paths_file(
     logging_dir: str | os.PathLike[str] | None = None,
 ) -> TokenizeResult:
     """Tokenize the files of `paths_file`, which are paths below the folder `dataset`, into `output_folder`.
-
     `logging_dir` (default: `logs` in the output folder) gets a copy of the tokenizer, which the workers read. Finished
     work of an earlier run is kept, and files added to the paths file since get shards of their own (see
     `shard_folder`). Raises InputError or OSError for faults that a user can repair; every shard under a final name is
-    whole then.
-    """
+    whole then."""
     started = time.monotonic()
     refuse_urls(output_folder, *([] if logging_dir is None else [logging_dir]))
     use_one_thread()

@@ -72,11 +72,9 @@ def compare_with_source(
     temp_dir: str | None = None,
     report: Callable[[SourceComparison], None] = lambda compared: None,
 ) -> list[SourceComparison]:
-    """Compare shards with the files that they were made from; `report` gets each shard when it is done.
-
-    `tokenizer` replaces a recorded copy that is gone. A shard that differs is removed from its record, so that the next
-    run of its tokenization makes it again. Links to one shard count once; shards without a record are skipped.
-    """
+    """Compare shards with the files that they were made from; `report` gets each shard when it is done. `tokenizer`
+    replaces a recorded copy that is gone. A shard that differs is removed from its record, so that the next run of its
+    tokenization makes it again. Links to one shard count once; shards without a record are skipped."""
     real = {os.path.realpath(prefix + ".bin").removesuffix(".bin"): prefix for prefix in reversed(prefixes)}
     known = {prefix: name for prefix, name in real.items() if _folder_record(os.path.dirname(prefix)) is not None}
     done: list[SourceComparison] = []
@@ -296,11 +294,8 @@ def verify_dumps(
     report: Callable[[DumpCheckResult], None] = lambda verified: None,
 ) -> list[DumpCheckResult]:
     """Check the shards of every finished dump by their checksums, and a sample of documents (`full`: all) by their
-    files.
-
-    The paths file of a dump with faults moves back to `dumps/`, so that the next submit makes its faulty shards again
-    and keeps the others. Raises InputError if no dump is finished.
-    """
+    files. The paths file of a dump with faults moves back to `dumps/`, so that the next submit makes its faulty shards
+    again and keeps the others. Raises InputError if no dump is finished."""
     metadata = DumpsFolder(metadata_folder)
     if not metadata.finished():
         raise InputError("no dump is finished here", where=metadata.path, hint="`relayrun dumps status` tells more")

@@ -129,10 +129,8 @@ def checksum_of_bytes(data: bytes) -> FileChecksum:
 def write_block_checksums(
     folder: Path, rank: int, iteration: int, blocks: Iterable[ChecksumBlock], sizes: Mapping[str, int]
 ) -> dict[str, FileChecksum]:
-    """Write the block checksums of one rank, which wrote `sizes` (bytes of its files, by name).
-
-    Returns the entries of these files and of the record for checksums.json.
-    """
+    """Write the block checksums of one rank, which wrote `sizes` (bytes of its files, by name). Returns the entries of
+    these files and of the record for checksums.json."""
     name = f"__{rank}.checksums.jsonl"
     head = {"format": INDEX_FORMAT, "iteration": iteration, "rank": rank}
     data = "".join(json.dumps(line) + "\n" for line in (head, *map(asdict, blocks))).encode()
@@ -143,11 +141,8 @@ def write_block_checksums(
 
 
 def write_checksum_index(folder: Path, iteration: int, files: Mapping[str, FileChecksum]) -> str:
-    """Write checksums.json and return its hash.
-
-    Other files in the folder besides `files`, which a hook may have written, are read and hashed. Raises OSError if one
-    of `files` has another size than was written.
-    """
+    """Write checksums.json and return its hash. Other files in the folder besides `files`, which a hook may have
+    written, are read and hashed. Raises OSError if one of `files` has another size than was written."""
     known = dict(files)
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
@@ -167,10 +162,8 @@ class Checksums:
     """Checksums of one checkpoint, and the comparison with them."""
 
     def __init__(self, folder: Path | CheckpointFiles, root: str | None) -> None:
-        """Read checksums.json, and check the size of every file that it names.
-
-        `root`: hash from the commit; None for a checkpoint without a commit. Raises DamagedCheckpoint.
-        """
+        """Read checksums.json, and check the size of every file that it names. `root`: hash from the commit; None for a
+        checkpoint without a commit. Raises DamagedCheckpoint."""
         self._in: CheckpointFiles = FolderCheckpointFiles(folder) if isinstance(folder, Path) else folder
         self.folder = self._in.where
         data = self._bytes(CHECKSUM_INDEX)
@@ -268,10 +261,8 @@ def hash_checkpoint_file(files: CheckpointFiles, name: str) -> FileChecksum:
 
 
 def verify_checkpoint(folder: Path | CheckpointFiles, root: str | None) -> tuple[int, list[str]]:
-    """Read back a checkpoint with checksums in full.
-
-    Returns the bytes read, and a line for each faulty block or file. Memory holds one block.
-    """
+    """Read back a checkpoint with checksums in full. Returns the bytes read, and a line for each faulty block or file.
+    Memory holds one block."""
     files = FolderCheckpointFiles(folder) if isinstance(folder, Path) else folder
     try:
         sums = Checksums(files, root)

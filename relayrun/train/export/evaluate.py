@@ -58,10 +58,8 @@ class EvaluationCommands:
         }
 
     def convert(self) -> Path:
-        """Return a folder of transformers of the checkpoint: itself without a command.
-
-        Raises InputError if the command fails, or makes no such folder.
-        """
+        """Return a folder of transformers of the checkpoint: itself without a command. Raises InputError if the command
+        fails, or makes no such folder."""
         words, model = self._settings.convert, self._folder.model
         hint = "let evaluation.convert write into {model} itself"
         if words:
@@ -84,10 +82,8 @@ class EvaluationCommands:
 
 
 def read_scores(path: Path) -> EvaluationScores:
-    """Return the numbers of a JSON object: {task: {metric: number}}, {metric: number}, or an output of lm_eval.
-
-    Raises InputError if the file is missing or holds no numbers.
-    """
+    """Return the numbers of a JSON object: {task: {metric: number}}, {metric: number}, or an output of lm_eval. Raises
+    InputError if the file is missing or holds no numbers."""
     hint = 'write {"task": {"metric": 0.5}} to {results}'
     try:
         said = json.loads(path.read_text(encoding="utf-8"))

@@ -161,12 +161,10 @@ class HuggingFaceExport:
 def write_huggingface(
     source: CheckpointSource, folder: Path, *, dtype: str, max_shard_size: int, mapping: str | None = None
 ) -> HuggingFaceExport:
-    """Write config, weights and tokenizer into the existing `folder` (`torch_dist.new_folder`).
-
-    `mapping`: import path of a mapping; None for the mapping of the run's config, or a built-in one. Raises InputError
-    if checkpoint or tokenizer do not belong to the run, or no mapping fits, ConfigError if the path leads to none, and
-    any error of `save_file`.
-    """
+    """Write config, weights and tokenizer into the existing `folder` (`torch_dist.new_folder`). `mapping`: import path
+    of a mapping; None for the mapping of the run's config, or a built-in one. Raises InputError if checkpoint or
+    tokenizer do not belong to the run, or no mapping fits, ConfigError if the path leads to none, and any error of
+    `save_file`."""
     model, vocabulary = source.config.model, source.manifest.vocabulary_size
     chosen = model_families.mapping_for_model(model, mapping)
     reader = CheckpointReader(source.folder, source.checksum)
@@ -330,12 +328,10 @@ def import_huggingface(
     mapping: str | None = None,
     read: InputFiles | None = None,
 ) -> HuggingFaceImport:
-    """Write the checkpoint `output`, whole or not at all.
-
-    `divisible_by`: the run's model.make_vocab_size_divisible_by. `mapping`: import path of a mapping; None for the
-    built-in one of the folder's class. Raises InputError if no run config can describe the model in `folder`, or
-    `output` cannot be written, and ConfigError if the path leads to no mapping.
-    """
+    """Write the checkpoint `output`, whole or not at all. `divisible_by`: the run's model.make_vocab_size_divisible_by.
+    `mapping`: import path of a mapping; None for the built-in one of the folder's class. Raises InputError if no run
+    config can describe the model in `folder`, or `output` cannot be written, and ConfigError if the path leads to no
+    mapping."""
     config, where = read_huggingface_config(folder), folder / "config.json"
     chosen = model_families.mapping_for_config(config, mapping, where=where)
     model = from_huggingface_config(chosen, config, divisible_by, where=where)

@@ -58,10 +58,8 @@ class MegatronExport:
 
 
 def write_megatron(source: CheckpointSource, folder: Path) -> MegatronExport:
-    """Write into the existing `folder`; without an optimizer if the checkpoint has none (an untrained import).
-
-    Raises InputError if the checkpoint does not fit the config of its run.
-    """
+    """Write into the existing `folder`; without an optimizer if the checkpoint has none (an untrained import). Raises
+    InputError if the checkpoint does not fit the config of its run."""
     config, model = source.config, source.config.model
     reader = CheckpointReader(source.folder, source.checksum)
     vocabulary = pad_to_multiple(source.manifest.vocabulary_size, model.make_vocab_size_divisible_by)
@@ -120,10 +118,8 @@ def write_megatron(source: CheckpointSource, folder: Path) -> MegatronExport:
 
 def _add_generators(contents: TorchDistSavePlan, reader: CheckpointReader, config: RunConfig) -> list[str]:
     """Add the states of the random generators, one for each tensor- and pipeline-parallel rank; return notes.
-
     Megatron-LM stops without them. They come from the run's first data-parallel ranks; fresh states replace missing
-    ones. megatron-core 0.11 also needs the state of its rerun machine, and reads it only with `--rerun-mode`.
-    """
+    ones. megatron-core 0.11 also needs the state of its rerun machine, and reads it only with `--rerun-mode`."""
     tensor, pipeline = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
     notes = []
     for stage in range(pipeline):
@@ -182,11 +178,8 @@ def import_megatron(
     weights_only: bool = False,
     read: InputFiles | None = None,
 ) -> MegatronImportResult:
-    """Write the checkpoint `output`, whole or not at all.
-
-    `distributed`: True for a run with the distributed optimizer; None: as it was. Raises InputError if the checkpoint
-    is torn, or no run can train its model.
-    """
+    """Write the checkpoint `output`, whole or not at all. `distributed`: True for a run with the distributed optimizer;
+    None: as it was. Raises InputError if the checkpoint is torn, or no run can train its model."""
     sections = megatron_settings.run_sections(checkpoint)
     model = megatron_settings.model_section(checkpoint)
     reader = CheckpointReader(checkpoint.folder)
@@ -276,10 +269,8 @@ _PARAMETER_ORDER = {
 def write_torch_format(
     source: CheckpointSource, folder: Path, *, dtype: str, transformer_impl: str, with_optimizer: bool = False
 ) -> int:
-    """Write into `folder`; return the number of parameters, padding included.
-
-    Raises like `huggingface.write_huggingface`, and InputError if a requested optimizer's state is missing.
-    """
+    """Write into `folder`; return the number of parameters, padding included. Raises like
+    `huggingface.write_huggingface`, and InputError if a requested optimizer's state is missing."""
     model, config = source.config.model, source.config
     reader = CheckpointReader(source.folder, source.checksum)
     vocabulary = pad_to_multiple(source.manifest.vocabulary_size, model.make_vocab_size_divisible_by)

@@ -205,10 +205,8 @@ def _text(value: Any) -> str:
 
 
 def megatron_source(checkpoint: MegatronCheckpoint, tokenizer: str | None) -> CheckpointSource:
-    """Return the source of an export. `tokenizer`: None for the tokenizer in the arguments, if it can be opened.
-
-    Raises InputError without a tokenizer, if it has more entries than the embeddings, and like `model_section`.
-    """
+    """Return the source of an export. `tokenizer`: None for the tokenizer in the arguments, if it can be opened. Raises
+    InputError without a tokenizer, if it has more entries than the embeddings, and like `model_section`."""
     name = tokenizer or _tokenizer_of_arguments(checkpoint)
     found = load_tokenizer(TokenizeOptions(tokenizer=name, append_eod="auto"))
     sections = run_sections(checkpoint)

@@ -172,10 +172,8 @@ class AdamState:
 
 
 def find_adam_state(reader: CheckpointReader, state: Mapping[str, Any]) -> AdamState:
-    """Return Adam's state in a checkpoint. `state`: its plain part, `common["optimizer"]`.
-
-    Raises InputError if the state belongs to another optimizer, or has another form.
-    """
+    """Return Adam's state in a checkpoint. `state`: its plain part, `common["optimizer"]`. Raises InputError if the
+    state belongs to another optimizer, or has another form."""
     where = reader.folder
     form = state.get("param_state_sharding_type")
     names = (key.removeprefix(OPTIMIZER_PREFIX) for key in reader.tensors if key.startswith(OPTIMIZER_PREFIX))

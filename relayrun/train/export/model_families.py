@@ -184,10 +184,8 @@ _KNOWN = frozenset(
 
 
 def mapping_for_model(model: ModelSection, path: str | None = None) -> ModelMapping:
-    """Return the mapping at the import path `path`, or of the model's own config, or a built-in one that fits.
-
-    Raises ConfigError if the path leads to no mapping, and InputError with the differences if no built-in one fits.
-    """
+    """Return the mapping at the import path `path`, or of the model's own config, or a built-in one that fits. Raises
+    ConfigError if the path leads to no mapping, and InputError with the differences if no built-in one fits."""
     path = path or getattr(model, "mapping", None)
     if path is not None:
         return import_mapping(path)
@@ -204,11 +202,8 @@ def mapping_for_model(model: ModelSection, path: str | None = None) -> ModelMapp
 
 
 def mapping_for_config(config: Mapping[str, Any], path: str | None = None, *, where: object) -> ModelMapping:
-    """Return the mapping at the import path `path`, or the built-in one of a config.json.
-
-    Raises ConfigError if the path leads to no mapping, InputError without a built-in one and for a mapping of another
-    type.
-    """
+    """Return the mapping at the import path `path`, or the built-in one of a config.json. Raises ConfigError if the
+    path leads to no mapping, InputError without a built-in one and for a mapping of another type."""
     kind = config.get("model_type")
     if path is not None:
         mapping = import_mapping(path)

@@ -98,10 +98,8 @@ class StackedTensors(Join):
 
 class QueryKeyValue(Join):
     """Queries, key and value of each query group in turn; transformers has all queries, all keys and all values apart.
-
     Rotary positions pair the two halves of a head in both (rotary_interleaved is off), so nothing within a head is
-    permuted.
-    """
+    permuted."""
 
     def shapes(self, shape: Shape, sizes: ModelSizes) -> list[Shape]:
         return [(rows, *shape[1:]) for rows in (sizes.queries, sizes.keys, sizes.keys)]

@@ -57,11 +57,9 @@ def run_tasks(model: Path, settings: EvaluationSection) -> tuple[EvaluationScore
 def held_out_loss(
     checkpoint: CheckpointSource, model: Path, settings: EvaluationSection
 ) -> tuple[EvaluationScores, dict[str, Any]]:
-    """Return mean loss in nats per token, and its exponential, on the windows of the run's own evaluations.
-
-    Documents are separate in rows of `order: document-window` only; `eod_mask_loss` and `mask_tokens_except` mask
-    nothing. Raises InputError without a validation set.
-    """
+    """Return mean loss in nats per token, and its exponential, on the windows of the run's own evaluations. Documents
+    are separate in rows of `order: document-window` only; `eod_mask_loss` and `mask_tokens_except` mask nothing. Raises
+    InputError without a validation set."""
     from transformers import AutoModelForCausalLM
 
     training = checkpoint.config.training

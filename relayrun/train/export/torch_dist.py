@@ -69,11 +69,9 @@ class CheckpointReader:
     """Reads the checkpoint in `folder`: weights, other tensors, objects, plain values."""
 
     def __init__(self, folder: Path, checksum: str | None = None) -> None:
-        """Open a checkpoint. `checksum`: the checksum of its commit; None if no run knows it.
-
-        Raises InputError if this is no torch_dist checkpoint, if a file is missing or differs from the saved one, or if
-        it holds more than values.
-        """
+        """Open a checkpoint. `checksum`: the checksum of its commit; None if no run knows it. Raises InputError if this
+        is no torch_dist checkpoint, if a file is missing or differs from the saved one, or if it holds more than
+        values."""
         self.folder = folder
         if not (folder / METADATA_FILE).exists() and not (folder / CHECKSUM_INDEX).exists():
             raise InputError(
@@ -126,10 +124,8 @@ class CheckpointReader:
         return self.dtype_of("embedding.word_embeddings.weight")
 
     def read(self, key: str, *, start: Sequence[int], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Read the part of `shape` that begins at `start` (one number per dimension), converted to `dtype`.
-
-        Raises InputError if it cannot be read.
-        """
+        """Read the part of `shape` that begins at `start` (one number per dimension), converted to `dtype`. Raises
+        InputError if it cannot be read."""
         part = torch.empty(list(shape), dtype=dtype)
         wanted = ChunkStorageMetadata(offsets=torch.Size(start), sizes=torch.Size(shape))
         items = create_read_items_for_chunk_list(key, self._tensors[key], [wanted])
@@ -303,11 +299,9 @@ class TorchDistSavePlan(DefaultSavePlanner):
         self._make[index] = packed
 
     def add_extra_states(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Add the empty extra states that megatron-core's modules read. `shapes`: of all weights, by key.
-
-        Without fp8 each matrix of each layer and expert has an empty state, and so have the norms of heads and the norm
-        after the last layer.
-        """
+        """Add the empty extra states that megatron-core's modules read. `shapes`: of all weights, by key. Without fp8
+        each matrix of each layer and expert has an empty state, and so have the norms of heads and the norm after the
+        last layer."""
         for key, shape in shapes.items():
             module, _, name = key.rpartition(".")
             kind = module.rpartition(".")[2]

@@ -38,10 +38,8 @@ class HubRepository:
 
     @classmethod
     def from_environment(cls, repository: str) -> HubRepository:
-        """Return the repository with the user's token, without a request to the hub.
-
-        Raises ConfigError without a token, or without the package.
-        """
+        """Return the repository with the user's token, without a request to the hub. Raises ConfigError without a
+        token, or without the package."""
         if _REPOSITORY.fullmatch(repository) is None:
             raise ConfigError(
                 f"{repository!r} is no repository", where="the hub", hint="write OWNER/NAME, as in my-lab/my-model"
@@ -76,11 +74,9 @@ class HubRepository:
 
 
 def upload_to_hub(hub: HubRepository, folder: Path, *, public: bool = False, revision: str | None = None) -> str:
-    """Upload a folder of transformers in one commit; return a report.
-
-    A missing repository is created, private unless `public`, and so is the branch `revision`. Raises InputError if this
-    is no such folder, if a file looks like a secret, or if the hub refuses or fails.
-    """
+    """Upload a folder of transformers in one commit; return a report. A missing repository is created, private unless
+    `public`, and so is the branch `revision`. Raises InputError if this is no such folder, if a file looks like a
+    secret, or if the hub refuses or fails."""
     from huggingface_hub import CommitOperationAdd
     from huggingface_hub.utils.tqdm import disable_progress_bars
 

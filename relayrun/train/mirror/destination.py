@@ -19,7 +19,7 @@ from relayrun.control.rundir.mirror import CheckpointCopy, MirrorOwner
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.errors import RelayrunError, RunDirError
 from relayrun.files import fsync_directory, read_json, unused_name, write_json
-from relayrun.leftovers import remove_path
+from relayrun.leftovers import remove_leftovers, remove_path
 from relayrun.progress import Progress, count
 from relayrun.tokens.stores.direct_io import open_file_checksum
 from relayrun.train.checkpoint import checksums
@@ -87,10 +87,8 @@ class MirrorDestination(Protocol):
         """Return the files that lie under the name of a copy."""
 
     def stage(self, commit: CheckpointCommit, pace: CopyRateLimit) -> MirroredFiles:
-        """Copy the missing bytes of a checkpoint without a claim; return the files to be read back.
-
-        The remains of an earlier try of the same commit are kept. Raises CopyFailed if the checkpoint cannot be read.
-        """
+        """Copy the missing bytes of a checkpoint without a claim, on from an earlier try; return the files to be read
+        back. Raises CopyFailed if the checkpoint cannot be read."""
 
     def unstage(self, commit: CheckpointCommit) -> None:
         """Remove the staged files, which differ from the checkpoint."""
@@ -105,10 +103,8 @@ class MirrorDestination(Protocol):
         """Remove a withdrawn copy, at once or with the next `tidy`."""
 
     def tidy(self, names: set[str], missing: set[str]) -> None:
-        """Remove the remains of kills and withdrawn copies, but nothing that is claimed.
-
-        `names`: possible names of this run's copies. `missing`: names that are still to be copied.
-        """
+        """Remove the remains of kills and withdrawn copies, but nothing that is claimed. `names`: possible names of
+        this run's copies. `missing`: names that are still to be copied."""
 
 
 def copy_name(commit: CheckpointCommit) -> str:
@@ -118,10 +114,8 @@ def copy_name(commit: CheckpointCommit) -> str:
 def copy_faults(
     files: MirroredFiles, commit: CheckpointCommit, *, hashes: dict[str, str] | None = None
 ) -> tuple[list[str], dict[str, str]]:
-    """Read a copy back in full; return its faults, and the hash of each file if its commit has no root.
-
-    `hashes`: expected hashes if the commit has no root; None: those of the checkpoint itself.
-    """
+    """Read a copy back in full; return its faults, and the hash of each file if its commit has no root, which is
+    compared with `hashes` (None: those of the checkpoint itself)."""
     if files.sizes() != commit.files:
         return ["its files have not the names and sizes that were saved"], {}
     with Progress(f"verifying iteration {commit.iteration}", sum(commit.files.values())):
@@ -150,10 +144,7 @@ def source_faults(commit: CheckpointCommit) -> list[str]:
 def read_pieces(
     files: CheckpointFiles, name: str, size: int, pace: CopyRateLimit, *, start: int = 0
 ) -> Iterator[bytes]:
-    """Yield the bytes of a file to be copied, from `start` to `size`, at the given pace.
-
-    Raises CopyFailed if the file cannot be read, or ends before `size`.
-    """
+    """Yield the bytes of a file from `start` to `size`. Raises CopyFailed if it cannot be read, or ends before."""
     where = f"{files.where}/{name}"
     try:
         with files.open(name) as source:
@@ -193,6 +184,7 @@ class FolderDestination(MirrorDestination):
         self.where.mkdir(parents=True, exist_ok=True)
         refuse_place_of_others(self.where)
         (self.where / ".staging").mkdir(exist_ok=True)
+        remove_leftovers(self.where)
         owner.write(self.where / "mirror.json")
 
     def copies(self) -> dict[str, CheckpointCopy]:
@@ -263,11 +255,10 @@ def refuse_place_of_others(where: Path | str) -> None:
 
 
 def stage_files(source: MirroredFiles, commit: CheckpointCommit, staged: Path, pace: CopyRateLimit) -> None:
-    """Copy the missing bytes of a checkpoint into a folder; the remains of an earlier try of this commit are kept.
-
-    Raises CopyFailed if the checkpoint is away or changes, OSError if the target cannot be written.
-    """
+    """Copy the missing bytes of a checkpoint into a folder, on from an earlier try of this commit. Raises CopyFailed
+    if the checkpoint is away or changes, OSError if the target cannot be written."""
     marker = commit_marker(staged)
+    remove_leftovers(staged.parent)
     try:
         same = read_json(marker) == commit_identity(commit)
     except (FileNotFoundError, ValueError):

@@ -152,10 +152,8 @@ class ObjectStoreDestination(MirrorDestination):
         return f"{root}/{name}" if name else str(root)
 
     def _ask(self, call: Callable[[], T], name: str) -> T:
-        """Return the result of `call`, with the retries of `retry_transient`; a silent store is not asked again.
-
-        Raises FileNotFoundError, StoreError, and RelayrunError of `call`.
-        """
+        """Return the result of `call`, with the retries of `retry_transient`; a silent store is not asked again. Raises
+        FileNotFoundError, StoreError, and RelayrunError of `call`."""
         if self._gave_up is not None:
             raise self._gave_up
         url = f"{self.where}/{name}"

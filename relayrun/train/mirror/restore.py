@@ -14,7 +14,7 @@ from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.mirror import CheckpointCopy
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
-from relayrun.errors import InputError, RunDirError
+from relayrun.errors import InputError, RunDirError, on_interrupt
 from relayrun.files import fsync_directory, unused_name
 from relayrun.leftovers import rename_no_replace
 from relayrun.train.checkpoint.checksums import FolderCheckpointFiles
@@ -31,11 +31,9 @@ from relayrun.train.mirror.sync import check_owner, destination_at, exclusive_lo
 
 
 def restore_copy(run: Run, iteration: int | None) -> list[str]:
-    """Restore a copy to the place in the run's records; return a report, line by line.
-
-    `iteration`: None for the newest copy that counts and whose checkpoint is missing or torn in the run. No job of the
-    run may live. Raises RelayrunError if there is no such copy, or every such copy is damaged.
-    """
+    """Restore a copy to the place in the run's records; return a report, line by line. `iteration`: None for the newest
+    copy that counts and whose checkpoint is missing or torn in the run. No job of the run may live. Raises
+    RelayrunError if there is no such copy, or every such copy is damaged."""
     policy = trusted_policy(run)
     place = destination_at(policy.folder, CopyRateLimit(None))
     check_owner(run, policy, place)
@@ -88,7 +86,9 @@ def _first_intact(
             return [*said, bring(copy)]
         except CopyFailed as error:
             if copy is chosen[-1]:
-                raise _offering(error, copy, others) from None
+                before = next((each.iteration for each in others if each.iteration < copy.iteration), None)
+                hint = None if before is None else f"there is a copy of iteration {before}, too: name it as :{before}"
+                raise CopyFailed(error.message, where=error.where, hint=error.hint or hint) from None
             said.append(f"not restored: {error}")
     return said
 
@@ -104,15 +104,6 @@ def _uncounted(
         f"a copy of iteration {number} is there, too, which the run's records do not count: training went back, or "
         f"they are older than it; `relayrun checkpoint restore {place.where}:{number} --to FOLDER` brings it"
     ]
-
-
-def _offering(error: CopyFailed, copy: CheckpointCopy, others: Sequence[CheckpointCopy]) -> CopyFailed:
-    before = next((each.iteration for each in others if each.iteration < copy.iteration), None)
-    if before is None:
-        return error
-    return CopyFailed(
-        error.message, where=error.where, hint=f"there is a copy of iteration {before}, too: name it as :{before}"
-    )
 
 
 def _put_back(run: Run, place: MirrorDestination, copy: CheckpointCopy, commit: CheckpointCommit) -> str:
@@ -132,12 +123,11 @@ def _restored(copy: CheckpointCopy, final: Path) -> str:
     return f"restored iteration {copy.iteration}: {sum(copy.files.values()):,} bytes, verified: {final}"
 
 
+@on_interrupt(lambda: "what is copied is kept; the same command goes on")
 def fetch_copy(where: str, iteration: int | None, target: Path) -> list[str]:
-    """Restore a copy of a lost run into a folder; return a report, line by line.
-
-    `where`: the folder or URL of the run's copies. `iteration`: None for the newest copy; a damaged copy is reported,
-    and the copy before it taken. Raises RelayrunError if there is no such copy, or every such copy is damaged.
-    """
+    """Restore a copy of a lost run into a folder; return a report, line by line. `where`: the folder or URL of the
+    run's copies. `iteration`: None for the newest copy; a damaged copy is reported, and the copy before it taken.
+    Raises RelayrunError if there is no such copy, or every such copy is damaged."""
     place = destination_at(where, CopyRateLimit(None))
     copied = mirror.copies_newest_first(place.copies())
     chosen = [copy for copy in copied if iteration in (None, copy.iteration)]
@@ -150,15 +140,18 @@ def fetch_copy(where: str, iteration: int | None, target: Path) -> list[str]:
 
     def fetch(copy: CheckpointCopy) -> str:
         final = target / copy.name
-        if os.path.lexists(final):
-            if not copy_faults(FolderCheckpointFiles(final), copy.as_commit(place.where), hashes=copy.hashes)[0]:
-                return f"iteration {copy.iteration} is there already, verified: {final}"
+        if not os.path.lexists(final):
+            _fetch(place, copy, copy.as_commit(place.where), staging / copy.name)
+            _name(staging / copy.name, final)
+            said = _restored(copy, final)
+        elif not copy_faults(FolderCheckpointFiles(final), copy.as_commit(place.where), hashes=copy.hashes)[0]:
+            remove_staged(staging / copy.name)  # of a call that was killed just then
+            said = f"iteration {copy.iteration} is there already, verified: {final}"
+        else:
             raise InputError("something has this name already", where=final, hint="give another folder")
-        _fetch(place, copy, copy.as_commit(place.where), staging / copy.name)
-        _name(staging / copy.name, final)
         with contextlib.suppress(OSError):  # the remains of another restore stay
             staging.rmdir()
-        return _restored(copy, final)
+        return said
 
     refusal = InputError("another process restores into this folder now", where=target)
     with exclusive_lock(target, os.O_RDONLY, refusal):
@@ -166,10 +159,8 @@ def fetch_copy(where: str, iteration: int | None, target: Path) -> list[str]:
 
 
 def _fetch(place: MirrorDestination, copy: CheckpointCopy, commit: CheckpointCommit, staged: Path) -> None:
-    """Bring a copy into a folder, on from the remains of an earlier try, and verify it.
-
-    Raises CopyFailed if the copy is damaged, RunDirError if the folder cannot be written: no other copy helps then.
-    """
+    """Bring a copy into a folder, on from the remains of an earlier try, and verify it. Raises CopyFailed if the copy
+    is damaged, RunDirError if the folder cannot be written: no other copy helps then."""
     source = place.files(copy)
     try:
         # the remains may be torn themselves: then all is brought once more before the copy is blamed

@@ -17,7 +17,7 @@ from relayrun.control.rundir.mirror import CheckpointCopy, MirrorOwner, MirrorPa
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
-from relayrun.errors import RelayrunError, RunDirError
+from relayrun.errors import RelayrunError, RunDirError, on_interrupt
 from relayrun.files import writable_by_owner_alone
 from relayrun.leftovers import try_lock
 from relayrun.masking import mask_tokens
@@ -62,11 +62,8 @@ class MirrorPassResult:
 
 
 def mirror_checkpoints(run: Run, *, verify: bool = False, pace: CopyRateLimit | None = None) -> MirrorPassResult:
-    """Bring the copies of a run up to date; return a report.
-
-    `verify`: read all copies back in full, too. Raises RelayrunError if the run has no mirror, if its place is away or
-    holds the copies of another run, and if another process copies now.
-    """
+    """Bring the copies of a run up to date; return a report. `verify`: read all copies back in full, too. Raises
+    RelayrunError if the run has no mirror, its place is away or another run's, or another process copies now."""
     policy = trusted_policy(run)
     mirror.mirror_folder(run).mkdir(exist_ok=True)
     with mirror_lock(run), writable_by_owner_alone():
@@ -214,10 +211,8 @@ class _MirrorPass:
                 self._place.remove(name)
 
     def _remove(self) -> None:
-        """Remove copies that no rule keeps, but never the newest that counts; nothing if that copy is not whole.
-
-        Copies that no longer count after a rollback stay until the copies that count are beyond them.
-        """
+        """Remove copies that no rule keeps, but never the newest that counts; nothing if that copy is not whole. Copies
+        that no longer count after a rollback stay until the copies that count are beyond them."""
         every = mirror.copies_newest_first(self._place.copies())
         counting = self._counting(every)
         if not counting or self._place.fault(counting[0]) is not None:
@@ -289,6 +284,7 @@ def exclusive_lock(path: Path, flags: int, refusal: RelayrunError) -> Iterator[N
         with contextlib.suppress(OSError):  # a file system without locks; all copies are verified anyway
             if not try_lock(held):
                 raise refusal
-        yield
+        with on_interrupt(lambda: "what is copied is kept; the same command goes on"):
+            yield
     finally:
         os.close(held)

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relayrun.control.rundir.restarts import METRICS_CHUNK, resets_iteration
+from relayrun.progress import count
 
 Column = npt.NDArray[np.float64]
 _NUMBER = rb"[-+0-9.eE]++"
@@ -60,6 +61,7 @@ def read_metrics_blocks(path: Path, names: Sequence[str]) -> Iterator[MetricsBlo
     form: _LineForm | None = None
     with file:
         while lines := file.readlines(METRICS_CHUNK):
+            count(sum(map(len, lines)))
             if not lines[-1].endswith(b"\n"):
                 lines.pop()
             if form is None:

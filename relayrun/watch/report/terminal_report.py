@@ -11,6 +11,7 @@ from rich.table import Table
 from relayrun.control.rundir import merged_metrics
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_json_lines
+from relayrun.progress import Progress, counted
 from relayrun.publishing import published_file
 from relayrun.watch.goodput.facts import AttemptFacts, NodeAllocation, read_run_facts
 from relayrun.watch.text import text_table
@@ -55,7 +56,10 @@ class AttemptsAndLosses:
 def read_attempts_report(run: Run) -> AttemptsAndLosses:
     """Read a run's records; the scheduler knows the ends that no job could record. Raises RunDirError if no attempt has
     begun."""
-    lines = list(merged_metrics.valid_lines(run))
+    with Progress("reading metrics", None, "lines"):
+        lines = list(counted(merged_metrics.valid_lines(run)))
+        found = read_run_facts(run).allocations
+        attempts = [_attempt_row(each, each.facts) for each in found if each.facts is not None]
     steps = [line for line in lines if "loss" in line]
     validation: dict[str, list[tuple[int, float]]] = {}
     for line in lines:
@@ -63,7 +67,7 @@ def read_attempts_report(run: Run) -> AttemptsAndLosses:
             validation.setdefault(name, []).append((line["iteration"], loss))
     return AttemptsAndLosses(
         run=run,
-        attempts=[_attempt_row(each, each.facts) for each in read_run_facts(run).allocations if each.facts is not None],
+        attempts=attempts,
         iterations=[line["iteration"] for line in steps],
         losses=[line["loss"] for line in steps],
         validation=validation,
@@ -72,7 +76,7 @@ def read_attempts_report(run: Run) -> AttemptsAndLosses:
 
 def _attempt_row(allocation: NodeAllocation, facts: AttemptFacts) -> AttemptRow:
     attempt, begin, end = facts.attempt, facts.begin, facts.end
-    steps: list[dict[str, Any]] = [line for line in read_json_lines(attempt.metrics) if "loss" in line]
+    steps: list[dict[str, Any]] = [line for line in counted(read_json_lines(attempt.metrics)) if "loss" in line]
     seconds = sum(line.get("step_seconds", 0.0) for line in steps)  # optional for a foreign program
     tokens = round(sum(line.get("tokens_per_second", 0.0) * line.get("step_seconds", 0.0) for line in steps))
     return AttemptRow(
