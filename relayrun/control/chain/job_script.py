@@ -216,6 +216,7 @@ def attempt_environment(
     task_command: Sequence[str],
     signal_command: Sequence[str],
     leave_signal: str,
+    hang_seconds: int,
     leave_from: int = 0,
     unset: Sequence[str] = (),
 ) -> str:
@@ -231,6 +232,7 @@ def attempt_environment(
         f"task_command=({shlex.join(task_command)})",
         f"signal_command=({shlex.join(signal_command)})",
         f"leave_signal={shlex.quote(leave_signal)}",
+        f"hang_seconds={hang_seconds}",
         *([f"leave_from={leave_from}"] if leave_from else []),
     )
 
