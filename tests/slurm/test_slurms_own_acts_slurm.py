@@ -144,7 +144,7 @@ def test_who_ended_a_job_is_known_while_its_batch_script_lives(
     cluster: TestCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Newer Slurm says it in JSON; 22.05 by the reason alone."""
-    deaf = "trap '' TERM; for each in {1..200}; do sleep 1; done"
+    deaf = "trap '' TERM; for each in $(seq 200); do sleep 1; done"
     limited, killed = (cluster.sbatch(["--output=/dev/null", "--time=1", f"--wrap={deaf}"]) for _ in range(2))
     for name, value in cluster.env.items():
         monkeypatch.setenv(name, value)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.rundir.run import stop_reason
+from relayrun.control.rundir.run import Run, stop_reason
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 
 from .cluster import ROOT, TestCluster
@@ -24,16 +24,19 @@ ENDED_WITHIN = 300.0
 """Seconds for the end of a job with a process that stands still; its time limit is 3000 s."""
 
 
-def words_of(pid: int) -> str:
+def words_of(pid: int, run: Run) -> str:
+    """The command line of a process of this run: another cluster's job may have the same id."""
     try:
+        if f"RELAYRUN_RUN_DIR={run.path}\0".encode() not in Path(f"/proc/{pid}/environ").read_bytes():
+            return ""
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     except OSError:
         return ""
 
 
-def stop_processes(job: str, words: Sequence[str]) -> list[int]:
+def stop_processes(run: Run, job: str, words: Sequence[str]) -> list[int]:
     """SIGSTOP to the processes of a job whose command lines hold one of these words."""
-    found = [pid for pid in job_processes(job) if any(word in words_of(pid) for word in words)]
+    found = [pid for pid in job_processes(job) if any(word in words_of(pid, run) for word in words)]
     for pid in found:
         os.kill(pid, signal.SIGSTOP)
     return found
@@ -62,9 +65,9 @@ def test_a_process_that_is_stopped_holds_no_node_to_the_time_limit(
     job = start(cluster, run)
     wait_for_iteration(cluster, run)
     cluster.wait_until(lambda: "guarding" in logs_of_guard(run), timeout=240, what="the guard")
-    assert stop_processes(job, words)
+    assert stop_processes(run, job, words)
     if rank:
-        stop_processes(job, ["relay_program.py"])
+        assert stop_processes(run, job, ["relay_program.py"])
     began = time.monotonic()
     wait_for_end(cluster, run, plan)
     cluster.wait_job(job)
