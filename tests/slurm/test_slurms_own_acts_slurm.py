@@ -44,7 +44,8 @@ def test_a_job_whose_time_is_extended_uses_it(cluster: TestCluster, make_run: Ma
     assert [end.cause for end in ends(run)] == ["done"], logs(run)
     begin, (end,) = begin_of(run, 1), ends(run)
     assert begin.job_end_time is not None
-    assert end.time > begin.job_end_time
+    assert end.end_time is not None
+    assert end.end_time > begin.job_end_time
     changed = run.attempt(1).job_end_time(begin)
     assert changed is not None
     assert changed == pytest.approx(begin.job_end_time + 480, abs=5)

@@ -64,7 +64,9 @@ def test_a_change_of_the_waiting_job_is_kept_and_its_time_limit_is_not(
     wait_for_iteration(cluster, run)
     (second,) = pending(cluster, plan)
     given = cluster.job(second)["TimeLimit"]
-    cluster.run(["scontrol", "update", f"JobId={second}", "Partition=low", "TimeLimit=1"])
+    change = ["scontrol", "update", f"JobId={second}", "Partition=low", "TimeLimit=1"]
+    # 26.05: `Resource temporarily unavailable` while the controller is busy with the job
+    cluster.wait_until(lambda: cluster.run(change, check=False).returncode == 0, timeout=60, what="the change")
     cluster.run(["scancel", "--signal=USR2", "--batch", first])
     wait_for_iteration(cluster, run, attempt=2)
     (third,) = cluster.wait_until(lambda: pending(cluster, plan), what="the third job")
