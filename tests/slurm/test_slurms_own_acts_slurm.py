@@ -159,3 +159,16 @@ def test_who_ended_a_job_is_known_while_its_batch_script_lives(
         beside = slurm._states_beside_completing(job)
         assert slurm.cancelled(job, nodes=cluster.job(job)["NodeList"]) is (job == killed)
         assert beside == ([] if " 22.05." in installed_version() else [word])
+
+
+@pytest.mark.skipif(
+    " 22.05." in installed_version(), reason="this version refuses --cpus-per-gpu where no GPU is bound"
+)
+def test_processors_may_be_asked_for_by_the_gpu(cluster: TestCluster, make_run: MakeRun) -> None:  # noqa: F811
+    options = {"cpus-per-gpu": "2", "gpus-per-node": "1"}
+    run, plan = make_run("--steps=10", total_steps=10, cpus_per_task=2, sbatch_options=options, **ONE_NODE)
+    job = start(cluster, run)
+    wait_for_end(cluster, run, plan)
+    assert [end.cause for end in ends(run)] == ["done"], logs(run)
+    assert "value exceeds that of job" not in logs(run)
+    assert cluster.job(job)["NumCPUs"] == "2"
