@@ -27,9 +27,8 @@ ENDED_WITHIN = 300.0
 def words_of(pid: int, run: Run) -> str:
     """The command line of a process of this run: another cluster's job may have the same id."""
     try:
-        if f"RELAYRUN_RUN_DIR={run.path}\0".encode() not in Path(f"/proc/{pid}/environ").read_bytes():
-            return ""
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        return words if str(run.path) in words else ""
     except OSError:
         return ""
 
