@@ -12,8 +12,9 @@ export RELAYRUN_USER_PYTHONPATH="${PYTHONPATH:-}" # as submitted: for the ranks,
 export RELAYRUN_USER_PYTHONSAFEPATH="${PYTHONSAFEPATH:-}"
 
 # exit codes of the supervisor; any other one says that it could not do its part
-readonly CHAIN_ENDS=10 # `begin`: the ranks must not start
-readonly FAILED=12     # `end`: the attempt failed, and the chain has been seen to
+readonly CHAIN_ENDS=10    # `begin`: the ranks must not start
+readonly FAILED=12        # `end`: the attempt failed, and the chain has been seen to
+readonly END_SECONDS=1800 # `end` waits for a controller, and longer only for a file system that hangs
 
 if ! declare -F within >/dev/null; then # the job script is an earlier version's
   : "${RELAYRUN_JOB_NAME:=${SLURM_JOB_NAME:-}}" "${RELAYRUN_MAX_FAILED_BEGINS:=6}" "${RELAYRUN_BEGIN_BACKOFF:=30}"
@@ -28,12 +29,15 @@ attempt_dir=""
 task=""
 watcher=""
 doing=""           # which code of the site runs in this script
+clock=""           # gives the attempt up if `end` takes too long
 asked="${asked:-}" # why the ranks were asked to leave, before there was somebody to ask
 interrupted=""     # a trap ran since the last wait
 leave_from=0       # seconds since 1970; before, SIGUSR2 is Slurm's warning for a job that has more time than this one
+hang_seconds=300   # after which a process that stands still hangs
 
 leave() { # exit code
   trap - EXIT
+  [[ -z "${clock}" ]] || kill "${clock}" 2>/dev/null || true
   exit "$1"
 }
 
@@ -50,20 +54,37 @@ supervisor() {
 }
 
 end_watch() { # process id; it writes down what it has seen, but a file system that hangs must not hold the job
-  kill "$1" 2>/dev/null || return 0
+  kill "$1" 2>/dev/null && kill -CONT "$1" 2>/dev/null || return 0
   timeout 60 tail --pid="$1" -f /dev/null || kill -KILL "$1" 2>/dev/null || true
 }
 
-# Start `watch` again when it ends before it is told to: without it nobody sees ranks that hang.
+# How often a process has given up a processor: once a second or more, unless it is stopped or waits for a file system.
+switches() { # process id
+  { grep -s _ctxt_switches "/proc/$1/status" || true; } 2>/dev/null
+}
+
+# Start `watch` again when it ends before it is told to, and end it when it stands still: without it nobody sees ranks
+# that hang. Not even SIGKILL ends a process that waits for a file system: then the batch script gives the attempt up.
 keep_watching() {
-  local watch="" code pause=5
+  local watch="" code pause=5 seen still
   trap - EXIT
   trap '' USR2
   trap '[[ -z "${watch}" ]] || end_watch "${watch}"; exit 0' TERM
   while kill -0 $$ 2>/dev/null; do
-    code=0
+    code=0 seen="" still=0
     supervisor watch --attempt "${attempt}" --batch-pid $$ &
     watch=$!
+    while kill -0 "${watch}" 2>/dev/null; do
+      sleep 5 &
+      wait $! || true
+      if [[ -z "${seen}" || "$(switches "${watch}")" != "${seen}" ]]; then
+        seen="$(switches "${watch}")" still=${SECONDS}
+      elif ((SECONDS - still > 5 * hang_seconds)); then
+        kill -USR1 $$
+      elif ((SECONDS - still > hang_seconds)); then
+        kill -KILL "${watch}" 2>/dev/null || true
+      fi
+    done
     wait "${watch}" || code=$?
     watch=""
     ((code)) || exit 0
@@ -71,6 +92,36 @@ keep_watching() {
     sleep "${pause}" &
     wait $! || true
     pause=$((pause < 60 ? 2 * pause : pause))
+  done
+}
+
+# The file system of the run directory hangs: the log's may be the same.
+give_up_attempt() {
+  trap '' USR1
+  within 30 log_hang || exec >/dev/null 2>&1
+  again "the file system" 137
+}
+
+log_hang() {
+  echo "[relayrun $(date +%FT%T)] the supervisor has stood still for longer than ranks may: the file system hangs" >&2
+}
+
+# Have this script give the attempt up later.
+give_up_after() { # seconds
+  trap - EXIT
+  trap 'kill $!; exit 0' TERM
+  sleep "$1" &
+  wait $! && kill -USR1 $$
+}
+
+# Wait for a child and return its exit code. A trap ends `wait` early, with a code of its own; the true code is that of
+# the last, undisturbed wait.
+wait_for() { # process id
+  local code
+  while :; do
+    interrupted="" code=0
+    wait "$1" || code=$?
+    [[ -n "${interrupted}" ]] || return "${code}"
   done
 }
 
@@ -148,13 +199,8 @@ run_ranks() {
   "${task_command[@]}" &
   task=$!
 
-  # A trap ends `wait` early, with a code of its own; the true code is that of the last, undisturbed wait.
-  while :; do
-    interrupted=""
-    code=0
-    wait "${task}" || code=$?
-    [[ -n "${interrupted}" ]] || break
-  done
+  code=0
+  wait_for "${task}" || code=$?
   task=""
 
   kill "${watcher}" 2>/dev/null || true
@@ -166,15 +212,19 @@ run_ranks() {
 end_attempt() { # exit code of the ranks
   local pause ended
   trap 'again "the batch script" $?' EXIT
+  give_up_after "${END_SECONDS}" >/dev/null 2>&1 &
+  clock=$!
   for pause in 2 10 30 0; do # what it could not write or ask may be possible a little later
     ended=0
-    (supervisor end --attempt "${attempt}" --exit-code "$1") || ended=$?
+    supervisor end --attempt "${attempt}" --exit-code "$1" & # in the background, so that a signal is heard
+    wait_for $! || ended=$?
     case "${ended}" in
       0) leave 0 ;;
       "${FAILED}") leave 1 ;;
     esac
     sleep "${pause}"
   done
+  kill "${clock}" 2>/dev/null || true
   again "end" "${ended}"
 }
 
@@ -189,6 +239,7 @@ died_in_attempt() { # exit code
 
 trap 'ask_to_leave "SIGUSR2"' USR2
 trap 'ask_to_leave "SIGTERM"' TERM
+trap give_up_attempt USR1 # from this script itself
 
 code=0
 begin || code=$?

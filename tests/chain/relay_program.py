@@ -117,7 +117,7 @@ while True:
             triggers.acknowledge_trigger(run, trigger, iteration=iteration, result="saved")
     if rank and attempt.outcome.exists():  # rank 0 looks, the others follow
         sys.exit(0)
-    if begin.job_end_time is not None and time.time() > begin.job_end_time - begin.grace_period:
+    if (job_end := attempt.job_end_time(begin)) is not None and time.time() > job_end - begin.grace_period:
         leave("saved", "time limit near")
     if iteration >= options.steps:
         leave("done", "last step")

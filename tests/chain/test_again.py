@@ -395,7 +395,8 @@ def test_watch_is_started_again_though_its_log_is_full(tmp_path: Path) -> None:
     count = tmp_path / "count"
     lines = [
         "set -euo pipefail",
-        "attempt=1",
+        "attempt=1 hang_seconds=60",
+        "switches() { :; }",
         "sleep() { :; }",
         f'supervisor() {{ echo >>"{count}"; [[ "$(wc -l <"{count}")" -ge 3 ]]; }}',
         script[begin : script.index("\n}\n", begin) + 2],

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -232,6 +233,26 @@ def test_ranks_that_hang_are_started_again_after_they_were_asked_for_their_stack
     assert not run.attempt(1).hang.exists()
     assert (run.attempt(1).failures / "restart-0001/hang.json").exists()
     assert 'File "' in (run.stacks(1) / "restart-0001/rank-0000.txt").read_text()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("with_its_rank", [True, False])
+def test_an_agent_that_stands_still_holds_no_node_to_the_time_limit(make_run: MakeRun, with_its_rank: bool) -> None:
+    run, plan = make(make_run, "1:0:7:told", hang_timeout=5, time_limit=3000)
+    stopped: list[float] = []
+
+    def stop_the_agent() -> None:
+        if not stopped and (run.attempt(1).path / "at-1-7-1").exists():
+            rank = pids_of(run)[1]
+            os.kill(parent(parent(rank)), signal.SIGSTOP)
+            stopped.append(time.monotonic())
+            if with_its_rank:
+                os.kill(rank, signal.SIGSTOP)
+
+    run_with(run, plan, stop_the_agent)
+    assert time.monotonic() - stopped[0] < 240
+    (record,) = ends(run)
+    assert record.cause == "hang", logs(run)
 
 
 @pytest.mark.long

@@ -53,6 +53,17 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     slurm_commands.installed_sbatch_options.cache_clear()
 
 
+@pytest.mark.parametrize(
+    ("option", "kept"),
+    [('cpus-per-gpu: "4"', False), ("tres-per-task: cpu=4", False), ("tres-per-task: gres/gpu:1", True)],
+)
+def test_processors_are_asked_for_in_one_way(option: str, kept: bool) -> None:
+    """sbatch: --cpus-per-task, --tres-per-task=cpu:#, and --cpus-per-gpu are mutually exclusive."""
+    lines = header(submission.dry_run(config(f"job.sbatch={{{option}}}")))
+    assert any(line.startswith("--cpus-per-task") for line in lines) is kept
+    assert any(line.startswith(f"--{option.partition(':')[0]}") for line in lines)
+
+
 def test_any_option_stands_in_the_job_script_quoted() -> None:
     text = submission.dry_run(
         config('job.sbatch={gres: "gpu:4", mail-type: END, licenses: "a b\\"$(id)", nice: 100, contiguous: true}')
@@ -104,7 +115,7 @@ def test_names_are_checked_against_the_installed_sbatch_with_its_plugins() -> No
 def test_without_sbatch_the_list_of_a_named_version_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm_commands, "installed_sbatch_options", lambda: None)
     slurm_commands.check_sbatch_options(["gres", "mail-type", "network"], where="job.sbatch")
-    with pytest.raises(ConfigError, match=r"sbatch 22\.05\.8 has no option --mailtype\n.*did you mean mail-type\?"):
+    with pytest.raises(ConfigError, match=r"sbatch 26\.05\.5 has no option --mailtype\n.*did you mean mail-type\?"):
         slurm_commands.check_sbatch_options(["mailtype"], where="job.sbatch")
 
 

@@ -350,7 +350,9 @@ def test_variables_of_the_job_in_which_a_job_was_submitted_do_not_reach_the_rank
     monkeypatch.setattr("relayrun.control.scheduler.slurm_nodes.SlurmNodes.expand", lambda _self, _nodes: ["localhost"])
     job = parse_job(LINE.replace("MinMemoryNode=100M", memory))
     unset = Slurm().rank_launch(replace(Plan.of(PLAN), srun_options=options), job, leave_signal=None).unset
-    assert {"SLURM_TIMELIMIT", "SLURM_TRES_PER_TASK", *dropped} <= set(unset)
+    assert {"SLURM_TIMELIMIT", "SLURM_TRES_PER_TASK", "SLURM_CPUS_PER_TASK", "SLURM_CPUS_PER_GPU", *dropped} <= set(
+        unset
+    )
     assert not set(kept) & set(unset)
 
 

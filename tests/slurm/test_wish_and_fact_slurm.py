@@ -54,6 +54,14 @@ def test_a_site_that_chooses_the_partition_and_refuses_one_that_is_given(
     assert [end.cause for end in ends(run)] == ["saved", "done"], logs(run)
 
 
+def change(cluster: TestCluster, job: str, *fields: str) -> None:
+    """26.05 says `Resource temporarily unavailable` while its controller is busy with a job."""
+    command = ["scontrol", "update", f"JobId={job}", *fields]
+    cluster.wait_until(
+        lambda: cluster.run(command, check=False).returncode == 0, timeout=60, what="the change of a job"
+    )
+
+
 def test_a_change_of_the_waiting_job_is_kept_and_its_time_limit_is_not(
     cluster: TestCluster,
     make_run: MakeRun,  # noqa: F811
@@ -64,7 +72,7 @@ def test_a_change_of_the_waiting_job_is_kept_and_its_time_limit_is_not(
     wait_for_iteration(cluster, run)
     (second,) = pending(cluster, plan)
     given = cluster.job(second)["TimeLimit"]
-    cluster.run(["scontrol", "update", f"JobId={second}", "Partition=low", "TimeLimit=1"])
+    change(cluster, second, "Partition=low", "TimeLimit=1")
     cluster.run(["scancel", "--signal=USR2", "--batch", first])
     wait_for_iteration(cluster, run, attempt=2)
     (third,) = cluster.wait_until(lambda: pending(cluster, plan), what="the third job")
@@ -73,7 +81,7 @@ def test_a_change_of_the_waiting_job_is_kept_and_its_time_limit_is_not(
     assert begin_of(run, 2).options["time"] == "00:01:00"
     found = run_status.read_run_status(run, queue.query_queue(run), now=0.0)
     assert found.changed_options == [f"partition is low instead of debug since job {second}"]
-    cluster.run(["scontrol", "update", f"JobId={third}", "Partition=debug"])
+    change(cluster, third, "Partition=debug")
     cluster.run(["scancel", "--signal=USR2", "--batch", second])
     wait_for_iteration(cluster, run, attempt=3)
     found = run_status.read_run_status(run, queue.query_queue(run), now=0.0)
@@ -92,7 +100,7 @@ def test_a_requeued_job_does_not_keep_a_lowered_time_limit(
     first = start(cluster, run, plan, monkeypatch)
     wait_for_iteration(cluster, run)
     given = cluster.job(first)["TimeLimit"]
-    cluster.run(["scontrol", "update", f"JobId={first}", "TimeLimit=2"])
+    change(cluster, first, "TimeLimit=2")
     cluster.run(["scancel", "--signal=USR2", "--batch", first])
     wait_for_end(cluster, run, plan)
     assert [end.cause for end in ends(run)] == ["saved", "done"], logs(run)

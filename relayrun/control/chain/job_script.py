@@ -29,7 +29,7 @@ def job_script(plan: Plan, run: Run) -> str:
         "time": format_time(plan.time_limit),
         "nodes": str(plan.nodes_of_job),
         "ntasks-per-node": str(plan.ntasks_per_node),
-        "cpus-per-task": str(plan.cpus_per_task),
+        **({} if names_processors(plan.sbatch_options) else {"cpus-per-task": str(plan.cpus_per_task)}),
         **plan.sbatch_options,
         # the script opens its log itself: if Slurm cannot open it, the job silently does not start
         "output": "/dev/null",
@@ -64,6 +64,11 @@ def job_script(plan: Plan, run: Run) -> str:
         "# shellcheck source=/dev/null",
         'source "${RELAYRUN_ROOT}/launchers/lib/job.sh"',
     )
+
+
+def names_processors(options: Mapping[str, str | None]) -> bool:
+    """Return whether these options ask for processors in a way that sbatch accepts without `--cpus-per-task` alone."""
+    return "cpus-per-gpu" in options or "cpu" in (options.get("tres-per-task") or "")
 
 
 def fallback_script(plan: Plan, run: Run) -> str:
@@ -216,6 +221,7 @@ def attempt_environment(
     task_command: Sequence[str],
     signal_command: Sequence[str],
     leave_signal: str,
+    hang_seconds: int,
     leave_from: int = 0,
     unset: Sequence[str] = (),
 ) -> str:
@@ -231,6 +237,7 @@ def attempt_environment(
         f"task_command=({shlex.join(task_command)})",
         f"signal_command=({shlex.join(signal_command)})",
         f"leave_signal={shlex.quote(leave_signal)}",
+        f"hang_seconds={hang_seconds}",
         *([f"leave_from={leave_from}"] if leave_from else []),
     )
 

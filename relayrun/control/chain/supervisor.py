@@ -488,6 +488,7 @@ def _environment(
         signal_command=launch.signal_command,
         unset=launch.unset,
         leave_signal="" if leave is None else leave.name.removeprefix("SIG"),
+        hang_seconds=max(60, math.ceil(plan.chain.hang_timeout)),  # the watch may wait for a slow file system
         # Slurm's warning is the plan's: in a job with less time it comes with the start
         leave_from=math.floor((begin.job_end_time or 0) - begin.grace_period)
         if _time_limit(plan, job) < plan.time_limit and begin.grace_period < plan.signal_seconds

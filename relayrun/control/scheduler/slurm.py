@@ -176,7 +176,8 @@ class Slurm(SlurmCommands, Scheduler):
             text = self._once(["scontrol", "show", "reservation", "--oneliner"])
         except SchedulerError:
             return {}
-        rows = [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in text.splitlines()]
+        # of two equal fields the first counts: the text of the comment comes last
+        rows = [dict(reversed(re.findall(r"(\S+?)=(\S*)", line))) for line in text.splitlines()]
         return {row["ReservationName"]: row for row in rows if "ReservationName" in row}
 
     def reservation_end(self, name: str, *, for_good: bool = False) -> float | None:

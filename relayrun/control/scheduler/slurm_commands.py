@@ -77,9 +77,9 @@ def foreign_variables(options: Mapping[str, str], srun_options: Sequence[str]) -
     """Return srun's variables that do not belong to a job with these options: sbatch hands on those around it.
 
     srun accepts one kind of memory, GPUs in one way, and a time limit of its own. The processors of a task are among
-    its options.
+    its options: it complains of more than the variables say.
     """
-    names = ["SLURM_TIMELIMIT", "SLURM_TRES_PER_TASK"]
+    names = ["SLURM_TIMELIMIT", "SLURM_TRES_PER_TASK", "SLURM_CPUS_PER_TASK", "SLURM_CPUS_PER_GPU"]
     if options.keys() & {"mem", "mem-per-cpu"}:
         names += [name for name, option in _MEMORY_VARIABLES.items() if option not in options]
     asked = dict(option.removeprefix("--").partition("=")[::2] for option in srun_options)
@@ -390,21 +390,25 @@ def own_cluster_name() -> str:
     return found[1] if found else ""
 
 
-KNOWN_SBATCH_VERSION = "22.05.8"
+KNOWN_SBATCH_VERSION = "26.05.5"
 """Slurm version of KNOWN_SBATCH_OPTIONS."""
 _SBATCH_OPTIONS = """
-    account array bb bbf begin chdir cluster-constraint clusters comment constraint container contiguous core-spec
-    cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot dependency distribution error exclude
-    exclusive export export-file extra-node-info get-user-env gid gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket
-    gpus-per-task gres gres-flags help hold ignore-pbs input job-name kill-on-invalid-dep licenses mail-type mail-user
-    mcs-label mem mem-bind mem-per-cpu mem-per-gpu mincpus network nice no-kill no-requeue nodefile nodelist nodes
-    ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket open-mode output overcommit oversubscribe
-    parsable partition power priority profile propagate qos quiet reboot requeue reservation signal sockets-per-node
-    spread-job switches test-only thread-spec threads-per-core time time-min tmp uid usage use-min-nodes verbose version
-    wait wait-all-nodes wckey wrap
+    account array bb bbf begin chdir cluster-constraint clusters comment constraint container container-id
+    container-type contiguous core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot
+    dependency distribution error exclude exclusive export export-file extra-node-info get-user-env gid gpu-bind
+    gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task gres gres-flags help hold ignore-pbs input job-name
+    licenses mail-type mail-user mcs-label mem mem-per-cpu mem-per-gpu mincpus nice no-kill no-requeue nodefile nodelist
+    nodes ntasks ntasks-per-core ntasks-per-node ntasks-per-socket oom-kill-step output overcommit oversubscribe
+    parsable partition power priority profile propagate qos quiet reboot requeue reservation resv-ports signal
+    sockets-per-node spread-job spread-segments switches test-only thread-spec threads-per-core time time-min tmp
+    tres-bind tres-per-task uid usage use-min-nodes verbose version wait wckey wrap
 """
-
-KNOWN_SBATCH_OPTIONS = frozenset(_SBATCH_OPTIONS.split())
+_UNLISTED_SBATCH_OPTIONS = frozenset(
+    {"acctg-freq", "batch", "consolidate-segments", "extra", "hint", "kill-on-invalid-dep", "mem-bind", "network"}
+    | {"ntasks-per-gpu", "open-mode", "prefer", "segment", "stepmgr", "wait-all-nodes"}
+)
+"""Options that sbatch accepts but does not list; older versions refuse some."""
+KNOWN_SBATCH_OPTIONS = frozenset(_SBATCH_OPTIONS.split()) | _UNLISTED_SBATCH_OPTIONS
 _SBATCH_HELP_SECONDS = 20.0
 
 
@@ -424,12 +428,6 @@ def installed_sbatch_options() -> frozenset[str] | None:
         return None
     names = option_names_in("\n".join(texts))
     return names | _UNLISTED_SBATCH_OPTIONS if "job-name" in names else None
-
-
-_UNLISTED_SBATCH_OPTIONS = frozenset(
-    {"kill-on-invalid-dep", "mem-bind", "network", "ntasks-per-gpu", "open-mode", "wait-all-nodes"}
-)
-"""Options that every sbatch accepts but not every sbatch lists."""
 
 
 def check_sbatch_options(names: Iterable[str], *, where: str) -> None:

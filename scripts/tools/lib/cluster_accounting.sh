@@ -15,6 +15,7 @@ accounting_start() {
   daemon_start "$dir" slurmdbd ""
   for ((try = 0; try < 600; try++)); do
     ! sacctmgr --noheader list cluster >/dev/null 2>&1 || break
+    daemon_pid "$dir" slurmdbd >/dev/null || fail "slurmdbd has ended; see $dir/log/slurmdbd.log"
     ((try < 599)) || fail "slurmdbd runs and does not answer; see $dir/log/slurmdbd.log"
     sleep 0.1
   done
