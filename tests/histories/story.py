@@ -416,12 +416,14 @@ class History:
         if job := self._chain(running=True):
             self._ended_by_person()
             self.laws.person_ended = job.id
+            self.laws.unrecorded = self.clock.now < self.full_until
             self.slurm.cancel(job, 1000)
 
     def successor_cancelled(self) -> None:
         if job := self._chain(running=False):
             self._ended_by_person()
             self.laws.person_ended = job.id
+            self.laws.unrecorded = self.clock.now < self.full_until
             self.slurm.cancel(job, 1000)
 
     def stop_by_hand(self) -> None:
