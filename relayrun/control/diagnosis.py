@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from relayrun.config.sections.chain import FailureSignature
-from relayrun.control.failure_signatures import ENDS, GENERAL, WARNINGS, classify, is_secondary_error
+from relayrun.control.failure_signatures import ENDS, GENERAL, WARNINGS, classify, is_secondary_error, literals
 from relayrun.control.job_log import LOG_PREFIX
 
 SURVIVED = 40
@@ -44,18 +44,8 @@ _ASIDE = re.compile(r"\s|$|srun: |slurmstepd|wandb: |=====|-----|frame #|\[relay
 """Lines that programs write when they end, and lines of others: they do not show that training goes on."""
 _IGNORED = "ignored"
 _PROGRESS = re.compile(r"\b(?:iteration|step|iter|epoch)\b\W{0,3}\d", re.I)
-_TROUBLE = re.findall(
-    r"[^|]+",
-    "Traceback|The above|During|rror|xception|ailed|FAILED|emory|Xid|ECC|fallen|GPU|evice|CUDA|cuda|HIP|PTX|"
-    "driver|ssert|illegal|aligned|oom|OOM|OUT_OF|Out Of|space|uota|ead-only|Too many|thread|fork|Thread|known|"
-    "esol|ddress|EADDR|in use|utilizing|onnect|Offline|etries|imeout|oute|nreachable|Client|Repo|API key|"
-    "api_key|CERT|interface|NET/IB|IB|ibv_|can't|annot|No such|No module|not found|symbol|odule|pyxis|enroot|"
-    "FATAL|execve|option|verride|yntax|EOF|unbound|ismatch|key|Reader|magic|Pickl|denied|permitted|"
-    "does not exist|nan|NaN|Inf|inf|shape|match|nvalid|DUE TO|failure|launch|nable to|ontroller|timed out|"
-    "equested|terminate|Terminat|Fatal|Abort|what()|MPI_|Killed|SIG|fault|Bus|Illegal|atchdog|pipe|nterrupt|"
-    "xit|signal|CalledProcess|The IPv|fatal|Lmod|Stale|endpoint|SHM|stream",
-)
-"""Parts of words of which every line of the table of failures holds one: a fast look before the patterns."""
+_TROUBLE = ("Traceback", "The above exception", "During handling", *literals())
+"""Parts of words of which every line that means something holds one: a fast look before the patterns."""
 _CONTINUED = re.compile(r"NCCL error|DistBackendError|terminate called|CalledProcessError|CUDA error|:$|Last error")
 
 
