@@ -24,7 +24,7 @@ _SECONDARY = re.compile("|".join(_TABLE["secondary"]), re.I)
 WARNINGS = tuple(each["name"] for each in _TABLE["entries"] if "any_line" in each)
 ENDS = ("abort", "crashed", "killed")
 """Entries that say how a program ended: another line may say why."""
-GENERAL = ("exception", "assertion", *ENDS)
+GENERAL = ("exception", "assertion", "shell", *ENDS)
 """Entries without a special cause."""
 
 

@@ -169,9 +169,23 @@ def first_words(plan: Plan, attempt: Attempt, log: str, failures: Sequence[RankF
         return Statement(line=0, words=one_line(first.error), signature=signature, place=place, rank=first.rank)
     started = attempt.read_begin()
     if (said is None or said.secondary or said.name in ENDS) and started is not None:
-        output = first_cause(log_tail(stdout_beside(started.log), since=started.output_offset), more)
-        return output if output is not None and not output.secondary else said
+        others = [log_tail(stdout_beside(started.log), since=started.output_offset)]
+        others += [log_tail(str(path)) for path in torchrun_logs(plan, started)]
+        found = [output for text in others if (output := first_cause(text, more)) and not output.secondary]
+        return next(iter(found), said)
     return said
+
+
+def torchrun_logs(plan: Plan, started: AttemptStart) -> list[Path]:
+    """Return the logs of ranks that torchrun wrote during an attempt because of `--log-dir`: below the job's working
+    directory or beside its scripts."""
+    folder, words = Path(started.folder or "."), [*plan.program, *map(str, plan.trainer_settings.get("run", ()))]
+    scripts = [folder / word for word in words if word.endswith(".sh")]
+    text = " ".join([*words, *(log_tail(str(path)) for path in scripts)])
+    names = re.findall(r"--log[-_]dir[ =]+['\"]?([^\s'\"]+)", text)
+    roots = dict.fromkeys([folder, *(path.parent for path in scripts)])
+    logs = {path for root in roots for name in names for path in (root / name).glob("*/attempt_*/*/std*.log")}
+    return [path for path in sorted(logs) if path.stat().st_mtime >= started.start_time]
 
 
 def _came_again(run: Run, earlier: Sequence[int], said: Statement | None) -> bool:
