@@ -28,17 +28,21 @@ Standard library only: `relayrun.train.mirror` reads and writes these files.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from relayrun.control.diagnosis import first_cause
 from relayrun.control.rundir.checkpoint_records import Lineage, checkpoint_fault
 from relayrun.control.rundir.records import CheckpointCommit, Record
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RunDirError
-from relayrun.files import read_json_lines, read_json_lines_backwards
+from relayrun.files import last_bytes, read_json_lines, read_json_lines_backwards
 
 MIRROR_POLICY_NAME = "mirror/policy.json"
+LOG_BYTES = 1 << 16
+"""Bytes of the copier's log that are read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +172,14 @@ def read_mirror_policy(run: Run) -> MirrorPolicy | None:
 def read_last_pass(run: Run) -> MirrorPass | None:
     """Return the record of the last pass; None before the first. Raises RunDirError if the record is damaged."""
     return MirrorPass.read(mirror_folder(run) / "last.json")
+
+
+def copier_failure(run: Run) -> str:
+    """Return why a copier ended before its first pass did, by its log; empty if the log names no cause."""
+    with contextlib.suppress(OSError):
+        said = first_cause(last_bytes(mirror_folder(run) / "log", LOG_BYTES).decode("utf-8", errors="replace"))
+        return "" if said is None else said.text
+    return ""
 
 
 def write_last_pass(run: Run, last: MirrorPass) -> None:

@@ -290,7 +290,8 @@ def _last_mirror_pass(run: Run, *, durable: bool) -> MirrorPass | None:
         if last is not None or mirror.read_mirror_policy(run) is None or not durable:
             return last
         since = mirror.mirror_policy_path(run).stat().st_mtime
-        words = f"no pass has ended since the submit; {mirror.mirror_folder(run)}/log may say why"
+        why = mirror.copier_failure(run) or f"{mirror.mirror_folder(run)}/log may say why"
+        words = f"no pass has ended since the submit; {why}"
         return MirrorPass(time=since, iteration=None, behind=0, complaint=words, seen=False)
     except RunDirError as error:  # must not hide the run's status
         return MirrorPass(time=0.0, iteration=None, behind=0, complaint=error.message)
