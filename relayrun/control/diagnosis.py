@@ -228,13 +228,12 @@ def _not_survived(lines: Sequence[str], found: Sequence[Statement]) -> list[Stat
     if not found:
         return []
     said = {each.line for each in found}
-    weights = [0 if n in said or _ASIDE.match(line) else _weight(line) for n, line in enumerate(lines)]
+    weights = [
+        0 if n in said or _ASIDE.match(line) else PROGRESS_WEIGHT if _PROGRESS.search(line) else 1
+        for n, line in enumerate(lines)
+    ]
     after = [*accumulate(weights)]
     newest = after[found[-1].line]
     if after[-1] - newest >= SURVIVED:
         return []
     return [each for each in found if newest - after[each.line] < SURVIVED]
-
-
-def _weight(line: str) -> int:
-    return PROGRESS_WEIGHT if _PROGRESS.search(line) else 1

@@ -70,11 +70,6 @@ def entry(name: str, more: Sequence[FailureSignature] = ()) -> FailureSignature:
     return next((each for each in known if each.name == name), known[-1])
 
 
-def cause_advice(name: str, more: Sequence[FailureSignature] = ()) -> str:
-    """Return what to do next for an entry; empty without one."""
-    return known.advice if (known := entry(name, more)).name == name else ""
-
-
 def cause_words(name: str, more: Sequence[FailureSignature] = ()) -> str:
     """Return the meaning of an entry, whose cause it is and what to do next, in one line; empty without an entry."""
     known = entry(name, more)
@@ -84,7 +79,5 @@ def cause_words(name: str, more: Sequence[FailureSignature] = ()) -> str:
 
 def is_secondary_error(words: str, more: Sequence[FailureSignature] = ()) -> bool:
     """True if words only report that another rank is gone, or that it was told to end."""
-    if _SECONDARY.search(words) is None:
-        return False
-    found = classify(words, more)
-    return found is None or found.name in GENERAL
+    known = _SECONDARY.search(words) is not None
+    return known and ((found := classify(words, more)) is None or found.name in GENERAL)

@@ -17,14 +17,7 @@ from relayrun.config.sections.chain import FailureSignature
 from relayrun.control.chain import failure_reason
 from relayrun.control.chain.surroundings import Surroundings, observe
 from relayrun.control.diagnosis import Statement, find_statements, first_cause, last_line, one_line
-from relayrun.control.failure_signatures import (
-    ENDS,
-    GENERAL,
-    cause_advice,
-    classify,
-    entry,
-    is_secondary_error,
-)
+from relayrun.control.failure_signatures import ENDS, GENERAL, classify, entry, is_secondary_error
 from relayrun.control.job_log import job_output_files
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.plan import Plan
@@ -145,9 +138,10 @@ def explain(run: Run, number: int | None = None) -> Explanation:
     ends = [each for text in starter for each in error_lines.task_ends(text)]
     facts = _Facts(made, attempt, begin, end, job, said, around, more, ends)
     found = next(facts.causes(), None) or _last_words(made, logs)
-    known = cause_advice(found.name, more).replace("{node}", found.node or "NODE")
+    known = entry(found.name, more)
+    advice = known.advice.replace("{node}", found.node or "NODE") if known.name == found.name else ""
     logs_of = f"relayrun logs {run.path}" + (f" --attempt {number}" if number else "") + " -n 200"
-    command = found.next or known.replace("{job}", begin.job_id if begin else "JOB") or logs_of
+    command = found.next or advice.replace("{job}", begin.job_id if begin else "JOB") or logs_of
     return replace(found, next=command, ruled_out=facts.ruled_out())
 
 
@@ -173,7 +167,7 @@ class _Facts:
         if (outcome := _read(partial(AttemptOutcome.read, attempt.outcome))) is not None:
             yield self._by_outcome(outcome)
         for path in (attempt.setup_failed, attempt.not_started):
-            if words := _text(path):
+            if words := (_read(partial(path.read_text, encoding="utf-8", errors="replace")) or "").strip():
                 yield self._by(words, path, "setup", "configuration", "a line before the ranks failed")
         yield from self._by_rank()
         hang = _read(partial(Hang.read, attempt.hang))
@@ -344,11 +338,9 @@ def _decode(data: bytes) -> str:
 
 def _line_number(found: _Found) -> int | None:
     """Return the number of the statement's line in its log, from 1; None in a log that is too large to count."""
-    if found.offset > COUNTED_BYTES:
-        return None
     with contextlib.suppress(OSError), open(found.log.path, "rb") as file:
-        before = file.read(found.offset).replace(b"\r", b"\n").count(b"\n")
-        return before + found.said.line + 1
+        if found.offset <= COUNTED_BYTES:
+            return file.read(found.offset).replace(b"\r", b"\n").count(b"\n") + found.said.line + 1
     return None
 
 
@@ -370,10 +362,6 @@ def _read(read: Callable[[], T | None]) -> T | None:
         return read()
     except (RelayrunError, OSError, ValueError, TypeError):
         return None
-
-
-def _text(path: Path) -> str:
-    return (_read(partial(path.read_text, encoding="utf-8", errors="replace")) or "").strip()
 
 
 def explanation_lines(found: Explanation) -> list[str]:

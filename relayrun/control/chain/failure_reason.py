@@ -151,7 +151,9 @@ def why_failed(run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, ex
         said=said,
         nodes=len(error_lines.expand_nodelist(started.nodes)),
     )
-    who = _why_no_restart(attempt) or node_health.why_health_ended_attempt(attempt)
+    failed = restarts.read_failed_restarts(attempt)[-1:]
+    who = f"{failed[0].culprit}; {failed[0].reason}" if failed and not failed[0].again else ""
+    who = who or node_health.why_health_ended_attempt(attempt)
     who = who or first_failure_text(log, failures, said)
     if not attempt.started.exists() and (said is None or said.secondary):  # else time was not short
         short = time_limit.explain_short_training_time(attempt, now=time.time(), asked=plan.time_limit)
@@ -196,11 +198,6 @@ def _came_again(run: Run, earlier: Sequence[int], said: Statement | None) -> boo
     return end is not None and not end.progress and end.failure_key == said.key
 
 
-def _why_no_restart(attempt: Attempt) -> str:
-    failed = restarts.read_failed_restarts(attempt)[-1:]
-    return f"{failed[0].culprit}; {failed[0].reason}" if failed and not failed[0].again else ""
-
-
 def attempt_log(attempt: Attempt) -> str:
     """Return the standard error of the attempt's job since the attempt, or its last restart, began."""
     started = attempt.read_begin()
@@ -233,14 +230,8 @@ def fatal_reason(
     Certain are: an error that a rank itself declares so (`RankFailure.repeats`); and, unless an earlier attempt worked,
     a program that no rank could start, and a cause that comes again by the table of failures if it is not one node's.
 
-    Args:
-        log: standard error of the attempt's job.
-        exit_code: exit code of all ranks together, from the task starter.
-        began: a rank of this attempt was alive.
-        worked_before: an earlier attempt since the last submit reached its first step.
-        program: the program that every rank should start.
-        said: the words that name the first cause; None: those of `log`.
-        nodes: number of nodes of the job.
+    `log`: standard error. `exit_code`: the task starter's. `began`: a rank of this attempt was alive. `worked_before`:
+    an attempt since the last submit reached its first step. `said`: the words of the first cause; None: by `log`.
     """
     first = error_lines.first_failure(log, failures)
     if isinstance(first, RankFailure) and first.repeats:

@@ -28,7 +28,6 @@ Standard library only: `relayrun.train.mirror` reads and writes these files.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,8 +40,6 @@ from relayrun.errors import RunDirError
 from relayrun.files import last_bytes, read_json_lines, read_json_lines_backwards
 
 MIRROR_POLICY_NAME = "mirror/policy.json"
-LOG_BYTES = 1 << 16
-"""Bytes of the copier's log that are read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,10 +173,9 @@ def read_last_pass(run: Run) -> MirrorPass | None:
 
 def copier_failure(run: Run) -> str:
     """Return why a copier ended before its first pass did, by its log; empty if the log names no cause."""
-    with contextlib.suppress(OSError):
-        said = first_cause(last_bytes(mirror_folder(run) / "log", LOG_BYTES).decode("utf-8", errors="replace"))
-        return "" if said is None else said.text
-    return ""
+    log = mirror_folder(run) / "log"
+    said = first_cause(last_bytes(log, 1 << 16).decode("utf-8", errors="replace")) if log.is_file() else None
+    return "" if said is None else said.text
 
 
 def write_last_pass(run: Run, last: MirrorPass) -> None:
