@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from relayrun.control.chain_state import count_failed_attempts
+from relayrun.control.diagnosis import first_cause
 from relayrun.control.notify import notices
 from relayrun.control.notify.notices import Notice, NoticePolicy
 from relayrun.control.rundir import mirror, node_health, storage_limits
@@ -22,7 +23,7 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import STOP_IS_A_DIRECTORY, Run, parse_stop
 from relayrun.control.rundir.storage_limits import QuotaForecast
 from relayrun.errors import RelayrunError
-from relayrun.files import free_space, read_json_lines_backwards
+from relayrun.files import free_space, last_bytes, read_json_lines_backwards
 
 METRICS_LINES = 500
 """Maximum number of newest lines of metrics that are examined at a time."""
@@ -129,13 +130,20 @@ def _evaluation_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) 
         yield make_notice(run, plan, name, cause=cause, time=result.time, reason=reason)
 
 
+def copier_failure(run: Run) -> str:
+    """Return why a copier ended before its first pass did, by its log; empty if the log names no cause."""
+    log = mirror.mirror_folder(run) / "log"
+    said = first_cause(last_bytes(log, 1 << 16).decode("utf-8", errors="replace")) if log.is_file() else None
+    return "" if said is None else said.text
+
+
 def _mirror_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:
     """Yield a mirror that has copied nothing for MIRROR_SECONDS, and why."""
     if not policy.wants("disk") or mirror.read_mirror_policy(run) is None:
         return
     last = mirror.read_last_pass(run)
     since = (last and last.good_time) or mirror.mirror_policy_path(run).stat().st_mtime
-    if (why := (last.complaint if last else mirror.copier_failure(run))) and now - since > MIRROR_SECONDS:
+    if (why := (last.complaint if last else copier_failure(run))) and now - since > MIRROR_SECONDS:
         reason = f"checkpoints are not copied to the second place: {why}"
         yield make_notice(run, plan, f"disk-mirror-{int(since)}", cause="disk", time=now, reason=reason)
 

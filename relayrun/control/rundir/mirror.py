@@ -32,12 +32,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from relayrun.control.diagnosis import first_cause
 from relayrun.control.rundir.checkpoint_records import Lineage, checkpoint_fault
 from relayrun.control.rundir.records import CheckpointCommit, Record
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RunDirError
-from relayrun.files import last_bytes, read_json_lines, read_json_lines_backwards
+from relayrun.files import read_json_lines, read_json_lines_backwards
 
 MIRROR_POLICY_NAME = "mirror/policy.json"
 
@@ -169,13 +168,6 @@ def read_mirror_policy(run: Run) -> MirrorPolicy | None:
 def read_last_pass(run: Run) -> MirrorPass | None:
     """Return the record of the last pass; None before the first. Raises RunDirError if the record is damaged."""
     return MirrorPass.read(mirror_folder(run) / "last.json")
-
-
-def copier_failure(run: Run) -> str:
-    """Return why a copier ended before its first pass did, by its log; empty if the log names no cause."""
-    log = mirror_folder(run) / "log"
-    said = first_cause(last_bytes(log, 1 << 16).decode("utf-8", errors="replace")) if log.is_file() else None
-    return "" if said is None else said.text
 
 
 def write_last_pass(run: Run, last: MirrorPass) -> None:
