@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from relayrun.config.sections.chain import FailureSignature
-from relayrun.control.failure_signatures import ENDS, GENERAL, WARNINGS, classify, is_secondary_error
+from relayrun.control.failure_signatures import ENDS, GENERAL, WARNINGS, classify, is_secondary_error, literals
 from relayrun.control.job_log import LOG_PREFIX
 
 SURVIVED = 40
@@ -26,7 +26,7 @@ WORDS_CHARACTERS = 500
 CONTEXT_LINES = 8
 """Lines behind an exception that may belong to its message."""
 
-_LABEL = re.compile(r"(?:\s*(?:\[[^\]\s]*\](?:<\w+>)?:?|\d+:)(?=[\s\w\[]))* ?")
+_LABEL = re.compile(r"(?:\s*(?:\[[^\]\s]*\](?:<\w+>)?:?|\d+:)(?=[\s\w\[]))*(?: +[|+](?= ))? ?")
 _RANK = re.compile(r"(?:\[(?:rank|default|\d+,)?|^\s*)(\d+)(?:\]|:)")
 _RAISED = re.compile(r"(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*|gaierror|timeout|error)(?::\s.*|)$", re.S)
 _FRAME = re.compile(r' *File "([^"]+)", line (\d+)')
@@ -36,7 +36,8 @@ _LAST_WORDS = re.compile(
     r"|(?:.*/)?(?:python[\d.]*|(?:ba|da|z|k)?sh|curl|wget|ssh|env|exec|numactl|mpirun|mpiexec)(?:: |\[\d)"
     r"|\S+: .*: Assertion |\S*: (?:line )?\d+: |\S+: (?:fatal )?error: |FATAL|Fatal|fatal: |Lmod has"
     r"|Segmentation fault|Aborted|Killed|Bus error|slurmstepd\S*: error: |srun: (?:error|fatal): |pyxis: "
-    r"|\S+: \S.*: (?:No such file|Permission denied)|.*\bMPI_ABORT was| *what\(\)"
+    r"|\S+: \S.*: (?:No such file|Permission denied)|.*\bMPI_ABORT was| *what\(\)|thread '.*' panicked"
+    r"|panic: |\w+: \*\*\* |Can't locate |.*(?: failed \(exitcode: -|\] exits with return code = -)"
 )
 """Beginnings of lines with which a program ends: an exception, a message of an interpreter, shell or starter."""
 _TASK_EXIT = re.compile(r"srun: error: \S+: tasks? [\d,\-\[\]]+: (?:Exited|Terminated|Killed)")
@@ -44,18 +45,8 @@ _ASIDE = re.compile(r"\s|$|srun: |slurmstepd|wandb: |=====|-----|frame #|\[relay
 """Lines that programs write when they end, and lines of others: they do not show that training goes on."""
 _IGNORED = "ignored"
 _PROGRESS = re.compile(r"\b(?:iteration|step|iter|epoch)\b\W{0,3}\d", re.I)
-_TROUBLE = re.findall(
-    r"[^|]+",
-    "Traceback|The above|During|rror|xception|ailed|FAILED|emory|Xid|ECC|fallen|GPU|evice|CUDA|cuda|HIP|PTX|"
-    "driver|ssert|illegal|aligned|oom|OOM|OUT_OF|Out Of|space|uota|ead-only|Too many|thread|fork|Thread|known|"
-    "esol|ddress|EADDR|in use|utilizing|onnect|Offline|etries|imeout|oute|nreachable|Client|Repo|API key|"
-    "api_key|CERT|interface|NET/IB|IB|ibv_|can't|annot|No such|No module|not found|symbol|odule|pyxis|enroot|"
-    "FATAL|execve|option|verride|yntax|EOF|unbound|ismatch|key|Reader|magic|Pickl|denied|permitted|"
-    "does not exist|nan|NaN|Inf|inf|shape|match|nvalid|DUE TO|failure|launch|nable to|ontroller|timed out|"
-    "equested|terminate|Terminat|Fatal|Abort|what()|MPI_|Killed|SIG|fault|Bus|Illegal|atchdog|pipe|nterrupt|"
-    "xit|signal|CalledProcess|The IPv|fatal|Lmod|Stale|endpoint|SHM|stream",
-)
-"""Parts of words of which every line of the table of failures holds one: a fast look before the patterns."""
+_TROUBLE = ("Traceback", "The above exception", "During handling", *literals())
+"""Parts of words of which every line that means something holds one: a fast look before the patterns."""
 _CONTINUED = re.compile(r"NCCL error|DistBackendError|terminate called|CalledProcessError|CUDA error|:$|Last error")
 
 
@@ -101,18 +92,27 @@ class Statement:
 def one_line(text: str) -> str:
     """Return a text without line ends, shortened to WORDS_CHARACTERS."""
     text = " ".join(text.split())
-    return text if len(text) <= WORDS_CHARACTERS else text[: WORDS_CHARACTERS - 3] + "..."
+    half = WORDS_CHARACTERS // 2
+    return text if len(text) <= WORDS_CHARACTERS else f"{text[: half - 3]}...{text[-half:]}"
 
 
 def first_cause(log: str, more: Sequence[FailureSignature] = ()) -> Statement | None:
     """Return the words that say why a program ended; None if no line does. `more`: entries of the site and the run."""
     found = find_statements(log, more)
     alive = _not_survived(log.splitlines(), found)
-    spoken = [each for each in alive if each.last and not each.secondary]
+    raised = max((each.line for each in alive if each.place and not each.secondary), default=0)
+    optional = [each for each in alive if each.name in _OPTIONAL and not each.place and each.line < raised]
+    spoken = [each for each in alive if each.last and not each.secondary and each not in optional]
     sick = [each for each in spoken if each.cause == "node" and each.name not in GENERAL]
     warned = [each for each in found if not each.last and not each.secondary]
     named = [each for each in spoken if each.name not in ENDS and (each.name not in GENERAL or each is spoken[0])]
     return next(iter([*sick, *named, *warned[-1:], *spoken]), None)
+
+
+def last_line(log: str) -> str:
+    """Return the last line that a program wrote, if it is no progress; empty without any."""
+    lines = (line.strip() for line in reversed(log.splitlines()) if not _ASIDE.match(line))
+    return next((one_line(line) for line in lines if not _PROGRESS.search(line)), "")
 
 
 def find_statements(log: str, more: Sequence[FailureSignature] = ()) -> list[Statement]:
@@ -201,6 +201,8 @@ def _statement(
     )
 
 
+_OPTIONAL = ("module-missing", "library-missing")
+"""Entries whose words outside a traceback count nothing before an exception: programs do without many a package."""
 _OPEN = (*GENERAL, "gpu-error")
 """Entries whose words the next lines may explain."""
 
@@ -210,7 +212,7 @@ def _explains(one: Statement, other: Statement, chained: str) -> bool:
     the handler of the first has a defect of its own."""
     if chained == "handling":
         return other.words.startswith(("UnboundLocalError", "NameError"))
-    return one.signature is not None and one.name not in GENERAL and other.name in (*GENERAL, "")
+    return one.signature is not None and one.name not in ("exception", "assertion") and other.name in (*GENERAL, "")
 
 
 def _split_label(line: str) -> tuple[int | None, str]:
@@ -226,13 +228,12 @@ def _not_survived(lines: Sequence[str], found: Sequence[Statement]) -> list[Stat
     if not found:
         return []
     said = {each.line for each in found}
-    weights = [0 if n in said or _ASIDE.match(line) else _weight(line) for n, line in enumerate(lines)]
+    weights = [
+        0 if n in said or _ASIDE.match(line) else PROGRESS_WEIGHT if _PROGRESS.search(line) else 1
+        for n, line in enumerate(lines)
+    ]
     after = [*accumulate(weights)]
     newest = after[found[-1].line]
     if after[-1] - newest >= SURVIVED:
         return []
     return [each for each in found if newest - after[each.line] < SURVIVED]
-
-
-def _weight(line: str) -> int:
-    return PROGRESS_WEIGHT if _PROGRESS.search(line) else 1

@@ -16,15 +16,8 @@ from typing import Literal, TypeVar
 from relayrun.config.sections.chain import FailureSignature
 from relayrun.control.chain import failure_reason
 from relayrun.control.chain.surroundings import Surroundings, observe
-from relayrun.control.diagnosis import Statement, find_statements, first_cause, one_line
-from relayrun.control.failure_signatures import (
-    ENDS,
-    GENERAL,
-    cause_advice,
-    classify,
-    entry,
-    is_secondary_error,
-)
+from relayrun.control.diagnosis import Statement, find_statements, first_cause, last_line, one_line
+from relayrun.control.failure_signatures import ENDS, GENERAL, classify, entry, is_secondary_error
 from relayrun.control.job_log import job_output_files
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.plan import Plan
@@ -131,7 +124,7 @@ def explain(run: Run, number: int | None = None) -> Explanation:
     number = number if number is not None or not numbers else numbers[-1]
     attempt = run.attempt(number or 0)
     begin, end = _read(attempt.read_begin), _read(attempt.read_end)
-    logs, not_read = _logs(run, number, begin)
+    logs, not_read = _logs(run, number, begin, plan)
     job, why_not = _job_end(run, plan, begin)
     more = [] if plan is None else plan.chain.failure_signatures
     words = [each for log in logs for each in _causes(log, more)]
@@ -144,10 +137,11 @@ def explain(run: Run, number: int | None = None) -> Explanation:
     starter = [_decode(data) for log in logs for _, data in log.parts if b"srun: error: " in data]
     ends = [each for text in starter for each in error_lines.task_ends(text)]
     facts = _Facts(made, attempt, begin, end, job, said, around, more, ends)
-    found = next(facts.causes(), facts.made)
-    known = cause_advice(found.name, more).replace("{node}", found.node or "NODE")
+    found = next(facts.causes(), None) or _last_words(made, logs)
+    known = entry(found.name, more)
+    advice = known.advice.replace("{node}", found.node or "NODE") if known.name == found.name else ""
     logs_of = f"relayrun logs {run.path}" + (f" --attempt {number}" if number else "") + " -n 200"
-    command = found.next or known.replace("{job}", begin.job_id if begin else "JOB") or logs_of
+    command = found.next or advice.replace("{job}", begin.job_id if begin else "JOB") or logs_of
     return replace(found, next=command, ruled_out=facts.ruled_out())
 
 
@@ -173,7 +167,7 @@ class _Facts:
         if (outcome := _read(partial(AttemptOutcome.read, attempt.outcome))) is not None:
             yield self._by_outcome(outcome)
         for path in (attempt.setup_failed, attempt.not_started):
-            if words := _text(path):
+            if words := (_read(partial(path.read_text, encoding="utf-8", errors="replace")) or "").strip():
                 yield self._by(words, path, "setup", "configuration", "a line before the ranks failed")
         yield from self._by_rank()
         hang = _read(partial(Hang.read, attempt.hang))
@@ -276,7 +270,16 @@ def _causes(log: _Log, more: Sequence[FailureSignature]) -> Iterator[_Found]:
             return
 
 
-def _logs(run: Run, number: int | None, begin: AttemptStart | None) -> tuple[list[_Log], list[str]]:
+def _last_words(made: Explanation, logs: Sequence[_Log]) -> Explanation:
+    """Return an explanation without a cause, with the last line of standard error or another log."""
+    for log in sorted(logs, key=lambda log: log.path.suffix != ".err"):
+        if words := last_line(_decode(log.parts[0][1])):
+            meaning = "no log and no record names a cause; these are the last words"
+            return replace(made, quote=words, file=str(log.path), meaning=meaning)
+    return made
+
+
+def _logs(run: Run, number: int | None, begin: AttemptStart | None, plan: Plan | None) -> tuple[list[_Log], list[str]]:
     """Return the logs of an attempt's ranks with their parts to read, and what is not read."""
     offsets = {Path(path): offset for path, offset in ([] if begin is None else job_output_files(begin))}
     if not offsets:
@@ -285,6 +288,8 @@ def _logs(run: Run, number: int | None, begin: AttemptStart | None) -> tuple[lis
     if begin is not None and begin.log is not None and Path(begin.log) not in offsets:
         offsets[Path(begin.log)] = begin.log_offset
     beside = [path for each in list(offsets) for path in sorted(each.parent.glob(f"{each.stem}[-._]*"))]
+    if plan is not None and begin is not None:
+        beside += _read(partial(failure_reason.torchrun_logs, plan, begin)) or []
     if number is not None:
         beside += sorted(run.attempt(number).agents.glob("*")) + sorted(run.debug_of(number).glob("nccl*.txt"))
     offsets |= {path: 0 for path in beside if path not in offsets and path.is_file()}
@@ -333,11 +338,9 @@ def _decode(data: bytes) -> str:
 
 def _line_number(found: _Found) -> int | None:
     """Return the number of the statement's line in its log, from 1; None in a log that is too large to count."""
-    if found.offset > COUNTED_BYTES:
-        return None
     with contextlib.suppress(OSError), open(found.log.path, "rb") as file:
-        before = file.read(found.offset).replace(b"\r", b"\n").count(b"\n")
-        return before + found.said.line + 1
+        if found.offset <= COUNTED_BYTES:
+            return file.read(found.offset).replace(b"\r", b"\n").count(b"\n") + found.said.line + 1
     return None
 
 
@@ -359,10 +362,6 @@ def _read(read: Callable[[], T | None]) -> T | None:
         return read()
     except (RelayrunError, OSError, ValueError, TypeError):
         return None
-
-
-def _text(path: Path) -> str:
-    return (_read(partial(path.read_text, encoding="utf-8", errors="replace")) or "").strip()
 
 
 def explanation_lines(found: Explanation) -> list[str]:

@@ -8,11 +8,15 @@ import time
 
 import pytest
 
+from relayrun.control.notify import events
+from relayrun.control.notify.notices import NoticeTarget
 from relayrun.control.rundir import mirror as records
+from relayrun.control.rundir.plan import Plan
 from relayrun.errors import RunDirError
 from relayrun.train.mirror import sync
 from relayrun.watch.status import run_status, run_status_text
 from relayrun.watch.status.queue import QueueStatus
+from tests.control.test_notify import policy
 from tests.mirrored import Mirrored
 from tests.train.test_mirror import Cut, make_run, mirrored  # noqa: F401 - the last two are fixtures
 
@@ -63,6 +67,22 @@ def test_status_of_copies_that_never_worked(mirrored: Mirrored) -> None:  # noqa
     with pytest.raises(RunDirError):
         sync.mirror_checkpoints(mirrored.run)
     assert mirror_line(mirrored).endswith(" ago; never was all well)")
+
+
+def test_a_copier_that_does_not_start_is_told_with_the_cause(mirrored: Mirrored) -> None:  # noqa: F811
+    words = "ModuleNotFoundError: No module named 's3fs'"
+    records.mirror_folder(mirrored.run).mkdir(exist_ok=True)
+    log = records.mirror_folder(mirrored.run) / "log"
+    log.write_text(f'Traceback (most recent call last):\n  File "sync.py", line 3, in <module>\n{words}\n')
+    assert f"no pass has ended since the submit; {words} (sync.py:3) (looked " in mirror_line(mirrored)
+    now, plan = time.time() + 2 * 3600, Plan.load(mirrored.run)
+    told = policy(NoticeTarget(name="t", url="https://example.invalid", events=["disk"]))
+    (notice,) = events._mirror_notices(mirrored.run, plan, told, now)
+    assert notice.event == "disk"
+    assert notice.reason == f"checkpoints are not copied to the second place: {words} (sync.py:3)"
+    assert not [*events._mirror_notices(mirrored.run, plan, told, time.time())]
+    mirrored.sync()
+    assert not [*events._mirror_notices(mirrored.run, plan, told, now)]
 
 
 def test_status_calls_no_copy_whole_that_was_cut_or_cannot_be_seen(mirrored: Mirrored) -> None:  # noqa: F811

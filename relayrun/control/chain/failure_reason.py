@@ -151,7 +151,9 @@ def why_failed(run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, ex
         said=said,
         nodes=len(error_lines.expand_nodelist(started.nodes)),
     )
-    who = _why_no_restart(attempt) or node_health.why_health_ended_attempt(attempt)
+    failed = restarts.read_failed_restarts(attempt)[-1:]
+    who = f"{failed[0].culprit}; {failed[0].reason}" if failed and not failed[0].again else ""
+    who = who or node_health.why_health_ended_attempt(attempt)
     who = who or first_failure_text(log, failures, said)
     if not attempt.started.exists() and (said is None or said.secondary):  # else time was not short
         short = time_limit.explain_short_training_time(attempt, now=time.time(), asked=plan.time_limit)
@@ -170,9 +172,23 @@ def first_words(plan: Plan, attempt: Attempt, log: str, failures: Sequence[RankF
         return Statement(line=0, words=one_line(first.error), signature=signature, place=place, rank=first.rank)
     started = attempt.read_begin()
     if (said is None or said.secondary or said.name in ENDS) and started is not None:
-        output = first_cause(log_tail(stdout_beside(started.log), since=started.output_offset), more)
-        return output if output is not None and not output.secondary else said
+        others = [log_tail(stdout_beside(started.log), since=started.output_offset)]
+        others += [log_tail(str(path)) for path in torchrun_logs(plan, started)]
+        found = [output for text in others if (output := first_cause(text, more)) and not output.secondary]
+        return next(iter(found), said)
     return said
+
+
+def torchrun_logs(plan: Plan, started: AttemptStart) -> list[Path]:
+    """Return the logs of ranks that torchrun wrote during an attempt because of `--log-dir`: below the job's working
+    directory or beside its scripts."""
+    folder, words = Path(started.folder or "."), [*plan.program, *map(str, plan.trainer_settings.get("run", ()))]
+    scripts = [folder / word for word in words if word.endswith(".sh")]
+    text = " ".join([*words, *(log_tail(str(path)) for path in scripts)])
+    names = re.findall(r"--log[-_]dir[ =]+['\"]?([^\s'\"]+)", text)
+    roots = dict.fromkeys([folder, *(path.parent for path in scripts)])
+    logs = {path for root in roots for name in names for path in (root / name).glob("*/attempt_*/*/std*.log")}
+    return [path for path in sorted(logs) if path.stat().st_mtime >= started.start_time]
 
 
 def _came_again(run: Run, earlier: Sequence[int], said: Statement | None) -> bool:
@@ -181,11 +197,6 @@ def _came_again(run: Run, earlier: Sequence[int], said: Statement | None) -> boo
         return False
     end = next((end for n in reversed(earlier) if (end := run.attempt(n).read_end()) is not None), None)
     return end is not None and not end.progress and end.failure_key == said.key
-
-
-def _why_no_restart(attempt: Attempt) -> str:
-    failed = restarts.read_failed_restarts(attempt)[-1:]
-    return f"{failed[0].culprit}; {failed[0].reason}" if failed and not failed[0].again else ""
 
 
 def attempt_log(attempt: Attempt) -> str:
@@ -220,14 +231,8 @@ def fatal_reason(
     Certain are: an error that a rank itself declares so (`RankFailure.repeats`); and, unless an earlier attempt worked,
     a program that no rank could start, and a cause that comes again by the table of failures if it is not one node's.
 
-    Args:
-        log: standard error of the attempt's job.
-        exit_code: exit code of all ranks together, from the task starter.
-        began: a rank of this attempt was alive.
-        worked_before: an earlier attempt since the last submit reached its first step.
-        program: the program that every rank should start.
-        said: the words that name the first cause; None: those of `log`.
-        nodes: number of nodes of the job.
+    `log`: standard error. `exit_code`: the task starter's. `began`: a rank of this attempt was alive. `worked_before`:
+    an attempt since the last submit reached its first step. `said`: the words of the first cause; None: by `log`.
     """
     first = error_lines.first_failure(log, failures)
     if isinstance(first, RankFailure) and first.repeats:

@@ -269,6 +269,7 @@ def _open_attempt(
         log=stderr,
         log_offset=log_size(stderr),
         output_offset=log_size(stdout_beside(stderr)),
+        folder=os.getcwd(),
         options=dict(job.options),
         previous_end=None if previous_end is None else f"{previous_end.cause}: {previous_end.reason}",
     )

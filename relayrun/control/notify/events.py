@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from relayrun.control.chain_state import count_failed_attempts
+from relayrun.control.diagnosis import first_cause
 from relayrun.control.notify import notices
 from relayrun.control.notify.notices import Notice, NoticePolicy
-from relayrun.control.rundir import node_health, storage_limits
+from relayrun.control.rundir import mirror, node_health, storage_limits
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.evaluations import EvaluationResult, unqueued_iterations
@@ -22,7 +23,7 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import STOP_IS_A_DIRECTORY, Run, parse_stop
 from relayrun.control.rundir.storage_limits import QuotaForecast
 from relayrun.errors import RelayrunError
-from relayrun.files import free_space, read_json_lines_backwards
+from relayrun.files import free_space, last_bytes, read_json_lines_backwards
 
 METRICS_LINES = 500
 """Maximum number of newest lines of metrics that are examined at a time."""
@@ -30,6 +31,8 @@ EVALUATION_RESULTS = 10
 """Number of newest results that are examined."""
 NoticeSource = Callable[[Run, Plan, NoticePolicy, float], Iterator[Notice]]
 """Yields the notices of one kind, from a run, its plan, its policy and the time."""
+MIRROR_SECONDS = 3600.0
+"""Age of a mirror's failure before it is told: a copy is tried again each quarter of an hour."""
 DISK_FULL_ERRORS = ("No space left on device", "Disk quota exceeded")
 """Errors of a save on a full disk."""
 
@@ -43,7 +46,7 @@ def write_due_notices(
     attempts. `more`: further notices, which follow from no record.
     """
     there = notices.known_notices(run)
-    sources: list[NoticeSource] = [_stop_notices, _attempt_notices, _node_notices, _evaluation_notices]
+    sources: list[NoticeSource] = [_stop_notices, _attempt_notices, _node_notices, _evaluation_notices, _mirror_notices]
     sources += [_progress_notices, _loss_notices, _disk_notices, _quota_notices] if at_work else []
     sources.append(lambda *_: iter(more))
     complaints = []
@@ -125,6 +128,24 @@ def _evaluation_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) 
         name = f"evaluation-{result.iteration:07}-{result.attempt:04}"
         cause = f"evaluation-{result.iteration}-{result.attempt}"
         yield make_notice(run, plan, name, cause=cause, time=result.time, reason=reason)
+
+
+def copier_failure(run: Run) -> str:
+    """Return why a copier ended before its first pass did, by its log; empty if the log names no cause."""
+    log = mirror.mirror_folder(run) / "log"
+    said = first_cause(last_bytes(log, 1 << 16).decode("utf-8", errors="replace")) if log.is_file() else None
+    return "" if said is None else said.text
+
+
+def _mirror_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:
+    """Yield a mirror that has copied nothing for MIRROR_SECONDS, and why."""
+    if not policy.wants("disk") or mirror.read_mirror_policy(run) is None:
+        return
+    last = mirror.read_last_pass(run)
+    since = (last and last.good_time) or mirror.mirror_policy_path(run).stat().st_mtime
+    if (why := (last.complaint if last else copier_failure(run))) and now - since > MIRROR_SECONDS:
+        reason = f"checkpoints are not copied to the second place: {why}"
+        yield make_notice(run, plan, f"disk-mirror-{int(since)}", cause="disk", time=now, reason=reason)
 
 
 def _progress_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:

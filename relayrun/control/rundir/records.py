@@ -160,6 +160,7 @@ class AttemptStart(Record):
     """Its size when the attempt began."""
     output_offset: int = 0
     """The size of the standard output beside it."""
+    folder: str | None = None  # the working directory of the job
     options: dict[str, str] = field(default_factory=dict)
     """Options of sbatch that the job has, as Slurm reports them: facts of this attempt, which no other job requests."""
     previous_end: str | None = None

@@ -16,6 +16,7 @@ from relayrun.control.chain import excluded_nodes, requested_options
 from relayrun.control.chain.quota import file_system_limit
 from relayrun.control.chain_state import count_failed_attempts
 from relayrun.control.failure_signatures import cause_words
+from relayrun.control.notify.events import copier_failure
 from relayrun.control.rundir import (
     checkpoint_records,
     evaluations,
@@ -293,7 +294,8 @@ def _last_mirror_pass(run: Run, *, durable: bool) -> MirrorPass | None:
         if last is not None or mirror.read_mirror_policy(run) is None or not durable:
             return last
         since = mirror.mirror_policy_path(run).stat().st_mtime
-        words = f"no pass has ended since the submit; {mirror.mirror_folder(run)}/log may say why"
+        why = copier_failure(run) or f"{mirror.mirror_folder(run)}/log may say why"
+        words = f"no pass has ended since the submit; {why}"
         return MirrorPass(time=since, iteration=None, behind=0, complaint=words, seen=False)
     except RunDirError as error:  # must not hide the run's status
         return MirrorPass(time=0.0, iteration=None, behind=0, complaint=error.message)
