@@ -160,7 +160,8 @@ def team(accounting: None) -> Iterator[Team]:
             subprocess.run(command, check=True, capture_output=True)
         for name, source in MOUNTS.items():
             (folder / name).mkdir()
-            subprocess.run(["mount", "--bind", str(source), str(folder / name)], check=True)
+            # read-only: a run that is killed leaves them, and who then removes the folder removes what they lead to
+            subprocess.run(["mount", "--bind", "--options=ro", str(source), str(folder / name)], check=True)
         code = folder / "code"
         for part in ("relayrun", "launchers", "configs"):
             shutil.copytree(ROOT / part, code / part, ignore=shutil.ignore_patterns("__pycache__"))
