@@ -116,10 +116,7 @@ def find_symptoms(
 
 
 def is_at_work(run: Run, status: RunStatus, running_since: float | None) -> bool:
-    """True if the running job has begun an attempt that has not ended, and its ranks were alive since it runs.
-
-    A job that Slurm requeued has the id of the attempt that it lost.
-    """
+    """True if the running job's attempt goes on and its ranks gave a sign since the job began, also after a requeue."""
     job, attempt = running_job(status), run.newest_begun()
     begin = None if attempt is None else attempt.read_begin()
     if job is None or running_since is None or attempt is None or begin is None or begin.job_id != job.id:

@@ -236,8 +236,7 @@ def may_still_run(target: ClusterUnderTest) -> bool:
 
 
 def cancel_jobs(target: ClusterUnderTest) -> str:
-    """End the chain and cancel the jobs of the test by their ids; return a sentence. Raises SchedulerError if one
-    stays."""
+    """End the chain, cancel the test's jobs by their ids, and return a sentence. Raises SchedulerError if one stays."""
     for job in target.own_jobs:
         target.slurm.cancel(job)
     return cancel_chain(target.run, target.slurm, user="the drill")

@@ -67,9 +67,8 @@ def normalise_weights(weights: Sequence[float]) -> list[float]:
 
 
 def shuffled_order(names: Sequence[str], *, seed: int, dataset: int) -> list[int]:
-    """Return indices of the shards `names` in shuffled order, sorted by a keyed hash of the name. The order depends on
-    seed, number of the dataset and names alone: a moved folder changes nothing, and an added shard leaves the others in
-    their order."""
+    """Return indices of the shards `names` in shuffled order, sorted by a keyed hash of the name: a moved folder
+    changes nothing, and an added shard leaves the others in their order."""
     key = hashlib.sha256(f"{seed}/{dataset}".encode()).digest()
     digests = [hashlib.blake2b(os.fsencode(name), key=key, digest_size=16).digest() for name in names]
     return sorted(range(len(names)), key=lambda i: (digests[i], names[i]))

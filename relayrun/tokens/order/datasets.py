@@ -74,8 +74,7 @@ class WindowDataset:
         return max(0, self._starts[-1] - 1) // self.seq_length
 
     def read(self, i: int) -> npt.NDArray[np.int64]:
-        """Return the token ids of window i, int64 [seq_length + 1]. Raises IndexError outside of 0..len-1, InputError
-        if a shard was truncated, OSError if it cannot be read."""
+        """Return window i, int64 [seq_length + 1]. Raises IndexError, InputError for a truncated shard, OSError."""
         if not 0 <= i < len(self):
             raise IndexError(f"window {i} is outside of range({len(self)})")
         return self.tokens(i * self.seq_length, self.seq_length + 1)

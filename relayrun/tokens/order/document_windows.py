@@ -152,11 +152,8 @@ class DocumentWindows:
         )
 
     def read(self, i: int) -> npt.NDArray[np.int64]:
-        """Return the token ids of window i, int64 [at most `cut.window`].
-
-        Raises IndexError outside of 0..len-1, InputError if a shard was truncated, OSError if it cannot be read,
-        FatalTrainingError if a document does not end with `drop_end`.
-        """
+        """Return the token ids of window i, int64 [at most `cut.window`]. Raises IndexError, InputError if a shard was
+        truncated, OSError, and FatalTrainingError if a document does not end with `drop_end`."""
         place = self.locate(i)
         offset = int(self._file(place.shard).offsets(place.document, place.document + 1)[0])
         itemsize = np.dtype(self.manifest.shards[place.shard].dtype).itemsize

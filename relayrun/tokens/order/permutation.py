@@ -34,8 +34,7 @@ def permutation_key(seed: int, name: str, epoch: int) -> bytes:
 
 
 def epoch_permutations(n: int, seed: int, name: str) -> Callable[[int], Permutation]:
-    """Return a function from an epoch of a data set to its permutation of range(n). The latest two are kept: readers
-    can stand on both sides of an epoch's end."""
+    """Return a function from an epoch to its permutation of range(n). The latest two are kept, for an epoch's end."""
     return lru_cache(2)(lambda epoch: Permutation(n, permutation_key(seed, name, epoch)))
 
 

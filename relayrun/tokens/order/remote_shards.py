@@ -133,11 +133,8 @@ def _last_used(slot: Path) -> float:
 
 
 def freeze_shards(paths: Sequence[str]) -> DatasetManifest:
-    """Return the shards of folders, prefixes, and URLs of either, in the order of the list.
-
-    The index of each shard below a URL is read whole, once. Raises InputError like `ShardEntry.build`, and for a URL
-    without shards or with half a shard.
-    """
+    """Return the shards of folders, prefixes, and URLs of either, in this order. Below a URL each index is read whole,
+    once. Raises InputError like `ShardEntry.build`, and for a URL without shards or with half a shard."""
     shards: list[ShardEntry] = []
     for path in paths:
         if urls.is_url(path):

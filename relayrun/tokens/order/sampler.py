@@ -135,8 +135,7 @@ class ReplicaSampleReader:
         return self._take(name, k) if name in self._open else self._indexed(k)
 
     def cursors(self, consumed: int) -> dict[str, dict[int, Cursor]]:
-        """Return the cursors of this replica when sample `consumed` is next, by data set and lane. Forgets older
-        positions. May run in another thread than the reader."""
+        """Return this replica's cursors by data set and lane when sample `consumed` is next; forget older positions."""
         found: dict[str, dict[int, Cursor]] = {}
         with self._lock:
             for (name, lane), taken in self._taken.items():

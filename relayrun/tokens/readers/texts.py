@@ -28,11 +28,7 @@ from relayrun.tokens.stores.urls import printable
 
 
 def large_strings(texts: Sequence[str | bytes | None]) -> pa.Array:
-    """Return texts as Arrow's large_string; bytes must be UTF-8. `pa.array` would import pandas, which takes half a
-    second.
-
-    Raises UnicodeEncodeError for a lone surrogate.
-    """
+    """Return texts as large_string without the import of pandas. Raises UnicodeEncodeError for a lone surrogate."""
     encoded = [text.encode() if isinstance(text, str) else text or b"" for text in texts]
     there = np.array([text is not None for text in texts], np.bool_)
     valid = None if there.all() else pa.py_buffer(np.packbits(there, bitorder="little"))

@@ -243,9 +243,8 @@ def _id_faults(shard: Shard, vocabulary_size: int | None, digest: Any) -> list[s
 
 
 def check_data(manifest: Manifest, mixture: list[str], data: DataSection) -> None:
-    """Raise FatalTrainingError for a changed shard, InputError if files are only missing. A missing file may be a file
-    system that is briefly away: the next attempt may find it. A shard that was made again with another tokenizer since
-    the submit is a changed shard."""
+    """Raise FatalTrainingError for a changed shard (also one that was made again with another tokenizer), InputError if
+    files are only missing: their file system may be back at the next attempt."""
     try:
         manifest.verify(mixture)
     except InputError as error:

@@ -342,11 +342,8 @@ def stat_file(path: str) -> tuple[int, int]:
 
 
 def modified_time(info: Mapping[str, Any]) -> int:
-    """Return the modification time of a file of a store, in ns; 0 if the store does not tell it.
-
-    If the store tells only a tag of the version (a web server; the Hugging Face hub, whose tag is the hash of the
-    content), a number derived from the tag replaces the time.
-    """
+    """Return a file's modification time in ns; 0 if the store does not tell it. A tag of the version (a web server; the
+    Hugging Face hub, whose tag is the hash of the content) gives a number in place of the time."""
     for key in ("mtime", "LastModified", "updated", "created", "Last-Modified"):
         changed = info.get(key)
         for read in (datetime.fromisoformat, parsedate_to_datetime):

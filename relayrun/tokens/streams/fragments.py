@@ -256,10 +256,7 @@ class FragmentReader:
 
     def texts(self, rows: pa.Table) -> tuple[pa.Array, npt.NDArray[np.int64], Counter[str]]:
         """Return the texts to train on (large_string, without nulls), their row indices, and skipped rows by reason.
-
-        Raises FatalTrainingError like `keep`, and if the user's `stream.map` raises or returns a value that is not
-        text.
-        """
+        Raises FatalTrainingError like `keep`, if the user's `stream.map` raises, and if it returns no text."""
         kept, left_out = self.keep(rows)
         if self._stream.map is None or not len(kept):
             texts = rows[TEXT_COLUMN] if len(kept) == len(rows) else rows[TEXT_COLUMN].take(integers_to_arrow(kept))

@@ -128,8 +128,7 @@ class DumpsFolder:
         append_line(self._jobs, {"slurm_job_id": job_id, "dump": dump})
 
     def live_jobs(self) -> list[str]:
-        """Return the recorded jobs of unfinished dumps that are pending or running. Raises SchedulerError if there are
-        such records and Slurm cannot be asked."""
+        """Return recorded pending or running jobs of unfinished dumps. Raises SchedulerError if Slurm cannot tell."""
         unfinished = set(self.pending())
         ids = [
             str(record["slurm_job_id"]) for record in read_json_lines(self._jobs) if record.get("dump") in unfinished

@@ -187,11 +187,8 @@ def file_content_hash(path: str) -> str:
 
 
 def is_unchanged(path: str, now: InputFile, then: InputFile, known: str) -> bool:
-    """True if an input is the same as when it was read, with the fingerprint `known`.
-
-    Equal size and known, equal modification time suffice. After another time, all bytes must be equal: a fingerprint of
-    the ends (URLs) cannot prove that.
-    """
+    """True if an input is the same as when it was read, with the fingerprint `known`. Equal size and equal time
+    suffice. After another time all bytes must be equal, which a fingerprint of the ends (URLs) cannot prove."""
     if now[:2] != then[:2]:
         return False
     if now[2] != then[2]:

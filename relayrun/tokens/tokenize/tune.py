@@ -67,8 +67,7 @@ def run_trials(
     report: Callable[[TuningTrial], None] = lambda trial: None,
 ) -> list[TuningTrial]:
     """Try `options` with every pair of `workers` and `batch_bytes`, for `seconds` each. `temp_dir` should lie on the
-    file system of the dumps' output. Raises InputError for missing dumps and invalid numbers; RelayrunError with the
-    message of a run that fails."""
+    dumps' file system. Raises InputError for missing dumps and invalid numbers, RelayrunError for a failing run."""
     if not workers or not batch_bytes or min(*workers, *batch_bytes) < 1 or seconds <= 0:
         raise InputError("workers, bytes of a batch and seconds are positive numbers")
     metadata = DumpsFolder(metadata_folder)

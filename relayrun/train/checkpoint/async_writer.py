@@ -145,10 +145,7 @@ class HostCopy:
         return stream
 
     def reserve(self, shards: Iterable[ShardedTensor]) -> HostMemoryStats:
-        """Allocate missing buffers for `shards`; return the allocation.
-
-        Raises RuntimeError if memory is short; then no buffer was allocated.
-        """
+        """Allocate missing buffers for `shards`; return them. Raises RuntimeError, with no buffer allocated."""
         new = [shard for shard in shards if not self._has(shard)]
         places, lengths = lay_out_buffers([shard.data.nbytes for shard in new], self._piece)
         on_gpu = self._device.type == "cuda"

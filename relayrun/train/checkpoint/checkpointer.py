@@ -144,10 +144,7 @@ class Checkpointer:
         }
 
     def take_own_seconds(self) -> float:
-        """Return this rank's own time in saves that training waited for since the last call: its copy, or its write.
-
-        For a save beside training only the copy counts.
-        """
+        """Return and reset this rank's seconds in saves: its copy, and, unless beside training, its write."""
         taken, self._own_seconds = self._own_seconds, []
         return sum(taken)
 
@@ -441,10 +438,7 @@ ERROR_TEXT_LIMIT = 300
 
 def why_not_loadable(error: BaseException) -> str | None:
     """Return the fault in the content of a checkpoint; None if a file system, a device or another rank may be the
-    cause.
-
-    torch collects the errors of all ranks in one exception: then every rank must have found a fault in the content.
-    """
+    cause. torch joins the errors of all ranks in one exception: each rank must have found a fault in the content."""
     if isinstance(error, CheckpointException):
         causes = [why_not_loadable(cause) for cause, _ in error.failures.values()]
         return causes[0] if causes and all(causes) else None

@@ -117,11 +117,8 @@ class NeighbourReplica:
     def _swap(
         self, *, to: int | None, copy: MemoryCopy | None, source: int | None, slots: Sequence[MemorySlot], of: int
     ) -> bool:
-        """Send a copy to one rank while the copy of rank `of` arrives from another into the older of `slots`.
-
-        Both sides of a transfer call this at the same time. A copy of None is sent as an empty header. Returns True if
-        a copy has arrived and is intact.
-        """
+        """Send a copy (None: an empty header) to one rank while the copy of rank `of` arrives from another into the
+        older of `slots`. Both sides of a transfer call this at once. Returns True if an intact copy has arrived."""
         self._transfers += 1
         header = b"" if copy is None else json.dumps(copy.header).encode()
         words = np.zeros(HEADER_BYTES, dtype=np.uint8)

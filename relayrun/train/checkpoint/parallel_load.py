@@ -146,10 +146,7 @@ class ReadAssignment:
 
 
 def assign_reads(wanted: Sequence[Sequence[BlockLocation]]) -> ReadAssignment:
-    """Divide the needed blocks among the ranks of a group; equal on each of them.
-
-    `wanted`: by rank, each block once.
-    """
+    """Divide the blocks that each rank wants among the ranks, each block once; equal on every rank."""
     takers: dict[BlockLocation, list[int]] = {}
     for rank, places in enumerate(wanted):
         for place in places:

@@ -86,11 +86,8 @@ class CheckedReader(FileSystemReader):
     """Reads one checkpoint. Raises DamagedCheckpoint if it does not hold the bytes that were saved."""
 
     def __init__(self, folder: Path, root: str | None) -> None:
-        """Read and compare the small files: the hashes, the metadata, the common part.
-
-        `root`: the checksum of its commit; None if no commit is known. A checkpoint without checksums is read
-        unchecked; `checked` is then False.
-        """
+        """Read and compare the small files: the hashes, the metadata, the common part. `root`: the checksum of its
+        commit, if any is known. A checkpoint without checksums is read with `checked` False."""
         super().__init__(folder)
         self.folder = folder
         self.exchange: BlockExchange | None = None

@@ -161,11 +161,8 @@ def account_for_run(
     also: Sequence[str] = (),
     grain: int = 60 * MICROSECONDS_PER_SECOND,
 ) -> NodeTimeAccount:
-    """Read a run and book its node time. Raises RunDirError if no attempt has begun, or a record is damaged.
-
-    `sink` and `seen` return, for an allocation, the callbacks of `attribute_time`; `also` names further columns of the
-    metrics for them.
-    """
+    """Read a run and book its node time. Raises RunDirError if no attempt has begun, or a record is damaged. `sink` and
+    `seen` return an allocation's callbacks of `attribute_time`; `also` names further columns for them."""
     facts = facts or read_run_facts(run, now=now)
     names = tuple(dict.fromkeys([*NEEDED_COLUMNS, *also]))
     found: list[AllocationAccount] = []

@@ -262,8 +262,7 @@ class _Steps:
             self._rolled_back = False
 
     def _put(self, parts: Mapping[str, Amounts], ends: Amounts) -> None:
-        """Book the lines, grouped by the grain if a sink is set. A line during which the number of nodes changes is
-        booked alone."""
+        """Book the lines, by the grain if a sink is set; alone a line during which the number of nodes changes."""
         starts: Indices = np.zeros(1, dtype=np.intp)
         if self._grain is not None:
             starts = np.flatnonzero(np.diff(ends // self._grain, prepend=-1))

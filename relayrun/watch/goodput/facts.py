@@ -143,8 +143,7 @@ def read_run_facts(run: Run, *, now: float | None = None) -> RunAllocations:
 
 
 def _first_submit(run: Run, found: Sequence[AttemptFacts]) -> float:
-    """Time of the first submit; jobs may have had nodes long before the first attempt began. The files of a copied
-    directory are newer than its first attempt."""
+    """Time of the first submit: jobs may have had nodes before the first attempt. Copied files are newer than that."""
     times = [each.begin.job_start_time or each.begin.start_time for each in found]
     with contextlib.suppress(OSError):
         times += [run.config_revision(number).stat().st_mtime for number in run.revisions()[:1]]

@@ -313,11 +313,8 @@ _ESCAPE = re.compile(r"\\(?:x\{([0-9A-Fa-f]+)\}|x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{
 
 
 def normalize_pattern(pattern: str) -> str:
-    """Return a pattern in the spelling of this table: numbered escapes of letters as the letters themselves.
-
-    Definitions of DeepSeek spell their first patterns with letters or their numbers, and line ends with or without
-    escapes.
-    """
+    """Return a pattern in the spelling of this table: numbered escapes of letters as the letters themselves. DeepSeek's
+    definitions spell letters and line ends in both ways."""
 
     def one(match: re.Match[str]) -> str:
         number = match[1] or match[2] or match[3]

@@ -59,8 +59,7 @@ def load_normalizer(definition: str) -> Callable[[str], str]:
 
 
 def _parse_definition(definition: str) -> tuple[dict[str, Any], str | None]:
-    """Parse without the vocabulary, and return the text from its first entry; or parse everything, and return None. In
-    a JSON string the quotes of the name would be escaped."""
+    """Parse without the vocabulary, and return the text from its first entry; or parse everything, and return None."""
     head, found, rest = definition.partition(_VOCABULARY)
     if found:
         with contextlib.suppress(ValueError, KeyError):
