@@ -62,6 +62,8 @@ _PERHAPS_SECRET = re.compile(r"(?:.*[_-])?(?:token|key|auth|sig(?:nature)?)", re
 """Names whose value is a secret if it looks random."""
 _HARMLESS = re.compile(r"""['"]?(?:$|[$`~/.<]|(?:true|false|yes|no|on|off|none|null|[0-9]{1,5})['"]?$)""", re.I)
 """Values that are no secrets: references, paths, switches and numbers."""
+SECRET_WORD = re.compile(r"KEY|TOKEN|SECRET|PASS|JWT|CREDENTIAL|AUTH", re.I)
+"""A variable whose name contains this is never shown with its value, such as SLURM_JWT."""
 _ASSIGNMENT = re.compile(r"(?<![\w$-])-{0,2}([A-Za-z_][\w-]*)=(\S*)|(?<!\S)--([A-Za-z][\w-]*) +([^\s-]\S*)")
 _URL_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@$]+@")
 _UUID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")

@@ -15,13 +15,13 @@ from typing import Any
 from relayrun.config.compose import sites
 from relayrun.config.sections.base import NAME_PATTERN
 from relayrun.errors import ConfigError
+from relayrun.masking import SECRET_WORD
 from relayrun.submit.megatron_lm.bash_run import PROGRAM
 from relayrun.submit.megatron_lm.bash_values import MARK
 from relayrun.submit.megatron_lm.flags import Flag
 from relayrun.submit.megatron_lm.launcher_file import (
     REPLACED_FLAGS,
     SECRET_HINT,
-    SECRET_NAME,
     Launcher,
     read_launcher,
     secret_words,
@@ -256,7 +256,7 @@ def _take_environment(launcher: Launcher, found: Adopted) -> None:
         where, shown = launcher.where(name), MARK.sub("...", value)
         if _CHAIN_VARIABLES.fullmatch(name):
             found.row(where, f"{name}={shown}", "the chain's own", "it sets the ranks and their meeting point")
-        elif SECRET_NAME.search(name):
+        elif SECRET_WORD.search(name):
             found.row(where, f"{name}=***", "the environment of the submit", "no file holds a secret: export it there")
         elif name == "PYTHONPATH" and MARK.sub("", value).strip(":") in (folder, own):
             found.row(where, f"{name}={shown}", "the program's folder", "Python begins there")

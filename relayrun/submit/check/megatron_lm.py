@@ -23,6 +23,7 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers.megatron_lm_log import MegatronDialect
 from relayrun.errors import URL_WRITE_HINT, RelayrunError, why_url_is_refused
+from relayrun.masking import SECRET_WORD
 from relayrun.slurmtime import parse_time
 from relayrun.submit.check.findings import Findings, count_noun
 from relayrun.submit.launcher_overrides import PROFILER_VARIABLE, setting_variables
@@ -31,7 +32,7 @@ from relayrun.submit.megatron_lm.bash_values import MARK
 from relayrun.submit.megatron_lm.checkout import ask_parser
 from relayrun.submit.megatron_lm.command_line import CommandLine, command_line, config_launcher, launcher_variables
 from relayrun.submit.megatron_lm.flags import Flag
-from relayrun.submit.megatron_lm.launcher_file import SECRET_NAME, Launcher
+from relayrun.submit.megatron_lm.launcher_file import Launcher
 from relayrun.submit.sbatch_header import CHAIN_OPTIONS, option_words, sbatch_options
 
 LAUNCHER_FINDING = "megatron_lm.launcher"
@@ -123,7 +124,7 @@ def _compare_constant(
 ) -> None:
     if yours == "" or (yours is not None and runs is not None and _is_same_value(yours, runs)):
         return  # an empty one is as in the config
-    hidden = SECRET_NAME.search(name) is not None
+    hidden = SECRET_WORD.search(name) is not None
     has = f"the run has {'no ' + setting if not runs else 'another' if hidden else runs}"
     if yours is None:
         words, remedy = (

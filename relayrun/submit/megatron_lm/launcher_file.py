@@ -37,7 +37,6 @@ REPLACED_FLAGS = {
 """Flags that a run decides, and why; their values may be known in a job alone."""
 _DATA_PROGRAM = "create_data_config.py"
 """The earlier system's program that lists the shards of folders."""
-SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS", re.I)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,6 +37,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
 from torch.backends import cuda
 from torch.backends.cuda import SDPAParams
 
@@ -64,14 +65,14 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
 
     def forward(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
         *_: Any,
         packed_seq_params: PackedDocuments | None = None,
         **__: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Attend with query [sequence, batch, heads, channels] to key and value [sequence, batch, groups, channels].
 
         Returns [sequence, batch, heads * channels], with the channels of value, which may differ from query and key.
@@ -97,13 +98,8 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         return out[..., :channels].flatten(2)
 
     def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        documents: PackedDocuments | None,
-        dropout: float,
-    ) -> torch.Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments | None, dropout: float
+    ) -> Tensor:
         """Attend over whole rows; return [sequence, batch, heads, channels]."""
         packed = documents is not None or self._window is not None
         if packed and not dropout and varlen_usable(query, window=self._window):
@@ -121,7 +117,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
             outs.append(torch.cat([self._sequence(q, k, v, dropout) for q, k, v in each], dim=2))
         return torch.cat(outs).permute(2, 0, 1, 3)
 
-    def _sequence(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> torch.Tensor:
+    def _sequence(self, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
         """Attend within one sequence, all [batch, heads or groups, sequence, channels]."""
         length, window = query.shape[2], self._window
         if window is None or length <= window + 1:
@@ -136,14 +132,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
             outs.append(self._call(own, keys, values, dropout, masks[shape]))
         return torch.cat(outs, dim=2)
 
-    def _call(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        dropout: float,
-        mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def _call(self, query: Tensor, key: Tensor, value: Tensor, dropout: float, mask: Tensor | None = None) -> Tensor:
         """Call torch's kernel for [batch, heads or groups, sequence, channels]: causal, or with a mask."""
         repeat = query.shape[1] // key.shape[1]
         shared = repeat > 1 and _kernel_takes_groups(query, key, value, dropout, mask)
@@ -161,23 +150,21 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         )
 
 
-def _within(window: int, before: int, length: int, *, device: torch.device) -> torch.Tensor:
+def _within(window: int, before: int, length: int, *, device: torch.device) -> Tensor:
     """Return the mask [length, before + length]: True for the tokens that each token of a block sees."""
     own = torch.arange(before, before + length, device=device)[:, None]
     other = torch.arange(before + length, device=device)
     return (other <= own) & (other >= own - window)
 
 
-def _of_one_width(*parts: torch.Tensor) -> list[torch.Tensor]:
+def _of_one_width(*parts: Tensor) -> list[Tensor]:
     """Pad the channels of query, key and value to the widest with zeros, which do not change the result. torch's flash
     kernels need equal channels in value and query; without a flash kernel torch keeps all scores."""
     width = max(part.shape[-1] for part in parts)
     return [part if part.shape[-1] == width else functional.pad(part, (0, width - part.shape[-1])) for part in parts]
 
 
-def _kernel_takes_groups(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, mask: torch.Tensor | None
-) -> bool:
+def _kernel_takes_groups(query: Tensor, key: Tensor, value: Tensor, dropout: float, mask: Tensor | None) -> bool:
     """True if torch reads grouped keys and values directly, all [batch, heads or groups, sequence, channels].
 
     The flash kernel of CPUs does. On GPUs flash does, which lacks fp32, and the memory-efficient kernel in some
@@ -189,7 +176,7 @@ def _kernel_takes_groups(
     return cuda.can_use_flash_attention(asked) or cuda.can_use_efficient_attention(asked)
 
 
-def varlen_usable(query: torch.Tensor, *, window: int | None = None) -> bool:
+def varlen_usable(query: Tensor, *, window: int | None = None) -> bool:
     """True if it has a kernel for this device, type and window: flash attention's, for 16 bits."""
     call = varlen_function()
     if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16) or call is None:
@@ -211,14 +198,14 @@ def varlen_function() -> Callable[..., Any] | None:
 
 
 def attend_varlen(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     documents: PackedDocuments,
     *,
     scale: float | None,
     window: int | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Attend with query [sequence, batch, heads, channels] to key and value of groups; return query's shape."""
     call = varlen_function()
     assert call is not None
@@ -250,9 +237,7 @@ def varlen_options(known: Iterable[str], *, grouped: bool, window: int | None = 
     return causal | ({"enable_gqa": True} if takes and grouped else {}), takes
 
 
-def gather_sequence(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def gather_sequence(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Exchange this rank's tokens of all heads for all tokens, in order, of this rank's heads.
 
     query [sequence / n, batch, heads, channels], key and value with groups in place of heads. Returns them as
@@ -267,7 +252,7 @@ def gather_sequence(
     return _gathered(query, size), _gathered(key, size), _gathered(value, size)
 
 
-def all_to_all_heads_to_sequence(out: torch.Tensor) -> torch.Tensor:
+def all_to_all_heads_to_sequence(out: Tensor) -> Tensor:
     """Exchange [sequence, batch, heads / n, channels] for this rank's [sequence / n, batch, heads, channels]."""
     size = parallel_state.get_context_parallel_world_size()
     sequence, batch, heads, channels = out.shape
@@ -277,7 +262,7 @@ def all_to_all_heads_to_sequence(out: torch.Tensor) -> torch.Tensor:
     return found.permute(1, 2, 0, 3, 4).reshape(sequence // size, batch, size * heads, channels)  # type: ignore[no-any-return]
 
 
-def _gathered(part: torch.Tensor, size: int) -> torch.Tensor:
+def _gathered(part: Tensor, size: int) -> Tensor:
     own, batch, heads, channels = part.shape
     by_rank = part.view(own, batch, size, heads // size, channels).permute(2, 0, 1, 3, 4)
     found = all_to_all(parallel_state.get_context_parallel_group(), by_rank)  # [n of tokens, sequence / n, ...]
@@ -302,7 +287,7 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]  # megatron-core 
         if isinstance(self.linear_kv_down_proj, ColumnParallelLinear) and self.pg_collection.tp.size() > 1:
             self.linear_kv_down_proj.register_forward_hook(self._gathered)
 
-    def _gathered(self, _: torch.nn.Module, __: Any, out: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+    def _gathered(self, _: torch.nn.Module, __: Any, out: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
         """Gather the tensor-parallel projection to keys and values here instead of in the base class.
 
         Fault: all heads share the rotary channels of a key, and a rank has their gradient for its own heads only.
@@ -318,15 +303,15 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]  # megatron-core 
 
     def get_query_key_value_tensors(
         self,
-        hidden_states: torch.Tensor,
-        key_value_states: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
         packed_seq_params: Any = None,
         **named: Any,
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> tuple[Tensor, ...]:
         """Return query, key and value [sequence, batch, heads, channels], and their inputs."""
         seen = None if isinstance(packed_seq_params, PackedDocuments) else packed_seq_params
-        found: tuple[torch.Tensor, ...] = super().get_query_key_value_tensors(
+        found: tuple[Tensor, ...] = super().get_query_key_value_tensors(
             hidden_states, key_value_states, position_ids, seen, **named
         )
         return found
@@ -340,12 +325,12 @@ class _OfAllHeads(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(context: Any, whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(context: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
         context.group = group
         return whole.view_as(whole)
 
     @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
         summed = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(summed, group=context.group)
         return summed, None

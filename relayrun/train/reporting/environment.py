@@ -21,7 +21,7 @@ from typing import Any
 
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.records import AttemptStart
-from relayrun.masking import mask_tokens
+from relayrun.masking import SECRET_WORD, mask_tokens
 from relayrun.train.gpu_health import NoNvml, ask_device, call_nvml
 
 SHOWN_VARIABLES = re.compile(
@@ -29,8 +29,6 @@ SHOWN_VARIABLES = re.compile(
     r"|PATH|PYTHONPATH|LD_LIBRARY_PATH|VIRTUAL_ENV|HOSTNAME|TMPDIR|LANG"
     r"|RANK|LOCAL_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT"
 )
-SECRET_NAMES = re.compile(r"KEY|TOKEN|SECRET|PASS|JWT|CREDENTIAL|AUTH", re.I)
-"""A variable whose name contains this is never shown with its value, such as SLURM_JWT."""
 COMMAND_SECONDS = 60.0
 """Time limit of a command."""
 SHORTEST_SECRET = 8
@@ -66,14 +64,14 @@ def shown_variables(environment: Mapping[str, str]) -> list[str]:
     return [
         f"{name}={value}"
         for name, value in sorted(environment.items())
-        if SHOWN_VARIABLES.fullmatch(name) and not SECRET_NAMES.search(name)
+        if SHOWN_VARIABLES.fullmatch(name) and not SECRET_WORD.search(name)
     ]
 
 
 def without_secrets(text: str, environment: Mapping[str, str]) -> str:
     """Return `text` with the values of secret variables replaced by their names, and tokens by their kinds."""
     for name, value in environment.items():
-        if SECRET_NAMES.search(name) and len(value) >= SHORTEST_SECRET:
+        if SECRET_WORD.search(name) and len(value) >= SHORTEST_SECRET:
             text = text.replace(value, f"<{name}>")
     return mask_tokens(text)[0]
 

@@ -54,8 +54,12 @@ class AttemptsAndLosses:
 
 
 def read_attempts_report(run: Run) -> AttemptsAndLosses:
-    """Read a run's records, and from the scheduler ends that no job recorded. Raises RunDirError without an attempt."""
-    lines = list(merged_metrics.valid_lines(run))
+    """Read a run's records; the scheduler knows the ends that no job could record. Raises RunDirError if no attempt has
+    begun."""
+    with Progress("reading metrics", None, "lines"):
+        lines = list(counted(merged_metrics.valid_lines(run)))
+        found = read_run_facts(run).allocations
+        attempts = [_attempt_row(each, each.facts) for each in found if each.facts is not None]
     steps = [line for line in lines if "loss" in line]
     validation: dict[str, list[tuple[int, float]]] = {}
     for line in lines:
