@@ -61,7 +61,7 @@ def files() -> list[Path]:
     package = ROOT / "relayrun"
     found = {*package.glob("*.py"), *(package / name for name in MODULES)}
     for room in ROOMS:
-        found |= {*(package / room).rglob("*.py")}
+        found |= {*(package / room).rglob("*.py"), *(package / room).rglob("*.json")}
     return sorted(found | {*(ROOT / "launchers/lib").iterdir()} - {*(ROOT / "launchers/lib").glob("__pycache__")})
 
 

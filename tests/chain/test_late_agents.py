@@ -9,7 +9,6 @@ import pytest
 
 from relayrun.control.agent import coordinator as module
 from relayrun.control.agent.coordinator import Coordinator
-from relayrun.control.chain import failure_reason
 from relayrun.control.rundir import restarts
 from relayrun.control.rundir.records import Hang
 from tests.control.test_spare_nodes import Nodes, one  # noqa: F401
@@ -85,7 +84,7 @@ def test_an_agent_that_never_comes_ends_the_attempt_with_its_name_on_record(
     assert (failed.restart, failed.lost, failed.again) == (0, {"n1": ""}, False)
     told = "n1: has not said hello for 301 s; 2 nodes are to train, and 1 are left"
     assert failed.told == f"before the first start: {told}"
-    assert failure_reason._why_no_restart(nodes.attempt) == told
+    assert f"{failed.culprit}; {failed.reason}" == told  # the chain's reason
 
 
 def test_where_no_agent_comes_no_node_is_blamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

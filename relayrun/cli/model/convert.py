@@ -57,6 +57,7 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 def export_hf(options: argparse.Namespace) -> int:
     """Write a Hugging Face folder. Raises RelayrunError."""
+    check_outputs({"--output": options.output})
     limit = parse_size(options.max_shard_size)
     hub = None
     if options.push_to is not None:
@@ -102,6 +103,7 @@ def export_hf(options: argparse.Namespace) -> int:
 
 def export_torch(options: argparse.Namespace) -> int:
     """Write a checkpoint in Megatron's plain torch format. Raises RelayrunError."""
+    check_outputs({"--output": options.output})
     source = _checked_source(options)
     if (read := _new_output(options, source.folder)) is None:
         return 0
@@ -122,6 +124,7 @@ def export_torch(options: argparse.Namespace) -> int:
 
 def export_megatron(options: argparse.Namespace) -> int:
     """Write a folder that Megatron-LM loads. Raises RelayrunError."""
+    check_outputs({"--output": options.output})
     name, iteration = split_run_and_iteration(options.name)
     source = find_checkpoint(find_run(name), options.iteration if iteration is None else iteration)
     if (read := _new_output(options, source.folder)) is None:
@@ -141,7 +144,6 @@ def export_megatron(options: argparse.Namespace) -> int:
 def _new_output(options: argparse.Namespace, folder: Path) -> InputFiles | None:
     """Return the files of a checkpoint that is read; None, after a line, if this command has made the output of them.
     Raises InputError if anything else is there."""
-    check_outputs({"--output": options.output})
     chosen = {name: value for name, value in vars(options).items() if name not in ("run", "output")}
     read = InputFiles((path for path in folder.rglob("*") if path.is_file()), chosen)
     if read.was_made(options.output):
@@ -205,6 +207,7 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
 def import_hf(options: argparse.Namespace) -> int:
     """Write a checkpoint from a Hugging Face folder. Raises RelayrunError."""
     output: Path = options.output.absolute()
+    check_outputs({"--output": options.output})
     if (read := _new_output(options, options.folder)) is None:
         return 0
     if not (options.folder / "config.json").is_file():
@@ -230,6 +233,7 @@ def import_hf(options: argparse.Namespace) -> int:
 def import_megatron(options: argparse.Namespace) -> int:
     """Write a checkpoint from a folder of Megatron-LM. Raises RelayrunError."""
     output: Path = options.output.absolute()
+    check_outputs({"--output": options.output})
     name, iteration = split_run_and_iteration(options.folder)
     folder = Path(name).expanduser()
     found = megatron_folder.find_megatron_checkpoint(folder, iteration)
