@@ -12,7 +12,7 @@
 | saves | stalled | training is several saves ahead of the newest checkpoint |
 | stalled-... | stalled | six hours of jobs without a checkpoint, in a run without notices |
 | unwritable | disk | no file can be written: the disk or a quota is full, or the file system is broken |
-| mirror | disk | checkpoints have waited for their copy for six hours of a job |
+| mirror | disk | checkpoints have waited for their copy for six hours of a job, and no pass says why |
 | purge-... | disk | the site removes the newest checkpoint, or data of a live chain, within a week |
 | quota-... | disk | a quota or the disk is full within a week at its present growth |
 | room | disk | the disk has room for few more checkpoints, while no job of the run is at work |
@@ -276,14 +276,15 @@ def _not_copied(run: Run, now: float) -> Iterator[Symptom]:
     if begin is None or mirror.read_mirror_policy(run) is None:
         return
     last = mirror.read_last_pass(run)
+    if last is not None and last.complaint:
+        return  # its notice says why
     copied = 0 if last is None or last.iteration is None else last.iteration
     newer = takewhile(lambda counted: counted.commit.iteration > copied, Lineage(run).backwards())
     waiting = [counted.commit.time for counted in newer if counted.published]
     if not waiting or now - max(begin.start_time, min(waiting)) <= NOT_COPIED_SECONDS:
         return
-    words = f"{len(waiting)} checkpoints wait for their copy in the second place"
-    why = f": {last.complaint}" if last is not None and last.complaint else ""
-    reason = f"{words}; the newest copy is of {copied or 'none'}{why}"
+    words = f"{len(waiting)} checkpoints wait for their copy in the mirror"
+    reason = f"{words}; the newest copy is of {copied or 'none'}"
     yield Symptom(event="disk", cause=f"mirror-{copied}", reason=reason)
 
 

@@ -79,7 +79,7 @@ def test_a_copier_that_does_not_start_is_told_with_the_cause(mirrored: Mirrored)
     told = policy(NoticeTarget(name="t", url="https://example.invalid", events=["disk"]))
     (notice,) = events._mirror_notices(mirrored.run, plan, told, now)
     assert notice.event == "disk"
-    assert notice.reason == f"checkpoints are not copied to the second place: {words} (sync.py:3)"
+    assert notice.reason == f"checkpoints are not copied to the mirror: {words} (sync.py:3)"
     assert not [*events._mirror_notices(mirrored.run, plan, told, time.time())]
     mirrored.sync()
     assert not [*events._mirror_notices(mirrored.run, plan, told, now)]

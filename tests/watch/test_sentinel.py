@@ -320,19 +320,22 @@ def test_a_disk_that_fills_while_the_run_waits_is_told_as_a_job_would(
     assert world.notices() == ["disk-0001"]
 
 
-def test_a_second_place_that_gets_no_copies_is_told(world: World) -> None:
+@pytest.mark.parametrize("complaint", ["/away is away", None])
+def test_a_mirror_that_gets_no_copies_is_told_once(world: World, complaint: str | None) -> None:
     train(world)
     mirror.mirror_folder(world.run).mkdir()
     MirrorPolicy(folder="/away", id="1", keep_last=1, program=[]).write(mirror.mirror_policy_path(world.run))
-    mirror.write_last_pass(world.run, MirrorPass(time=world.now, iteration=50, behind=1, complaint="/away is away"))
+    last = MirrorPass(time=world.now, iteration=50, behind=1, complaint=complaint, good_time=world.now)
+    mirror.write_last_pass(world.run, last)
     for _ in range(4):
         world.now += 2 * HOUR
         world.beat(1)
         world.look()
     (notice,) = [entry for entry, _ in notices.pending_notices(world.run) if entry.event == "disk"]
-    assert notice.id.startswith("disk-mirror-50-")
-    words = "1 checkpoints wait for their copy in the second place; the newest copy is of 50: /away is away"
-    assert notice.reason == words
+    if complaint:
+        assert notice.reason == f"checkpoints are not copied to the mirror: {complaint}"
+    else:
+        assert notice.reason == "1 checkpoints wait for their copy in the mirror; the newest copy is of 50"
 
 
 def test_a_quota_that_fills_is_told_while_jobs_wait(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,7 +144,7 @@ def _mirror_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> I
     last = mirror.read_last_pass(run)
     since = (last and last.good_time) or mirror.mirror_policy_path(run).stat().st_mtime
     if (why := (last.complaint if last else copier_failure(run))) and now - since > MIRROR_SECONDS:
-        reason = f"checkpoints are not copied to the second place: {why}"
+        reason = f"checkpoints are not copied to the mirror: {why}"
         yield make_notice(run, plan, f"disk-mirror-{int(since)}", cause="disk", time=now, reason=reason)
 
 
