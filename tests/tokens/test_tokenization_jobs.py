@@ -155,12 +155,6 @@ def test_a_dump_that_fails_is_one_message_and_the_others_are_done(
     assert len(rows(settings)) == 2
 
 
-def heed_signals() -> None:
-    """Tests that run in the background of a shell, or under nohup, hand on ignored signals."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGKILL], ids=lambda number: number.name)
 def test_local_jobs_end_with_the_command_however_it_ends(
@@ -171,8 +165,7 @@ def test_local_jobs_end_with_the_command_however_it_ends(
     words = "".join(f"{name}: {json.dumps(value)}\n" for name, value in settings if value is not None)
     path.write_text(f"{words}max_parallel: 1\n")
     launcher = [sys.executable, ROOT / "launchers/submit_tokenization.py", path, "--executor", "local"]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(launcher, **pipes, cwd=tmp_path, preexec_fn=heed_signals) as run:
+    with subprocess.Popen(launcher, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path) as run:
         wait_for(lambda: len(psutil.Process(run.pid).children(recursive=True)) > 1)  # submitit's, ours
         jobs = psutil.Process(run.pid).children(recursive=True)
         run.send_signal(number)
