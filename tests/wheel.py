@@ -77,8 +77,9 @@ class Installed:
         for name in found - {"relayrun"}:
             distribution = importlib.metadata.distribution(name)
             for top in {Path(file).parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
-                if not (self.packages / top).exists():
-                    (self.packages / top).symlink_to(Path(str(distribution.locate_file(top))))
+                there = Path(str(distribution.locate_file(top)))
+                if there.exists() and not (self.packages / top).exists():  # two packages list a file that pip left out
+                    (self.packages / top).symlink_to(there)
 
     def run(self, *command: str | Path, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
         """Run a program of the environment with nothing of the tests' own around it."""

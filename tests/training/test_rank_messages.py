@@ -197,7 +197,7 @@ for hear in (
     try:
         print("victim got", hear())
     except Exception as error:
-        print("refused", type(error).__name__)
+        print("refused", type(error).__name__, flush=True)  # torch may abort at the exit of a lonely rank
 """
 EVIL = """
 import os, sys, pickle, torch, torch.distributed as dist
