@@ -33,10 +33,10 @@ def wrap(path: Path, arguments: Sequence[str], *, checkpoints: str, site: str, o
     `one_machine`: the site starts every task by itself, without Slurm.
     """
     text = path.read_text(encoding="utf-8", errors="replace")
-    header = {name: value for name, value in sbatch_options(text).items() if name != "chdir"}
+    header = sbatch_options(text)
+    folder = path.parent.resolve() / (header.pop("chdir", (None, 0))[0] or "")
     found = Adopted({"project": "wrapped", "name": _name(header, path), "trainer": "command", "cluster": site})
     take_header(path, header, found)
-    folder = path.parent.resolve() / (sbatch_options(text).get("chdir", (None, 0))[0] or "")
     job: dict[str, Any] = found.settings["job"]
     if one_machine:
         job.pop("ntasks_per_node", None)

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from relayrun.control.rundir.run import Run, stop_reason
+from relayrun.control.rundir.run import stop_reason
 from relayrun.control.scheduler.slurm import Slurm
-from relayrun.errors import user_name
-from relayrun.watch import cron_check
-from relayrun.watch.status import cron_check_record as records
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 
-from .cluster import ROOT, TestCluster
+from .cluster import TestCluster
 from .conftest import MakeCluster, installed_version
 from .test_chain import ends, logs, wait_for_end, wait_for_iteration
 from .test_law_slurm import ONE_NODE, begin_of, pending, program, start
+from .test_sentinel_slurm import look_twice
 from .test_status_slurm import status
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.long]
@@ -75,21 +71,6 @@ def test_ranks_save_before_a_maintenance_that_is_announced_while_they_train(
     assert [end.cause for end in ends(run)] == ["saved", "done"], logs(run)
 
 
-def look(cluster: TestCluster, run: Run) -> str:
-    """Have the sentinel look twice, as if more than a minute lay between; what it says."""
-    said = ""
-    for _ in range(2):
-        command = [sys.executable, "-S", "-m", "relayrun.cli", "sentinel", run.path]
-        said += cluster.run(command, env={"PYTHONPATH": str(ROOT)}).stdout
-        memory = records.read_cron_check(run.path, user_name(os.geteuid()))
-        assert memory is not None
-        for causes in memory.seen.values():
-            for known in causes.values():
-                known["since"] -= cron_check.SETTLE_SECONDS
-        records.write_cron_check(run.path, memory)
-    return said
-
-
 def test_a_successor_that_slurm_holds_after_a_failed_prolog_is_released(
     make_cluster: MakeCluster,
     make_run: MakeRun,  # noqa: F811
@@ -108,7 +89,7 @@ def test_a_successor_that_slurm_holds_after_a_failed_prolog_is_released(
     cluster.wait_until(lambda: "held" in cluster.job(second)["Reason"].lower(), what="Slurm holds the successor")
     found = status(cluster, run)
     assert (found.state, found.go_on) == ("blocked", f"scontrol release {second}")
-    assert f"Slurm held job {second} since its launch failed on a node; it was released" in look(cluster, run)
+    assert f"Slurm held job {second} since its launch failed on a node; it was released" in look_twice(cluster, run)
     wait_for_end(cluster, run, plan)
     assert [end.cause for end in ends(run)] == ["saved", "done"], logs(run)
     assert begin_of(run, 2).job_id == second

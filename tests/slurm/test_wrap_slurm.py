@@ -10,6 +10,7 @@ import pytest
 from relayrun.config.compose import yaml_file
 from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.run import Run
+from tests.submit.test_wrap import TRAIN
 from tests.workspace import ends
 
 from .cluster import ROOT, TestCluster
@@ -25,22 +26,6 @@ srun bash -c 'echo "task $SLURM_PROCID of $SLURM_NTASKS on $SLURMD_NODENAME"'
 srun --ntasks=1 --nodes=1 {python} train.py "$1"
 """
 
-TRAIN = """
-import glob, os, sys, time
-have = sorted(glob.glob("out/step-*"))
-start = int(open(have[-1]).read()) if have else 0
-for iteration in range(start + 1, int(sys.argv[1]) + 1):
-    time.sleep(0.1)
-    print(f"step {iteration}", flush=True)
-    if iteration % 10 == 0:
-        with open("new", "w") as file:
-            file.write(str(iteration))
-        os.rename("new", f"out/step-{iteration:06}")
-    if iteration == 35 and not os.path.exists("died"):
-        open("died", "w").close()
-        sys.exit(1)
-"""
-
 
 @pytest.mark.parametrize("pyz", [False, True])
 def test_a_script_with_steps_of_its_own_is_a_chain(cluster: TestCluster, tmp_path: Path, pyz: bool) -> None:
@@ -51,7 +36,7 @@ def test_a_script_with_steps_of_its_own_is_a_chain(cluster: TestCluster, tmp_pat
     site = {"name": "test", "scheduler": "slurm", "environment": {"MASTER_ADDR": "127.0.0.1"}}
     (tmp_path / "site.yaml").write_text(yaml_file.dump_yaml(site))
     wrap = [sys.executable, "-m", "relayrun.cli", "wrap", f"--cluster={tmp_path / 'site.yaml'}"]
-    told = ["--checkpoints=out/step-{iteration}", r"--progress=step (?P<iteration>\d+)"]
+    told = ["--checkpoints=out/step-{iteration}.pt", r"--progress=step (?P<iteration>\d+)"]
     if pyz:  # the host's Python, without any package
         alone = [getattr(sys, "_base_executable", "python3"), "-I", str(tmp_path / "relayrun.pyz")]
         cluster.run([sys.executable, ROOT / "scripts/tools/make_pyz.py", alone[-1]], cwd=tmp_path)

@@ -33,7 +33,6 @@ srun python train.py
 
 TRAIN = """
 import glob, os, sys, time
-assert not {"RANK", "WORLD_SIZE", "SLURM_PROCID"} & {*os.environ}, "those of the chain's step"
 have = sorted(glob.glob("out/step-*.pt"))
 start = int(open(have[-1]).read()) if have else 0
 for iteration in range(start + 1, int(sys.argv[1]) + 1):
@@ -46,6 +45,11 @@ for iteration in range(start + 1, int(sys.argv[1]) + 1):
     if iteration == 35 and not os.path.exists("died"):
         open("died", "w").close()
         sys.exit(1)
+"""
+
+OUTSIDE_A_STEP = """
+import os
+assert not {"RANK", "WORLD_SIZE", "SLURM_PROCID"} & {*os.environ}, "those of the chain's step"
 """
 
 QUEUES_ITSELF = """\
@@ -132,7 +136,7 @@ def test_a_script_runs_as_a_chain_and_begins_with_what_it_had_saved(
     (tmp_path / ".relayrun").touch()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "step-000020.pt").write_text("20")
-    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "train.py").write_text(OUTSIDE_A_STEP + TRAIN)
     (tmp_path / "train.sbatch").write_text(QUEUES_ITSELF.format(python=sys.executable))
     assert submit(tmp_path, r"--progress=step (?P<iteration>\d+)", "train.sbatch", "60", "two words") == 0
     run = Run(tmp_path / "logs/runs/wrapped/toy")

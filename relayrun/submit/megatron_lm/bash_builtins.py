@@ -65,6 +65,18 @@ class BashBuiltins(BashArithmetic):
         """Follow another text in this shell."""
         raise NotImplementedError
 
+    def _until_return(self, positional: list[str], source: Source, nodes: list[Node] | None = None) -> bool | None:
+        """Follow a function or a sourced file, with positional parameters of its own, to its end or its `return`."""
+        outer, self.positional = self.positional, positional
+        try:
+            return self._inside(source, nodes)
+        except LeaveBash as left:
+            if left.kind != "return":
+                raise
+            return left.status
+        finally:
+            self.positional = outer
+
     def _do_set(self, words: list[str], node: Node) -> bool:
         for number, word in enumerate(words):
             if word == "--" or not re.match(r"[-+]\w", word):
@@ -171,15 +183,7 @@ class BashBuiltins(BashArithmetic):
             text = read_script(path)
         if text is not None:
             self.notes.append(f"{self.source.where(node.at)}: {name} is sourced: its lines are followed")
-            outer, self.positional = self.positional, words[1:] or self.positional
-            try:
-                return self._inside(Source(str(path), text))
-            except LeaveBash as left:
-                if left.kind != "return":
-                    raise
-                return left.status
-            finally:
-                self.positional = outer
+            return self._until_return(words[1:] or self.positional, Source(str(path), text))
         if re.search(r"activate|profile|bashrc|setvars|modules|env_setup", name):
             self.found.setup.append((self.source.where(node.at), f"source {name}"))
             return True

@@ -345,16 +345,10 @@ class Script(BashBuiltins):
         if len(self.locals) > 100:
             raise UnreadableBash(0, f"{name} calls itself")
         source, body = self.functions[name]
-        outer, self.positional = self.positional, words
         self.locals.append({})
         try:
-            return self._inside(source, [body])
-        except LeaveBash as left:
-            if left.kind != "return":
-                raise
-            return left.status
+            return self._until_return(words, source, [body])
         finally:
-            self.positional = outer
             for variable, value in self.locals.pop().items():
                 self.variables.pop(variable, None)
                 if value is not None:
