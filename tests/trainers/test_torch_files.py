@@ -261,6 +261,12 @@ def test_a_checkpoint_of_values_alone_is_vetted(tmp_path: Path) -> None:
     vet_checkpoint(checkpoint(tmp_path / "iter_0000001", common=values))
 
 
+@pytest.mark.parametrize("text", [b"\x80\x02csignal\nSIGUSR2\n.", b"\x80\x02csignal\nSignals\nK\x0c\x85R."])
+def test_a_signal_of_the_arguments_is_a_value_in_both_spellings(tmp_path: Path, text: bytes) -> None:
+    """`--exit-signal SIGUSR2`: pickle names the constant in Python 3.10 and 3.11.2, the enumeration in 3.12."""
+    vet_checkpoint(checkpoint(tmp_path / "iter_0000001", common=archive(text)))
+
+
 def test_ranks_get_no_checkpoint_that_names_more(tmp_path: Path) -> None:
     for number, more in enumerate((Command(tmp_path / "was-run"), [Colour.RED], b"cos\nsystem\n.")):
         folder = checkpoint(tmp_path / f"iter_{number:07}", model_optim_rng={"args": 1}, rank=more)

@@ -16,6 +16,7 @@ import io
 import math
 import os
 import re
+import signal
 import struct
 import zipfile
 from argparse import Namespace
@@ -292,7 +293,7 @@ _ARRAYS = {"_reconstruct", "scalar"}
 _OBJECT_NAMES = {
     "argparse": {"Namespace"},
     "types": {"SimpleNamespace"},
-    "signal": {"Signals"},
+    "signal": {"Signals", *signal.Signals.__members__},  # an older Python names the constant
     "transformer_engine.common.recipe": {
         *("DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"),
         *("Format", "_FormatHelper", "MMParams", "QParams", "_OverrideLinearPrecision"),
