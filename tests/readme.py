@@ -63,7 +63,8 @@ def checkout(folder: Path) -> dict[str, str]:
             texts = [f"{word} document {part} {number} says {'so ' * (number % 40 + 20)}" for number in range(200)]
             pq.write_table(pa.table({"text": texts}), folder / "data" / dataset / f"part-{part}.parquet")
     train_tokenizer([folder / "data/my-text"], folder / "data/tokenizer", vocabulary_size=300)
-    return {"PATH": os.environ["PATH"], "HOME": str(folder), "PYTHONPATH": str(folder)}
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return {"PATH": path, "HOME": str(folder), "PYTHONPATH": str(folder)}
 
 
 def tokenize(folder: Path, environment: dict[str, str], dataset: str) -> None:

@@ -76,8 +76,10 @@ class Installed:
         found = {name for one in wanted for extra in one.extras or {""} for name in closure([one.name], extra)}
         for name in found - {"relayrun"}:
             distribution = importlib.metadata.distribution(name)
-            for top in {Path(file).parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
-                there = Path(str(distribution.locate_file(top)))
+            site = Path(str(distribution.locate_file("")))
+            old = {path.name for path in site.glob(f"{name.replace('-', '_')}-*.egg-info")}  # of a pip without `wheel`
+            for top in {Path(file).parts[0] for file in distribution.files or ()} - {"..", "__pycache__"} | old:
+                there = site / top
                 if there.exists() and not (self.packages / top).exists():  # two packages list a file that pip left out
                     (self.packages / top).symlink_to(there)
 

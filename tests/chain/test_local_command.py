@@ -145,7 +145,8 @@ def test_it_goes_through_as_many_jobs_as_its_time_limit_asks_for(
     records = ends(run)
     assert len(records) >= 2, logs(run)
     assert [record.cause for record in records] == ["saved"] * (len(records) - 1) + ["done"], logs(run)
-    assert records[0].reason.partition(";")[0] == "time limit near"  # and, on a busy machine, that the limit is short
+    why = records[0].reason.partition(";")[0]  # and, on a busy machine, that the limit is short
+    assert why in ("time limit near", "SIGUSR2"), why  # who looks first, the chain or the batch system
     assert "the program ended by itself" in run.stop.read_text()
     assert resume_point(run).iteration == 40
     assert iterations(run) == list(range(1, 41))

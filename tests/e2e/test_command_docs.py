@@ -18,6 +18,11 @@ from tests.readme import ROOT, copy_tracked
 
 PAGE = (ROOT / "docs/command.md").read_text(encoding="utf-8")
 EXAMPLES = ROOT / "examples/command"
+BATCH_SCRIPT = """#!/bin/bash
+#SBATCH --time=10
+mkdir -p out
+for step in 10 20; do echo "step $step"; echo "$step $*" > "out/epoch=0-step=$step.ckpt"; sleep 2; done
+"""
 
 
 def blocks(kind: str) -> list[str]:
@@ -25,7 +30,7 @@ def blocks(kind: str) -> list[str]:
 
 
 def test_every_block_has_a_test_and_the_page_is_short() -> None:
-    assert PAGE.count("```") == 2 * sum(len(blocks(kind)) for kind in ("bash", "yaml", "python"))
+    assert PAGE.count("```") == 2 * sum(len(blocks(kind)) for kind in ("bash", "bash wrap", "yaml", "python"))
     assert len(PAGE.splitlines()) <= 178
 
 
@@ -62,7 +67,10 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
     copy_tracked(tmp_path)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {"PATH": path, "HOME": str(tmp_path), "PYTHONPATH": str(tmp_path)}
-    script = "set -euo pipefail\n" + "\n".join(blocks("bash"))
+    (wrap,) = blocks("bash wrap")
+    (tmp_path / "train.sbatch").write_text(BATCH_SCRIPT)
+    wrap = wrap.replace("relayrun wrap", "relayrun wrap --cluster local")
+    script = "\n".join(["set -euo pipefail", *blocks("bash"), wrap])
     done = subprocess.run(
         ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1000
     )
@@ -70,3 +78,4 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
     run = Run(tmp_path / "logs/runs/my-project/plain")
     assert resume_point(run).iteration == 200
     assert "the last iteration, 200, is durable" in done.stdout
+    assert resume_point(Run(tmp_path / "logs/runs/wrapped/train")).iteration == 20

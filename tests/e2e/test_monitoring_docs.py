@@ -41,7 +41,8 @@ def test_training_offline_sending_looking_and_debugging(tmp_path: Path, monkeypa
     (tmp_path / "data").mkdir()
     shutil.move(workspace.folder / "data", tmp_path / "data/my-mixture")
     shutil.move(workspace.folder / "tokenizer.json", tmp_path / "data/tokenizer")
-    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": str(tmp_path)}
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {"PATH": path, "HOME": str(tmp_path), "PYTHONPATH": str(tmp_path)}
 
     def run(block: str, **more: str) -> str:
         done = subprocess.run(

@@ -172,7 +172,7 @@ def test_the_first_run_of_the_readme_and_the_page_about_chains(tmp_path: Path) -
     assert "plan of my-project/my-run" in out
     assert "attempts of my-run" in out
     run = Run(tmp_path / "my-project/logs/runs/my-project/my-run")
-    assert (run.checkpoints / "iter_0000040").is_dir()
+    assert (run.checkpoints / "iter_0000060").is_dir()
 
 
 @pytest.mark.long

@@ -54,6 +54,8 @@ def test_all_kinds_of_files_are_found_in_any_case_and_nothing_else(tmp_path: Pat
     found += ["h.json.zst", "i.Arrow", "my_state.json"]
     for name in (*found, "g.parquet.tmp", "h.gz", "parquet", "b/dataset_info.json", "STATE.json"):
         write(tmp_path / name)
+    for hidden in (".relayrun-made.json", "b/.d.jsonl.swp.jsonl", ".cache/huggingface/x.json"):
+        write(tmp_path / hidden)
     (tmp_path / "folder.parquet").mkdir()
     os.mkfifo(tmp_path / "pipe.parquet")
     assert paths(tmp_path) == found

@@ -136,7 +136,7 @@ def find_data_files(
     """Return all data files below `folder`, local or a URL that fsspec knows, ordered by path. A file is kept if its
     path below `folder` (links not resolved, case-sensitive) contains any of `filter_in`, if given, and none of
     `filter_out`. Links in a local folder are followed, except to a parent folder. Raises InputError if the folder is
-    missing or cannot be listed, or a link to a data file is broken."""
+    missing or cannot be listed, or a link to a data file is broken. Names that begin with `.` hold no data."""
     suffixes = data_suffixes()
 
     def is_wanted(path: str) -> bool:
@@ -145,6 +145,7 @@ def find_data_files(
         return (
             name.endswith(suffixes)
             and name.rsplit("/", 1)[-1] not in METADATA_FILE_NAMES
+            and not any(part.startswith(".") for part in name.split("/"))
             and (not filter_in or any(text in path for text in filter_in))
             and not any(text in path for text in filter_out)
         )
