@@ -23,7 +23,7 @@ from relayrun.train.checkpoint.megatron_folder import MegatronCheckpoint
 from relayrun.train.export.source_and_target import CheckpointSource
 from relayrun.train.model.size import pad_to_multiple
 
-_ARGUMENTS = yaml_file.read_yaml(Path(__file__).with_name("megatron_arguments.yaml")).values
+MEGATRON_TABLES = yaml_file.read_yaml(Path(__file__).with_name("megatron_arguments.yaml")).values
 _STYLES = {"1-sqrt": "minus_sqrt", "minus_sqrt": "minus_sqrt"}
 
 
@@ -33,7 +33,7 @@ def model_section(checkpoint: MegatronCheckpoint) -> ModelSection:
     heads = args.get("num_attention_heads")
     differences = [
         f"{name} is {_text(args.get(name, default))}, not {_text(wanted)}"
-        for name, (default, wanted) in _ARGUMENTS["model"].items()
+        for name, (default, wanted) in MEGATRON_TABLES["model"].items()
         if not _equal(args.get(name, default), wanted)
     ]
     if isinstance(heads, int) and heads > 0 and isinstance(args.get("hidden_size"), int):
@@ -123,7 +123,7 @@ def describe_not_taken(checkpoint: MegatronCheckpoint, *, optimizer: str | None)
         )
     words += [
         f"--{name.replace('_', '-')} {_text(args[name])}: there is no such setting"
-        for name, neutral in _ARGUMENTS["neutral"].items()
+        for name, neutral in MEGATRON_TABLES["neutral"].items()
         if name in args and not _equal(args[name], neutral) and args[name] not in (None, False)
     ]
     return words
