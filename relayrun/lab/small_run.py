@@ -58,18 +58,6 @@ def start_submit(config: Path, overrides: Sequence[str] = (), **options: Any) ->
     return subprocess.Popen(command, cwd=places.CODE_ROOT, stdin=subprocess.DEVNULL, **options)
 
 
-def model_section(layers: int, hidden: int, ffn: int, heads: int, groups: int) -> dict[str, Any]:
-    """Return section `model` of a Llama of this shape, with dropout so that random number generators matter."""
-    return {
-        "num_layers": layers,
-        "hidden_size": hidden,
-        "ffn_hidden_size": ffn,
-        "num_attention_heads": heads,
-        "num_query_groups": groups,
-        "hidden_dropout": 0.1,
-    }
-
-
 def random_data(folder: Path, *, vocabulary: int, longest: int, documents: int) -> dict[str, Any]:
     """Write random documents of 20 to `longest` tokens and a tokenizer, once; return them as section `data`."""
     if not (folder / "tokenizer.json").exists():

@@ -15,7 +15,7 @@ import pytest
 
 from relayrun.cli import main
 from relayrun.config.compose import resolve, yaml_file
-from relayrun.config.compose.resolve import SETTINGS_FOR_TRANSFORMER_FIELDS
+from relayrun.config.compose.resolve import TRANSFORMER_FIELDS
 from relayrun.config.compose.schema import RunConfig
 from relayrun.config.sections.model import (
     LLAMA_DEFAULTS,
@@ -73,6 +73,7 @@ GONE = {"moe_extended_tp"}
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "configs/runs/demo.yaml"
 TAKEN = TransformerSection.model_json_schema()["properties"]
+SETTINGS_FOR_TRANSFORMER_FIELDS = yaml_file.read_yaml(TRANSFORMER_FIELDS).values
 
 
 def test_nothing_is_taken_that_megatron_core_does_not_have() -> None:

@@ -17,7 +17,6 @@ import pytest
 
 from relayrun.errors import ConfigError, InputError, RelayrunError, SchedulerError
 from relayrun.tokens.tokenize.dump_jobs import (
-    CSV_COLUMNS,
     append_csv_row,
     prepare_submission,
     submit_dumps,
@@ -37,6 +36,11 @@ from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts/tokenization"
+
+CSV_HEADER = (
+    "slurm_job_id,node,start,end,paths_file,output_folder,dataset_total_size,processed_total_size,"
+    "number_of_workers_per_node,time,bw,total_tokens_processed,throughput"
+)
 
 
 @pytest.fixture
@@ -102,7 +106,7 @@ def test_a_dump_is_tokenized_moved_and_noted(settings: TokenizationSettings, tmp
         paths_file=metadata.completed / "paths_file_1.txt",
     )
     assert shard_bytes(output) == shard_bytes(tmp_path / "direct")
-    assert list(row) == list(CSV_COLUMNS)
+    assert ",".join(row) == CSV_HEADER
     (noted,) = rows(settings)
     assert noted == {name: str(value) for name, value in row.items()}
     sizes = [file.stat().st_size for file in (tmp_path / "da ta").iterdir()]
@@ -206,9 +210,9 @@ def test_a_dump_is_not_prepared_anew_while_it_is_tokenized(settings: Tokenizatio
 
 
 def test_rows_are_appended_whole_behind_a_torn_line_and_by_many_at_once(tmp_path: Path) -> None:
-    row = dict.fromkeys(CSV_COLUMNS, "x,\"y'")
+    row = dict.fromkeys(CSV_HEADER.split(","), "x,\"y'")
     file = tmp_path / "t.csv"
-    file.write_text(",".join(CSV_COLUMNS) + "\ntorn,li")
+    file.write_text(CSV_HEADER + "\ntorn,li")
     threads = [threading.Thread(target=append_csv_row, args=(file, row)) for _ in range(20)]
     for thread in threads:
         thread.start()

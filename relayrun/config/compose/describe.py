@@ -15,8 +15,10 @@ import re
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from relayrun.config.compose import yaml_file
 from relayrun.config.compose.schema import CONFIG_CLASSES, CommonConfig, trainers_with
 from relayrun.config.sections.base import AnySection, is_section, section_fields, section_json_schema
 from relayrun.errors import ConfigError
@@ -42,24 +44,7 @@ class Setting:
 
 CAMPAIGN_SETTINGS = [
     Setting(name=name, type=kind, default=None if kind == "section" else "none", words=words)
-    for name, kind, words in (
-        ("sweep", "section", "Several runs of one config, see docs/sweeps.md. Submit: relayrun sweep submit."),
-        ("sweep.product", "mapping of settings to lists", "Axes: each value with each of the other axes."),
-        ("sweep.list", "list of mappings", "Settings that go together, one set of runs a line."),
-        ("sweep.filters", "list of conditions", "Conditions that a run must meet, such as optimizer.lr < 2e-3."),
-        ("sweep.at_once", "integer above 0", "Chains at a time; without it all."),
-        ("stages", "section", "One training in several runs, see docs/stages.md. Submit: relayrun stages submit."),
-        ("stages.<name>", "section", "A stage: the keys below, and settings of its own written section.setting."),
-        ("stages.<name>.from", "STAGE or STAGE:ITERATION", "The stage whose checkpoint it begins with."),
-        ("stages.<name>.after", "STAGE", "The stage behind which it begins, with no checkpoint of it."),
-        ("stages.<name>.evaluated", "boolean", "Wait for the evaluation of the checkpoint as well."),
-        (
-            "stages.<name>.decay",
-            "integer above 0",
-            "Iterations of a decay to min_lr, from the rate of the stage before.",
-        ),
-        ("stages.<name>.config", "path", "Another run config in the place of this file."),
-    )
+    for name, (kind, words) in yaml_file.read_yaml(Path(__file__).with_name("campaign_settings.yaml")).values.items()
 ]
 """Settings of a config of several runs."""
 

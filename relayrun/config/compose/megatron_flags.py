@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
-from relayrun.config.compose.schema import CommonConfig, MegatronConfig, OptimizerSection
+from relayrun.config.compose import yaml_file
+from relayrun.config.compose.schema import CommonConfig, MegatronConfig
 from relayrun.config.sections.base import Section
 from relayrun.config.sections.training import GlobalBatchSizes
 from relayrun.errors import ConfigError, combined_error
@@ -292,42 +294,10 @@ def saved_settings(section: str, arguments: Mapping[str, Any]) -> dict[str, Any]
 FIXED_FLAGS = (("log-interval", "1"), ("log-progress",), ("log-throughput",), ("exit-signal-handler",))
 """Flags of every run: the chain counts the lines of iterations, and asks for a save by a signal."""
 
-SETTINGS_WITHOUT_FLAG = {
-    "model.transformer": "its fields have flags of their own, under megatron_lm.args, as in {qk-layernorm: true}",
-    "training.threads": "set OMP_NUM_THREADS in cluster.environment",
-    "training.on_nan": "Megatron-LM ends with a traceback; --no-check-for-nan-in-loss-and-grad goes on",
-    "training.on_spike": "Megatron-LM can leave out no update",
-    "training.spike_window": "it belongs to on_spike",
-    "training.spike_threshold": "it belongs to on_spike",
-    "training.max_skips": "it belongs to on_spike",
-    "training.max_rollbacks": "it belongs to on_spike",
-    "training.elastic": "its ranks go on with as many nodes as they began with",
-    "training.hooks": "its loop calls no hooks",
-    "training.loss": "it has a loss of its own",
-    "model.mapping": "evaluation.convert makes folders of transformers from its checkpoints",
-    "model.spec": "say it in megatron_lm.args: spec: [MODULE, NAME]",
-    "optimizer.name": "say it in megatron_lm.args: optimizer: muon",
-    "optimizer.class": "it knows its own optimizers alone",
-    "optimizer.arguments": "they belong to optimizer.class",
-    "optimizer.groups": "its groups are --decoupled-lr and --apply-wd-to-qk-layernorm, in megatron_lm.args",
-    **{
-        f"optimizer.{name}": "it belongs to optimizer.name"
-        for name in OptimizerSection.model_fields
-        if name.startswith("muon_")
-    },
-    "checkpoint.writer_threads": "Megatron-LM writes two files a rank",
-    "checkpoint.fully_parallel_load": "give --ckpt-fully-parallel-load in megatron_lm.args, or leave it out",
-    "checkpoint.memory_interval": "its ranks are started again from the disk alone",
-    "checkpoint.no_load_data": "its position in the data is the iteration",
-    "tracking.log_interval": "every iteration is a line, as the chain needs it",
-    "data.order": "Megatron-LM has an order of its own",
-    "data.document_window": "it cuts one stream of tokens, whatever documents are in it",
-    "data.mask_tokens_except": "it masks ends of documents alone",
-    "data.shard_cache_dir": "it reads local shards",
-    "data.shard_cache_gb": "it reads local shards",
-    "data.lanes": "it reads token shards, and no streams",
-    "data.num_workers": "it reads token shards, and no streams",
-    "data.mock_vocabulary_size": "Megatron-LM makes its own mock data",
+SETTINGS_WITHOUT_FLAG: dict[str, str] = {
+    f"{section}.{name}": why
+    for section, settings in yaml_file.read_yaml(Path(__file__).with_name("settings_without_flag.yaml")).values.items()
+    for name, why in settings.items()
 }
 """Settings without a counterpart in Megatron-LM, which must have their defaults, and the reason."""
 

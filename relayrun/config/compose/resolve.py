@@ -313,36 +313,16 @@ def _explain(detail: Any, settings: LocatedSettings, kind: type[CommonConfig]) -
     return f"{prefix}{name}: {message}" if name else f"{prefix}{message}"
 
 
-SETTINGS_FOR_TRANSFORMER_FIELDS = {
-    "layernorm_epsilon": "model.norm_epsilon",
-    "init_method": "model.init_method_std",
-    "output_layer_init_method": "model.init_method_std",
-    "embedding_init_method": "model.transformer.embedding_init_method_std",
-    "params_dtype": "training.precision",
-    "pipeline_dtype": "training.precision",
-    "bf16": "training.precision",
-    "fp16": "training.precision",
-    "enable_autocast": "training.precision",
-    "autocast_dtype": "training.precision",
-    "deterministic_mode": "training.deterministic",
-    "calculate_per_token_loss": "training.loss_mean",
-    "attention_backend": "training.transformer_impl",
-    "recompute_method": "training.recompute_num_layers",
-    "moe_layer_recompute": "training.recompute_modules",
-    "virtual_pipeline_model_parallel_size": "parallel.num_layers_per_virtual_pipeline_stage",
-    "microbatch_group_size_per_vp_stage": "parallel.num_layers_per_virtual_pipeline_stage",
-    "moe_router_topk_limited_devices": "model.transformer.moe_router_group_topk",
-    "moe_extended_tp": "parallel.expert_tensor_parallel_size",
-}
-"""Settings that replace a field of megatron-core's TransformerConfig and have another name."""
+TRANSFORMER_FIELDS = Path(__file__).with_name("transformer_fields.yaml")
 
 
 def _why_no_transformer_field(name: str, known: Sequence[str]) -> str:
     sections = ("training", "parallel", "model")
-    same = {field: f"{section}.{field}" for section in sections for field in _fields_at((section,), RunConfig)}
-    if (setting := same.get(name) or SETTINGS_FOR_TRANSFORMER_FIELDS.get(name)) is not None:
+    others: dict[str, str] = yaml_file.read_yaml(TRANSFORMER_FIELDS).values
+    others |= {field: f"{section}.{field}" for section in sections for field in _fields_at((section,), RunConfig)}
+    if (setting := others.get(name)) is not None:
         return f"a run says this with {setting}; set that"
-    near = did_you_mean(name, [*known, *same, *SETTINGS_FOR_TRANSFORMER_FIELDS], most=1)
+    near = did_you_mean(name, [*known, *others], most=1)
     return (
         f"there is no such field; {near or '`relayrun explain model.transformer` lists them'}. Fields of megatron-core "
         "that relayrun sets itself, or whose effect its layers lack, are refused"

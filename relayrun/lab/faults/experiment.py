@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from relayrun.config.compose import yaml_file
 from relayrun.control.chain.jobs import cancel_chain
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import Record
@@ -29,14 +30,13 @@ from relayrun.lab.faults.target import (
     wrapper_marker,
     write_wrappers,
 )
-from relayrun.lab.small_run import model_section, random_data, run_config_values, run_in, start_submit, write_config
+from relayrun.lab.small_run import random_data, run_config_values, run_in, start_submit, write_config
 from relayrun.submit.run_plan import log_folder
 from relayrun.watch.goodput.account import account_for_run
 from relayrun.watch.goodput.ledger import LOST_PARTS, MICROSECONDS_PER_SECOND, START_PARTS
 
-RUN_STEPS = 40
-SAVE_INTERVAL = 10
-"""Iterations between two saves; `actions` relies on it."""
+COMMON_SETTINGS = yaml_file.read_yaml(Path(__file__).with_name("run.yaml")).values
+RUN_STEPS: int = COMMON_SETTINGS["training"]["steps"]
 INJECTION_HOOK = "relayrun.lab.faults.injection:FaultInjectionHook"
 LOG_BYTES_READ = 16 << 20
 """Bytes read from the end of a job's log."""
@@ -81,20 +81,11 @@ class FaultSite:
         gpus = int(self.cluster.get("job", {}).get("gpus_per_node", 0))
         precision = {"precision": "bf16"} if gpus else {"precision": "fp32", "threads": 1}
         common: dict[str, dict[str, Any]] = {
-            "model": model_section(2, 64, 128, 4, 2) | {"attention_dropout": 0.1},
             "training": {
-                "steps": RUN_STEPS,
-                "seq_length": 64,
-                "micro_batch_size": 2,
                 "global_batch_size": 4 * self.ranks,
-                "seed": 1,
-                "deterministic": True,
                 "hooks": [{"hook": INJECTION_HOOK, "options": {"faults": inject}}],
                 **precision,
             },
-            "optimizer": {"lr": 1e-3, "lr_warmup_steps": 2},
-            "checkpoint": {"interval": SAVE_INTERVAL},
-            "chain": {"auto_requeue": True},
             "job": {"nodes": self.nodes, "time": str(self.minutes)},
             "data": random_data(self.folder / "data", vocabulary=300, longest=400, documents=120),
             "cluster": dict(self.cluster),
@@ -102,7 +93,9 @@ class FaultSite:
         changes = [self.changes, fault.config if fault else {}]
         if fault and "python3" in fault.commands:  # the wrapper is found by name on PATH
             changes.append({"cluster": {"host_python": "python3"}})
-        return write_config(self.folder, run_config_values(self.folder, "drill", name, common, *changes))
+        return write_config(
+            self.folder, run_config_values(self.folder, "drill", name, COMMON_SETTINGS, common, *changes)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ from relayrun.lab.faults.experiment import FaultResult, FaultTools, run_fault
 from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME, UNDISTURBED, Fault, RequiredPrivilege
 from relayrun.submit import submission
 from relayrun.submit.check.existing_run import SubmitIntent
-from relayrun.watch.report.html import html_document, html_table, tag
+from relayrun.watch.report.html import render_page
 from relayrun.watch.text import parse_column_header, text_table
 
 CHECKED_CONFIG_NAME = "check"
@@ -233,17 +233,15 @@ def markdown_report(session: FaultSession) -> str:
 
 def html_report(session: FaultSession) -> str:
     """Return a drill as one HTML file."""
-    failures = [
-        tag(
-            "section",
-            tag("h2", result.name),
-            tag("ul", *(tag("li", words) for words in result.wrong)),
-            tag("p", f"Run directory: {result.run_dir}"),
-        )
-        for result in session.failed_results()
-    ]
-    title, facts = session_headline(session), [tag("p", fact) for fact in session_facts(session)]
-    return html_document(title, tag("h1", title), *facts, html_table(TABLE_COLUMNS, table_rows(session)), *failures)
+    failed = session.failed_results()
+    return render_page(
+        "table.html",
+        title=session_headline(session),
+        facts=session_facts(session),
+        columns=TABLE_COLUMNS,
+        rows=table_rows(session),
+        details=[(result.name, result.wrong, f"Run directory: {result.run_dir}") for result in failed],
+    )
 
 
 def session_headline(session: FaultSession) -> str:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from relayrun.config.compose import resolve
+from relayrun.config.compose import resolve, yaml_file
 from relayrun.errors import RelayrunError
 from relayrun.files import write_atomic
 from relayrun.lab.gpucheck import runs
@@ -18,22 +19,6 @@ from relayrun.lab.gpucheck.setup import CheckFailed, CheckSetup, PartFigures, ru
 from relayrun.lab.small_run import Sections, merge_sections
 
 EXPORT_STEPS = 3
-EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 64, "moe_aux_loss_coeff": 0.01}
-ENGINE = {"training": {"transformer_impl": "transformer_engine"}}
-LATENT_ATTENTION = {
-    "multi_latent_attention": True,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_head_dim": 32,
-    "qk_pos_emb_head_dim": 16,
-    "v_head_dim": 32,
-    "rope_type": "rope",
-    "qk_layernorm": True,
-}
-DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
-BF16_MOMENTS = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
-FP32_MOMENTS = {"use_precision_aware_optimizer": False, "exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32"}
-SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 
 
 def measure_export(setup: CheckSetup, figures: PartFigures) -> None:
@@ -69,92 +54,11 @@ class ModelVariant:
     """Differences from `sections` for the loss in fp32; None: skip it."""
 
 
-def _transformer(**settings: object) -> Sections:
-    return {"model": {"transformer": settings}}
-
-
-MODEL_VARIANTS: dict[str, ModelVariant] = {
-    "llama": ModelVariant("a Llama"),
-    "documents": ModelVariant(
-        "documents in rows, with positions of their own", {"data": DOCUMENTS | {"eod_mask_loss": True}}
-    ),
-    "window": ModelVariant(
-        "a sliding window, in every second layer", _transformer(window_size=[15, 0], window_attn_skip_freq=2)
-    ),
-    "qwen3": ModelVariant(
-        "norms of queries and keys, heads of their own size (Qwen3)", _transformer(qk_layernorm=True, kv_channels=32)
-    ),
-    "apertus": ModelVariant(
-        "xIELU and two matrices in feed-forward layers (Apertus)",
-        _transformer(qk_layernorm=True, gated_linear_unit=False, activation_func="xielu"),
-    ),
-    "experts": ModelVariant("experts, tokens by allgather (Mixtral)", _transformer(**EXPERTS)),
-    "experts_sent": ModelVariant(
-        "experts, tokens by alltoall, and shared experts with a gate",
-        _transformer(
-            **EXPERTS,
-            moe_token_dispatcher_type="alltoall",
-            moe_shared_expert_intermediate_size=64,
-            moe_shared_expert_gate=True,
-        ),
-    ),
-    "latent": ModelVariant("multi-latent attention (DeepSeek)", _transformer(**LATENT_ATTENTION)),
-    "muon": ModelVariant(
-        "Muon",
-        {
-            "optimizer": {"name": "muon", "muon_extra_scale_factor": 0.2},
-            "parallel": {"use_distributed_optimizer": False},
-        },
-    ),
-    "bf16_gradients": ModelVariant(
-        "gradients in bf16",
-        {"optimizer": {"main_grads_dtype": "bf16"}},
-        exact={"optimizer": {"main_grads_dtype": "fp32"}},
-    ),
-    "fused_loss": ModelVariant(
-        "the fused loss",
-        {"training": {"cross_entropy_loss_fusion": True}},
-        exact={"training": {"cross_entropy_loss_fusion": False}},
-    ),
-    "precision_aware": ModelVariant(
-        "TransformerEngine's Adam, with a state in bf16", {"optimizer": BF16_MOMENTS}, exact={"optimizer": FP32_MOMENTS}
-    ),
-    "engine": ModelVariant("TransformerEngine's layers", ENGINE),
-    "fp8": ModelVariant(
-        "products in 8 bits (fp8 hybrid, delayed scales)",
-        {**ENGINE, **_transformer(fp8="hybrid")},
-        exact=_transformer(),
-    ),
-    "fp8_blockwise": ModelVariant(
-        "products in 8 bits, a scale for each block",
-        {**ENGINE, **_transformer(fp8="e4m3", fp8_recipe="blockwise")},
-        exact=_transformer(),
-    ),
-}
-
-EXPERT_DISPATCH = _transformer(**EXPERTS, moe_token_dispatcher_type="alltoall")
-LAYOUT_VARIANTS: dict[str, ModelVariant] = {
-    "tensor": ModelVariant("two tensor-parallel ranks, with sequence parallelism", {"parallel": SEQUENCE}),
-    "pipeline": ModelVariant("two pipeline stages", {"parallel": {"pipeline_model_parallel_size": 2}}),
-    "context": ModelVariant(
-        "two context-parallel ranks, documents in rows",
-        {"parallel": {"context_parallel_size": 2}, "data": DOCUMENTS, "training": {"transformer_impl": "local"}},
-    ),
-    "experts": ModelVariant(
-        "experts over two ranks", {**EXPERT_DISPATCH, "parallel": {"expert_model_parallel_size": 2}}
-    ),
-    "whole_experts": ModelVariant(
-        "whole experts on two tensor-parallel ranks",
-        {**EXPERT_DISPATCH, "parallel": SEQUENCE | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}},
-    ),
-    "instances": ModelVariant("two distributed optimizers", {"parallel": {"num_distributed_optimizer_instances": 2}}),
-    "overlap": ModelVariant(
-        "tp_comm_overlap, by TransformerEngine",
-        {**ENGINE, "parallel": SEQUENCE | {"tp_comm_overlap": True}},
-        exact=None,
-    ),
-}
-"""Variants of two ranks, each on its own GPU."""
+MODEL_VARIANTS, LAYOUT_VARIANTS = (
+    {name: ModelVariant(**values) for name, values in variants.items()}
+    for variants in yaml_file.read_yaml(Path(__file__).with_name("variants.yaml")).values.values()
+)
+"""Variants of one rank, and of two ranks, each on its own GPU."""
 
 
 def measure_models(setup: CheckSetup, figures: PartFigures) -> None:

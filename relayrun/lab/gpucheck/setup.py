@@ -9,21 +9,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from relayrun import places
 from relayrun.config.compose import yaml_file
 from relayrun.errors import RelayrunError
 from relayrun.files import last_lines, read_json, write_json
-from relayrun.lab.small_run import model_section
 
 NOTES_FOLDER = "gpu-check"
 """Folder of a run directory in which the check's hooks write records."""
 TRACE_FILE = "trace.json.gz"
 """Name of the trace in the folder of the check."""
-LARGE_MODEL = "configs/models/llama3-1b.yaml"
-TIED = {"untie_embeddings_and_output_weights": False}
-T = TypeVar("T")
 
 
 def last_log_line(path: Path) -> str:
@@ -103,46 +99,18 @@ class CheckSizes:
     """Timed repetitions of an operation."""
     product: int
     """Rows of the square matrices of the timed product."""
-    reduced: tuple[int, ...]
+    reduced: Sequence[int]
     """Bytes of the all-reduced tensors."""
     cpu_ranks: int
     """Ranks of the bandwidth part without a GPU."""
 
 
 def check_sizes(*, tiny: bool) -> CheckSizes:
-    """Return the sizes for a GPU (a Llama of 1B parameters), or tiny ones: less than a minute on two CPU cores."""
+    """Return the sizes for a GPU, or tiny ones (`sizes.yaml`)."""
 
-    def size(full: T, small: T) -> T:
-        return small if tiny else full
-
-    tiny_model = model_section(2, 64, 128, 4, 2)
-    return CheckSizes(
-        seconds=size(480, 1800),  # tiny: the machine may have other work
-        model=tiny_model | TIED if tiny else yaml_file.read_yaml(places.shared_file(LARGE_MODEL)).values["model"],
-        vocabulary=size(128_256, 512),
-        seq_length=size(4096, 64),
-        micro_batches=size(4, 2),
-        largest_batch=size(64, 4),
-        warm_up=size(4, 1),
-        measured=size(12, 3),
-        by_part=size(3, 2),
-        resumed_model=size(model_section(4, 512, 1536, 8, 2), tiny_model) | TIED,
-        resumed_vocabulary=size(4096, 300),
-        resumed_seq_length=size(1024, 64),
-        resumed_batch=size(8, 4),
-        steps=size(24, 12),
-        interval=size(8, 4),
-        stall_allowance=size(0.0, 5.0),
-        copied_at_most=size(4 << 30, 1 << 24),
-        attention=size(
-            {"batch": 4, "sequence": 4096, "heads": 32, "groups": 8, "channels": 64, "documents": 8},
-            {"batch": 1, "sequence": 128, "heads": 4, "groups": 2, "channels": 16, "documents": 4},
-        ),
-        repeats=size(20, 2),
-        product=size(8192, 256),
-        reduced=size((1 << 20, 1 << 26, 1 << 30), (1 << 16, 1 << 20)),
-        cpu_ranks=size(1, 2),
-    )
+    values = yaml_file.read_yaml(Path(__file__).with_name("sizes.yaml")).values["tiny" if tiny else "full"]
+    model = {} if tiny else yaml_file.read_yaml(places.shared_file("configs/models/llama3-1b.yaml")).values
+    return CheckSizes(**model | values)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,25 +41,6 @@ from relayrun.tokens.tokenize.dumps import DumpsFolder, replace_link
 from relayrun.tokens.tokenize.job_config import TokenizationConfig, TokenizationSettings
 from relayrun.tokens.tokenize.options import TokenizeOptions
 
-CSV_COLUMNS = (
-    "slurm_job_id",
-    "node",
-    "start",
-    "end",
-    "paths_file",
-    "output_folder",
-    "dataset_total_size",
-    "processed_total_size",
-    "number_of_workers_per_node",
-    "time",
-    "bw",
-    "total_tokens_processed",
-    "throughput",
-)
-"""Columns of the CSV. dataset_total_size: bytes of the dump's files; processed_total_size: bytes of its .bin files;
-time: seconds; bw: MB (10^6 bytes) of input per second; total_tokens_processed: counted; throughput: tokens per second.
-"""
-
 _LOCAL_LIMIT_MINUTES = 60 * 24 * 30  # submitit's default kills local jobs after two minutes
 _POLL_SECONDS = 0.2
 
@@ -120,6 +101,8 @@ def tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]:
 
 
 def _tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]:
+    """Tokenize a dump; return its row of the CSV. dataset_total_size: bytes of the dump's files; processed_total_size:
+    bytes of its .bin files; time: seconds; bw: MB (10^6 bytes) of input per second; throughput: tokens per second."""
     processes.use_one_thread()
     from relayrun.tokens.tokenize.pipeline import tokenize_paths_file
 
@@ -161,7 +144,7 @@ def append_csv_row(path: Path, row: dict[str, Any]) -> None:
     """Append one row under a lock, in one synced write; a new file gets the header."""
     with processes.file_lock(path), open(path, "rb+") as file:
         text = io.StringIO()
-        writer = csv.DictWriter(text, CSV_COLUMNS, lineterminator="\n")
+        writer = csv.DictWriter(text, row, lineterminator="\n")
         if file.seek(0, os.SEEK_END) == 0:
             writer.writeheader()
         else:

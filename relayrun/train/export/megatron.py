@@ -40,6 +40,7 @@ from relayrun.train.checkpoint.megatron_folder import MegatronCheckpoint
 from relayrun.train.checkpoint.reader import MEGATRON_LAYOUT, with_torch_tensors
 from relayrun.train.export import megatron_settings, megatron_state
 from relayrun.train.export.huggingface import DTYPES
+from relayrun.train.export.megatron_settings import MEGATRON_TABLES
 from relayrun.train.export.model_families import LLAMA, require_llama
 from relayrun.train.export.model_mapping import EMBEDDING, FINAL_NORM, OUTPUT
 from relayrun.train.export.source_and_target import CheckpointSource
@@ -239,31 +240,6 @@ def _adam(
 
 
 _LAYER_PREFIX = "decoder.layers."
-_LOCAL_NAMES = {
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
-}
-"""Names of the norms that TransformerEngine fuses into the layer after them."""
-
-_PARAMETER_ORDER = {
-    "transformer_engine": (
-        "self_attention.linear_proj.weight",
-        "self_attention.linear_qkv.layer_norm_weight",
-        "self_attention.linear_qkv.weight",
-        "mlp.linear_fc1.layer_norm_weight",
-        "mlp.linear_fc1.weight",
-        "mlp.linear_fc2.weight",
-    ),
-    "local": (
-        "self_attention.linear_qkv.layer_norm_weight",
-        "self_attention.linear_proj.weight",
-        "self_attention.linear_qkv.weight",
-        "mlp.linear_fc1.layer_norm_weight",
-        "mlp.linear_fc1.weight",
-        "mlp.linear_fc2.weight",
-    ),
-}
-"""Order of the weights in the modules of either implementation, by which Adam's state is numbered."""
 
 
 def write_torch_format(
@@ -276,7 +252,7 @@ def write_torch_format(
     vocabulary = pad_to_multiple(source.manifest.vocabulary_size, model.make_vocab_size_divisible_by)
     require_llama(model, source.folder).check(reader.shapes, model, vocabulary, source.folder)
     of = reader.dtype if dtype == "auto" else DTYPES[dtype]
-    rename: Callable[[str], str] = (lambda name: _LOCAL_NAMES.get(name, name)) if transformer_impl == "local" else str
+    names: dict[str, str] = MEGATRON_TABLES["local_names"] if transformer_impl == "local" else {}
 
     def read(key: str, layer: int | None, dtype: torch.dtype, prefix: str = "") -> torch.Tensor:
         shape = reader.shapes[key]
@@ -293,8 +269,9 @@ def write_torch_format(
             if not key.startswith(_LAYER_PREFIX):
                 weights[key] = read(key, None, of)
                 continue
+            name = key.removeprefix(_LAYER_PREFIX)
             for layer in range(model.num_layers):
-                weights[f"{_LAYER_PREFIX}{layer}.{rename(key.removeprefix(_LAYER_PREFIX))}"] = read(key, layer, of)
+                weights[f"{_LAYER_PREFIX}{layer}.{names.get(name, name)}"] = read(key, layer, of)
     common = reader.common()
     position = megatron_state.checkpoint_position(common, config, source.iteration)
     arguments = megatron_state.megatron_arguments(config, vocabulary, of, position) | {
@@ -329,7 +306,7 @@ def _numbered(model: ModelSection, transformer_impl: str) -> tuple[list[tuple[st
     layers = [
         (_LAYER_PREFIX + name, layer)
         for layer in range(model.num_layers)
-        for name in _PARAMETER_ORDER[transformer_impl]
+        for name in MEGATRON_TABLES["parameter_order"][transformer_impl]
     ]
     every: list[tuple[str, int | None]] = [(EMBEDDING, None), *layers, (FINAL_NORM, None)]
     if model.untie_embeddings_and_output_weights:

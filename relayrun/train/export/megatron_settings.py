@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from relayrun.config.compose import yaml_file
 from relayrun.config.compose.megatron_flags import saved_settings
 from relayrun.config.compose.schema import CheckpointSection, ModelSection, OptimizerSection, RunConfig, TrainingSection
 from relayrun.control.trainers.pickle_records import is_record
@@ -22,57 +23,7 @@ from relayrun.train.checkpoint.megatron_folder import MegatronCheckpoint
 from relayrun.train.export.source_and_target import CheckpointSource
 from relayrun.train.model.size import pad_to_multiple
 
-_LLAMA: dict[str, tuple[Any, Any]] = {
-    "normalization": ("LayerNorm", "RMSNorm"),
-    "swiglu": (False, True),
-    "add_bias_linear": (True, False),
-    "position_embedding_type": ("learned_absolute", "rope"),
-    "add_qkv_bias": (False, False),
-    "qk_layernorm": (False, False),
-    "rotary_percent": (1.0, 1.0),
-    "rotary_interleaved": (False, False),
-    "rotary_seq_len_interpolation_factor": (None, None),
-    "no_rope_freq": (None, None),
-    "num_experts": (None, None),
-    "multi_latent_attention": (False, False),
-    "mtp_num_layers": (None, None),
-    "window_size": (None, None),
-    "softmax_type": ("vanilla", "vanilla"),
-    "apply_layernorm_1p": (False, False),
-    "apply_residual_connection_post_layernorm": (False, False),
-    "squared_relu": (False, False),
-    "xielu": (False, False),
-    "xiprelu": (False, False),
-    "attn_layernorm": (True, True),
-    "mlp_layernorm": (True, True),
-    "final_layernorm": (True, True),
-    "post_layer_norm": (False, False),
-    "input_embeddings_multiplier": (1.0, 1.0),
-    "layernorm_init": (None, None),
-    "is_hybrid_model": (False, False),
-    "heterogeneous_layers_config_path": (None, None),
-    "fp16": (False, False),
-}
-"""Arguments that decide the result of a model: their default in a checkpoint, and the required value."""
-
-_NEUTRAL: dict[str, Any] = {
-    "goldfish_loss": False,
-    "decoupled_lr": None,
-    "lr_warmup_init": 0.0,
-    "weight_decay_incr_style": "constant",
-    "fp8": None,
-    "fp4": None,
-    "attention_softmax_in_fp32": None,
-    "apply_query_key_layer_scaling": False,
-    "calculate_per_token_loss": False,
-    "label_smoothing": 0.0,
-    "loss_scale": None,
-    "train_samples": None,
-    "data_parallel_random_init": False,
-    "use_precision_aware_optimizer": False,
-}
-"""Arguments of the training without a setting, and the value that changes nothing."""
-
+MEGATRON_TABLES = yaml_file.read_yaml(Path(__file__).with_name("megatron_arguments.yaml")).values
 _STYLES = {"1-sqrt": "minus_sqrt", "minus_sqrt": "minus_sqrt"}
 
 
@@ -82,7 +33,7 @@ def model_section(checkpoint: MegatronCheckpoint) -> ModelSection:
     heads = args.get("num_attention_heads")
     differences = [
         f"{name} is {_text(args.get(name, default))}, not {_text(wanted)}"
-        for name, (default, wanted) in _LLAMA.items()
+        for name, (default, wanted) in MEGATRON_TABLES["model"].items()
         if not _equal(args.get(name, default), wanted)
     ]
     if isinstance(heads, int) and heads > 0 and isinstance(args.get("hidden_size"), int):
@@ -172,7 +123,7 @@ def describe_not_taken(checkpoint: MegatronCheckpoint, *, optimizer: str | None)
         )
     words += [
         f"--{name.replace('_', '-')} {_text(args[name])}: there is no such setting"
-        for name, neutral in _NEUTRAL.items()
+        for name, neutral in MEGATRON_TABLES["neutral"].items()
         if name in args and not _equal(args[name], neutral) and args[name] not in (None, False)
     ]
     return words

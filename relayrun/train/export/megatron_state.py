@@ -23,6 +23,7 @@ from relayrun.config.compose.megatron_flags import megatron_checkpoint_args
 from relayrun.config.compose.schema import RunConfig
 from relayrun.errors import InputError
 from relayrun.tokens.order.batches import TrainingProgress
+from relayrun.train.export.megatron_settings import MEGATRON_TABLES
 from relayrun.train.export.torch_dist import CheckpointReader, TorchDistSavePlan
 
 
@@ -41,42 +42,22 @@ def megatron_arguments(
     model, training, optimizer = config.model, config.training, config.optimizer
     warmup, decay = config.lr_steps(position.reaches)
     return megatron_checkpoint_args(config) | {
+        **MEGATRON_TABLES["exported"],
         "group_query_attention": model.num_query_groups != model.num_attention_heads,
         "kv_channels": model.hidden_size // model.num_attention_heads,
         "max_position_embeddings": training.seq_length,
-        "position_embedding_type": "rope",
-        "use_rotary_position_embeddings": True,
-        "add_position_embedding": True,
-        "rotary_percent": 1.0,
-        "rotary_interleaved": False,
         "use_rope_scaling": model.rope_scaling_factor is not None,
         "rope_scaling_factor": model.rope_scaling_factor or 8.0,
-        "normalization": "RMSNorm",
-        "swiglu": True,
-        "add_bias_linear": False,
-        "add_qkv_bias": False,
-        "qk_layernorm": False,
         "padded_vocab_size": vocabulary,
-        "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
         "params_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
         "fp16": dtype is torch.float16,
         "iteration": position.iteration,
         "consumed_train_samples": position.consumed_samples,
-        "skipped_train_samples": 0,
-        "consumed_valid_samples": 0,
-        "optimizer": "adam",
         "lr_decay_iters": decay,
         "lr_warmup_iters": warmup,
-        "lr_warmup_fraction": None,
         "lr_wsd_decay_iters": optimizer.lr_wsd_decay_steps,
         "lr_wsd_decay_style": optimizer.lr_wsd_decay_style,
-        "ckpt_format": "torch_dist",
-        "use_distributed_optimizer": False,
-        "ckpt_fully_parallel_save": True,
-        "no_save_optim": False,
-        "no_save_rng": False,
     }
 
 
@@ -112,21 +93,6 @@ def scheduler_state(config: RunConfig, position: TrainingProgress) -> dict[str, 
 
 OPTIMIZER_PREFIX = "optimizer.state."
 ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
-_DEFAULTS: dict[str, Any] = {
-    "amsgrad": False,
-    "foreach": None,
-    "maximize": False,
-    "capturable": False,
-    "differentiable": False,
-    "fused": None,
-    "decoupled_weight_decay": True,
-    "bias_correction": True,
-    "is_expert_parallel": False,
-    "is_decoupled_lr": False,
-    "lr_mult": 1.0,
-    "default_config": True,
-}
-"""Entries of a group that torch's AdamW or TransformerEngine's needs; either saves only its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +134,7 @@ class AdamState:
 
     def with_defaults(self) -> list[dict[str, Any]]:
         """Return the groups with all entries that any implementation of Adam needs."""
-        return [_DEFAULTS | group | {"step": self.step} for group in self.groups]
+        return [MEGATRON_TABLES["optimizer_group"] | group | {"step": self.step} for group in self.groups]
 
 
 def find_adam_state(reader: CheckpointReader, state: Mapping[str, Any]) -> AdamState:

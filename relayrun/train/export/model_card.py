@@ -1,12 +1,13 @@
-"""The model card: README.md of an exported folder, from the run's own records."""
+"""The model card: README.md of an exported folder, `templates/model_card.md` with values of the run's records."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import re
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+
+from jinja2 import Environment, StrictUndefined
 
 import relayrun
 from relayrun.config.sections.training import LossMean
@@ -28,91 +29,51 @@ PACKAGES = ("torch", "megatron-core", "transformers", "safetensors")
 
 def model_card_text(source: CheckpointSource, made: HuggingFaceExport) -> str:
     """Return the model card of an exported checkpoint as Markdown. Raises InputError without a run or its ledger."""
-    run = _run(source)
-    config, model = source.config, source.config.model
-    vocabulary, factor = source.manifest.vocabulary_size, model.rope_scaling_factor
-    scaling = "" if factor is None else f", Llama 3.1's scaling by {factor:g}"
-    lines = [
-        "---",
-        "library_name: transformers",
-        "pipeline_tag: text-generation",
-        f"tags: [{made.mapping.model_type}, relayrun]",
-        "---",
-        f"# {config.name}",
-        "",
-        f"{made.mapping.with_article.replace('a', 'A', 1)} with {made.parameters:,} parameters, trained with relayrun "
-        f"on megatron-core: iteration {source.iteration:,} of {config.training.steps:,} of the run "
-        f"`{config.project}/{config.name}`.",
-        "",
-        "```python",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "",
-        'model = AutoModelForCausalLM.from_pretrained("PATH/OF/THIS/FOLDER")',
-        'tokenizer = AutoTokenizer.from_pretrained("PATH/OF/THIS/FOLDER")',
-        "```",
-        "",
-        "## Architecture",
-        "",
-        *_table(
-            ("", ""),
-            [
-                ("layers", f"{model.num_layers}"),
-                ("hidden size, feed-forward size", f"{model.hidden_size:,}, {model.ffn_hidden_size:,}"),
-                (
-                    "attention heads, key-value heads, channels of a head",
-                    f"{model.num_attention_heads}, {model.num_query_groups}, {model.head_channels}",
-                ),
-                ("vocabulary", f"{vocabulary:,}"),
-                ("embeddings and output layer", "two" if model.untie_embeddings_and_output_weights else "one, shared"),
-                ("rotary base", f"{model.rotary_base:,}{scaling}"),
-                ("sequence length in training", f"{config.training.seq_length:,}"),
-                *((name, f"{value}") for name, value in model.transformer.of_the_weights.items()),
-                ("type of these weights", made.dtype),
-            ],
-        ),
-        "",
-        "## Data",
-        "",
-        *_data(source, run),
-        "",
-        "## Training",
-        "",
-        *_training(source, run),
-        "",
-        "## Versions",
-        "",
-        *_trained_with(source, run),
-        f"Exported with relayrun {relayrun.__version__}, "
-        + ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
-        + ".",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def _data(source: CheckpointSource, run: Run) -> list[str]:
-    consumed = consumed_samples(source)
-    length = source.config.training.seq_length
+    run, config = _run(source), source.config
+    consumed, length = consumed_samples(source), config.training.seq_length
     ledger = audit.dataset_ledgers(replace(audit.audit_run(run), consumed_samples=consumed))
     rows = [
         (row.dataset, f"{row.weight:.4g}", f"{row.samples:,}", f"{row.samples * length:,}", f"{row.epochs:.3f}")
         for row in ledger
     ]
-    total = ("all", "", f"{consumed:,}", f"{consumed * length:,}", "")
-    tokenizer = Path(source.config.data.tokenizer).name
-    fingerprint = source.manifest.tokenizer_fingerprint or "unknown"
-    untrained = sum(row.untrained for row in ledger)
+    template = Path(__file__).parent / "templates" / "model_card.md"
+    card = Environment(trim_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    return card.from_string(template.read_text(encoding="utf-8")).render(
+        source=source,
+        config=config,
+        made=made,
+        architecture=_architecture(source, made),
+        data=[*rows, ("all", "", f"{consumed:,}", f"{consumed * length:,}", "")],
+        tokenizer=Path(config.data.tokenizer).name,
+        untrained=sum(row.untrained for row in ledger),
+        training=_training(source, run, consumed),
+        trained_with=_trained_with(source, run),
+        exported_with=[
+            f"relayrun {relayrun.__version__}",
+            *(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES),
+        ],
+    )
+
+
+def _architecture(source: CheckpointSource, made: HuggingFaceExport) -> list[tuple[str, object]]:
+    model, factor = source.config.model, source.config.model.rope_scaling_factor
+    heads = model.num_attention_heads, model.num_query_groups, model.head_channels
+    scaling = "" if factor is None else f", Llama 3.1's scaling by {factor:g}"
     return [
-        *_table(("data set", "weight", "samples", "tokens", "epochs"), [*rows, total]),
-        "",
-        f"Tokenizer `{tokenizer}`, SHA-256 of its serialized form {fingerprint}. "
-        "Weights are those of the newest mixture; counts are over the whole run."
-        + (f" Of all samples that the run read, {untrained:,} were not trained on." if untrained else ""),
+        ("layers", model.num_layers),
+        ("hidden size, feed-forward size", f"{model.hidden_size:,}, {model.ffn_hidden_size:,}"),
+        ("attention heads, key-value heads, channels of a head", ", ".join(map(str, heads))),
+        ("vocabulary", f"{source.manifest.vocabulary_size:,}"),
+        ("embeddings and output layer", "two" if model.untie_embeddings_and_output_weights else "one, shared"),
+        ("rotary base", f"{model.rotary_base:,}{scaling}"),
+        ("sequence length in training", f"{source.config.training.seq_length:,}"),
+        *model.transformer.of_the_weights.items(),
+        ("type of these weights", made.dtype),
     ]
 
 
 def _trained_with(source: CheckpointSource, run: Run) -> list[str]:
-    """Return a line with commit and packages of the attempt that saved the checkpoint, if its records have them."""
+    """Return commit and packages of the attempt that saved the checkpoint, if its records have them."""
     for number in reversed(run.attempt_numbers()):
         attempt = run.attempt(number)
         if not any(commit.iteration == source.iteration for commit in attempt.read_commits()):
@@ -126,17 +87,17 @@ def _trained_with(source: CheckpointSource, run: Run) -> list[str]:
         found = [f"relayrun at commit {commit[1]}" + (", with changes" if changed else "")] if commit else []
         versions = dict(re.findall(r"^(\S+)==(\S+)$", said, re.M))
         found += [f"{name} {versions[name]}" for name in PACKAGES if name in versions]
-        return [f"Trained with {', '.join(found)}.", ""] if found else []
+        return found
     return []
 
 
-def _training(source: CheckpointSource, run: Run) -> list[str]:
+def _training(source: CheckpointSource, run: Run, consumed: int) -> list[tuple[str, str]]:
     config = source.config
     metrics = [line for line in merged_metrics.valid_lines(run) if line["iteration"] <= source.iteration]
     losses = [line for line in metrics if "loss" in line]
     validation = next((line for line in reversed(metrics) if "validation" in line), None)
     rows = [
-        ("tokens", f"{consumed_samples(source) * config.training.seq_length:,}"),
+        ("tokens", f"{consumed * config.training.seq_length:,}"),
         ("global batch size", f"{config.training.global_batch_size:,} samples"),
         ("precision", config.training.resolved_precision),
         (
@@ -167,7 +128,7 @@ def _training(source: CheckpointSource, run: Run) -> list[str]:
                 for task, values in result.results.items()
                 for name, value in values.items()
             ]
-    return _table(("", ""), rows)
+    return rows
 
 
 def consumed_samples(source: CheckpointSource) -> int:
@@ -186,8 +147,3 @@ def _run(source: CheckpointSource) -> Run:
     if source.run is None:
         raise InputError("this checkpoint has no records of a run", where=source.folder, hint="leave out --readme")
     return source.run
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = [head, ["---"] * len(head), *rows]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]

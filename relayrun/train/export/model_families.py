@@ -1,162 +1,40 @@
-"""The built-in mappings (Llama, Qwen3, Mixtral, Apertus), and the choice of the mapping of a model.
-
-Llama: RMSNorm, SwiGLU, rotary positions, grouped queries (arXiv 2407.21783). Qwen3, dense: a Llama whose queries and
-keys have a norm, and whose heads have an independent size. Mixtral: a Llama with experts in place of every feed-forward
-layer. Apertus: a Llama with Qwen3's norms and xIELU (arXiv 2411.13010) without a gate.
-"""
+"""The built-in mappings, of Llama, Qwen3, Mixtral and Apertus (`model_families.yaml`), and the mapping of a model."""
 
 from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from relayrun.config.compose import yaml_file
 from relayrun.config.compose.schema import ModelSection
 from relayrun.errors import ConfigError, InputError
-from relayrun.train.export.model_mapping import (
-    EMBEDDING,
-    EXPERTS,
-    FINAL_NORM,
-    GATE_UP,
-    OUTPUT,
-    QKV,
-    ModelMapping,
-    Weight,
-)
+from relayrun.train.export.model_mapping import GATE_UP, QKV, SAME, ModelMapping, Weight
 
-LAYER_PREFIX = "model.layers.{layer}."
-ATTENTION_PREFIX = "decoder.layers.self_attention."
-
-EMBEDDING_WEIGHTS = Weight(EMBEDDING, ("vocabulary", "hidden"), ("model.embed_tokens.weight",))
-ATTENTION_WEIGHTS = (
-    Weight(ATTENTION_PREFIX + "linear_qkv.layer_norm_weight", ("hidden",), (LAYER_PREFIX + "input_layernorm.weight",)),
-    Weight(
-        ATTENTION_PREFIX + "linear_qkv.weight",
-        ("qkv", "hidden"),
-        (
-            LAYER_PREFIX + "self_attn.q_proj.weight",
-            LAYER_PREFIX + "self_attn.k_proj.weight",
-            LAYER_PREFIX + "self_attn.v_proj.weight",
-        ),
-        QKV,
-    ),
-    Weight(ATTENTION_PREFIX + "linear_proj.weight", ("hidden", "queries"), (LAYER_PREFIX + "self_attn.o_proj.weight",)),
-)
-MLP_WEIGHTS = (
-    Weight(
-        "decoder.layers.mlp.linear_fc1.layer_norm_weight",
-        ("hidden",),
-        (LAYER_PREFIX + "post_attention_layernorm.weight",),
-    ),
-    Weight(
-        "decoder.layers.mlp.linear_fc1.weight",
-        ("gate_up", "hidden"),
-        (LAYER_PREFIX + "mlp.gate_proj.weight", LAYER_PREFIX + "mlp.up_proj.weight"),
-        GATE_UP,
-    ),
-    Weight("decoder.layers.mlp.linear_fc2.weight", ("hidden", "ffn"), (LAYER_PREFIX + "mlp.down_proj.weight",)),
-)
-LAST_WEIGHTS = (
-    Weight(FINAL_NORM, ("hidden",), ("model.norm.weight",)),
-    Weight(OUTPUT, ("vocabulary", "hidden"), ("lm_head.weight",)),
-)
-
-LLAMA = ModelMapping(
-    name="Llama",
-    model_type="llama",
-    architecture="LlamaForCausalLM",
-    weights=(EMBEDDING_WEIGHTS, *ATTENTION_WEIGHTS, *MLP_WEIGHTS, *LAST_WEIGHTS),
-    settings={"kv_channels": "head_dim"},
-    config={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
-    defaults={"hidden_act": "silu"},
-)
+LAYER_PREFIX, ATTENTION_PREFIX = "model.layers.{layer}.", "decoder.layers.self_attention."
+"""Beginnings of names, for mappings of one's own."""
+_JOINS = {"": SAME, "qkv": QKV, "gate_up": GATE_UP}
 
 
-MLP_PREFIX = "decoder.layers.mlp."
-EXPERT_PREFIX = LAYER_PREFIX + "block_sparse_moe.experts.{expert}."
-
-EXPERT_WEIGHTS = (
-    Weight(
-        "decoder.layers.pre_mlp_layernorm.weight",
-        ("hidden",),
-        (LAYER_PREFIX + "post_attention_layernorm.weight",),
-        also=MLP_PREFIX + "linear_fc1.layer_norm_weight",  # in megatron-core's local layers
-    ),
-    Weight(MLP_PREFIX + "router.weight", ("experts", "hidden"), (LAYER_PREFIX + "block_sparse_moe.gate.weight",)),
-    Weight(
-        f"decoder.layers.{EXPERTS}linear_fc1.weight",
-        ("expert_gate_up", "hidden"),
-        (EXPERT_PREFIX + "w1.weight", EXPERT_PREFIX + "w3.weight"),
-        GATE_UP,
-    ),
-    Weight(f"decoder.layers.{EXPERTS}linear_fc2.weight", ("hidden", "expert_ffn"), (EXPERT_PREFIX + "w2.weight",)),
-)
-
-MIXTRAL = ModelMapping(
-    name="Mixtral",
-    model_type="mixtral",
-    architecture="MixtralForCausalLM",
-    weights=(EMBEDDING_WEIGHTS, *ATTENTION_WEIGHTS, *EXPERT_WEIGHTS, *LAST_WEIGHTS),
-    settings={
-        "kv_channels": "head_dim",
-        "num_moe_experts": "num_local_experts",
-        "moe_router_topk": "num_experts_per_tok",
-        "moe_ffn_hidden_size": "intermediate_size",
-    },
-    config={"hidden_act": "silu", "sliding_window": None},
-    defaults={"hidden_act": "silu", "num_local_experts": 8, "num_experts_per_tok": 2},
-)
+def read_mappings(path: Path) -> tuple[ModelMapping, ...]:
+    """Return the mappings of a file. Raises ConfigError, TypeError and KeyError."""
+    return tuple(_mapping(name, **values) for name, values in yaml_file.read_yaml(path).values.items())
 
 
-QK_NORM_WEIGHTS = (
-    Weight(ATTENTION_PREFIX + "q_layernorm.weight", ("head",), (LAYER_PREFIX + "self_attn.q_norm.weight",)),
-    Weight(ATTENTION_PREFIX + "k_layernorm.weight", ("head",), (LAYER_PREFIX + "self_attn.k_norm.weight",)),
-)
-
-QWEN3 = ModelMapping(
-    name="Qwen3",
-    model_type="qwen3",
-    architecture="Qwen3ForCausalLM",
-    weights=(EMBEDDING_WEIGHTS, *ATTENTION_WEIGHTS, *QK_NORM_WEIGHTS, *MLP_WEIGHTS, *LAST_WEIGHTS),
-    transformer={"qk_layernorm": True},
-    settings={"kv_channels": "head_dim"},
-    config={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
-    defaults={"hidden_act": "silu", "head_dim": 128},
-)
+def _mapping(name: str, weights: Mapping[str, Mapping[str, Any]], **others: Any) -> ModelMapping:
+    every = (_weight(key, **values) for key, values in weights.items())
+    return ModelMapping(name=name, weights=tuple(every), **others)
 
 
-XIELU_WEIGHTS = (
-    Weight(MLP_PREFIX + "linear_fc1.layer_norm_weight", ("hidden",), (LAYER_PREFIX + "feedforward_layernorm.weight",)),
-    Weight(MLP_PREFIX + "linear_fc1.weight", ("ffn", "hidden"), (LAYER_PREFIX + "mlp.up_proj.weight",)),
-    Weight(MLP_PREFIX + "activation_func.alpha_p", (1,), (LAYER_PREFIX + "mlp.act_fn.alpha_p",)),
-    Weight(MLP_PREFIX + "activation_func.alpha_n", (1,), (LAYER_PREFIX + "mlp.act_fn.alpha_n",)),
-    Weight(MLP_PREFIX + "linear_fc2.weight", ("hidden", "ffn"), (LAYER_PREFIX + "mlp.down_proj.weight",)),
-)
-INPUT_NORM, *REST = ATTENTION_WEIGHTS
-
-APERTUS = ModelMapping(
-    name="Apertus",
-    model_type="apertus",
-    architecture="ApertusForCausalLM",
-    weights=(
-        EMBEDDING_WEIGHTS,
-        replace(INPUT_NORM, names=(LAYER_PREFIX + "attention_layernorm.weight",)),
-        *REST,
-        *QK_NORM_WEIGHTS,
-        *XIELU_WEIGHTS,
-        *LAST_WEIGHTS,
-    ),
-    constants={LAYER_PREFIX + "mlp.act_fn.beta": 0.5, LAYER_PREFIX + "mlp.act_fn.eps": -1e-6},
-    transformer={"qk_layernorm": True, "gated_linear_unit": False, "activation_func": "xielu"},
-    settings={"kv_channels": "head_dim"},
-    config={"hidden_act": "xielu", "attention_bias": False},
-    defaults={"hidden_act": "xielu"},
-)
+def _weight(
+    key: str, shape: Sequence[str | int], names: Sequence[str], join: str = "", also: str | None = None
+) -> Weight:
+    return Weight(key, tuple(shape), tuple(names), _JOINS[join], also)
 
 
-BUILT_IN_MAPPINGS = (LLAMA, QWEN3, MIXTRAL, APERTUS)
+BUILT_IN_MAPPINGS = LLAMA, QWEN3, MIXTRAL, APERTUS = read_mappings(Path(__file__).with_suffix(".yaml"))
 
 _HOW_IT_IS_COMPUTED = frozenset({"moe_grouped_gemm", "moe_router_dtype"})
 """Settings of `model.transformer` that change the results of a model by rounding only."""

@@ -1,26 +1,24 @@
-"""Charts as inline SVG: lines, bands and bars, and the reduction of many points to a chart's width.
+"""Charts: lines and bands as paths of SVG, and the reduction of many points to a chart's width.
 
-Shapes are stretched to the available width; labels are HTML and keep their size. `reduce_points` keeps the minimum and
-the maximum of each pixel, so that no spike is lost.
+`templates/macros.html` draws them. `reduce_points` keeps the minimum and the maximum of each pixel, so that no spike is
+lost.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-
-from relayrun.watch.report.html import Markup, join_markup, tag
 
 PIXELS = 600
 """Columns of a chart, with two points each."""
 
 Points = npt.NDArray[np.float64]
 WIDTH, HEIGHT = 1000.0, 100.0
-"""Size of a chart in SVG units."""
+"""Size of a chart in units of SVG, as in the template."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +95,10 @@ class ChartLine:
     """Index of a colour of the style sheet."""
     dots: bool = False
 
+    @property
+    def css(self) -> str:
+        return f"c{self.colour % 8}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ChartMark:
@@ -107,20 +109,35 @@ class ChartMark:
     kind: str = "attempt"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A chart as the template draws it. Labels have a share of their axis, and a text."""
+
+    title: str
+    unit: str
+    x_name: str
+    paths: Sequence[tuple[str, str, str]]
+    """Class, path and words of each shape."""
+    x_labels: Sequence[tuple[float, str]]
+    y_labels: Sequence[tuple[float, str]]
+    key: Sequence[tuple[str, str]] = ()
+    """Names with their class."""
+    grid: Sequence[str] = ()
+    marks: Sequence[tuple[str, ChartMark]] = ()
+
+
 def line_chart(
     title: str,
     drawn: Sequence[ChartLine],
     *,
     marks: Sequence[ChartMark] = (),
     unit: str = "",
-    x_name: str = "iteration",
-    x_words: Callable[[float], str] = short_number,
     from_zero: bool = False,
-) -> Markup:
-    """Return a chart of lines over a common x axis; empty if no line has a point."""
+) -> Chart | None:
+    """Return a chart of lines over iterations; None if no line has a point."""
     there = [line for line in drawn if line.series.size]
     if not there:
-        return Markup("")
+        return None
     left, right = min(float(line.series.x[0]) for line in there), max(float(line.series.x[-1]) for line in there)
     low, high = min(float(line.series.y.min()) for line in there), max(float(line.series.y.max()) for line in there)
     low = min(low, 0.0) if from_zero else low
@@ -130,33 +147,32 @@ def line_chart(
         left, right = left - 1, right + 1
 
     def at(x: float) -> float:
-        return (x - left) / (right - left) * WIDTH
+        return (x - left) / (right - left)
 
     def up(y: float) -> float:
-        return HEIGHT - (y - low) / (high - low) * HEIGHT
+        return (y - low) / (high - low)
 
-    shapes: list[Markup] = [
-        tag("line", x1=0, x2=WIDTH, y1=_coordinate(up(y)), y2=_coordinate(up(y)), class_="grid")
-        for y in axis_ticks(low, high, 4)
-    ]
-    for mark in marks:
-        if left <= mark.x <= right:
-            place = _coordinate(at(mark.x))
-            shapes.append(tag("line", tag("title", mark.words), x1=place, x2=place, y1=0, y2=HEIGHT, class_=mark.kind))
+    paths = []
     for line in there:
-        points = list(zip(line.series.x.tolist(), line.series.y.tolist(), strict=True))
-        colour = f"c{line.colour % 8}"
+        series = zip(line.series.x.tolist(), line.series.y.tolist(), strict=True)
+        points = [f"{_coordinate(at(x) * WIDTH)},{_coordinate((1 - up(y)) * HEIGHT)}" for x, y in series]
         if not line.dots or len(points) > 1:
-            text = " ".join(f"{_coordinate(at(x))},{_coordinate(up(y))}" for x, y in points)
-            shapes.append(tag("path", d=f"M{text}", class_=f"line {colour}"))
+            paths.append((f"line {line.css}", f"M{' '.join(points)}", ""))
         if line.dots or len(points) == 1:
             # lines of no length with round ends: a circle would be stretched
-            text = "".join(f"M{_coordinate(at(x))},{_coordinate(up(y))}h0" for x, y in points)
-            shapes.append(tag("path", d=text, class_=f"dots {colour}"))
-    y_labels = [(1 - up(y) / HEIGHT, short_number(y)) for y in axis_ticks(low, high, 4)]
-    x_labels = [(at(x) / WIDTH, x_words(x)) for x in axis_ticks(left, right, 4, whole=x_name == "iteration")]
-    named = [(line.name, f"c{line.colour % 8}") for line in there] if len(there) > 1 else []
-    return _figure(title, unit, shapes, x_labels, y_labels, x_name=x_name, named=named)
+            paths.append((f"dots {line.css}", "".join(f"M{point}h0" for point in points), ""))
+    ticks = axis_ticks(low, high, 4)
+    return Chart(
+        title=title,
+        unit=unit,
+        x_name="iteration",
+        paths=paths,
+        x_labels=[(at(x), short_number(x)) for x in axis_ticks(left, right, 4, whole=True)],
+        y_labels=[(up(y), short_number(y)) for y in ticks],
+        key=[(line.name, line.css) for line in there] if len(there) > 1 else (),
+        grid=[_coordinate((1 - up(y)) * HEIGHT) for y in ticks],
+        marks=[(_coordinate(at(mark.x) * WIDTH), mark) for mark in marks if left <= mark.x <= right],
+    )
 
 
 def band_chart(
@@ -164,13 +180,13 @@ def band_chart(
     columns: Sequence[Mapping[str, float]],
     names: Sequence[tuple[str, str]],
     labels: Sequence[tuple[float, str]],
-) -> Markup:
-    """Return a chart of stacked shares over time; the shares of a column sum to at most 1.
+) -> Chart | None:
+    """Return a chart of stacked shares of the nodes' time; the shares of a column sum to at most 1.
 
     `names`: each share with its class in the style sheet. `labels`: positions on the time axis (0 to 1) with text.
     """
     if not columns:
-        return Markup("")
+        return None
     width = WIDTH / len(columns)
     paths: dict[str, list[str]] = {name: [] for name, _ in names}
     for number, column in enumerate(columns):
@@ -181,62 +197,16 @@ def band_chart(
                 up, right, down = _coordinate(-high), _coordinate(width), _coordinate(high)
                 paths[name].append(f"M{_coordinate(number * width)},{_coordinate(low)}v{up}h{right}v{down}z")
                 low -= high
-    shapes = [tag("path", tag("title", name), d="".join(paths[name]), class_=css) for name, css in names if paths[name]]
-    y_labels = [(share, f"{share:.0%}") for share in (0.0, 0.5, 1.0)]
-    named = [(name, css) for name, css in names if paths[name]]
-    return _figure(title, "share of the nodes' time", shapes, labels, y_labels, x_name="time", named=named)
-
-
-def bar_chart(parts: Sequence[tuple[str, str, float]]) -> Markup:
-    """Return one bar of parts, each with name, class and share."""
-    at = 0.0
-    shapes = []
-    for name, css, share in parts:
-        width = share * WIDTH
-        if width > 0:
-            left, wide = _coordinate(at), _coordinate(width)
-            words = tag("title", f"{name}: {share:.1%}")
-            shapes.append(tag("rect", words, x=left, y=0, width=wide, height=HEIGHT, class_=css))
-        at += width
-    label = ", ".join(f"{name} {share:.1%}" for name, _, share in parts if share)
-    return tag("div", _svg(shapes), class_="bar", role="img", aria_label=label)
-
-
-def _figure(
-    title: str,
-    unit: str,
-    shapes: Sequence[Markup],
-    x_labels: Sequence[tuple[float, str]],
-    y_labels: Sequence[tuple[float, str]],
-    *,
-    x_name: str,
-    named: Sequence[tuple[str, str]],
-) -> Markup:
-    caption = tag("figcaption", tag("b", title), f", {unit}" if unit else None)
-    y_axis = [tag("span", text, style=f"bottom:{share:.2%}") for share, text in y_labels]
-    x_axis = [tag("span", text, style=f"left:{share:.2%}", class_=_label_side(share)) for share, text in x_labels]
-    key = [tag("span", tag("i", class_=css), name) for name, css in named]
-    return tag(
-        "figure",
-        caption,
-        tag(
-            "div",
-            tag("div", *y_axis, class_="y"),
-            tag("div", _svg(shapes), class_="plot", role="img", aria_label=title),
-            tag("div", *x_axis, class_="x"),
-            class_="chart",
-        ),
-        tag("div", tag("span", x_name, class_="axis"), *key, class_="key"),
+    there = [(name, css) for name, css in names if paths[name]]
+    return Chart(
+        title=title,
+        unit="share of the nodes' time",
+        x_name="time",
+        paths=[(css, "".join(paths[name]), name) for name, css in there],
+        x_labels=labels,
+        y_labels=[(share, f"{share:.0%}") for share in (0.0, 0.5, 1.0)],
+        key=there,
     )
-
-
-def _label_side(share: float) -> str | None:
-    """Class of a label that would extend beyond the end of its axis."""
-    return "first" if share < 0.08 else "last" if share > 0.92 else None
-
-
-def _svg(shapes: Sequence[Markup]) -> Markup:
-    return tag("svg", join_markup(shapes), viewBox=f"0 0 {WIDTH:.0f} {HEIGHT:.0f}", preserveAspectRatio="none")
 
 
 def _coordinate(value: float) -> str:
