@@ -37,7 +37,7 @@ _LAST_WORDS = re.compile(
     r"|\S+: .*: Assertion |\S*: (?:\w+ )?\d+ ?: |\S+: (?:fatal )?error: |FATAL|Fatal|fatal: |Lmod has"
     r"|Segmentation fault|Aborted|Killed|Bus error|slurmstepd\S*: error: |srun: (?:error|fatal): |pyxis: "
     r"|\S+: \S.*: (?:No such file|Permission denied)|.*\bMPI_ABORT was| *what\(\)|thread '.*' panicked"
-    r"|ModuleCmd_\w+\.c|ERROR: (?:LoadError|Unable to locate)|panic: |\w+: \*\*\* |Can't locate "
+    r"|ModuleCmd_\w+\.c|>> '--exit-on|ERROR: (?:LoadError|Unable to locate)|panic: |\w+: \*\*\* |Can't locate "
     r"|.*(?: failed \(exitcode: -|\] exits with return code = -)"
 )
 """Beginnings of lines with which a program ends: an exception, a message of an interpreter, shell or starter."""

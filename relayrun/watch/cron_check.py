@@ -10,6 +10,7 @@ library alone.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 import socket
@@ -42,7 +43,6 @@ from relayrun.watch.symptoms import (
     Symptom,
     find_symptoms,
     is_at_work,
-    never_starts,
     purged_soon,
     running_job,
     write_error,
@@ -246,7 +246,10 @@ class CronCheck:
             return []
         alike = [name for name, reason in stuck.items() if reason == why]
         self._stuck[membership.folder] = {name: reason for name, reason in stuck.items() if reason != why}
-        return [never_starts(run, why, whole="" in alike, others=len(alike) - 1)]
+        words = f"nothing more of its campaign begins: {why}" if "" in alike else f"it does not begin: {why}"
+        words += f" ({len(alike) - 1} more of its campaign do not either)" if len(alike) > 1 else ""
+        cause = f"stuck-{hashlib.sha256(why.encode()).hexdigest()[:8]}"
+        return [Symptom(event="stopped", cause=cause, reason=words, go_on=f"relayrun status {run.path}")]
 
     def _running_since(self, name: str) -> float | None:
         """Time of the first check that saw the run's current job running."""

@@ -23,7 +23,6 @@ The caller decides how long a symptom must last before it counts. Uses the stand
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -143,17 +142,6 @@ def purged_soon(purges: Sequence[PurgeForecast], *, now: float) -> Iterator[Symp
             cause = f"purge-{purge.what}-{int(purge.time // DAY_SECONDS)}"
             words = f"{purge.words(now)}: read it, or copy it elsewhere (checkpoint.mirror, relayrun runs archive)"
             yield Symptom(event="disk", cause=cause, reason=words)
-
-
-def never_starts(run: Run, why: str, *, whole: bool, others: int) -> Symptom:
-    """Return the symptom of a campaign member that never starts.
-
-    `whole`: all waiting members are stuck. `others`: number of further members with the same reason.
-    """
-    words = f"nothing more of its campaign begins: {why}" if whole else f"it does not begin: {why}"
-    words += f" ({others} more of its campaign do not either)" if others else ""
-    cause = f"stuck-{hashlib.sha256(why.encode()).hexdigest()[:8]}"
-    return Symptom(event="stopped", cause=cause, reason=words, go_on=f"relayrun status {run.path}")
 
 
 def _full_soon(status: RunStatus, now: float) -> Iterator[Symptom]:

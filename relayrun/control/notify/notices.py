@@ -159,17 +159,6 @@ class NoticeMessage:
     since: float
     """Time of the first of them."""
 
-    @classmethod
-    def of(cls, target: NoticeTarget, notices: Sequence[Notice]) -> NoticeMessage:
-        """Return the message about notices of one cause."""
-        return cls(
-            target=target,
-            notice=max(notices, key=lambda notice: notice.time),
-            settles=[notice.id for notice in notices],
-            count=sum(notice.count for notice in notices),
-            since=min(notice.time for notice in notices),
-        )
-
 
 def notices_folder(run: Run) -> Path:
     return run.path / "notices"
@@ -278,10 +267,12 @@ def due_messages(
             wanted = notice.event in target.events and delivery.state(target.name) == "waits"
             if wanted and now - notice.time <= KEEP_SECONDS:
                 causes.setdefault(notice.cause, []).append(notice)
-        for cause, notices in causes.items():
-            if now - told.get((target.name, cause), -math.inf) < QUIET_SECONDS:
-                continue
-            messages.append(NoticeMessage.of(target, notices))
+        for cause, same in causes.items():
+            if now - told.get((target.name, cause), -math.inf) >= QUIET_SECONDS:
+                newest, times = max(same, key=lambda notice: notice.time), [notice.time for notice in same]
+                ids, count = [notice.id for notice in same], sum(notice.count for notice in same)
+                message = NoticeMessage(target=target, notice=newest, settles=ids, count=count, since=min(times))
+                messages.append(message)
     return sorted(messages, key=lambda message: message.notice.time)
 
 
