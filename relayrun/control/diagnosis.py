@@ -108,8 +108,8 @@ def first_cause(log: str, more: Sequence[FailureSignature] = ()) -> Statement | 
     warned = [each for each in found if not each.last and not each.secondary]
     named = [each for each in spoken if each.name not in ENDS and (each.name not in GENERAL or each is spoken[0])]
     owned = [each for each in named if each.cause != "unknown"]
-    warned_sick = [each for each in warned if each.cause == "node"]
-    return next(iter([*sick, *owned, *warned_sick[-1:], *named, *warned[-1:], *spoken]), None)
+    of_node = [each for each in warned if each.cause == "node"]
+    return next(iter([*sick, *owned, *of_node[-1:], *named, *warned[-1:], *spoken]), None)
 
 
 def last_line(log: str) -> str:

@@ -151,11 +151,11 @@ def _mirror_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> I
 
 
 def _progress_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:
-    if found := stalled_notice(run, since=policy.since, patience=policy.no_progress, now=now):
+    if found := stalled_notice(run, policy.since, policy.no_progress, now):
         yield make_notice(run, plan, found[0], time=now, reason=found[1])
 
 
-def stalled_notice(run: Run, *, since: float, patience: float, now: float) -> tuple[str, str] | None:
+def stalled_notice(run: Run, since: float, patience: float, now: float) -> tuple[str, str] | None:
     """Return id and words of a notice if `patience` seconds of jobs brought no durable iteration; else None. Time in
     the queue before the first of these jobs does not count, and neither does time before `since`."""
     newest = next(Lineage(run).backwards(), None)

@@ -220,17 +220,12 @@ def pending_notices(run: Run) -> list[tuple[Notice, NoticeDelivery]]:
             continue
         with contextlib.suppress(RunDirError):
             notice = Notice.read(notices_folder(run) / f"{name}.json")
+            delivery = None
+            with contextlib.suppress(RunDirError):
+                delivery = NoticeDelivery.read(notices_folder(run) / f"{name}.tried")
             if notice is not None:
-                found.append((notice, _delivery(run, notice)))
+                found.append((notice, delivery or NoticeDelivery(cause=notice.cause)))
     return sorted(found, key=lambda entry: (entry[0].time, entry[0].id))
-
-
-def _delivery(run: Run, notice: Notice) -> NoticeDelivery:
-    try:
-        found = NoticeDelivery.read(notices_folder(run) / f"{notice.id}.tried")
-    except RunDirError:
-        found = None
-    return found or NoticeDelivery(cause=notice.cause)
 
 
 def last_sent_times(
