@@ -100,7 +100,7 @@ def find_symptoms(
         running_since: time from which every check saw the current job running; None if no job runs.
         policy: events that are reported; a job at work reports its own by notices. None: nobody is notified.
     """
-    found = [*_gone(run, status), *_waiting(run, status)]
+    found = [*_gone(run, status), *_waiting(status)]
     full = _write_errors(run, status)
     found += [*purged_soon(status.purges, now=now), *_full_soon(status, now), *full]
     at_work = is_at_work(run, status, running_since)
@@ -163,11 +163,11 @@ def _gone(run: Run, status: RunStatus) -> Iterator[Symptom]:
         yield Symptom(event="stopped", cause=cause, reason=words)
 
 
-def _waiting(run: Run, status: RunStatus) -> Iterator[Symptom]:
+def _waiting(status: RunStatus) -> Iterator[Symptom]:
     for job in status.jobs:
         reason = status.pending.get(job.id)
         kind, show = slurm_states.reason_of(reason).kind, f"scontrol show job {job.id}"
-        for words, mend in blocked_jobs(run, [job], status.pending):
+        for words, mend in blocked_jobs(Run(Path(status.path)), [job], status.pending):
             release = job.id if slurm_states.is_held_after_launch(job.state, reason) else ""
             yield Symptom(event="stopped", cause=f"held-{job.id}", reason=words, go_on=mend, release=release)
         if slurm_states.is_blocked(job.state, reason):
