@@ -34,10 +34,11 @@ _TRACEBACK = re.compile(r".*Traceback \(most recent call last\)")
 _LAST_WORDS = re.compile(
     r"[\w.]*(?:Error|Exception|gaierror|Failed)(?::| \()|The (?:IPv4|server socket) |error: |terminate called"
     r"|(?:.*/)?(?:python[\d.]*|(?:ba|da|z|k)?sh|curl|wget|ssh|env|exec|numactl|mpirun|mpiexec)(?:: |\[\d)"
-    r"|\S+: .*: Assertion |\S*: (?:line )?\d+: |\S+: (?:fatal )?error: |FATAL|Fatal|fatal: |Lmod has"
+    r"|\S+: .*: Assertion |\S*: (?:\w+ )?\d+ ?: |\S+: (?:fatal )?error: |FATAL|Fatal|fatal: |Lmod has"
     r"|Segmentation fault|Aborted|Killed|Bus error|slurmstepd\S*: error: |srun: (?:error|fatal): |pyxis: "
     r"|\S+: \S.*: (?:No such file|Permission denied)|.*\bMPI_ABORT was| *what\(\)|thread '.*' panicked"
-    r"|panic: |\w+: \*\*\* |Can't locate |.*(?: failed \(exitcode: -|\] exits with return code = -)"
+    r"|ModuleCmd_\w+\.c|>> '--exit-on|ERROR: (?:LoadError|Unable to locate)|panic: |\w+: \*\*\* |Can't locate "
+    r"|.*(?: failed \(exitcode: -|\] exits with return code = -)"
 )
 """Beginnings of lines with which a program ends: an exception, a message of an interpreter, shell or starter."""
 _TASK_EXIT = re.compile(r"srun: error: \S+: tasks? [\d,\-\[\]]+: (?:Exited|Terminated|Killed)")
@@ -106,7 +107,9 @@ def first_cause(log: str, more: Sequence[FailureSignature] = ()) -> Statement | 
     sick = [each for each in spoken if each.cause == "node" and each.name not in GENERAL]
     warned = [each for each in found if not each.last and not each.secondary]
     named = [each for each in spoken if each.name not in ENDS and (each.name not in GENERAL or each is spoken[0])]
-    return next(iter([*sick, *named, *warned[-1:], *spoken]), None)
+    owned = [each for each in named if each.cause != "unknown"]
+    of_node = [each for each in warned if each.cause == "node"]
+    return next(iter([*sick, *owned, *of_node[-1:], *named, *warned[-1:], *spoken]), None)
 
 
 def last_line(log: str) -> str:
@@ -208,11 +211,13 @@ _OPEN = (*GENERAL, "gpu-error")
 
 
 def _explains(one: Statement, other: Statement, chained: str) -> bool:
-    """Return whether the first of two chained exceptions is the cause: the second was raised from it and is general, or
-    the handler of the first has a defect of its own."""
+    """Return whether the first of two chained exceptions is the cause: the second is general and was raised from it, or
+    no handler can mend the first; or the handler has a defect of its own."""
+    general = other.name in (*GENERAL, "")
     if chained == "handling":
-        return other.words.startswith(("UnboundLocalError", "NameError"))
-    return one.signature is not None and one.name not in ("exception", "assertion") and other.name in (*GENERAL, "")
+        lasting = one.cause in ("node", "file system") and (general or other.name == one.name)
+        return lasting or other.words.startswith(("UnboundLocalError", "NameError"))
+    return general and one.signature is not None and one.name not in ("exception", "assertion")
 
 
 def _split_label(line: str) -> tuple[int | None, str]:

@@ -22,7 +22,7 @@ _TABLE: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_tex
 words why it ended. `secondary`: words that only report that another rank or program is gone, or was told to end."""
 _SECONDARY = re.compile("|".join(_TABLE["secondary"]), re.I)
 WARNINGS = tuple(each["name"] for each in _TABLE["entries"] if "any_line" in each)
-ENDS = ("abort", "crashed", "killed")
+ENDS = ("abort", "crashed", "killed", "container-start")
 """Entries that say how a program ended: another line may say why."""
 GENERAL = ("exception", "assertion", "shell", *ENDS)
 """Entries without a special cause."""

@@ -10,6 +10,7 @@ library alone.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 import socket
@@ -42,7 +43,6 @@ from relayrun.watch.symptoms import (
     Symptom,
     find_symptoms,
     is_at_work,
-    never_starts,
     purged_soon,
     running_job,
     write_error,
@@ -167,7 +167,9 @@ class CronCheck:
                 old += self._first and is_old
                 seen[name] = self._living(name, run, plan, status, told=self._first and is_old)
         if silent is not None:
-            seen[SLURM_SYMPTOM] = self._silent(silent)
+            patience = SILENT_SLURM_SECONDS if shutil.which("squeue") else 0.0
+            words = f"nothing is known of the jobs: {silent}"
+            seen[SLURM_SYMPTOM] = self._by_line(SLURM_SYMPTOM, "no answer", words, patience)
         if old:
             words = "chains died more than a day ago, of which nobody is told: `relayrun status`"
             self._lines.append(f"{self._folder}: {old} {words}")
@@ -246,7 +248,10 @@ class CronCheck:
             return []
         alike = [name for name, reason in stuck.items() if reason == why]
         self._stuck[membership.folder] = {name: reason for name, reason in stuck.items() if reason != why}
-        return [never_starts(run, why, whole="" in alike, others=len(alike) - 1)]
+        words = f"nothing more of its campaign begins: {why}" if "" in alike else f"it does not begin: {why}"
+        words += f" ({len(alike) - 1} more of its campaign do not either)" if len(alike) > 1 else ""
+        cause = f"stuck-{hashlib.sha256(why.encode()).hexdigest()[:8]}"
+        return [Symptom(event="stopped", cause=cause, reason=words, go_on=f"relayrun status {run.path}")]
 
     def _running_since(self, name: str) -> float | None:
         """Time of the first check that saw the run's current job running."""
@@ -263,16 +268,12 @@ class CronCheck:
 
     def _unreadable(self, run: Run, why: str) -> list[_SeenSymptom]:
         """Report by a line: the notices of a run with damaged records cannot be trusted."""
-        name = self._name(run)
-        entry = self._seen(name, Symptom(event="stopped", cause="unreadable", reason=f"it cannot be looked at: {why}"))
-        if self._is_due(entry, self._settle):
-            entry.told = self._say(name, entry.symptom.cause, entry.symptom.reason)
-        return [entry]
+        return self._by_line(self._name(run), "unreadable", f"it cannot be looked at: {why}", self._settle)
 
-    def _silent(self, why: str) -> list[_SeenSymptom]:
-        entry = self._seen(SLURM_SYMPTOM, Symptom(event="stopped", cause="no answer", reason=why))
-        if self._is_due(entry, SILENT_SLURM_SECONDS if shutil.which("squeue") else 0.0):
-            entry.told = self._say(SLURM_SYMPTOM, entry.symptom.cause, f"nothing is known of the jobs: {why}")
+    def _by_line(self, name: str, cause: str, words: str, patience: float) -> list[_SeenSymptom]:
+        entry = self._seen(name, Symptom(event="stopped", cause=cause, reason=words))
+        if self._is_due(entry, patience):
+            entry.told = self._say(name, cause, words)
         return [entry]
 
     def _is_due(self, entry: _SeenSymptom, patience: float) -> bool:
@@ -308,16 +309,9 @@ class CronCheck:
             self._say(name, "notices", f"its notices cannot be written: {'; '.join(complaints)}")
 
     def _notice(self, run: Run, plan: Plan, entry: _SeenSymptom) -> Notice:
-        symptom = entry.symptom
-        return make_notice(
-            run,
-            plan,
-            self._id(entry),
-            cause=f"{symptom.event}-{symptom.cause}" if symptom.event == "stopped" else symptom.event,
-            time=self._now,
-            reason=symptom.reason,
-            go_on=symptom.go_on,
-        )
+        seen, name = entry.symptom, self._id(entry)
+        cause = f"stopped-{seen.cause}" if seen.event == "stopped" else seen.event
+        return make_notice(run, plan, name, cause=cause, time=self._now, reason=seen.reason, go_on=seen.go_on)
 
     def _id(self, entry: _SeenSymptom) -> str:
         """Id of the notice, constant as long as the symptom lasts."""

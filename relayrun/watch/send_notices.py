@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relayrun.control.notify import notices
-from relayrun.control.notify.notices import MAX_WORDS, Notice, NoticeDelivery, NoticeMessage, NoticePolicy
+from relayrun.control.notify.notices import MAX_WORDS, NoticeMessage, NoticePolicy
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RelayrunError
@@ -99,11 +99,14 @@ def _send_due_notices(
         notices.record_delivery(run, notice, delivery, targets)  # before sending, or a full disk would repeat it
     failed = []
     for result in _send_all(policy, messages, environment, results):
-        _record_result(book, result)
-        for name in result.message.settles:
-            notices.record_delivery(run, *book[name], targets)
+        message, name = result.message, result.message.target.name
         if result.error is not None:
-            failed.append(f"{result.message.target.name}: {result.error}")
+            book[message.notice.id][1].note(name, "waits", now=time.time(), reason=result.error)
+            failed.append(f"{name}: {result.error}")
+        for each in message.settles:
+            if result.error is None:
+                book[each][1].note(name, "sent" if each == message.notice.id else "counted", now=time.time())
+            notices.record_delivery(run, *book[each], targets)
     notices.remove_old_notices(run)
     return failed
 
@@ -155,17 +158,6 @@ def send_message(policy: NoticePolicy, message: NoticeMessage, environment: Mapp
     except NoticeSendError as error:
         return str(error)
     return None
-
-
-def _record_result(book: Mapping[str, tuple[Notice, NoticeDelivery]], result: _SendResult) -> None:
-    message, now = result.message, time.time()
-    name = message.target.name
-    if result.error is not None:
-        book[message.notice.id][1].note(name, "waits", now=now, reason=result.error)
-        return
-    for each in message.settles:
-        state: notices.DeliveryState = "sent" if each == message.notice.id else "counted"
-        book[each][1].note(name, state, now=now)
 
 
 def message_subject(policy: NoticePolicy, message: NoticeMessage) -> str:

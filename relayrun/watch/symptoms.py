@@ -23,7 +23,6 @@ The caller decides how long a symptom must last before it counts. Uses the stand
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -48,6 +47,7 @@ from relayrun.control.scheduler.base import Job
 from relayrun.files import read_json_lines_backwards
 from relayrun.leftovers import temporary_prefix
 from relayrun.watch.status.run_status import RunStatus
+from relayrun.watch.status.summary import blocked_jobs
 from relayrun.watch.text import format_seconds
 
 SAVES = 3
@@ -100,18 +100,20 @@ def find_symptoms(
         running_since: time from which every check saw the current job running; None if no job runs.
         policy: events that are reported; a job at work reports its own by notices. None: nobody is notified.
     """
-    found = [*_gone(run, status), *_waiting(status), *_stuck_in_transient_state(status)]
+    found = [*_gone(run, status), *_waiting(status)]
     full = _write_errors(run, status)
     found += [*purged_soon(status.purges, now=now), *_full_soon(status, now), *full]
     at_work = is_at_work(run, status, running_since)
-    if status.state in ("running", "queued") and (policy is None or not at_work):
-        found += _room(run, status, CHECKPOINTS if policy is None else policy.disk_checkpoints)
+    untold = status.state in ("running", "queued") and (policy is None or not at_work)
+    room = CHECKPOINTS if policy is None else policy.disk_checkpoints
+    if untold and (words := low_disk_text(run, checkpoints=room)):
+        found.append(Symptom(event="disk", cause="room", reason=words, notice=f"disk-{status.attempt or 0:04}"))
     if running_since is not None and not full:  # ranks that cannot write are silent, too
         found += _at_work(run, plan, now) if at_work else _not_started(run, plan, status, now, running_since)
-        if at_work and policy is None:
-            found += _stalled(run, now)
-        if at_work:
-            found += _not_copied(run, now)
+        found += _not_copied(run, now) if at_work else []
+        since = run.plan.stat().st_mtime
+        if at_work and policy is None and (words_of := stalled_notice(run, since, NO_PROGRESS_SECONDS, now)):
+            found.append(Symptom(event="stalled", cause=words_of[0], reason=words_of[1]))
     return found
 
 
@@ -145,17 +147,6 @@ def purged_soon(purges: Sequence[PurgeForecast], *, now: float) -> Iterator[Symp
             yield Symptom(event="disk", cause=cause, reason=words)
 
 
-def never_starts(run: Run, why: str, *, whole: bool, others: int) -> Symptom:
-    """Return the symptom of a campaign member that never starts.
-
-    `whole`: all waiting members are stuck. `others`: number of further members with the same reason.
-    """
-    words = f"nothing more of its campaign begins: {why}" if whole else f"it does not begin: {why}"
-    words += f" ({others} more of its campaign do not either)" if others else ""
-    cause = f"stuck-{hashlib.sha256(why.encode()).hexdigest()[:8]}"
-    return Symptom(event="stopped", cause=cause, reason=words, go_on=f"relayrun status {run.path}")
-
-
 def _full_soon(status: RunStatus, now: float) -> Iterator[Symptom]:
     for each in status.quotas:
         if status.state in ("running", "queued") and each.is_soon(now):
@@ -176,26 +167,22 @@ def _waiting(status: RunStatus) -> Iterator[Symptom]:
     for job in status.jobs:
         reason = status.pending.get(job.id)
         kind, show = slurm_states.reason_of(reason).kind, f"scontrol show job {job.id}"
-        if slurm_states.is_blocked(job.state, reason):
-            words = f"job {job.id} waits, and never starts unless a person changes something: {reason or job.state}"
-            mend = slurm_states.mending_command(job.id, job.state, reason, run=status.path)
+        for words, mend in blocked_jobs(Run(Path(status.path)), [job], status.pending):
             release = job.id if slurm_states.is_held_after_launch(job.state, reason) else ""
             yield Symptom(event="stopped", cause=f"held-{job.id}", reason=words, go_on=mend, release=release)
-        elif job.waits and kind == "budget":
+        if slurm_states.is_blocked(job.state, reason):
+            continue
+        if job.waits and kind == "budget":
             words = f"job {job.id} waits until its account has time to spend again: {reason}"
             yield Symptom(event="stopped", cause=f"budget-{job.id}", reason=words, go_on=show)
         elif slurm_states.is_unknown_state(job.state) or (job.waits and kind == "unknown"):
             said = f"{job.state.lower()}, {reason or 'no reason'}"
             words = f"relayrun does not know what Slurm says of job {job.id}: {said}"
             yield Symptom(event="hang", cause=f"unknown-{job.id}", reason=words, go_on=show, patience=TRANSIENT_SECONDS)
-
-
-def _stuck_in_transient_state(status: RunStatus) -> Iterator[Symptom]:
-    for job in status.jobs:
-        if job.state in TRANSIENT_STATES:
+        elif job.state in TRANSIENT_STATES:
             words = f"job {job.id} has been {job.state} for more than an hour, and nothing goes on with the chain"
-            cause, go_on = f"{job.state.lower()}-{job.id}", f"scontrol show job {job.id}"
-            yield Symptom(event="hang", cause=cause, reason=words, go_on=go_on, patience=TRANSIENT_SECONDS)
+            cause = f"{job.state.lower()}-{job.id}"
+            yield Symptom(event="hang", cause=cause, reason=words, go_on=show, patience=TRANSIENT_SECONDS)
 
 
 def _write_errors(run: Run, status: RunStatus) -> list[Symptom]:
@@ -226,12 +213,6 @@ def write_error(folder: Path) -> OSError | None:
         with contextlib.suppress(OSError):
             os.close(fd)
             os.unlink(name)
-
-
-def _room(run: Run, status: RunStatus, checkpoints: int) -> Iterator[Symptom]:
-    reason = low_disk_text(run, checkpoints=checkpoints)
-    if reason is not None:
-        yield Symptom(event="disk", cause="room", reason=reason, notice=f"disk-{status.attempt or 0:04}")
 
 
 def _not_started(run: Run, plan: Plan, status: RunStatus, now: float, running_since: float) -> Iterator[Symptom]:
@@ -286,9 +267,3 @@ def _not_copied(run: Run, now: float) -> Iterator[Symptom]:
     words = f"{len(waiting)} checkpoints wait for their copy in the mirror"
     reason = f"{words}; the newest copy is of {copied or 'none'}"
     yield Symptom(event="disk", cause=f"mirror-{copied}", reason=reason)
-
-
-def _stalled(run: Run, now: float) -> Iterator[Symptom]:
-    found = stalled_notice(run, since=run.plan.stat().st_mtime, patience=NO_PROGRESS_SECONDS, now=now)
-    if found is not None:
-        yield Symptom(event="stalled", cause=found[0], reason=found[1])

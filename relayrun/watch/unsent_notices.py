@@ -34,19 +34,15 @@ def send_in_background(run: Run) -> None:
 def start_sender(run: Run, policy: NoticePolicy, *, again_and_again: bool = False) -> None:
     """Start a process that sends the run's due notices, if `notices.is_time_to_send`."""
     if notices.is_time_to_send(run, policy, now=time.time(), again_and_again=again_and_again):
-        _start(run, *(["--job"] if again_and_again else []))
+        _start(run, *["--job"] * again_and_again)
 
 
 def _start(run: Run, *options: str) -> None:
     """Start a detached process that outlives this one."""
+    command = [sys.executable, "-m", "relayrun.watch.send_notices", str(run.path), *options]
     nowhere = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in range(3)]
-    os.posix_spawn(
-        sys.executable,
-        [sys.executable, "-m", "relayrun.watch.send_notices", str(run.path), *options],
-        os.environ | {"PYTHONPATH": str(places.CODE_ROOT), "PYTHONSAFEPATH": "1"},
-        file_actions=nowhere,
-        setsid=True,
-    )
+    own = os.environ | {"PYTHONPATH": str(places.CODE_ROOT), "PYTHONSAFEPATH": "1"}
+    os.posix_spawn(sys.executable, command, own, file_actions=nowhere, setsid=True)
 
 
 def count_unsent(run: Run, *, now: float) -> tuple[int, str]:

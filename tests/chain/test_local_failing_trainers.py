@@ -32,6 +32,7 @@ SETUP = {
         "no backend",
         ("configuration",),
     ),
+    "little virtual memory": ("ulimit -v 1100000", "", ("configuration",)),
     "a line before the ranks": ("source /no/such/environment", "/no/such/environment", ("configuration",)),
 }
 FLAGS = {
@@ -40,6 +41,11 @@ FLAGS = {
     "more parallel than ranks": (["--tensor-model-parallel-size", "3"], "divisible", ("program", "configuration")),
     "a batch that does not divide": (["--micro-batch-size", "3"], "divisible", ("program", "configuration")),
     "positions for shorter windows": (["--max-position-embeddings", "32"], "", ("program", "configuration")),
+    "a checkpoint that is not there": (
+        ["--load", "/no/such", "--exit-on-missing-checkpoint"],
+        "--exit-on-missing-checkpoint",
+        ("configuration",),
+    ),
     "a flag of another version": (["--use-flash-attn-9"], "--use-flash-attn-9", ("configuration",)),
 }
 
@@ -49,7 +55,8 @@ FLAGS = {
 def test_the_first_cause_of_a_failing_run(tmp_path: Path, name: str) -> None:
     line, words, whose = SETUP[name]
     workspace = Workspace.make(tmp_path)
-    changes = {"chain": {"auto_requeue": False}, "job": {"setup": line.format(data=tmp_path / "data").split("\n")}}
+    setup = line.format(data=tmp_path / "data").split("\n")
+    changes = {"chain": {"auto_requeue": False, "start_timeout": 120}, "job": {"setup": setup}}
     submit(workspace.config("run", cluster={"python": None}, **changes))
     run = workspace.run("run")
     assert ends(run)[0].cause in ("failed", "fatal")
@@ -61,7 +68,7 @@ def test_the_first_cause_of_a_failing_run(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", FLAGS)
 def test_the_first_cause_of_a_failing_megatron(make_run: MakeRun, tmp_path: Path, name: str) -> None:
     flags, words, whose = FLAGS[name]
-    chain = ChainSection(auto_requeue=False, fallback_job=False, node_health="off", start_timeout=300)
+    chain = ChainSection(auto_requeue=False, fallback_job=False, node_health="off", start_timeout=120)
     run, made = make_run(**plan(checkout_of(MegatronDialect.SWISS_AI), tmp_path, *flags, steps=4, chain=chain))
     run_chain(run, made)
     assert ends(run)[0].cause in ("failed", "fatal")

@@ -152,6 +152,15 @@ def test_a_hang_and_failures_in_a_row(run: Run) -> None:
     assert set(noted(run)) == set(told)
 
 
+def test_a_failed_attempt_is_told_in_the_words_of_why(run: Run) -> None:
+    tell(run, "http://x/", failed_attempts=1)
+    end(run, 4, "failed", when=time.time())
+    record = run.attempt(4).read_end()
+    assert record is not None
+    replace(record, failure="quota").write(run.attempt(4).end)
+    assert "a quota is used up (quota; whose: file system); next: " in noted(run)["failed-0004"]
+
+
 def test_an_attempt_that_ends_the_chain_is_told_with_the_stop(run: Run) -> None:
     tell(run, "http://x/", failed_attempts=1)
     end(run, 4, "fatal", action="stop")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,6 +35,39 @@ def test_every_entry_has_a_real_log() -> None:
     known = {head.partition(" | ")[0] for head, _, _ in LOGS}
     assert [each.name for _, each in signatures() if each.name not in known] == []
     assert all(each.meaning and each.advice for _, each in signatures())
+
+
+def short_literals(entries: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Return the patterns that need too little text, with their entry: 6 bytes in any line, 5 in a last word."""
+    return [
+        (each["name"], pattern)
+        for each in entries
+        if each["name"] not in failure_signatures.GENERAL
+        for pattern in each["patterns"]
+        if len(failure_signatures._literal(pattern).encode()) < (6 if "any_line" in each else 5)
+    ]
+
+
+def claims_of(lines: str) -> list[tuple[str, str]]:
+    """Return the lines that mean a failure, with their entry."""
+    return [(said.name, line) for line in lines.splitlines() for said in find_statements(line)]
+
+
+def test_no_entry_claims_ordinary_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = failure_signatures._TABLE["entries"]
+    ordinary = (Path(__file__).parent / "ordinary_lines.txt").read_text()
+    assert short_literals(entries) == []
+    assert claims_of(ordinary) == []
+    short = {"name": "short", "cause": "node", "any_line": True, "meaning": "m", "patterns": ["\\bECC\\b"]}
+    monkeypatch.setitem(failure_signatures._TABLE, "entries", [short, *entries])
+    monkeypatch.setattr(diagnosis, "_TROUBLE", ("",))
+    monkeypatch.setattr(diagnosis, "WARNINGS", ("short",))
+    failure_signatures.signatures.cache_clear()
+    try:
+        assert short_literals([short]) == [("short", "\\bECC\\b")]
+        assert {name for name, _ in claims_of(ordinary)} == {"short"}
+    finally:
+        failure_signatures.signatures.cache_clear()
 
 
 def test_the_fast_look_passes_over_no_line_of_a_real_log(monkeypatch: pytest.MonkeyPatch) -> None:

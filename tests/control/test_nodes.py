@@ -37,8 +37,9 @@ def test_the_same_error_on_all_ranks_blames_nobody() -> None:
 
 def test_of_several_that_failed_the_one_whose_words_came_first_is_blamed() -> None:
     log = "srun: error: n0: task 0: Exited with exit code 1\nsrun: error: n1: task 1: Exited with exit code 1\n"
-    found = blamed_nodes(log, [failure(1, "n1", "ECC", 1.0), failure(0, "n0", "connection closed", 2.0)], ntasks=2)
-    assert found == {"n1": "ECC"}
+    failures = [failure(1, "n1", "CUDA error: ECC", 1.0), failure(0, "n0", "connection closed", 2.0)]
+    found = blamed_nodes(log, failures, ntasks=2)
+    assert found == {"n1": "CUDA error: ECC"}
 
 
 @pytest.mark.parametrize(

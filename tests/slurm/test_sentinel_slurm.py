@@ -84,5 +84,5 @@ def test_a_job_that_is_gone_and_one_that_is_held(
     letters = Path(run.path / "letters")
     cluster.wait_until(lambda: letters.exists() and len(letters.read_text().splitlines()) == 2, timeout=600)
     subjects = letters.read_text().splitlines()
-    assert f"job {successor} waits, and never starts unless a person changes something: JobHeld" in subjects[0]
+    assert f"job {successor} never starts unless a person changes something: JobHeld" in subjects[0]
     assert f"attempt 1, job {begin.job_id}, is gone without an end" in subjects[1]

@@ -225,7 +225,7 @@ def no_saves(world: World) -> None:
 
 DEATHS = {
     "stopped-gone": (no_job, "attempt 1, job 7, is gone without an end"),
-    "stopped-held": (held, "job 8 waits, and never starts unless a person changes something: JobHeldUser"),
+    "stopped-held": (held, "job 8 never starts unless a person changes something: JobHeldUser"),
     "stopped-held ": (no_account, "InvalidAccount"),
     "stopped-budget": (no_budget, "job 8 waits until its account has time to spend again: AssocGrpBillingMinutes"),
     "hang-silent": (silent, "no sign of life for"),
@@ -283,7 +283,7 @@ def test_a_job_that_slurm_holds_since_its_launch_failed_is_released(
     assert released == ["8"]
     assert ("job 8 since its launch failed on a node; it was released" in said) == may
     assert ("it cannot be released: scontrol: Access/permission denied\n  -> scontrol release 8" in said) != may
-    assert "job 9 waits, and never starts" in said
+    assert "job 9 never starts unless" in said
     assert world.look() == []
     assert released == ["8"]
 

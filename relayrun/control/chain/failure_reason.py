@@ -27,7 +27,7 @@ SCHEDULER_LINES = 5
 """Maximum number of srun's lines in an excerpt: srun writes one per task, and the first ones suffice."""
 NOT_STARTED_CODES = (126, 127)
 """Exit codes of a shell that may not execute a program, or does not find it."""
-CERTAIN = ("flags", "syntax")
+CERTAIN = ("flags", "syntax", "checkpoint-missing")
 """Causes that lie in no node, even if one rank alone reports them."""
 SIGNAL_EXIT_CODE = 128
 """Exit codes of a shell from here on mean that a signal ended the program: its node may be the reason."""

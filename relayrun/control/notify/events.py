@@ -13,6 +13,7 @@ from itertools import islice
 
 from relayrun.control.chain_state import count_failed_attempts
 from relayrun.control.diagnosis import first_cause
+from relayrun.control.failure_signatures import cause_words, classify
 from relayrun.control.notify import notices
 from relayrun.control.notify.notices import Notice, NoticePolicy
 from relayrun.control.rundir import mirror, node_health, storage_limits
@@ -33,8 +34,6 @@ NoticeSource = Callable[[Run, Plan, NoticePolicy, float], Iterator[Notice]]
 """Yields the notices of one kind, from a run, its plan, its policy and the time."""
 MIRROR_SECONDS = 3600.0
 """Age of a mirror's failure before it is told: a copy is tried again each quarter of an hour."""
-DISK_FULL_ERRORS = ("No space left on device", "Disk quota exceeded")
-"""Errors of a save on a full disk."""
 
 
 def write_due_notices(
@@ -45,10 +44,14 @@ def write_due_notices(
     `at_work`: a job of the chain runs, and its progress is examined too; a person's command examines only ended
     attempts. `more`: further notices, which follow from no record.
     """
-    there = notices.known_notices(run)
-    sources: list[NoticeSource] = [_stop_notices, _attempt_notices, _node_notices, _evaluation_notices, _mirror_notices]
-    sources += [_progress_notices, _loss_notices, _disk_notices, _quota_notices] if at_work else []
-    sources.append(lambda *_: iter(more))
+    there, goes_on = notices.known_notices(run), at_work and not run.stop.exists()
+    sources: list[NoticeSource] = [_stop_notices, _attempt_notices, _evaluation_notices, lambda *_: iter(more)]
+    sources += [_node_notices] * policy.wants("node") + [_mirror_notices] * policy.wants("disk")
+    sources += [_progress_notices] * (goes_on and policy.wants("stalled"))
+    sources += [_loss_notices] * (at_work and policy.wants("anomaly"))
+    sources += [_disk_notices] * (at_work and policy.wants("disk")) + [_quota_notices] * (
+        goes_on and policy.wants("disk")
+    )
     complaints = []
     for source in sources:
         try:
@@ -85,7 +88,8 @@ def _attempt_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> 
         stops = record.verdict is not None and policy.wants("stopped")  # STOP says it
         if record.end_time < policy.since or stops:
             return
-        words = f"attempt {number}: {record.reason}"
+        cause = cause_words(record.failure, plan.chain.failure_signatures)
+        words = f"attempt {number}: {record.reason}" + (f"; {cause}" if cause else "")
         if record.cause == "hang":
             yield make_notice(run, plan, f"hang-{number:04}", time=record.end_time, reason=words, attempt=number)
         failed = count_failed_attempts(run, plan, last=number)
@@ -97,8 +101,6 @@ def _attempt_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> 
 
 def _node_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:
     """Yield sick or excluded nodes of the newest two attempts."""
-    if not policy.wants("node"):
-        return
     for number in run.attempt_numbers()[-2:]:
         found = node_health.read_findings(run.attempt(number))
         for count, each in enumerate(found, start=1):
@@ -139,7 +141,7 @@ def copier_failure(run: Run) -> str:
 
 def _mirror_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:
     """Yield a mirror that has copied nothing for MIRROR_SECONDS, and why."""
-    if not policy.wants("disk") or mirror.read_mirror_policy(run) is None:
+    if mirror.read_mirror_policy(run) is None:
         return
     last = mirror.read_last_pass(run)
     since = (last and last.good_time) or mirror.mirror_policy_path(run).stat().st_mtime
@@ -149,13 +151,11 @@ def _mirror_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> I
 
 
 def _progress_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:
-    if not policy.wants("stalled") or run.stop.exists():
-        return
-    if found := stalled_notice(run, since=policy.since, patience=policy.no_progress, now=now):
+    if found := stalled_notice(run, policy.since, policy.no_progress, now):
         yield make_notice(run, plan, found[0], time=now, reason=found[1])
 
 
-def stalled_notice(run: Run, *, since: float, patience: float, now: float) -> tuple[str, str] | None:
+def stalled_notice(run: Run, since: float, patience: float, now: float) -> tuple[str, str] | None:
     """Return id and words of a notice if `patience` seconds of jobs brought no durable iteration; else None. Time in
     the queue before the first of these jobs does not count, and neither does time before `since`."""
     newest = next(Lineage(run).backwards(), None)
@@ -174,7 +174,7 @@ def stalled_notice(run: Run, *, since: float, patience: float, now: float) -> tu
 def _loss_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:
     """Yield iterations with a loss that is no number, skipped iterations, and rollbacks."""
     attempt = run.newest_begun()
-    if attempt is None or not policy.wants("anomaly"):
+    if attempt is None:
         return
     prefix = f"anomaly-{attempt.number:04}-"
     names = [name.removeprefix(prefix) for name in notices.known_notices(run) if name.startswith(prefix)]
@@ -209,12 +209,12 @@ def _rolled_back(attempt: Attempt) -> tuple[str, str, int]:
 def _disk_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:
     """Yield a disk with room for few more checkpoints, and a save that failed on a full disk."""
     attempt = run.newest_begun()
-    if attempt is None or not policy.wants("disk"):
+    if attempt is None:
         return
     name = f"disk-{attempt.number:04}"
     for _, line in islice(read_json_lines_backwards(attempt.failed_saves), 1):
         error = str(line["error"])
-        if any(words in error for words in DISK_FULL_ERRORS):
+        if (known := classify(error)) is not None and known.name in ("disk-full", "quota"):
             reason = f"a save of iteration {line['iteration']} failed: {error}"
             yield make_notice(run, plan, f"{name}-{line['iteration']}", time=now, reason=reason)
     if words := low_disk_text(run, checkpoints=policy.disk_checkpoints):
@@ -223,8 +223,6 @@ def _disk_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Ite
 
 def _quota_notices(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:
     """Yield a quota or disk that will be full soon, once a week."""
-    if not policy.wants("disk") or run.stop.exists():
-        return
     for each in storage_limits.quota_forecasts(storage_limits.read_usage(run), now=now):
         if each.is_soon(now):
             yield make_notice(run, plan, quota_notice_id(each, now), time=now, reason=each.words(now))

@@ -159,17 +159,6 @@ class NoticeMessage:
     since: float
     """Time of the first of them."""
 
-    @classmethod
-    def of(cls, target: NoticeTarget, notices: Sequence[Notice]) -> NoticeMessage:
-        """Return the message about notices of one cause."""
-        return cls(
-            target=target,
-            notice=max(notices, key=lambda notice: notice.time),
-            settles=[notice.id for notice in notices],
-            count=sum(notice.count for notice in notices),
-            since=min(notice.time for notice in notices),
-        )
-
 
 def notices_folder(run: Run) -> Path:
     return run.path / "notices"
@@ -231,17 +220,12 @@ def pending_notices(run: Run) -> list[tuple[Notice, NoticeDelivery]]:
             continue
         with contextlib.suppress(RunDirError):
             notice = Notice.read(notices_folder(run) / f"{name}.json")
+            delivery = None
+            with contextlib.suppress(RunDirError):
+                delivery = NoticeDelivery.read(notices_folder(run) / f"{name}.tried")
             if notice is not None:
-                found.append((notice, _delivery(run, notice)))
+                found.append((notice, delivery or NoticeDelivery(cause=notice.cause)))
     return sorted(found, key=lambda entry: (entry[0].time, entry[0].id))
-
-
-def _delivery(run: Run, notice: Notice) -> NoticeDelivery:
-    try:
-        found = NoticeDelivery.read(notices_folder(run) / f"{notice.id}.tried")
-    except RunDirError:
-        found = None
-    return found or NoticeDelivery(cause=notice.cause)
 
 
 def last_sent_times(
@@ -278,10 +262,12 @@ def due_messages(
             wanted = notice.event in target.events and delivery.state(target.name) == "waits"
             if wanted and now - notice.time <= KEEP_SECONDS:
                 causes.setdefault(notice.cause, []).append(notice)
-        for cause, notices in causes.items():
-            if now - told.get((target.name, cause), -math.inf) < QUIET_SECONDS:
-                continue
-            messages.append(NoticeMessage.of(target, notices))
+        for cause, same in causes.items():
+            if now - told.get((target.name, cause), -math.inf) >= QUIET_SECONDS:
+                newest, times = max(same, key=lambda notice: notice.time), [notice.time for notice in same]
+                ids, count = [notice.id for notice in same], sum(notice.count for notice in same)
+                message = NoticeMessage(target=target, notice=newest, settles=ids, count=count, since=min(times))
+                messages.append(message)
     return sorted(messages, key=lambda message: message.notice.time)
 
 
