@@ -385,6 +385,8 @@ class Coordinator:
             try:
                 if not self._between.recorded(self._current.number, exit_code=code, nodes=nodes):
                     return
+                if not (self._asked or self._between.compared()):
+                    return
             except (OSError, RelayrunError) as error:
                 self._give_up(error)
                 return

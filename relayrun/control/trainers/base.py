@@ -74,6 +74,10 @@ class Trainer(Protocol):
     def asked_by(self) -> Sequence[Signals]:
         """All signals by which the chain asks the program for something."""
 
+    @property
+    def lacks_hashes(self) -> bool:
+        """Whether the chain hashes its checkpoints, and compares one with its hashes before ranks load it."""
+
     def prepare(self, base: ResumePoint, *, attempt: int) -> list[str]:
         """Make the program start from `base` and from nothing else; return one line per action. Called when an attempt
         begins, and before each of its further restarts, while no rank lives and no process observes."""
