@@ -100,10 +100,9 @@ class ForeignRestart:
         return self._comparison.done() and bool(self._comparison.result())
 
     def _compare(self, result: Future[ResumePoint]) -> None:
-        run, attempt = self._run, self._attempt
         try:
-            base = restarts.restart_checkpoint(run, attempt)
-            result.set_result(intact_base(run, Lineage(run), base, attempt=attempt.number, restart=True))
+            base, line = restarts.restart_checkpoint(self._run, self._attempt), Lineage(self._run)
+            result.set_result(intact_base(self._run, line, base, attempt=self._attempt.number, restart=True))
         except Exception as error:
             result.set_exception(error)
 

@@ -36,9 +36,8 @@ PIECE_BYTES = 1 << 22
 READERS = 8
 """Files that are read side by side."""
 BASE_SECONDS = 300.0
-"""Maximum seconds for the comparison of an attempt's base: all nodes wait for it."""
+"""Maximum seconds for the comparison of an attempt's base: all nodes wait for it. `RESTART_SECONDS`: of a restart's."""
 RESTART_SECONDS = 60.0
-"""Maximum seconds for the comparison of a restart's base: the attempt has hashed it, or compared it before."""
 MOST_FALL_BACKS = 2
 """Damaged checkpoints that one attempt moves; if more in a row are damaged, the file system may be at fault."""
 

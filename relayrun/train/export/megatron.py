@@ -93,8 +93,7 @@ def write_megatron(source: CheckpointSource, folder: Path) -> MegatronExport:
         found = megatron_state.find_adam_state(reader, common["optimizer"])
         adam = replace(found, groups=found.with_defaults())
         precision = config.training.resolved_precision
-        keys = mapping.keys(model, weights)
-        adam.copy_into(contents, weights, keys, distributed=False, precision=precision)
+        adam.copy_into(contents, weights, mapping.keys(model, weights), distributed=False, precision=precision)
         state["optimizer"] = adam.plain(distributed=False, precision=precision)
         state["opt_param_scheduler"] = megatron_state.scheduler_state(config, position)
         if adam.form is not None:
@@ -216,7 +215,7 @@ def import_megatron(
             beginning["iteration"] = checkpoint.iteration
         (made / "model.yaml").write_text(origin + yaml_file.dump_yaml(beginning), encoding="utf-8")
         (made / "run.yaml").write_text(origin + yaml_file.dump_yaml(sections), encoding="utf-8")
-        arguments = json.dumps(megatron_settings.plain_args(checkpoint), indent=1)
+        arguments = json.dumps(dict(sorted(checkpoint.args.items())), indent=1, skipkeys=True, default=str)
         (made / "arguments.json").write_text(arguments + "\n", encoding="utf-8")
         written.add_checksums(checkpoint.iteration)
     left = megatron_settings.describe_not_taken(checkpoint, optimizer=why)

@@ -190,20 +190,6 @@ def describe_not_taken(checkpoint: MegatronCheckpoint, *, optimizer: str | None)
     return words
 
 
-def plain_args(checkpoint: MegatronCheckpoint) -> dict[str, Any]:
-    """Return the arguments as plain JSON; other objects by their names."""
-    found = sorted(checkpoint.args.items())
-    return {name: value if _is_json(value) else str(value) for name, value in found}
-
-
-def _is_json(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(_is_json(each) for each in value)
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_json(each) for key, each in value.items())
-    return value is None or isinstance(value, (str, int, float, bool))
-
-
 def _equal(found: Any, wanted: Any) -> bool:
     if is_record(found):  # a member of an enumeration
         return str(wanted) == str(found).rpartition(".")[2]
