@@ -44,7 +44,7 @@ SIZES: dict[str, Any] = {
     "lr-wsd-decay-samples": 24,
     "ademamix-beta3-warmup": 20,
     "ademamix-alpha-warmup": 20,
-    "save-interval": 4,
+    "save-interval": 5,  # none of the ramp's borders, at which Megatron-LM saves too, and then not twice
     "num-workers": 0,
 }
 """The ramp's eight iterations have two samples each, later ones four: 84 are 25 iterations."""
@@ -78,7 +78,7 @@ def write(folder: Path, name: str, settings: dict[str, Any], *, slow: str = "", 
     changed = settings | {"name": name, "run_dir": str(folder / name / "run")}
     changed["megatron_lm"] = own | {"args": own["args"] | {key.replace("_", "-"): value for key, value in args.items()}}
     if load:
-        changed["checkpoint"] = {"interval": 4, "load": load}
+        changed["checkpoint"] = {"interval": 5, "load": load}
         changed["data"] = settings["data"] | {"datasets": [str(folder / "second")]}
     changed["cluster"] = settings["cluster"] | {"environment": {"MEGATRON_ON_CPU_SLOW": slow} if slow else {}}
     path = folder / f"{name}.yaml"
