@@ -10,7 +10,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from relayrun.control.rundir.run import Run, is_stopped, stop_reason
 from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.errors import ConfigError, InputError
 from relayrun.files import read_json_lines
+from relayrun.lab.small_run import start_submit
 
 
 class TrialFinding(NamedTuple):
@@ -52,8 +52,7 @@ def run_trial(path: Path, overrides: Sequence[str], *, minutes: int) -> list[Tri
     """Submit the trial of a run config, disturb it, and return what it showed. `minutes`: limit of a job, and of the
     wait for each of its parts. Raises RelayrunError."""
     run, changes = _prepare(path, overrides, minutes=minutes)
-    words = [word for text in changes for word in ("--set", text)]
-    submitted = subprocess.Popen([sys.executable, "-m", "relayrun.cli", "submit", str(path), *words])
+    submitted = start_submit(path, changes, cwd=None)
 
     def wait(condition: Callable[[], object]) -> None:
         until = time.monotonic() + 60 * minutes

@@ -66,6 +66,9 @@ ENDED_BY_ITSELF = "the program ended by itself, with exit code 0"
 class Trainer(Protocol):
     """The program of a run's ranks, and the observation of its attempts."""
 
+    lacks_hashes: bool
+    """The chain hashes its checkpoints, and compares one with its hashes before ranks load it."""
+
     @property
     def leave_signal(self) -> Signals | None:
         """The signal on which every rank saves and leaves; None if only a file asks for it."""
@@ -73,10 +76,6 @@ class Trainer(Protocol):
     @property
     def asked_by(self) -> Sequence[Signals]:
         """All signals by which the chain asks the program for something."""
-
-    @property
-    def lacks_hashes(self) -> bool:
-        """Whether the chain hashes its checkpoints, and compares one with its hashes before ranks load it."""
 
     def prepare(self, base: ResumePoint, *, attempt: int) -> list[str]:
         """Make the program start from `base` and from nothing else; return one line per action. Called when an attempt
