@@ -91,8 +91,7 @@ class CheckpointHasher(PassAfterSave):
     """Hashes the checkpoints of a run whose program writes no hashes; see `trainers.checkpoint_hashes`."""
 
     def _start(self) -> subprocess.Popen[bytes] | None:
-        newest = self._run.newest_begun()
-        if newest is None or not trainer_of(self._plan, self._run).lacks_hashes:
+        if not trainer_of(self._plan, self._run).lacks_hashes or (newest := self._run.newest_begun()) is None:
             return None
         where = ["hash", f"--run-dir={self._run.path}", f"--attempt={newest.number}"]
         program = self._plan.host_command("relayrun.control.chain")

@@ -349,7 +349,8 @@ def _close(
     started = attempt.started_record()
     _conclude(run, plan, attempt, started, exit_code)
     outcome, hang = AttemptOutcome.read(attempt.outcome), Hang.read(attempt.hang)
-    if exit_code != decisions.UNKNOWN_EXIT_CODE and outcome is not None and outcome.outcome != "fatal":
+    left = exit_code != decisions.UNKNOWN_EXIT_CODE and outcome is not None and outcome.outcome != "fatal"
+    if left and trainer_of(plan, run).lacks_hashes:
         background.hash_last_checkpoint(run, plan, job_end=attempt.job_end_time(started))
     now = checkpoint_records.resume_point(run)
     no_time = outcome is not None and outcome.outcome == "saved" and time_limit.had_no_time(attempt)
