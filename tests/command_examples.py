@@ -23,8 +23,13 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "examples/command"
 NAMES = ("plain", "ddp", "huggingface")
 PACED = ROOT / "tests/paced.py"
-RANKS = {"plain": 1, "ddp": 2, "huggingface": 1}
-LAST_CHECKPOINT = {"plain": "step-{}.pt", "ddp": "step-{}", "huggingface": "checkpoint-{}"}
+RANKS = {"plain": 1, "ddp": 2, "huggingface": 1, "lightning_trainer": 1}
+LAST_CHECKPOINT = {
+    "plain": "step-{}.pt",
+    "ddp": "step-{}",
+    "huggingface": "checkpoint-{}",
+    "lightning_trainer": "step-{}.ckpt",
+}
 
 
 def config(folder: Path, name: str, *, last: int, pace: list[str], **sections: dict[str, Any]) -> Path:

@@ -55,7 +55,7 @@ def start_submit(config: Path, overrides: Sequence[str] = (), **options: Any) ->
     """Start the submit of a run config; with the local scheduler it runs the jobs, too. `options`: those of Popen."""
     changes = [word for text in overrides for word in ("--set", text)]
     command = [sys.executable, str(places.shared_file("launchers/submit.py")), str(config), *changes]
-    return subprocess.Popen(command, cwd=places.CODE_ROOT, stdin=subprocess.DEVNULL, **options)
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, **{"cwd": places.CODE_ROOT} | options)
 
 
 def random_data(folder: Path, *, vocabulary: int, longest: int, documents: int) -> dict[str, Any]:

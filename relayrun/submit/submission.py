@@ -8,7 +8,6 @@ one it used.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import shutil
@@ -29,12 +28,11 @@ from relayrun.control.rundir import campaign, mirror, triggers
 from relayrun.control.rundir.campaign import Campaign, CampaignMembership
 from relayrun.control.rundir.checkpoint_records import BEGINNING, Lineage, ResumePoint, resume_point
 from relayrun.control.rundir.plan import ACTED_ON_NAMES, Plan
-from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.run import Run, submit_lock
 from relayrun.control.scheduler.base import Scheduler
 from relayrun.control.scheduler.factory import scheduler_for_plan, slurm_scheduler
 from relayrun.errors import ConfigError, RunDirError
 from relayrun.files import writable_by_owner_alone, write_atomic
-from relayrun.leftovers import open_lock
 from relayrun.submit import code_snapshot, initial_checkpoint, policies
 from relayrun.submit.check import consequences, existing_run
 from relayrun.submit.check.existing_run import FormerRun, SubmitIntent
@@ -146,7 +144,7 @@ def prepared_run(
     for finding in found.findings.warnings:
         log.warning("%s", finding.line)
     log_folder(run).mkdir(parents=True, exist_ok=True)
-    with _submit_lock(run) as made, writable_by_owner_alone(), _undone_on_error(run, made):
+    with submit_lock(run) as made, writable_by_owner_alone(), _undone_on_error(run, made):
         _refuse_while_live(run)
         _refuse_untrusted(run)
         policies.refuse_mirror_of_other_run(config, run, take_over=intent.take_over)
@@ -354,20 +352,3 @@ def _add_revision(run: Run, config: CommonConfig) -> int:
     number = max(revisions, default=0) + 1
     write_atomic(run.config_revision(number), resolve.dump_run_config(config))
     return number
-
-
-@contextmanager
-def _submit_lock(run: Run) -> Iterator[list[Path]]:
-    """Hold the lock of the run's submits; yield the folders that this submit made, the innermost first."""
-    made = [folder for folder in (run.path, *run.path.parents) if not folder.exists()]
-    for folder in reversed(made):
-        try:
-            folder.mkdir(0o755 if folder == run.path else 0o777)
-        except FileExistsError:  # another submit's
-            made.remove(folder)
-    with open(open_lock(run.path / ".submit.lock"), "wb") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunDirError("another submit of this run is under way", where=run.path) from None
-        yield made

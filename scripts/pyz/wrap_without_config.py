@@ -17,11 +17,11 @@ from relayrun.control import decisions
 from relayrun.control.chain import job_script, jobs
 from relayrun.control.rundir import triggers
 from relayrun.control.rundir.plan import Plan, chain_job_name
-from relayrun.control.rundir.run import Run, stop_reason
+from relayrun.control.rundir.run import Run, stop_reason, submit_lock
 from relayrun.control.rundir.time_limit import first_grace_period
 from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.errors import InputError, RunDirError
-from relayrun.files import write_atomic
+from relayrun.files import writable_by_owner_alone, write_atomic
 from relayrun.slurmtime import parse_time
 from relayrun.submit.sbatch_header import JOB_WORDS, Adopted
 from relayrun.submit.wrap import link_checkpoints, newest_in_folder
@@ -40,6 +40,11 @@ def submit_without_config(found: Adopted, *, resume: bool) -> tuple[Run, str]:
     """Prepare the run, and queue its first job; return both. Raises RelayrunError."""
     name = found.settings["name"]
     run = Run(places.project_folder() / "logs" / "runs" / "wrapped" / name)
+    with submit_lock(run), writable_by_owner_alone():
+        return run, _queue(found, run, resume=resume)
+
+
+def _queue(found: Adopted, run: Run, *, resume: bool) -> str:
     settings = read_section(CommandSection, found.settings["command"], "command")
     if (reason := stop_reason(run)) is not None and not resume:
         raise RunDirError(f"the chain of this run has ended: {reason}", where=run.stop, hint="--resume goes on")
@@ -47,7 +52,6 @@ def submit_without_config(found: Adopted, *, resume: bool) -> tuple[Run, str]:
         former = Plan.load_trusted(run)
         if live := scheduler_for_plan(former, run).jobs(former, anyone=True):
             raise RunDirError(f"this run has jobs already: {', '.join(job.id for job in live)}", where=run.path)
-    run.path.mkdir(parents=True, exist_ok=True)
     link_checkpoints(run, settings.checkpoint.folder or "")
     plan = _plan(found, settings, run)
     Path(plan.log_folder).mkdir(parents=True, exist_ok=True)
@@ -58,7 +62,7 @@ def submit_without_config(found: Adopted, *, resume: bool) -> tuple[Run, str]:
         write_atomic(run.fallback_script, job_script.fallback_script(plan, run), mode=0o777)
     for path in (run.stop, run.requests):
         path.unlink(missing_ok=True)
-    return run, jobs.queue_first_job(run, plan, scheduler_for_plan(plan, run, ordered=True))
+    return jobs.queue_first_job(run, plan, scheduler_for_plan(plan, run, ordered=True))
 
 
 def _plan(found: Adopted, settings: CommandSection, run: Run) -> Plan:

@@ -30,9 +30,12 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "plain" else pytest.param(name, marks=pytest.mark.long) for name in NAMES]
+    "name",
+    [name if name == "plain" else pytest.param(name, marks=pytest.mark.long) for name in (*NAMES, "lightning_trainer")],
 )
 def test_an_example_that_is_killed_goes_on_as_if_it_had_not_been(name: str, make_run: MakeRun, tmp_path: Path) -> None:
+    if name == "lightning_trainer":
+        pytest.importorskip("lightning", reason="the example needs Lightning: pip install lightning")
     last = 20
     pace = ["--save-at=5", "--hold-at=12", f"--held={tmp_path / 'held'}"]
     made = resolve.load_run_config(config(tmp_path, name, last=last, pace=pace))

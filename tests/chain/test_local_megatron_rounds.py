@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 
 from relayrun.control.rundir import restarts
-from relayrun.control.rundir.checkpoint_records import resume_point
+from relayrun.control.rundir.checkpoint_records import Lineage, quarantined_checkpoints, resume_point
 from relayrun.control.rundir.run import Run
+from relayrun.control.trainers.checkpoint_hashes import recorded_hashes
 from relayrun.control.trainers.megatron_lm_log import MegatronDialect
 from tests.chain.test_local_chain import ends, logs, run_chain
 from tests.checkouts import as_one_attempt, checkout_of, plan
 from tests.checkpoints import raw, whole_tensors
 from tests.plans import plan_with
+from tests.trainers.test_checkpoint_hashes import flip, hashed
 from tests.waiting import wait_for
 from tests.workspace import steps
 
@@ -48,7 +50,8 @@ def rank_pids(run: Run) -> dict[int, int]:
 
 
 def test_ranks_of_swiss_ai_that_are_killed_start_again_in_their_job(make_run: MakeRun, tmp_path: Path) -> None:
-    """One is killed, and the newest checkpoint has lost a byte, so the tracker goes back; then one is killed again."""
+    """One is killed, and the newest checkpoint has lost a byte, so the tracker goes back; then one is killed again, and
+    one bit of the newest checkpoint, which is hashed, has changed."""
     checkout = checkout_of(MegatronDialect.SWISS_AI)
     whole, whole_plan = make_run(folder="whole", **plan(checkout, tmp_path, steps=20, interval=5))
     run_chain(whole, whole_plan)
@@ -65,15 +68,21 @@ def test_ranks_of_swiss_ai_that_are_killed_start_again_in_their_job(make_run: Ma
         wait_for(
             lambda: len(restarts.read_failed_restarts(run.attempt(1))) == 1 and resume_point(run).iteration >= 10, 600
         )
+        newest = next(Lineage(run).backwards()).commit
+        wait_for(lambda: recorded_hashes(run, newest), 120)
+        flip(run.checkpoint(10))
         os.kill(rank_pids(run)[0], signal.SIGKILL)
     assert [end.cause for end in ends(run)] == ["done"], logs(run)
     found = restarts.read_failed_restarts(run.attempt(1))
     assert [(each.rank, each.words, each.next_iteration) for each in found] == [
         (1, "killed by SIGKILL", 5),
-        (0, "killed by SIGKILL", 10),
+        (0, "killed by SIGKILL", 5),
     ]
     assert "names 5 now" in logs(run)
-    assert (run.checkpoints / ".quarantine" / "iter_0000010-0001").is_dir()
+    whys = [broken.why for broken in quarantined_checkpoints(run)]
+    assert len(whys) == 2
+    assert any(why.endswith("is not the one that was saved") for why in whys)
+    assert hashed(run)[-1] == 20, "the last one is hashed before the job ends"
     assert as_one_attempt(run, whole) == steps(whole)
     assert sorted(steps(run)) == list(range(1, 21))
     expected, got = whole_tensors(whole.checkpoint(20)), whole_tensors(run.checkpoint(20))

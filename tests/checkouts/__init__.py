@@ -81,10 +81,10 @@ def _build(checkout: Path) -> None:
         )
 
 
-def make_shard(folder: Path) -> Path:
+def make_shard(folder: Path, *, seed: int = 1) -> Path:
     """A shard of random documents; returns its prefix."""
     folder.mkdir(exist_ok=True)
-    generator = np.random.default_rng(1)
+    generator = np.random.default_rng(seed)
     lengths = generator.integers(20, 200, 400)
     with_end = generator.integers(0, VOCABULARY, lengths.sum())
     writer = ShardWriter(folder / "toy", np.uint16)

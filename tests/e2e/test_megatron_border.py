@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from relayrun.config.compose import yaml_file
 from relayrun.control.rundir.run import Run
@@ -41,8 +42,7 @@ def megatron(
     folder.mkdir()
     words = command(checkout, *flags, data=data, steps=steps, interval=10)
     words += ["--save", str(folder), "--load", str(load), "--lr-decay-iters", "40", "--override-opt_param-scheduler"]
-    if dialect is MegatronDialect.SWISS_AI:
-        words += ["--trigger-path", str(folder)]
+    words += trigger_path(dialect, folder)
     losses = {int(number): float(loss) for number, loss in _LINE.findall(run(words, ranks(checkout), checkout))}
     if dialect is MegatronDialect.NVIDIA:  # its second line of a start is the mean of two iterations
         first = min(losses)
@@ -181,3 +181,42 @@ def read_plain(path: Path, checkout: Path) -> dict[str, dict[str, torch.Tensor]]
     run([sys.executable, "-c", script, str(path), str(target)], ranks(checkout), checkout)
     found: dict[str, dict[str, torch.Tensor]] = torch.load(target, weights_only=True)
     return found
+
+
+KINDS = {
+    "Llama": "",
+    "Qwen3": "--qk-layernorm --kv-channels 16",
+    "Mixtral": "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01",
+    "Apertus": "--qk-layernorm --xielu --bf16",  # whose two weights are bf16 in any case
+}
+"""Flags of a class of transformers besides those of a Llama."""
+CASES = [(MegatronDialect.SWISS_AI, kind) for kind in KINDS]
+CASES.append((MegatronDialect.NVIDIA, "Qwen3"))  # its router needs TransformerEngine
+
+
+@pytest.mark.parametrize(("dialect", "kind"), CASES, ids=[f"{dialect.value}-{kind}" for dialect, kind in CASES])
+def test_transformers_computes_what_the_checkout_computes(tmp_path: Path, dialect: MegatronDialect, kind: str) -> None:
+    """From a checkpoint that the checkout has trained; the same as relayrun's own model, too (`--test-logits`), which
+    has no local layers with experts."""
+    checkout = checkout_of(dialect)
+    data, tokenizer = make_shard(tmp_path / "data"), write_tokenizer(tmp_path / "tokenizer.json", 256)
+    words = command(checkout, *KINDS[kind].split(), data=data, steps=4, interval=4)
+    words = [word for word in words if not (kind == "Apertus" and word == "--swiglu")]
+    words += ["--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved")]
+    run([*words, *trigger_path(dialect, tmp_path)], ranks(checkout), checkout)
+    out = ["--output", tmp_path / "out", *([] if kind == "Mixtral" else ["--test-logits"])]
+    said = relayrun("export", "hf", tmp_path / "saved", "--tokenizer", tokenizer, *out)
+    assert ("logits of megatron-core and transformers on" in said) == (kind != "Mixtral")
+    words = [word for word in words if word != "--bf16"]
+    words[1:3] = [str(HERE / "on_cpu.py"), str(HERE / "logits.py")]
+    run(words, ranks(checkout) | {"LOGITS": str(tmp_path / "logits.pt")}, checkout)
+    theirs = torch.load(tmp_path / "logits.pt")
+    with torch.no_grad():
+        ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)(theirs["tokens"]).logits
+    assert ours.shape == theirs["logits"].shape
+    assert float((ours - theirs["logits"]).abs().max()) <= TOLERANCE * max(1.0, float(ours.abs().max()))
+    assert float(ours.abs().max()) > 0.01
+
+
+def trigger_path(dialect: MegatronDialect, folder: Path) -> list[str]:
+    return ["--trigger-path", str(folder)] if dialect is MegatronDialect.SWISS_AI else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError, InputError
 from relayrun.submit.initial_checkpoint import find_initial_checkpoint
+from relayrun.tokens.order.batches import TrainingProgress
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.train.checkpoint import megatron_folder
 from relayrun.train.checkpoint.megatron_folder import MegatronCheckpoint
 from relayrun.train.checkpoint.reader import CheckedReader
-from relayrun.train.export import megatron, megatron_settings
+from relayrun.train.export import megatron, megatron_settings, megatron_state
 from relayrun.train.export.torch_dist import CheckpointReader, TorchDistSavePlan
-from tests.export.models import Imported, make_hf
+from tests.export.models import Imported, make_hf, make_run
 from tests.export.trained import make_trained, tensors
 
 
@@ -201,9 +203,8 @@ def test_extra_heads_are_left_behind_in_words(exported: Path, tmp_path: Path) ->
     [
         ({"normalization": "LayerNorm"}, "normalization is 'LayerNorm', not 'RMSNorm'"),
         ({"add_bias_linear": True}, "add_bias_linear is True, not False"),
-        ({"qk_layernorm": True, "xielu": True}, "qk_layernorm is True, not False; xielu is True, not False"),
-        ({"num_experts": 8}, "num_experts is 8, not None"),
-        ({"kv_channels": 16}, "kv_channels is 16, not hidden_size / num_attention_heads = 8"),
+        ({"multi_latent_attention": True, "xielu": True}, "multi_latent_attention is True, not False; swiglu is True"),
+        ({"swiglu": False}, "swiglu is False, not True"),
         ({"fp16": True}, "fp16 is True, not False"),
     ],
 )
@@ -213,6 +214,55 @@ def test_another_model_is_refused_with_all_that_differs(
     folder = changed(exported, tmp_path / "other", **arguments)
     with pytest.raises(InputError, match=f"relayrun has no such model: {words}"):
         megatron_settings.model_section(found(folder))
+
+
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "Qwen3": {"qk_layernorm": True, "kv_channels": 16},
+    "Mixtral": {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 96, "moe_aux_loss_coeff": 0.01},
+    "Apertus": {"qk_layernorm": True, "xielu": True, "swiglu": False, "train_samples": 112, "lr_warmup_samples": 9},
+}
+"""Arguments in the checkpoints of Megatron-LM of these classes, besides those of a Llama."""
+
+
+def as_saved_by_megatron(made: Imported, folder: Path, kind: str) -> Path:
+    """The weights of a run as a folder of Megatron-LM with local layers, whose norm before experts has this name."""
+    reader, contents = CheckpointReader(made.checkpoint), TorchDistSavePlan()
+    for key in reader.shapes:
+        contents.copy_tensor(reader, key, key.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"))
+    config = resolve.read_resolved_config(made.run.config_revision(1))
+    assert isinstance(config, RunConfig)
+    position = TrainingProgress(config.training.batch_sizes, iteration=7)
+    args = megatron_state.megatron_arguments(config, 384, torch.float32, position) | ARGUMENTS[kind]
+    (folder / "iter_0000007").mkdir(parents=True)
+    contents.write(folder / "iter_0000007", {"args": Namespace(**args), "iteration": 7, "checkpoint_version": 3.0})
+    (folder / "latest_checkpointed_iteration.txt").write_text("7")
+    return folder
+
+
+@pytest.mark.parametrize("kind", [pytest.param("Qwen3", marks=pytest.mark.long), "Mixtral", "Apertus"])
+def test_more_classes_than_the_llama_come_from_megatron(kind: str, tmp_path: Path) -> None:
+    """To Hugging Face bit by bit, and as a beginning of a run."""
+    hf = make_hf(tmp_path / "hf", kind)
+    made = make_run(tmp_path / "run", hf)
+    folder = as_saved_by_megatron(made, tmp_path / "megatron", kind)
+    words = ["--tokenizer", str(hf / "tokenizer.json"), "--output", str(tmp_path / "out")]
+    assert main(["export", "hf", str(folder), *words]) == 0
+    assert main(["export", "hf", str(made.run.path), "--output", str(tmp_path / "of_run")]) == 0
+    same(load_file(hf / "model.safetensors"), load_file(tmp_path / "out/model.safetensors"))
+    assert (tmp_path / "out/config.json").read_bytes() == (tmp_path / "of_run/config.json").read_bytes()
+    assert main(["import", "megatron", str(folder), "--weights-only", "--output", str(tmp_path / "back")]) == 0
+    same(tensors(made.checkpoint), tensors(tmp_path / "back"))
+    assert yaml_file.read_yaml(tmp_path / "back/run.yaml").values["optimizer"]["lr_warmup_steps"] == 2 * (
+        kind == "Apertus"
+    )
+
+
+def test_experts_that_no_class_has_are_refused_with_what_differs(tmp_path: Path) -> None:
+    made = make_run(tmp_path / "run", make_hf(tmp_path / "hf", "Mixtral"))
+    folder = as_saved_by_megatron(made, tmp_path / "megatron", "Mixtral")
+    other = changed(folder, tmp_path / "other", moe_shared_expert_intermediate_size=64)
+    with pytest.raises(InputError, match="nearest is Mixtral: moe_shared_expert_intermediate_size is 64"):
+        megatron.import_megatron(found(other), tmp_path / "back")
 
 
 def test_what_has_no_setting_is_named(exported: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.control.rundir.run import Run
+from relayrun.control.rundir.run import Run, submit_lock
 from tests.history import began, history_plan, trained
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,3 +70,12 @@ def test_it_refuses_what_needs_a_config(pyz: Path, tmp_path: Path) -> None:
     assert none.returncode != 0
     assert "error:" in none.stderr
     assert "Traceback" not in none.stderr
+
+
+def test_two_submits_at_once_are_one(pyz: Path, tmp_path: Path) -> None:
+    """The lock is that of a submit with a config."""
+    (tmp_path / "a.sh").write_text("#!/bin/bash\n#SBATCH --time=1\n")
+    with submit_lock(Run(tmp_path / "logs/runs/wrapped/a")):
+        said = call(pyz, "wrap", "--checkpoints={iteration}", "a.sh", cwd=tmp_path)
+    assert "another submit of this run is under way" in said.stderr
+    assert not Run(tmp_path / "logs/runs/wrapped/a").plan.exists()

@@ -5,15 +5,19 @@ from __future__ import annotations
 import sys
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from relayrun.control.chain.background import CheckpointHasher
+from relayrun.control.agent.restart import ForeignRestart
+from relayrun.control.chain.background import CheckpointHasher, hash_last_checkpoint
+from relayrun.control.rundir import restarts
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.checkpoint_records import Lineage, ResumePoint, quarantined_checkpoints
+from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers import checkpoint_hashes
@@ -21,6 +25,7 @@ from relayrun.control.trainers.checkpoint_hashes import hash_new_checkpoints, in
 from relayrun.errors import RunDirError
 from relayrun.files import file_sizes, read_json_lines
 from tests.history import began, history_plan
+from tests.waiting import wait_for
 
 
 @pytest.fixture
@@ -51,9 +56,15 @@ def saved(run: Run, iteration: int, *, weights: int | None = None) -> Attempt:
     return attempt
 
 
+def plan_of(run: Run, trainer: str = "megatron-lm") -> Plan:
+    settings = {"run": ["true"]} | ({"dialect": "swiss-ai", "total_steps": 100} if trainer == "megatron-lm" else {})
+    made = history_plan(run, total_steps=100)
+    return replace(made, trainer=trainer, trainer_settings=settings, host_python=sys.executable)
+
+
 def flip(folder: Path) -> None:
     """Change one bit of a weight; no size changes."""
-    path = next(folder.glob("*.distcp"))
+    path = max(folder.glob("*.distcp"), key=lambda each: each.stat().st_size)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
@@ -133,11 +144,55 @@ def test_reads_that_differ_are_a_failed_save(run: Run, monkeypatch: pytest.Monke
 
 
 def test_the_step_beside_the_ranks_hashes_checkpoints_of_megatron_lm_alone(run: Run) -> None:
-    plan = history_plan(run, total_steps=100)
     saved(run, 10)
     for trainer, lines in (("command", 0), ("megatron-lm", 1)):
-        made = CheckpointHasher(run, type(plan)(**{**plan.__dict__, "trainer": trainer, "host_python": sys.executable}))
+        made = CheckpointHasher(run, plan_of(run, trainer))
         made.look(1)
         if made._process is not None:
             assert made._process.wait(60) == 0
         assert len(list(read_json_lines(run.attempt(1).hashes))) == lines
+
+
+def hashed(run: Run) -> list[int]:
+    return [line["iteration"] for line in read_json_lines(run.attempt(1).hashes)]
+
+
+def test_the_last_checkpoint_of_an_attempt_is_hashed_before_its_job_ends(run: Run) -> None:
+    """Unless the job has no time left."""
+    saved(run, 10)
+    hash_last_checkpoint(run, plan_of(run), job_end=time.time() + 30)
+    assert hashed(run) == []
+    hash_last_checkpoint(run, plan_of(run, "native"), job_end=None)
+    assert hashed(run) == []
+    hash_last_checkpoint(run, plan_of(run), job_end=None)
+    assert hashed(run) == [10]
+
+
+def compared(between: ForeignRestart) -> None:
+    wait_for(between.compared, 20)
+
+
+def test_a_restart_inside_the_job_does_not_load_a_damaged_checkpoint(run: Run) -> None:
+    """Bytes that differ from their hashes are found before the ranks start, and not only sizes."""
+    for iteration in (10, 20):
+        hash_new_checkpoints(run, saved(run, iteration))
+    between = ForeignRestart(run, plan_of(run), run.attempt(1), say=print)
+    compared(between)
+    assert restarts.restart_checkpoint(run, run.attempt(1)).iteration == 20
+    flip(run.checkpoint(20))
+    between.ended()
+    compared(between)
+    assert restarts.restart_checkpoint(run, run.attempt(1)).iteration == 10
+    assert [broken.iteration for broken in quarantined_checkpoints(run)] == [20]
+    flip(run.checkpoint(10))
+    between.ended()
+    with pytest.raises(RunDirError, match="no checkpoint before iteration 10 is whole"):
+        compared(between)
+
+
+def test_ranks_that_leave_wait_for_no_comparison(run: Run) -> None:
+    hash_new_checkpoints(run, saved(run, 10))
+    flip(run.checkpoint(10))
+    run.attempt(1).stop.touch()
+    assert ForeignRestart(run, plan_of(run), run.attempt(1), say=print).compared()
+    assert quarantined_checkpoints(run) == []

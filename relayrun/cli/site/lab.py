@@ -1,4 +1,4 @@
-"""`relayrun gpu-check` and `relayrun drill`: test this machine's GPUs, and inject faults on a cluster."""
+"""`relayrun gpu-check`, `drill` and `trial`: test this machine's GPUs, faults on a cluster, and a user's program."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from relayrun.config.sections.batch_systems import batch_system
 from relayrun.control.scheduler.factory import slurm_scheduler
 from relayrun.errors import ConfigError, InputError
 from relayrun.files import atomic_file
+from relayrun.lab import trial
 from relayrun.lab.faults import session
 from relayrun.lab.faults.experiment import FaultSite, FaultTools
 from relayrun.lab.faults.session import FaultSession
@@ -32,6 +33,21 @@ DEFAULT_FAULTS = "rank-killed,batch-script-killed,latest-torn,rank-stopped,cance
 
 INTERRUPTED_EXIT_CODE = 130
 """Exit code after Ctrl-C."""
+
+
+def add_trial_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `relayrun trial`."""
+    parser.add_argument("config", type=Path, help="run config; the trial is a run of its own, NAME-trial")
+    add_set_option(parser, "as for `relayrun submit`: --set job.nodes=1")
+    parser.add_argument("--minutes", type=int, default=10, metavar="N", help="limit of its jobs (default: %(default)s)")
+    parser.set_defaults(run=run_trial)
+
+
+def run_trial(options: argparse.Namespace) -> int:
+    """Run the trial and print what it showed; return 1 if a promise did not hold. Raises RelayrunError."""
+    for each in (found := trial.run_trial(options.config, options.overrides, minutes=options.minutes)):
+        print(f"{'ok' if each.good else 'NOT OK'}: {each.words}")
+    return 0 if all(each.good for each in found) else 1
 
 
 def add_drill_arguments(parser: argparse.ArgumentParser) -> None:

@@ -383,7 +383,8 @@ class Coordinator:
             nodes = [self._name(node) for node in self._places.nodes if node in ended and node in self._links]
             code = self._current.deaths[0].exit_code or EXIT_FAILED
             try:
-                if not self._between.recorded(self._current.number, exit_code=code, nodes=nodes):
+                recorded = self._between.recorded(self._current.number, exit_code=code, nodes=nodes)
+                if not (recorded and (self._asked or self._between.compared())):
                     return
             except (OSError, RelayrunError) as error:
                 self._give_up(error)

@@ -7,8 +7,10 @@ watch has recorded it, and then moves everything beyond the next start (`Foreign
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Callable, Collection
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -19,11 +21,12 @@ from relayrun.control.decisions import Death, RestartFacts, first_death, why_no_
 from relayrun.control.job_log import LogFollower, job_output_files, log_size
 from relayrun.control.rundir import restarts
 from relayrun.control.rundir.attempt import Attempt
-from relayrun.control.rundir.checkpoint_records import ResumePoint
+from relayrun.control.rundir.checkpoint_records import Lineage, ResumePoint
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import RankFailure
 from relayrun.control.rundir.restarts import FailedRestart, RestartBase, RestartHandOver
 from relayrun.control.rundir.run import Run
+from relayrun.control.trainers.checkpoint_hashes import intact_base
 from relayrun.control.trainers.registry import trainer_of
 from relayrun.errors import RunDirError
 from relayrun.files import file_size, read_json_lines
@@ -50,7 +53,7 @@ class ForeignRestart:
     """The records and files of a foreign program, between its restarts. `say`: writes a line into the job's log."""
 
     def __init__(self, run: Run, plan: Plan, attempt: Attempt, *, say: Callable[[str], None]) -> None:
-        self._attempt, self._begin, self._say = attempt, attempt.started_record(), say
+        self._run, self._attempt, self._begin, self._say = run, attempt, attempt.started_record(), say
         self._trainer = trainer_of(plan, run)
         self._last = min((step for step in (plan.total_steps, plan.stop_after) if step is not None), default=None)
         """The last iteration of the run; None: the program knows itself."""
@@ -58,11 +61,13 @@ class ForeignRestart:
         """Log lines since the end of the restart, and the nodes whose last line was found."""
         self._since = 0.0
         self._asked: RestartHandOver | None = None
+        self._comparison: Future[ResumePoint] | None = None
+        """The comparison of the next base with its hashes, in a thread: agents count on this one's words."""
 
     def ended(self) -> None:
         """Look for the agents' last lines from here on: they are told to end a restart."""
         self._logs = [(LogFollower(path, offset=file_size(path)), set()) for path, _ in job_output_files(self._begin)]
-        self._asked, self._since = None, time.monotonic()
+        self._asked, self._comparison, self._since = None, None, time.monotonic()
 
     def recorded(self, number: int, *, exit_code: int, nodes: Collection[str]) -> bool:
         """Return whether restart `number` is completely on record; ask again soon if not. No rank lives. `nodes`: nodes
@@ -83,6 +88,23 @@ class ForeignRestart:
                 where=self._attempt.hand_over,
             )
         return False
+
+    def compared(self) -> bool:
+        """Return whether the base of the next restart was compared with its hashes, and a damaged one is out of the
+        way; ask again soon if not. Raises OSError, and RunDirError if no intact one is found."""
+        if not self._trainer.lacks_hashes or self._attempt.outcome.exists() or self._attempt.stop.exists():
+            return True
+        if self._comparison is None:
+            self._comparison = Future()
+            threading.Thread(target=self._compare, args=[self._comparison], name="compare", daemon=True).start()
+        return self._comparison.done() and bool(self._comparison.result())
+
+    def _compare(self, result: Future[ResumePoint]) -> None:
+        try:
+            base, line = restarts.restart_checkpoint(self._run, self._attempt), Lineage(self._run)
+            result.set_result(intact_base(self._run, line, base, attempt=self._attempt.number, restart=True))
+        except Exception as error:
+            result.set_exception(error)
 
     def _log_is_whole(self, number: int, nodes: Collection[str]) -> bool:
         wanted = {node: f" {node}] {restart_ranks_exited_line(number)}" for node in nodes}

@@ -7,11 +7,13 @@ not start, or fails, never fails the chain.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from typing import IO
 
 from relayrun.control.chain.job_script import python_path
@@ -24,11 +26,17 @@ from relayrun.control.rundir.mirror import MirrorPolicy
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import user_python_path
+from relayrun.control.trainers.registry import trainer_of
+from relayrun.errors import RelayrunError
 
 TERMINATE_SECONDS = 1.0
 """Seconds from SIGTERM to SIGKILL: the process logs what it did, and may be killed at any point."""
 COPY_AGAIN_SECONDS = 900.0
 """Interval between two passes without a new checkpoint: a copy that failed may work now."""
+LAST_HASH_SECONDS = 300.0
+"""Maximum seconds for which the end of a job waits until its last checkpoint is hashed."""
+END_SECONDS = 60.0
+"""Seconds before the end of a job that are left for the decision about the chain."""
 NOTICES_END_SECONDS = 10.0
 """Maximum seconds for which the end of a job waits until its notices are sent; the next command sends the rest."""
 NOTICES_LOOK_SECONDS = 60.0
@@ -38,8 +46,8 @@ NOTICES_LOOK_SECONDS = 60.0
 NICE = ("nice", "-n", "19")
 
 
-class CheckpointCopier:
-    """Starts the copy passes of a run whose config asks for a mirror, one at a time, after each save."""
+class PassAfterSave(ABC):
+    """Starts a process after each save of a run, one at a time."""
 
     def __init__(self, run: Run, plan: Plan) -> None:
         self._run = run
@@ -58,10 +66,18 @@ class CheckpointCopier:
         self._seen, self._next = saved, time.monotonic() + COPY_AGAIN_SECONDS
         self._process = self._start()
 
-    def finish(self) -> None:
-        """End the current pass, because the job ends."""
+    def finish(self, seconds: float = 0.0) -> None:
+        """Wait so many seconds for the current pass, then end it, because the job ends."""
         if self._process is not None:
-            end_process_group(self._process)
+            end_process_group(self._process, patience=seconds)
+
+    @abstractmethod
+    def _start(self) -> subprocess.Popen[bytes] | None:
+        """Start a pass; None if the run needs none."""
+
+
+class CheckpointCopier(PassAfterSave):
+    """Copies the checkpoints of a run whose config asks for a mirror."""
 
     def _start(self) -> subprocess.Popen[bytes] | None:
         policy = MirrorPolicy.read_trusted(self._run.path, mirror.MIRROR_POLICY_NAME)
@@ -71,16 +87,27 @@ class CheckpointCopier:
             return _start_process([*NICE, *policy.program, str(self._run.path)], self._plan, log)
 
 
-class CheckpointHasher(CheckpointCopier):
-    """Starts the hash passes of a run whose program writes no hashes: Megatron-LM; see `trainers.checkpoint_hashes`."""
+class CheckpointHasher(PassAfterSave):
+    """Hashes the checkpoints of a run whose program writes no hashes; see `trainers.checkpoint_hashes`."""
 
     def _start(self) -> subprocess.Popen[bytes] | None:
-        newest = self._run.newest_begun()
-        if self._plan.trainer != "megatron-lm" or newest is None:
+        if not trainer_of(self._plan, self._run).lacks_hashes or (newest := self._run.newest_begun()) is None:
             return None
         where = ["hash", f"--run-dir={self._run.path}", f"--attempt={newest.number}"]
         program = self._plan.host_command("relayrun.control.chain")
         return _start_process([*NICE, *program, *where], self._plan, sys.stderr.fileno())
+
+
+def hash_last_checkpoint(run: Run, plan: Plan, *, job_end: float | None) -> None:
+    """Hash the checkpoint with which an attempt has left, while the job has time. The next attempt begins with it."""
+    seconds = min(LAST_HASH_SECONDS, (job_end or math.inf) - time.time() - END_SECONDS)
+    if seconds > 0:
+        hasher = CheckpointHasher(run, plan)
+        try:
+            hasher.look(0)
+            hasher.finish(seconds)
+        except (OSError, RelayrunError) as error:
+            log_line(f"the last checkpoint is not hashed: {error}")
 
 
 class NoticeSender:

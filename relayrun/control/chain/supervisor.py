@@ -128,7 +128,7 @@ def _decide_and_open(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) ->
         background.send_notices(run, plan)
         campaign.start_due_members_of(run)
         return EXIT_CHAIN_ENDS
-    if plan.trainer == "megatron-lm":  # the native trainer compares what its ranks load
+    if trainer_of(plan, run).lacks_hashes:
         base = intact_base(run, line, base, attempt=max(run.attempt_numbers(), default=0) + 1)
     job = replace(job, options=jobs.options_without_tried_nodes(job, scheduler))
     requested_options.note_changes(run, plan, job, defaults=scheduler.default_options)
@@ -349,6 +349,9 @@ def _close(
     started = attempt.started_record()
     _conclude(run, plan, attempt, started, exit_code)
     outcome, hang = AttemptOutcome.read(attempt.outcome), Hang.read(attempt.hang)
+    left = exit_code != decisions.UNKNOWN_EXIT_CODE and outcome is not None and outcome.outcome != "fatal"
+    if left and trainer_of(plan, run).lacks_hashes:
+        background.hash_last_checkpoint(run, plan, job_end=attempt.job_end_time(started))
     now = checkpoint_records.resume_point(run)
     no_time = outcome is not None and outcome.outcome == "saved" and time_limit.had_no_time(attempt)
     progress = now.iteration > started.base_iteration

@@ -22,15 +22,20 @@ Standard library only.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
 from relayrun.control.rundir.attempt import Attempt, PathIn
 from relayrun.control.rundir.records import ChainEnd, ChainEndState
+from relayrun.errors import RunDirError
 from relayrun.files import path_exists, read_bytes, write_atomic
+from relayrun.leftovers import open_lock
 
 PLAN_NAME, ATTEMPTS_NAME, STOP_NAME = "plan.json", "attempts", "STOP"
 """Names for readers of a thousand runs: a path as text takes a fraction of the time of a `Path`."""
@@ -181,3 +186,20 @@ def write_stop(run: Run, ended: ChainEnd, *, words: str = "") -> None:
         head = f"state: {ended.state}\nreason: {ended.reason.replace(chr(10), ' ')}\n"
         text = f"{head}\nThe chain has ended. To go on all the same: submit with --resume.\n"
         write_atomic(run.stop, text + (f"\nThe last lines of its log:\n{words}\n" if words else ""))
+
+
+@contextmanager
+def submit_lock(run: Run) -> Iterator[list[Path]]:
+    """Hold the lock of the run's submits; yield the folders that this submit made, the innermost first."""
+    made = [folder for folder in (run.path, *run.path.parents) if not folder.exists()]
+    for folder in reversed(made):
+        try:
+            folder.mkdir(0o755 if folder == run.path else 0o777)
+        except FileExistsError:  # another submit's
+            made.remove(folder)
+    with open(open_lock(run.path / ".submit.lock"), "wb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunDirError("another submit of this run is under way", where=run.path) from None
+        yield made

@@ -66,6 +66,9 @@ ENDED_BY_ITSELF = "the program ended by itself, with exit code 0"
 class Trainer(Protocol):
     """The program of a run's ranks, and the observation of its attempts."""
 
+    lacks_hashes: bool
+    """The chain hashes its checkpoints, and compares one with its hashes before ranks load it."""
+
     @property
     def leave_signal(self) -> Signals | None:
         """The signal on which every rank saves and leaves; None if only a file asks for it."""

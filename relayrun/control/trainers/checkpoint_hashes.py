@@ -1,8 +1,8 @@
 """Hashes of Megatron-LM's checkpoints, which have none of their own. Standard library only.
 
 A process beside the ranks reads each new checkpoint twice and records the BLAKE2b of its files in `hashes.jsonl` of the
-attempt. The next attempt reads its base again before the ranks start. A checkpoint whose bytes differ, or whose tensors
-are those of the checkpoint before it, goes into quarantine with its reason.
+attempt. Before the next attempt or restart begins its base is read again. A checkpoint whose bytes differ, or whose
+tensors are those of the checkpoint before it, goes into quarantine with its reason.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ PIECE_BYTES = 1 << 22
 READERS = 8
 """Files that are read side by side."""
 BASE_SECONDS = 300.0
-"""Maximum seconds for the comparison of an attempt's base: all nodes wait for it."""
+"""Maximum seconds for the comparison of an attempt's base: all nodes wait for it. `RESTART_SECONDS`: of a restart's."""
+RESTART_SECONDS = 60.0
 MOST_FALL_BACKS = 2
 """Damaged checkpoints that one attempt moves; if more in a row are damaged, the file system may be at fault."""
 
@@ -84,10 +85,10 @@ def useless_saves(attempt: Attempt) -> str | None:
     return f"the save of iteration {newest[0]['iteration']} is useless, as was the one before: {newest[0]['error']}"
 
 
-def intact_base(run: Run, line: Lineage, base: ResumePoint, *, attempt: int) -> ResumePoint:
+def intact_base(run: Run, line: Lineage, base: ResumePoint, *, attempt: int, restart: bool = False) -> ResumePoint:
     """Return `base` if its bytes are the recorded ones, else the newest intact checkpoint before it; damaged ones are
-    moved into quarantine. Raises RunDirError if no intact one is found."""
-    until = time.monotonic() + BASE_SECONDS
+    moved into quarantine. `restart`: inside an attempt. Raises RunDirError if no intact one is found."""
+    until = time.monotonic() + (RESTART_SECONDS if restart else BASE_SECONDS)
     for _ in range(MOST_FALL_BACKS + 1):
         commit = next((each.commit for each in line.backwards() if each.commit.path == base.path), None)
         hashes = None if commit is None or not is_checkpoint_of(run, base) else recorded_hashes(run, commit)

@@ -30,6 +30,8 @@ PLACEHOLDERS = ("run_dir", "checkpoints", "iteration", "checkpoint")
 class CommandTrainer:
     """The trainer of these settings. `total_steps`: the last iteration; None: the program ends when it is done."""
 
+    lacks_hashes = False  # a checkpoint may change after it is whole
+
     def __init__(self, run: Run, settings: CommandSection, *, total_steps: int | None) -> None:
         self._run = run
         self._settings = settings

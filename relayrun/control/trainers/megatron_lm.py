@@ -176,6 +176,8 @@ class MegatronSettings(Record):
 class MegatronTrainer:
     """The trainer of these settings."""
 
+    lacks_hashes = True
+
     def __init__(self, run: Run, settings: MegatronSettings) -> None:
         self._run = run
         self._settings = settings

@@ -25,6 +25,7 @@ class NativeTrainer:
 
     leave_signal = Signals.SIGUSR2
     asked_by = (Signals.SIGUSR1, Signals.SIGUSR2)
+    lacks_hashes = False  # its ranks write them, and compare what they load
 
     def __init__(self, plan: Plan) -> None:
         self._program = plan.program

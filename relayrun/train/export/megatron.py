@@ -41,7 +41,7 @@ from relayrun.train.checkpoint.reader import MEGATRON_LAYOUT, with_torch_tensors
 from relayrun.train.export import megatron_settings, megatron_state
 from relayrun.train.export.huggingface import DTYPES
 from relayrun.train.export.megatron_settings import MEGATRON_TABLES
-from relayrun.train.export.model_families import LLAMA, require_llama
+from relayrun.train.export.model_families import mapping_for_model, require_llama
 from relayrun.train.export.model_mapping import EMBEDDING, FINAL_NORM, OUTPUT
 from relayrun.train.export.source_and_target import CheckpointSource
 from relayrun.train.export.torch_dist import CheckpointReader, TorchDistSavePlan, new_folder
@@ -94,7 +94,7 @@ def write_megatron(source: CheckpointSource, folder: Path) -> MegatronExport:
         found = megatron_state.find_adam_state(reader, common["optimizer"])
         adam = replace(found, groups=found.with_defaults())
         precision = config.training.resolved_precision
-        adam.copy_into(contents, weights, distributed=False, precision=precision)
+        adam.copy_into(contents, weights, mapping.keys(model, weights), distributed=False, precision=precision)
         state["optimizer"] = adam.plain(distributed=False, precision=precision)
         state["opt_param_scheduler"] = megatron_state.scheduler_state(config, position)
         if adam.form is not None:
@@ -185,19 +185,22 @@ def import_megatron(
     model = megatron_settings.model_section(checkpoint)
     reader = CheckpointReader(checkpoint.folder)
     rows = reader.shapes.get(EMBEDDING, (0,))[0]
-    weights = LLAMA.megatron_shapes(model, rows)
-    extra = sorted(key for key in reader.shapes if key not in weights)
-    LLAMA.check({key: shape for key, shape in reader.shapes.items() if key in weights}, model, rows, checkpoint.folder)
+    mapping = mapping_for_model(model)
+    weights, keys = mapping.megatron_shapes(model, rows), mapping.keys(model, reader.shapes)
+    extra = sorted(reader.shapes.keys() - keys.values())
+    mapping.check(
+        {key: reader.shapes[key] for key in reader.shapes if key not in extra}, model, rows, checkpoint.folder
+    )
     kind = checkpoint.distributed is not None if distributed is None else distributed
     adam, why = _adam(checkpoint, reader) if not weights_only else (None, "weights alone were asked for")
     with new_folder(output, read) as made:
         contents = TorchDistSavePlan()
         for key in weights:
-            contents.copy_tensor(reader, key, key)
+            contents.copy_tensor(reader, keys[key], key)
         contents.add_extra_states(weights)
         common: dict[str, Any] = {"iteration": 0}
         if adam is not None:
-            adam.copy_into(contents, weights, distributed=kind, precision=checkpoint.precision)
+            adam.copy_into(contents, weights, keys, distributed=kind, precision=checkpoint.precision)
             common = {
                 "optimizer": adam.plain(distributed=kind, precision=checkpoint.precision),
                 "layout": MEGATRON_LAYOUT,
@@ -213,7 +216,7 @@ def import_megatron(
             beginning["iteration"] = checkpoint.iteration
         (made / "model.yaml").write_text(origin + yaml_file.dump_yaml(beginning), encoding="utf-8")
         (made / "run.yaml").write_text(origin + yaml_file.dump_yaml(sections), encoding="utf-8")
-        arguments = json.dumps(megatron_settings.plain_args(checkpoint), indent=1)
+        arguments = json.dumps(dict(sorted(checkpoint.args.items())), indent=1, skipkeys=True, default=str)
         (made / "arguments.json").write_text(arguments + "\n", encoding="utf-8")
         written.add_checksums(checkpoint.iteration)
     left = megatron_settings.describe_not_taken(checkpoint, optimizer=why)

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from relayrun.config.compose import yaml_file
 from relayrun.config.compose.megatron_flags import saved_settings
 from relayrun.config.compose.schema import CheckpointSection, ModelSection, OptimizerSection, RunConfig, TrainingSection
+from relayrun.config.sections.model import ExpertFields
 from relayrun.control.trainers.pickle_records import is_record
 from relayrun.errors import InputError
 from relayrun.tokens.shards.manifest import Manifest
@@ -28,26 +29,20 @@ _STYLES = {"1-sqrt": "minus_sqrt", "minus_sqrt": "minus_sqrt"}
 
 
 def model_section(checkpoint: MegatronCheckpoint) -> ModelSection:
-    """Return the model section. Raises InputError, naming each difference, if it is no Llama that a run can train."""
+    """Return the model section. Raises InputError, naming each difference, if no run can train the model."""
     args, where = checkpoint.args, checkpoint.folder
-    heads = args.get("num_attention_heads")
+    gated = not args.get("xielu")
     differences = [
         f"{name} is {_text(args.get(name, default))}, not {_text(wanted)}"
-        for name, (default, wanted) in MEGATRON_TABLES["model"].items()
+        for name, (default, wanted) in {**MEGATRON_TABLES["model"], "swiglu": (False, gated)}.items()
         if not _equal(args.get(name, default), wanted)
     ]
-    if isinstance(heads, int) and heads > 0 and isinstance(args.get("hidden_size"), int):
-        channels = args["hidden_size"] // heads
-        if args.get("kv_channels", channels) != channels:
-            differences.append(
-                f"kv_channels is {args['kv_channels']}, not hidden_size / num_attention_heads = {channels}"
-            )
     if differences:
         raise InputError(
             f"relayrun has no such model: {'; '.join(differences)}",
             where=where,
-            hint="runs train Llamas with RMSNorm, SwiGLU, rotary positions and grouped queries, without biases; "
-            "Megatron-LM itself can go on in a chain, see `trainer: megatron-lm`",
+            hint="runs train models with RMSNorm, SwiGLU or xIELU, rotary positions and grouped queries, without "
+            "biases; Megatron-LM itself can go on in a chain, see `trainer: megatron-lm`",
         )
     heads_of_values = "num_query_groups" if args.get("group_query_attention") else "num_attention_heads"
     try:
@@ -58,11 +53,25 @@ def model_section(checkpoint: MegatronCheckpoint) -> ModelSection:
                 "rope_scaling_factor": args.get("rope_scaling_factor", 8.0) if args.get("use_rope_scaling") else None,
                 "make_vocab_size_divisible_by": args.get("make_vocab_size_divisible_by", 128)
                 * args.get("tensor_model_parallel_size", 1),
+                "transformer": _transformer(args),
             }
         )
     except (KeyError, TypeError, ValidationError) as error:
         words = error.errors()[0]["msg"] if isinstance(error, ValidationError) else repr(error)
         raise InputError(f"its arguments do not describe a model: {words}", where=where) from None
+
+
+def _transformer(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `model.transformer`: the norms and sizes of heads, xIELU, and the experts."""
+    found: dict[str, Any] = {"qk_layernorm": bool(args.get("qk_layernorm"))}
+    if args.get("kv_channels") != args["hidden_size"] // args["num_attention_heads"]:
+        found["kv_channels"] = args.get("kv_channels")
+    if args.get("xielu"):
+        found |= {"activation_func": "xielu", "gated_linear_unit": False}
+    if args.get("num_experts"):
+        found |= {name: value for name in ExpertFields.model_fields if (value := args.get(name)) is not None}
+        found["num_moe_experts"] = args["num_experts"]
+    return found
 
 
 def run_sections(checkpoint: MegatronCheckpoint) -> dict[str, dict[str, Any]]:
@@ -94,8 +103,8 @@ def run_sections(checkpoint: MegatronCheckpoint) -> dict[str, dict[str, Any]]:
 
 
 def _optimizer(args: Mapping[str, Any]) -> dict[str, Any]:
-    decay = args.get("lr_decay_iters") or args.get("train_iters")
-    warmup = args.get("lr_warmup_iters") or 0
+    decay = _iterations(args, "lr_decay") or args.get("train_iters")
+    warmup = _iterations(args, "lr_warmup") or 0
     if args.get("lr_warmup_fraction") is not None and decay:
         warmup = round(args["lr_warmup_fraction"] * decay)
     found = saved_settings("optimizer", args) | {
@@ -105,8 +114,15 @@ def _optimizer(args: Mapping[str, Any]) -> dict[str, Any]:
     }
     if found["lr_decay_style"] == "WSD":
         style = args.get("lr_wsd_decay_style", "exponential")
-        found |= {"lr_wsd_decay_steps": args.get("lr_wsd_decay_iters"), "lr_wsd_decay_style": _STYLES.get(style, style)}
+        steps = _iterations(args, "lr_wsd_decay")
+        found |= {"lr_wsd_decay_steps": steps, "lr_wsd_decay_style": _STYLES.get(style, style)}
     return found
+
+
+def _iterations(args: Mapping[str, Any], name: str) -> int | None:
+    """Return a length of the schedule, which may be given in samples."""
+    samples = args.get(f"{name}_samples")
+    return args.get(f"{name}_iters") or (samples and -(-samples // args["global_batch_size"]))
 
 
 def describe_not_taken(checkpoint: MegatronCheckpoint, *, optimizer: str | None) -> list[str]:
@@ -127,20 +143,6 @@ def describe_not_taken(checkpoint: MegatronCheckpoint, *, optimizer: str | None)
         if name in args and not _equal(args[name], neutral) and args[name] not in (None, False)
     ]
     return words
-
-
-def plain_args(checkpoint: MegatronCheckpoint) -> dict[str, Any]:
-    """Return the arguments as plain JSON; other objects by their names."""
-    found = sorted(checkpoint.args.items())
-    return {name: value if _is_json(value) else str(value) for name, value in found}
-
-
-def _is_json(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(_is_json(each) for each in value)
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_json(each) for key, each in value.items())
-    return value is None or isinstance(value, (str, int, float, bool))
 
 
 def _equal(found: Any, wanted: Any) -> bool:

@@ -109,9 +109,16 @@ class AdamState:
     """Form of a distributed optimizer's state; None: plain."""
 
     def copy_into(
-        self, contents: TorchDistSavePlan, weights: Mapping[str, tuple[int, ...]], *, distributed: bool, precision: str
+        self,
+        contents: TorchDistSavePlan,
+        weights: Mapping[str, tuple[int, ...]],
+        keys: Mapping[str, str],
+        *,
+        distributed: bool,
+        precision: str,
     ) -> None:
-        """Add the tensors in another form. `weights`: shapes by key. Raises InputError if a tensor is missing."""
+        """Add the tensors in another form. `weights`: shapes by key; `keys`: their keys here. Raises InputError if a
+        tensor is missing."""
         found = set(self.reader.tensors)
         names = {f"{OPTIMIZER_PREFIX}{name}.": f"{OPTIMIZER_PREFIX}{name}." for name in ADAM_MOMENTS}
         if distributed or precision == "bf16":  # a plain optimizer uses fp32 weights themselves
@@ -119,9 +126,9 @@ class AdamState:
             names[source] = f"{OPTIMIZER_PREFIX}{'param' if distributed else 'fp32_param'}."
         for key, size in weights.items():
             for source, target in names.items():
-                if source + key not in found:
-                    raise InputError(f"{source + key} is missing", where=self.reader.folder)
-                _copy(self.reader, contents, source + key, target + key, size)
+                if source + keys[key] not in found:
+                    raise InputError(f"{source + keys[key]} is missing", where=self.reader.folder)
+                _copy(self.reader, contents, source + keys[key], target + key, size)
 
     def plain(self, *, distributed: bool, precision: str) -> dict[str, Any]:
         """Return the plain part in another form."""
