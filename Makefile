@@ -93,14 +93,14 @@ format: setup ## put the files into the form that `check` asks for
 gpu-check: $(if $(PYTHON),,setup) ## what this machine's GPUs do with relayrun, in eight minutes; TINY=1: the same way on CPUs
 	$(or $(PYTHON),$(BIN)/python) -m relayrun.cli gpu-check $(if $(filter-out 0,$(TINY)),--tiny) $(GPU_CHECK)
 
-container-env: ## inside an image: relayrun's packages beside it; ENV=/shared/folder (docs/containers.md)
+container-env: ## inside an image: relayrun's packages beside it; ENV=/shared/folder (docs/how-to/containers.md)
 	container/make_env.sh "$(ENV)" $(IMAGE_PYTHON)
 
 drill-kills: setup slurm ## a rank killed every minute, a node lost every ten, for an hour (MINUTES=60), and what it cost
 	$(BIN)/python benchmarks/kills.py $(if $(MINUTES),--minutes=$(MINUTES)) $(KILLS)
 	for page in report readme; do $(BIN)/python benchmarks/_$$page.py; done
 
-bench: setup ## all benchmarks but the drill of kills; results go to benchmarks/results/ and docs/benchmarks.md
+bench: setup ## all benchmarks but the drill of kills; results go to benchmarks/results/ and docs/reference/benchmarks.md
 	for script in $(filter-out benchmarks/kills.py,$(wildcard benchmarks/[!_]*.py)); do $(BIN)/python "$$script"; done
 	$(BIN)/python benchmarks/_report.py
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""docs/benchmarks.md, from the results: what was measured against whom, with its spread and what is wanted."""
+"""docs/reference/benchmarks.md, from the results: what was measured against whom, its spread, and what is wanted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from relayrun.lab.gpucheck import report
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGE = ROOT / "docs" / "reference" / "benchmarks.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
 

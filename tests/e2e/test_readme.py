@@ -1,4 +1,4 @@
-"""README.md and docs/tutorial.md word for word: every command, in this order, from a new checkout and an empty HOME."""
+"""README.md and the tutorial word for word: every command, in this order, from a new checkout and an empty HOME."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.readme import README, ROOT, blocks, commit_copy
 from tests.wheel import Installed
 from tests.workspace import ends, steps
 
-TUTORIAL = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
-CHAIN = (ROOT / "docs/chain.md").read_text(encoding="utf-8")
+TUTORIAL = (ROOT / "docs/tutorial/from-text-to-a-model.md").read_text(encoding="utf-8")
+CHAIN = (ROOT / "docs/explanation/chain.md").read_text(encoding="utf-8")
 PAGES = {"README.md": README, "tutorial.md": TUTORIAL, "chain.md": CHAIN}
 KINDS = ("bash install", "bash", "bash slurm", "bash make")
 

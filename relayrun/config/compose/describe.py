@@ -43,12 +43,12 @@ class Setting:
 CAMPAIGN_SETTINGS = [
     Setting(name=name, type=kind, default=None if kind == "section" else "none", words=words)
     for name, kind, words in (
-        ("sweep", "section", "Several runs of one config, see docs/sweeps.md. Submit: relayrun sweep submit."),
+        ("sweep", "section", "Several runs of one config, see `relayrun help sweeps`. Submit: relayrun sweep submit."),
         ("sweep.product", "mapping of settings to lists", "Axes: each value with each of the other axes."),
         ("sweep.list", "list of mappings", "Settings that go together, one set of runs a line."),
         ("sweep.filters", "list of conditions", "Conditions that a run must meet, such as optimizer.lr < 2e-3."),
         ("sweep.at_once", "integer above 0", "Chains at a time; without it all."),
-        ("stages", "section", "One training in several runs, see docs/stages.md. Submit: relayrun stages submit."),
+        ("stages", "section", "One training in several runs: `relayrun help stages`. Submit: relayrun stages submit."),
         ("stages.<name>", "section", "A stage: the keys below, and settings of its own written section.setting."),
         ("stages.<name>.from", "STAGE or STAGE:ITERATION", "The stage whose checkpoint it begins with."),
         ("stages.<name>.after", "STAGE", "The stage behind which it begins, with no checkpoint of it."),
