@@ -433,8 +433,8 @@ def gpus() -> list[str]:
     parts = ["", "## `make gpu-check`"]
     files = sorted(RESULTS.glob("gpu-*.json"))
     if not files:
-        return [*parts, "", "Not run on a GPU yet. [The check of a GPU](gpu-check.md) says what it measures."]
-    parts += ["", "[The check of a GPU](gpu-check.md) says what is measured, and which target is a promise."]
+        return [*parts, "", "Not run on a GPU yet. [The check of a GPU](../how-to/gpu-check.md) says what it measures."]
+    parts += ["", "[The check of a GPU](../how-to/gpu-check.md) says what is measured, and which target is a promise."]
     for file in files:
         result = json.loads(file.read_text())
         where = f"{result['gpus']} x {result['device']}" + (f", {result['nodes']} nodes" if result["nodes"] > 1 else "")
