@@ -116,7 +116,7 @@ def exit_codes() -> str:
     kinds = [f"| `{name}` | {' '.join((getattr(errors, name).__doc__ or '').split())} |" for name in ERRORS]
     head = ["# Exit codes and messages", "", NOTE, "| code | meaning |", "|---|---|", *rows, ""]
     form = [
-        "An error has the form `error: WHERE: WHAT`, and below it `  -> HINT`. WHERE is a file with its line, or a setting.",
+        "An error has the form `error: WHERE: WHAT`, and below it `-> HINT`. WHERE is a file and line, or a setting.",
         "Output goes to standard output, messages to standard error. Programs in Python get the same errors:",
         "",
         "| class in `relayrun.errors` | raised when |",
