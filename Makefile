@@ -82,8 +82,9 @@ check: setup ## style, types, and the fast tests: shellcheck and shfmt are among
 	$(BIN)/mypy
 	$(PYTEST) -q --numprocesses=$$(nproc) $(GROUPS) -m "not slow and not slurm and not long and not alone"
 
-release: setup ## dist/relayrun.pyz: wrap, status, why, logs, save, stop and cancel for a host's own Python
-	$(BIN)/python scripts/tools/make_pyz.py dist/relayrun.pyz
+release: setup ## dist/: sdist, wheel and relayrun.pyz, the same bytes at every build; each is installed, and a chain run from it
+	$(BIN)/python scripts/tools/make_release.py dist
+	$(PYTEST) -q tests/package/test_release.py tests/package/test_pyz.py tests/package/test_wheel.py
 
 format: setup ## put the files into the form that `check` asks for
 	$(BIN)/ruff check --fix .
