@@ -82,8 +82,9 @@ check: setup ## style, types, and the fast tests: shellcheck and shfmt are among
 	$(BIN)/mypy
 	$(PYTEST) -q --numprocesses=$$(nproc) $(GROUPS) -m "not slow and not slurm and not long and not alone"
 
-release: setup ## dist/relayrun.pyz: wrap, status, why, logs, save, stop and cancel for a host's own Python
-	$(BIN)/python scripts/tools/make_pyz.py dist/relayrun.pyz
+release: setup ## dist/: sdist, wheel and relayrun.pyz, the same bytes at every build; each is installed, and a chain run from it
+	$(BIN)/python scripts/tools/make_release.py dist
+	$(PYTEST) -q tests/package/test_release.py tests/package/test_pyz.py tests/package/test_wheel.py
 
 format: setup ## put the files into the form that `check` asks for
 	$(BIN)/ruff check --fix .
@@ -93,14 +94,14 @@ format: setup ## put the files into the form that `check` asks for
 gpu-check: $(if $(PYTHON),,setup) ## what this machine's GPUs do with relayrun, in eight minutes; TINY=1: the same way on CPUs
 	$(or $(PYTHON),$(BIN)/python) -m relayrun.cli gpu-check $(if $(filter-out 0,$(TINY)),--tiny) $(GPU_CHECK)
 
-container-env: ## inside an image: relayrun's packages beside it; ENV=/shared/folder (docs/containers.md)
+container-env: ## inside an image: relayrun's packages beside it; ENV=/shared/folder (docs/how-to/containers.md)
 	container/make_env.sh "$(ENV)" $(IMAGE_PYTHON)
 
 drill-kills: setup slurm ## a rank killed every minute, a node lost every ten, for an hour (MINUTES=60), and what it cost
 	$(BIN)/python benchmarks/kills.py $(if $(MINUTES),--minutes=$(MINUTES)) $(KILLS)
 	for page in report readme; do $(BIN)/python benchmarks/_$$page.py; done
 
-bench: setup ## all benchmarks but the drill of kills; results go to benchmarks/results/ and docs/benchmarks.md
+bench: setup ## all benchmarks but the drill of kills; results go to benchmarks/results/ and docs/reference/benchmarks.md
 	for script in $(filter-out benchmarks/kills.py,$(wildcard benchmarks/[!_]*.py)); do $(BIN)/python "$$script"; done
 	$(BIN)/python benchmarks/_report.py
 

@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: the wheel gets copies of launchers/, configs/ and scripts/ below relayrun/share/.
+"""What pyproject.toml cannot say: the wheel has copies of launchers, configs, docs and scripts below relayrun/share/.
 
 They lie at the top of the repository, where people look for them, and in the package once it is installed
 (`relayrun.places`). An editable installation finds the repository itself.
@@ -14,6 +14,7 @@ SHARED = (
     "launchers/**/*.py",
     "container/*",
     "configs/**/*.yaml",
+    "docs/**/*.md",
     "scripts/tokenization/**/*",
     "scripts/tools/*.py",
 )

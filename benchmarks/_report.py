@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""docs/benchmarks.md, from the results: what was measured against whom, with its spread and what is wanted."""
+"""docs/reference/benchmarks.md, from the results: what was measured against whom, its spread, and what is wanted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from relayrun.lab.gpucheck import report
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGE = ROOT / "docs" / "reference" / "benchmarks.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -433,8 +433,8 @@ def gpus() -> list[str]:
     parts = ["", "## `make gpu-check`"]
     files = sorted(RESULTS.glob("gpu-*.json"))
     if not files:
-        return [*parts, "", "Not run on a GPU yet. [The check of a GPU](gpu-check.md) says what it measures."]
-    parts += ["", "[The check of a GPU](gpu-check.md) says what is measured, and which target is a promise."]
+        return [*parts, "", "Not run on a GPU yet. [The check of a GPU](../how-to/gpu-check.md) says what it measures."]
+    parts += ["", "[The check of a GPU](../how-to/gpu-check.md) says what is measured, and which target is a promise."]
     for file in files:
         result = json.loads(file.read_text())
         where = f"{result['gpus']} x {result['device']}" + (f", {result['nodes']} nodes" if result["nodes"] > 1 else "")

@@ -20,7 +20,7 @@ set -euo pipefail
 # The environment holds over this block, and both over the YAML. Nodes, time and such: the #SBATCH lines hold.
 export CONFIG="${CONFIG:-configs/runs/llama3-8b.yaml}"
 export DATASETS="${DATASETS:-}"                   # /set/data.datasets; folders of .bin/.idx shards, separated by commas
-export MIXTURE="${MIXTURE:-}"                     # none; instead of DATASETS: a mixture file, or PATH*,0.3;PATH*,0.7 (docs/data-order.md)
+export MIXTURE="${MIXTURE:-}"                     # none; instead of DATASETS: a mixture file, or PATH*,0.3;PATH*,0.7 (relayrun help data-order)
 export MBS="${MBS:-}"                             # 1; sequences of a rank at a time
 export GBS="${GBS:-}"                             # 128; sequences of an iteration
 export SEQ_LEN="${SEQ_LEN:-}"                     # 8192; tokens
@@ -29,7 +29,7 @@ export CHECKPOINT_STEPS="${CHECKPOINT_STEPS:-}"   # 250; iterations
 export LOAD="${LOAD:-}"                           # none; begin with the checkpoint of another run, RUN[:ITERATION]
 export AUTO_JOB_REQUEUE="${AUTO_JOB_REQUEUE:-}"   # false; a successor behind every job; costs node hours unattended
 export TENSORBOARD="${TENSORBOARD:-}"             # true; event files in the run directory; W&B is on by WANDB_API_KEY
-export LOG_NCCL="${LOG_NCCL:-}"                   # false; these four: docs/monitoring.md
+export LOG_NCCL="${LOG_NCCL:-}"                   # false; these four: relayrun help monitoring
 export NSYS_PROFILER="${NSYS_PROFILER:-}"         # false
 export MOCK_DATA="${MOCK_DATA:-}"                 # false
 export BACKUP_CODEBASE="${BACKUP_CODEBASE:-}"     # false

@@ -20,14 +20,14 @@ set -euo pipefail
 # The environment holds over this block, and both over the YAML. Nodes, time and such: the #SBATCH lines hold.
 export CONFIG="${CONFIG:-configs/runs/megatron-llama3-70b.yaml}"
 export DATASETS="${DATASETS:-}"                   # /set/data.datasets; folders of .bin/.idx shards, separated by commas
-export MIXTURE="${MIXTURE:-}"                     # none; instead of DATASETS: a mixture file, or PATH*,0.3;PATH*,0.7 (docs/data-order.md)
+export MIXTURE="${MIXTURE:-}"                     # none; instead of DATASETS: a mixture file, or PATH*,0.3;PATH*,0.7 (relayrun help data-order)
 export MBS="${MBS:-}"                             # 1; sequences of a rank at a time
 export GBS="${GBS:-}"                             # 1024; sequences of an iteration
 export SEQ_LEN="${SEQ_LEN:-}"                     # 8192; tokens
 export TRAINING_STEPS="${TRAINING_STEPS:-}"       # 500; iterations
 export CHECKPOINT_STEPS="${CHECKPOINT_STEPS:-}"   # 250; iterations
 export AUTO_JOB_REQUEUE="${AUTO_JOB_REQUEUE:-}"   # false; a successor behind every job; costs node hours unattended
-export LOG_NCCL="${LOG_NCCL:-}"                   # false; these three: docs/monitoring.md
+export LOG_NCCL="${LOG_NCCL:-}"                   # false; these three: relayrun help monitoring
 export NSYS_PROFILER="${NSYS_PROFILER:-}"         # false
 export MOCK_DATA="${MOCK_DATA:-}"                 # false
 export MEGATRON_LM_DIR="${MEGATRON_LM_DIR:-}"     # /set/megatron_lm.dir; the checkout whose pretrain_gpt.py trains

@@ -24,4 +24,4 @@ What lies where. A room imports only rooms that stand below it in this list, whi
     terminal          text from files and jobs, made harmless for a terminal
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

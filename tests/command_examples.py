@@ -1,4 +1,4 @@
-"""The examples of docs/command.md, at a pace that a test wants, and what they are compared with."""
+"""The examples of docs/how-to/command.md, at a pace that a test wants, and what they are compared with."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def build(folder: Path) -> Path:
         check=True,
     ).stdout.decode()
     for name in filter(None, known.split("\0")):
-        if not name.startswith(("tests/", "docs/", "benchmarks/")) and (ROOT / name).is_file():
+        if not name.startswith(("tests/", "benchmarks/")) and (ROOT / name).is_file():
             (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / "tree" / name)
     # what pip calls, without three starts of it

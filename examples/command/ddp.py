@@ -1,4 +1,4 @@
-"""Several ranks with checkpoints of their own, under torchrun: they agree when to save and leave (docs/command.md)."""
+"""Several ranks with checkpoints of their own, under torchrun: they agree when to leave (docs/how-to/command.md)."""
 
 import os
 import sys

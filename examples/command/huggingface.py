@@ -1,4 +1,4 @@
-"""A Hugging Face Trainer that is asked to save and leave by a callback, and goes on exactly (docs/command.md).
+"""A Hugging Face Trainer that is asked to save and leave by a callback, and goes on exactly (docs/how-to/command.md).
 
 The model is a tiny one from a config, the text is made up: nothing is downloaded.
 """

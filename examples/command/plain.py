@@ -1,4 +1,4 @@
-"""A training loop of plain PyTorch that may be cut anywhere, and goes on as if it had not been (docs/command.md)."""
+"""A training loop of plain PyTorch that may be cut anywhere and goes on exactly (docs/how-to/command.md)."""
 
 import os
 import sys

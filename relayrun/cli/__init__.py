@@ -4,7 +4,7 @@ run     submit, check, adopt, wrap, resume, launch, config, diff, explain, sweep
 data    data, dumps, mixture
 model   export, upload, import, checkpoint
 watch   status, why, logs, report, goodput, runs, notify, sentinel
-site    init, completion, gpu-check, drill, trial
+site    init, help, completion, gpu-check, drill, trial
 
 `COMMANDS` names for each verb its module. A call imports only the module of its verb.
 Input: a command line. Output: text, JSON or files, and an exit code. Launchers and scripts call the same functions.
@@ -18,12 +18,13 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 
 import relayrun
-from relayrun.errors import run_command
+from relayrun.errors import did_you_mean, run_command
 
 AddArguments = Callable[[argparse.ArgumentParser], None]
 
 COMMANDS = {
     "init": ("site.new_project", "a new project: launchers, configs and a site file in a folder of its own"),
+    "help": ("site.help", "search the pages and the settings, or show a page"),
     "submit": ("run.submit", "submit a training run"),
     "check": ("run.submit", "what a submit would refuse or warn of, and the plan of the run"),
     "adopt": ("run.adopt", "a run config from an existing launcher of Megatron-LM, line by line"),
@@ -63,6 +64,45 @@ COMMANDS = {
 }
 """By command: its module in this package, and its line of help."""
 
+EXAMPLES = {
+    "init": "my-project --cluster local",
+    "help": "time limit",
+    "submit": "configs/runs/my-run.yaml --set training.steps=40",
+    "check": "configs/runs/my-run.yaml",
+    "adopt": "submit-llama3-8b.sh",
+    "wrap": "--checkpoints 'out/step-{iteration}.pt' train.sbatch --lr 1e-3",
+    "resume": "my-project/my-run --set training.steps=280",
+    "launch": "configs/runs/my-run.yaml",
+    "config": "configs/runs/my-run.yaml",
+    "explain": "training.steps",
+    "diff": "my-project/my-run:1 my-project/my-run:2",
+    "data": "show my-project/my-run --sample 0",
+    "dumps": "submit configs/data/my-text.yaml",
+    "mixture": "verify data/tokens/my-text",
+    "export": "hf my-project/my-run --output models/my-run",
+    "upload": "models/my-run me/my-run",
+    "import": "hf models/llama --output checkpoints/llama",
+    "checkpoint": "verify my-project/my-run",
+    "gpu-check": "--tiny",
+    "drill": "--cluster my-site --yes",
+    "trial": "configs/runs/my-run.yaml",
+    "completion": "bash",
+    "status": "my-project/my-run -f",
+    "why": "my-project/my-run",
+    "sweep": "submit configs/runs/my-sweep.yaml --dry-run",
+    "stages": "submit configs/runs/my-stages.yaml --dry-run",
+    "sentinel": "logs/runs",
+    "goodput": "my-project/my-run",
+    "runs": "list logs/runs",
+    "report": "my-project/my-run --text",
+    "logs": "my-project/my-run -f",
+    "notify": "test configs/runs/my-run.yaml",
+    "save": "my-project/my-run",
+    "stop": "my-project/my-run",
+    "cancel": "my-project/my-run",
+}
+"""By command: an example of its arguments, the end of its help."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the `relayrun` command. Imports the module of the requested command alone."""
@@ -77,19 +117,36 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         options, rest = _parser(asked, [asked]).parse_known_args(arguments)
         if not rest:
             return options
-    return _parser(asked, COMMANDS).parse_args(arguments)
+    parser = _parser(asked, COMMANDS)
+    if arguments and asked == arguments[0] and asked not in COMMANDS:
+        parser.error(
+            f"there is no command {asked!r}; {did_you_mean(asked, COMMANDS) or '`relayrun --help` lists them'}"
+        )
+    return parser.parse_args(arguments)
 
 
 def _parser(asked: str | None, names: Iterable[str]) -> argparse.ArgumentParser:
     """A parser of these commands; only the command `asked` gets its options."""
-    parser = argparse.ArgumentParser(prog="relayrun", description="Language-model pretraining as a relay of Slurm jobs")
+    form = argparse.RawDescriptionHelpFormatter
+    words = "Language-model pretraining as a relay of Slurm jobs"
+    parser = argparse.ArgumentParser(prog="relayrun", description=words, epilog=_groups(), formatter_class=form)
     parser.add_argument("--version", action="version", version=f"relayrun {relayrun.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in names:
-        command = commands.add_parser(name, help=COMMANDS[name][1])
+        example = f"example:\n  relayrun {name} {EXAMPLES[name]}"
+        command = commands.add_parser(name, description=COMMANDS[name][1], epilog=example, formatter_class=form)
         if name == asked:
             adder(name)(command)
     return parser
+
+
+def _groups() -> str:
+    """Return the commands in their groups, a line each."""
+    lines = []
+    for group in ("run", "data", "model", "watch", "site"):
+        own = [name for name in COMMANDS if COMMANDS[name][0].startswith(f"{group}.")]
+        lines += [f"{group}:", *(f"  {name:<11} {COMMANDS[name][1]}" for name in own), ""] if own else []
+    return "\n".join([*lines, "`relayrun help WORDS` searches the pages and the settings."])
 
 
 def adder(name: str) -> AddArguments:

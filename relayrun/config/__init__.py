@@ -2,5 +2,5 @@
 
 In: YAML files, a site's file and `--set` overrides. Out: one checked config object.
 `sections` lies below `control` and `compose` above it, so a job reads settings without pydantic.
-docs/settings.md explains the files, `relayrun explain NAME` every setting.
+`relayrun help settings` explains the files, `relayrun explain NAME` every setting.
 """

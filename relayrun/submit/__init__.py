@@ -8,5 +8,6 @@
     megatron_lm/          from settings and launchers to the command line of Megatron-LM
     launcher_overrides  variables of the Bash launchers as settings
     campaign, project, move_run          sweeps and stages; a new project; moves a run directory
-In comes a checked config; out go a run directory and a job. docs/check.md and docs/launchers.md explain it.
+In comes a checked config; out go a run directory and a job. `relayrun help check` and `relayrun help launchers`
+explain it.
 """

@@ -104,7 +104,8 @@ def _files(root: Path, without: Path) -> dict[str, Path]:
     if not installed.is_dir():
         return {name: root / name for name in sorted(_names(root, without))}
     files = {str(path.relative_to(root)): path for path in _code(root / "relayrun") if installed not in path.parents}
-    return dict(sorted((files | {str(path.relative_to(installed)): path for path in _code(installed)}).items()))
+    shared = {str(path.relative_to(installed)): path for path in _code(installed)}
+    return dict(sorted((files | {name: shared[name] for name in shared if not name.startswith("docs/")}).items()))
 
 
 def _code(folder: Path) -> Iterator[Path]:

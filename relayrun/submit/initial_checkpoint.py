@@ -118,7 +118,7 @@ def _find_megatron_lm(config: MegatronConfig, run: Run) -> ResumePoint:
     other = Run(folder.parent)
     if other.plan.is_file() and (trainer := Plan.load(other).trainer) != "megatron-lm":  # they only look like its own
         words = f"{other.path} is a run of trainer {trainer}, whose checkpoints Megatron-LM cannot load"
-        hint = "export it to a checkpoint of Megatron-LM first (docs/export.md)"
+        hint = "export it to a checkpoint of Megatron-LM first (`relayrun help export`)"
         raise ConfigError(words, where="checkpoint.load", hint=hint)
     if config.training is not None and newest is not None and not settings.finetune:
         steps = config.training.steps

@@ -9,5 +9,6 @@
     streams/   text that ranks tokenize while training reads it
     mixture/   the mixture of a run: its data sets, changed at a submit, and audited
 
-Siblings stand in the order of dependencies: stores is the lowest. See docs/tokenization.md and docs/data-order.md.
+Siblings stand in the order of dependencies: stores is the lowest. See `relayrun help tokenization` and `relayrun help
+data-order`.
 """

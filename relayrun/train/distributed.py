@@ -1,8 +1,9 @@
 """Ranks of one attempt: process groups, agreement between ranks, random generators, determinism, file limits.
 
-docs/exactness.md lists the effects of `training.deterministic`: torch's flag covers torch's kernels, megatron-core's
-`deterministic_mode` the embeddings (`weight[ids]`, whose gradients torch sorts first), and environment variables
-(`relayrun.config.compose.determinism`) the rest. CPUs are deterministic anyway; there only the embeddings change.
+`relayrun help exactness` lists the effects of `training.deterministic`: torch's flag covers torch's kernels,
+megatron-core's `deterministic_mode` the embeddings (`weight[ids]`, whose gradients torch sorts first), and
+environment variables (`relayrun.config.compose.determinism`) the rest. CPUs are deterministic anyway; there only the
+embeddings change.
 
 Generators: torch's (dropout on a CPU), CUDA's (dropout on a GPU), megatron-core's named states, which replace them
 around dropout in model-parallel regions, and Python's and numpy's, which a user's data or a library may use.

@@ -113,7 +113,7 @@ def import_program() -> None:
     if started or (_forks_have_no_cuda() and torch.cuda.device_count()):
         raise RuntimeError(
             "CUDA was started, or counted its devices, while the training program was imported, and no process forked "
-            "after that can use it; set chain.recovery=job (docs/recovery.md says what does so)"
+            "after that can use it; set chain.recovery=job (`relayrun help recovery` says what does so)"
         )
 
 

@@ -8,5 +8,5 @@
     send_notices     sends notices through notice_channels; unsent_notices: notices that are still to be sent
 
 Input: run directories and the scheduler's answers. Output: text, pages and messages. No job is started or stopped.
-docs/monitoring.md, docs/goodput.md and docs/notify.md explain it.
+`relayrun help monitoring`, `relayrun help goodput` and `relayrun help notify` explain it.
 """

@@ -11,6 +11,7 @@ follows from its content. Every node must see that folder.
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import zipfile
 from pathlib import Path
@@ -74,12 +75,19 @@ def make(target: Path) -> None:
         file.write(b"#!/usr/bin/env python3\n")
         with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
             for path in files():
-                archive.write(path, path.relative_to(ROOT))
-            archive.write(OWN, OWN.name)
-            archive.writestr("__main__.py", main)
-            archive.writestr(".unpacked", "")
+                _add(archive, str(path.relative_to(ROOT)), path.read_bytes(), executable=os.access(path, os.X_OK))
+            for name, data in ((OWN.name, OWN.read_bytes()), ("__main__.py", main.encode()), (".unpacked", b"")):
+                _add(archive, name, data)
     target.chmod(0o755)
     print(f"{target}: {target.stat().st_size:,} bytes")
+
+
+def _add(archive: zipfile.ZipFile, name: str, data: bytes, *, executable: bool = False) -> None:
+    """Add a file without what differs between two builds: its time, and the umask."""
+    entry = zipfile.ZipInfo(name)
+    entry.compress_type = zipfile.ZIP_DEFLATED
+    entry.external_attr = (0o100755 if executable else 0o100644) << 16
+    archive.writestr(entry, data, compresslevel=9)
 
 
 if __name__ == "__main__":

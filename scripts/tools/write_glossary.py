@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the index of classes in docs/glossary.md from their docstrings. Run it after a class was added or renamed."""
+"""Write the index of classes in docs/reference/glossary.md from their docstrings. Run it after a rename."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "glossary.md"
+PAGE = ROOT / "docs" / "reference" / "glossary.md"
 BEGIN, END = "<!-- scripts/tools/write_glossary.py wrote this -->\n", "<!-- up to here -->\n"
 
 

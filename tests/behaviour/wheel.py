@@ -18,7 +18,7 @@ from typing import Any
 
 from .masks import ROOT, masked, write_json
 
-APART = ("tests/", "docs/", "benchmarks/")
+APART = ("tests/", "benchmarks/")
 """Folders that no wheel is built from."""
 
 

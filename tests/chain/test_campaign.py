@@ -742,7 +742,7 @@ def test_status_says_who_is_stuck_as_the_page_shows(
 ) -> None:
     folder, slurm = make({}, {}, {})
     refuse(monkeypatch, slurm, "campaign-03", "Batch job submission failed: Invalid account")
-    wanted = re.findall(r"^stuck: .*$", (ROOT / "docs/sweeps.md").read_text(encoding="utf-8"), re.M)
+    wanted = re.findall(r"^stuck: .*$", (ROOT / "docs/how-to/sweeps.md").read_text(encoding="utf-8"), re.M)
     assert main(["status", str(member_run(folder, "01").path)]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[-1].startswith("due: work/campaign: 01, 02, 03: ")

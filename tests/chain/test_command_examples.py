@@ -1,4 +1,4 @@
-"""The examples of docs/command.md on one machine: killed, they go on as if they had not been."""
+"""The examples of docs/how-to/command.md on one machine: killed, they go on as if they had not been."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_what_ranks_would_refuse_is_refused_before_the_queue(
 def test_a_data_set_of_another_name_begins_behind_the_samples_of_the_checkpoint(
     workspace: Workspace, tmp_path: Path
 ) -> None:
-    """The way of docs/stages.md to anneal on other data, for the ranks as for the check."""
+    """The way of docs/how-to/stages.md to anneal on other data, for the ranks as for the check."""
     other, run = Workspace.make(tmp_path, seed=3), workspace.run("anneal")
     mixture = {"best": {"path": [str(other.folder / "data")], "weight": 1.0}}
     data = {"datasets": [], "mixture": mixture, "tokenizer": str(workspace.folder / "tokenizer.json")}

@@ -1,4 +1,4 @@
-"""The hook of docs/hooks.md in a chain of three attempts, of which another hook breaks two."""
+"""The hook of docs/how-to/hooks.md in a chain of three attempts, of which another hook breaks two."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.workspace import Workspace, ends, steps
 
 pytestmark = pytest.mark.slow
 
-PAGE = (ROOT / "docs/hooks.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/how-to/hooks.md").read_text(encoding="utf-8")
 COUNT = "my_team.probes:CountSteps"
 ONLY_OUTSIDE_RANKS = """
 import os

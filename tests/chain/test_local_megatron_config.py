@@ -43,7 +43,7 @@ def test_settings_and_arrays_and_args_train_a_checkout(
 def test_checkpoints_of_a_checkout_are_converted_and_scored_beside_the_chain(
     dialect: MegatronDialect, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As docs/export.md says, by lm-evaluation-harness."""
+    """As docs/how-to/export.md says, by lm-evaluation-harness."""
     evaluation = evaluated(tmp_path) | {"interval": 4}
     path = config(tmp_path, checkout_of(dialect), evaluation=evaluation)
     assert main(["submit", str(path)]) == 0, capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The modes of every file that a run writes are those of the table in docs/run-directory.md."""
+"""The modes of every file that a run writes are those of the table in docs/reference/run-directory.md."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUN_SECONDS = 900
 
 def table() -> list[tuple[str, str]]:
     """Patterns and modes, in the order of the table."""
-    text = (ROOT / "docs/run-directory.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/reference/run-directory.md").read_text(encoding="utf-8")
     section = text[text.index("\n## Modes\n") :]
     rows = re.findall(r"^\| (`.*?) \| (\d{4}|source) \|", section[: section.index("\n## How a chain")], re.M)
     return [(pattern, mode) for patterns, mode in rows for pattern in re.findall(r"`([^`]+)`", patterns)]

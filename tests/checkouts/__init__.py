@@ -180,10 +180,10 @@ def config(folder: Path, checkout: Path, *, arrays: str = "", **sections: dict[s
 
 
 def evaluated(folder: Path) -> dict[str, Any]:
-    """The section `evaluation` of docs/export.md for checkpoints of Megatron-LM, on a task with data of its own."""
+    """The section `evaluation` of docs/how-to/export.md for checkpoints of Megatron-LM, on a task with own data."""
     from tests.export.models import write_task, write_tokenizer  # which import torch
 
-    page = (CODE_ROOT / "docs/export.md").read_text(encoding="utf-8")
+    page = (CODE_ROOT / "docs/how-to/export.md").read_text(encoding="utf-8")
     (found,) = (text for text in re.findall(r"^```yaml\n(.*?)^```$", page, re.M | re.S) if "convert:" in text)
     section: dict[str, Any] = yaml.safe_load(found)["evaluation"]
     tokenizer = str(write_tokenizer(folder / "tokenizer" / "tokenizer.json", VOCABULARY))

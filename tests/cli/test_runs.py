@@ -29,7 +29,7 @@ from relayrun.watch.status.queue import QueueStatus
 from tests.cli.test_resume_command import submitted  # noqa: F401 - a fixture
 from tests.history import make_history, queue_is_run
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs/runs.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs/how-to/runs.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture

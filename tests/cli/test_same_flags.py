@@ -13,7 +13,7 @@ import pytest
 from relayrun import places
 from relayrun.cli.data import dumps, shards
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs/tokenization.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs/how-to/tokenization.md").read_text(encoding="utf-8")
 PAIRS = re.findall(r"^\| `(\w+\.py)` \| `relayrun (\w+) (\w+)` \|$", PAGE, re.M)
 
 

@@ -142,7 +142,7 @@ def test_the_json_schema_takes_every_config_file_and_names_what_it_does_not_know
 
 @pytest.mark.slow
 def test_the_page_of_settings_shows_what_its_commands_print(tmp_path: Path) -> None:
-    page = (ROOT / "docs/settings.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/how-to/settings.md").read_text(encoding="utf-8")
     commands = re.findall(r"^```bash\n(.*?)^```$", page, re.M | re.S)
     (tmp_path / "relayrun").write_text(f'#!/bin/sh\nexec {sys.executable} -m relayrun "$@"\n')
     (tmp_path / "relayrun").chmod(0o755)

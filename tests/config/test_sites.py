@@ -149,7 +149,7 @@ def test_an_image_gets_the_packages_that_it_lacks_and_keeps_its_own(tmp_path: Pa
 
 
 def test_the_command_of_the_page_about_clusters(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (ROOT / "docs/clusters.md").read_text().replace("\\\n", " ")
+    page = (ROOT / "docs/how-to/clusters.md").read_text().replace("\\\n", " ")
     command = next(line for line in page.splitlines() if line.startswith("relayrun submit "))
     words = [str(ROOT / word) if word.startswith("configs/") else word for word in shlex.split(command)[1:]]
     main(words)  # its placeholders are named, and the script is printed
@@ -159,7 +159,7 @@ def test_the_command_of_the_page_about_clusters(capsys: pytest.CaptureFixture[st
 
 
 def test_the_pages_own_site_file_is_valid(tmp_path: Path) -> None:
-    page = (ROOT / "docs/clusters.md").read_text()
+    page = (ROOT / "docs/how-to/clusters.md").read_text()
     text = next(block for block in re.findall(r"```yaml\n(.*?)```", page, re.S) if block.startswith("name: my-cluster"))
     (tmp_path / "clusters").mkdir()
     (tmp_path / "clusters/my-cluster.yaml").write_text(text)

@@ -293,7 +293,7 @@ def test_a_resume_with_another_model_is_refused_by_field(tmp_path: Path) -> None
     )
 
 
-PAGE = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/reference/models.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

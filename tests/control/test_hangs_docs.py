@@ -1,4 +1,4 @@
-"""What docs/hangs.md and docs/drill-kills.md say is there."""
+"""What docs/how-to/hangs.md and docs/explanation/drill-kills.md say is there."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from relayrun.train.reporting import liveness
 from tests.workspace import Workspace
 
 ROOT = Path(__file__).resolve().parents[2]
-HANGS = (ROOT / "docs/hangs.md").read_text(encoding="utf-8")
-DRILL = (ROOT / "docs/drill-kills.md").read_text(encoding="utf-8")
+HANGS = (ROOT / "docs/how-to/hangs.md").read_text(encoding="utf-8")
+DRILL = (ROOT / "docs/explanation/drill-kills.md").read_text(encoding="utf-8")
 
 
 def blocks(page: str, kind: str) -> list[str]:

@@ -1,7 +1,7 @@
 """Commands that look, under strace, over a project of another user who means harm.
 
 Whatever its files say, a look starts no program but Slurm's queries, connects nowhere and writes only what the table of
-docs/trust.md allows.
+docs/explanation/trust.md allows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.workspace import CONFIG
 
 STRANGER = 12_345
 ROOT = Path(__file__).resolve().parents[2]
-TABLE = (ROOT / "docs/trust.md").read_text(encoding="utf-8")
+TABLE = (ROOT / "docs/explanation/trust.md").read_text(encoding="utf-8")
 CALLS = "execve,connect,sendto,open,openat,creat,unlink,unlinkat,rename,renameat,renameat2,mkdir,mkdirat,rmdir"
 CALLS += ",link,linkat,symlink,symlinkat,chmod,fchmodat,chown,fchownat,truncate,utimensat,mknod,mknodat"
 QUERIES = ("squeue", "sacct", "scontrol", "sinfo", "sdiag")
@@ -259,7 +259,7 @@ def allowed(verb: str) -> tuple[list[str], str, str]:
         [cell.strip() for cell in line.strip("|").split("|")] for line in TABLE.splitlines() if line.count("|") == 5
     ]
     own = [row for row in rows if f"`{verb}`" in row[0]]
-    assert len(own) == 1, f"docs/trust.md has {len(own)} rows of {verb}"
+    assert len(own) == 1, f"docs/explanation/trust.md has {len(own)} rows of {verb}"
     _, starts, connects, writes = own[0]
     return re.findall(r"`(\w+)`", starts), connects, writes
 

@@ -1,4 +1,4 @@
-"""What docs/node-health.md says is there."""
+"""What docs/how-to/node-health.md says is there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from relayrun.submit.run_plan import make_plan
 from tests.workspace import Workspace
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs/node-health.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/how-to/node-health.md").read_text(encoding="utf-8")
 SLURM = {"name": "test", "scheduler": "slurm", "python": "/opt/python"}
 
 

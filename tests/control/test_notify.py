@@ -146,8 +146,8 @@ def test_a_site_gives_defaults_and_a_run_adds_to_them(tmp_path: Path) -> None:
 
 
 def test_the_example_of_the_page_is_a_config(tmp_path: Path) -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs/notify.md").read_text(encoding="utf-8")
-    example = yaml_file.parse_yaml(page.split("```yaml\n")[1].split("```")[0], source="docs/notify.md")
+    page = (Path(__file__).resolve().parents[2] / "docs/how-to/notify.md").read_text(encoding="utf-8")
+    example = yaml_file.parse_yaml(page.split("```yaml\n")[1].split("```")[0], source="docs/how-to/notify.md")
     config = resolve.load_run_config(Workspace(tmp_path).config("run", notify=example.values["notify"]))
     assert list(config.notify.targets) == ["mail", "team", "pager"]
     for event in settings.EVENTS:

@@ -1,4 +1,4 @@
-"""What docs/recovery.md says is there."""
+"""What docs/explanation/recovery.md says is there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.config.test_trainer_configs import COMMAND, written
 from tests.workspace import Workspace
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs/recovery.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/explanation/recovery.md").read_text(encoding="utf-8")
 
 
 def blocks(kind: str) -> list[str]:
@@ -33,7 +33,7 @@ def test_the_page_is_short_and_its_configs_are_some(tmp_path: Path) -> None:
 
 
 def test_the_config_of_other_trainers_is_one(tmp_path: Path) -> None:
-    page = (ROOT / "docs/recovery-of-other-trainers.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/how-to/recovery-of-other-trainers.md").read_text(encoding="utf-8")
     (part,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.M | re.S)
     config = written(tmp_path, COMMAND)
     (tmp_path / "whole.yaml").write_text(f"include: ['{config}']\n{part}", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What docs/spare-nodes.md says is there, and what is refused."""
+"""What docs/how-to/spare-nodes.md says is there, and what is refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from relayrun.submit.run_plan import make_plan
 from tests.workspace import Workspace
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs/spare-nodes.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/how-to/spare-nodes.md").read_text(encoding="utf-8")
 SLURM = {"name": "test", "scheduler": "slurm", "python": "/opt/python"}
 SPARE: dict[str, Any] = {"chain": {"recovery": "node"}, "job": {"nodes": 2, "spare_nodes": 1}}
 

@@ -1,4 +1,4 @@
-"""Every example and command of docs/sweeps.md and docs/stages.md, in a project whose template is a tiny run."""
+"""Every example and command of docs/how-to/sweeps.md and stages.md, in a project whose template is a tiny run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.campaigns import attempts
 from tests.readme import ROOT
 from tests.workspace import Workspace, steps
 
-PAGES = {name: (ROOT / f"docs/{name}.md").read_text(encoding="utf-8") for name in ("sweeps", "stages")}
+PAGES = {name: (ROOT / f"docs/how-to/{name}.md").read_text(encoding="utf-8") for name in ("sweeps", "stages")}
 NAMES = {"sweeps": "my-sweep", "stages": "my-stages"}
 
 

@@ -1,4 +1,4 @@
-"""Every command of docs/command.md runs, and its configs are some."""
+"""Every command of docs/how-to/command.md runs, and its configs are some."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.run import Run
 from tests.readme import ROOT, copy_tracked
 
-PAGE = (ROOT / "docs/command.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/how-to/command.md").read_text(encoding="utf-8")
 EXAMPLES = ROOT / "examples/command"
 BATCH_SCRIPT = """#!/bin/bash
 #SBATCH --time=10

@@ -1,4 +1,4 @@
-"""Every command of docs/export.md runs, and its section for a run config is one."""
+"""Every command of docs/how-to/export.md runs, and its section for a run config is one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.export.models import make_hf, make_run
 from tests.readme import ROOT, checkout
 from tests.receivers import hub_server
 
-PAGE = (ROOT / "docs/export.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/how-to/export.md").read_text(encoding="utf-8")
 
 
 def blocks(kind: str) -> list[str]:

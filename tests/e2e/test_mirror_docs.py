@@ -1,4 +1,4 @@
-"""Every command of docs/mirror.md runs; a run that comes back from its second place goes on bit for bit."""
+"""Every command of docs/how-to/mirror.md runs; a run that comes back from its second place goes on bit for bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.checkpoints import assert_same_bytes
 from tests.readme import ROOT
 from tests.workspace import Workspace, steps
 
-PAGE = (ROOT / "docs/mirror.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/how-to/mirror.md").read_text(encoding="utf-8")
 STEPS = 40
 
 

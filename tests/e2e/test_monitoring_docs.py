@@ -1,4 +1,4 @@
-"""Every command of docs/monitoring.md runs; W&B's service is the stand-in of the loopback interface."""
+"""Every command of docs/how-to/monitoring.md runs; W&B's service is the stand-in of the loopback interface."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.waiting import read_line
 from tests.wandb_service import WandBService
 from tests.workspace import Workspace
 
-PAGE = (ROOT / "docs/monitoring.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/how-to/monitoring.md").read_text(encoding="utf-8")
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
 

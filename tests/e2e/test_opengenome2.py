@@ -1,4 +1,4 @@
-"""OpenGenome2 shrunk: raw JSONL to a model trained by a chain, and the commands of docs/opengenome2.md."""
+"""OpenGenome2 shrunk: raw JSONL to a model trained by a chain, and the commands of docs/how-to/opengenome2.md."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.readme import ROOT, copy_tracked
 from tests.tokens.test_download import FOLDER, DatasetHub
 from tests.workspace import ends, steps
 
-PAGE = (ROOT / "docs/opengenome2.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/how-to/opengenome2.md").read_text(encoding="utf-8")
 TINY = ROOT / "configs/runs/og2-tiny.yaml"
 
 

@@ -1,4 +1,4 @@
-"""Every command of docs/sentinel.md runs; the line of the crontab as cron starts it."""
+"""Every command of docs/how-to/sentinel.md runs; the line of the crontab as cron starts it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from relayrun.watch.status import cron_check_record
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.readme import ROOT
 
-PAGE = (ROOT / "docs/sentinel.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/how-to/sentinel.md").read_text(encoding="utf-8")
 OF_CRON = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
 
 

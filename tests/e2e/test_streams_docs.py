@@ -1,4 +1,4 @@
-"""Every command and program of docs/streams.md runs."""
+"""Every command and program of docs/how-to/streams.md runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from relayrun.config.sections.data import DataSection
 from tests.readme import ROOT
 from tests.workspace import Workspace, ends
 
-PAGE = (ROOT / "docs/streams.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/how-to/streams.md").read_text(encoding="utf-8")
 
 
 def block(kind: str) -> str:

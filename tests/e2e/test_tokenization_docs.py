@@ -1,4 +1,4 @@
-"""Every command of docs/tokenization.md runs."""
+"""Every command of docs/how-to/tokenization.md runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from relayrun.tokens.tokenize.options import OPTION_FLAGS
 from tests.readme import ROOT, blocks, checkout, tokenize
 
-PAGE = (ROOT / "docs/tokenization.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/how-to/tokenization.md").read_text(encoding="utf-8")
 
 
 def test_every_program_and_option_that_is_named_exists() -> None:

@@ -1,4 +1,4 @@
-"""Every command of docs/training.md, optimizers.md and logging.md runs and does what the page says; their sections of a
+"""Every command of docs/how-to/training.md, optimizers.md and logging.md does what the page says; their sections of a
 run config are some."""
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from relayrun.files import read_json_lines
 from tests.readme import ROOT, copy_tracked
 from tests.workspace import Workspace
 
-PAGES = [(ROOT / f"docs/{name}.md").read_text(encoding="utf-8") for name in ("training", "optimizers", "logging")]
+NAMES = ("training", "optimizers", "logging")
+PAGES = [(ROOT / f"docs/how-to/{name}.md").read_text(encoding="utf-8") for name in NAMES]
 PAGE = PAGES[0]
 
 

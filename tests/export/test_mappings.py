@@ -220,6 +220,6 @@ def test_the_groups_of_queries_are_taken_apart_as_they_lie() -> None:
 
 
 def test_the_example_of_the_page_is_the_file() -> None:
-    page = (ROOT / "docs/export.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/how-to/export.md").read_text(encoding="utf-8")
     example = (ROOT / "examples/export/qwen2.py").read_text(encoding="utf-8")
     assert example.partition("\n\n")[2].strip() in page

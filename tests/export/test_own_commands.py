@@ -148,7 +148,7 @@ def test_a_checkpoint_of_megatron_lm_is_converted_as_the_page_says(tmp_path: Pat
     (commit,) = run.attempt(1).read_commits()
     run.attempt(1).commits.unlink()
     run.attempt(1).append_commit(replace(commit, path=str(run.checkpoints / "iter_0000007")))
-    page = (ROOT / "docs/export.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/how-to/export.md").read_text(encoding="utf-8")
     foreign = yaml.safe_load(re.findall(r"^```yaml\n(.*?)^```$", page, re.M | re.S)[1])["evaluation"]
     tokenizer = str(tmp_path / "hf/tokenizer.json")
     convert = [tokenizer if word == "/data/tokenizer" else word for word in foreign["convert"]]

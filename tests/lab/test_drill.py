@@ -71,7 +71,7 @@ def test_bad_input_is_one_error(words: list[str], said: str, tmp_path: Path) -> 
 
 
 def blocks(kind: str) -> list[str]:
-    text = (ROOT / "docs/drill.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/how-to/drill.md").read_text(encoding="utf-8")
     return re.findall(rf"^```bash {kind}\n(.*?)^```$", text, re.M | re.S)
 
 

@@ -482,7 +482,7 @@ def test_arguments_of_a_checkpoint_become_the_settings_that_they_came_from(tmp_p
 
 
 def table_lines() -> list[str]:
-    """The lines of the table of docs/megatron-flags.md."""
+    """The lines of the table of docs/reference/megatron-flags.md."""
     flags: dict[str, list[str]] = {}
     for row in megatron_flags.FLAG_TABLE:
         flags.setdefault(row.setting, []).append(row.words)
@@ -494,6 +494,6 @@ def table_lines() -> list[str]:
 
 
 def test_the_page_has_the_table() -> None:
-    page = Path(__file__).resolve().parents[2] / "docs" / "megatron-flags.md"
+    page = Path(__file__).resolve().parents[2] / "docs" / "reference" / "megatron-flags.md"
     lines = page.read_text().splitlines()
     assert [line for line in lines if line.startswith("| `")] == table_lines()

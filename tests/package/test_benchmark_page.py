@@ -1,4 +1,4 @@
-"""docs/benchmarks.md and the README say what the benchmarks measured."""
+"""docs/reference/benchmarks.md and the README say what the benchmarks measured."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def printed(code: str) -> str:
 
 def test_the_page_is_that_of_the_results() -> None:
     made = printed("import _report; print(_report.render(), end='')")
-    assert made == (ROOT / "docs" / "benchmarks.md").read_text(), "run python benchmarks/_report.py"
+    assert made == (ROOT / "docs" / "reference" / "benchmarks.md").read_text(), "run python benchmarks/_report.py"
 
 
 def test_the_figures_of_the_readme_are_those_of_the_drill() -> None:

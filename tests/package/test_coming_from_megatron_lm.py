@@ -21,7 +21,7 @@ from relayrun.submit import launcher_overrides
 from relayrun.tokens.tokenize import job_config as tokenization
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs/coming-from-megatron-lm.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/how-to/coming-from-megatron-lm.md").read_text(encoding="utf-8")
 ROWS = [line.strip("|").split(" | ") for line in PAGE.splitlines() if line.startswith("| `")]
 NONE = "–"
 

@@ -1,4 +1,4 @@
-"""The table in docs/chain.md is one that `make demo` prints: its form is rendered again from its own numbers."""
+"""The table in docs/explanation/chain.md is one that `make demo` prints: it is rendered again from its numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from relayrun.watch.report import terminal_report
 from relayrun.watch.report.terminal_report import AttemptRow, AttemptsAndLosses, attempts_table
 from scripts.demo import __main__ as demo
 
-PAGE = (ROOT / "docs/chain.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/explanation/chain.md").read_text(encoding="utf-8")
 
 
 def shown() -> str:

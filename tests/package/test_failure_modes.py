@@ -5,7 +5,7 @@ from pathlib import Path
 
 from relayrun.lab.faults.table import FAULTS
 
-TEXT = (Path(__file__).resolve().parents[2] / "docs/failure-modes.md").read_text(encoding="utf-8")
+TEXT = (Path(__file__).resolve().parents[2] / "docs/reference/failure-modes.md").read_text(encoding="utf-8")
 
 
 def test_every_fault_of_the_drill_has_its_row_and_every_row_its_fault() -> None:

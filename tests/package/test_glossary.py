@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "reference" / "glossary.md").read_text(encoding="utf-8")
 
 _spec = importlib.util.spec_from_file_location("write_glossary", ROOT / "scripts" / "tools" / "write_glossary.py")
 assert _spec is not None

@@ -15,7 +15,7 @@ from relayrun.tokens.streams.fragments import group_count
 from relayrun.train.model.size import count_parameters, memory_bytes
 
 RUNS = ("og2_7b_thd_gqa", "og2_7b_thd_gqa_global_shuffle")
-PAGE = (ROOT / "docs/opengenome2-options.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/reference/opengenome2-options.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| `([^`|]+)` \| ([^|]+) \| ([^|]+) \|$", PAGE, re.M)
 SETTING = re.compile(r"`([a-z_0-9]+(?:\.[a-z_0-9]+)*)(?:: ([^`]+))?`")
 
@@ -106,7 +106,7 @@ def test_an_iteration_has_384_rows_and_replicas_divide_the_lanes(name: str) -> N
 
 def test_the_figures_of_the_page_are_those_of_the_last_benchmark() -> None:
     found = json.loads((ROOT / "benchmarks/results/sorted_files.json").read_text())["figures"]["runs"]
-    page = (ROOT / "docs/opengenome2.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/how-to/opengenome2.md").read_text(encoding="utf-8")
     for what, key, form in (
         ("change of the loss from step to step, nats", "loss_noise", ".3f"),
         ("largest rise of the loss in one step, nats", "largest_rise", ".2f"),

@@ -1,4 +1,4 @@
-"""The examples of docs/command.md as chains of real Slurm jobs: cut twice by their time limit, and killed once."""
+"""The examples of docs/how-to/command.md as chains of real Slurm jobs: cut twice by a time limit, killed once."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ def command(folder: Path, *words: str) -> list[str]:
 
 
 def of_the_page() -> list[str]:
-    """The words of the command that docs/drill.md shows, without its first two."""
-    text = (ROOT / "docs/drill.md").read_text(encoding="utf-8")
+    """The words of the command that docs/how-to/drill.md shows, without its first two."""
+    text = (ROOT / "docs/how-to/drill.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```bash drill\n(.*?)^```$", text, re.M | re.S)
     return shlex.split(block)[2:]
 

@@ -1,4 +1,4 @@
-"""The commands of docs/launchers.md, on a cluster."""
+"""The commands of docs/how-to/launchers.md, on a cluster."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_dumps_and_a_chain_as_jobs(cluster: TestCluster, tmp_path: Path) -> None
         cwd=tmp_path,
         env=environment | {"PATH": cluster.env["PATH"]},
     )
-    training, tokenization = blocks("bash slurm", (ROOT / "docs/launchers.md").read_text(encoding="utf-8"))
+    training, tokenization = blocks("bash slurm", (ROOT / "docs/how-to/launchers.md").read_text(encoding="utf-8"))
     environment = environment | {"PATH": cluster.env["PATH"]}
     cluster.run(["bash", "-euo", "pipefail", "-c", tokenization], cwd=tmp_path, env=environment)
     cluster.wait_until(lambda: not cluster.queue(), timeout=360)

@@ -86,7 +86,7 @@ def test_changed_files_are_refused_and_leave_the_run_as_it_was(
     with pytest.raises(InputError, match=r"code: shard shard2 had 40 documents, .* now 1 documents, 900 tokens"):
         submit(trained, {"web": 1.0, "code": 1.0})
     assert main(["submit", str(config(trained, {"web": 1.0, "code": 1.0}))]) == 1
-    assert "--accept-data-change: see docs/data-order.md" in capsys.readouterr().err
+    assert "--accept-data-change: see `relayrun help data-order`" in capsys.readouterr().err
     assert run.revisions() == [1]
     assert run.manifest.read_bytes() == manifest
     assert run.job_script.read_bytes() == script

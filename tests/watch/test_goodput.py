@@ -37,7 +37,7 @@ from tests import accounted
 from tests.accounted import T, make_accounted, make_project
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs/goodput.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/how-to/goodput.md").read_text(encoding="utf-8")
 
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> None:

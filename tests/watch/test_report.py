@@ -25,7 +25,7 @@ from relayrun.watch.report.chart import axis_ticks, reduce_points
 from tests.accounted import T, make_project
 from tests.history import STEP, make_history
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs/report.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs/how-to/report.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Reports in headless Chromium. UPDATE_PICTURES=1 draws the pictures of docs/report.md anew."""
+"""Reports in headless Chromium. UPDATE_PICTURES=1 draws the pictures of docs/how-to/report.md anew."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ def add_change_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="check it and print the job script; write and submit nothing"
     )
-    words = "go on with data that are not those the run began with (docs/data-order.md)"
+    words = "go on with data that are not those the run began with (`relayrun help data-order`)"
     parser.add_argument("--accept-data-change", action="store_true", help=words)
     words = "go on with the run of another user whose jobs have ended, or with the copies of a lost run directory"
     parser.add_argument("--take-over", action="store_true", help=words)

@@ -39,7 +39,7 @@ def run_test(options: argparse.Namespace) -> int:
     else:
         policy = _policy(options.name)
     if not policy.targets:
-        print("nobody is told: the config has no notify.targets (docs/notify.md)")
+        print("nobody is told: the config has no notify.targets (`relayrun help notify`)")
         return 1
     now = time.time()
     notice = Notice(id="test", event="test", cause="test", time=now, reason="a test: no run has changed")

@@ -90,8 +90,8 @@ class _CampaignReader:
                 self._refuse((other,), "this is no sweep", f"use `relayrun {other} submit`")
         section = self._whole.values.get(self._kind)
         if not isinstance(section, dict) or not section:
-            page = "sweeps.md" if self._kind == "sweep" else "stages.md"
-            self._refuse((self._kind,), "this section is missing, or is empty", f"see docs/{page}")
+            page = "sweeps" if self._kind == "sweep" else "stages"
+            self._refuse((self._kind,), "this section is missing, or is empty", f"see `relayrun help {page}`")
         project, own = self._text("project"), self._text("name")
         given = self._whole.values.get("run_dir")
         self._folder = Path(resolve.run_directory(given if isinstance(given, str) else None, project, own, self._root))

@@ -1,9 +1,9 @@
 """Settings and arguments of Megatron-LM in one table, for both directions, and the settings without a flag.
 
 Every setting of the sections model, training, optimizer, checkpoint, parallel, data and tracking stands here once, or
-in docs/megatron-flags.md alone, which a test holds. A setting becomes a flag also if it has Megatron's own default:
-defaults differ between checkouts. Exports to checkpoints of Megatron-LM and imports from them copy the rows that have
-`saved`.
+in `relayrun help megatron-flags` alone, which a test holds. A setting becomes a flag also if it has Megatron's own
+default: defaults differ between checkouts. Exports to checkpoints of Megatron-LM and imports from them copy the rows
+that have `saved`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class FlagRow:
     flag: str
     how: Callable[[Any, SettingContext], FlagValues]
     words: str
-    """Form of the flag in docs/megatron-flags.md."""
+    """Form of the flag in `relayrun help megatron-flags`."""
     saved: Any = NOT_SAVED
     """Megatron's default for a checkpoint without this argument, or REQUIRED; NOT_SAVED: no export or import copies the
     setting."""

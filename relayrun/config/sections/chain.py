@@ -106,10 +106,10 @@ class ChainSection(DataclassSection):
     of it."""
     hang_timeout: Positive = 300
     """Seconds without progress after which the ranks are ended; ten usual steps if that is longer. With `recovery:
-    node` steps, saves and reads have limits of their own, never shorter than 60 s or this (docs/hangs.md)."""
+    node` steps, saves and reads have limits of their own, never shorter than 60 s or this (`relayrun help hangs`)."""
     start_timeout: Positive = 1800
     """Seconds without progress before the first step (imports, set-up, loading) after which the ranks are ended."""
     triggers_group: str | None = None
     """Name or number of the group that may touch triggers; default: the group of the run directory."""
     failure_signatures: list[FailureSignature] = field(default_factory=list)
-    """Further entries of the table of failures (docs/why.md), before those of the site and relayrun's own."""
+    """Further entries of the table of failures (`relayrun help why`), before those of the site and relayrun's own."""

@@ -93,7 +93,7 @@ class CommandCheckpointSection(DataclassSection):
 
 @dataclass(frozen=True, kw_only=True)
 class CommandSection(DataclassSection):
-    """The program that every rank executes, and how it is monitored and signalled (docs/command.md)."""
+    """The program that every rank executes, and how it is monitored and signalled (`relayrun help command`)."""
 
     run: Annotated[list[SingleLine], Checked(_not_empty)]
     """Program and arguments, word by word, without a shell. Placeholders: `{python}` (cluster.python, or the Python

@@ -245,7 +245,7 @@ class DataSection(Section):
     """Processes beside each rank that read and tokenize its streams; 0: a thread of the rank. Changes speed and memory
     alone."""
     max_epochs: Annotated[float, Field(gt=0)] = 100.0
-    """Maximum epochs of a data set until the last step. A submit refuses more; above 4 it warns (docs/check.md)."""
+    """Maximum epochs of a data set until the last step; above 4 a submit warns (`relayrun help check`)."""
     reset_position_ids: bool = False
     """Positions restart at 0 after each end of document. Rotary positions are relative: with reset_attention_mask this
     changes rounding alone."""

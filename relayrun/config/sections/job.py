@@ -250,7 +250,7 @@ class ClusterSection(Section):
     currency: SingleLine = ""
     """Unit of cost_per_node_hour, for example CHF."""
     failure_signatures: list[FailureSignature] = []
-    """The site's entries of the table of failures (docs/why.md): they stand before relayrun's own."""
+    """The site's entries of the table of failures (`relayrun help why`): they stand before relayrun's own."""
     node_mtbf_hours: Annotated[float, Field(gt=0)] | None = None
     """Mean hours between failures of a node; replaced by the run's own failures once it has had any."""
 

@@ -345,11 +345,11 @@ class ModelSection(Section):
     """The vocabulary is padded to a multiple of this for every split of the model: a checkpoint fits every layout."""
     mapping: ImportPath | None = None
     """Import path of your own mapping, `package.module:name`: the class of transformers for the model, and the names of
-    its weights there, for exports and evaluations (docs/export.md). None: the built-in one that fits."""
+    its weights there, for exports and evaluations (`relayrun help export`). None: the built-in one that fits."""
     transformer: TransformerSection = TransformerSection()
     spec: ImportPath | None = None
     """`module:function`, your own function from megatron-core's TransformerConfig to the layers (ModuleSpec), the block
-    (TransformerBlockSubmodules) or the whole model (a module), see docs/own-code.md."""
+    (TransformerBlockSubmodules) or the whole model (a module), see `relayrun help own-code`."""
 
     @property
     def head_channels(self) -> int:

@@ -85,7 +85,7 @@ class OptimizerSection(Section):
         Field(
             default=None,
             description="`module:Class`, a torch.optim.Optimizer of your own or of a library in the place of Adam, "
-            "see docs/own-code.md. It is called with the parameters, lr, weight_decay and `arguments`.",
+            "see `relayrun help own-code`. It is called with the parameters, lr, weight_decay and `arguments`.",
         ),
     ]  # a Python keyword, which needs an alias
     arguments: dict[str, Any] = {}

@@ -216,7 +216,7 @@ class TrainingSection(Section):
     all nodes, so losses are no longer equal to the last bit. The next job has all nodes again."""
     deterministic: bool = False
     """On GPUs: kernels and reductions that give the same bits at every run, so that a resume on the same layout, with
-    the same versions, is exact; slower. On CPUs a resume is always exact. See docs/exactness.md."""
+    the same versions, is exact; slower. On CPUs a resume is always exact. See `relayrun help exactness`."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layers of TransformerEngine, or local ones: attention on torch's SDPA (flash on GPUs) and torch's fused norms.
     auto: TransformerEngine on a GPU if it is installed, except with data.reset_attention_mask, for which torch attends
@@ -266,7 +266,7 @@ class TrainingSection(Section):
     mask all are equal. None: micro_batch in a new run, unchanged in a resumed one."""
     loss: ImportPath | None = None
     """`module:function`, your own function that gives each token its loss, from logits and labels or from the
-    cross-entropy losses, see docs/own-code.md; `loss_mean` takes their mean. None: the cross-entropy."""
+    cross-entropy losses, see `relayrun help own-code`; `loss_mean` takes their mean. None: the cross-entropy."""
     hooks: list[HookEntry] = []
     """Your own hooks in the order of their calls, each `module:Class` or `{hook: module:Class, options: {...}}`."""
 

@@ -2,5 +2,5 @@
 
 In it: the supervisor beside the ranks, the watch, the jobs in the queue, nodes to exclude, evaluation jobs, campaigns.
 In: `plan.json`, the records of the run directory, the answers of the scheduler. Out: records, queued jobs, STOP.
-Standard library only. docs/chain.md explains it, docs/failure-modes.md the ways it can end.
+Standard library only. `relayrun help chain` explains it, `relayrun help failure-modes` the ways it can end.
 """

@@ -6,5 +6,5 @@ not at all, and a torn last line is ignored.
 
 In: `plan.json`, which a submit writes, and the records of the attempts. Out: decisions of `chain` and `agent`, and the
 status for people. `run` and `attempt` name the files; the other modules hold one kind of record each. Standard library
-only. `docs/run-directory.md` lists every file.
+only. `relayrun help run-directory` lists every file.
 """

@@ -7,5 +7,5 @@ supervisor_faults    programs in the place of the supervisor
 experiment           one test: submit, inject, wait for the end, compare with the undisturbed run
 session              a list of tests in a folder, and its report
 
-Faults are explained in docs/failure-modes.md.
+Faults are explained in `relayrun help failure-modes`.
 """

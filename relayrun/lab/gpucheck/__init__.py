@@ -6,5 +6,5 @@ performance, resume, models      the parts
 cluster                          the check as a Slurm job on a site
 programs                         the programs and hooks that run on ranks (they import torch)
 
-Input: a device. Output: a JSON file and a table; see docs/gpu-check.md.
+Input: a device. Output: a JSON file and a table; see `relayrun help gpu-check`.
 """

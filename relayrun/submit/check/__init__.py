@@ -4,6 +4,6 @@
     settings, slurm, programs, megatron_lm, data, storage, existing_run    the subjects
     findings         one finding (ok, warning or error), and the list of findings
 
-In come a config, its plan and the run directory; out comes a `CheckReport`. Nothing is written. docs/check.md explains
-it.
+In come a config, its plan and the run directory; out comes a `CheckReport`. Nothing is written. `relayrun help check`
+explains it.
 """

@@ -58,7 +58,7 @@ def plan_table(report: CheckReport, changes: Sequence[str]) -> Table:
 
 
 def check_report_as_json(report: CheckReport, changes: Sequence[str]) -> dict[str, Any]:
-    """Return a report for JSON; docs/check.md says what the names mean. What is not known is null."""
+    """Return a report for JSON; `relayrun help check` says what the names mean. What is not known is null."""
     future = report.forecast
     return {
         "run": report.plan.run,

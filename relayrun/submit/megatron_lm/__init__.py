@@ -6,5 +6,5 @@
     launcher_file    a launcher of others: the flags of the training that it starts, its variables and options
     bash_run         follows Bash without running it: bash_syntax (commands), bash_values (words), bash_test (tests)
 
-docs/megatron-lm.md and docs/megatron-flags.md explain it.
+`relayrun help megatron-lm` and `relayrun help megatron-flags` explain it.
 """

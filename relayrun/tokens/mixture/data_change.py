@@ -1,7 +1,7 @@
 """Changes of a run's data at a submit: a pure function of manifests and configs.
 
-The table in docs/data-order.md ("What is refused") lists which changes are taken, which are refused unless they are
-accepted, and which cannot be accepted. A refusal names each difference.
+The table in `relayrun help data-order` ("What is refused") lists which changes are taken, which are refused unless
+they are accepted, and which cannot be accepted. A refusal names each difference.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def apply_data_change(
         if before is not None and before.fingerprint != held_out.fingerprint:
             changes += [f"validation {name!r}: {line}" for line in _shard_differences(before, held_out)]
     if changes and not accept:
-        how = "see docs/data-order.md for how it would go on" if trained else "it has not trained, and would begin anew"
+        how = "see `relayrun help data-order`" if trained else "it has not trained, and would begin anew"
         hint = f"restore them, or submit with {ACCEPT_OPTION}: {how}"
         raise InputError("the data are not those that this run began with:\n  " + "\n  ".join(changes), hint=hint)
     if changes and not trained:

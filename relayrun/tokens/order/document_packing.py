@@ -4,10 +4,10 @@
     row      = Permutation(rows, key(seed, name, epoch))(i)
     row      → pieces of windows → tokens, lengths, loss mask
 
-Blocks of `WINDOWS_PER_BLOCK` windows are packed separately. The number of rows before each block is kept (8 bytes), and
-a block is packed again when one of its rows is read. Rows are shuffled anew in every epoch; their content is equal in
-all epochs and does not depend on the seed. The last token of a window has no target. docs/data-order.md lists the
-packings; greedy, first_fit and best_fit cost below 1, about 3 and about 1 µs a window.
+Blocks of `WINDOWS_PER_BLOCK` windows are packed separately. The number of rows before each block is kept (8 bytes),
+and a block is packed again when one of its rows is read. Rows are shuffled anew in every epoch; their content is
+equal in all epochs and does not depend on the seed. The last token of a window has no target. `relayrun help
+data-order` lists the packings; greedy, first_fit and best_fit cost below 1, about 3 and about 1 µs a window.
 """
 
 from __future__ import annotations

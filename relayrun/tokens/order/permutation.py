@@ -8,7 +8,7 @@ place of xor (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA
 domain to n: ab < n + a, so walking is rare at every n; a power of four would cost up to four walks.
 
 Cost: twelve integers of memory, one hash of set-up; about 5 µs for an index in Python, below 0.1 µs an index for many
-at once in numpy, at any n. docs/decisions/0006 lists rejected ways.
+at once in numpy, at any n. Decision 0006 lists rejected ways.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ matters least: a count is never further than 2 from weight x n, within about 1 i
 
 A dataset's position is its count in this phase plus its counts of all earlier phases. A dataset that leaves the mixture
 keeps its count, and continues there when it returns. Cost of `locate`: a step for each level of the tree, about 1 µs;
-of `counts`: a step for each dataset and phase. docs/decisions/0010 lists rejected ways.
+of `counts`: a step for each dataset and phase. Decision 0010 lists rejected ways.
 """
 
 from __future__ import annotations

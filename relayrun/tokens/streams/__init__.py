@@ -1,7 +1,7 @@
 """Text that ranks tokenize while training reads it: files, fragments, blocks of rows, lanes, samples.
 
-In: text files frozen at the submit, and cursors of lanes. Out: samples, and the cursor behind each. docs/streams.md
-explains it.
+In: text files frozen at the submit, and cursors of lanes. Out: samples, and the cursor behind each. `relayrun help
+streams` explains it.
 """
 
 from __future__ import annotations

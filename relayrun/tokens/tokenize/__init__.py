@@ -8,7 +8,8 @@
     datatrove_pipeline                    `MegatronTokenWriter`, the last step of a datatrove pipeline
     train_tokenizer                       byte-level BPE trained on a data set
 
-In: files of text. Out: shards and `tokenization.json`, which names the inputs of each. See docs/tokenization.md.
+In: files of text. Out: shards and `tokenization.json`, which names the inputs of each. See `relayrun help
+tokenization`.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def from_huggingface_config(
             raise InputError(
                 f"{name} is {found!r}; only {wanted!r} can be imported",
                 where=where,
-                hint=f"a run can train {mapping.with_article} that has it so; see docs/export.md",
+                hint=f"a run can train {mapping.with_article} that has it so; see `relayrun help export`",
             )
     transformer = dict(mapping.transformer) | {
         setting: config[name] for setting, name in mapping.settings.items() if config.get(name) is not None

@@ -75,7 +75,7 @@ def mapping_for_model(model: ModelSection, path: str | None = None) -> ModelMapp
     raise InputError(
         f"no class of transformers is known for this model; nearest is {nearest}: {', '.join(differences[nearest])}",
         where="model.transformer",
-        hint="give a mapping of your own by its import path: --mapping, or model.mapping (docs/export.md)",
+        hint="give a mapping of your own by its import path: --mapping, or model.mapping (`relayrun help export`)",
     )
 
 
@@ -93,7 +93,7 @@ def mapping_for_config(config: Mapping[str, Any], path: str | None = None, *, wh
         raise InputError(
             f"model_type is {kind!r}; only {', '.join(map(repr, known))} can be imported",
             where=where,
-            hint="give a mapping of your own by its import path with --mapping (docs/export.md)",
+            hint="give a mapping of your own by its import path with --mapping (`relayrun help export`)",
         )
     return known[kind]
 

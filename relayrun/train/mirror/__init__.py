@@ -4,5 +4,6 @@ A pass copies the missing checkpoints, newest first, below a number of bytes a s
 pass. Then it reads every byte of a copy back and compares it with the hashes of the commit or, without hashes, with the
 original file. Only then it claims the copy, so a kill at any point leaves no false claim.
 
-No rule removes the newest copy, and an older copy is removed only while the newest is whole. See docs/mirror.md.
+No rule removes the newest copy, and an older copy is removed only while the newest is whole. See `relayrun help
+mirror`.
 """

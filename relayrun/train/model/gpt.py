@@ -367,7 +367,7 @@ def _eod(data: DataSection, eod: int | None) -> int:
 def _user_loss(path: str | None, ranks: Ranks) -> UserLoss | None:
     if path is None:
         return None
-    hint = "write module:function, where the ranks' Python finds its module; see docs/own-code.md"
+    hint = "write module:function, where the ranks' Python finds its module; see `relayrun help own-code`"
     return user_code.agree_on_user_code(lambda: UserLoss(path), ranks, setting="training.loss", hint=hint)
 
 

@@ -7,5 +7,5 @@
     account          the parts of a run: by attempt, in total, by cause of loss
     tables           an account as tables and as JSON
 
-All times are integer microseconds of all nodes, so sums are exact. docs/goodput.md explains the parts.
+All times are integer microseconds of all nodes, so sums are exact. `relayrun help goodput` explains the parts.
 """

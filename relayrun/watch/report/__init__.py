@@ -4,5 +4,5 @@
     page, chart, html  one HTML file, without scripts and network access
     terminal_report  tables and a loss curve on a terminal, a PNG
 
-docs/report.md explains it.
+`relayrun help report` explains it.
 """

@@ -7,5 +7,5 @@
     tables           tables of runs, and printing of tables
     cron_check_record  the record of the last cron check
 
-Input: run directories and the scheduler's answers; the clock is an argument. docs/monitoring.md explains it.
+Input: run directories and the scheduler's answers; the clock is an argument. `relayrun help monitoring` explains it.
 """

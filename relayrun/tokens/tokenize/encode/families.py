@@ -2,7 +2,7 @@
 
 `plan_engine` compares the parts of a tokenizer.json that decide ids (normalizer, pre-tokenizer, options of the model)
 literally with the forms listed here, never by name or likeness; the reference encodes unlisted forms. Decision 0029
-(docs/decisions) proves each form; `tests/property/test_published.py` tries every form on 40,000 texts and on every
+(decision 0029) proves each form; `tests/property/test_published.py` tries every form on 40,000 texts and on every
 character of Unicode.
 """
 

@@ -1,0 +1,105 @@
+"""`relayrun help`: search, pages, groups of commands, and the nearest command."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from relayrun import cli
+from relayrun.cli.site import help as help_command
+
+ROOT = Path(__file__).resolve().parents[2]
+FOUND = {
+    "time limit": "chain",
+    "OOM": "why",
+    "resume with fewer nodes": "spare-nodes",
+    "tokenizer": "tokenization",
+    "wandb": "monitoring",
+    "learning rate": "training",
+}
+"""What people search for, and a page that has to be among the five."""
+
+
+@pytest.mark.parametrize("words", FOUND)
+def test_a_search_finds_the_page(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["help", *words.split()]) == 0
+    lines = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    assert 1 <= len(lines) <= help_command.MOST_FOUND
+    assert FOUND[words] in [line.split()[0] for line in lines]
+    assert max(map(len, lines)) <= 118
+
+
+def test_a_setting_is_found_by_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["help", "max_failed_restarts"]) == 0
+    assert "chain.max_failed_restarts " in capsys.readouterr().out
+
+
+def test_a_page_is_shown_by_its_name_and_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["help", "data-order"]) == 0
+    assert capsys.readouterr().out == (ROOT / "docs/explanation/data-order.md").read_text(encoding="utf-8")
+    assert cli.main(["help"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.split("\n\n")[0].splitlines()]
+    assert listed == list(help_command.pages())
+
+
+def test_what_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["help", "chekpoints"]) == 1
+    assert "did you mean 'checkpoints'?" in capsys.readouterr().err
+
+
+def named_pages(text: str) -> list[str]:
+    """Pages that a text of the package names: `relayrun help NAME`, also across the end of a line."""
+    names = re.findall(r"relayrun\s+help\s+([a-z][\w-]*)", text)
+    return [name for name in names if name not in ("words", "name")]
+
+
+@pytest.mark.parametrize("folder", ["relayrun", "launchers", "configs"])
+def test_every_page_that_the_package_names_is_there(folder: str) -> None:
+    known = help_command.pages()
+    files = [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".sh", ".yaml")]
+    texts = {path: path.read_text(encoding="utf-8") for path in files}
+    assert sum(len(named_pages(text)) for text in texts.values()) > 1
+    wrong = {path: name for path, text in texts.items() for name in named_pages(text) if name not in known}
+    assert wrong == {}
+    assert not [path for path, text in texts.items() if re.search(r"docs/[\w/-]+\.md", text)]
+
+
+def test_a_page_that_is_gone_is_found() -> None:
+    assert named_pages("see `relayrun help checks` and `relayrun help\nwhy`") == ["checks", "why"]
+
+
+def test_no_two_pages_have_one_name() -> None:
+    paths = [path for kind in help_command.KINDS for path in (ROOT / "docs" / kind).glob("*.md")]
+    assert len(paths) == len(help_command.pages())
+
+
+def test_the_help_has_every_command_in_one_of_five_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    out = capsys.readouterr().out
+    assert re.findall(r"^(\w+):$", out, re.M)[-5:] == ["run", "data", "model", "watch", "site"]
+    assert sorted(re.findall(r"^  ([a-z-]+) +\S", out.partition("run:")[2], re.M)) == sorted(cli.COMMANDS)
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("sumbit", "submit"), ("statsu", "status"), ("reprot", "report")])
+def test_a_typo_has_the_nearest_command(typed: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([typed])
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"there is no command '{typed}'" in error
+    assert f"'{meant}'" in error
+    assert len(error) < 120
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_the_help_of_a_command_ends_with_an_example_that_it_takes(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.parse([name, "--help"])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"  relayrun {name} {cli.EXAMPLES[name]}"
+    assert callable(cli.parse(shlex.split(last)[1:]).run)
