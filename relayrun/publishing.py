@@ -15,9 +15,7 @@ import errno
 import hashlib
 import json
 import os
-import shlex
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from relayrun import files, leftovers
-from relayrun.errors import InputError, RelayrunError, on_interrupt
+from relayrun.errors import InputError, RelayrunError, command_name, on_interrupt
 
 MADE_RECORD = ".relayrun-made.json"
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
@@ -105,10 +103,9 @@ def _has_ended(record: Mapping[str, Any], lock: Path) -> bool:
 
 
 def _holder() -> dict[str, Any]:
-    words = (Path(sys.argv[0]).name, *(word for word in sys.argv[1:3] if not word.startswith("-")))
     return {
         "owner": leftovers.process_identity(),
-        "command": shlex.join(words),
+        "command": command_name(),
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "job": os.environ.get("SLURM_JOB_ID"),

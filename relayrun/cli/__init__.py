@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 
 import relayrun
-from relayrun.errors import run_command
+from relayrun.errors import begin_changes, run_command
 
 AddArguments = Callable[[argparse.ArgumentParser], None]
 
@@ -61,6 +61,12 @@ COMMANDS = {
     "cancel": ("run.stop", "end the chain at once; what was not saved is lost"),
 }
 """By command: its module in this package, and its line of help."""
+_READ_FIRST = {
+    *("check", "config", "explain", "diff", "data", "mixture", "export", "import", "status", "why", "logs", "report"),
+    *("goodput", "init", "completion", "dumps example", "dumps tokenizer", "dumps shuffle", "dumps prepare"),
+    *("dumps merge", "dumps size", "dumps status", "checkpoint mirror", "checkpoint restore", "runs list"),
+}
+"""Commands that change nothing, or only inside the blocks of `on_interrupt`, as those of `publishing` are."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -115,6 +121,7 @@ def as_program(add_arguments: AddArguments, description: str | None) -> int:
         parser = argparse.ArgumentParser(description=description, formatter_class=form)
         add_arguments(parser)
         options = parser.parse_args()
+        begin_changes()
         return int(options.run(options))
 
     return run_command(run)
@@ -122,4 +129,6 @@ def as_program(add_arguments: AddArguments, description: str | None) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     options = parse(arguments)
+    if _READ_FIRST.isdisjoint((arguments[0], " ".join(arguments[:2]))):
+        begin_changes()
     return int(options.run(options))
