@@ -205,24 +205,15 @@ def _how_to_write(place: Path) -> str:
 
 
 EXTRAS = {
-    "torch": "train",
-    "megatron": "train",
-    "safetensors": "train",
-    "wandb": "train",
-    "tensorboard": "train",
-    "datatrove": "tokenize",
-    "fsspec": "tokenize",
-    "orjson": "tokenize",
-    "zstandard": "tokenize",
-    "pyarrow": "tokenize",
-    "submitit": "tokenize",
-    "transformers": "tokenize",
-    "psutil": "tokenize",
-    "matplotlib": "tokenize",
-    "lm_eval": "evaluate",
-    "gigatoken": "fast",
-    "awkward": "fast",
-    "duckdb": "bench",
+    module: extra
+    for extra, modules in {
+        "train": "torch megatron safetensors wandb tensorboard",
+        "tokenize": "datatrove fsspec orjson zstandard pyarrow submitit transformers psutil matplotlib",
+        "evaluate": "lm_eval",
+        "fast": "gigatoken awkward",
+        "bench": "duckdb",
+    }.items()
+    for module in modules.split()
 }
 """Modules that the base installation lacks, and the extra of relayrun that brings each."""
 

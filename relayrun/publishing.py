@@ -123,15 +123,10 @@ def _record_holder(fd: int) -> None:
 
 @contextlib.contextmanager
 def published_folder(final: Path, *, replaces: Check | None = None, read: InputFiles | None = None) -> Iterator[Path]:
-    """Yield an empty folder to fill; after an exit without error it is synced and becomes `final`.
-
-    Args:
-        final: the new name. Links in it are followed, so that a link to a folder keeps pointing to it.
-        replaces: checks a folder that `final` is already, which is replaced then; None: nothing may exist there.
-        read: what the folder is made from: must not change meanwhile, and is put on record for `InputFiles.was_made`.
-
-    Raises InputError if something else stands at `final` now or at the end, or if another process makes it.
-    """
+    """Yield an empty folder to fill; after an exit without error it is synced and becomes `final`, links followed.
+    `replaces`: checks a folder that `final` is already, which is replaced then; None: nothing may exist there. `read`:
+    what the folder is made from, which must not change meanwhile, and is put on record for `InputFiles.was_made`.
+    Raises InputError if something else stands at `final` now or at the end, or if another process makes it."""
     with _published(final, replaces) as made:
         made.mkdir()
         yield made

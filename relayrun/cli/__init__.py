@@ -62,9 +62,8 @@ COMMANDS = {
 }
 """By command: its module in this package, and its line of help."""
 _READ_FIRST = {
-    *("check", "config", "explain", "diff", "data", "mixture", "export", "import", "status", "why", "logs", "report"),
-    *("goodput", "init", "completion", "dumps example", "dumps tokenizer", "dumps shuffle", "dumps prepare"),
-    *("dumps merge", "dumps size", "dumps status", "checkpoint mirror", "checkpoint restore", "runs list"),
+    *("check", "data", "mixture", "export", "import", "status", "logs", "report", "checkpoint mirror"),
+    *("checkpoint restore", "dumps example", "dumps tokenizer", "dumps shuffle", "dumps prepare", "dumps merge"),
 }
 """Commands that change nothing, or only inside the blocks of `on_interrupt`, as those of `publishing` are."""
 
