@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from relayrun import cli
+from tests.megatron_lm.stand_in import stand_in
 from tests.publish.commands import COMMANDS, TOKENIZER, Command, Place, serve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,6 +32,7 @@ SHOWN_BY = {
     "stop": TRIGGERS,
     "cancel": TRIGGERS,
     "dumps download": "huggingface_hub locks each file",
+    "dumps submit": "each dump is tokenized under the lock of `dumps tokenize`",
     "dumps tune": "it measures in a temporary folder with its owner's name",
     "dumps verify": "it moves marks of dumps, each by a rename",
     "upload": "the hub makes commits one behind the other: tests/export/test_upload.py",
@@ -63,11 +65,10 @@ SHOWN_BY = {
 """What shows that two at once do no harm, of the commands that neither the table of `commands.py` nor `HERE` has."""
 HERE = {
     "init": "init OUT/p --cluster local",
-    "adopt": "adopt IN/launcher.sh --output OUT/adopted.yaml",
-    "dumps example": "dumps example --output-folder OUT/x --megabytes 0.2",
-    "dumps tokenize": "dumps tokenize --output-folder OUT/sh --dataset d --paths-file IN/paths --n-workers 1"
+    "adopt": "adopt IN/launcher.sh --checkout IN/megatron --output OUT/adopted.yaml",
+    "dumps example": "dumps example --output-folder OUT/x --megabytes 4",
+    "dumps tokenize": "dumps tokenize --output-folder OUT/sh --dataset IN/text --paths-file IN/meta/dumps/paths_file_0.txt --n-workers 1"
     " --tokenizer-name-or-path IN/t",
-    "dumps submit": "dumps submit IN/dumps.yaml",
 }
 """Commands that this file runs, by their names."""
 LAUNCHER = """#!/bin/bash
@@ -76,15 +77,6 @@ ARGS=(--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 -
   --micro-batch-size 1 --global-batch-size 8 --train-iters 100 --lr 1.0e-3 --save /nowhere/c --load /nowhere/c
   --save-interval 10 --data-path /data/a)
 srun python pretrain_gpt.py ${ARGS[@]}
-"""
-DUMPS = """tokenizer: {IN}/t
-tokenizer_name: t
-dataset_name: d
-metadata_folder: {IN}/meta
-output_folder: {OUT}/sh
-tasks: 2
-workers: 1
-executor: local
 """
 
 
@@ -117,8 +109,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     with serve(tmp_path_factory.mktemp("two"), "text") as found:
         original = found.folder / "original"
         (original / "launcher.sh").write_text(LAUNCHER)
-        (original / "paths").write_text("".join(f"{found.inputs}/text/{number}.parquet\n" for number in range(3)))
-        (original / "dumps.yaml").write_text(DUMPS.format(IN=found.inputs, OUT=found.out))
+        stand_in(original / "megatron")
         found.fresh(NOTHING)
         for command in (f"{TOKENIZER} 300", COMMANDS["prepare"].arguments):
             code, words = found.run(command.replace("OUT/", "IN/"))
