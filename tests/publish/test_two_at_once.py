@@ -67,8 +67,8 @@ HERE = {
     "init": "init OUT/p --cluster local",
     "adopt": "adopt IN/launcher.sh --checkout IN/megatron --output OUT/adopted.yaml",
     "dumps example": "dumps example --output-folder OUT/x --megabytes 4",
-    "dumps tokenize": "dumps tokenize --output-folder OUT/sh --dataset IN/text --paths-file IN/meta/dumps/paths_file_0.txt --n-workers 1"
-    " --tokenizer-name-or-path IN/t",
+    "dumps tokenize": "dumps tokenize --output-folder OUT/sh --dataset IN/text --n-workers 1"
+    " --paths-file IN/meta/dumps/paths_file_0.txt --tokenizer-name-or-path IN/t",
 }
 """Commands that this file runs, by their names."""
 LAUNCHER = """#!/bin/bash
