@@ -22,6 +22,7 @@ import logging
 import os
 import pwd
 import re
+import shlex
 import signal
 import stat
 import sys
@@ -204,24 +205,15 @@ def _how_to_write(place: Path) -> str:
 
 
 EXTRAS = {
-    "torch": "train",
-    "megatron": "train",
-    "safetensors": "train",
-    "wandb": "train",
-    "tensorboard": "train",
-    "datatrove": "tokenize",
-    "fsspec": "tokenize",
-    "orjson": "tokenize",
-    "zstandard": "tokenize",
-    "pyarrow": "tokenize",
-    "submitit": "tokenize",
-    "transformers": "tokenize",
-    "psutil": "tokenize",
-    "matplotlib": "tokenize",
-    "lm_eval": "evaluate",
-    "gigatoken": "fast",
-    "awkward": "fast",
-    "duckdb": "bench",
+    module: extra
+    for extra, modules in {
+        "train": "torch megatron safetensors wandb tensorboard",
+        "tokenize": "datatrove fsspec orjson zstandard pyarrow submitit transformers psutil matplotlib",
+        "evaluate": "lm_eval",
+        "fast": "gigatoken awkward",
+        "bench": "duckdb",
+    }.items()
+    for module in modules.split()
 }
 """Modules that the base installation lacks, and the extra of relayrun that brings each."""
 
@@ -262,6 +254,8 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that ask a command to end: Ctrl-C, `scancel` and `timeout`, a closed terminal."""
 _kept: list[str] = []
 """Sentences of `on_interrupt` about the work that was given up, innermost first."""
+_began: list[bool] = []
+"""Not empty: the command may have changed something."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -271,11 +265,24 @@ class Interrupted(KeyboardInterrupt):
 @contextlib.contextmanager
 def on_interrupt(words: Callable[[], str]) -> Iterator[None]:
     """If a signal ends the command inside the block, it says in these words what is kept, and how to go on."""
+    begin_changes()
     try:
         yield
     except BaseException:  # libraries turn an interrupt into errors of their own
         _kept.append(words())
         raise
+
+
+def begin_changes() -> None:
+    """From now on the command may change something: if a signal ends it, it does not say that nothing was changed."""
+    _began.append(True)
+
+
+def command_name() -> str:
+    """Return the program and its subcommands, as far as these are the first two arguments."""
+    program = Path(sys.argv[0]).name
+    words = ("relayrun" if program == "__main__.py" else program, *(w for w in sys.argv[1:3] if not w.startswith("-")))
+    return shlex.join(words)
 
 
 @contextlib.contextmanager
@@ -290,6 +297,7 @@ def _ending_signals() -> Iterator[list[int]]:
             os.kill(os.getpid(), number)
         if not came:
             came.append(number)
+            _kept.clear()  # of errors that the command has survived
             raise Interrupted
 
     if threading.current_thread() is threading.main_thread():
@@ -304,8 +312,9 @@ def _ending_signals() -> Iterator[list[int]]:
 
 def run_command(main: Callable[[], int | None]) -> int:
     """Run a command of a person as `run_main` does. Any of `ENDING_SIGNALS` ends it as Ctrl-C does: temporary files
-    are removed, one line says what is kept, and the exit code is 128 and the signal's number."""
-    _kept.clear()
+    are removed, one line says what is kept or that nothing was changed, and the exit code is 128 and the signal's
+    number."""
+    _began.clear()
     with _ending_signals() as came:
         try:
             return run_main(main, interrupted=lambda: bool(came))
@@ -315,7 +324,8 @@ def run_command(main: Callable[[], int | None]) -> int:
         name = "" if came[0] == signal.SIGINT else f" by {signal.Signals(came[0]).name}"
         with contextlib.suppress(OSError, ValueError):  # the words of the end are the last ones
             sys.stdout.flush()
-        print(": ".join([f"interrupted{name}", *_kept[:1]]), file=sys.stderr)
+        words = _kept[:1] or [f"`{command_name()}`" + ("" if _began else " has changed nothing")]
+        print(f"interrupted{name}: {words[0]}", file=sys.stderr)
         return 128 + came[0]
 
 

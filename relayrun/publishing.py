@@ -15,9 +15,7 @@ import errno
 import hashlib
 import json
 import os
-import shlex
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from relayrun import files, leftovers
-from relayrun.errors import InputError, RelayrunError, on_interrupt
+from relayrun.errors import InputError, RelayrunError, command_name, on_interrupt
 
 MADE_RECORD = ".relayrun-made.json"
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
@@ -105,10 +103,9 @@ def _has_ended(record: Mapping[str, Any], lock: Path) -> bool:
 
 
 def _holder() -> dict[str, Any]:
-    words = (Path(sys.argv[0]).name, *(word for word in sys.argv[1:3] if not word.startswith("-")))
     return {
         "owner": leftovers.process_identity(),
-        "command": shlex.join(words),
+        "command": command_name(),
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "job": os.environ.get("SLURM_JOB_ID"),
@@ -126,15 +123,10 @@ def _record_holder(fd: int) -> None:
 
 @contextlib.contextmanager
 def published_folder(final: Path, *, replaces: Check | None = None, read: InputFiles | None = None) -> Iterator[Path]:
-    """Yield an empty folder to fill; after an exit without error it is synced and becomes `final`.
-
-    Args:
-        final: the new name. Links in it are followed, so that a link to a folder keeps pointing to it.
-        replaces: checks a folder that `final` is already, which is replaced then; None: nothing may exist there.
-        read: what the folder is made from: must not change meanwhile, and is put on record for `InputFiles.was_made`.
-
-    Raises InputError if something else stands at `final` now or at the end, or if another process makes it.
-    """
+    """Yield an empty folder to fill; after an exit without error it is synced and becomes `final`, links followed.
+    `replaces`: checks a folder that `final` is already, which is replaced then; None: nothing may exist there. `read`:
+    what the folder is made from, which must not change meanwhile, and is put on record for `InputFiles.was_made`.
+    Raises InputError if something else stands at `final` now or at the end, or if another process makes it."""
     with _published(final, replaces) as made:
         made.mkdir()
         yield made

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 
 import relayrun
-from relayrun.errors import did_you_mean, run_command
+from relayrun.errors import begin_changes, did_you_mean, run_command
 
 AddArguments = Callable[[argparse.ArgumentParser], None]
 
@@ -63,6 +63,11 @@ COMMANDS = {
     "cancel": ("run.stop", "end the chain at once; what was not saved is lost"),
 }
 """By command: its module in this package, and its line of help."""
+_READ_FIRST = {
+    *("check", "data", "mixture", "export", "import", "status", "logs", "report", "checkpoint mirror"),
+    *("checkpoint restore", "dumps example", "dumps tokenizer", "dumps shuffle", "dumps prepare", "dumps merge"),
+}
+"""Commands that change nothing, or only inside the blocks of `on_interrupt`, as those of `publishing` are."""
 
 EXAMPLES = {
     "init": "my-project --cluster local",
@@ -173,6 +178,7 @@ def as_program(add_arguments: AddArguments, description: str | None) -> int:
         parser = argparse.ArgumentParser(description=description, formatter_class=form)
         add_arguments(parser)
         options = parser.parse_args()
+        begin_changes()
         return int(options.run(options))
 
     return run_command(run)
@@ -180,4 +186,6 @@ def as_program(add_arguments: AddArguments, description: str | None) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     options = parse(arguments)
+    if _READ_FIRST.isdisjoint((arguments[0], " ".join(arguments[:2]))):
+        begin_changes()
     return int(options.run(options))

@@ -21,7 +21,7 @@ from relayrun.control.rundir import evaluations
 from relayrun.control.rundir.evaluations import EvaluationPolicy
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
-from relayrun.errors import ConfigError, InputError
+from relayrun.errors import ENDING_SIGNALS, ConfigError, InputError
 from relayrun.files import read_json_lines
 from relayrun.places import CODE_ROOT as ROOT
 from relayrun.places import PROJECT_MARKER
@@ -79,9 +79,10 @@ def words(folder: Path) -> dict[str, list[str]]:
 
 @pytest.fixture(autouse=True)
 def _signals() -> Any:
-    before = signal.getsignal(signal.SIGTERM)
+    before = [signal.getsignal(number) for number in ENDING_SIGNALS]
     yield
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in zip(ENDING_SIGNALS, before, strict=True):
+        signal.signal(number, handler)
 
 
 def runs(process: int) -> bool:
@@ -205,7 +206,8 @@ def test_a_checkpoint_that_is_such_a_folder_itself_stays_to_the_end(tmp_path: Pa
     assert (checkpoint / "weights").exists()
 
 
-def test_with_the_job_its_command_ends_and_all_that_it_started(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", ENDING_SIGNALS)
+def test_with_the_job_its_command_ends_and_all_that_it_started(tmp_path: Path, number: signal.Signals) -> None:
     run = command_run(tmp_path, **words(tmp_path))
     (tmp_path / "score.py").write_text(
         "import os, pathlib, subprocess, sys, time\n"
@@ -215,18 +217,18 @@ def test_with_the_job_its_command_ends_and_all_that_it_started(tmp_path: Path) -
         "ready.with_suffix('.new').rename(ready)\n"
         "time.sleep(600)\n"
     )
-    signal.signal(signal.SIGTERM, evaluate._leave_on_signal)
+    signal.signal(number, evaluate._leave_on_signal)
     parent, ready = os.getpid(), evaluations.evaluation_dir(run, 7, 1).path / "scores.json.pid"
     watcher = os.fork()
     if watcher == 0:
         try:
             wait_for(ready.exists)
         finally:  # the parent waits for it
-            os.kill(parent, signal.SIGTERM)
+            os.kill(parent, number)
             os._exit(0)
     line = evaluated(run)
     wait_for(lambda: os.waitpid(watcher, os.WNOHANG)[0])
-    assert (line["status"], line["error"].partition(":")[0]) == ("failed", "SIGTERM")
+    assert (line["status"], line["error"].partition(":")[0]) == ("failed", number.name)
     child = int(ready.read_text())
     wait_for(lambda: not runs(child), words="the end of what the command has started")
 

@@ -191,9 +191,13 @@ COMMANDS = {
 class Place:
     """Inputs and outputs of commands, and the server that runs them."""
 
-    def __init__(self, folder: Path, server: subprocess.Popen[str]) -> None:
+    def __init__(self, folder: Path, server: subprocess.Popen[str], lacking: str) -> None:
+        self.no_faults = lacking
+        """Why no disk can be made to fail; empty: it can."""
         self.folder, self.inputs, self.out, self._server = folder, folder / "in", folder / "out", server
         self._number = 0
+        self.beginning: dict[str, str] = {}
+        """What lay at the outputs when they were last made anew."""
         self._expected: dict[str, dict[str, str]] = {}
         self._operations: dict[str, list[str]] = {}
 
@@ -207,6 +211,7 @@ class Place:
             write_owned(plan, json.loads(plan.read_bytes()))
         if command.over:
             assert self.run(command.others)[0] == 0
+        self.beginning = self.tree()
 
     def _ask(self, request: dict[str, object]) -> int:
         assert self._server.stdin is not None
@@ -338,13 +343,17 @@ def make_models(folder: Path) -> None:
 INPUTS: dict[str, Callable[[Path], None]] = {"text": make_texts, "models": make_models}
 
 
-def faulty_disk(folder: Path) -> dict[str, str]:
-    """Compile `faults.c`; return the environment that loads it: empty on a machine without a compiler."""
-    if (compiler := shutil.which("cc")) is None:
-        return {}
+def faulty_disk(folder: Path) -> tuple[dict[str, str], str]:
+    """Compile `faults.c`; return the environment that loads it, or none and the reason."""
+    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    if compiler is None:
+        return {}, "disks that fail: this machine has no C compiler"
     source, made = Path(__file__).with_name("faults.c"), folder / "faults.so"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", made, source, "-ldl"], check=True)
-    return {"LD_PRELOAD": str(made)}
+    words = [compiler, "-shared", "-fPIC", "-o", str(made), str(source), "-ldl"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        return {}, f"disks that fail: {compiler} cannot compile {source.name}: {done.stderr}"
+    return {"LD_PRELOAD": str(made)}, ""
 
 
 @contextmanager
@@ -354,8 +363,9 @@ def serve(folder: Path, kind: str) -> Iterator[Place]:
     shutil.copytree(folder / "in", folder / "original")
     program = [sys.executable, str(Path(__file__).with_name("command_server.py")), *SERVER_MODULES[kind]]
     root = str(Path(__file__).resolve().parents[2])
-    environment = os.environ | ONE_THREAD_ENVIRONMENT | {"PYTHONPATH": root} | faulty_disk(folder)
+    faults, lacking = faulty_disk(folder)
+    environment = os.environ | ONE_THREAD_ENVIRONMENT | {"PYTHONPATH": root} | faults
     with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as server:
-        yield Place(folder, server)
+        yield Place(folder, server, lacking)
         assert server.stdin is not None
         server.stdin.close()

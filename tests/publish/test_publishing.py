@@ -15,11 +15,12 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.publish.commands import COMMANDS, Command, Place, serve
+from tests.publish.commands import COMMANDS, Command, Place, faulty_disk, serve
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL)
 
@@ -80,6 +81,7 @@ def interrupt(place: Place, name: str, number: signal.Signals, at: int) -> None:
     place.go(started)
     code, words = place.end(started)
     assert "Traceback" not in words, words
+    assert "has changed nothing" not in words or place.tree() == place.beginning
     made = COMMANDS[name].made
     if number == signal.SIGKILL:
         assert code == -number
@@ -205,6 +207,8 @@ def test_a_full_disk_is_one_line_about_the_output(place: Place, name: str) -> No
 def test_a_disk_that_fails_from_some_change_on_is_one_line_about_the_output(
     place: Place, name: str, fault: int
 ) -> None:
+    if place.no_faults:
+        pytest.skip(place.no_faults)
     place.expected(name)
     code = 1
     for after in (0, 1, 2, 3, 5, 8, 13, 21):
@@ -224,6 +228,16 @@ def failed(place: Place, name: str, code: int, words: str) -> None:
     assert "Traceback" not in words
     assert str(place.out) in words
     assert ".tmp-" not in words
+
+
+def test_without_a_compiler_it_is_said_why_no_disk_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert faulty_disk(tmp_path) == ({}, "disks that fail: this machine has no C compiler")
+    (tmp_path / "cc").write_text("#!/bin/sh\necho no headers >&2\nexit 1\n")
+    (tmp_path / "cc").chmod(0o755)
+    environment, reason = faulty_disk(tmp_path)
+    assert environment == {}
+    assert reason.endswith("cc cannot compile faults.c: no headers\n")
 
 
 @each_command(every)

@@ -83,6 +83,21 @@ def test_what_another_submit_made_meanwhile_stays(workspace: Workspace, monkeypa
     assert (folder / "notes").read_text() == "theirs"
 
 
+def test_a_second_submit_at_the_same_time_is_refused(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, found = config(workspace), []
+
+    def while_the_first_submits(*_: object, **__: object) -> str:
+        with pytest.raises(RunDirError, match="another submit of this run is under way") as caught:
+            submission.submit_run(wanted)
+        found.append(caught.value.where)
+        return refused()
+
+    monkeypatch.setattr(LocalScheduler, "submit_first", while_the_first_submits)
+    with pytest.raises(SchedulerError, match="invalid partition"):
+        submission.submit_run(wanted)
+    assert found == [str(workspace.run("deep/run").path)]
+
+
 def test_a_first_submit_that_is_refused_leaves_no_run(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = config(workspace, run_dir=str(workspace.folder / "made" / "by" / "it"))
     monkeypatch.setattr(LocalScheduler, "submit_first", refused)

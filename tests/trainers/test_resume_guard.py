@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from relayrun.control.rundir import triggers
 from relayrun.control.rundir.checkpoint_records import ResumePoint
 from relayrun.control.rundir.records import AttemptOutcome
 from relayrun.control.rundir.run import Run
+from relayrun.control.trainers import checkpoint_cleanup
 from relayrun.control.trainers.base import AttemptObserver
 from relayrun.control.trainers.checkpoint_cleanup import ResumeGuard
 from tests.history import began
@@ -41,12 +43,13 @@ def write(run: Run, form: str, number: int, text: str = "first life") -> None:
     os.rename(path.parent / "new", path)
 
 
-def goes_on(run: Run, form: str, **settings: object) -> AttemptObserver:
-    """The observer of an attempt that is to go on from 40."""
+def goes_on(run: Run, form: str, *, said: Sequence[str] = (), **settings: object) -> AttemptObserver:
+    """The observer of an attempt that is to go on from 40; `said`: lines of its job's log."""
     base = str(run.checkpoints / form.format(40).partition("/")[0])
     made = trainer(run, pattern=form.format("{iteration}").partition("/")[0], **settings)
     began(run, 1, base=40, base_path=base)
-    assert made.prepare(ResumePoint(iteration=40, path=base), attempt=1) == []
+    done = made.prepare(ResumePoint(iteration=40, path=base), attempt=1)
+    assert done == [line.format(base=base) for line in said]
     return follow(run, made)
 
 
@@ -117,10 +120,20 @@ def test_the_next_attempt_puts_back_what_the_one_before_could_not(run: Run, form
     assert texts(run, form) == ["first life", "first life"]
 
 
-def test_a_file_system_without_links_keeps_nothing(run: Run, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_links_keeps_nothing_and_says_so_once(
+    run: Run, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError(1, "no links")))
-    observer = goes_on(run, form)
+    observer = goes_on(
+        run, form, said=["not kept from a program that begins anew: {base}: no hard link to its files: no links"]
+    )
     assert ResumeGuard(run.checkpoints).replaced() == []
     say(run, 41)
     observer.look()
     assert texts(run, form) == ["first life", "first life"]
+
+
+def test_checkpoints_beyond_the_limit_of_files_are_named(run: Run, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_cleanup, "KEPT_FILES", 1)
+    older = run.checkpoints / form.format(20).partition("/")[0]
+    goes_on(run, form, said=[f"not kept from a program that begins anew: {older} and older ones: more than 1 files"])

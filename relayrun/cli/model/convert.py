@@ -7,11 +7,11 @@ from pathlib import Path
 
 from relayrun.config.compose.writable import check_outputs
 from relayrun.control.rundir.find_runs import find_run, split_run_and_iteration
-from relayrun.errors import InputError, did_you_mean_path
-from relayrun.publishing import InputFiles
+from relayrun.errors import InputError, did_you_mean_path, refuse_unwritable
+from relayrun.publishing import InputFiles, refuse_existing
 from relayrun.train.checkpoint import megatron_folder
 from relayrun.train.export import megatron_settings, upload
-from relayrun.train.export.source_and_target import CheckpointSource, check_target_is_new, find_checkpoint, parse_size
+from relayrun.train.export.source_and_target import CheckpointSource, find_checkpoint, parse_size
 
 EXPORT_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -149,7 +149,8 @@ def _new_output(options: argparse.Namespace, folder: Path) -> InputFiles | None:
     if read.was_made(options.output):
         print(f"{options.output.absolute()}: this is done already")
         return None
-    check_target_is_new(options.output)
+    refuse_existing(options.output)
+    refuse_unwritable(options.output)
     return read
 
 

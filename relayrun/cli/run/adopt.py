@@ -41,9 +41,10 @@ def run_adopt(options: argparse.Namespace) -> int:
     if found.errors:
         raise combined_error(found.errors, "parts of the launcher are not taken")
     output = options.output or Path("configs", "runs", f"{found.settings['name']}.yaml")
-    if output.exists():
-        raise ConfigError("exists already", where=output, hint="give another --output, or remove it")
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(output, f"# Adopted from {options.launcher.resolve()}\n{dump_yaml(found.settings)}")
+    try:
+        write_atomic(output, f"# Adopted from {options.launcher.resolve()}\n{dump_yaml(found.settings)}", new=True)
+    except FileExistsError:
+        raise ConfigError("exists already", where=output, hint="give another --output, or remove it") from None
     print(f"wrote {output}; next: relayrun check {output}")
     return 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import stat
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers.base import FoundCheckpoint
 from relayrun.files import fsync_directory, unused_name
+from relayrun.leftovers import remove_path
 
 
 def quarantine_checkpoints(
@@ -56,21 +56,24 @@ class ResumeGuard:
 
     folder: Path
 
-    def keep(self, paths: Sequence[Path]) -> None:
-        """Keep checkpoints of the folder, the most important first, as far as the file system has links."""
-        count = 0
+    def keep(self, paths: Sequence[Path]) -> list[str]:
+        """Keep checkpoints of the folder, the most important first; return a line if any of them is not kept."""
+        count, refused = 0, []
         for path in paths:
             count += len(names := _files_of(path))
             if count > KEPT_FILES and path != paths[0]:
-                return
+                refused.append(f"{path} and older ones: more than {KEPT_FILES:,} files")
+                break
             kept = self.folder / ".kept" / quote(os.path.relpath(path, self.folder), safe="")
             try:
                 for name in names:
                     (kept / name).parent.mkdir(parents=True, exist_ok=True)
                     os.link(path / name, kept / name)
-            except OSError:
+            except OSError as error:
                 _remove(kept)
+                refused.append(f"{path}: no hard link to its files: {error.strerror}")
             _set_writable(kept, False)
+        return [f"not kept from a program that begins anew: {refused[0]}"] if refused else []
 
     def replaced(self) -> list[str]:
         """Return the names of kept checkpoints that the program wrote anew."""
@@ -122,10 +125,8 @@ def _set_writable(kept: Path, writable: bool) -> None:
 
 
 def _remove(kept: Path) -> None:
-    if kept.is_dir():
-        shutil.rmtree(kept)
-    else:
-        kept.unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        remove_path(kept)
 
 
 REMOVE_SECONDS = 0.5

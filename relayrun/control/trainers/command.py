@@ -66,7 +66,7 @@ class CommandTrainer:
         done += [] if rule is None else rule.prepare(base=own, attempt=attempt)
         if own and base.path is not None:
             older = [path for _, path in reversed(rule.every())] if rule is not None else []
-            guard.keep([Path(base.path), *(path for path in older if str(path) != base.path)])
+            done += guard.keep([Path(base.path), *(path for path in older if str(path) != base.path)])
         return done
 
     def command(self, begin: AttemptStart) -> list[str]:

@@ -33,7 +33,7 @@ from relayrun.control.rundir.evaluations import EvaluationDir, EvaluationResult,
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers.tools import wandb_mode
-from relayrun.errors import InputError, RelayrunError, run_main
+from relayrun.errors import ENDING_SIGNALS, InputError, RelayrunError, run_main
 from relayrun.train.reporting.wandb_runs import send_evaluations
 
 COMMAND_END_SECONDS = 10.0
@@ -176,7 +176,8 @@ def evaluate_checkpoint(run: Run, iteration: int, attempt: int) -> EvaluationRes
         )
         about |= {"status": "failed", "error": text}
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the rest takes no time
+        for number in ENDING_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)  # the rest takes no time
         if not keep:
             shutil.rmtree(folder.model, ignore_errors=True)
     about |= {"model": str(folder.model) if keep and folder.model.exists() else None}
@@ -251,7 +252,8 @@ def main() -> int:
     parser.add_argument("--iteration", type=int, required=True)
     parser.add_argument("--attempt", type=int, required=True, help="that committed it")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, _leave_on_signal)
+    for number in ENDING_SIGNALS:
+        signal.signal(number, _leave_on_signal)
     run = Run(options.run_dir.absolute())
     folder = evaluations.evaluation_dir(run, options.iteration, options.attempt)
     return print_result(folder, evaluate_checkpoint(run, options.iteration, options.attempt))

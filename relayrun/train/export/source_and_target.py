@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from relayrun.config.compose.schema import CommonConfig, RunConfig
 from relayrun.control.rundir import checkpoint_records
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
-from relayrun.errors import ConfigError, InputError, RunDirError, refuse_unwritable
+from relayrun.errors import ConfigError, InputError, RunDirError
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentTokenizer, ids_fingerprint, load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
@@ -102,18 +101,6 @@ def _revision(run: Run, iteration: int) -> int | None:
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-def check_target_is_new(target: Path) -> None:
-    """Raise InputError if `target` exists, or this user may not create it."""
-    refuse_existing(target)
-    refuse_unwritable(target)
-
-
-def refuse_existing(target: Path) -> None:
-    """Raise InputError if `target` exists."""
-    if os.path.lexists(target):
-        raise InputError("this exists already", where=target, hint="give another --output, or move it away")
 
 
 def parse_size(text: str) -> int:

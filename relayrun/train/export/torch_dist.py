@@ -219,8 +219,9 @@ def _why_not_written(error: BaseException | None) -> str | None:
     if isinstance(error, SafetensorError):
         return str(error)
     inner = _why_not_written(error.__cause__ or error.__context__)
-    if inner is None and isinstance(error, RuntimeError) and "inline_container" in str(error):
-        return "torch's writer met a full disk, a quota or a limit of file sizes"
+    full = any(words in str(error) for words in ("inline_container", "iostream error"))
+    if inner is None and isinstance(error, RuntimeError) and full:
+        return "torch's writer met a full or broken disk, a quota or a limit of file sizes"
     return inner
 
 

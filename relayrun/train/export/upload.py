@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relayrun.errors import ConfigError, InputError
+from relayrun.errors import ConfigError, InputError, on_interrupt
 from relayrun.masking import is_secret_name, mask_tokens
 from relayrun.terminal import raw_stream
 
@@ -73,6 +73,7 @@ class HubRepository:
         return HfApi(endpoint=self.endpoint, token=self.token)
 
 
+@on_interrupt(lambda: "the hub keeps what it has got; the same command sends the rest")
 def upload_to_hub(hub: HubRepository, folder: Path, *, public: bool = False, revision: str | None = None) -> str:
     """Upload a folder of transformers in one commit; return a report. A missing repository is created, private unless
     `public`, and so is the branch `revision`. Raises InputError if this is no such folder, if a file looks like a
