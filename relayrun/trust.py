@@ -57,7 +57,7 @@ def _refuse_below(top: int, folder: str, own: str) -> None:
     """Judge all that lies in an open folder. Links are left out: only who may write their folder makes them."""
     for name in os.listdir(top):
         try:
-            found = os.stat(name, dir_fd=top, follow_symlinks=False)
+            found = os.lstat(name, dir_fd=top)
             if stat.S_ISLNK(found.st_mode):
                 continue
             _refuse(found, f"{folder}/{name}", own)
