@@ -236,7 +236,12 @@ def test_the_server_of_a_nodes_ranks_refuses_the_code_before_it_serves(tmp_path:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         command = [sys.executable, "-m", module, f"--run-dir={run.path}"]
-        assert subprocess.run(command, stdin=theirs, stderr=subprocess.DEVNULL, timeout=60, check=False).returncode == 1
+        assert (
+            subprocess.run(
+                command, stdin=theirs.fileno(), stderr=subprocess.DEVNULL, timeout=60, check=False
+            ).returncode
+            == 1
+        )
         said = MessageSocket(ours).receive()
     assert said[0]["kind"] == "unable"
     assert "everybody may write this" in said[0]["error"]
