@@ -110,10 +110,8 @@ def folder_identity(folder: Path | str) -> list[int | None]:
 
 def _is_folder(recorded: object, folder: Path | str) -> bool:
     """True if this is the folder's identity. A node may tell no birth where the login node told it."""
-    number, birth = folder_identity(folder)
-    if birth is None and isinstance(recorded, list):
-        return recorded[:1] == [number]
-    return recorded == [number, birth]
+    own = folder_identity(folder)
+    return recorded == own or (own[1] is None and isinstance(recorded, list) and recorded[:1] == own[:1])
 
 
 def read_with_owner(folder: Path | str, name: str) -> tuple[bytes, int]:

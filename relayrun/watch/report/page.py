@@ -13,7 +13,7 @@ from relayrun.control.rundir import restarts
 from relayrun.control.rundir.restarts import FailedRestart
 from relayrun.watch.goodput import tables
 from relayrun.watch.goodput.account import WAIT_KINDS, AllocationAccount
-from relayrun.watch.goodput.tables import PART_COLUMNS, AccountTable, account_tables, format_duration, format_node_time
+from relayrun.watch.goodput.tables import PART_COLUMNS, account_tables, format_duration, format_node_time
 from relayrun.watch.report import chart
 from relayrun.watch.report.chart import EMPTY_SERIES, ChartLine, ChartMark, Series, axis_ticks
 from relayrun.watch.report.html import MAX_TABLE_ROWS, Markup, html_document, html_table, join_markup, tag
@@ -135,12 +135,8 @@ def goodput_section(page: RunReportData) -> Markup:
         tag("p", note, class_="soft") if note else None,
         tag("div", _part_band(page), class_="wide"),
         html_table(parts.columns, parts.rows),
-        *map(_titled_table, others),
+        *(join_markup([tag("h3", each.title.capitalize()), html_table(each.columns, each.rows)]) for each in others),
     )
-
-
-def _titled_table(table: AccountTable) -> Markup:
-    return join_markup([tag("h3", table.title.capitalize()), html_table(table.columns, table.rows)])
 
 
 def _part_band(page: RunReportData) -> Markup:
