@@ -5,8 +5,8 @@
 `copies`: two ranks on this machine exchange copies of their states by gloo, by turns with the HMAC and without it; the
 CPU time of a rank's process in seconds per GB. `metadata`, `common`: the reader of `.metadata` and `common.pt` over
 what torch takes to unpickle the same bytes. `judged`: milliseconds to read the plan of a run with a snapshot of this
-code as `begin` and as each process of a job does, and without any judgement. A pair is two turns behind each other; the
-figures are its quotient or its turns, with their spread. About a minute on two idle cores.
+code as `begin`, a node and each process of a job do, and without any judgement. A pair is two turns behind each other;
+the figures are its quotient or its turns, with their spread. About a minute on two idle cores.
 """
 
 from __future__ import annotations
@@ -163,6 +163,7 @@ def judged(folder: Path, pairs: int) -> dict[str, Any]:
         replace(Plan.load(run), package_root=str(root)).write(run.plan)
     ways: dict[str, Callable[[Run], Plan]] = {
         "begin": Plan.load_trusted,
+        "node": Plan.load_before_ranks,
         "process": Plan.load_in_job,
         "without": Plan.load,
     }

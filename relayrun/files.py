@@ -166,7 +166,7 @@ FileIdentity = tuple[int, int]
 def read_with_identity(path: str | os.PathLike[str]) -> tuple[bytes, FileIdentity]:
     """Read a small file; return its identity too, see `file_identity`. Raises OSError. A look at a thousand runs reads
     ten files of each, for which `open` takes twice as long."""
-    fd, found = _open_for_reading(path)
+    fd, found = open_for_reading(path)
     try:
         return read_descriptor(fd, found.st_size), (found.st_ino, found.st_mtime_ns)
     finally:
@@ -189,7 +189,7 @@ def file_identity(path: str | os.PathLike[str]) -> FileIdentity:
     return found.st_ino, found.st_mtime_ns
 
 
-def _open_for_reading(path: str | os.PathLike[str]) -> tuple[int, os.stat_result]:
+def open_for_reading(path: str | os.PathLike[str]) -> tuple[int, os.stat_result]:
     """Return an open descriptor, which the caller closes, and its status. Raises OSError as `open` does, and for a pipe
     or a device, which another user may put into a run directory: a reader would wait or read for ever."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -234,7 +234,7 @@ def read_json_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """Yield the complete records of a file written by `append_line`; a missing file has none. A line that is not valid
     JSON is skipped: a killed writer left it."""
     try:
-        file = open(_open_for_reading(path)[0], encoding="utf-8", errors="replace")  # noqa: SIM115 - closed below
+        file = open(open_for_reading(path)[0], encoding="utf-8", errors="replace")  # noqa: SIM115 - closed below
     except FileNotFoundError:  # and no other error: a file system that is away for a moment does not empty a record
         return
     with file:
@@ -271,7 +271,7 @@ def last_lines(path: str | os.PathLike[str], count: int) -> tuple[bytes, int]:
     """Return the last lines of a file and its size; nothing of a missing file. Only its end is read, at most
     `MAX_MEAN_LINE` bytes per line and 256 KiB: a file need not have lines."""
     try:
-        fd, found = _open_for_reading(path)
+        fd, found = open_for_reading(path)
     except FileNotFoundError:
         return b"", 0
     size = found.st_size
@@ -300,7 +300,7 @@ def read_json_lines_backwards(
     """Yield the complete records of a file written by `append_line`, newest first, each with the byte where it ends;
     reads only as much as needed. A missing file has none. `end`: as if the file had only this many bytes."""
     try:
-        fd, found = _open_for_reading(path)
+        fd, found = open_for_reading(path)
     except FileNotFoundError:
         return
     size = found.st_size

@@ -10,11 +10,13 @@ only.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import json
 import os
 import shlex
 import stat
+import struct
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ from relayrun.errors import RunDirError, user_name
 from relayrun.files import read_descriptor, write_json
 
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+_AT_FDCWD, _STATX_BTIME = -100, 0x800
 
 OTHER_OWNER_HINT = "submit a config of your own; with --take-over its run goes on from the checkpoints of this one"
 
@@ -57,7 +61,7 @@ def _refuse_below(top: int, folder: str, own: str) -> None:
     """Judge all that lies in an open folder. Links are left out: only who may write their folder makes them."""
     for name in os.listdir(top):
         try:
-            found = os.stat(name, dir_fd=top, follow_symlinks=False)
+            found = os.lstat(name, dir_fd=top)
             if stat.S_ISLNK(found.st_mode):
                 continue
             _refuse(found, f"{folder}/{name}", own)
@@ -81,7 +85,7 @@ def read_owned(folder: Path | str, name: str) -> Any:
         return entry  # its reader says what is wrong
     if owner != os.geteuid():
         entry["owner"] = owner
-    elif entry.get("directory") != os.stat(folder).st_ino:
+    elif not _is_folder(entry.get("directory"), folder):
         entry["owner"] = None
     elif entry["owner"] is None:
         entry["owner"] = owner
@@ -89,9 +93,25 @@ def read_owned(folder: Path | str, name: str) -> Any:
 
 
 def write_owned(path: Path, entry: dict[str, Any]) -> None:
-    """Write a file that `read_owned` reads, and with it the number of its folder, which a copy of the folder has not
-    and which nobody knows before."""
-    write_json(path, entry | {"directory": os.stat(path.parent).st_ino})
+    """Write a file that `read_owned` reads, and with it the identity of its folder, which no copy has."""
+    write_json(path, entry | {"directory": folder_identity(path.parent)})
+
+
+def folder_identity(folder: Path | str) -> list[int | None]:
+    """Return the inode number of a folder, which can be guessed, and the nanosecond of its birth, which nobody can
+    choose or foresee; None where the file system tells none."""
+    buffer = ctypes.create_string_buffer(256)
+    statx = getattr(ctypes.CDLL(None), "statx", None)  # glibc 2.28 and newer
+    known = statx is not None and statx(_AT_FDCWD, os.fsencode(folder), 0, _STATX_BTIME, buffer) == 0
+    seconds, nanoseconds = struct.unpack_from("qI", buffer, 80)
+    known = known and bool(struct.unpack_from("I", buffer)[0] & _STATX_BTIME)
+    return [os.stat(folder).st_ino, seconds * 10**9 + nanoseconds if known else None]
+
+
+def _is_folder(recorded: object, folder: Path | str) -> bool:
+    """True if this is the folder's identity. A node may tell no birth where the login node told it."""
+    own = folder_identity(folder)
+    return recorded == own or (own[1] is None and isinstance(recorded, list) and recorded[:1] == own[:1])
 
 
 def read_with_owner(folder: Path | str, name: str) -> tuple[bytes, int]:

@@ -192,13 +192,9 @@ def _take_flags(launcher: Launcher, found: Adopted) -> None:
         elif name == "ckpt-step":
             found.refuse(flag.source, f"{flag.text} would hold at every start", "use checkpoint.load: RUN:ITERATION")
         else:
-            values = [_yaml_value(value) for value in flag.values]
+            values = [int(v) if re.fullmatch(r"0|-?[1-9]\d{0,17}", v) else v for v in flag.values]
             args[name] = True if not values else values[0] if len(values) == 1 else values
             found.row(flag.source, flag.text, "megatron_lm.args")
-
-
-def _yaml_value(text: str) -> int | str:
-    return int(text) if re.fullmatch(r"0|-?[1-9]\d{0,17}", text) else text
 
 
 def _take_checkpoint(flags: dict[str, Flag], found: Adopted) -> None:

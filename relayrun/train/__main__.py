@@ -91,7 +91,9 @@ def main(flag: SignalFlag) -> int:
         if arguments.base_iteration is not None:
             begin = replace(begin, base_iteration=arguments.base_iteration, base_path=arguments.base_path)
         base = begin.base_iteration
-        plan = Plan.load_in_job(run) if run.plan.exists() else None  # else started by hand
+        judges = is_first_of_node() and not liveness.has_agent()  # else the agent's server has judged the code
+        load = Plan.load_before_ranks if judges else Plan.load_in_job
+        plan = load(run) if run.plan.exists() else None  # else started by hand
         if plan is not None:
             refuse_untrusted(run.path, [f"config/{run.config_revision(begin.config_revision).name}"])
         timings = RankTimings(begin)
@@ -104,7 +106,7 @@ def main(flag: SignalFlag) -> int:
             rare=liveness.memory_folder() is not None,
         )
         heartbeat.beat()
-        if plan is not None and is_first_of_node() and not liveness.has_agent():
+        if plan is not None and judges:
             check_node_at_start(run, plan, attempt, node)
         quiet_libraries()
         megatron_versions.check_version()

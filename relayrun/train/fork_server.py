@@ -26,10 +26,9 @@ from typing import NoReturn
 from relayrun.control.agent.hang_detection import SET_UP, ActivityPage
 from relayrun.control.agent.messages import Message
 from relayrun.control.agent.rank_server import RANK_SIGNALS, RankServer, StartedProcess
-from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.local_srun import die_with_parent
-from relayrun.errors import RelayrunError, log_to_stderr
+from relayrun.errors import log_to_stderr
 from relayrun.train import node_benchmark
 from relayrun.train.reporting.liveness import AGENT_SOCKET_VARIABLE, memory_folder
 from relayrun.train.requests import SignalFlag
@@ -40,11 +39,10 @@ PR_SET_NAME = 15
 
 
 class TrainingForkServer(RankServer):
-    """Forks ranks. `gpus`: number of GPUs of this node."""
+    """Forks ranks."""
 
-    def __init__(self, agent: socket.socket, *, gpus: int = 0) -> None:
-        super().__init__(agent)
-        self._gpus = gpus
+    gpus = 0
+    """Number of GPUs of this node."""
 
     def start(self, order: Message) -> StartedProcess:
         """Fork a rank, or a measurement of this node."""
@@ -77,7 +75,7 @@ class TrainingForkServer(RankServer):
         return program.main(flag)
 
     def _measure(self, order: Message) -> int:
-        node_benchmark.send_measurement(self.agent, order, gpus=self._gpus)
+        node_benchmark.send_measurement(self.agent, order, gpus=self.gpus)
         return 0
 
 
@@ -131,13 +129,6 @@ def _forks_have_no_cuda() -> bool:
     return _wait(pid) != 0
 
 
-def _gpus(run: Run) -> int:
-    try:
-        return Plan.load_in_job(run).gpus_per_node
-    except RelayrunError:
-        return 0
-
-
 def read_config(run: Run) -> None:
     """Read the config of the newest attempt, once for all ranks. The ranks report its errors themselves."""
     from relayrun.train import __main__ as program
@@ -156,10 +147,11 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     agent = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    server = TrainingForkServer(agent, gpus=_gpus(Run(options.run_dir.absolute())))
+    server = TrainingForkServer(agent, Run(options.run_dir.absolute()))
     try:
+        server.gpus = server.load_plan().gpus_per_node
         import_program()
-        read_config(Run(options.run_dir.absolute()))
+        read_config(server.run)
     except BaseException as error:
         traceback.print_exc()
         server.agent.send("unable", error=f"{type(error).__name__}: {error}")

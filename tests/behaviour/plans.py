@@ -35,7 +35,7 @@ _TIME = re.compile(r"\b1[5-9]\d{8}(\.\d+)?\b")
 _MADE_UP = (
     re.compile(r'(?<="id": ")[0-9a-f]{16}(?=")'),
     re.compile(r'(?<="owner": )\d+'),
-    re.compile(r'(?<="directory": )\d+'),
+    re.compile(r'(?<="directory": )\[[^]]*\]'),
     re.compile(r"\b[0-9a-f]{40}\b"),
     re.compile(r"(?<=WANDB_RUN_ID=)\w+"),
     re.compile(r'(?<="id": ")[a-z0-9]{8}(?=")'),

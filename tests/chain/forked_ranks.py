@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 from relayrun.control.rundir import triggers
 from relayrun.control.rundir.records import AttemptOutcome, CheckpointCommit, Heartbeat, RankFailure
@@ -136,6 +137,7 @@ if __name__ == "__main__":
     program.main = rank_main
     fork_server.import_program = imports
     fork_server.read_config = lambda _run: None
+    fork_server.TrainingForkServer.load_plan = lambda _server: SimpleNamespace(gpus_per_node=0)  # it has no plan
     sys.argv = [sys.argv[0], "--run-dir=."]
     code = fork_server.main()
     os._exit(code)

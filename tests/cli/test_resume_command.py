@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -18,6 +19,7 @@ from relayrun.control.rundir.run import Run, stop_reason, write_stop
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.errors import ConfigError
 from relayrun.submit.check import existing_run
+from relayrun.trust import folder_identity
 from tests.history import make_history
 from tests.workspace import Workspace
 
@@ -62,7 +64,7 @@ def test_a_run_that_was_moved_goes_on_where_it_is(submitted: Run, tmp_path: Path
     assert str(moved.path) in moved.job_script.read_text()
 
 
-@pytest.mark.parametrize("plan", ["its", "none", "mine"])
+@pytest.mark.parametrize("plan", ["its", "none", "mine", "guessed", "of no birth"])
 def test_a_copy_goes_on_only_with_a_config_that_its_owner_names(
     submitted: Run, tmp_path: Path, plan: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,6 +74,9 @@ def test_a_copy_goes_on_only_with_a_config_that_its_owner_names(
         copy.plan.unlink()
     elif plan == "mine":
         copy.plan.write_text(copy.plan.read_text().replace(f'"owner": {os.geteuid()}', '"owner": null'))
+    elif plan != "its":  # who sees the number of a folder made just before knows the next one
+        number, birth = copy.path.stat().st_ino, None if plan == "of no birth" else folder_identity(submitted.path)[1]
+        copy.plan.write_text(json.dumps(json.loads(copy.plan.read_text()) | {"directory": [number, birth]}))
     before = sorted(copy.path.rglob("*"))
     assert main(["resume", str(copy.path)]) == 1
     assert ("this is a copy of a run" if plan != "none" else "it has no plan.json") in capsys.readouterr().err

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -20,15 +21,18 @@ import pytest
 from relayrun import trust
 from relayrun.control.agent import __main__ as agent
 from relayrun.control.agent import node_facts
+from relayrun.control.agent.messages import MessageSocket
 from relayrun.control.agent.spawn_server import SpawnServer
 from relayrun.control.chain import failover, supervisor, watch
 from relayrun.control.chain.watch import Watch
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run, stop_reason
+from relayrun.errors import RelayrunError
 from relayrun.files import read_bytes, read_json_lines, writable_by_owner_alone
 from relayrun.leftovers import open_lock
 from relayrun.submit.submission import _refuse_untrusted
 from relayrun.train import __main__ as training
+from relayrun.train.reporting import liveness
 from relayrun.trust import UntrustedError, group_writable_parent, read_trusted, read_with_owner
 from tests.history import make_history
 from tests.slurm.test_triggers_uids import Person, acting_as
@@ -145,6 +149,7 @@ def program(main: Callable[[], int]) -> Callable[[Run], None]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", ["program", f"--run-dir={run.path}", "--attempt=1"])
             patch.setenv("RANK", "1")
+            patch.setenv("LOCAL_RANK", os.environ.get("LOCAL_RANK", "0"))
             if main() != 0:
                 raise UntrustedError((run.attempt(1).path / "failures/rank-0001.json").read_text())
 
@@ -191,7 +196,7 @@ def run_of_snapshots(folder: Path) -> Run:
 
 
 @pytest.mark.parametrize("name", [DEEP, CHECKOUT, "code/0001/relayrun/train", "code/megatron-lm"])
-@pytest.mark.parametrize("load", [Plan.load_in_job, Plan.load_trusted, _refuse_untrusted])
+@pytest.mark.parametrize("load", [Plan.load_before_ranks, Plan.load_trusted, _refuse_untrusted])
 def test_all_of_the_code_that_a_job_executes_is_judged(
     tmp_path: Path, name: str, load: Callable[[Run], object]
 ) -> None:
@@ -209,7 +214,7 @@ def test_code_that_vanishes_meanwhile_hides_none_behind_it(tmp_path: Path, monke
     listed = os.listdir
     monkeypatch.setattr(os, "listdir", lambda fd: ["gone.pyc.1", *listed(fd)])
     with pytest.raises(UntrustedError, match=r"deep\.py"):
-        Plan.load_in_job(run)
+        Plan.load_before_ranks(run)
 
 
 def test_ranks_that_start_again_refuse_code_that_others_can_write_since(tmp_path: Path) -> None:
@@ -217,17 +222,48 @@ def test_ranks_that_start_again_refuse_code_that_others_can_write_since(tmp_path
     ours, theirs = socket.socketpair()
     with ours, theirs:
         server = SpawnServer(theirs, run)
-        (run.path / CHECKOUT).chmod(0o664)
+        (run.path / CHECKOUT).chmod(0o666)
         order = {"arguments": [f"--run-dir={run.path}", "--attempt=1"], "environment": {}, "restart": 2, "rank": 0}
-        with pytest.raises(UntrustedError, match="its group may write this"):
-            server.start({"kind": "fork"} | order)
+        with pytest.raises(UntrustedError, match="everybody may write this"):
+            server._obey({"kind": "fork"} | order)
+        assert "everybody may write this" in MessageSocket(ours).receive()[0]["error"]
 
 
-def test_a_rank_refuses_the_code_from_which_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("module", ["relayrun.train.fork_server", "relayrun.control.agent.spawn_server"])
+def test_the_server_of_a_nodes_ranks_refuses_the_code_before_it_serves(tmp_path: Path, module: str) -> None:
     run = run_of_snapshots(tmp_path / "run")
-    (run.path / DEEP).chmod(0o664)
+    (run.path / DEEP).chmod(0o666)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        command = [sys.executable, "-m", module, f"--run-dir={run.path}"]
+        assert (
+            subprocess.run(
+                command, stdin=theirs.fileno(), stderr=subprocess.DEVNULL, timeout=60, check=False
+            ).returncode
+            == 1
+        )
+        said = MessageSocket(ours).receive()
+    assert said[0]["kind"] == "unable"
+    assert "everybody may write this" in said[0]["error"]
+
+
+@pytest.mark.parametrize(("local_rank", "agent", "judges"), [(0, False, True), (0, True, False), (1, False, False)])
+def test_one_process_of_a_node_judges_the_code_before_ranks_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local_rank: int, agent: bool, judges: bool
+) -> None:
+    """Without an agent's server it is the node's first rank: thousands of ranks do not ask for each file."""
+    run = run_of_snapshots(tmp_path / "run")
+
+    def begin_training() -> None:
+        raise RelayrunError("the ranks start")
+
+    monkeypatch.setattr(training, "quiet_libraries", begin_training)
     monkeypatch.setattr(training, "dump_stacks_on_request", lambda path: None)  # one file for each process
-    with pytest.raises(UntrustedError, match="its group may write this"):
+    monkeypatch.setattr(training, "check_node_at_start", lambda *given: None)
+    monkeypatch.setattr(liveness, "has_agent", lambda: agent)
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    (run.path / DEEP).chmod(0o666)
+    with pytest.raises(UntrustedError, match="everybody may write this" if judges else "the ranks start"):
         program(lambda: training.main(training.SignalFlag()))(run)
 
 

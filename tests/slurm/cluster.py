@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeVar
 
 from relayrun.control.scheduler import slurm_commands
 from tests.waiting import wait_for
+from tests.watchers import end_watcher, start_watcher
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts/tools/test_cluster.sh"
@@ -85,6 +86,7 @@ class TestCluster:
         self.path = path.resolve()
         self.conf = self.path / "etc/slurm.conf"
         self.work = self.path / "work"
+        self._watcher: subprocess.Popen[bytes] | None = None
         self.settings = [
             f"--nodes={nodes}",
             f"--cpus={cpus}",
@@ -108,7 +110,9 @@ class TestCluster:
             self.env["PYTHONPATH"] = os.environ["PYTHONPATH"]
 
     def up(self) -> None:
-        """Start the cluster and wait until its nodes are idle; after an error or an interrupt nothing of it runs."""
+        """Start the cluster and wait until its nodes are idle; after an error or an interrupt nothing of it runs, and
+        nothing either once this process is gone."""
+        self._watcher = start_watcher(SCRIPT, "down", self.path)
         try:
             self._script("up", *self.settings)
         except BaseException:
@@ -120,6 +124,8 @@ class TestCluster:
     def down(self) -> None:
         """End the cluster and every process of its jobs. Idempotent; its logs stay."""
         self._script("down")
+        if self._watcher is not None:
+            end_watcher(self._watcher)
 
     def kill_node(self, node: str) -> None:
         """SIGKILL the node's slurmd; Slurm notices after once or twice `node_timeout`. Processes of its jobs go on."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 import time
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from .cluster import SCRIPT, QueuedJob, TestCluster, job_fields, parse_fields
+from .cluster import ROOT, SCRIPT, QueuedJob, TestCluster, job_fields, parse_fields
 from .conftest import MakeCluster, verdict
 
 pytestmark = pytest.mark.slurm
@@ -162,6 +163,28 @@ def test_down_ends_a_cluster_whose_folder_was_deleted(make_cluster: MakeCluster)
     shutil.rmtree(doomed.path)
     doomed.down()
     assert processes(doomed) == {}
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from tests.slurm.cluster import TestCluster
+TestCluster(Path(sys.argv[1]), nodes=1).up()
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.long
+def test_nothing_of_a_cluster_outlives_a_killed_run(slurm: None, tmp_path_factory: pytest.TempPathFactory) -> None:
+    cluster = TestCluster(tmp_path_factory.mktemp("slurm"), nodes=1)
+    words = [sys.executable, "-c", KILLED, str(cluster.path)]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "up\n"
+        assert processes(cluster)
+        run.kill()
+    cluster.wait_until(lambda: not processes(cluster), 120, what="the end of all daemons")
 
 
 @pytest.mark.usefixtures("accounting")

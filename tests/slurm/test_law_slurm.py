@@ -19,6 +19,7 @@ from relayrun.control.rundir.records import AttemptEnd, AttemptStart
 from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.control.scheduler.slurm_commands import parse_timestamp
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
+from tests.watchers import mounted, undone_by
 
 from .cluster import TestCluster
 from .conftest import MakeCluster
@@ -147,9 +148,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own, at `run`."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(folder)], check=True)
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    with mounted(folder, "-t", "tmpfs", "-o", "size=40m", "tmpfs"):
+        yield folder
 
 
 def test_a_run_directory_that_is_read_only_at_a_job_boundary_does_not_end_the_chain(
@@ -181,10 +181,9 @@ def disk_that_hangs(tmp_path: Path) -> Iterator[Path]:
     with image.open("wb") as file:
         file.truncate(40 * 2**20)
     subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
-    subprocess.run(["mount", "-o", "loop", str(image), str(folder)], check=True)
-    yield folder
-    subprocess.run(["fsfreeze", "-u", str(folder)], check=False, capture_output=True)
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    with undone_by("fsfreeze", "-u", folder), mounted(folder, "-o", "loop", str(image)):
+        yield folder
+        subprocess.run(["fsfreeze", "-u", str(folder)], check=False, capture_output=True)
 
 
 @pytest.mark.long

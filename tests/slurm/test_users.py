@@ -28,6 +28,7 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run, stop_reason
 from relayrun.files import read_json_lines
+from tests.watchers import end_watcher, start_watcher
 from tests.workspace import Workspace, ends, steps
 
 from .cluster import ROOT, TestCluster
@@ -36,6 +37,15 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 UMASK = "0002"
 MOUNTS = {"python": Path(sys.base_prefix), "packages": Path(sysconfig.get_path("purelib"))}
+UNDO = r"""
+for name in python packages; do umount --lazy "$1/$name"; done
+for try in {1..30}; do  # the users have processes as long as the cluster ends
+  for user in "${@:3}"; do userdel "${user}"; done
+  ! getent passwd "${@:3}" >/dev/null || { sleep 2; continue; }
+  groupdel "$2" && exit
+done
+"""
+"""What a killed run leaves; the folder itself stays, as a mount in it may."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +161,7 @@ def team(accounting: None) -> Iterator[Team]:
     word = secrets.token_hex(3)
     group, people = f"rrt{word}", [f"rrt{word}-{name}" for name in ("owner", "member", "outsider")]
     cluster = TestCluster(folder / "c", nodes=2, accounting=True)
+    watcher = start_watcher("bash", "-c", UNDO, "bash", folder, group, *people)
     try:
         folder.chmod(0o755)
         subprocess.run(["groupadd", group], check=True)
@@ -187,6 +198,7 @@ def team(accounting: None) -> Iterator[Team]:
         subprocess.run(["groupdel", group], check=False, capture_output=True)
         if not any(os.path.ismount(folder / name) for name in MOUNTS):
             shutil.rmtree(folder)
+        end_watcher(watcher)
 
 
 def assert_written_by_its_owner_alone(run: Run) -> None:

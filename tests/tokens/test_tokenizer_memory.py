@@ -136,6 +136,17 @@ def test_where_nothing_can_be_kept_everything_works(file: Path, folder: str, mon
     assert not (file.parent / "cache").exists()
 
 
+def test_what_others_can_have_written_is_not_believed(file: Path) -> None:
+    load(file)
+    (kept,) = (file.parent / "cache" / "tokenizers").iterdir()
+    assert tokenizer_files.read_cache(kept.name) is not None
+    kept.chmod(0o620)
+    assert tokenizer_files.read_cache(kept.name) is None
+    kept.chmod(0o600)
+    kept.parent.chmod(0o770)
+    assert tokenizer_files.read_cache(kept.name) is None
+
+
 def test_what_is_kept_is_for_its_owner_alone(file: Path) -> None:
     load(file)
     (kept,) = (file.parent / "cache" / "tokenizers").iterdir()

@@ -49,7 +49,7 @@ class Starts(RankServer):
 def test_a_rank_that_was_killed_before_it_was_to_be_ended_is_told_as_one(kind: type[RankServer]) -> None:
     """The order to end it may come first: its neighbours see its connections close, and their agents are heard."""
     ours, theirs = socket.socketpair()
-    server, agent = kind(theirs), MessageSocket(ours)
+    server, agent = kind(theirs, Run(Path("nowhere"))), MessageSocket(ours)
     for rank in (0, 1):
         server._obey({"kind": "fork", "restart": 1, "rank": rank})
     children = list(server.descriptors())

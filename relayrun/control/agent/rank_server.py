@@ -22,7 +22,10 @@ from functools import partial
 from typing import NamedTuple
 
 from relayrun.control.agent.messages import Message, MessageSocket
+from relayrun.control.rundir.plan import Plan
+from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.local_srun import die_with_parent, is_dying
+from relayrun.errors import RelayrunError
 
 
 class StartedProcess(NamedTuple):
@@ -36,14 +39,24 @@ class StartedProcess(NamedTuple):
 class RankServer(ABC):
     """The started children, by the descriptor that reports their end, and the socket of the agent."""
 
-    def __init__(self, agent: socket.socket) -> None:
-        self.agent = MessageSocket(agent)
+    def __init__(self, agent: socket.socket, run: Run) -> None:
+        self.agent, self.run = MessageSocket(agent), run
+        self._restart = 1
+        """The newest restart before whose ranks the code was judged."""
         self._children: dict[int, tuple[StartedProcess, Message]] = {}
         """Each child that was not waited for, with its order."""
         self._ended: set[int] = set()
         """Children that were alive when they were told to end."""
         self._poll = select.poll()
         self._poll.register(self.agent, select.POLLIN)
+
+    def load_plan(self) -> Plan:
+        """Return the plan. Tells the agent, and raises UntrustedError, if another user can write it or the code."""
+        try:
+            return Plan.load_before_ranks(self.run)
+        except RelayrunError as error:  # the agent records it for each rank
+            self.agent.send("unable", error=f"{type(error).__name__}: {error}")
+            raise
 
     @abstractmethod
     def start(self, order: Message) -> StartedProcess | None:
@@ -71,6 +84,9 @@ class RankServer(ABC):
 
     def _obey(self, order: Message) -> None:
         if order["kind"] in ("fork", "probe"):
+            if order.get("restart", self._restart) != self._restart:  # hours later
+                self.load_plan()
+                self._restart = order["restart"]
             if (child := self.start(order)) is not None:
                 fd = os.pidfd_open(child.pid)
                 self._children[fd] = (child, order)

@@ -19,7 +19,6 @@ from pathlib import Path
 
 from relayrun.control.agent.messages import Message
 from relayrun.control.agent.rank_server import RANK_SIGNALS, RankServer, StartedProcess
-from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.local_srun import die_with_parent
@@ -34,11 +33,9 @@ class SpawnServer(RankServer):
     """Starts each rank as the trainer's command."""
 
     def __init__(self, agent: socket.socket, run: Run) -> None:
-        super().__init__(agent)
-        self._run, self._plan = run, Plan.load_in_job(run)
-        self._trainer = trainer_of(self._plan, run)
-        self._restart = 0
-        """The newest restart before whose ranks the code was judged."""
+        super().__init__(agent, run)
+        self.plan = self.load_plan()
+        self._trainer = trainer_of(self.plan, run)
         self._heard = frozenset([*RANK_SIGNALS, *self._trainer.asked_by]) - {signal.SIGUSR1, signal.SIGUSR2}
         """Signals that this process ignores and its ranks do not; the other two would kill a Python that starts."""
 
@@ -47,29 +44,26 @@ class SpawnServer(RankServer):
 
     def _measure(self, order: Message) -> StartedProcess | None:
         where = [f"--{name}={order[name]}" for name in ("place", "nodes", "address", "port")]
-        where += [f"--gpus={self._plan.gpus_per_node}", f"--socket={self.agent.fileno()}"]
+        where += [f"--gpus={self.plan.gpus_per_node}", f"--socket={self.agent.fileno()}"]
         try:
             process = subprocess.Popen(
-                [*self._plan.probe_program, *where],
+                [*self.plan.probe_program, *where],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[self.agent.fileno()],
                 preexec_fn=partial(die_with_parent, signal.SIGKILL),
             )
         except OSError as error:
-            self.agent.send("probed", error=f"{self._plan.probe_program[0]}: {error.strerror}")
+            self.agent.send("probed", error=f"{self.plan.probe_program[0]}: {error.strerror}")
             self.agent.send("probe ended", code=NOT_FOUND)
             return None
         return StartedProcess(process.pid, process.wait)
 
     def _start(self, order: Message) -> StartedProcess | None:
-        if order["restart"] != self._restart:
-            Plan.load_in_job(self._run)  # raises UntrustedError, and ranks of hours ago are followed by none
-            self._restart = order["restart"]
         begin, restart_begin = self._begins(order["arguments"])
         command = [*self._trainer.command(restart_begin)]
         environment = {**os.environ, **order["environment"]}
         own, first = self._trainer.environment(restart_begin), self._trainer.environment(begin)
-        for name in (own.keys() | first.keys()) - self._plan.environment.keys():  # the site's own variables win
+        for name in (own.keys() | first.keys()) - self.plan.environment.keys():  # the site's own variables win
             if name not in own:
                 environment.pop(name, None)
             elif own[name] != first.get(name):
@@ -96,7 +90,7 @@ class SpawnServer(RankServer):
         parser.add_argument("--base-iteration", type=int)
         parser.add_argument("--base-path")
         options = parser.parse_args(arguments)
-        attempt = self._run.attempt(options.attempt)
+        attempt = self.run.attempt(options.attempt)
         begin = attempt.started_record()
         if options.base_iteration is None:
             return begin, begin

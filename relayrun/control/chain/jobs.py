@@ -45,11 +45,12 @@ def queue_fallback_job(
         if former and _move_fallback_job(jobs, former[0], order):
             return
         given = requested_options.wished_options(run) if options is None else options
+        planned = {"nodes": str(plan.nodes_of_job), "cpus-per-task": str(plan.cpus_per_task), **plan.sbatch_options}
         jobs.queue(
             run.fallback_script,
             name=plan.fallback_job_name,
             order=order,
-            options=_chain_options(plan, given),
+            options=planned | slurm_commands.gpu_options_like_script(given, plan.sbatch_options),
             limit=min(FALLBACK_TIME_LIMIT, plan.time_limit),
         )
         for job in scheduler.live_fallback_jobs(plan) if former else []:
@@ -66,12 +67,6 @@ def _move_fallback_job(jobs: FallbackJobs, job_id: str, order: FallbackOrder) ->
         log_line(f"fallback job {job_id} stays as it is, and another one is queued: {error.message}")
         return False
     return True
-
-
-def _chain_options(plan: Plan, given: Mapping[str, str]) -> dict[str, str | None]:
-    """Return all options of the chain's jobs: `given` overrides the plan."""
-    planned = {"nodes": str(plan.nodes_of_job), "cpus-per-task": str(plan.cpus_per_task), **plan.sbatch_options}
-    return planned | slurm_commands.gpu_options_like_script(given, plan.sbatch_options)
 
 
 def cancel_fallback_jobs(plan: Plan, scheduler: Scheduler, *, anyone: bool = False) -> list[str]:

@@ -129,7 +129,9 @@ def read_quotas(place: Path, command: Sequence[str] = ()) -> list[QuotaLimit]:
                 answer = _program_answer(["lfs", "quota", "-q", option, who, str(place)])
                 found += parse_quota_output(source, answer) or []
     if shutil.which("quota") is not None:
-        command = ["quota", "--no-wrap", "--raw-grace", "--nfs-all", "-f", str(_mount_point(place))]
+        real = Path(os.path.realpath(place))
+        mount = next(folder for folder in (real, *real.parents) if os.path.ismount(folder))  # it accepts no other path
+        command = ["quota", "--no-wrap", "--raw-grace", "--nfs-all", "-f", str(mount)]
         found += parse_quota_output("quota", _program_answer(command)) or []
     return found
 
@@ -146,12 +148,6 @@ def _project_of_folder(place: Path) -> str:
     """Return the project of files made at a path, from Lustre's `1042 P /lustre/ada`; empty if there is none."""
     found = re.match(r"\s*(\d+)", _program_answer(["lfs", "project", "-d", str(place)]))
     return "" if found is None or int(found[1]) == 0 else found[1]
-
-
-def _mount_point(place: Path) -> Path:
-    """Return the mount point of a path: `quota` accepts no other path."""
-    real = Path(os.path.realpath(place))
-    return next(folder for folder in (real, *real.parents) if os.path.ismount(folder))
 
 
 def _site_quotas(command: list[str]) -> list[QuotaLimit]:

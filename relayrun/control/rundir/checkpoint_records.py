@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -212,11 +213,13 @@ def checkpoint_fault(commit: CheckpointCommit) -> str | None:
         return "missing"
     for name, size in commit.files.items():
         try:
-            found = os.stat(commit.path if name == "." else os.path.join(commit.path, name)).st_size
+            found = os.stat(commit.path if name == "." else os.path.join(commit.path, name))
         except FileNotFoundError:
             return f"{name} is missing"
-        if found != size:
-            return f"{name} has {found} bytes, not {size}"
+        if not stat.S_ISREG(found.st_mode):  # a reader of a pipe would wait for ever
+            return f"{name} is no file"
+        if found.st_size != size:
+            return f"{name} has {found.st_size} bytes, not {size}"
     return None
 
 

@@ -138,10 +138,15 @@ class Plan(Record):
 
     @classmethod
     def load_in_job(cls, run: Run) -> Plan:
-        """Read the plan in a process of a job, whose `begin` has judged the files that no process reads again. Raises
-        UntrustedError if another user can write the plan or the code by now."""
+        """Read the plan in a process of a job, whose `begin` has judged all else. Raises UntrustedError if another user
+        can write the plan by now."""
         refuse_untrusted(run.path, [PLAN_NAME])
-        plan = cls.load(run)
+        return cls.load(run)
+
+    @classmethod
+    def load_before_ranks(cls, run: Run) -> Plan:
+        """Read the plan in one process of a node, before ranks start there. The code is judged, too."""
+        plan = cls.load_in_job(run)
         refuse_untrusted(run.path, (), trees=plan.code_folders(run))
         return plan
 

@@ -63,8 +63,9 @@ def update_tracker_runs(run: Run) -> list[TrackerRun]:
     found = list(known) or [TrackerRun(id=new, first_attempt=1)]
     for start, base in _rollbacks(run):
         if start > found[-1].start:
+            digest = hashlib.sha256(f"{found[0].id} {start[0]} {start[1]}".encode()).digest()
             fork = TrackerRun(
-                id=_fork_id(found[0].id, start),
+                id="".join(_ID_LETTERS[byte % len(_ID_LETTERS)] for byte in digest[:TRACKER_ID_LENGTH]),
                 first_attempt=start[0],
                 rollback=start[1],
                 forked_from=found[-1].id,
@@ -84,8 +85,3 @@ def _rollbacks(run: Run) -> Iterator[tuple[tuple[int, int], int]]:
             yield (number, 0), begin.base_iteration
         for count, entry in enumerate(read_json_lines(run.attempt(number).rollbacks), start=1):
             yield (number, count), int(entry["base_iteration"])
-
-
-def _fork_id(first: str, start: tuple[int, int]) -> str:
-    digest = hashlib.sha256(f"{first} {start[0]} {start[1]}".encode()).digest()
-    return "".join(_ID_LETTERS[byte % len(_ID_LETTERS)] for byte in digest[:TRACKER_ID_LENGTH])

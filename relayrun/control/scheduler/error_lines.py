@@ -130,7 +130,10 @@ def blamed_nodes(
         alike = {failure.node for failure in primary if failure.error == first.error}
         several = {failure.node for failure in primary} if not task_ends(log) else alike  # the nodes' clocks may differ
         return {first.node: first.error} if len(alike | several) == 1 else {}
-    if first is None or len(first.nodes) != 1 or _all_tasks_alike(log, first, ntasks):
+    if first is None or len(first.nodes) != 1:
+        return {}
+    alike_ends = [end for end in task_ends(log) if end.what == first.what and not (end.ended and end.signalled)]
+    if len({task for end in alike_ends for task in end.tasks}) >= ntasks > 1:
         return {}
     return {first.nodes[0]: first.what} if _is_node_cause(first, said or first_cause(log, more), more) else {}
 
@@ -144,8 +147,3 @@ def _is_node_cause(first: TaskEnd, said: Statement | None, more: Sequence[Failur
     return first.what.endswith(NOT_STARTED_ENDS) or (
         first.signalled and (known is None or known.cause in ("node", "unknown"))
     )
-
-
-def _all_tasks_alike(log: str, first: TaskEnd, ntasks: int) -> bool:
-    alike = [end for end in task_ends(log) if end.what == first.what and not (end.ended and end.signalled)]
-    return len({task for end in alike for task in end.tasks}) >= ntasks > 1

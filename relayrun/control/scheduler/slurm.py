@@ -105,7 +105,8 @@ class Slurm(SlurmCommands, Scheduler):
 
     def cancelled(self, job_id: str, *, nodes: str) -> bool:
         job = self.query(job_id)
-        if job_id == os.environ.get("SLURM_JOB_ID") and job is not None and job.restarts > _own_restarts():
+        restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+        if job_id == os.environ.get("SLURM_JOB_ID") and job is not None and job.restarts > restarts:
             return False  # an operator requeued it
         if job_id == os.environ.get("SLURM_JOB_ID") and job is not None and job.state == "COMPLETING":
             # While its batch script, in which this runs, lives, a job that Slurm ends is COMPLETING, whatever the
@@ -427,11 +428,6 @@ class Slurm(SlurmCommands, Scheduler):
 
 
 SCHEDULER = Slurm
-
-
-def _own_restarts() -> int:
-    """Return how often the job of this process had been requeued when it started."""
-    return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
 
 
 _SRUN = ["srun", "--kill-on-bad-exit=1", "--export=ALL"]

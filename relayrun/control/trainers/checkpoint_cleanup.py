@@ -22,6 +22,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.trainers.base import FoundCheckpoint
 from relayrun.files import fsync_directory, unused_name
 from relayrun.leftovers import remove_path
+from relayrun.trust import UntrustedError, refuse_untrusted
 
 
 def quarantine_checkpoints(
@@ -58,6 +59,7 @@ class ResumeGuard:
 
     def keep(self, paths: Sequence[Path]) -> list[str]:
         """Keep checkpoints of the folder, the most important first; return a line if any of them is not kept."""
+        self._all()  # raises UntrustedError
         count, refused = 0, []
         for path in paths:
             count += len(names := _files_of(path))
@@ -99,8 +101,15 @@ class ResumeGuard:
         return done
 
     def _all(self) -> list[tuple[Path, Path]]:
-        """Return each kept checkpoint with its second name."""
-        return [(self.folder / unquote(kept.name), kept) for kept in sorted(self.folder.glob(".kept/*"))]
+        """Return each kept checkpoint with its second name. Raises UntrustedError if somebody else can have made it."""
+        if not os.path.lexists(self.folder / ".kept"):
+            return []
+        refuse_untrusted(self.folder, [".kept"], shared=True)
+        found = [(unquote(kept.name), kept) for kept in sorted(self.folder.glob(".kept/*"))]
+        for name, kept in found:
+            if kept.is_symlink() or name.startswith("/") or ".." in name.split("/"):
+                raise UntrustedError("this is no kept checkpoint", where=kept, hint="look at it and remove it")
+        return [(self.folder / name, kept) for name, kept in found]
 
 
 def _files_of(path: Path) -> list[str]:

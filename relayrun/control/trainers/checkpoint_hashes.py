@@ -30,7 +30,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.trainers.pickle_records import CorruptPickle, read_records
 from relayrun.control.trainers.torch_files import METADATA_FILE, read_bounded, tensor_blocks
 from relayrun.errors import RunDirError
-from relayrun.files import append_line, read_json_lines, read_json_lines_backwards
+from relayrun.files import append_line, open_for_reading, read_json_lines, read_json_lines_backwards
 
 PIECE_BYTES = 1 << 22
 READERS = 8
@@ -162,7 +162,7 @@ def _hash_files(folder: str, names: Sequence[str], *, until: float = float("inf"
 def _hash_file(path: str, until: float) -> str | None:
     """Return the hash of a file, read from the disk and not from this node's cache."""
     digest = hashlib.blake2b(digest_size=16)
-    with open(path, "rb", buffering=0) as file:
+    with open(open_for_reading(path)[0], "rb", buffering=0) as file:
         os.fdatasync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         while piece := file.read(PIECE_BYTES):

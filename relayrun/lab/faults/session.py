@@ -224,7 +224,8 @@ def markdown_report(session: FaultSession) -> str:
     """Return a drill as Markdown."""
     lines = [f"# {session_headline(session)}", "", *(f"{fact}  " for fact in session_facts(session)), ""]
     heads = [parse_column_header(name)[0] for name in TABLE_COLUMNS]
-    lines += map(_markdown_row, [heads, ["---"] * len(heads), *table_rows(session)])
+    rows = [heads, ["---"] * len(heads), *table_rows(session)]
+    lines += [f"| {' | '.join(map(_markdown_cell, cells))} |" for cells in rows]
     for result in session.failed_results():
         lines += ["", f"## {result.name}", "", *(f"- {_markdown_cell(words)}" for words in result.wrong)]
         lines += ["", f"Run directory: `{result.run_dir}`"]
@@ -280,10 +281,6 @@ def _result_cells(result: FaultResult) -> list[str]:
         {True: "yes", False: "NO", None: "–"}[result.bit_for_bit],
         "passed" if result.passed else "FAILED",
     ]
-
-
-def _markdown_row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(map(_markdown_cell, cells))} |"
 
 
 def _markdown_cell(text: str) -> str:

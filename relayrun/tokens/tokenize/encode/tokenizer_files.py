@@ -37,6 +37,7 @@ from relayrun.errors import InputError, did_you_mean_path, refuse_urls
 from relayrun.files import write_atomic, write_json
 from relayrun.leftovers import rename_no_replace
 from relayrun.publishing import MADE_RECORD, InputFiles, output_lock, published_folder, refuse_existing, work_folder
+from relayrun.trust import UntrustedError, read_trusted
 
 log = logging.getLogger(__name__)
 
@@ -234,13 +235,12 @@ def cache_key(what: str, parts: Iterable[bytes], packages: Iterable[str]) -> str
 
 
 def read_cache(name: str) -> bytes | None:
-    """Return the value of this key; None if it is missing or damaged."""
-    with contextlib.suppress(OSError, RuntimeError):
+    """Return the value of this key; None if it is missing, damaged, or somebody else can have written it."""
+    with contextlib.suppress(OSError, RuntimeError, UntrustedError):
         if (folder := _cache_folder()) is not None:
-            file = folder / name
-            known, _, value = file.read_bytes().partition(b"\n")
+            known, _, value = read_trusted(folder, name).partition(b"\n")
             if hashlib.sha256(value).hexdigest().encode() == known:
-                os.utime(file)
+                os.utime(folder / name)
                 return value
     return None
 
