@@ -59,6 +59,8 @@ log = logging.getLogger(__name__)
 
 COMPLETING_SECONDS = 30.0
 """Seconds for which `cancelled` waits until a completing job has its final state."""
+GUARD_STEP = "relayrun-guard"
+"""Name of the guard's step."""
 LASTING_RESERVATIONS = {"HOURLY", "DAILY", "WEEKDAY", "WEEKEND", "WEEKLY", "NO_HOLD_JOBS_AFTER_END"}
 """Flags of a reservation after whose end pending jobs still start: it repeats, or its jobs go on without it."""
 
@@ -257,11 +259,14 @@ class Slurm(SlurmCommands, Scheduler):
         self.update_job(job.id, *changes)
 
     def guard(self, job_id: str, command: Sequence[str], *, log: Path) -> None:
-        step = [*self._step_on_batch_host(job_id), f"--output={escape_file_pattern(str(log))}", "--export=ALL"]
+        if GUARD_STEP in self.ask(["squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%j"]).split():
+            return  # of a watch that has ended
+        named = [f"--job-name={GUARD_STEP}", f"--output={escape_file_pattern(str(log))}", "--export=ALL"]
         environment = clean_environment(os.environ)  # else srun takes the job's own options from it
         devnull = subprocess.DEVNULL
         try:  # it ends with the job
-            subprocess.Popen([*step, *command], env=environment, stdin=devnull, stdout=devnull, stderr=devnull)
+            step = [*self._step_on_batch_host(job_id), *named, *command]
+            subprocess.Popen(step, env=environment, stdin=devnull, stdout=devnull, stderr=devnull)
         except OSError as error:
             raise SchedulerError(f"srun: {error}") from None
 
@@ -371,8 +376,7 @@ class Slurm(SlurmCommands, Scheduler):
             socket.getaddrinfo(node, None)
         except OSError:
             with contextlib.suppress(SchedulerError):
-                found = re.search(r" NodeAddr=(\S+)", self._once(["scontrol", "show", "node", "--oneliner", node]))
-                return found[1] if found else node
+                return next(iter(self._once(["sinfo", "--noheader", f"--nodes={node}", "--format=%o"]).split()), node)
         return node
 
     def default_options(self) -> Mapping[str, str]:
