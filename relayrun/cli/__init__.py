@@ -4,7 +4,7 @@ run     submit, check, adopt, wrap, resume, launch, config, diff, explain, sweep
 data    data, dumps, mixture
 model   export, upload, import, checkpoint
 watch   status, why, logs, report, goodput, runs, notify, sentinel
-site    init, completion, gpu-check, drill
+site    init, site, completion, gpu-check, drill
 
 `COMMANDS` names for each verb its module. A call imports only the module of its verb.
 Input: a command line. Output: text, JSON or files, and an exit code. Launchers and scripts call the same functions.
@@ -42,6 +42,7 @@ COMMANDS = {
     "checkpoint": ("model.checkpoint", "whether a checkpoint still holds its bytes; copies of it in a second place"),
     "gpu-check": ("site.lab", "what this machine's GPUs do with relayrun, in eight minutes"),
     "drill": ("site.lab", "faults on purpose, on your cluster: which ones a chain survives, and what each costs"),
+    "site": ("site.lab", "probe: what a cluster does with jobs, by a job of two minutes; writes its site file"),
     "completion": ("site.completion", "a script that completes commands, options, runs and settings in a shell"),
     "status": ("watch.status", "where a run stands; without RUN: all runs"),
     "why": ("watch.why", "why an attempt ended: the first cause, how sure it is, and what to do next"),

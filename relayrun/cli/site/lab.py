@@ -1,9 +1,10 @@
-"""`relayrun gpu-check` and `relayrun drill`: test this machine's GPUs, and inject faults on a cluster."""
+"""`relayrun gpu-check`, `drill` and `site probe`: test this machine's GPUs, disturb a cluster, and measure one."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from relayrun.lab.gpucheck import cluster as gpucheck_cluster
 from relayrun.lab.gpucheck.check import PARTS
 from relayrun.lab.gpucheck.cluster import read_cluster
 from relayrun.lab.gpucheck.setup import CheckSetup
+from relayrun.lab.site_probe import SiteProbe, write_facts
 from relayrun.watch.text import json_text, print_table
 
 DEFAULT_FAULTS = "rank-killed,batch-script-killed,latest-torn,rank-stopped,cancelled,crash-loop"
@@ -32,6 +34,27 @@ DEFAULT_FAULTS = "rank-killed,batch-script-killed,latest-torn,rank-stopped,cance
 
 INTERRUPTED_EXIT_CODE = 130
 """Exit code after Ctrl-C."""
+
+
+def add_site_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `relayrun site`."""
+    probe = parser.add_subparsers(dest="verb", required=True).add_parser("probe", help="one job of two minutes")
+    probe.add_argument("--cluster", required=True, metavar="FILE", help="the site file, by its path; it is written to")
+    probe.add_argument("--directory", type=Path, default=Path(), metavar="DIR", help="that all nodes see (default: .)")
+    probe.add_argument("--queue", type=float, default=60, metavar="MINUTES", help="how long the job may wait")
+    probe.set_defaults(run=run_site_probe)
+
+
+def run_site_probe(options: argparse.Namespace) -> int:
+    """Measure a cluster, and write `probed` into its site file. Raises RelayrunError."""
+    cluster, file = read_cluster(options.cluster), Path(options.cluster)
+    outputs = {"--cluster": file, "--directory": options.directory}
+    check_writable(outputs, cluster=cluster["name"], read_only_paths=cluster.get("read_only_paths", []))
+    with tempfile.TemporaryDirectory(dir=options.directory.absolute(), prefix="relayrun-probe-") as folder:
+        facts = SiteProbe(cluster, Path(folder), queue=60 * options.queue).run()
+    write_facts(file, facts)
+    print(f"{file}: probed: " + "; ".join(f"{name}: {', '.join(found)}" for name, found in facts.items()))
+    return 0
 
 
 def add_drill_arguments(parser: argparse.ArgumentParser) -> None:

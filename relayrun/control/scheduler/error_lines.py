@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from relayrun.config.sections.chain import FailureSignature
 from relayrun.control.diagnosis import Statement, first_cause
@@ -86,14 +87,11 @@ def first_failure(log: str, failures: Sequence[RankFailure]) -> TaskEnd | RankFa
 
 def _killed_by_itself(ends: Sequence[TaskEnd]) -> TaskEnd | None:
     """Return the killed task if only its peers left words and no other task was terminated or killed before. A task
-    that ignores srun's SIGTERM is killed too, KillWait later: then the two cases cannot be told apart."""
-    killed = []
-    for end in ends:
-        if end.what.startswith("Terminated"):
-            break
-        if end.ended and end.signalled:
-            killed.append(end)
-    return killed[0] if len(killed) == 1 else None
+    that ignores srun's SIGTERM is killed too, KillWait later: then the two cases cannot be told apart. A single line
+    is that of a step that somebody ended."""
+    before = takewhile(lambda end: not end.what.startswith("Terminated"), ends)
+    killed = [end for end in before if end.ended and end.signalled]
+    return killed[0] if len(killed) == 1 and len(ends) > 1 else None
 
 
 def blamed_nodes(
@@ -130,7 +128,10 @@ def blamed_nodes(
         alike = {failure.node for failure in primary if failure.error == first.error}
         several = {failure.node for failure in primary} if not task_ends(log) else alike  # the nodes' clocks may differ
         return {first.node: first.error} if len(alike | several) == 1 else {}
-    if first is None or len(first.nodes) != 1 or _all_tasks_alike(log, first, ntasks):
+    if first is None or len(first.nodes) != 1:
+        return {}
+    like_it = [end for end in task_ends(log) if end.what == first.what and not (end.ended and end.signalled)]
+    if len({task for end in like_it for task in end.tasks}) >= ntasks > 1:
         return {}
     return {first.nodes[0]: first.what} if _is_node_cause(first, said or first_cause(log, more), more) else {}
 
@@ -144,8 +145,3 @@ def _is_node_cause(first: TaskEnd, said: Statement | None, more: Sequence[Failur
     return first.what.endswith(NOT_STARTED_ENDS) or (
         first.signalled and (known is None or known.cause in ("node", "unknown"))
     )
-
-
-def _all_tasks_alike(log: str, first: TaskEnd, ntasks: int) -> bool:
-    alike = [end for end in task_ends(log) if end.what == first.what and not (end.ended and end.signalled)]
-    return len({task for end in alike for task in end.tasks}) >= ntasks > 1

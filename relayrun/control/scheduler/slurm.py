@@ -60,7 +60,6 @@ log = logging.getLogger(__name__)
 COMPLETING_SECONDS = 30.0
 """Seconds for which `cancelled` waits until a completing job has its final state."""
 GUARD_STEP = "relayrun-guard"
-"""Name of the guard's step."""
 LASTING_RESERVATIONS = {"HOURLY", "DAILY", "WEEKDAY", "WEEKEND", "WEEKLY", "NO_HOLD_JOBS_AFTER_END"}
 """Flags of a reservation after whose end pending jobs still start: it repeats, or its jobs go on without it."""
 
@@ -107,9 +106,10 @@ class Slurm(SlurmCommands, Scheduler):
 
     def cancelled(self, job_id: str, *, nodes: str) -> bool:
         job = self.query(job_id)
-        if job_id == os.environ.get("SLURM_JOB_ID") and job is not None and job.restarts > _own_restarts():
+        own = job_id == os.environ.get("SLURM_JOB_ID")
+        if own and job is not None and job.restarts > int(os.environ.get("SLURM_RESTART_COUNT") or 0):
             return False  # an operator requeued it
-        if job_id == os.environ.get("SLURM_JOB_ID") and job is not None and job.state == "COMPLETING":
+        if own and job is not None and job.state == "COMPLETING":
             # While its batch script, in which this runs, lives, a job that Slurm ends is COMPLETING, whatever the
             # cause. Where no field names it, the job was cancelled if Slurm gives no reason, and it was no preemption,
             # nor one of its nodes (a lost one is no longer in its own list).
@@ -283,7 +283,9 @@ class Slurm(SlurmCommands, Scheduler):
         return self._once([*step, *command])
 
     def requeue(self, job_id: str, *, delay: int = 0, minimum: MinimumNodes | None = None) -> None:
-        job = self._seen_once(job_id)
+        job = None
+        with contextlib.suppress(SchedulerError, KeyError):  # asks once: only seconds may be left
+            job = parse_job(self._once(["scontrol", "show", "job", "--oneliner", job_id]))
         if job is None or not job.requeue:
             with contextlib.suppress(SchedulerError):  # refused while the job ends; by then it is set
                 self.update_job(job_id, "Requeue=1")
@@ -300,19 +302,11 @@ class Slurm(SlurmCommands, Scheduler):
             if "pending execution" not in error.message:
                 raise
 
-    def _seen_once(self, job_id: str) -> Job | None:
-        """Return the job, or None if Slurm does not report it. Asks once: only seconds may be left."""
-        try:
-            return parse_job(self._once(["scontrol", "show", "job", "--oneliner", job_id]))
-        except (SchedulerError, KeyError):
-            return None
-
     def _nodes_come_back(self, job: Job | None) -> list[str]:
         """Return the changes that allow a job whose `begin` worked the nodes where `begin` had failed before."""
         if job is None or not job.begin_failed_on:
             return []
-        tried = set(job.begin_failed_on.split(","))
-        shown = job.options.get("exclude")
+        tried, shown = set(job.begin_failed_on.split(",")), job.options.get("exclude")
         try:
             given = self._once(["scontrol", "show", "hostnames", shown]).split() if shown else []
         except SchedulerError:
@@ -431,11 +425,6 @@ class Slurm(SlurmCommands, Scheduler):
 
 
 SCHEDULER = Slurm
-
-
-def _own_restarts() -> int:
-    """Return how often the job of this process had been requeued when it started."""
-    return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
 
 
 _SRUN = ["srun", "--kill-on-bad-exit=1", "--export=ALL"]

@@ -36,7 +36,7 @@ def asks_for_gpus(options: Mapping[str, str | None]) -> bool:
     """True if one of these options requests GPUs; `--gpus-per-node` must not be given beside it."""
     by_name = any(name in options for name in ("gpus", "gpus-per-task", "gpus-per-socket"))
     listed = f"{options.get('gres') or ''},{options.get('tres-per-task') or ''}"
-    return by_name or any(_is_gpu_resource(part) and not _is_none(part) for part in listed.split(","))
+    return by_name or any(_is_gpu_resource(part) and not _NONE.search(part) for part in listed.split(","))
 
 
 def gres_with_gpus(gres: str, gpus: str) -> str:
@@ -61,9 +61,8 @@ def gpu_options_like_script(options: Mapping[str, str], script: Mapping[str, str
     return found
 
 
-def _is_none(part: str) -> bool:
-    """True for `gpu:0` and its longer forms, which request nothing."""
-    return re.search(r"[:=]0(\(.*)?$", part) is not None
+_NONE = re.compile(r"[:=]0(\(.*)?$")
+"""The end of `gpu:0` and its longer forms, which request nothing."""
 
 
 def _is_gpu_resource(part: str) -> bool:
