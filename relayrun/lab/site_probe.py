@@ -18,12 +18,12 @@ from relayrun.config.compose.sites import OPTIONS_FROM_ENVIRONMENT, sbatch_optio
 from relayrun.control.chain_state import CLOCK_TOLERANCE
 from relayrun.control.scheduler.base import Job
 from relayrun.control.scheduler.error_lines import first_failure
-from relayrun.control.scheduler.slurm import Slurm
+from relayrun.control.scheduler.factory import slurm_scheduler
 from relayrun.errors import SchedulerError
 from relayrun.files import write_atomic
 from relayrun.slurmtime import parse_time
 
-JOB_NAME, MINUTES = "relayrun-site-probe", 2
+JOB_NAME = "relayrun-site-probe"
 ORDER_SECONDS = 30.0  # until an order that Slurm accepted shows in the job
 
 
@@ -31,7 +31,7 @@ class SiteProbe:
     """One probe of a cluster. `queue`: seconds for which its job may wait; `folder`: one that all nodes see."""
 
     def __init__(self, cluster: Mapping[str, Any], folder: Path, *, queue: float) -> None:
-        self.slurm = Slurm(patience=30.0)
+        self.slurm = slurm_scheduler(patience=30.0)
         self.cluster, self.folder, self.queue = cluster, folder, queue
         self.script = Path(__file__).with_name("site_probe.sh")
         self.facts: dict[str, list[str]] = {"refused": [], "denied": []}
@@ -42,16 +42,16 @@ class SiteProbe:
         options = self._accepted_options()
         command = [f"--job-name={JOB_NAME}", "--hold", "--requeue", f"--output={self.folder}/job.log"]
         command += [f"--{name}={value}" for name, value in options.items()]
-        arguments = [str(self.script), str(self.folder), *self.cluster.get("modules", [])]
-        self._job_id = self.slurm.submit_once([*command, *arguments], name=JOB_NAME)
+        command += [str(self.script), str(self.folder), *self.cluster.get("modules", [])]
+        self._job_id = self.slurm.submit_once(command, name=JOB_NAME)
         try:
             self.facts["rewritten"] = [each for each in options if _differs(self._job().options, each, options[each])]
-            self._order("release", lambda job: "Held" not in self._reason(job))
+            self._order("release", lambda job: "Held" not in self.slurm.field(job.id, "%r"))
             self._wait(lambda _: (self.folder / "done").exists(), self.queue)
             self._read_job()
             self._order("requeue", lambda job: job.restarts > 0)
             if not self.facts["denied"]:
-                self._order("hold", lambda job: "Held" in self._reason(job))
+                self._order("hold", lambda job: "Held" in self.slurm.field(job.id, "%r"))
         finally:
             self.slurm.cancel(self._job_id)
         return {name: list(dict.fromkeys(found)) for name, found in self.facts.items() if found}
@@ -62,7 +62,7 @@ class SiteProbe:
         known: dict[str, Any] = {**self.slurm.default_options(), **job.get("sbatch", {})}
         known |= {name: job[name] for name in OPTIONS_FROM_ENVIRONMENT if job.get(name)}
         known |= sbatch_options_from_environment(os.environ)
-        options = {name: str(value) for name, value in known.items() if value} | {"nodes": "2", "time": str(MINUTES)}
+        options = {name: str(value) for name, value in known.items() if value} | {"nodes": "2", "time": "2"}
         if self._refusal(options) and not self._refusal(options | {"nodes": "1"}):
             options["nodes"] = "1"
         while words := self._refusal(options):
@@ -87,13 +87,10 @@ class SiteProbe:
             raise SchedulerError(f"the job of the probe, {self._job_id}, is {state}")
         return job
 
-    def _reason(self, job: Job) -> str:
-        return self.slurm.ask(["squeue", "--noheader", f"--jobs={job.id}", "--format=%r"])
-
     def _order(self, order: str, has_effect: Callable[[Job], bool]) -> None:
         """Give one of Slurm's orders to the job; `denied` names it if it has no effect."""
         try:
-            self.slurm.order(["scontrol", order, self._job_id])
+            self.slurm.order_job(self._job_id, order)
             self._wait(has_effect, ORDER_SECONDS)
         except SchedulerError:
             self.facts["denied"].append(order)
@@ -102,7 +99,8 @@ class SiteProbe:
         until = time.monotonic() + seconds
         while not done(job := self._job()):
             if time.monotonic() > until:
-                raise SchedulerError(f"job {job.id} is {job.state} after {seconds:.0f} s: {self._reason(job).strip()}")
+                reason = self.slurm.field(job.id, "%r")
+                raise SchedulerError(f"job {job.id} is {job.state} ({reason}) after {seconds:.0f} s")
             time.sleep(1)
 
     def _read_job(self) -> None:
@@ -110,8 +108,7 @@ class SiteProbe:
         for line in (self.folder / "facts").read_text(errors="replace").splitlines():
             name, _, value = line.partition(" ")
             said.setdefault(name, []).append(value)
-        now = float(said["controller"][0] or "nan")
-        clocks = [row.split() for row in said.get("clock", [])]
+        now, clocks = float(said["controller"][0] or "nan"), [row.split() for row in said.get("clock", [])]
         self.facts |= {name: said.get(name, []) for name in ("modules", "connection_ports", "variables")}
         self.facts["clocks"] = [node for node, clock in clocks if abs(float(clock) - now) > CLOCK_TOLERANCE / 10]
         self.facts["misplaced"] = [each for each in ("by-name", "by-number") if said.get(each) != said["batch_host"]]

@@ -89,10 +89,10 @@ class Slurm(SlurmCommands, Scheduler):
             if "Invalid job id" in error.message:
                 return None
             raise
-        name = self._field(job_id, "%j") if is_job_text_ambiguous(text) else None
-        return parse_job(text, name=name, gpus=self._field(job_id, "%b") if are_gpus_ambiguous(text) else "")
+        name = self.field(job_id, "%j") if is_job_text_ambiguous(text) else None
+        return parse_job(text, name=name, gpus=self.field(job_id, "%b") if are_gpus_ambiguous(text) else "")
 
-    def _field(self, job_id: str, letter: str) -> str:
+    def field(self, job_id: str, letter: str) -> str:
         """Return one field of a job, in squeue's format."""
         command = ["squeue", "--noheader", "--states=all", f"--jobs={job_id}", f"--format={letter}"]
         return self.ask(command, answer="Invalid job id").removesuffix("\n")
@@ -157,7 +157,11 @@ class Slurm(SlurmCommands, Scheduler):
         return float(found[1]) if found else None
 
     def release(self, job_id: str) -> None:
-        self.order(["scontrol", "release", job_id])
+        self.order_job(job_id, "release")
+
+    def order_job(self, job_id: str, verb: str) -> None:
+        """Give one order of scontrol: release, hold, requeue. Raises SchedulerError."""
+        self.order(["scontrol", verb, job_id])
 
     def job_end(self, job: Job) -> tuple[float | None, str]:
         ends = [] if job.end_time is None else [(job.end_time, "")]
