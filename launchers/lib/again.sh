@@ -74,7 +74,7 @@ cancelled_successor() {
 
 # Whether Slurm has taken the order to queue this job again; until its processes are gone it is COMPLETING.
 requeued() { # job
-  [[ "$(asked_of_slurm scontrol show job --oneliner "$1")" =~ \ Restarts=([0-9]+) ]] &&
+  [[ "$(asked_of_slurm squeue --noheader --states=all --jobs="$1" --Format=RestartCnt)" =~ ^([0-9]+) ]] &&
     ((BASH_REMATCH[1] > ${SLURM_RESTART_COUNT:-0}))
 }
 

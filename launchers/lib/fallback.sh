@@ -8,7 +8,7 @@
 # more rights comes back; one that somebody cancels does not.
 ended() {
   trap '' TERM USR2
-  if [[ "$(slurm scontrol show job --oneliner "${SLURM_JOB_ID}")" =~ \ PreemptTime=[0-9] ]]; then
+  if [[ "$(slurm squeue --noheader --states=all --jobs="${SLURM_JOB_ID}" --Format=PreemptTime)" == [0-9]* ]]; then
     slurm scontrol requeue "${SLURM_JOB_ID}"
     ! requeued "${SLURM_JOB_ID}" || exit 1
   fi

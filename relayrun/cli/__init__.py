@@ -4,7 +4,7 @@ run     submit, check, adopt, wrap, resume, launch, config, diff, explain, sweep
 data    data, dumps, mixture
 model   export, upload, import, checkpoint
 watch   status, why, logs, report, goodput, runs, notify, sentinel
-site    init, help, completion, gpu-check, drill, trial
+site    init, help, site, completion, gpu-check, drill, trial
 
 `COMMANDS` names for each verb its module. A call imports only the module of its verb.
 Input: a command line. Output: text, JSON or files, and an exit code. Launchers and scripts call the same functions.
@@ -44,6 +44,7 @@ COMMANDS = {
     "gpu-check": ("site.lab", "what this machine's GPUs do with relayrun, in eight minutes"),
     "drill": ("site.lab", "faults on purpose, on your cluster: which ones a chain survives, and what each costs"),
     "trial": ("site.lab", "whether a program resumes and leaves when asked, in a short run that is killed on purpose"),
+    "site": ("site.lab", "probe: what a cluster does with jobs, by a job of two minutes; writes its site file"),
     "completion": ("site.completion", "a script that completes commands, options, runs and settings in a shell"),
     "status": ("watch.status", "where a run stands; without RUN: all runs"),
     "why": ("watch.why", "why an attempt ended: the first cause, how sure it is, and what to do next"),
@@ -91,6 +92,7 @@ EXAMPLES = {
     "gpu-check": "--tiny",
     "drill": "--cluster my-site --yes",
     "trial": "configs/runs/my-run.yaml",
+    "site": "probe --cluster configs/clusters/my-site.yaml",
     "completion": "bash",
     "status": "my-project/my-run -f",
     "why": "my-project/my-run",

@@ -134,7 +134,7 @@ class FakeSlurm:
             return self.add(name, comment=comment, delay=delay, exclude=exclude, after=after, **further) + "\n"
         if program == "squeue":
             if "steps" in options:
-                return f"{options['jobs']}.0\n"
+                return "relay\n" if options["format"] == "%j" else f"{options['jobs']}.0\n"
             live = {key: job for key, job in jobs.items() if job["state"] in LIVE or options.get("states") == "all"}
             if "jobs" in options:
                 live = {options["jobs"]: live[options["jobs"]]}
@@ -151,6 +151,8 @@ class FakeSlurm:
         if program in ("sacct", "sacctmgr"):  # a cluster without accounting
             return ""
         if program == "sinfo":
+            if options.get("format") == "%o":
+                return f"{options['nodes']}\n"
             return "\n".join(sorted(NODES)) + "\n" if "Node" in options else "idle\n"
         if program == "scancel":
             if "signal" not in options:
@@ -169,8 +171,6 @@ class FakeSlurm:
             return "PartitionName=debug Default=YES MinNodes=1\n"
         if rest[:2] == ["show", "reservation"]:
             return "No reservations in the system\n"
-        if rest[:2] == ["show", "node"]:
-            return f"NodeName={rest[2]} NodeAddr={rest[2]} NodeHostName={rest[2]}\n"
         if rest[0] == "requeue":
             if jobs[rest[1]]["state"] == "PENDING":
                 raise RefusedError(f"Job is pending execution for job {rest[1]}")

@@ -251,6 +251,12 @@ folder="{folder}"
 echo "${{0##*/}} $*" >>"$folder/asked"
 [[ -z "${{SQUEUE_STATES:-}}" ]] || echo "${{0##*/}}" >>"$folder/misled"
 case "${{0##*/}} $*" in
+  squeue*RestartCnt)
+    if [[ -e "$folder/preempted.case" || (-e "$folder/slow-kill.case" && -e "$folder/orders") ]]; then
+      echo "1                   "
+    else
+      echo "0                   "
+    fi ;;
   squeue*%k*) cat "$folder/comment" 2>/dev/null ;;
   squeue*-fallback*) [[ ! -e "$folder/refused-with-fallback.case" ]] || echo 9 ;;
   squeue*PENDING*)
@@ -266,9 +272,6 @@ case "${{0##*/}} $*" in
   sbatch*--exclude*) exit 1 ;;
   sbatch*--nodes=3*) [[ -e "$folder/spare-is-down.case" ]] || exit 1 ;;
   sbatch*) exit 1 ;;
-  "scontrol show job --oneliner 7")
-    [[ ! -e "$folder/preempted.case" && ! (-e "$folder/slow-kill.case" && -e "$folder/orders") ]] ||
-      echo "JobId=7 Requeue=1 Restarts=1 BatchFlag=1" ;;
   "scontrol show hostnames n[1,7]") printf 'n1\nn7\n' ;;
   "scontrol show"*) ;;
   scontrol*)
@@ -409,7 +412,8 @@ def test_watch_is_started_again_though_its_log_is_full(tmp_path: Path) -> None:
 STAND_IN = """#!/bin/bash
 case "${0##*/} $*" in
   "sbatch "*) exit 0 ;;
-  *"show job"*) echo "JobId=7 Restarts=$([[ -e requeued ]] && echo 1 || echo 0) x" ;;
+  *"show job"*) echo "JobId=7 JobName=x Restarts=9 PreemptTime=1 Restarts=0" ;; # a name like these fields is no field
+  *RestartCnt) if [[ -e requeued ]]; then echo 1; else echo 0; fi ;;
   *"--format=%T %L") echo "RUNNING 1:00" ;;
   *"--format=%x") echo "(null)" ;;
   *"--format=%k") [[ ! -e comment ]] || cat comment ;;

@@ -17,6 +17,7 @@ import yaml
 from relayrun.cli import main
 from relayrun.config.compose import resolve
 from relayrun.config.compose.yaml_file import LocatedSettings
+from relayrun.lab.site_probe import write_facts
 from relayrun.submit import submission
 from relayrun.submit.check import report
 from relayrun.tokens.tokenize import job_config
@@ -96,6 +97,22 @@ def test_the_check_says_what_could_not_be_read_of_a_site(tmp_path: Path) -> None
         found = [each for each in report.check_config(config).warnings if each.name == "job.site"]
         assert len(found) == said
         assert all("the name of the partition, booster; that GPUs" in each.words for each in found)
+
+
+def test_a_check_warns_of_what_a_probe_found_and_the_run_meets(tmp_path: Path) -> None:
+    site = tmp_path / "clusters/here.yaml"
+    site.parent.mkdir()
+    site.write_text("# mine\nname: here\nscheduler: slurm\nmodules: [good, bad]\n")
+    facts = {"refused": ["partition", "qos"], "modules": ["bad"], "denied": ["requeue"], "misplaced": ["by-number"]}
+    for written in ({"clocks": ["n1"]}, facts):
+        write_facts(site, written)
+    assert site.read_text().startswith("# mine\n")
+    assert yaml.safe_load(site.read_text())["probed"] == facts
+    (tmp_path / "run.yaml").write_text(RUN.format(root=ROOT, name="generic", folder=tmp_path))
+    wanted = [f"cluster={site}", "job.partition=fast", "chain.auto_requeue=true"]
+    config = resolve.load_run_config(tmp_path / "run.yaml", wanted)
+    words = [each.words for each in report.check_config(config).warnings if each.name == "job.probed"]
+    assert words == ["the site refuses --partition; the site lets nobody requeue a job; module bad does not load"]
 
 
 def test_the_definition_file_of_alps_holds_the_variables_of_its_site_file() -> None:

@@ -291,6 +291,8 @@ def test_a_job_whose_begin_failed_says_so_in_its_comment() -> None:
 def test_a_step_on_the_batch_host_asks_for_it_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Since Slurm 24.05 `--relative=0` is another node for each step; with a topology it is that of a switch."""
     slurm = slurm_of(tmp_path, monkeypatch, srun='echo "$@"')
+    names = ["batch"]
+    monkeypatch.setattr(slurm, "ask", lambda _command: "\n".join(names))
     monkeypatch.setattr(slurm, "query", lambda _id: parse_job(LINE.replace("BatchHost=n0", "BatchHost=n1")))
     steps = [slurm.run_beside("17", ["env"], nodes=1).split()]
     monkeypatch.setattr("relayrun.control.scheduler.slurm.subprocess.Popen", lambda words, **_: steps.append(words))
@@ -299,6 +301,9 @@ def test_a_step_on_the_batch_host_asks_for_it_by_its_name(tmp_path: Path, monkey
     for words in steps:
         assert "--nodelist=n1" in words
         assert not [word for word in words if word.startswith("--relative")]
+    names.append("relayrun-guard")
+    slurm.guard("17", ["env"], log=tmp_path / "guard.log")  # a watch that starts again
+    assert len(steps) == 2
 
 
 def rendezvous(monkeypatch: pytest.MonkeyPatch, slurm: Slurm, name: str = "localhost") -> tuple[str, int]:
@@ -326,10 +331,10 @@ def test_each_start_meets_at_a_free_port_that_no_connection_takes(
 def test_a_node_whose_name_does_not_resolve_is_reached_by_its_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slurm = slurm_of(tmp_path, monkeypatch, scontrol="echo 'NodeName=n.invalid NodeAddr=10.1.2.3 NodeHostName=n'")
+    slurm = slurm_of(tmp_path, monkeypatch, sinfo="echo 10.1.2.3")
     assert rendezvous(monkeypatch, slurm, "n.invalid")[0] == "10.1.2.3"
     assert rendezvous(monkeypatch, slurm)[0] == "localhost"
-    slurm = slurm_of(tmp_path, monkeypatch, scontrol="exit 1")
+    slurm = slurm_of(tmp_path, monkeypatch, sinfo="exit 1")
     assert rendezvous(monkeypatch, slurm, "n.invalid")[0] == "n.invalid"  # the ranks say why
 
 

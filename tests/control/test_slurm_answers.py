@@ -91,3 +91,12 @@ def test_refusals_are_known(recorded: dict[str, str]) -> None:
 @pytest.mark.parametrize("name", ["tres-per-task", "segment", "extra", "oom-kill-step", "stepmgr", "acctg-freq"])
 def test_options_of_newer_versions_are_known(name: str) -> None:
     assert name in KNOWN_SBATCH_OPTIONS
+
+
+@pytest.mark.parametrize("task", ["task 0", "tasks 0-3"])
+def test_a_cancelled_step_of_one_node_blames_it_for_nothing(task: str) -> None:
+    """Seen by `relayrun site probe`: with one line of srun no peer tells that the task failed by itself."""
+    lines = ["slurmstepd-n0: error: *** STEP 3.3 ON n0 CANCELLED AT 2026-11-27T11:29:38 ***"]
+    log = "\n".join([*lines, "srun: Job step aborted: Waiting up to 5 seconds.", f"srun: error: n0: {task}: Killed"])
+    assert first_failure(log, []) is None
+    assert first_failure(f"srun: error: n0: {task}: Killed\n", []) is not None  # by the kernel, out of memory

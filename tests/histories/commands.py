@@ -79,6 +79,8 @@ class Commands:
     def squeue(self, options: dict[str, str], _rest: list[str]) -> str:
         if "steps" in options:
             work = self._job(options["jobs"]).work
+            if options["format"] == "%j":
+                return "" if work is None else "relayrun-guard\n" * sum(not step.over for step in work.steps)
             return f"{options['jobs']}.0\n" if work is not None else ""
         found = [job for job in self.slurm.jobs.values() if job.live or options.get("states") == "all"]
         if "jobs" in options:
@@ -116,7 +118,8 @@ class Commands:
         nodes = self.slurm.expand(options["nodes"]) if "nodes" in options else [*self.slurm.nodes]
         states = {"idle": "idle", "alloc": "allocated", "down": "down*"}
         rows = [(name, states[self.slurm.nodes[name]]) for name in nodes]
-        return "".join(options["format"].replace("%N", name).replace("%T", state) + "\n" for name, state in rows)
+        form = options["format"].replace("%o", "127.0.0.1")
+        return "".join(form.replace("%N", name).replace("%T", state) + "\n" for name, state in rows)
 
     def sdiag(self, _options: dict[str, str], _rest: list[str]) -> str:
         return f"sdiag output at Wed May 18 03:33:20 2033 ({self.slurm.clock.now:.0f})\n"
@@ -140,8 +143,6 @@ class Commands:
                 return "PartitionName=main Default=YES MinNodes=1\n"
             case ["show", "config"]:
                 return "KillWait                = 30 sec\nMaxArraySize            = 1001\n"
-            case ["show", "node", name]:
-                return f"NodeName={name} NodeAddr=127.0.0.1 State={self.slurm.nodes[name].upper()}\n"
             case ["show", "reservation", *names]:
                 if set(names) - self.slurm.reservations.keys():
                     raise RefusedError(f"Reservation {names[0]} not found")

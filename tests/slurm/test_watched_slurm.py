@@ -74,6 +74,29 @@ def test_a_process_that_is_stopped_holds_no_node_to_the_time_limit(
     assert [end.cause for end in ends(run)] == [cause], logs(run)
 
 
+def test_a_watch_that_starts_again_leaves_the_job_with_one_guard(
+    cluster: TestCluster,
+    make_run: MakeRun,  # noqa: F811
+) -> None:
+    """Two guards queue a job again twice, and each may queue another job in its place."""
+    run, plan = make_run("--steps=100", "--step-seconds=0.3", total_steps=100, **ONE_NODE | {"mode": "requeue"})
+    job = start(cluster, run)
+    cluster.wait_until(lambda: "guarding" in logs_of_guard(run), timeout=240, what="the guard")
+    (watch,) = [pid for pid in job_processes(job) if is_python(pid, run, "relayrun.control.chain watch")]
+    os.kill(watch, signal.SIGKILL)
+    cluster.wait_until(lambda: "it starts again" in logs(run), timeout=60, what="another watch")
+    time.sleep(15)  # it starts after 5 s, and looks at once
+    steps = cluster.run(["squeue", "--noheader", "--steps", f"--jobs={job}", "--format=%i|%j"]).stdout
+    wait_for_end(cluster, run, plan)
+    assert steps.count("|relayrun-guard") == 1, steps
+    assert logs_of_guard(run).count("guarding") == 1, logs_of_guard(run)
+
+
+def is_python(pid: int, run: Run, word: str) -> bool:
+    """True for a Python process of this run with this word; Bash keeps its words while it starts one."""
+    return word in words_of(pid, run) and "python" in os.readlink(f"/proc/{pid}/exe")
+
+
 @pytest.mark.parametrize("what", ["ranks", "end"])
 def test_a_run_directory_that_hangs_while_ranks_train_or_leave_ends_the_job(
     cluster: TestCluster,

@@ -2,5 +2,5 @@
 
 new_project    init
 completion     completion of commands in Bash, zsh and fish
-lab            gpu-check, drill
+lab            gpu-check, drill, site probe
 """

@@ -1,9 +1,10 @@
-"""`relayrun gpu-check`, `drill` and `trial`: test this machine's GPUs, faults on a cluster, and a user's program."""
+"""`relayrun gpu-check`, `drill`, `trial` and `site probe`: test GPUs, faults and programs, and measure a cluster."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from relayrun.lab.gpucheck import cluster as gpucheck_cluster
 from relayrun.lab.gpucheck.check import PARTS
 from relayrun.lab.gpucheck.cluster import read_cluster
 from relayrun.lab.gpucheck.setup import CheckSetup
+from relayrun.lab.site_probe import SiteProbe, write_facts
 from relayrun.watch.text import json_text, print_table
 
 DEFAULT_FAULTS = "rank-killed,batch-script-killed,latest-torn,rank-stopped,cancelled,crash-loop"
@@ -48,6 +50,27 @@ def run_trial(options: argparse.Namespace) -> int:
     for each in (found := trial.run_trial(options.config, options.overrides, minutes=options.minutes)):
         print(f"{'ok' if each.good else 'NOT OK'}: {each.words}")
     return 0 if all(each.good for each in found) else 1
+
+
+def add_site_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `relayrun site`."""
+    probe = parser.add_subparsers(dest="verb", required=True).add_parser("probe", help="one job of two minutes")
+    probe.add_argument("--cluster", required=True, metavar="FILE", help="the site file, by its path; it is written to")
+    probe.add_argument("--directory", type=Path, default=Path(), metavar="DIR", help="that all nodes see (default: .)")
+    probe.add_argument("--queue", type=float, default=60, metavar="MINUTES", help="how long the job may wait")
+    probe.set_defaults(run=run_site_probe)
+
+
+def run_site_probe(options: argparse.Namespace) -> int:
+    """Measure a cluster, and write `probed` into its site file. Raises RelayrunError."""
+    cluster, file = read_cluster(options.cluster), Path(options.cluster)
+    outputs = {"--cluster": file, "--directory": options.directory}
+    check_writable(outputs, cluster=cluster["name"], read_only_paths=cluster.get("read_only_paths", []))
+    with tempfile.TemporaryDirectory(dir=options.directory.absolute(), prefix="relayrun-probe-") as folder:
+        facts = SiteProbe(cluster, Path(folder), queue=60 * options.queue).run()
+    write_facts(file, facts)
+    print(f"{file}: probed: " + "; ".join(f"{name}: {', '.join(found)}" for name, found in facts.items()))
+    return 0
 
 
 def add_drill_arguments(parser: argparse.ArgumentParser) -> None:

@@ -210,6 +210,8 @@ class ClusterSection(Section):
     """Name of the site."""
     not_checked: list[SingleLine] = []
     """Facts of the site file that the site's documentation does not confirm. `relayrun check` names them."""
+    probed: dict[SingleLine, list[SingleLine]] = {}
+    """Facts that `relayrun site probe` measured. `relayrun check` warns of those that a run meets."""
     scheduler: SchedulerName
     """`slurm`, or `local` for jobs one after the other on this machine."""
     job: dict[str, Any] = {}

@@ -323,7 +323,7 @@ class Scheduler(ABC):
         return
 
     def guard(self, job_id: str, command: Sequence[str], *, log: Path) -> None:
-        """Have the running job requeued if its batch script is killed. `command` runs `chain.watch.run_guard`."""
+        """Have the running job requeued if its batch script is killed. `command` runs `chain.watch.run_guard`, once."""
         return
 
     def postpone(self, job_id: str, *, delay: int) -> None:

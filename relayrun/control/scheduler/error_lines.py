@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from relayrun.config.sections.chain import FailureSignature
 from relayrun.control.diagnosis import Statement, first_cause
@@ -86,14 +87,11 @@ def first_failure(log: str, failures: Sequence[RankFailure]) -> TaskEnd | RankFa
 
 def _killed_by_itself(ends: Sequence[TaskEnd]) -> TaskEnd | None:
     """Return the killed task if only its peers left words and no other task was terminated or killed before. A task
-    that ignores srun's SIGTERM is killed too, KillWait later: then the two cases cannot be told apart."""
-    killed = []
-    for end in ends:
-        if end.what.startswith("Terminated"):
-            break
-        if end.ended and end.signalled:
-            killed.append(end)
-    return killed[0] if len(killed) == 1 else None
+    that ignores srun's SIGTERM is killed too, KillWait later: then the two cases cannot be told apart. A single line
+    is that of a step that somebody ended."""
+    before = takewhile(lambda end: not end.what.startswith("Terminated"), ends)
+    killed = [end for end in before if end.ended and end.signalled]
+    return killed[0] if len(killed) == 1 and len(ends) > 1 else None
 
 
 def blamed_nodes(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from relayrun.control.rundir.plan import Plan
@@ -96,10 +96,8 @@ class LocalHistory(JobHistory):
 def _last_job_by_sacct(plan: Plan, since: float) -> JobEnd | None:
     # not its Reason, which explains the wait and not the end
     rows = _sacct_rows(f"--name={plan.job_name}", since, "JobID,State,ExitCode,NodeList,Start,End")
-    ended = [row for row in rows if not is_live_state(row[1])]
-    if not ended:
+    if (row := _newest_ended(rows, ran=lambda row: parse_timestamp(row[4]) is not None)) is None:
         return None
-    row = _newest_row([row for row in ended if parse_timestamp(row[4]) is not None] or ended)
     return JobEnd(
         id=row[0],
         state=row[1],
@@ -112,10 +110,8 @@ def _last_job_by_sacct(plan: Plan, since: float) -> JobEnd | None:
 
 def _last_job_by_controller(plan: Plan) -> JobEnd | None:
     rows = _rows(["squeue", "--noheader", "--states=all", f"--name={plan.job_name}", "--format=%i|%T|%N"], 3)
-    ended = [row for row in rows if not is_live_state(row[1])]
-    if not ended:
+    if (row := _newest_ended(rows, ran=lambda row: bool(row[2]))) is None:
         return None
-    row = _newest_row([row for row in ended if row[2]] or ended)
     shown = ask_slurm(["scontrol", "show", "job", "--oneliner", row[0]]) or ""
     fields = slurm_commands.job_fields(shown, name=plan.job_name)
     return JobEnd(
@@ -141,8 +137,11 @@ def _rows(command: Sequence[str], columns: int) -> list[list[str]]:
     return [row for line in text.splitlines() if len(row := line.split("|")) == columns]
 
 
-def _newest_row(rows: Sequence[list[str]]) -> list[str]:
-    return max(rows, key=lambda row: int(re.sub(r"\D.*", "", row[0]) or 0))
+def _newest_ended(rows: Sequence[list[str]], *, ran: Callable[[list[str]], bool]) -> list[str] | None:
+    """Return the row of the newest job that ran and ended, else of one that never ran."""
+    ended = [row for row in rows if not is_live_state(row[1])]
+    best = [*filter(ran, ended)] or ended
+    return max(best, key=lambda row: int(re.sub(r"\D.*", "", row[0]) or 0), default=None)
 
 
 def _exit_code(text: str) -> str:
@@ -173,8 +172,7 @@ def ask_slurm(command: Sequence[str]) -> str | None:
 def _allocations_by_sacct(which: str, since: float) -> list[Allocation]:
     # --duplicates: a requeued job has a row for each start
     rows = _sacct_rows(which, since, "JobID,State,NNodes,Submit,Eligible,Start,End", "--duplicates")
-    found = [_allocation_of_row(row, source="sacct") for row in rows]
-    return join_resized([each for each in found if each is not None])
+    return join_resized([each for row in rows if (each := _allocation_of_row(row, source="sacct")) is not None])
 
 
 def join_resized(rows: Sequence[Allocation]) -> list[Allocation]:
@@ -194,8 +192,7 @@ def join_resized(rows: Sequence[Allocation]) -> list[Allocation]:
 
 def _allocations_by_controller(plan: Plan) -> list[Allocation]:
     command = ["squeue", "--noheader", "--states=all", f"--name={plan.job_name}", "--format=%i|%T|%D|%V||%S|%e"]
-    found = [_allocation_of_row(row, source="squeue") for row in _rows(command, 7)]
-    return [each for each in found if each is not None]
+    return [each for row in _rows(command, 7) if (each := _allocation_of_row(row, source="squeue")) is not None]
 
 
 def _allocation_of_row(row: Sequence[str], *, source: str) -> Allocation | None:

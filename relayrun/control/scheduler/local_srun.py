@@ -151,17 +151,12 @@ def _processes_with(environment: Mapping[str, str | None], but: Collection[int])
                 variables = set(file.read().split(b"\0"))
             if not wanted <= variables or not named <= {variable.partition(b"=")[0] for variable in variables}:
                 continue
-            if but and (int(name) in but or _parent_of(name) in but):
+            parent = int(Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()[1])
+            if int(name) in but or parent in but:
                 continue
-            with open(f"/proc/{name}/cmdline", "rb") as file:
-                words = file.read().split(b"\0")
+            words = Path(f"/proc/{name}/cmdline").read_bytes().split(b"\0")
             found[int(name)] = b" ".join(words).decode("utf-8", errors="replace").strip()
     return found
-
-
-def _parent_of(name: str) -> int:
-    with open(f"/proc/{name}/stat", "rb") as file:
-        return int(file.read().rpartition(b")")[2].split()[1])
 
 
 def main(argv: Sequence[str]) -> int:

@@ -59,6 +59,7 @@ log = logging.getLogger(__name__)
 
 COMPLETING_SECONDS = 30.0
 """Seconds for which `cancelled` waits until a completing job has its final state."""
+GUARD_STEP = "relayrun-guard"
 LASTING_RESERVATIONS = {"HOURLY", "DAILY", "WEEKDAY", "WEEKEND", "WEEKLY", "NO_HOLD_JOBS_AFTER_END"}
 """Flags of a reservation after whose end pending jobs still start: it repeats, or its jobs go on without it."""
 
@@ -88,10 +89,10 @@ class Slurm(SlurmCommands, Scheduler):
             if "Invalid job id" in error.message:
                 return None
             raise
-        name = self._field(job_id, "%j") if is_job_text_ambiguous(text) else None
-        return parse_job(text, name=name, gpus=self._field(job_id, "%b") if are_gpus_ambiguous(text) else "")
+        name = self.field(job_id, "%j") if is_job_text_ambiguous(text) else None
+        return parse_job(text, name=name, gpus=self.field(job_id, "%b") if are_gpus_ambiguous(text) else "")
 
-    def _field(self, job_id: str, letter: str) -> str:
+    def field(self, job_id: str, letter: str) -> str:
         """Return one field of a job, in squeue's format."""
         command = ["squeue", "--noheader", "--states=all", f"--jobs={job_id}", f"--format={letter}"]
         return self.ask(command, answer="Invalid job id").removesuffix("\n")
@@ -105,10 +106,10 @@ class Slurm(SlurmCommands, Scheduler):
 
     def cancelled(self, job_id: str, *, nodes: str) -> bool:
         job = self.query(job_id)
-        restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-        if job_id == os.environ.get("SLURM_JOB_ID") and job is not None and job.restarts > restarts:
+        own = job_id == os.environ.get("SLURM_JOB_ID")
+        if own and job is not None and job.restarts > int(os.environ.get("SLURM_RESTART_COUNT") or 0):
             return False  # an operator requeued it
-        if job_id == os.environ.get("SLURM_JOB_ID") and job is not None and job.state == "COMPLETING":
+        if own and job is not None and job.state == "COMPLETING":
             # While its batch script, in which this runs, lives, a job that Slurm ends is COMPLETING, whatever the
             # cause. Where no field names it, the job was cancelled if Slurm gives no reason, and it was no preemption,
             # nor one of its nodes (a lost one is no longer in its own list).
@@ -156,7 +157,11 @@ class Slurm(SlurmCommands, Scheduler):
         return float(found[1]) if found else None
 
     def release(self, job_id: str) -> None:
-        self.order(["scontrol", "release", job_id])
+        self.order_job(job_id, "release")
+
+    def order_job(self, job_id: str, verb: str) -> None:
+        """Give one order of scontrol: release, hold, requeue. Raises SchedulerError."""
+        self.order(["scontrol", verb, job_id])
 
     def job_end(self, job: Job) -> tuple[float | None, str]:
         ends = [] if job.end_time is None else [(job.end_time, "")]
@@ -258,11 +263,14 @@ class Slurm(SlurmCommands, Scheduler):
         self.update_job(job.id, *changes)
 
     def guard(self, job_id: str, command: Sequence[str], *, log: Path) -> None:
-        step = [*self._step_on_batch_host(job_id), f"--output={escape_file_pattern(str(log))}", "--export=ALL"]
+        if GUARD_STEP in self.ask(["squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%j"]).split():
+            return  # of a watch that has ended
+        named = [f"--job-name={GUARD_STEP}", f"--output={escape_file_pattern(str(log))}", "--export=ALL"]
         environment = clean_environment(os.environ)  # else srun takes the job's own options from it
         devnull = subprocess.DEVNULL
         try:  # it ends with the job
-            subprocess.Popen([*step, *command], env=environment, stdin=devnull, stdout=devnull, stderr=devnull)
+            step = [*self._step_on_batch_host(job_id), *named, *command]
+            subprocess.Popen(step, env=environment, stdin=devnull, stdout=devnull, stderr=devnull)
         except OSError as error:
             raise SchedulerError(f"srun: {error}") from None
 
@@ -279,7 +287,9 @@ class Slurm(SlurmCommands, Scheduler):
         return self._once([*step, *command])
 
     def requeue(self, job_id: str, *, delay: int = 0, minimum: MinimumNodes | None = None) -> None:
-        job = self._seen_once(job_id)
+        job = None
+        with contextlib.suppress(SchedulerError, KeyError):  # asks once: only seconds may be left
+            job = parse_job(self._once(["scontrol", "show", "job", "--oneliner", job_id]))
         if job is None or not job.requeue:
             with contextlib.suppress(SchedulerError):  # refused while the job ends; by then it is set
                 self.update_job(job_id, "Requeue=1")
@@ -296,19 +306,11 @@ class Slurm(SlurmCommands, Scheduler):
             if "pending execution" not in error.message:
                 raise
 
-    def _seen_once(self, job_id: str) -> Job | None:
-        """Return the job, or None if Slurm does not report it. Asks once: only seconds may be left."""
-        try:
-            return parse_job(self._once(["scontrol", "show", "job", "--oneliner", job_id]))
-        except (SchedulerError, KeyError):
-            return None
-
     def _nodes_come_back(self, job: Job | None) -> list[str]:
         """Return the changes that allow a job whose `begin` worked the nodes where `begin` had failed before."""
         if job is None or not job.begin_failed_on:
             return []
-        tried = set(job.begin_failed_on.split(","))
-        shown = job.options.get("exclude")
+        tried, shown = set(job.begin_failed_on.split(",")), job.options.get("exclude")
         try:
             given = self._once(["scontrol", "show", "hostnames", shown]).split() if shown else []
         except SchedulerError:
@@ -372,8 +374,7 @@ class Slurm(SlurmCommands, Scheduler):
             socket.getaddrinfo(node, None)
         except OSError:
             with contextlib.suppress(SchedulerError):
-                found = re.search(r" NodeAddr=(\S+)", self._once(["scontrol", "show", "node", "--oneliner", node]))
-                return found[1] if found else node
+                return next(iter(self._once(["sinfo", "--noheader", f"--nodes={node}", "--format=%o"]).split()), node)
         return node
 
     def default_options(self) -> Mapping[str, str]:

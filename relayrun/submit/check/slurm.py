@@ -23,6 +23,7 @@ from relayrun.control.scheduler.slurm_nodes import unusable_nodes
 from relayrun.errors import SchedulerError
 from relayrun.slurmtime import format_time, parse_time
 from relayrun.submit.check.findings import Findings
+from relayrun.submit.run_plan import sbatch_options
 
 
 def check_job_settings(config: CommonConfig, findings: Findings) -> None:
@@ -30,13 +31,26 @@ def check_job_settings(config: CommonConfig, findings: Findings) -> None:
     with findings.catching("job.options"):
         refuse_job_settings(config)
     if config.cluster.not_checked:
-        findings.warn(
-            "job.site",
-            f"the site file of {config.cluster.name} was written without having read in the site's documentation: "
-            + "; ".join(config.cluster.not_checked),
-            setting="cluster.not_checked",
-            remedy="ask the site's documentation, or sinfo, and take out of cluster.not_checked what is right",
-        )
+        words = f"the site file of {config.cluster.name} was written without having read in the site's documentation: "
+        words += "; ".join(config.cluster.not_checked)
+        remedy = "ask the site's documentation, or sinfo, and take out of cluster.not_checked what is right"
+        findings.warn("job.site", words, setting="cluster.not_checked", remedy=remedy)
+    if words := "; ".join(_met_facts(config)):
+        findings.warn("job.probed", words, setting="cluster.probed", remedy="`relayrun site probe` measures again")
+
+
+def _met_facts(config: CommonConfig) -> list[str]:
+    """Return what `relayrun site probe` found at the site and the run meets."""
+    probed, options = config.cluster.probed, ["time", "nodes", *sbatch_options(config.job)]
+    texts = {
+        "refused": ("the site refuses --{}", options),
+        "rewritten": ("the site changes --{}", options),
+        "denied": ("the site lets nobody {} a job", probed.get("denied", []) if config.chain.auto_requeue else []),
+        "modules": ("module {} does not load", config.cluster.modules),
+        "clocks": ("the clock of node {} is wrong", probed.get("clocks", [])),
+        "misplaced": ("a step {} starts on another node", ["by-name"]),
+    }
+    return [text.format(each) for fact, (text, met) in texts.items() for each in probed.get(fact, []) if each in met]
 
 
 def refuse_job_settings(config: CommonConfig) -> None:
@@ -85,10 +99,8 @@ def _test_job(
             findings.warn(name, f"{whose}Slurm does not answer: {error.message}", remedy="ask again later")
         except SchedulerError as error:
             if away := unusable_nodes(slurm, error):
-                words = (
-                    f"too few nodes can be used now; a job that fits the cluster waits for some of {', '.join(away)}"
-                )
-                findings.warn(name, whose + words)
+                words = "too few nodes can be used now; a job that fits the cluster waits for some of"
+                findings.warn(name, f"{whose}{words} {', '.join(away)}")
                 return
             remedy = f"change {section}, or the job section of the cluster"
             findings.refuse(name, whose + error.message, remedy=remedy)
@@ -101,9 +113,8 @@ def _limits(partitions: list[dict[str, str]], plan: Plan, asked: str | None, fin
     if asked is None:
         chosen = [found for found in partitions if found.get("Default") == "YES"]
         if not chosen:
-            findings.warn(
-                "slurm.partition", "no partition is named, and this Slurm has no default one", setting="job.partition"
-            )
+            words = "no partition is named, and this Slurm has no default one"
+            findings.warn("slurm.partition", words, setting="job.partition")
     else:
         names = asked.split(",")
         chosen = [found for found in partitions if found["PartitionName"] in names]
@@ -119,10 +130,8 @@ def _limit(partition: dict[str, str], plan: Plan, findings: Findings) -> None:
     name, before = partition["PartitionName"], len(findings.all)
     limit = partition.get("MaxTime", "UNLIMITED")
     if limit not in ("UNLIMITED", "INFINITE") and plan.time_limit > parse_time(limit):
-        longer, remedy = (
-            f"{format_time(plan.time_limit)} is more than partition {name} allows, {limit}",
-            "lower job.time: a chain goes on in the next job",
-        )
+        longer = f"{format_time(plan.time_limit)} is more than partition {name} allows, {limit}"
+        remedy = "lower job.time: a chain goes on in the next job"
         findings.refuse("slurm.time", longer, setting="job.time", remedy=remedy)
     nodes, most = plan.nodes_of_job, partition.get("MaxNodes", "UNLIMITED")
     least, there = partition.get("MinNodes", "0"), partition.get("TotalNodes", "")
