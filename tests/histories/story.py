@@ -27,7 +27,7 @@ from tests.plans import plan_with
 
 from .clock import Clock
 from .commands import Commands
-from .controller import OPERATOR, Controller, MemoryJob
+from .controller import FREE_LIMIT, OPERATOR, Controller, MemoryJob
 from .laws import Laws
 from .nodes import BEAT_SECONDS, STEPS_PER_BEAT, ChainWork, FallbackWork, Fate, Site, Work
 
@@ -276,7 +276,8 @@ class History:
     def _peace(self) -> None:
         """Everything works again."""
         self.slurm.away_until = self.full_until = self.unread_until = 0.0
-        self.slurm.lost_answers, self.slurm.submit_limit, self.slurm.closed = 0.0, 99, False
+        self.slurm.lost_answers, self.slurm.submit_limit, self.slurm.closed = 0.0, FREE_LIMIT, False
+        self.laws.works_since = self.clock.now
         self.slurm.queue_wait = self.slurm.latency = lambda: 0.0
         self.bad_nodes.clear()
         self.clock.note("from here on everything works", who="STORY")
@@ -288,12 +289,17 @@ class History:
 
     def controller_away(self) -> None:
         self.slurm.away_until = self.clock.now + self.dice.choice([60.0, 300.0, 900.0, 2 * HOUR])
+        self.laws.works_since = max(self.laws.works_since, self.slurm.away_until)
         self.laws.clean = False
 
     def answers_lost(self) -> None:
         self.slurm.lost_answers = self.dice.choice([0.1, 0.4])
         self.laws.clean = False
-        self.clock.after(self.dice.uniform(60.0, 5 * HOUR), lambda: setattr(self.slurm, "lost_answers", 0.0))
+
+        def answers() -> None:
+            self.slurm.lost_answers, self.laws.works_since = 0.0, max(self.laws.works_since, self.clock.now)
+
+        self.clock.after(self.dice.uniform(60.0, 5 * HOUR), answers)
 
     def disk_is_full(self) -> None:
         self.fault = errno.ENOSPC
@@ -416,14 +422,12 @@ class History:
         if job := self._chain(running=True):
             self._ended_by_person()
             self.laws.person_ended = job.id
-            self.laws.unrecorded = self.clock.now < self.full_until
             self.slurm.cancel(job, 1000)
 
     def successor_cancelled(self) -> None:
         if job := self._chain(running=False):
             self._ended_by_person()
             self.laws.person_ended = job.id
-            self.laws.unrecorded = self.clock.now < self.full_until
             self.slurm.cancel(job, 1000)
 
     def stop_by_hand(self) -> None:
