@@ -9,13 +9,17 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from relayrun.control.chain import requested_options
+from relayrun.control import chain_state
+from relayrun.control.chain import jobs, requested_options, supervisor
+from relayrun.control.scheduler.base import Job
 from relayrun.control.scheduler.slurm import Slurm
+from tests.histories import mutants
 from tests.histories.clock import START, Clock, join_thread, start_thread
-from tests.histories.story import play
+from tests.histories.story import Outcome, play
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,6 +31,8 @@ BROKE_ONCE = {
     45: "the same, with answers of Slurm that were lost",
     233: "a job that an operator requeued counted as cancelled",
     414: "the same, after the loss of a node",
+    1020: "a person cancelled while the disk took no record, and the chain trained on",
+    1055: "the same, by the successor",
     1795765975: "a limit kept every successor out of the queue, a kill ended the script, and status had no reason",
 }
 
@@ -63,7 +69,7 @@ SAME = (17, 45, 1795765975)
 
 def test_a_history_is_the_same_to_the_last_line() -> None:
     told = "".join(f"{line}\n" for seed in SAME for line in play(seed).lines)
-    program = f"from tests.histories.story import play; [print(*play(n).lines, sep='\\n') for n in {SAME}]"
+    program = f"from tests.histories.story import Outcome, play; [print(*play(n).lines, sep='\\n') for n in {SAME}]"
     environment = os.environ | {"PYTHONHASHSEED": "7"}
     again = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, env=environment, stdout=subprocess.PIPE, check=True
@@ -113,6 +119,42 @@ def test_the_laws_see_a_wish_that_nobody_had(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_laws_see_a_chain_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Slurm, "submit", lambda *_, **__: "1")
     assert any("no job, no STOP" in law for law in broken())
+
+
+@pytest.mark.parametrize(
+    ("program", "passes"), [("", True), ("raise SystemExit(1)", False), ("import time; time.sleep(60)", None)]
+)
+def test_a_run_that_is_not_over_in_time_catches_no_mutant(program: str, passes: bool | None, tmp_path: Path) -> None:
+    assert mutants._passes(["-c", program], tmp_path, seconds=0.3 if passes is None else 30.0) is passes
+
+
+PLANTED: dict[str, tuple[Any, str, Any, str]] = {
+    "reservation_ends": (Slurm, "job_end", lambda _, job: (job.end_time, ""), "the end is Slurm's"),
+    "reservation_vanishes": (Job, "waits", property(lambda job: job.state == "PENDING"), ""),
+    "maintenance": (Slurm, "_reservations", lambda _: {}, "the end is Slurm's"),
+    "plugin_rewrites": (requested_options, "record_accepted", lambda *_: None, "wish kept"),
+    "clock_skewed": (chain_state, "clock_ahead", lambda *_: 0.0, "the end is Slurm's"),
+    "disk_is_full": (jobs, "stop_chain_without_files", lambda *_, **__: "", "a person's word stands"),
+    "file_system_fails": (supervisor, "write_stop", lambda *_, **__: None, ""),
+}
+"""By story: a planted defect of the product, and the law that it breaks."""
+TRIES = 400
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("story", PLANTED)
+def test_the_laws_see_a_defect_in_each_story(story: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a history with the story; the same history keeps the laws without the defect."""
+    owner, name, stand_in, law = PLANTED[story]
+    monkeypatch.setattr(owner, name, stand_in)
+    seed = next(seed for seed in range(TRIES) if breaks(play(seed), story, law))
+    monkeypatch.undo()
+    keeps_the_laws(seed)
+
+
+def breaks(outcome: Outcome, story: str, law: str) -> bool:
+    return story in outcome.events and any(each.startswith(law) for each in outcome.broken)
 
 
 def broken() -> list[str]:

@@ -86,9 +86,9 @@ def _chain_end(run: Run, plan: Plan, scheduler: Scheduler, order: FallbackOrder,
     if (stopped := jobs.read_chain_end_from_comment(failed)) is not None:
         return stopped
     newest = run.newest_begun()
-    if newest is not None and newest.number > plan.submitted_after_attempt:
-        if (cancelled := jobs.end_by_cancelled_successor(newest, scheduler)) is not None:
-            return cancelled
+    ours = newest is not None and newest.number > plan.submitted_after_attempt
+    if newest is not None and ours and (cancelled := jobs.end_by_cancelled_successor(newest, scheduler)) is not None:
+        return cancelled
     if failed is not None and failed.state == "CANCELLED" and not _was_replaced(newest, failed):
         by = scheduler.cancelled_by(failed.id)
         return ChainEnd("stopped", f"job {failed.id}, which was to go on, was cancelled" + (f" by {by}" if by else ""))

@@ -29,7 +29,6 @@ from relayrun.control.trainers.registry import trainer_of
 from relayrun.errors import RunDirError, SchedulerError, describe_owner
 from relayrun.files import write_atomic
 
-
 SOMEBODY = "somebody"
 """In the comment of a job: a user whose name Slurm does not tell."""
 
