@@ -15,11 +15,12 @@ import pytest
 
 from relayrun.control import chain_state
 from relayrun.control.chain import jobs, requested_options, supervisor
-from relayrun.control.scheduler.base import Job
+from relayrun.control.scheduler import slurm_states
 from relayrun.control.scheduler.slurm import Slurm
 from tests.histories import mutants
 from tests.histories.clock import START, Clock, join_thread, start_thread
-from tests.histories.story import Outcome, play
+from tests.histories.story import history_with, play
+from tests.histories.ways import DIRECTED, WAYS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -69,7 +70,7 @@ SAME = (17, 45, 1795765975)
 
 def test_a_history_is_the_same_to_the_last_line() -> None:
     told = "".join(f"{line}\n" for seed in SAME for line in play(seed).lines)
-    program = f"from tests.histories.story import Outcome, play; [print(*play(n).lines, sep='\\n') for n in {SAME}]"
+    program = f"from tests.histories.story import play; [print(*play(n).lines, sep='\\n') for n in {SAME}]"
     environment = os.environ | {"PYTHONHASHSEED": "7"}
     again = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, env=environment, stdout=subprocess.PIPE, check=True
@@ -128,33 +129,52 @@ def test_a_run_that_is_not_over_in_time_catches_no_mutant(program: str, passes: 
     assert mutants._passes(["-c", program], tmp_path, seconds=0.3 if passes is None else 30.0) is passes
 
 
+with_accepted = requested_options._with_accepted
+
+
+def as_the_plan_has_it(known: Any, job_id: str, options: Any) -> Any:
+    """What Slurm accepted, without what a submit plugin rewrote."""
+    return with_accepted(known, job_id, dict(options) | ({"qos": "normal", "account": "team"} if options else {}))
+
+
 PLANTED: dict[str, tuple[Any, str, Any, str]] = {
-    "reservation_ends": (Slurm, "job_end", lambda _, job: (job.end_time, ""), "the end is Slurm's"),
-    "reservation_vanishes": (Job, "waits", property(lambda job: job.state == "PENDING"), ""),
+    "reservation_ends": (slurm_states, "HELD_STATES", frozenset(), "never silent"),
+    "reservation_vanishes": (slurm_states, "HELD_STATES", frozenset(), "never silent"),
     "maintenance": (Slurm, "_reservations", lambda _: {}, "the end is Slurm's"),
-    "plugin_rewrites": (requested_options, "record_accepted", lambda *_: None, "wish kept"),
+    "plugin_rewrites": (requested_options, "_with_accepted", lambda *words: as_the_plan_has_it(*words), "wish kept"),
     "clock_skewed": (chain_state, "clock_ahead", lambda *_: 0.0, "the end is Slurm's"),
-    "disk_is_full": (jobs, "stop_chain_without_files", lambda *_, **__: "", "a person's word stands"),
-    "file_system_fails": (supervisor, "write_stop", lambda *_, **__: None, ""),
+    "file_system_fails": (supervisor, "write_stop", lambda *_, **__: None, "never silent"),
 }
-"""By story: a planted defect of the product, and the law that it breaks."""
-TRIES = 400
+"""By stories: a planted defect of the product, and the law that it breaks."""
+TRIES = 100
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("story", PLANTED)
-def test_the_laws_see_a_defect_in_each_story(story: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a history with the story; the same history keeps the laws without the defect."""
-    owner, name, stand_in, law = PLANTED[story]
+@pytest.mark.parametrize("stories", PLANTED)
+def test_the_laws_see_a_defect_in_each_story(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same history keeps the laws without the defect."""
+    owner, name, stand_in, law = PLANTED[stories]
+    kind = history_with(*stories.split())
     monkeypatch.setattr(owner, name, stand_in)
-    seed = next(seed for seed in range(TRIES) if breaks(play(seed), story, law))
+    found = (seed for seed in range(TRIES) if any(each.startswith(law) for each in play(seed, kind).broken))
+    seed = next(found)
     monkeypatch.undo()
-    keeps_the_laws(seed)
+    assert not play(seed, kind).broken
 
 
-def breaks(outcome: Outcome, story: str, law: str) -> bool:
-    return story in outcome.events and any(each.startswith(law) for each in outcome.broken)
+def test_the_laws_see_a_cancelling_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Slurm, "_accounted_state", lambda *_: "")
+    monkeypatch.setattr(jobs, "stop_chain_without_files", lambda *_, **__: "")
+    assert any("a person's word" in law for law in play(1020).broken)
+
+
+@pytest.mark.parametrize(("way", "seed"), [("guard", 1), ("retry", 0)])
+def test_a_way_closes_the_hole_of_its_own_histories(way: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random histories seldom meet it: see `tests.histories.ways`."""
+    assert not play(seed, DIRECTED[way]).broken
+    monkeypatch.setattr(*WAYS[way])
+    assert play(seed, DIRECTED[way]).broken
 
 
 def broken() -> list[str]:

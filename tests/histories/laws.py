@@ -21,6 +21,8 @@ from .nodes import BEAT_SECONDS, ChainWork
 
 GUARD_SECONDS = 2 * BEAT_SECONDS + 60.0
 """From the start of the ranks until the guard of a job without a successor must run."""
+HEARD_SECONDS = 2000.0
+"""From the announcement of a job's earlier end until its ranks must have left: looks of the watch, and a save."""
 QUEUE_SECONDS = 3600.0
 """From the start of a job, or from the time when Slurm answers again, until a successor must wait behind it."""
 CHAIN_OPTIONS = {"dependency", "comment", "begin", "job-name"}
@@ -129,6 +131,14 @@ class Laws:
         answers = self.clock.now > self.slurm.away_until and not self.slurm.lost_answers
         if known is None or not (low <= known - true <= high or not answers):
             self.fault("the end is Slurm's", f"attempt {number} believes in {known}, and job {job.id} ends at {true}")
+
+    def announced_end(self, what: str, seconds: float) -> None:
+        """The end of a reservation, or the begin of a maintenance, has come, which was known for so many seconds."""
+        for job in self.slurm.jobs.values():
+            ranks = job.work.ranks if isinstance(job.work, ChainWork) else None
+            known = min(seconds, self.clock.now - ranks.started) if ranks is not None else 0.0
+            if self.clean and ranks is not None and known > HEARD_SECONDS and ranks.live and not ranks.still:
+                self.fault("the end is Slurm's", f"job {job.id} trains on when {what}")
 
     def job(self, what: str, job: MemoryJob) -> None:
         """Slurm does something with a job."""
