@@ -15,7 +15,7 @@ import pytest
 from relayrun.control.chain import failover, job_script, supervisor
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import ChainEnd
-from relayrun.control.rundir.run import stop_reason
+from relayrun.control.rundir.run import stop_reason, write_stop
 from relayrun.control.scheduler.base import MAX_FAILED_BEGINS
 from relayrun.control.scheduler.slurm_commands import parse_job
 from tests.plans import plan_with
@@ -193,15 +193,14 @@ def test_what_a_fallback_job_has_decided_stands_however_long_stop_cannot_be_writ
 ) -> None:
     """Slurm forgets who was cancelled, and the next look would queue a job."""
     tries: list[float] = []
-    written = failover.write_stop
 
     def full(*arguments: Any) -> None:
         if len(tries) < 2:
             raise OSError(errno.ENOSPC, "No space left on device")
-        written(*arguments)
+        write_stop(*arguments)
 
-    monkeypatch.setattr(failover, "write_stop", full)
-    monkeypatch.setattr(failover.time, "sleep", tries.append)
+    monkeypatch.setattr("relayrun.control.chain.failover.write_stop", full)
+    monkeypatch.setattr("time.sleep", tries.append)
     failover._write_stop_patiently(stage.run, ChainEnd("stopped", "by ada"))
     assert (tries, stop_reason(stage.run)) == ([failover.RETRY_SECONDS] * 2, "by ada")
 
