@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from relayrun.control.chain import failover, job_script, supervisor
 from relayrun.control.rundir.plan import Plan
-from relayrun.control.rundir.run import stop_reason
+from relayrun.control.rundir.records import ChainEnd
+from relayrun.control.rundir.run import stop_reason, write_stop
 from relayrun.control.scheduler.base import MAX_FAILED_BEGINS
 from relayrun.control.scheduler.slurm_commands import parse_job
 from tests.plans import plan_with
@@ -173,6 +176,33 @@ def test_a_waiting_job_that_is_cancelled_beside_a_running_one(stage: Stage) -> N
     ended(stage, "1", "FAILED")
     assert stop_reason(stage.run) == f"the successor, job {waiting}, was cancelled"
     assert not stage.slurm.pending()
+
+
+def test_a_person_who_submitted_again_has_forgotten_what_was_cancelled_before(stage: Stage) -> None:  # noqa: F811
+    assert fresh_begin(stage).code == 0
+    (waiting,) = stage.slurm.pending()
+    ended(stage, waiting, "CANCELLED")
+    replace(Plan.load(stage.run), submitted_after_attempt=max(stage.run.attempt_numbers())).write(stage.run.plan)
+    ended(stage, "1", "FAILED")
+    assert stop_reason(stage.run) is None
+
+
+def test_what_a_fallback_job_has_decided_stands_however_long_stop_cannot_be_written(
+    stage: Stage,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Slurm forgets who was cancelled, and the next look would queue a job."""
+    tries: list[float] = []
+
+    def full(*arguments: Any) -> None:
+        if len(tries) < 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_stop(*arguments)
+
+    monkeypatch.setattr("relayrun.control.chain.failover.write_stop", full)
+    monkeypatch.setattr("time.sleep", tries.append)
+    failover._write_stop_patiently(stage.run, ChainEnd("stopped", "by ada"))
+    assert (tries, stop_reason(stage.run)) == ([failover.RETRY_SECONDS] * 2, "by ada")
 
 
 def test_a_first_job_that_is_cancelled_ends_the_chain(stage: Stage) -> None:  # noqa: F811

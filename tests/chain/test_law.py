@@ -28,6 +28,8 @@ from relayrun.control.scheduler.local_queue import JOB_ID_VARIABLE, LocalJob, Lo
 from relayrun.errors import RunDirError, SchedulerError
 from tests.history import began, trained
 
+Patch = pytest.MonkeyPatch
+
 
 def pending(run: Run) -> list[str]:
     return [job.id for job in LocalScheduler(run).jobs(Plan.load(run)) if job.state == "PENDING"]
@@ -179,6 +181,40 @@ def test_a_cancelled_successor_is_noted_before_the_scheduler_forgets_it(run: Run
     trained(run, 4, 300, 400)
     supervisor.end_attempt(run, 4, 0)
     assert "was cancelled" in (stop_reason(run) or "")
+
+
+@pytest.mark.parametrize("program", ["end", "begin"])
+def test_a_person_cancels_on_a_disk_that_takes_no_record(run: Run, program: str, monkeypatch: Patch) -> None:
+    """Slurm forgets the job, and a later one would go on: so no job may wait, and the own one knows it."""
+    if program == "end":
+        assert supervisor.begin_attempt(run) == 0
+        set_state(run, "1", "CANCELLED")
+    else:
+        began(run, 4, base=300, job_id="2")
+        queue = LocalScheduler(run)
+        queue.submit(Plan.load(run), run.job_script, options={})
+        set_state(run, "2", "CANCELLED")
+        queue.submit(Plan.load(run), run.job_script, options={})
+    assert pending(run)
+    noted: list[str] = []
+    monkeypatch.setattr(LocalScheduler, "note_stop", lambda _, job_id, user: noted.append(f"{job_id} {user}"))
+    monkeypatch.setattr(AttemptEnd, "write", broken)
+    with pytest.raises(OSError, match="Input/output"):
+        supervisor.end_attempt(run, 4, 1) if program == "end" else supervisor.begin_attempt(run)
+    assert pending(run) == []
+    assert program == "end" or "1 somebody" in noted
+
+
+def test_a_successor_is_cancelled_on_a_disk_that_takes_no_record(run: Run, monkeypatch: Patch) -> None:
+    assert supervisor.begin_attempt(run) == 0
+    LocalScheduler(run).cancel(pending(run)[0])
+    noted: list[tuple[str, str]] = []
+    monkeypatch.setattr(LocalScheduler, "note_stop", lambda _, *words: noted.append(words))
+    monkeypatch.setattr(SuccessorJob, "write", broken)
+    beside = Watch(run, 4)
+    beside._next_try = 0.0
+    beside._look_after_successor()
+    assert noted == [("1", "somebody")]
 
 
 def test_a_waiting_successor_is_postponed_after_a_failure_and_stays_the_same_job(run: Run) -> None:

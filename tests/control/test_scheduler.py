@@ -457,6 +457,15 @@ def test_how_slurm_ends_the_own_job_is_asked_before_it_is_concluded(
     assert slurm.cancelled("17", nodes="n[0-1]") is cancelled
 
 
+@pytest.mark.parametrize(("state", "cancelled"), [("CANCELLED by 1000", True), ("COMPLETED", False), ("", False)])
+def test_accounting_knows_who_was_cancelled_when_slurm_has_forgotten_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, cancelled: bool
+) -> None:
+    unknown = "echo slurm_load_jobs error: Invalid job id specified >&2; exit 1"
+    slurm = slurm_of(tmp_path, monkeypatch, scontrol=unknown, sacct=f"echo '{state}'")
+    assert slurm.cancelled("17", nodes="n[0-1]") is cancelled
+
+
 def test_a_preemption_from_which_a_job_has_come_back_is_over() -> None:
     """Slurm 24.11 keeps its time."""
     earlier, later = (LINE.replace("PreemptTime=None", f"PreemptTime=2026-11-2{day}T04:49:00") for day in (0, 1))

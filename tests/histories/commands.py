@@ -110,7 +110,7 @@ class Commands:
     def sacct(self, options: dict[str, str], _rest: list[str]) -> str:
         if not self.slurm.accounting:
             raise RefusedError("Slurm accounting storage is disabled")
-        job = self._job(options["jobs"])
+        job = self.slurm.accounts[int(options["jobs"])]
         state = "RUNNING" if job.state == "COMPLETING" else job.state
         return f"CANCELLED by {job.cancelled_by}\n" if job.cancelled_by is not None else f"{state}\n"
 

@@ -22,6 +22,8 @@ KILL_WAIT = 30.0
 REMEMBERED = 300.0
 """MinJobAge: seconds for which an ended job is known."""
 SCHEDULE_SECONDS = 1.0
+FREE_LIMIT = 99
+"""Number of submitted jobs that no user reaches."""
 USER, OPERATOR = 1000, 0
 LIVE = ("PENDING", "RUNNING", "COMPLETING", "RESV_DEL_HOLD", "REQUEUE_HOLD", "SPECIAL_EXIT")
 FIELDS = {
@@ -117,13 +119,15 @@ class Controller:
     def __init__(self, clock: Clock, nodes: list[str], begin_work: Callable[[MemoryJob], Work]) -> None:
         self.clock, self.begin_work = clock, begin_work
         self.jobs: dict[int, MemoryJob] = {}
+        self.accounts: dict[int, MemoryJob] = {}
+        """Every job, as accounting knows it for good."""
         self.nodes = dict.fromkeys(nodes, "idle")
         """State of each node: idle, alloc, or down."""
         self.reservations: dict[str, float] = {}
         """End of each reservation."""
         self.maintenance: dict[str, tuple[float, float]] = {}
         """Begin and end of reservations of all nodes for maintenance."""
-        self.submit_limit = 99
+        self.submit_limit = FREE_LIMIT
         self.refused = 0.0
         """When a limit last kept a job out of the queue."""
         self.away_until = 0.0
@@ -178,7 +182,7 @@ class Controller:
             job.held = "JobHeldUser"
         job.reason = job.held or ("Dependency" if job.after else "None")
         self._next += 1
-        self.jobs[job.id] = job
+        self.jobs[job.id] = self.accounts[job.id] = job
         self.tell("submitted", job)
         self._queue(job)
         return job

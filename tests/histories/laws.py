@@ -16,11 +16,15 @@ from relayrun.watch.status import summary
 from relayrun.watch.status.queue import QueueStatus
 
 from .clock import START, Clock
-from .controller import Controller, MemoryJob
+from .controller import FREE_LIMIT, Controller, MemoryJob
 from .nodes import BEAT_SECONDS, ChainWork
 
 GUARD_SECONDS = 2 * BEAT_SECONDS + 60.0
 """From the start of the ranks until the guard of a job without a successor must run."""
+HEARD_SECONDS = 2000.0
+"""From the announcement of a job's earlier end until its ranks must have left: looks of the watch, and a save."""
+QUEUE_SECONDS = 3600.0
+"""From the start of a job, or from the time when Slurm answers again, until a successor must wait behind it."""
 CHAIN_OPTIONS = {"dependency", "comment", "begin", "job-name"}
 """Options that the chain itself gives to its jobs."""
 
@@ -41,11 +45,11 @@ class Laws:
     """Those of them that every later job must ask for."""
     clean: bool = True
     """No fault keeps a record from being written or Slurm from answering."""
+    works_since: float = 0.0
+    """Since then Slurm answers, as far as is known now."""
     person_ended: int | None = None
     """A person ended the chain: no job with this id or a later one may train."""
     person_stopped: bool = False
-    unrecorded: bool = False
-    """A person cancelled a job while nothing could be written."""
     jobs: int = 0
     """Starts of jobs of the chain."""
     _barren: int = 0
@@ -85,6 +89,7 @@ class Laws:
             self.only_log = True
         elif what == "commit":
             self.durable = max(self.durable, number)
+            self._uses_the_queue(self.slurm.jobs[job])
         else:
             self._ranks_start(number, job)
 
@@ -97,7 +102,7 @@ class Laws:
         if base < self.durable:
             self.fault("nothing durable lost", f"attempt {number} starts from {base}, and {self.durable} was durable")
         self._ends_with_job(number, self.slurm.jobs[job])
-        if self.person_ended is not None and job >= self.person_ended and not self._is_forgotten(self.person_ended):
+        if self.person_ended is not None and job >= self.person_ended:
             self.fault("a person's word stands", f"job {job} trains on after a person ended the chain")
         if self.run.stop.exists():
             self.fault("a person's word stands", f"job {job} trains though STOP is there")
@@ -107,10 +112,15 @@ class Laws:
         if len(last) == row and len(set(last)) == 1:
             self.fault("never spinning", f"{row} attempts in a row start from {self.durable}")
 
-    def _is_forgotten(self, job: int) -> bool:
-        """Return whether a job was cancelled on a disk that took no record, and Slurm knows it no more: a known hole
-        (seeds 1020 and 1055), in which the chain goes on."""
-        return self.unrecorded and job not in self.slurm.jobs
+    def _uses_the_queue(self, job: MemoryJob) -> None:
+        """A successor waits while a job trains: what it waits for in the queue is no time without training."""
+        refused = self.slurm.submit_limit < FREE_LIMIT or "reservation" in self.plan.sbatch_options
+        if self.plan.chain.mode != "singleton" or self.person_stopped or refused or self.slurm.lost_answers:
+            return
+        since = max(job.start or 0.0, self.works_since)
+        waiting = [each for each in self.slurm.jobs.values() if each.name == self.plan.job_name and each.waits]
+        if self.clock.now > since + QUEUE_SECONDS and not waiting:
+            self.fault("the queue is used", f"no job waits behind job {job.id}")
 
     def _ends_with_job(self, number: int, job: MemoryJob) -> None:
         """An attempt leaves before the end of its job, whatever the clock of its node says."""
@@ -121,6 +131,14 @@ class Laws:
         answers = self.clock.now > self.slurm.away_until and not self.slurm.lost_answers
         if known is None or not (low <= known - true <= high or not answers):
             self.fault("the end is Slurm's", f"attempt {number} believes in {known}, and job {job.id} ends at {true}")
+
+    def announced_end(self, what: str, seconds: float) -> None:
+        """The end of a reservation, or the begin of a maintenance, has come, which was known for so many seconds."""
+        for job in self.slurm.jobs.values():
+            ranks = job.work.ranks if isinstance(job.work, ChainWork) else None
+            known = min(seconds, self.clock.now - ranks.started) if ranks is not None else 0.0
+            if self.clean and ranks is not None and known > HEARD_SECONDS and ranks.live and not ranks.still:
+                self.fault("the end is Slurm's", f"job {job.id} trains on when {what}")
 
     def job(self, what: str, job: MemoryJob) -> None:
         """Slurm does something with a job."""

@@ -80,7 +80,7 @@ class Ranks:
         self.iteration = self.begin.base_iteration
         self.saved = self.iteration
         self.live, self.code = True, 0
-        self._leaving = self._still = False
+        self._leaving = self.still = False
         self._beats = 0
         self.started = site.clock.now
         self._ahead = site.clock.skews.get(job.batch_host, 0.0)
@@ -91,7 +91,7 @@ class Ranks:
 
     def ask(self, reason: str) -> None:
         """Ask them to save and leave."""
-        if self.live and not self._still:
+        if self.live and not self.still:
             self._leave("saved", reason)
 
     def kill(self, code: int = 137) -> None:
@@ -104,7 +104,7 @@ class Ranks:
         if not self.live or self._leaving:
             return
         if self.fate.hangs:
-            self._still = True
+            self.still = True
             self.site.clock.note("the ranks stand still", who=f"ranks {self.attempt.number}")
         elif self.fate.fatal:
             self._record("fatal", "the loss is NaN")
@@ -113,7 +113,7 @@ class Ranks:
             self.kill(self.fate.crash_code)
 
     def _beat(self) -> None:
-        if not self.live or self._leaving or self._still:
+        if not self.live or self._leaving or self.still:
             return
         site = self.site
         if trigger := triggers.read_trigger(site.run, "exit"):

@@ -27,7 +27,7 @@ from tests.plans import plan_with
 
 from .clock import Clock
 from .commands import Commands
-from .controller import OPERATOR, Controller, MemoryJob
+from .controller import FREE_LIMIT, OPERATOR, Controller, MemoryJob
 from .laws import Laws
 from .nodes import BEAT_SECONDS, STEPS_PER_BEAT, ChainWork, FallbackWork, Fate, Site, Work
 
@@ -276,7 +276,8 @@ class History:
     def _peace(self) -> None:
         """Everything works again."""
         self.slurm.away_until = self.full_until = self.unread_until = 0.0
-        self.slurm.lost_answers, self.slurm.submit_limit, self.slurm.closed = 0.0, 99, False
+        self.slurm.lost_answers, self.slurm.submit_limit, self.slurm.closed = 0.0, FREE_LIMIT, False
+        self.laws.works_since = self.clock.now
         self.slurm.queue_wait = self.slurm.latency = lambda: 0.0
         self.bad_nodes.clear()
         self.clock.note("from here on everything works", who="STORY")
@@ -288,12 +289,17 @@ class History:
 
     def controller_away(self) -> None:
         self.slurm.away_until = self.clock.now + self.dice.choice([60.0, 300.0, 900.0, 2 * HOUR])
+        self.laws.works_since = max(self.laws.works_since, self.slurm.away_until)
         self.laws.clean = False
 
     def answers_lost(self) -> None:
         self.slurm.lost_answers = self.dice.choice([0.1, 0.4])
         self.laws.clean = False
-        self.clock.after(self.dice.uniform(60.0, 5 * HOUR), lambda: setattr(self.slurm, "lost_answers", 0.0))
+
+        def answers() -> None:
+            self.slurm.lost_answers, self.laws.works_since = 0.0, max(self.laws.works_since, self.clock.now)
+
+        self.clock.after(self.dice.uniform(60.0, 5 * HOUR), answers)
 
     def disk_is_full(self) -> None:
         self.fault = errno.ENOSPC
@@ -317,7 +323,9 @@ class History:
             self.clock.skews[node] = ahead
 
     def maintenance(self) -> None:
-        begin = self.clock.now + self.dice.choice([60.0, HOUR, 10 * HOUR])
+        seconds = self.dice.choice([60.0, HOUR, 10 * HOUR])
+        begin = self.clock.now + seconds
+        self.clock.after(seconds, lambda: self.laws.announced_end("a maintenance begins", seconds))
         self.laws.excuses += len(self.slurm.nodes)
         self.slurm.maintain(f"maintenance-{begin:.0f}", begin, begin + 4 * HOUR)
 
@@ -331,6 +339,7 @@ class History:
         if RESERVATION in self.slurm.reservations:
             seconds = self.dice.choice([60.0, HOUR, 5 * HOUR])
             self.slurm.reservations[RESERVATION] = self.clock.now + seconds
+            self.clock.after(seconds, lambda: self.laws.announced_end("its reservation ends", seconds))
             self.clock.after(seconds, lambda: self.slurm.end_reservation(RESERVATION))
 
     def reservation_vanishes(self) -> None:
@@ -416,14 +425,12 @@ class History:
         if job := self._chain(running=True):
             self._ended_by_person()
             self.laws.person_ended = job.id
-            self.laws.unrecorded = self.clock.now < self.full_until
             self.slurm.cancel(job, 1000)
 
     def successor_cancelled(self) -> None:
         if job := self._chain(running=False):
             self._ended_by_person()
             self.laws.person_ended = job.id
-            self.laws.unrecorded = self.clock.now < self.full_until
             self.slurm.cancel(job, 1000)
 
     def stop_by_hand(self) -> None:
@@ -436,10 +443,55 @@ def _without_names(line: str, folder: Path) -> str:
     return re.sub(r"\.tmp-[\w-]+", ".tmp", line.replace(str(folder), ""))
 
 
-def play(seed: int) -> Outcome:
+def history_with(*stories: str) -> type[History]:
+    """Histories in which these stories happen one after the other, at a time of the seed's."""
+
+    class Told(History):
+        def _plan(self) -> Plan:
+            plan = super()._plan()
+            reserved = any(name.startswith("reservation") for name in stories)
+            options = plan.sbatch_options | ({"reservation": RESERVATION} if reserved else {})
+            return plan_with(plan, sbatch_options=options, total_steps=500)
+
+        def _surroundings(self) -> None:
+            super()._surroundings()
+            moment = self.dice.uniform(0.0, self.work)
+            for number, name in enumerate(stories):
+                self.clock.after(moment + 2.0 * number, lambda name=name: self._act(getattr(self, name)))  # type: ignore[misc]
+
+    return Told
+
+
+class KilledScript(History):
+    """A job that queues itself, without a fallback job; the batch script of its first start is killed."""
+
+    def _plan(self) -> Plan:
+        return plan_with(super()._plan(), mode="requeue", fallback_job=False, time_limit=2 * 3600)
+
+    def _fate(self, job: MemoryJob) -> Fate:
+        return Fate(script_killed_after=1000.0 if job.restarts == 0 else -1.0)
+
+
+class PassingLimit(History):
+    """No second job may be queued in the first half hour of the first job."""
+
+    def _plan(self) -> Plan:
+        return plan_with(super()._plan(), mode="singleton", fallback_job=False, time_limit=3 * 3600)
+
+    def _begin_work(self, job: MemoryJob) -> Work:
+        if job.id == 1 and job.restarts == 0:
+            self.slurm.submit_limit = 1
+            self.clock.after(HOUR / 2, self._limit_ends)
+        return super()._begin_work(job)
+
+    def _limit_ends(self) -> None:
+        self.slurm.submit_limit, self.laws.works_since = FREE_LIMIT, self.clock.now
+
+
+def play(seed: int, kind: type[History] = History) -> Outcome:
     """Play the history of a seed."""
     folder = Path(tempfile.mkdtemp(prefix="history-", dir=FOLDER))
     try:
-        return History(seed, folder).play()
+        return kind(seed, folder).play()
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -55,10 +55,10 @@ def run_fallback_job(run: Run) -> int:
         jobs.queue_fallback_job(run, plan, last.id, failed_begins=known.failed_begins if known else 0)
         return 0
     failed = scheduler.query(order.job_id)
-    ended = _chain_end(run, scheduler, order, failed)
+    ended = _chain_end(run, plan, scheduler, order, failed)
     if ended is not None:
-        write_stop(run, ended)
         log_line(f"the chain ends: {ended.reason}")
+        _write_stop_patiently(run, ended)
         background.send_notices(run, plan)
         campaign.start_due_members_of(run)
         return 0
@@ -66,17 +66,28 @@ def run_fallback_job(run: Run) -> int:
     return 0
 
 
+def _write_stop_patiently(run: Run, ended: ChainEnd) -> None:
+    """Write STOP, however long the run directory takes none: a later look may not know the reason, as Slurm forgets
+    jobs. At the end of this job the batch script writes STOP, or the reason to its log."""
+    while True:
+        try:
+            return write_stop(run, ended)
+        except OSError as error:
+            log_line(f"STOP not written: {error}")
+        time.sleep(RETRY_SECONDS)
+
+
 def _failed_begins(order: FallbackOrder, failed: Job | None) -> int:
     return 1 + max(order.failed_begins, failed.failed_begins if failed else 0)
 
 
-def _chain_end(run: Run, scheduler: Scheduler, order: FallbackOrder, failed: Job | None) -> ChainEnd | None:
+def _chain_end(run: Run, plan: Plan, scheduler: Scheduler, order: FallbackOrder, failed: Job | None) -> ChainEnd | None:
     """Return the end of the chain if a person cancelled a job or too many tries failed; None if it goes on."""
     if (stopped := jobs.read_chain_end_from_comment(failed)) is not None:
         return stopped
     newest = run.newest_begun()
-    cancelled = jobs.end_by_cancelled_successor(newest, scheduler) if newest is not None else None
-    if cancelled is not None:
+    ours = newest is not None and newest.number > plan.submitted_after_attempt
+    if newest is not None and ours and (cancelled := jobs.end_by_cancelled_successor(newest, scheduler)) is not None:
         return cancelled
     if failed is not None and failed.state == "CANCELLED" and not _was_replaced(newest, failed):
         by = scheduler.cancelled_by(failed.id)

@@ -29,6 +29,9 @@ from relayrun.control.trainers.registry import trainer_of
 from relayrun.errors import RunDirError, SchedulerError, describe_owner
 from relayrun.files import write_atomic
 
+SOMEBODY = "somebody"
+"""In the comment of a job: a user whose name Slurm does not tell."""
+
 
 def queue_fallback_job(
     run: Run, plan: Plan, job_id: str, *, options: Mapping[str, str] | None = None, failed_begins: int = 0
@@ -156,13 +159,15 @@ def record_cancelled_successor(
     job = scheduler.query(known.job_id)
     if job is not None and job.waits:
         note_waiting(job)
-    if job is None or job.state != "CANCELLED":
+    if (job is not None and job.live) or not scheduler.cancelled(known.job_id, nodes=""):
         return None
     noted = replace(known, cancelled=True, cancelled_by=scheduler.cancelled_by(known.job_id))
     try:
         noted.write(attempt.successor)
     except OSError as error:
         log_line(f"{attempt.successor.name} not written: {error}")
+        with contextlib.suppress(SchedulerError):
+            scheduler.note_stop(scheduler.current_job_id(), noted.cancelled_by or SOMEBODY)
     return noted
 
 

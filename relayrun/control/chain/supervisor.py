@@ -14,7 +14,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -121,7 +121,8 @@ def _decide_and_open(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) ->
         )
     )
     if decision.chain_end is not None:
-        stop_chain(run, plan, scheduler, ChainEnd(decision.chain_end, decision.reason), own_job=job_id)
+        with _told_to_slurm(run, plan, scheduler, cancelled=cancelled):
+            stop_chain(run, plan, scheduler, ChainEnd(decision.chain_end, decision.reason), own_job=job_id)
         if trigger is not None:  # after STOP: an acknowledgement reports a fact
             _acknowledge(run, trigger, base.iteration, f"the chain ends: {decision.reason}")
         _update_views(run)
@@ -162,7 +163,8 @@ def end_attempt(run: Run, number: int, exit_code: int) -> int:
     if record is None:
         cancelled = _cancelled(attempt, started, scheduler)
         reservation = _reservation_over(run, plan, started, scheduler, own)
-        record = _close(run, plan, attempt, exit_code, cancelled=cancelled, reservation=reservation)
+        with _told_to_slurm(run, plan, scheduler, cancelled=cancelled):
+            record = _close(run, plan, attempt, exit_code, cancelled=cancelled, reservation=reservation)
     log_line(f"attempt {number} ended: {record.cause}: {record.reason}; durable iteration {record.durable_iteration}")
     chain_end = record.verdict
     if chain_end is None and record.action in ("continue", "retry"):
@@ -451,11 +453,26 @@ def _close_predecessor(run: Run, plan: Plan, scheduler: Scheduler) -> tuple[bool
             for each in (each for each in known if each.job_id == started.job_id and each.end is not None):
                 end_time, cancelled = each.end, each.state == "CANCELLED"
         by = scheduler.cancelled_by(started.job_id) if cancelled else None
-        unknown = decisions.UNKNOWN_EXIT_CODE
-        record = _close(run, plan, attempt, unknown, cancelled=cancelled, cancelled_by=by, end_time=end_time)
+        code = decisions.UNKNOWN_EXIT_CODE
+        with _told_to_slurm(run, plan, scheduler, cancelled=cancelled and not resumed, by=by):
+            record = _close(run, plan, attempt, code, cancelled=cancelled, cancelled_by=by, end_time=end_time)
     if resumed:  # the record alone: a person has submitted since
         return False, None
     return cancelled, record.verdict or jobs.end_by_cancelled_successor(attempt, scheduler)
+
+
+@contextlib.contextmanager
+def _told_to_slurm(
+    run: Run, plan: Plan, scheduler: Scheduler, *, cancelled: bool, by: str | None = None
+) -> Iterator[None]:
+    """Cancel the queued jobs if the run directory takes no record of the block, and the job of the attempt was
+    `cancelled`: later no job could know that, since Slurm forgets jobs."""
+    try:
+        yield
+    except OSError as error:
+        if cancelled:
+            log_line(jobs.stop_chain_without_files(run, plan, scheduler, error, user=by or jobs.SOMEBODY))
+        raise
 
 
 def _cancelled(attempt: Attempt, started: AttemptStart, scheduler: Scheduler) -> bool:

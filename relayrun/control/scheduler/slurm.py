@@ -121,7 +121,7 @@ class Slurm(SlurmCommands, Scheduler):
         while job is not None and job.state == "COMPLETING" and time.monotonic() < deadline:
             time.sleep(1)  # a successor may start before Slurm has recorded the end of its predecessor
             job = self.query(job_id)
-        return job is not None and job.state == "CANCELLED"
+        return (self._accounted_state(job_id) if job is None else job.state).startswith("CANCELLED")
 
     def _states_beside_completing(self, job_id: str) -> list[str]:
         """Return the other states of a completing job: newer Slurm tells them in JSON. Empty if it does not."""
