@@ -51,7 +51,7 @@ SERVER_MODULES = {
     "models": ("relayrun.cli.model.convert", "relayrun.train.export.megatron", "relayrun.train.export.huggingface"),
 }
 """Modules that a server imports before it forks, by the kind of the commands' inputs."""
-CHANGING = re.compile(rb'"(time|since|directory)": [0-9.]+|"inputs": "\w+"')
+CHANGING = re.compile(rb'"(time|since)": [0-9.]+|"directory": \[[^]]*\]|"inputs": "\w+"')
 """Parts of records that no two calls write the same."""
 
 

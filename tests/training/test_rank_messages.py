@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+import signal
 import subprocess
 import sys
 import traceback
@@ -220,7 +221,7 @@ def test_a_pickle_from_another_rank_runs_nothing(tmp_path: Path) -> None:
         victim = subprocess.run(
             [sys.executable, "-c", VICTIM, *where], capture_output=True, text=True, timeout=300, check=False
         )
-        assert evil.wait(300) == 0
+        assert evil.wait(300) in (0, -signal.SIGABRT)  # torch may abort at the exit of a lonely rank
     assert victim.stdout == "refused NotAMessage\n" * 2, victim.stderr
     assert not (tmp_path / "pwned").exists()
 
