@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from relayrun import cli
 from relayrun.config.compose import resolve
 from relayrun.config.sections.optimizer import OptimizerSection
 from relayrun.config.sections.training import TrainingSection
@@ -42,6 +43,14 @@ def test_every_section_is_one_of_a_run_config(text: str, tmp_path: Path) -> None
     resolve.load_run_config(tmp_path / "run.yaml", ["optimizer.lr_warmup_steps=0", "training.global_batch_size=1024"])
 
 
+def test_a_run_of_a_colleague_is_taken_over_by_these_commands() -> None:
+    """tests/slurm/test_users.py runs them as two people."""
+    (block,) = blocks("bash colleague")
+    stop, submit = (cli.parse(line.split()[1:]) for line in block.splitlines())
+    assert stop.command == "stop"
+    assert submit.take_over
+
+
 def test_styles_and_policies_are_those_that_there_are() -> None:
     names = [name for line in PAGE.splitlines() if line.startswith("| `") for name in re.findall(r"`([\w-]+)`", line)]
     for style in ("lr_decay_style", "lr_wsd_decay_style"):
@@ -65,11 +74,7 @@ def test_ramp_warm_up_evaluations_branch_and_fine_tuning(tmp_path: Path) -> None
     shutil.move(workspace.folder / "tokenizer.json", tmp_path / "data/tokenizer")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {"PATH": path, "HOME": str(tmp_path), "PYTHONPATH": str(tmp_path)}
-    (colleague,) = blocks("bash colleague")  # tests/slurm/test_users.py has two people; here nothing is queued
-    colleague = colleague.replace(
-        "--take-over", "--take-over --dry-run --set training.steps=60 --set data.max_epochs=9"
-    )
-    script = "set -euo pipefail\n" + "\n".join([*blocks("bash"), colleague])
+    script = "set -euo pipefail\n" + "\n".join(blocks("bash"))
     done = subprocess.run(
         ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=1000
     )
