@@ -7,6 +7,7 @@ dictionaries become plain values, whose bytes in a file do not depend on the sur
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pkgutil
@@ -19,9 +20,9 @@ import pyarrow.parquet as pq
 
 from relayrun.errors import InputError, RelayrunError, combined_error
 from relayrun.tokens.readers.arrow_files import open_parquet, read_batches, unreadable_file_error
+from relayrun.tokens.readers.contents import HEAD_BYTES, content_fault, file_compression
 from relayrun.tokens.readers.faults import BadLine, LineFaults
-from relayrun.tokens.readers.inputs import PARQUET, file_format
-from relayrun.tokens.readers.json_csv import file_compression
+from relayrun.tokens.readers.inputs import PARQUET, expected_content, file_format
 from relayrun.tokens.readers.texts import find_field, keep_utf8_rows
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.urls import MissingInput, open_input, printable
@@ -50,9 +51,16 @@ def read_column(
         hint = "run prepare_dumps.py again if the dataset has changed"
         raise MissingInput("this file of the dump is missing", where=printable(path), hint=hint) from None
     except (pa.ArrowException, OSError) as error:
-        raise unreadable_file_error(
-            path, error, hint="fetch the file again, then run again: what is done is kept"
-        ) from None
+        hint = "fetch the file again, then run again: what is done is kept"
+        raise _content_fault_now(path) or unreadable_file_error(path, error, hint=hint) from None
+
+
+def _content_fault_now(path: str) -> InputError | None:
+    if not urls.is_url(path) and not os.path.isfile(path):
+        return None  # a pipe can be read only once
+    with contextlib.suppress(OSError, RelayrunError), open_input(path) as raw:
+        return content_fault(path, raw.read(HEAD_BYTES), expected_content(path))
+    return None
 
 
 MAX_BAD_FIRST_LINES = 100
