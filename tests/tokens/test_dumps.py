@@ -321,7 +321,7 @@ def test_the_door_prints_a_table_and_one_clear_error(dataset: Path, metadata: Pa
     ]
     done = subprocess.run([*door, "--filter-in", "x", "y"], capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 1
-    assert done.stderr.startswith(f"error: {dataset}: nothing to tokenize")
+    assert f"error: {dataset}: nothing to tokenize" in done.stderr
     assert "Traceback" not in done.stderr
     size = ROOT / "scripts/tokenization/compute_dump_size.py"
     done = subprocess.run(

@@ -62,7 +62,7 @@ def test_files_that_every_reader_leaves_out_are_left_out_and_named(
     assert len(found) == len(hidden) + len(kept) + len(others)
     assert {name for name, line in found.items() if line["taken"]} == set(kept)
     assert {found[name]["why"] for name in hidden} == {"hidden or temporary"}
-    assert [found[name]["why"] for name in others] == ["ending not read", "empty", "the publisher's metadata"]
+    assert [found[name]["why"] for name in others] == ["ending not read", "empty", "metadata"]
     assert found["a.jsonl"] == {"path": "a.jsonl", "bytes": 16, "taken": True}
     said = [record.getMessage() for record in caplog.records]
     assert "left out, empty: 1 file (0 bytes): empty.jsonl" in said
@@ -83,8 +83,8 @@ REFUSED = [
     ("a.parquet", b'<?xml version="1.0"?>\n<Error><Code>AccessDenied</Code>', "a page of HTML"),
     ("a.jsonl.gz", LINE, "its content is JSON, not gzip as its name says"),
     ("a.json.zst", gzip.compress(LINE), "its content is gzip, not zstd"),
-    ("a.jsonl.gz", b"", "0 bytes, which is no gzip"),
-    ("a.parquet", b"", "0 bytes, which is no parquet"),
+    ("a.jsonl.gz", b"", "cannot be read, it may be torn: 0 bytes are no gzip"),
+    ("a.parquet", b"", "cannot be read, it may be torn: 0 bytes are no parquet"),
 ]
 
 

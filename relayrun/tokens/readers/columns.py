@@ -38,10 +38,8 @@ def read_column(
     """Yield all rows of a file in order as string or large_string arrays of about `batch_bytes` each, nulls kept.
 
     The suffix gives the format. `column` is a name, or names with dots for a nested field; a column whose own name
-    holds the dots comes first. `scratch`: a folder for texts of jsonl files that are too long for memory. All texts are
-    UTF-8. Raises InputError that names the file and the line, or the row group and the row, of a bad text, unless
-    `faults` skips it; and InputError that names a file that cannot be read at all.
-    """
+    holds the dots comes first. `scratch`: a folder for texts that are too long for memory. All texts are UTF-8. Raises
+    InputError that names the place of a bad text, unless `faults` skips it, or a file that cannot be read at all."""
     faults = faults or LineFaults()
     read = pkgutil.resolve_name(file_format(path).reader)
     try:
@@ -56,10 +54,10 @@ def read_column(
 
 
 def _content_fault_now(path: str) -> InputError | None:
-    if not urls.is_url(path) and not os.path.isfile(path):
-        return None  # a pipe can be read only once
-    with contextlib.suppress(OSError, RelayrunError), open_input(path) as raw:
-        return content_fault(path, raw.read(HEAD_BYTES), expected_content(path))
+    with contextlib.suppress(OSError, RelayrunError):
+        if urls.is_url(path) or os.path.isfile(path):  # a pipe can be read only once
+            with open_input(path) as raw:
+                return content_fault(path, raw.read(HEAD_BYTES), expected_content(path))
     return None
 
 
@@ -107,11 +105,9 @@ def check_files(
     skip_files: bool = False,
     what: str = "files cannot be tokenized",
 ) -> None:
-    """Raise InputError, which begins with `what`, that names the files without the column, and unreadable files.
-
-    The beginning of each file is read, or its schema. With `skip_files` only a column that no file has is an error,
-    with `skip_lines` only a file without a good line. An unreachable store is a warning.
-    """
+    """Raise InputError, which begins with `what`, that names the files without the column, and unreadable files, by
+    their beginnings. With `skip_files` only a column that no file has is an error, with `skip_lines` only a file
+    without a good line. An unreachable store is a warning."""
     if not paths:
         return
     remote = urls.is_url(paths[0])

@@ -39,18 +39,14 @@ def file_compression(path: str) -> Literal["gzip", "zstd"] | None:
     return "gzip" if name.endswith(".gz") else "zstd" if name.endswith((".zst", ".zstd")) else None
 
 
-def known_content(head: bytes) -> str | None:
-    """Return what the first bytes of a file are; None for text and for unknown bytes."""
-    return next((name for name, pattern in _CONTENTS if pattern.match(head)), None)
-
-
 def content_fault(path: str, head: bytes, expected: str | None) -> InputError | None:
     """Return the fault of a file that begins with `head`, at most `HEAD_BYTES`. `expected`: the content that its name
     promises, None for text."""
-    found, promised = known_content(head), expected or "text"
+    promised = expected or "text"
+    found = next((name for name, pattern in _CONTENTS if pattern.match(head)), None)
     leave = "or leave it out with --filter-out"
     if not head and expected is not None:
-        words, hint = f"0 bytes, which is no {expected}", f"fetch the file again, {leave}"
+        words, hint = f"cannot be read, it may be torn: 0 bytes are no {expected}", f"fetch the file again, {leave}"
     elif found is None or found == expected or (expected is None and found == "JSON"):
         return None
     elif found == "Git LFS":

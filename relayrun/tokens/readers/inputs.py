@@ -7,6 +7,7 @@ module does not import Arrow.
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
@@ -54,8 +55,11 @@ ARROW = FileFormat(name="arrow", suffixes=(".arrow", ".feather"), reader=f"{_ARR
 FORMATS = {each.name: each for each in (PARQUET, JSON_LINES, CSV, ARROW)}
 """All formats by name. A new format is an entry here and its reader; for streams, also a value of `SourceKind`."""
 
-METADATA_FILE_NAMES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""Files that Hugging Face's datasets writes beside its data; they hold no documents."""
+METADATA_FILE_NAMES = (
+    *("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"),
+    *("inventory.jsonl", "dump-sizes.json"),
+)
+"""Files that Hugging Face's datasets writes beside its data, and `prepare_dumps`; they hold no documents."""
 
 
 def data_suffixes() -> tuple[str, ...]:
@@ -157,40 +161,28 @@ class LeftOutFile:
     path: str
     size: int
     why: str
-    """The reason, one of few, by which files are counted."""
     fault: InputError | None = None
-    """The error of a file that has to be mended or filtered out: it is refused, not just left out."""
+    """The error of a file that is refused: it has to be mended or filtered out."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Inventory:
     """All files below a data set folder, taken or left out, each ordered by path."""
 
     taken: tuple[DataFile, ...]
     left_out: tuple[LeftOutFile, ...]
 
-    def refuse(self, *, skip_files: bool = False) -> None:
-        """Raise InputError that names the refused files, if any. `skip_files`: dead links alone, whose rows would be
-        missing without a count."""
-        refused = [file for file in self.left_out if file.fault and not (skip_files and file.why != DEAD_LINK)]
-        if refused:
-            dead = all(file.why == DEAD_LINK for file in refused)
-            faults = [file.fault for file in refused if file.fault]
-            raise combined_error(faults, "links lead nowhere" if dead else "files are refused")
+    def refuse(self, *, dead_links_only: bool = False) -> None:
+        """Raise InputError that names the refused files, if any."""
+        faults = [file.fault for file in self.left_out if file.fault and file.why == DEAD_LINK]
+        others = [file.fault for file in self.left_out if file.fault and file.why != DEAD_LINK]
+        if others and not dead_links_only:
+            raise combined_error(faults + others, "files are refused")
+        if faults:
+            raise combined_error(faults, "links lead nowhere")
 
 
-FILTERED, HIDDEN, METADATA, UNKNOWN_ENDING = (
-    "filters",
-    "hidden or temporary",
-    "the publisher's metadata",
-    "ending not read",
-)
-DEAD_LINK, NO_FILE, EMPTY, OTHER_CONTENT = (
-    "link that leads nowhere",
-    "no regular file",
-    "empty",
-    "other content than its name",
-)
+DEAD_LINK = "link that leads nowhere"
 _HEADS_AT_A_TIME = 16
 """Files whose first bytes are read in parallel; the file system dominates the time."""
 
@@ -199,13 +191,13 @@ def _why_left_out(path: str, filter_in: Sequence[str], filter_out: Sequence[str]
     """Return why a file is left out by its path, or None. Names that begin with `.` or `_`, of a file or of a folder,
     hold no data, as in Spark and pyarrow; `_column=value` is a folder of a partition."""
     if (filter_in and not any(text in path for text in filter_in)) or any(text in path for text in filter_out):
-        return FILTERED
+        return "filters"
     *folders, name = path.lower().split("/")
     if any(part.startswith(".") or (part.startswith("_") and "=" not in part) for part in (*folders, name)):
-        return HIDDEN
+        return "hidden or temporary"
     if name in METADATA_FILE_NAMES:
-        return METADATA
-    return None if name.endswith(data_suffixes()) else UNKNOWN_ENDING
+        return "metadata"
+    return None if name.endswith(data_suffixes()) else "ending not read"
 
 
 def find_data_files(
@@ -218,85 +210,64 @@ def find_data_files(
 
 
 def take_inventory(
-    folder: str | os.PathLike[str],
-    *,
-    filter_in: Sequence[str] = (),
-    filter_out: Sequence[str] = (),
-    own: str | None = None,
+    folder: str | os.PathLike[str], *, filter_in: Sequence[str] = (), filter_out: Sequence[str] = ()
 ) -> Inventory:
     """Return all files below `folder`, local or a URL that fsspec knows: the data files, and the others with the
     reason. A file is kept if its path below `folder` (links not resolved, case-sensitive) contains any of `filter_in`,
     if given, and none of `filter_out`. Links in a local folder are followed, except to a parent folder. The first bytes
     of local files are compared with their names; below a URL the reader does that. Raises InputError if the folder is
-    missing or cannot be listed. `own`: a folder below, of the caller's own files."""
+    missing or cannot be listed."""
     place = urls.absolute_path(folder)
     taken: list[DataFile] = []
     left: list[LeftOutFile] = []
     with Progress("finding files", None, "files"):
         for file, why, fault in _list_url_files(place) if urls.is_url(place) else _list_local_files(place):
             count(1)
-            if own is not None and file.path.startswith(f"{own}/"):
-                continue
-            reason = _why_left_out(file.path, filter_in, filter_out) or why
-            if reason is None and not file.size and expected_content(file.path) is None:
-                reason = EMPTY
-            if reason is None:
-                taken.append(file)
+            if by_name := _why_left_out(file.path, filter_in, filter_out):
+                why, fault = by_name, None
+            elif not (why or file.size or expected_content(file.path)):
+                why = "empty"
+            if why is not None:
+                left.append(LeftOutFile(path=file.path, size=file.size, why=why, fault=fault))
             else:
-                left.append(
-                    LeftOutFile(path=file.path, size=file.size, why=reason, fault=fault if reason == why else None)
-                )
+                taken.append(file)
+    with ThreadPoolExecutor(_HEADS_AT_A_TIME) as pool:
+        faults = dict(zip(taken, pool.map(functools.partial(_content_fault, place), taken), strict=True))
+    why = "other content than its name"
+    left += [LeftOutFile(path=file.path, size=file.size, why=why, fault=bad) for file, bad in faults.items() if bad]
+    taken = sorted((file for file, bad in faults.items() if bad is None), key=by_path)
+    return Inventory(tuple(taken), tuple(sorted(left, key=by_path)))
+
+
+def by_path(file: DataFile | LeftOutFile) -> bytes:
+    return os.fsencode(file.path)
+
+
+def _content_fault(place: str, file: DataFile) -> InputError | None:
+    """Return the fault of a local file by its first bytes; below a URL, by its name."""
+    path = urls.join_path(place, file.path)
     if urls.is_url(place):
-        _refuse_chained_names(place, taken)
-    else:
-        taken = _compare_contents(place, taken, left)
-    return Inventory(
-        taken=tuple(sorted(taken, key=lambda file: os.fsencode(file.path))),
-        left_out=tuple(sorted(left, key=lambda file: os.fsencode(file.path))),
-    )
+        hint = "rename the file, or leave it out with --filter-out"
+        return InputError("fsspec cannot open a name with `::`", where=path, hint=hint) if "::" in file.path else None
+    try:
+        with open(path, "rb", buffering=0) as raw:
+            return content_fault(path, raw.read(HEAD_BYTES), expected_content(path))
+    except OSError:  # the reader says why
+        return None
 
 
 _Found = tuple[DataFile, str | None, InputError | None]
-"""A file, and why it cannot be read at all, if so, with its fault."""
 
 
 def _list_url_files(url: str) -> Iterator[_Found]:
-    for path, size in urls.list_url(url):
-        yield DataFile(path=path, size=size, identity=path), None, None
-
-
-def _refuse_chained_names(url: str, taken: Sequence[DataFile]) -> None:
-    for file in taken:
-        if "::" in file.path:
-            hint = "rename the file, or leave it out with --filter-out"
-            raise InputError("fsspec cannot open a name with `::`", where=urls.join_path(url, file.path), hint=hint)
-
-
-def _compare_contents(folder: str, taken: Sequence[DataFile], left: list[LeftOutFile]) -> list[DataFile]:
-    """Return the files whose first bytes are as their names say; add the others to `left`."""
-
-    def fault(file: DataFile) -> InputError | None:
-        path = os.path.join(folder, file.path)
-        try:
-            with open(path, "rb", buffering=0) as raw:
-                return content_fault(path, raw.read(HEAD_BYTES), expected_content(path))
-        except OSError:  # the reader says why
-            return None
-
-    with ThreadPoolExecutor(_HEADS_AT_A_TIME) as pool:
-        step = max(1, len(taken) // (8 * _HEADS_AT_A_TIME))
-        parts = pool.map(lambda begin: [*map(fault, taken[begin : begin + step])], range(0, len(taken), step))
-        faults = [each for part in parts for each in part]
-    pairs = list(zip(taken, faults, strict=True))
-    left += [LeftOutFile(path=file.path, size=file.size, why=OTHER_CONTENT, fault=bad) for file, bad in pairs if bad]
-    return [file for file, bad in pairs if bad is None]
+    return ((DataFile(path=path, size=size, identity=path), None, None) for path, size in urls.list_url(url))
 
 
 def _list_local_files(folder: str) -> Iterator[_Found]:
     if not os.path.isdir(folder):
-        what = "this is a file, not a" if os.path.isfile(folder) else "there is no such"
-        hint = did_you_mean_path(folder) if what.startswith("there") else None
-        hint = hint or "give the folder that holds the files of text, or a URL"
+        is_file = os.path.isfile(folder)
+        hint = (not is_file and did_you_mean_path(folder)) or "give the folder that holds the files of text, or a URL"
+        what = "this is a file, not a" if is_file else "there is no such"
         raise InputError(f"{what} dataset folder", where=folder, hint=hint)
     top = os.stat(folder)
     stack = [("", frozenset({(top.st_dev, top.st_ino)}))]
@@ -315,7 +286,7 @@ def _list_local_files(folder: str) -> Iterator[_Found]:
                     continue
                 identity = (status.st_dev, status.st_ino)
                 if not stat.S_ISDIR(status.st_mode):
-                    why = None if stat.S_ISREG(status.st_mode) else NO_FILE
+                    why = None if stat.S_ISREG(status.st_mode) else "no regular file"
                     yield DataFile(path=path, size=status.st_size, identity=identity), why, None
                 elif identity not in ancestors:
                     stack.append((path, ancestors | {identity}))

@@ -57,24 +57,18 @@ def open_decompressed(raw: BinaryIO, path: str) -> io.BufferedReader:
     InputError for a content that is no text (see `contents`), before any line of it is read."""
     stream: Any = raw
     if (compression := file_compression(path)) is not None:
-        stream = _buffered(raw)
-        refuse_other_content(stream, path, compression)
         # Arrow detects a truncated stream, the zstandard package does not
-        stream = pa.CompressedInputStream(stream, compression)
-    lines = _buffered(stream)
-    refuse_other_content(lines, path, None)
-    return lines
+        stream = pa.CompressedInputStream(_checked(raw, path, compression), compression)
+    return _checked(stream, path, None)
 
 
-def _buffered(stream: Any) -> io.BufferedReader:
+def _checked(stream: Any, path: str, expected: str | None) -> io.BufferedReader:
+    """Return the stream, buffered. Raises InputError if its next bytes are not of the content `expected`."""
     own = isinstance(stream, (io.BufferedReader, io.BytesIO))
-    return cast(io.BufferedReader, stream if own else io.BufferedReader(stream, _LONG_BYTES))
-
-
-def refuse_other_content(file: io.BufferedReader, path: str, expected: str | None) -> None:
-    """Raise InputError if the next bytes of `file`, which stay unread, are not of the content `expected`."""
+    file = cast(io.BufferedReader, stream if own else io.BufferedReader(stream, _LONG_BYTES))
     if isinstance(file, io.BufferedReader) and (fault := content_fault(path, file.peek(HEAD_BYTES), expected)):
         raise fault
+    return file
 
 
 def _read_texts(

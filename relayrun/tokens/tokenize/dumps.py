@@ -200,15 +200,14 @@ def prepare_dumps(
     n_dumps: int | None = None,
     all_splits: bool = False,
 ) -> list[Dump]:
-    """Write the paths files of all files that are in no finished dump; return these dumps, numbered after the highest
-    finished one. All of `dumps/` is replaced at once. Raises RelayrunError while jobs of this folder are pending or
-    running, or if a half-tokenized dump would change under its output; InputError if no file is left."""
+    """Write the inventory, and the paths files of all files that are in no finished dump; return these dumps, numbered
+    after the finished ones. All of `dumps/` is replaced at once. Raises InputError for refused files and if no file is
+    left, RelayrunError while jobs of this folder live, or if a half-tokenized dump would change under its output."""
     if n_dumps is not None and n_dumps < 1:
         raise InputError("the number of dumps must be at least 1", where="--n-dumps")
     dataset = urls.absolute_path(dataset_folder)
     metadata = DumpsFolder(metadata_folder)
-    own = os.path.relpath(metadata.path, dataset) if metadata.path.is_relative_to(dataset) else None
-    files_there = inputs.take_inventory(dataset, filter_in=filter_in, filter_out=filter_out, own=own)
+    files_there = inputs.take_inventory(dataset, filter_in=filter_in, filter_out=filter_out)
     files_there = inventory.check_sets(dataset, files_there, filter_in=filter_in, all_splits=all_splits)
     found = files_there.taken
     refuse_unwritable(metadata.path)
@@ -217,8 +216,7 @@ def prepare_dumps(
         metadata.refuse_live_jobs()
         twins = inventory.find_twins(dataset, found)
         inventory.write_inventory(metadata.inventory, files_there, twins)
-        if found:
-            inventory.log_inventory(files_there, twins)
+        inventory.log_inventory(files_there, twins)
         files_there.refuse()
         finished = metadata.finished()
         if finished and metadata.raw_link.is_symlink() and os.readlink(metadata.raw_link) != dataset:
