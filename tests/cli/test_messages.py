@@ -167,7 +167,7 @@ def test_a_wrong_column_is_found_before_jobs_are_queued(dumps: TokenizationSetti
         ("a.csv", b"id,text\n1,x\n", True),
         ("a.csv", b"id,contents\n1,x\n", False),
         ("a.json", b'[{"text": "x"}]', False),
-        ("a.jsonl", b"", True),
+        ("a.jsonl", b"\n", True),
         ("a.jsonl", b'no JSON\n{"text": "x"}\n', None),
         ("a.jsonl", b"no JSON\n" * 200, False),
         ("a.parquet", b"PAR1", False),

@@ -122,7 +122,7 @@ def test_100_000_small_files_are_prepared_in_seconds(tmp_path: Path) -> None:
             (folder := tmp_path / "data" / f"{number // 1000:03d}").mkdir(parents=True)
         path = folder / f"{number:06d}.parquet"
         os.close(os.open(path, os.O_CREAT | os.O_WRONLY))
-        os.truncate(path, number * 7919 % 1_000_003)  # sparse
+        os.truncate(path, number * 7919 % 1_000_003 + 1)  # sparse
     started, cpu = time.monotonic(), time.process_time()
     dumps = prepare_dumps(tmp_path / "data", tmp_path / "meta", n_dumps=1000)
     seconds, cpu = time.monotonic() - started, time.process_time() - cpu
@@ -157,7 +157,7 @@ def test_a_second_run_leaves_no_stale_dump(dataset: Path, metadata: Path) -> Non
         "paths_file_0.txt": ["b/c.jsonl"],
         "paths_file_1.txt": ["b/d.jsonl.gz", "e.jsonl.zst"],
     }
-    assert sorted(os.listdir(metadata)) == [".lock", "dump-sizes.json", "dumps", "raw-dataset-link"]
+    assert sorted(os.listdir(metadata)) == [".lock", "dump-sizes.json", "dumps", "inventory.jsonl", "raw-dataset-link"]
 
 
 def test_beside_finished_dumps_only_other_files_are_split_and_numbered_behind(dataset: Path, metadata: Path) -> None:
@@ -249,7 +249,7 @@ dumps.prepare_dumps({str(dataset)!r}, {str(metadata)!r}, n_dumps=2)
     assert paths_files(metadata) == before or len(paths_files(metadata)) == 2
     prepare_dumps(dataset, metadata, n_dumps=2)
     assert len(paths_files(metadata)) == 2
-    assert sorted(os.listdir(metadata)) == [".lock", "dump-sizes.json", "dumps", "raw-dataset-link"]
+    assert sorted(os.listdir(metadata)) == [".lock", "dump-sizes.json", "dumps", "inventory.jsonl", "raw-dataset-link"]
 
 
 def test_nothing_is_prepared_while_a_dump_is_tokenized_here(dataset: Path, metadata: Path) -> None:
@@ -321,7 +321,7 @@ def test_the_door_prints_a_table_and_one_clear_error(dataset: Path, metadata: Pa
     ]
     done = subprocess.run([*door, "--filter-in", "x", "y"], capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 1
-    assert done.stderr.startswith(f"error: {dataset}: nothing to tokenize")
+    assert f"error: {dataset}: nothing to tokenize" in done.stderr
     assert "Traceback" not in done.stderr
     size = ROOT / "scripts/tokenization/compute_dump_size.py"
     done = subprocess.run(

@@ -48,7 +48,7 @@ def paragraphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_files_of_an_unknown_format_are_not_found(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"files end in \.parquet, \.jsonl, .*\.arrow; look at the filters"):
+    with pytest.raises(InputError, match=r"files end in \.parquet, \.pq, \.jsonl, .*\.arrow.*; look at the filters"):
         prepare_dumps(data, tmp_path / "m")
 
 

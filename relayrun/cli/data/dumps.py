@@ -13,7 +13,7 @@ from typing import Any
 
 from relayrun.cli.data import shards, tokenize
 from relayrun.config.compose.writable import check_outputs
-from relayrun.tokens.readers.inputs import data_suffixes
+from relayrun.tokens.readers.inputs import data_endings
 from relayrun.tokens.tokenize import dump_status, tune
 from relayrun.tokens.tokenize.dump_jobs import submit_dumps
 from relayrun.tokens.tokenize.dumps import dump_size, prepare_dumps, print_dumps
@@ -38,13 +38,14 @@ def add_prepare_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     add = parser.add_argument
     several: dict[str, Any] = {"nargs": "+", "default": [], "metavar": "TEXT"}
-    known = f"files that end in {', '.join(data_suffixes())}"
+    known = f"files that end in {data_endings()}"
     place = f"a folder, or a URL that fsspec knows (s3://bucket/x), searched for {known}"
     add("--dataset-folder", required=True, metavar="D", help=place)
     made = "gets raw-dataset-link and dumps/paths_file_{i}.txt"
     add("--preprocessing-metadata-folder", required=True, metavar="M", help=made)
     add("--filter-in", **several, help="keep files whose path below D contains any of these (case-sensitive)")
     add("--filter-out", **several, help="leave out files whose path below D contains any of these")
+    add("--all-splits", action="store_true", help="take validation and test sets beside other text, too")
     add("--n-dumps", type=int, metavar="N", help="default: one per 150 GB begun")
     estimate = "for the estimate of hours (default: %(default)s)"
     add("--seconds-per-gb", type=float, default=20.0, metavar="S", help=estimate)
@@ -60,6 +61,7 @@ def run_split_into_dumps(options: argparse.Namespace) -> int:
         filter_in=options.filter_in,
         filter_out=options.filter_out,
         n_dumps=options.n_dumps,
+        all_splits=options.all_splits,
     )
     print_dumps(dumps, seconds_per_gb=options.seconds_per_gb)
     return 0

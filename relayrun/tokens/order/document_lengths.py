@@ -21,7 +21,7 @@ from relayrun.progress import Progress, count
 from relayrun.tokens.order.document_packing import WINDOWS_PER_BLOCK, assign_rows
 from relayrun.tokens.order.document_windows import DocumentCut
 from relayrun.tokens.readers.columns import read_column
-from relayrun.tokens.readers.inputs import data_suffixes, find_data_files
+from relayrun.tokens.readers.inputs import data_endings, find_data_files
 from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.shards.prefixes import find_prefixes
 from relayrun.tokens.shards.shard import Shard
@@ -132,7 +132,7 @@ def lengths_by_file(
         ], "tokens"
     files = find_data_files(place)
     if not files:
-        raise InputError(f"no file below this folder ends in .idx, {', '.join(data_suffixes())}", where=place)
+        raise InputError(f"no file below this folder ends in .idx, {data_endings()}", where=place)
     engine = load_tokenizer(TokenizeOptions(tokenizer=tokenizer, append_eod="no")).tokenizer if tokenizer else None
     found = []
     with Progress("measuring", sum(file.size for file in files)):

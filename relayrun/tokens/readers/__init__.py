@@ -1,6 +1,8 @@
 """Read the files of a data set as texts and rows of bounded size.
 
     inputs        formats and names of data files, paths files
+    contents      what the first bytes of a file are
+    inventory     splits, numbered sets and twins among the files of a data set
     columns       the text column of a file, or all columns, as Arrow data
     arrow_files   Parquet and Arrow files
     json_csv      lines of JSON and rows of CSV

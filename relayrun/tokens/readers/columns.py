@@ -7,6 +7,7 @@ dictionaries become plain values, whose bytes in a file do not depend on the sur
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pkgutil
@@ -19,9 +20,9 @@ import pyarrow.parquet as pq
 
 from relayrun.errors import InputError, RelayrunError, combined_error
 from relayrun.tokens.readers.arrow_files import open_parquet, read_batches, unreadable_file_error
+from relayrun.tokens.readers.contents import HEAD_BYTES, content_fault, file_compression
 from relayrun.tokens.readers.faults import BadLine, LineFaults
-from relayrun.tokens.readers.inputs import PARQUET, file_format
-from relayrun.tokens.readers.json_csv import file_compression
+from relayrun.tokens.readers.inputs import PARQUET, expected_content, file_format
 from relayrun.tokens.readers.texts import find_field, keep_utf8_rows
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.urls import MissingInput, open_input, printable
@@ -37,10 +38,8 @@ def read_column(
     """Yield all rows of a file in order as string or large_string arrays of about `batch_bytes` each, nulls kept.
 
     The suffix gives the format. `column` is a name, or names with dots for a nested field; a column whose own name
-    holds the dots comes first. `scratch`: a folder for texts of jsonl files that are too long for memory. All texts are
-    UTF-8. Raises InputError that names the file and the line, or the row group and the row, of a bad text, unless
-    `faults` skips it; and InputError that names a file that cannot be read at all.
-    """
+    holds the dots comes first. `scratch`: a folder for texts that are too long for memory. All texts are UTF-8. Raises
+    InputError that names the place of a bad text, unless `faults` skips it, or a file that cannot be read at all."""
     faults = faults or LineFaults()
     read = pkgutil.resolve_name(file_format(path).reader)
     try:
@@ -50,9 +49,16 @@ def read_column(
         hint = "run prepare_dumps.py again if the dataset has changed"
         raise MissingInput("this file of the dump is missing", where=printable(path), hint=hint) from None
     except (pa.ArrowException, OSError) as error:
-        raise unreadable_file_error(
-            path, error, hint="fetch the file again, then run again: what is done is kept"
-        ) from None
+        hint = "fetch the file again, then run again: what is done is kept"
+        raise _content_fault_now(path) or unreadable_file_error(path, error, hint=hint) from None
+
+
+def _content_fault_now(path: str) -> InputError | None:
+    with contextlib.suppress(OSError, RelayrunError):
+        if urls.is_url(path) or os.path.isfile(path):  # a pipe can be read only once
+            with open_input(path) as raw:
+                return content_fault(path, raw.read(HEAD_BYTES), expected_content(path))
+    return None
 
 
 MAX_BAD_FIRST_LINES = 100
@@ -99,11 +105,9 @@ def check_files(
     skip_files: bool = False,
     what: str = "files cannot be tokenized",
 ) -> None:
-    """Raise InputError, which begins with `what`, that names the files without the column, and unreadable files.
-
-    The beginning of each file is read, or its schema. With `skip_files` only a column that no file has is an error,
-    with `skip_lines` only a file without a good line. An unreachable store is a warning.
-    """
+    """Raise InputError, which begins with `what`, that names the files without the column, and unreadable files, by
+    their beginnings. With `skip_files` only a column that no file has is an error, with `skip_lines` only a file
+    without a good line. An unreachable store is a warning."""
     if not paths:
         return
     remote = urls.is_url(paths[0])

@@ -7,14 +7,17 @@ module does not import Arrow.
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from relayrun.errors import InputError, RelayrunError, combined_error, did_you_mean_path
 from relayrun.progress import Progress, count
+from relayrun.tokens.readers.contents import HEAD_BYTES, content_fault, file_compression
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.urls import MissingInput, printable
 
@@ -33,24 +36,45 @@ class FileFormat:
 
 
 _TEXT_READERS = "relayrun.tokens.readers.json_csv"
-PARQUET = FileFormat(name="parquet", suffixes=(".parquet",), reader="relayrun.tokens.readers.arrow_files:read_parquet")
+_ARROW_READERS = "relayrun.tokens.readers.arrow_files"
+
+
+def _compressed(*endings: str) -> tuple[str, ...]:
+    return tuple(ending + compression for compression in ("", ".gz", ".zst", ".zstd") for ending in endings)
+
+
+PARQUET = FileFormat(name="parquet", suffixes=(".parquet", ".pq"), reader=f"{_ARROW_READERS}:read_parquet")
 JSON_LINES = FileFormat(
     name="jsonl",
-    suffixes=(".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz", ".json.zst"),
+    suffixes=_compressed(".jsonl", ".json", ".ndjson", ".jsonlines"),
     reader=f"{_TEXT_READERS}:read_jsonl",
     by_line=True,
 )
-CSV = FileFormat(name="csv", suffixes=(".csv", ".csv.gz"), reader=f"{_TEXT_READERS}:read_csv")
-ARROW = FileFormat(name="arrow", suffixes=(".arrow",), reader="relayrun.tokens.readers.arrow_files:read_arrow")
+CSV = FileFormat(name="csv", suffixes=_compressed(".csv"), reader=f"{_TEXT_READERS}:read_csv")
+ARROW = FileFormat(name="arrow", suffixes=(".arrow", ".feather"), reader=f"{_ARROW_READERS}:read_arrow")
 FORMATS = {each.name: each for each in (PARQUET, JSON_LINES, CSV, ARROW)}
 """All formats by name. A new format is an entry here and its reader; for streams, also a value of `SourceKind`."""
 
-METADATA_FILE_NAMES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""Files that Hugging Face's datasets writes beside its data; they hold no documents."""
+METADATA_FILE_NAMES = (
+    *("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"),
+    *("inventory.jsonl", "dump-sizes.json"),
+)
+"""Files that Hugging Face's datasets writes beside its data, and `prepare_dumps`; they hold no documents."""
 
 
 def data_suffixes() -> tuple[str, ...]:
     return tuple(suffix for each in FORMATS.values() for suffix in each.suffixes)
+
+
+def data_endings() -> str:
+    """Return the endings of data files for a message, the compressed ones in short."""
+    plain = [suffix for suffix in data_suffixes() if file_compression(suffix) is None]
+    return f"{', '.join(plain)}; of JSON and CSV also with .gz, .zst or .zstd"
+
+
+def expected_content(path: str) -> str | None:
+    """Return the content that a name promises (see `contents`); None for text."""
+    return file_compression(path) or {PARQUET: "parquet", ARROW: "Arrow"}.get(file_format(path))
 
 
 def file_format(path: str) -> FileFormat:
@@ -130,47 +154,121 @@ class DataFile:
     """Device and inode: equal for two paths to one file. Below a URL: the path."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class LeftOutFile:
+    """A file below a data set folder that is not read, and why."""
+
+    path: str
+    size: int
+    why: str
+    fault: InputError | None = None
+    """The error of a file that is refused: it has to be mended or filtered out."""
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """All files below a data set folder, taken or left out, each ordered by path."""
+
+    taken: tuple[DataFile, ...]
+    left_out: tuple[LeftOutFile, ...]
+
+    def refuse(self, *, dead_links_only: bool = False) -> None:
+        """Raise InputError that names the refused files, if any."""
+        faults = [file.fault for file in self.left_out if file.fault and file.why == DEAD_LINK]
+        others = [file.fault for file in self.left_out if file.fault and file.why != DEAD_LINK]
+        if others and not dead_links_only:
+            raise combined_error(faults + others, "files are refused")
+        if faults:
+            raise combined_error(faults, "links lead nowhere")
+
+
+DEAD_LINK = "link that leads nowhere"
+_HEADS_AT_A_TIME = 16
+"""Files whose first bytes are read in parallel; the file system dominates the time."""
+
+
+def _why_left_out(path: str, filter_in: Sequence[str], filter_out: Sequence[str]) -> str | None:
+    """Return why a file is left out by its path, or None. Names that begin with `.` or `_`, of a file or of a folder,
+    hold no data, as in Spark and pyarrow; `_column=value` is a folder of a partition."""
+    if (filter_in and not any(text in path for text in filter_in)) or any(text in path for text in filter_out):
+        return "filters"
+    *folders, name = path.lower().split("/")
+    if any(part.startswith(".") or (part.startswith("_") and "=" not in part) for part in (*folders, name)):
+        return "hidden or temporary"
+    if name in METADATA_FILE_NAMES:
+        return "metadata"
+    return None if name.endswith(data_suffixes()) else "ending not read"
+
+
 def find_data_files(
     folder: str | os.PathLike[str], *, filter_in: Sequence[str] = (), filter_out: Sequence[str] = ()
 ) -> list[DataFile]:
-    """Return all data files below `folder`, local or a URL that fsspec knows, ordered by path. A file is kept if its
-    path below `folder` (links not resolved, case-sensitive) contains any of `filter_in`, if given, and none of
-    `filter_out`. Links in a local folder are followed, except to a parent folder. Raises InputError if the folder is
-    missing or cannot be listed, or a link to a data file is broken. Names that begin with `.` hold no data."""
-    suffixes = data_suffixes()
+    """Return the files that `take_inventory` takes. Raises as it does, and InputError that names refused files."""
+    inventory = take_inventory(folder, filter_in=filter_in, filter_out=filter_out)
+    inventory.refuse()
+    return list(inventory.taken)
 
-    def is_wanted(path: str) -> bool:
-        count(1)
-        name = path.lower()
-        return (
-            name.endswith(suffixes)
-            and name.rsplit("/", 1)[-1] not in METADATA_FILE_NAMES
-            and not any(part.startswith(".") for part in name.split("/"))
-            and (not filter_in or any(text in path for text in filter_in))
-            and not any(text in path for text in filter_out)
-        )
 
+def take_inventory(
+    folder: str | os.PathLike[str], *, filter_in: Sequence[str] = (), filter_out: Sequence[str] = ()
+) -> Inventory:
+    """Return all files below `folder`, local or a URL that fsspec knows: the data files, and the others with the
+    reason. A file is kept if its path below `folder` (links not resolved, case-sensitive) contains any of `filter_in`,
+    if given, and none of `filter_out`. Links in a local folder are followed, except to a parent folder. The first bytes
+    of local files are compared with their names; below a URL the reader does that. Raises InputError if the folder is
+    missing or cannot be listed."""
     place = urls.absolute_path(folder)
-    find = _find_below_url if urls.is_url(place) else _find_locally
+    taken: list[DataFile] = []
+    left: list[LeftOutFile] = []
     with Progress("finding files", None, "files"):
-        return sorted(find(place, is_wanted), key=lambda file: os.fsencode(file.path))
+        for file, why, fault in _list_url_files(place) if urls.is_url(place) else _list_local_files(place):
+            count(1)
+            if by_name := _why_left_out(file.path, filter_in, filter_out):
+                why, fault = by_name, None
+            elif not (why or file.size or expected_content(file.path)):
+                why = "empty"
+            if why is not None:
+                left.append(LeftOutFile(path=file.path, size=file.size, why=why, fault=fault))
+            else:
+                taken.append(file)
+    with ThreadPoolExecutor(_HEADS_AT_A_TIME) as pool:
+        faults = dict(zip(taken, pool.map(functools.partial(_content_fault, place), taken), strict=True))
+    why = "other content than its name"
+    left += [LeftOutFile(path=file.path, size=file.size, why=why, fault=bad) for file, bad in faults.items() if bad]
+    taken = sorted((file for file, bad in faults.items() if bad is None), key=by_path)
+    return Inventory(tuple(taken), tuple(sorted(left, key=by_path)))
 
 
-def _find_below_url(url: str, is_wanted: Callable[[str], bool]) -> list[DataFile]:
-    found = [DataFile(path=path, size=size, identity=path) for path, size in urls.list_url(url) if is_wanted(path)]
-    for file in found:
-        if "::" in file.path:
-            hint = "rename the file, or leave it out with --filter-out"
-            raise InputError("fsspec cannot open a name with `::`", where=urls.join_path(url, file.path), hint=hint)
-    return found
+def by_path(file: DataFile | LeftOutFile) -> bytes:
+    return os.fsencode(file.path)
 
 
-def _find_locally(folder: str, is_wanted: Callable[[str], bool]) -> list[DataFile]:
+def _content_fault(place: str, file: DataFile) -> InputError | None:
+    """Return the fault of a local file by its first bytes; below a URL, by its name."""
+    path = urls.join_path(place, file.path)
+    if urls.is_url(place):
+        hint = "rename the file, or leave it out with --filter-out"
+        return InputError("fsspec cannot open a name with `::`", where=path, hint=hint) if "::" in file.path else None
+    try:
+        with open(path, "rb", buffering=0) as raw:
+            return content_fault(path, raw.read(HEAD_BYTES), expected_content(path))
+    except OSError:  # the reader says why
+        return None
+
+
+_Found = tuple[DataFile, str | None, InputError | None]
+
+
+def _list_url_files(url: str) -> Iterator[_Found]:
+    return ((DataFile(path=path, size=size, identity=path), None, None) for path, size in urls.list_url(url))
+
+
+def _list_local_files(folder: str) -> Iterator[_Found]:
     if not os.path.isdir(folder):
-        hint = did_you_mean_path(folder) or "give the folder that holds the files of text, or a URL"
-        raise InputError("there is no such dataset folder", where=folder, hint=hint)
-    dead: list[InputError] = []
-    found: list[DataFile] = []
+        is_file = os.path.isfile(folder)
+        hint = (not is_file and did_you_mean_path(folder)) or "give the folder that holds the files of text, or a URL"
+        what = "this is a file, not a" if is_file else "there is no such"
+        raise InputError(f"{what} dataset folder", where=folder, hint=hint)
     top = os.stat(folder)
     stack = [("", frozenset({(top.st_dev, top.st_ino)}))]
     while stack:
@@ -178,23 +276,17 @@ def _find_locally(folder: str, is_wanted: Callable[[str], bool]) -> list[DataFil
         with os.scandir(os.path.join(folder, relative)) as entries:
             for entry in entries:
                 path = os.path.join(relative, entry.name)
-                wanted = is_wanted(path)
                 try:
                     status = entry.stat()
                 except OSError as error:
-                    if not wanted:
-                        continue
-                    if entry.is_symlink():
-                        what, hint = f"this link leads nowhere ({error.strerror})", "mend or remove it, or --filter-out"
-                        dead.append(InputError(what, where=printable(entry.path), hint=hint))
-                        continue
-                    raise
+                    what = "this link leads nowhere" if entry.is_symlink() else "this file cannot be looked at"
+                    what, hint = f"{what} ({error.strerror})", "mend or remove it, or --filter-out"
+                    fault = InputError(what, where=printable(entry.path), hint=hint)
+                    yield DataFile(path=path, size=0, identity=path), DEAD_LINK, fault
+                    continue
                 identity = (status.st_dev, status.st_ino)
-                if stat.S_ISDIR(status.st_mode):
-                    if identity not in ancestors:
-                        stack.append((path, ancestors | {identity}))
-                elif wanted and stat.S_ISREG(status.st_mode):
-                    found.append(DataFile(path=path, size=status.st_size, identity=identity))
-    if dead:
-        raise combined_error(sorted(dead, key=str), "links lead nowhere")
-    return found
+                if not stat.S_ISDIR(status.st_mode):
+                    why = None if stat.S_ISREG(status.st_mode) else "no regular file"
+                    yield DataFile(path=path, size=status.st_size, identity=identity), why, None
+                elif identity not in ancestors:
+                    stack.append((path, ancestors | {identity}))

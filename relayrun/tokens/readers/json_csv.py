@@ -18,12 +18,13 @@ import json
 import re
 import uuid
 from collections.abc import Iterator, Mapping
-from typing import Any, BinaryIO, Literal, cast
+from typing import Any, BinaryIO, cast
 
 import orjson
 import pyarrow as pa
 
 from relayrun.errors import InputError
+from relayrun.tokens.readers.contents import HEAD_BYTES, content_fault, file_compression
 from relayrun.tokens.readers.faults import BadLine, LineFaults
 from relayrun.tokens.readers.texts import MAX_ROWS, LongText, large_strings, missing_column_error
 from relayrun.tokens.stores.urls import printable
@@ -51,20 +52,23 @@ def read_jsonl(
         yield from _read_texts(lines, printable(path), column, batch_bytes, scratch, faults)
 
 
-def file_compression(path: str) -> Literal["gzip", "zstd"] | None:
-    """Return the compression of a text file by its name."""
-    name = path.lower()
-    return "gzip" if name.endswith(".gz") else "zstd" if name.endswith(".zst") else None
-
-
 def open_decompressed(raw: BinaryIO, path: str) -> io.BufferedReader:
-    """Return a buffered file of the decompressed bytes of `raw`; the name `path` tells the compression."""
+    """Return a buffered file of the decompressed bytes of `raw`; the name `path` tells the compression. Raises
+    InputError for a content that is no text (see `contents`), before any line of it is read."""
     stream: Any = raw
     if (compression := file_compression(path)) is not None:
         # Arrow detects a truncated stream, the zstandard package does not
-        stream = pa.CompressedInputStream(raw, compression)
+        stream = pa.CompressedInputStream(_checked(raw, path, compression), compression)
+    return _checked(stream, path, None)
+
+
+def _checked(stream: Any, path: str, expected: str | None) -> io.BufferedReader:
+    """Return the stream, buffered. Raises InputError if its next bytes are not of the content `expected`."""
     own = isinstance(stream, (io.BufferedReader, io.BytesIO))
-    return cast(io.BufferedReader, stream if own else io.BufferedReader(stream, _LONG_BYTES))
+    file = cast(io.BufferedReader, stream if own else io.BufferedReader(stream, _LONG_BYTES))
+    if isinstance(file, io.BufferedReader) and (fault := content_fault(path, file.peek(HEAD_BYTES), expected)):
+        raise fault
+    return file
 
 
 def _read_texts(

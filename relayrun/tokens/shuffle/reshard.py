@@ -33,7 +33,7 @@ from relayrun.progress import Progress, count
 from relayrun.publishing import MADE_RECORD, InputFiles, published_folder, work_folder
 from relayrun.tokens.readers.columns import RowFile, inspect_files
 from relayrun.tokens.readers.faults import LineFaults, describe_bad_lines
-from relayrun.tokens.readers.inputs import data_suffixes, find_data_files
+from relayrun.tokens.readers.inputs import data_endings, find_data_files
 from relayrun.tokens.shuffle.buckets import (
     Buckets,
     BucketSplitter,
@@ -264,7 +264,7 @@ def make_shuffle_plan(options: ReshardOptions, *, tasks: int) -> ShufflePlan:
         raise InputError("the output would lie in the dataset folder, and join its files", where=options.output)
     found = find_data_files(folder)
     if not found:
-        raise InputError(f"no file below this folder ends in {', '.join(data_suffixes())}", where=folder)
+        raise InputError(f"no file below this folder ends in {data_endings()}", where=folder)
     files = inspect_files([(urls.join_path(folder, file.path), file.size) for file in found], options.column)
     if cut is not None:
         files = [replace(file, size=math.ceil(file.size * cut.growth)) for file in files]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -18,12 +20,15 @@ from relayrun.config.sections.data import DataSource, StreamSection, StreamSubse
 from relayrun.errors import ConfigError, InputError, did_you_mean_path
 from relayrun.tokens.readers.arrow_files import open_parquet
 from relayrun.tokens.readers.columns import check_column, read_column
-from relayrun.tokens.readers.inputs import FORMATS, PARQUET, FileFormat, data_suffixes, file_format, find_data_files
+from relayrun.tokens.readers.inputs import FORMATS, PARQUET, data_suffixes, file_format, find_data_files, take_inventory
+from relayrun.tokens.readers.inventory import find_twins, log_inventory, set_faults
 from relayrun.tokens.shards.manifest import DatasetManifest, TextFileEntry
 from relayrun.tokens.shards.prefixes import escape_literal_front, literal_name_start
 from relayrun.tokens.stores import urls
 from relayrun.tokens.stores.direct_io import file_checksum
 from relayrun.tokens.streams.row_filters import RowFaults, arrow_expression, is_content_fault, stream_filter
+
+log = logging.getLogger(__name__)
 
 _BATCH_BYTES = 1 << 16
 _AT_A_TIME = 16
@@ -42,12 +47,9 @@ def freeze_text_files(
     """Return the files of the stream `name`: paths in the given order, the content of a folder sorted.
 
     `known` holds files that the run already has under this name. A local file with another time of change is hashed
-    whole: with an unchanged hash it stays the known file, otherwise it is a new one.
-
-    Raises InputError if no file is found, if a path occurs twice, if a file is of another kind than `source.source`, or
-    if the first file lacks the column; ConfigError if a condition does not fit the files, or if up to
-    `MAX_COUNTED_FILES` parquet files have fewer rows than lanes.
-    """
+    whole: with an unchanged hash it stays the known file, otherwise it is a new one. Raises InputError for missing and
+    doubled files, files of another kind, or a first file without the column; ConfigError if a condition does not fit
+    the files, or if up to `MAX_COUNTED_FILES` parquet files have fewer rows than lanes."""
     stream, where = source.stream or StreamSection(), f"data set {name!r}"
     found = find_text_files(source, where)
     first = _first_good([file.path for file in found], stream)
@@ -113,7 +115,7 @@ def find_text_files(source: DataSource, where: str) -> list[TextFileEntry]:
     stream = source.stream or StreamSection()
     found: dict[str, int] = {}
     for path in source.paths:
-        for file, size in _matches(path, FORMATS[source.source]):
+        for file, size in _matches(path, source, where):
             if file in found:
                 raise InputError(f"{where}: two of its paths lead to this file", where=file, hint="name each file once")
             found[file] = size
@@ -126,22 +128,37 @@ def find_text_files(source: DataSource, where: str) -> list[TextFileEntry]:
     return [*_cut(files[: limit.nb_files], limit, stream)]
 
 
-def _matches(path: str, wanted: FileFormat) -> list[tuple[str, int]]:
+def _files_below(folder: str, where: str, *, skip_files: bool) -> list[tuple[str, int]]:
+    """Return path and bytes of the files below a folder or URL; log what is left out. Raises InputError if refused."""
+    there = take_inventory(folder)
+    log_inventory(there, find_twins(folder, there.taken), of=f"{where}: ")
+    there.refuse(dead_links_only=skip_files)
+    for fault, _, _ in set_faults(folder, there.taken):
+        log.warning("%s: %s", where, fault.message)
+    return [(urls.join_path(folder, file.path), file.size) for file in there.taken]
+
+
+def _matches(path: str, source: DataSource, where: str) -> list[tuple[str, int]]:
+    wanted = FORMATS[source.source]
+    skips = source.stream is not None and source.stream.on_error != "fail"
+    below = partial(_files_below, where=where, skip_files=skips)
     is_pattern = glob.has_magic(path) and not os.path.lexists(path) and not urls.is_url(path)
     places = sorted(glob.glob(escape_literal_front(path), recursive=True)) if is_pattern else [path]
     found = []
     for match in map(urls.resolve_url_link, places):
         if urls.is_url(match):
-            found += _below_url(match)
+            found += _below_url(match, below)
         elif os.path.isdir(match):
-            found += [(os.path.abspath(urls.join_path(match, file.path)), file.size) for file in find_data_files(match)]
+            found += below(os.path.abspath(match))
         elif os.path.isfile(match):
             found.append((os.path.abspath(match), os.stat(match).st_size))
         elif os.path.islink(match):  # its target may be unmounted: its rows would silently be missing
             raise InputError("this link leads nowhere", where=match, hint="mend or remove it")
     fitting = [(file, size) for file, size in found if file_format(file) is wanted]
+    others = sorted({file_format(file).name for file, _ in found} - {wanted.name})
+    if fitting and others:
+        log.info("%s: left out, of %s: %d files", where, ", ".join(others), len(found) - len(fitting))
     if not fitting:
-        others = sorted({file_format(file).name for file, _ in found})
         what = f"; there are files of {', '.join(others)}" if others else ""
         near = "" if found or urls.is_url(path) else did_you_mean_path(path)
         hint = near or "give a folder, a file or a pattern of either, and the source that they are of"
@@ -149,13 +166,13 @@ def _matches(path: str, wanted: FileFormat) -> list[tuple[str, int]]:
     return fitting
 
 
-def _below_url(url: str) -> list[tuple[str, int]]:
+def _below_url(url: str, below: Callable[[str], list[tuple[str, int]]]) -> list[tuple[str, int]]:
     """Return path and bytes of the files at a URL, below it, or matching its pattern. Raises like `absolute_path`."""
     url = urls.absolute_path(url)
     if not glob.has_magic(url):
-        if url.lower().endswith((*data_suffixes(), ".gz", ".zst")):
+        if url.lower().endswith((*data_suffixes(), ".gz", ".zst", ".zstd")):
             return [(url, urls.stat_url(url)[0])]
-        return [(urls.join_path(url, file.path), file.size) for file in find_data_files(url)]
+        return below(url)
     folder = re.split(r"[*?[]", url, maxsplit=1)[0].rpartition("/")[0]
     inside = [(urls.join_path(folder, file.path), file.size) for file in find_data_files(folder)]
     pattern = _pattern(url, [file for file, _ in inside])

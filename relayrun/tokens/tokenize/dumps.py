@@ -5,6 +5,7 @@
     completed-dumps/              paths files of finished dumps
     tokenized-dir-link            -> OUTPUT/TOKENIZER_NAME/DATASET_NAME
     tokenize-T-D.csv              one row per finished dump
+    inventory.jsonl               every file below the data set folder: taken, or why not
     dump-sizes.json               bytes of each dump's files when it was prepared
     jobs.jsonl                    Slurm ids of submitted jobs
     .lock                         exclusive while dumps are prepared or submitted, shared while a dump is tokenized
@@ -38,7 +39,7 @@ from relayrun.files import (
 )
 from relayrun.leftovers import remove_leftovers
 from relayrun.publishing import published_folder, work_folder
-from relayrun.tokens.readers import inputs
+from relayrun.tokens.readers import inputs, inventory
 from relayrun.tokens.stores import urls
 from relayrun.tokens.tokenize.processes import file_lock
 
@@ -65,6 +66,7 @@ class DumpsFolder:
         self.completed = self.path / "completed-dumps"
         self.raw_link = self.path / "raw-dataset-link"
         self.tokenized_link = self.path / "tokenized-dir-link"
+        self.inventory = self.path / "inventory.jsonl"
         self._jobs = self.path / "jobs.jsonl"
         self._sizes = self.path / "dump-sizes.json"
 
@@ -196,19 +198,26 @@ def prepare_dumps(
     filter_in: Sequence[str] = (),
     filter_out: Sequence[str] = (),
     n_dumps: int | None = None,
+    all_splits: bool = False,
 ) -> list[Dump]:
-    """Write the paths files of all files that are in no finished dump; return these dumps, numbered after the highest
-    finished one. All of `dumps/` is replaced at once. Raises RelayrunError while jobs of this folder are pending or
-    running, or if a half-tokenized dump would change under its output; InputError if no file is left."""
+    """Write the inventory, and the paths files of all files that are in no finished dump; return these dumps, numbered
+    after the finished ones. All of `dumps/` is replaced at once. Raises InputError for refused files and if no file is
+    left, RelayrunError while jobs of this folder live, or if a half-tokenized dump would change under its output."""
     if n_dumps is not None and n_dumps < 1:
         raise InputError("the number of dumps must be at least 1", where="--n-dumps")
     dataset = urls.absolute_path(dataset_folder)
-    found = inputs.find_data_files(dataset, filter_in=filter_in, filter_out=filter_out)
     metadata = DumpsFolder(metadata_folder)
+    files_there = inputs.take_inventory(dataset, filter_in=filter_in, filter_out=filter_out)
+    files_there = inventory.check_sets(dataset, files_there, filter_in=filter_in, all_splits=all_splits)
+    found = files_there.taken
     refuse_unwritable(metadata.path)
     metadata.path.mkdir(parents=True, exist_ok=True)
     with metadata.hold():
         metadata.refuse_live_jobs()
+        twins = inventory.find_twins(dataset, found)
+        inventory.write_inventory(metadata.inventory, files_there, twins)
+        inventory.log_inventory(files_there, twins)
+        files_there.refuse()
         finished = metadata.finished()
         if finished and metadata.raw_link.is_symlink() and os.readlink(metadata.raw_link) != dataset:
             words = f"finished dumps of this folder belong to {os.readlink(metadata.raw_link)}"
@@ -218,7 +227,7 @@ def prepare_dumps(
         files = [file for file in found if file.path not in done]
         if not files:
             why = f"all {len(found)} files are in finished dumps" if found else "no file fits"
-            hint = f"files end in {', '.join(inputs.data_suffixes())}; look at the filters"
+            hint = f"files end in {inputs.data_endings()}; look at the filters"
             raise InputError(f"nothing to tokenize: {why}", where=dataset, hint=hint)
         number = n_dumps or sum(file.size for file in files) // BYTES_PER_DUMP + 1
         dumps = split_files(files, number, first_index=finished[-1] + 1 if finished else 0)

@@ -11,7 +11,7 @@ from relayrun.errors import ConfigError, InputError
 from relayrun.progress import Progress, count, has_terminal
 from relayrun.publishing import InputFiles
 from relayrun.tokens.readers.columns import read_column
-from relayrun.tokens.readers.inputs import data_suffixes, find_data_files
+from relayrun.tokens.readers.inputs import data_endings, find_data_files
 from relayrun.tokens.stores import urls
 from relayrun.tokens.tokenize.encode.tokenizer_files import new_tokenizer_folder, write_tokenizer_folder
 from relayrun.tokens.tokenize.options import TokenizeOptions
@@ -92,5 +92,5 @@ def _sample(folder: str | os.PathLike[str], column: str, characters: int) -> lis
                 if characters <= 0:
                     return sample
     if not sample:
-        raise InputError(f"no file with text below this folder ends in {', '.join(data_suffixes())}", where=folder)
+        raise InputError(f"no file with text below this folder ends in {data_endings()}", where=folder)
     return sample

@@ -1,0 +1,59 @@
+"""What a file is, by its first bytes: compressed, columns, an error page, or a pointer in place of the file.
+
+A name says what a file should be; `content_fault` compares it with `HEAD_BYTES` of the file. Only contents that this
+module knows are faults: unknown bytes are left to the reader. This module does not import Arrow.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from relayrun.errors import InputError
+from relayrun.tokens.stores.urls import printable
+
+HEAD_BYTES = 512
+
+_CONTENTS: tuple[tuple[str, re.Pattern[bytes]], ...] = tuple(
+    (name, re.compile(pattern, re.IGNORECASE | re.DOTALL if name == "HTML" else re.DOTALL))
+    for name, pattern in (
+        ("gzip", rb"\x1f\x8b"),
+        ("zstd", rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"),
+        ("bzip2", rb"BZh[1-9]\x31\x41\x59\x26\x53\x59"),
+        ("xz", rb"\xfd7zXZ\x00"),
+        ("lz4", rb"\x04\x22\x4d\x18"),
+        ("zip", rb"PK\x03\x04"),
+        ("parquet", rb"PAR1"),
+        ("Arrow", rb"ARROW1"),
+        ("Git LFS", rb"version https://git-lfs\.github\.com/spec/"),
+        ("HTML", rb"(?:\xef\xbb\xbf)?\s*(?:<!doctype html|<html|<\?xml[^>]*>\s*<(?:!doctype html|html|error))"),
+        ("JSON", rb"(?:\xef\xbb\xbf)?\s*\{\s*[\"}]"),
+        ("tar", rb".{257}ustar"),
+    )
+)
+
+
+def file_compression(path: str) -> Literal["gzip", "zstd"] | None:
+    """Return the compression of a text file by its name."""
+    name = path.lower()
+    return "gzip" if name.endswith(".gz") else "zstd" if name.endswith((".zst", ".zstd")) else None
+
+
+def content_fault(path: str, head: bytes, expected: str | None) -> InputError | None:
+    """Return the fault of a file that begins with `head`, at most `HEAD_BYTES`. `expected`: the content that its name
+    promises, None for text."""
+    promised = expected or "text"
+    found = next((name for name, pattern in _CONTENTS if pattern.match(head)), None)
+    leave = "or leave it out with --filter-out"
+    if not head and expected is not None:
+        words, hint = f"cannot be read, it may be torn: 0 bytes are no {expected}", f"fetch the file again, {leave}"
+    elif found is None or found == expected or (expected is None and found == "JSON"):
+        return None
+    elif found == "Git LFS":
+        words, hint = "a pointer of Git LFS in place of the file", f"run `git lfs pull` in the data set, {leave}"
+    elif found == "HTML":
+        words, hint = f"a page of HTML, often an error's, not {promised}", f"fetch the file again, {leave}"
+    else:
+        words = f"its content is {found}, not {promised} as its name says"
+        hint = f"give the file the ending of its content, {leave}"
+    return InputError(words, where=printable(path), hint=hint)

@@ -1,0 +1,161 @@
+"""Which files belong together: splits, sets of `-of-N` files, files of the same content; and the inventory as a file.
+
+`inputs.take_inventory` looks at each file alone; `check_sets` looks at all of them. It refuses what would put held-out
+or stale text into training, and names what may stand there twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from relayrun.errors import InputError
+from relayrun.files import write_atomic
+from relayrun.tokens.readers.contents import file_compression
+from relayrun.tokens.readers.inputs import DataFile, Inventory, LeftOutFile, by_path, data_suffixes
+from relayrun.tokens.stores import urls
+from relayrun.tokens.stores.urls import printable
+
+log = logging.getLogger(__name__)
+
+_HELD_OUT = {"validation": {"validation", "valid", "val", "dev"}, "test": {"test", "testing", "eval", "evaluation"}}
+"""Words for the splits that are kept from training."""
+
+_NUMBERED = re.compile(
+    r"(?P<front>.*?)(?P<number>\d+)-of-(?P<count>\d+)(?:-[0-9a-f]{8,})?(?P<end>\D[^/]*)", re.IGNORECASE
+)
+_SAMPLE_BYTES, _MOST_NAMES = 4096, 3
+
+
+def held_out_split(path: str) -> str | None:
+    """Return `validation` or `test` if a folder, or the first or last word of the name, says so; else None."""
+    *folders, name = path.lower().split("/")
+    for suffix in sorted(data_suffixes(), key=len, reverse=True):
+        name = name.removesuffix(suffix)
+    words = [word for word in re.split(r"[-._ ]+", name) if not re.fullmatch(r"of|[0-9a-f]*\d[0-9a-f]*", word)]
+    known = {*words[:1], *words[-1:], *(folder.removeprefix("split=") for folder in folders)}
+    return next((split for split, names in _HELD_OUT.items() if known & names), None)
+
+
+def check_sets(
+    folder: str, inventory: Inventory, *, filter_in: Sequence[str] = (), all_splits: bool = False
+) -> Inventory:
+    """Return the inventory with the files refused that `set_faults` names; `all_splits`: held-out splits are taken."""
+    refused: dict[str, LeftOutFile] = {}
+    for fault, why, files in set_faults(folder, inventory.taken, filter_in, all_splits=all_splits):
+        for number, file in enumerate(files):  # the first one has the fault of all
+            left = LeftOutFile(path=file.path, size=file.size, why=why, fault=None if number else fault)
+            refused.setdefault(file.path, left)
+    left_out = sorted((*inventory.left_out, *refused.values()), key=by_path)
+    return Inventory(tuple(file for file in inventory.taken if file.path not in refused), tuple(left_out))
+
+
+_SetFaults = Iterator[tuple[InputError, str, Sequence[DataFile]]]
+
+
+def set_faults(
+    folder: str, files: Sequence[DataFile], filter_in: Sequence[str] = (), *, all_splits: bool = False
+) -> _SetFaults:
+    """Yield faults, each with its reason and files: held-out splits beside other text that no text of `filter_in`
+    names, and mixed `-of-N` sets. Warns of missing numbers."""
+    return itertools.chain(() if all_splits else _held_out_sets(folder, files, filter_in), _mixed_sets(folder, files))
+
+
+def _held_out_sets(folder: str, files: Sequence[DataFile], filter_in: Sequence[str]) -> _SetFaults:
+    splits: dict[str | None, list[DataFile]] = defaultdict(list)
+    for file in files:
+        splits[held_out_split(file.path)].append(file)
+    chosen = {word for text in filter_in for word in re.split(r"[^a-z]+", text.lower())}
+    for split, found in splits.items():
+        if split is None or len(splits) == 1 or chosen & _HELD_OUT[split]:
+            continue
+        words = f"{_count(found)} of a {split} set beside other text: {_first_names([file.path for file in found])}"
+        hint = "leave them out with --filter-out, choose them with --filter-in, or take all with --all-splits"
+        yield InputError(words, where=folder, hint=hint), "another split", found
+
+
+def _mixed_sets(folder: str, files: Sequence[DataFile]) -> _SetFaults:
+    groups: dict[tuple[str, str], dict[int, list[tuple[int, DataFile]]]] = defaultdict(lambda: defaultdict(list))
+    for file in files:
+        if match := _NUMBERED.fullmatch(file.path):
+            sets = groups[match["front"], match["end"]]
+            sets[int(match["count"])].append((int(match["number"]), file))
+    for (front, end), sets in groups.items():
+        names, found = f"{printable(front)}*{printable(end)}", [each for numbered in sets.values() for each in numbered]
+        if len(sets) > 1 or len({number for number, _ in found}) < len(found):
+            counts = ", ".join(f"{len(numbered):,} -of-{of}" for of, numbered in sorted(sets.items()))
+            words, hint = f"files of several sets are mixed: {counts}", "remove the stale set, or --filter-out"
+            where = urls.join_path(folder, names)
+            yield InputError(words, where=where, hint=hint), "another -of-N set", [file for _, file in found]
+        elif len(found) < (of := min(sets)):
+            log.warning("%s: %d of the %d files of this set are missing", names, of - len(found), of)
+
+
+def find_twins(folder: str, files: Sequence[DataFile]) -> dict[str, str]:
+    """Map each file that may hold an earlier one's text to that file: the same name but for a compression, or the
+    same size and the same bytes at three places. Links to one file are no twins. Below a URL names are compared."""
+    twins: dict[str, str] = {}
+    firsts: dict[str | bytes, DataFile] = {}
+    sizes = Counter(file.size for file in files)
+    for file in files:
+        keys: list[str | bytes] = [file.path.rpartition(".")[0] if file_compression(file.path) else file.path]
+        if sizes[file.size] > 1 and not urls.is_url(folder):
+            keys.append(_sample(os.path.join(folder, file.path), file.size))
+        for first in (firsts.setdefault(key, file) for key in keys):
+            if first.identity != file.identity:
+                twins.setdefault(file.path, first.path)
+    return twins
+
+
+def _sample(path: str, size: int) -> bytes:
+    """Return a hash of three blocks of a file; a random one if the file cannot be read."""
+    digest = hashlib.sha256(b"%d" % size)
+    try:
+        with open(path, "rb", buffering=0) as raw:
+            for place in sorted({0, size // 2, max(0, size - _SAMPLE_BYTES)}):
+                digest.update(os.pread(raw.fileno(), _SAMPLE_BYTES, place))
+    except OSError:  # the reader says why
+        return os.urandom(32)
+    return digest.digest()
+
+
+def write_inventory(path: Path, inventory: Inventory, twins: dict[str, str]) -> None:
+    """Write a line of JSON for each file: `path`, `bytes`, `taken`; `why` of a file that is left out, and `refused`;
+    `same_as` of a file that may hold the text of another one."""
+    files: list[DataFile | LeftOutFile] = [*inventory.taken, *inventory.left_out]
+    lines = [{"path": file.path, "bytes": file.size, "taken": isinstance(file, DataFile)} for file in files]
+    for file, line in zip(files, lines, strict=True):
+        if isinstance(file, LeftOutFile):
+            line |= {"why": file.why} | ({"refused": file.fault.message} if file.fault else {})
+        elif file.path in twins:
+            line["same_as"] = twins[file.path]
+    write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
+
+
+def log_inventory(inventory: Inventory, twins: dict[str, str], *, of: str = "") -> None:
+    """Log a line for each reason with the files that are left out, and a warning of files that may be there twice.
+    `of`: the beginning of each line."""
+    for why in sorted({file.why for file in inventory.left_out}):
+        files = [file for file in inventory.left_out if file.why == why]
+        log.info("%sleft out, %s: %s: %s", of, why, _count(files), _first_names([file.path for file in files]))
+    if twins:
+        pairs = [f"{one} = {first}" for one, first in twins.items()]
+        words = "%s%s files may hold the text of others (names or samples are alike): %s"
+        log.warning(words, of, f"{len(twins):,}", _first_names(pairs))
+
+
+def _count(files: Sequence[DataFile | LeftOutFile]) -> str:
+    size = sum(file.size for file in files)
+    return f"{len(files):,} file{'s' if len(files) != 1 else ''} ({size:,} bytes)"
+
+
+def _first_names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
+    return printable(", ".join(names[:_MOST_NAMES])) + more

@@ -1,0 +1,254 @@
+"""What `dumps prepare`, streams and readers take of the files that crawls, hubs, Spark and notebooks leave."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.feather
+import pyarrow.parquet as pq
+import pytest
+
+from relayrun.cli import main
+from relayrun.config.sections.data import DataSource, StreamSection
+from relayrun.errors import InputError
+from relayrun.tokens.readers import inventory
+from relayrun.tokens.readers.columns import read_column
+from relayrun.tokens.readers.contents import content_fault
+from relayrun.tokens.readers.faults import LineFaults
+from relayrun.tokens.readers.inputs import read_paths_file, take_inventory
+from relayrun.tokens.streams.files import find_text_files
+from relayrun.tokens.tokenize.dumps import prepare_dumps
+
+LINE = b'{"text": "one"}\n'
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+PAGE = b"<!DOCTYPE html>\n<html><head><title>503</title></head></html>\n"
+ZSTD = b"\x28\xb5\x2f\xfd" + bytes(9)
+
+
+def write(folder: Path, files: dict[str, bytes]) -> Path:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def prepared(data: Path, **options: Any) -> list[str]:
+    prepare_dumps(data, data.parent / "meta", n_dumps=1, **options)
+    return sorted(read_paths_file(data.parent / "meta/dumps/paths_file_0.txt"))
+
+
+def lines(data: Path) -> dict[str, dict[str, Any]]:
+    text = (data.parent / "meta/inventory.jsonl").read_text()
+    return {line["path"]: line for line in map(json.loads, text.splitlines())}
+
+
+def test_files_that_every_reader_leaves_out_are_left_out_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    hidden = ["_temporary/0/part-0.jsonl", ".ipynb_checkpoints/a-checkpoint.jsonl", "._a.jsonl", "_SUCCESS"]
+    kept = {"a.jsonl": LINE, "_lang=en/a.jsonl": LINE * 2}
+    others = {"README.md": b"# x", "empty.jsonl": b"", "state.json": b"{}"}
+    data = write(tmp_path / "data", dict.fromkeys(hidden, LINE * 3) | kept | others)
+    assert prepared(data) == sorted(kept)
+    found = lines(data)
+    assert len(found) == len(hidden) + len(kept) + len(others)
+    assert {name for name, line in found.items() if line["taken"]} == set(kept)
+    assert {found[name]["why"] for name in hidden} == {"hidden or temporary"}
+    assert [found[name]["why"] for name in others] == ["ending not read", "empty", "metadata"]
+    assert found["a.jsonl"] == {"path": "a.jsonl", "bytes": 16, "taken": True}
+    said = [record.getMessage() for record in caplog.records]
+    assert "left out, empty: 1 file (0 bytes): empty.jsonl" in said
+    assert "left out, ending not read: 1 file (3 bytes): README.md" in said
+    assert any(line.startswith("left out, hidden or temporary: 4 files (192 bytes): ._a.jsonl, ") for line in said)
+    assert len(said) <= 20
+
+
+REFUSED = [
+    ("a.jsonl", gzip.compress(LINE), "its content is gzip, not text as its name says"),
+    ("a.jsonl", ZSTD, "its content is zstd, not text"),
+    ("a.jsonl", b"PAR1" + bytes(20), "its content is parquet, not text"),
+    ("a.csv", b"BZh91AY&SY" + bytes(20), "its content is bzip2, not text"),
+    ("a.jsonl", POINTER, "a pointer of Git LFS in place of the file"),
+    ("a.parquet", POINTER, "a pointer of Git LFS"),
+    ("a.jsonl.gz", POINTER, "a pointer of Git LFS"),
+    ("a.jsonl", PAGE, "a page of HTML, often an error's, not text"),
+    ("a.parquet", b'<?xml version="1.0"?>\n<Error><Code>AccessDenied</Code>', "a page of HTML"),
+    ("a.jsonl.gz", LINE, "its content is JSON, not gzip as its name says"),
+    ("a.json.zst", gzip.compress(LINE), "its content is gzip, not zstd"),
+    ("a.jsonl.gz", b"", "cannot be read, it may be torn: 0 bytes are no gzip"),
+    ("a.parquet", b"", "cannot be read, it may be torn: 0 bytes are no parquet"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), REFUSED)
+def test_a_file_of_another_content_is_refused_whole_by_prepare_and_by_the_reader(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    data = write(tmp_path / "data", {name: content, "good.jsonl": LINE})
+    with pytest.raises(InputError, match=rf"data/{name}: {message}") as caught:
+        prepared(data)
+    assert "--filter-out" in (caught.value.hint or "")
+    assert lines(data)[name] | {"bytes": 0} == {"path": name, "bytes": 0, "taken": False} | {
+        "why": "other content than its name",
+        "refused": caught.value.message,
+    }
+    assert not (tmp_path / "meta/dumps").exists()
+    assert prepared(data, filter_out=[name]) == ["good.jsonl"]
+    faults = LineFaults(skip=True)
+    with pytest.raises(InputError, match=message):
+        list(read_column(str(data / name), "text", batch_bytes=1000, faults=faults))
+    assert not faults.counts
+
+
+def test_texts_that_look_odd_are_no_faults() -> None:
+    for name, content in (
+        ("a.jsonl", b"\xef\xbb\xbf" + LINE),
+        ("a.csv", b"text\n<html>\n"),
+        ("a.jsonl", b" \n"),
+        ("a.arrow", b"\xff\xff\xff\xff\x10\0\0\0"),
+        ("a.parquet", b"PAR1"),
+    ):
+        expected = "parquet" if name.endswith(".parquet") else None
+        assert content_fault(name, content, expected) is None
+
+
+def test_the_command_ends_with_1_and_says_the_way_out(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    data = write(tmp_path / "data", {f"{n}.jsonl": POINTER for n in range(30)} | {"x.jsonl": LINE})
+    command = ["dumps", "prepare", "--dataset-folder", str(data), "--preprocessing-metadata-folder"]
+    assert main([*command, str(tmp_path / "meta")]) == 1
+    error = capfd.readouterr().err
+    assert "30 files are refused" in error
+    assert "git lfs pull" in error
+    assert len(error.splitlines()) <= 20
+    assert main([*command, str(tmp_path / "meta"), "--filter-in", "x"]) == 0
+
+
+def test_common_endings_are_read(tmp_path: Path) -> None:
+    table = pa.table({"text": ["one"]})
+    names = ["a.ndjson", "b.jsonlines", "c.ndjson.gz", "d.jsonl.zstd", "e.pq", "f.feather", "g.csv.zst"]
+    data = tmp_path / "data"
+    write(data, {"a.ndjson": LINE, "b.jsonlines": LINE, "c.ndjson.gz": gzip.compress(LINE)})
+    for name, content in (("d.jsonl.zstd", LINE), ("g.csv.zst", b"text\none\n")):
+        with pa.CompressedOutputStream(str(data / name), "zstd") as out:
+            out.write(content)
+    pq.write_table(table, data / "e.pq")
+    pa.feather.write_feather(table, str(data / "f.feather"))
+    assert prepared(data) == names
+    for name in names:
+        (array,) = read_column(str(data / name), "text", batch_bytes=1000)
+        assert array.to_pylist() == ["one"], name
+
+
+@pytest.mark.parametrize(
+    ("path", "split"),
+    [
+        ("data/train-00000-of-00002.parquet", None),
+        ("data/validation-00000-of-00001-6ef3991c06080e14.parquet", "validation"),
+        ("c4-validation.00000-of-00008.json.gz", "validation"),
+        ("wiki.valid.jsonl", "validation"),
+        ("test/0.parquet", "test"),
+        ("split=dev/0.parquet", "validation"),
+        ("the-test-of-time-3.jsonl", None),
+        ("latest.jsonl", None),
+        ("contest/0.jsonl", None),
+    ],
+)
+def test_the_split_of_a_file_is_seen_in_its_folder_or_name(path: str, split: str | None) -> None:
+    assert inventory.held_out_split(path) == split
+
+
+def test_a_held_out_split_beside_training_data_is_refused_unless_it_is_chosen(tmp_path: Path) -> None:
+    names = ["test.jsonl", "train-0.jsonl", "train-1.jsonl", "validation/0.jsonl"]
+    data = write(tmp_path / "data", {name: LINE * n for n, name in enumerate(names, start=1)})
+    with pytest.raises(
+        InputError, match=r"(?s)2 files are refused.*test set.*: test\.jsonl.*validation set.*n/0\.json"
+    ):
+        prepared(data)
+    assert [line["why"] for line in lines(data).values() if not line["taken"]] == ["another split"] * 2
+    assert prepared(data, all_splits=True) == names
+    assert prepared(data, filter_out=["test", "valid"]) == names[1:3]
+    assert prepared(data, filter_in=["train", "test"]) == names[:3]
+    assert prepared(write(tmp_path / "one/data", {"test/a.jsonl": LINE, "test/b.jsonl": LINE * 2})) == [
+        "test/a.jsonl",
+        "test/b.jsonl",
+    ]
+
+
+def test_sets_of_numbered_files_are_not_mixed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = write(tmp_path / "data", {f"en-{n:05d}-of-00003.jsonl": LINE * n for n in range(1, 3)})
+    assert len(prepared(data)) == 2
+    assert "en-*.jsonl: 1 of the 3 files of this set are missing" in caplog.text
+    write(data, {"en-00000-of-00002.jsonl": LINE * 9, "de-00000-of-00001.jsonl": LINE * 8})
+    with pytest.raises(InputError, match=r"en-\*\.jsonl: files of several sets are mixed: 1 -of-2, 2 -of-3"):
+        prepared(data)
+    assert len(prepared(data, filter_out=["of-00002"])) == 3
+    write(tmp_path / "hub/data", {f"t-{n:05d}-of-00002-{n}ef3991c06080e14.jsonl": LINE * n for n in range(1, 3)})
+    assert len(prepared(tmp_path / "hub/data")) == 2
+    write(tmp_path / "hub/data", {"t-00001-of-00002-ffffffffffffffff.jsonl": LINE * 7})
+    with pytest.raises(InputError, match="files of several sets are mixed"):
+        prepared(tmp_path / "hub/data")
+
+
+def test_files_that_may_hold_the_same_text_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = b"".join(b'{"text": "%d"}\n' % n for n in range(3000))
+    other = text[:20000] + b"9" + text[20001:]
+    data = tmp_path / "data"
+    write(data, {"a.jsonl": text, "a (1).jsonl": text, "a.jsonl.gz": gzip.compress(text), "b.jsonl": other[::-1]})
+    (data / "link.jsonl").symlink_to("b.jsonl")
+    assert len(prepared(data)) == 5
+    assert "a.jsonl = a (1).jsonl" in caplog.text
+    assert "a.jsonl.gz = a.jsonl" in caplog.text
+    same = {name: line["same_as"] for name, line in lines(data).items() if "same_as" in line}
+    assert same == {"a.jsonl": "a (1).jsonl", "a.jsonl.gz": "a.jsonl"}
+
+
+def test_a_stream_refuses_and_names_as_prepare_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    data = write(
+        tmp_path / "data", {"a.jsonl": LINE, "_temporary/0.jsonl": LINE, "notes.txt": b"x", "b.jsonl": POINTER}
+    )
+
+    def found(on_error: Any = "fail") -> list[str]:
+        source = DataSource(source="jsonl", path=str(data), weight=1, stream=StreamSection(on_error=on_error))
+        return [os.path.basename(file.path) for file in find_text_files(source, "web")]
+
+    with pytest.raises(InputError, match=r"b\.jsonl: a pointer of Git LFS"):
+        found()
+    assert found("skip-file") == ["a.jsonl"]
+    assert "web: left out, hidden or temporary: 1 file (16 bytes): _temporary/0.jsonl" in caplog.text
+    assert "web: left out, other content than its name: 1 file" in caplog.text
+    write(data, {"test-0.jsonl": LINE})
+    assert found("skip-file") == ["a.jsonl", "test-0.jsonl"]
+    assert "web: 1 file (16 bytes) of a test set beside other text: test-0.jsonl" in caplog.text
+
+
+def test_own_files_and_files_in_place_of_folders(tmp_path: Path) -> None:
+    data = write(tmp_path / "data", {"a.jsonl": LINE})
+    for _ in range(2):
+        prepare_dumps(data, data / "meta")
+    assert read_paths_file(data / "meta/dumps/paths_file_0.txt") == ["a.jsonl"]
+    with pytest.raises(InputError, match="this is a file, not a dataset folder"):
+        take_inventory(data / "a.jsonl")
+
+
+@pytest.mark.alone
+@pytest.mark.long
+def test_the_inventory_of_100_000_files_costs_less_than_60_cpu_seconds(tmp_path: Path) -> None:
+    for number in range(100_000):
+        if number % 1000 == 0:
+            (folder := tmp_path / "data" / f"{number // 1000:03d}").mkdir(parents=True)
+        with open(folder / f"{number:06d}.jsonl", "wb", buffering=0) as file:
+            file.write(b'{"text": "%08d"}\n' % number)  # all of one size: every file is sampled
+    begun = time.process_time()
+    prepare_dumps(tmp_path / "data", tmp_path / "meta", n_dumps=10)
+    seconds = time.process_time() - begun
+    print(f"100,000 files: {seconds:.1f} s of CPU")
+    assert seconds < 60
