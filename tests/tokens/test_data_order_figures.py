@@ -1,4 +1,4 @@
-"""The figures in docs/reference/data-order-figures.md are those of the last benchmark, and they keep what is claimed."""
+"""The figures in docs/reference/data-order-figures.md are those of the last benchmark, and keep the claims."""
 
 from __future__ import annotations
 
