@@ -17,7 +17,7 @@ SHUFFLE := $(if $(filter random,$(ORDER)),--shuffle=$(shell date +%s%N))
 ALONE = $(shell grep -lr --include=*.py pytest.mark.alone tests)
 SHELL_FILES = $(shell git ls-files '*.sh')
 
-.PHONY: help setup demo demo-slurm test test-long test-slurm test-torch check format gpu-check container-env drill drill-kills bench release cluster-up cluster-down clean
+.PHONY: help setup demo demo-slurm test test-long test-slurm test-torch check format gpu-check container-env docs drill drill-kills bench release cluster-up cluster-down clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -86,6 +86,17 @@ release: setup ## dist/: sdist, wheel and relayrun.pyz, the same bytes at every 
 	$(BIN)/python scripts/tools/make_release.py dist
 	$(PYTEST) -q tests/package/test_release.py tests/package/test_pyz.py tests/package/test_wheel.py
 
+DOCS_VENV := .venv-docs
+SITE := site
+docs: $(DOCS_VENV)/.ready ## the site of docs/ in site/, with search; look at it by `python3 -m http.server -d site`
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet --site-dir "$(abspath $(SITE))"
+	@echo "$(SITE): $$(find "$(SITE)" -name '*.html' | wc -l) pages"
+
+$(DOCS_VENV)/.ready: constraints-docs-hashes.txt
+	$$(command -v $(or $(PYTHON),python3.11 python3.12 python3) | head -1) -m venv --clear $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --require-hashes --no-deps -r $<
+	touch $@
+
 format: setup ## put the files into the form that `check` asks for
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -133,4 +144,4 @@ cluster-down: ## stop it
 	scripts/tools/test_cluster.sh down
 
 clean: ## remove what make and the demo made
-	rm -rf $(VENV) .venv-torch-* demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* $(DOCS_VENV) $(SITE) demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -14,6 +14,7 @@ SHARED = (
     "launchers/**/*.py",
     "container/*",
     "configs/**/*.yaml",
+    "configs/templates/*.py",
     "docs/**/*.md",
     "scripts/tokenization/**/*",
     "scripts/tools/*.py",

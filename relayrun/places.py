@@ -37,13 +37,14 @@ def project_folder(start: Path | None = None) -> Path:
     It is the nearest project or checkout at or above `start`; else the one at or above the working directory; else
     the checkout that the code lies in; else the working directory.
     """
-    if start is not None and (found := _nearest_root_above(start.expanduser().absolute())) is not None:
+    if start is not None and (found := nearest_root(start.expanduser().absolute())) is not None:
         return found
     here = Path.cwd()
-    return _nearest_root_above(here) or (CODE_ROOT if is_checkout() and not is_unpacked() else here)
+    return nearest_root(here) or (CODE_ROOT if is_checkout() and not is_unpacked() else here)
 
 
-def _nearest_root_above(start: Path) -> Path | None:
+def nearest_root(start: Path) -> Path | None:
+    """Return the nearest project or checkout at or above a folder."""
     for folder in (start, *start.parents):
         if (folder / PROJECT_MARKER).is_file() or (folder == CODE_ROOT and is_checkout()):
             return folder

@@ -84,10 +84,11 @@ def pins(name: str) -> dict[str, list[str]]:
 
 def test_hashes_are_those_of_the_versions() -> None:
     """After a change of constraints.txt: scripts/tools/write_hashes.py."""
-    hashes, versions = pins("constraints-hashes.txt"), pins("constraints.txt")
-    assert hashes.keys() == versions.keys() - {f"torch{VERSION}"}
-    assert all(each and re.fullmatch("--hash=sha256:[0-9a-f]{64}", each[0]) for each in hashes.values())
-    assert "://" not in (ROOT / "constraints-hashes.txt").read_text(encoding="utf-8")
+    for name in ("constraints", "constraints-docs"):
+        hashes, versions = pins(f"{name}-hashes.txt"), pins(f"{name}.txt")
+        assert hashes.keys() == versions.keys() - {f"torch{VERSION}"}
+        assert all(each and re.fullmatch("--hash=sha256:[0-9a-f]{64}", each[0]) for each in hashes.values())
+        assert "://" not in (ROOT / f"{name}-hashes.txt").read_text(encoding="utf-8")
 
 
 def test_a_file_with_another_hash_is_refused(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
-"""Files and modules that the pages name are there."""
+"""What the pages name is there; how many words they have; titles of guides; the index of decisions."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,7 @@ def missing(text: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_a_page_names_is_there(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    if page.name == "coming-from-megatron-lm.md":  # the first column of its tables names files of another repository
+    if page.name == "megatron-lm-launchers.md":  # the first column of its tables names files of another repository
         text = re.sub(r"^\| [^|]+\|", "|", text, flags=re.M)
     assert missing(text) == []
 
@@ -45,3 +46,46 @@ def test_what_a_page_names_is_there(page: Path) -> None:
 def test_a_name_that_is_gone_is_found() -> None:
     text = "`relayrun/chain/steer.py`, `relayrun.data.draw.choose`, `draw.py`, `relayrun.cli.run.stop`, `decisions.py`"
     assert missing(text) == ["relayrun/chain/steer.py", "relayrun.data.draw.choose", "draw.py"]
+
+
+MOST_WORDS = 45_000
+"""Limit for all pages but those that are looked up: the reference, and the decisions."""
+TASKS = sorted((ROOT / "docs/how-to").glob("*.md"))
+VERBS = """Add Change Check Choose Copy Describe Export Find Get Go Hear Install Keep Leave Make Move Run Save Set
+    Submit Tokenize Train Try Watch"""
+
+
+def number_of_words(texts: Iterable[str]) -> int:
+    """How many words texts have: what has a letter or a digit, so that the lines of tables do not count."""
+    return sum(len(re.findall(r"\S*\w\S*", text)) for text in texts)
+
+
+def test_there_is_no_more_to_read_than_a_reader_reads() -> None:
+    pages = [path for kind in ("", "tutorial", "how-to", "explanation") for path in (ROOT / "docs" / kind).glob("*.md")]
+    assert len(pages) > 40
+    assert number_of_words(path.read_text(encoding="utf-8") for path in pages) <= MOST_WORDS
+    assert number_of_words(["| a | `b-c` |\n|---|---|\n- d → 4"]) == 4
+
+
+@pytest.mark.parametrize("page", TASKS, ids=lambda page: page.stem)
+def test_the_title_of_a_guide_is_a_task(page: Path) -> None:
+    title = page.read_text(encoding="utf-8").splitlines()[0]
+    assert title.removeprefix("# ").split()[0].rstrip(",") in VERBS.split()
+
+
+STATUS = re.compile(r"\*Status: (holds|replaced by .+); decided (\d{4}-\d\d-\d\d)(?:, refined by .+)?\.\*")
+
+
+def test_the_index_of_decisions_has_all_with_their_dates() -> None:
+    folder = ROOT / "docs/explanation/decisions"
+    index = (folder / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[(\d{4})\]\((\S+)\) \| (.+?) \| (\S+) \|$", index, re.M)
+    expected = []
+    for path in sorted(folder.glob("[0-9]*.md")):
+        title, _, status = path.read_text(encoding="utf-8").splitlines()[:3]
+        found = STATUS.fullmatch(status)
+        assert found, f"{path.name}: {status}"
+        number, _, words = title.removeprefix("# ").partition(" ")
+        assert path.name.startswith(f"{number}-")
+        expected.append((number, path.name, words, found[2]))
+    assert sorted(rows) == expected

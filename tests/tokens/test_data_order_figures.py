@@ -1,4 +1,4 @@
-"""The figures in docs/explanation/data-order.md are those of the last benchmark, and they keep what is claimed."""
+"""The figures in docs/reference/data-order-figures.md are those of the last benchmark, and keep the claims."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def lines() -> list[str]:
 
 
 def test_the_tables_are_those_of_the_benchmark() -> None:
-    text = (ROOT / "docs" / "explanation" / "data-order.md").read_text()
+    text = (ROOT / "docs" / "reference" / "data-order-figures.md").read_text()
     missing = [line for line in lines() if line not in text]
     assert not missing, "\n".join(missing)
 

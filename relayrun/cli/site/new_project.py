@@ -14,9 +14,11 @@ from relayrun.submit import project
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun init`."""
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="made where it is not there; files in it stay")
-    words = f"whose site file is copied: {', '.join(project.site_names())}"
+    parser.add_argument("--template", choices=project.TEMPLATES, default="native", help="what the project is for")
+    words = f"whose site file is copied: {', '.join(project.site_names())}, or the path of your own"
     default = "default: generic where there is an sbatch, else local"
-    parser.add_argument("--cluster", metavar="NAME", help=f"{words} ({default})")
+    parser.add_argument("--cluster", metavar="NAME_OR_PATH", help=f"{words} ({default})")
+    parser.add_argument("--inside", action="store_true", help="also where FOLDER lies in another project or checkout")
     parser.set_defaults(run=run)
 
 
@@ -24,14 +26,13 @@ def run(options: argparse.Namespace) -> int:
     """Write a project, and print the next commands. Raises RelayrunError."""
     check_outputs({"FOLDER": options.folder})
     cluster = options.cluster or ("generic" if shutil.which("sbatch") else "local")
-    made = project.make_project(options.folder, cluster=cluster)
+    made = project.make_project(options.folder, cluster=cluster, template=options.template, inside=options.inside)
     for name, written in made.items():
         if not written:
             print(f"kept as it was: {options.folder / name}")
+    print(f"{options.folder}: {sum(made.values())} files written, for cluster {cluster!r}; next:")
     print(
-        f"{options.folder}: {sum(made.values())} files written, for cluster {cluster!r}; next:\n"
-        f"  cd {shlex.quote(str(options.folder))}\n"
-        f"  relayrun check {project.RUN_CONFIG} --set data.mock_data=true\n"
-        f"  relayrun submit {project.RUN_CONFIG} --set data.mock_data=true --set training.steps=40"
+        *(f"  {line}" for line in (f"cd {shlex.quote(str(options.folder))}", *project.TEMPLATES[options.template])),
+        sep="\n",
     )
     return 0
