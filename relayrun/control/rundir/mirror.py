@@ -31,12 +31,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from relayrun.control.rundir.checkpoint_records import Lineage, checkpoint_fault
 from relayrun.control.rundir.records import CheckpointCommit, Record
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RunDirError
 from relayrun.files import read_json_lines, read_json_lines_backwards
+
+if TYPE_CHECKING:  # newer than the oldest Python of a batch script
+    from typing import Self
 
 MIRROR_POLICY_NAME = "mirror/policy.json"
 
@@ -83,6 +87,14 @@ class CheckpointCopy(Record):
     time: float
     gone: str | None = None
     """The reason of its withdrawal; None: the copy counts."""
+
+    @classmethod
+    def of(cls, value: Mapping[str, Any]) -> Self:
+        """Make the record. Raises TypeError too if a name leads out of the place, in which anybody may have written."""
+        copy = super().of(value)
+        if "/" in copy.name or any(each[:1] == "/" or ".." in each.split("/") for each in (copy.name, *copy.files)):
+            raise TypeError("a name that leads elsewhere")
+        return copy
 
     def is_of(self, commit: CheckpointCommit) -> bool:
         """Return whether it holds the bytes of this commit, and not of another commit of the same iteration."""
