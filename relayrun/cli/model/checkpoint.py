@@ -14,6 +14,7 @@ from relayrun.control.rundir import checkpoint_records
 from relayrun.control.rundir.checkpoint_records import BrokenCheckpoint, newer_broken_checkpoints
 from relayrun.control.rundir.find_runs import find_run, split_run_and_iteration
 from relayrun.control.rundir.mirror import record_verified
+from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers import checkpoint_hashes
 from relayrun.errors import InputError, RunDirError
@@ -68,7 +69,8 @@ def verify_checkpoint(options: argparse.Namespace) -> int:
         print(f"damaged: {folder}", *(f"  {fault}" for fault in faults), sep="\n")
         return 1
     if commit is not None and root is not None and named is not None:
-        with contextlib.suppress(OSError):  # a run of another user
+        with contextlib.suppress(OSError, RunDirError):  # a run of another user, whose links would be followed
+            Plan.load_trusted(named)
             record_verified(named, commit, now=time.time())
     vouched = "" if root is not None or recorded is not None else "; no run vouches for its checksums.json"
     print(f"clean: {folder}: {size:,} bytes in {time.monotonic() - began:.1f} s{vouched}")

@@ -17,6 +17,7 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.errors import RelayrunError, run_main
+from relayrun.trust import UntrustedError
 
 
 def environment_lines(plan: Plan, run: Run) -> list[str]:
@@ -36,10 +37,13 @@ def environment_lines(plan: Plan, run: Run) -> list[str]:
 
 
 def main(name: str) -> int:
-    """Print the lines; none for a missing run, which the export itself reports."""
+    """Print the lines; none for a missing run, which the export itself reports. Raises UntrustedError for a run of
+    another user, whose lines would be executed as this one."""
     try:
         run = find_run(name)
-        plan = Plan.load(run)
+        plan = Plan.load_trusted(run)
+    except UntrustedError:
+        raise
     except RelayrunError:
         return 0
     print("\n".join(environment_lines(plan, run)))
