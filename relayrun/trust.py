@@ -27,6 +27,10 @@ from relayrun.files import read_descriptor, write_json
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 _AT_FDCWD, _STATX_BTIME = -100, 0x800
+_NETWORK_FILE_SYSTEMS = {
+    *(0x6969, 0x0BD00BD0, 0x47504653, 0x00C36400, 0x19830326, 0xAAD7AAEA, 0xFE534D42, 0xFF534D42, 0x65735546)
+}
+"""Magic numbers of NFS, Lustre, GPFS, Ceph, BeeGFS, PanFS, SMB and FUSE: hosts may differ in whether they tell a birth."""
 
 OTHER_OWNER_HINT = "submit a config of your own; with --take-over its run goes on from the checkpoints of this one"
 
@@ -109,9 +113,19 @@ def folder_identity(folder: Path | str) -> list[int | None]:
 
 
 def _is_folder(recorded: object, folder: Path | str) -> bool:
-    """True if this is the folder's identity. A node may tell no birth where the login node told it."""
+    """True if this is the folder's identity. Where either host tells no birth, the number alone counts. On a file
+    system of this machine alone no host can have told none, and who planted the plan of a copy writes what he wants."""
     own = folder_identity(folder)
-    return recorded == own or (own[1] is None and isinstance(recorded, list) and recorded[:1] == own[:1])
+    if recorded == own or not isinstance(recorded, list) or recorded[:1] != own[:1]:
+        return recorded == own
+    return own[1] is None or (recorded[1:] == [None] and _file_system(folder) in _NETWORK_FILE_SYSTEMS)
+
+
+def _file_system(folder: Path | str) -> int:
+    """Return the magic number of the file system of a folder; 0 if it is unknown."""
+    buffer = ctypes.create_string_buffer(256)
+    known = ctypes.CDLL(None).statfs(os.fsencode(folder), buffer) == 0
+    return int(struct.unpack_from("l", buffer)[0]) & 0xFFFFFFFF if known else 0
 
 
 def read_with_owner(folder: Path | str, name: str) -> tuple[bytes, int]:

@@ -54,7 +54,7 @@ def create_trigger_folder(run: Run, group: str | None = None) -> None:
 
 def touch_trigger(run: Run, name: TriggerName) -> None:
     """Touch a trigger as this user. No link is followed: others may have made it. Raises RunDirError if the folder is
-    missing or this user may not write."""
+    missing or this user may not write, and OSError."""
     try:
         folder = os.open(run.triggers, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -64,7 +64,7 @@ def touch_trigger(run: Run, name: TriggerName) -> None:
                 os.utime(name, dir_fd=folder, follow_symlinks=False)
         finally:
             os.close(folder)
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         hint = "submit the run first; that makes it"
         raise RunDirError("this run has no folder for triggers", where=run.triggers, hint=hint) from None
     except PermissionError:
