@@ -59,9 +59,9 @@ def _literal(pattern: str) -> str:
 
 
 @functools.cache
-def signatures() -> tuple[tuple[re.Pattern[str], FailureSignature], ...]:
+def signatures() -> list[tuple[re.Pattern[str], FailureSignature]]:
     """Return relayrun's own entries with their compiled patterns."""
-    return tuple((re.compile(each.pattern), each) for each in map(_entry, _TABLE["entries"]))
+    return [(re.compile(each.pattern), each) for each in map(_entry, _TABLE["entries"])]
 
 
 def classify(words: str, more: Sequence[FailureSignature] = ()) -> FailureSignature | None:
@@ -80,26 +80,22 @@ def _matches(each: FailureSignature, words: str) -> bool:
     try:
         with time_limited(PATTERN_SECONDS):
             return re.search(each.pattern, words) is not None
-    except PatternTooSlow:
+    except TimeoutError:
         log.warning("the entry %s of the table of failures counts no more: its pattern is too slow", each.name)
         _too_slow.add(each)
         return False
 
 
-class PatternTooSlow(Exception):
-    """A search took longer than its time limit."""
-
-
 @contextlib.contextmanager
 def time_limited(seconds: float) -> Iterator[None]:
-    """Raise PatternTooSlow inside after this processor time of the process. Only a signal ends a search. Outside the
+    """Raise TimeoutError inside after this processor time of the process. Only a signal ends a search. Outside the
     main thread, where Python receives no signals, there is no limit."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def interrupt(_number: int, _frame: object) -> None:
-        raise PatternTooSlow
+        raise TimeoutError
 
     before = signal.signal(signal.SIGVTALRM, interrupt)
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds)

@@ -15,7 +15,6 @@ import pytest
 
 from relayrun import cli
 from relayrun.cli.run import stop
-from relayrun.control.rundir import triggers
 from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.records import AttemptEnd
 from relayrun.control.rundir.run import Run, stop_reason

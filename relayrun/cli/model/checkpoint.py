@@ -50,7 +50,9 @@ def verify_checkpoint(options: argparse.Namespace) -> int:
         print(f"damaged: {left.path}: {left.why}")
     commit = checkpoint_records.newest_commit_at(folder)
     root = None if commit is None else commit.checksum
-    named = _run_of_checkpoint(folder)
+    real = Path(os.path.realpath(folder))
+    run = Run(real.parent.parent)
+    named = run if real.parent == run.checkpoints and run.attempts.is_dir() else None
     recorded = None if named is None or commit is None else checkpoint_hashes.recorded_hashes(named, commit)
     if root is None and recorded is None and not (folder / checksums.CHECKSUM_INDEX).exists():
         words = "this checkpoint was saved without checksums: there is nothing to compare its bytes with"
@@ -75,12 +77,6 @@ def verify_checkpoint(options: argparse.Namespace) -> int:
     vouched = "" if root is not None or recorded is not None else "; no run vouches for its checksums.json"
     print(f"clean: {folder}: {size:,} bytes in {time.monotonic() - began:.1f} s{vouched}")
     return 1 if torn else 0
-
-
-def _run_of_checkpoint(folder: Path) -> Run | None:
-    real = Path(os.path.realpath(folder))
-    run = Run(real.parent.parent)
-    return run if real.parent == run.checkpoints and run.attempts.is_dir() else None
 
 
 def mirror_checkpoints(options: argparse.Namespace) -> int:

@@ -291,8 +291,7 @@ def cancel_replaced_job(attempt: Attempt, scheduler: Scheduler, *, own: str, job
 
 def cancel_chain(run: Run, scheduler: Scheduler, *, user: str) -> str:
     """End the chain and cancel its jobs, without waiting for a checkpoint; return a sentence about it. Raises
-    RunDirError if this user may not write STOP, the run is not this user's or this is no run, SchedulerError if a job
-    stays."""
+    RunDirError if this is no run, another user's, or not writable; SchedulerError if a job stays."""
     plan, unwritten = Plan.load(run), ""
     try:
         if chain_state.is_owned_by_another_user(plan):  # its plan may name the jobs of this user

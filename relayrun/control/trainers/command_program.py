@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from relayrun.control.diagnosis import first_cause
-from relayrun.control.failure_signatures import PatternTooSlow, time_limited
+from relayrun.control.failure_signatures import time_limited
 from relayrun.control.job_log import LOG_PREFIX, LogFollower
 from relayrun.control.trainers.base import ENDED_BY_ITSELF, FoundCheckpoint, ObservedStep, ProgramEnding, finite_number
 from relayrun.control.trainers.checkpoint_cleanup import quarantine_checkpoints
@@ -250,7 +250,7 @@ class LogPattern:
             try:
                 with time_limited(LINE_SECONDS):
                     found = self._search(_COLOURS.sub("", line))
-            except PatternTooSlow:
+            except TimeoutError:
                 found = None
                 spent += time.thread_time() - begun
                 self._complain(line)
