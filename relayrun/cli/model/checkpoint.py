@@ -50,8 +50,7 @@ def verify_checkpoint(options: argparse.Namespace) -> int:
         print(f"damaged: {left.path}: {left.why}")
     commit = checkpoint_records.newest_commit_at(folder)
     root = None if commit is None else commit.checksum
-    real = Path(os.path.realpath(folder))
-    run = Run(real.parent.parent)
+    run = Run((real := Path(os.path.realpath(folder))).parent.parent)
     named = run if real.parent == run.checkpoints and run.attempts.is_dir() else None
     recorded = None if named is None or commit is None else checkpoint_hashes.recorded_hashes(named, commit)
     if root is None and recorded is None and not (folder / checksums.CHECKSUM_INDEX).exists():
