@@ -27,6 +27,8 @@ from relayrun.files import read_descriptor, write_json
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 _AT_FDCWD, _STATX_BTIME = -100, 0x800
+_NETWORK_FILE_SYSTEMS = (0x6969, 0x0BD00BD0, 0x47504653, 0xC36400, 0x19830326, 0xAAD7AAEA, 0xFE534D42, 0x65735546)
+"""Magic numbers of NFS, Lustre, GPFS, Ceph, BeeGFS, PanFS, SMB and FUSE: one host tells a birth, another does not."""
 
 OTHER_OWNER_HINT = "submit a config of your own; with --take-over its run goes on from the checkpoints of this one"
 
@@ -109,9 +111,18 @@ def folder_identity(folder: Path | str) -> list[int | None]:
 
 
 def _is_folder(recorded: object, folder: Path | str) -> bool:
-    """True if this is the folder's identity. A node may tell no birth where the login node told it."""
+    """True if this is the folder's identity. Where either host tells no birth, the number alone counts. On a file
+    system of this machine alone no host can have told none, and who planted the plan of a copy writes what he wants."""
     own = folder_identity(folder)
-    return recorded == own or (own[1] is None and isinstance(recorded, list) and recorded[:1] == own[:1])
+    if recorded == own or not isinstance(recorded, list) or recorded[:1] != own[:1]:
+        return recorded == own
+    return own[1] is None or (recorded[1:] == [None] and _file_system(folder) in _NETWORK_FILE_SYSTEMS)
+
+
+def _file_system(folder: Path | str) -> int:
+    buffer = ctypes.create_string_buffer(256)
+    ctypes.CDLL(None).statfs(os.fsencode(folder), buffer)
+    return int(struct.unpack_from("I", buffer)[0])
 
 
 def read_with_owner(folder: Path | str, name: str) -> tuple[bytes, int]:
@@ -142,7 +153,9 @@ def _opened(folder: Path | str, *, shared: bool = False) -> Iterator[tuple[int, 
     for above in [*[Path(path)] * shared, *Path(path).parents]:
         mode = os.stat(above).st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            raise UntrustedError("everybody may rename what lies here", where=above, hint=f"chmod o-w {_word(above)}")
+            raise UntrustedError(
+                "everybody may rename what lies here", where=above, hint=f"chmod o-w {shlex.quote(str(above))}"
+            )
     fd = os.open(path, _FLAGS)
     try:
         if not shared:
@@ -176,11 +189,11 @@ def _refuse(found: os.stat_result, path: str, folder: str) -> None:
         words = f"this belongs to {user_name(found.st_uid)}: nothing that it names is started or written to"
         raise UntrustedError(words, where=path, hint=OTHER_OWNER_HINT)
     if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
-        raise UntrustedError("this is no file and no folder", where=path, hint=f"rm {_word(path)}")
+        raise UntrustedError("this is no file and no folder", where=path, hint=f"rm {shlex.quote(path)}")
     if writers := found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         who = "everybody" if writers & stat.S_IWOTH else "its group"
         words = f"{who} may write this, so that nothing that it names is started or written to"
-        raise UntrustedError(words, where=path, hint=f"look at it, then: chmod -R go-w {_word(folder)}")
+        raise UntrustedError(words, where=path, hint=f"look at it, then: chmod -R go-w {shlex.quote(folder)}")
 
 
 def _link_error(error: OSError, path: str) -> Exception:
@@ -188,7 +201,3 @@ def _link_error(error: OSError, path: str) -> Exception:
     if error.errno != errno.ELOOP:
         return OSError(error.errno, error.strerror, path)
     return UntrustedError("this is a link, which is not followed", where=path, hint="put the file itself there")
-
-
-def _word(path: Path | str) -> str:
-    return shlex.quote(str(path))

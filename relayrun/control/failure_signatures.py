@@ -8,14 +8,20 @@ only.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import logging
 import re
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from relayrun.config.sections.chain import FailureSignature
+
+log = logging.getLogger(__name__)
 
 _TABLE: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 """Each of the `patterns` is one alternative. `any_line`: the entry counts in any line, if no program says with its last
@@ -52,21 +58,57 @@ def _literal(pattern: str) -> str:
     return max(re.split(r".?[?*]|[\n.^$+]", text, flags=re.S), key=len)
 
 
-@functools.lru_cache(maxsize=16)
-def signatures(more: tuple[FailureSignature, ...] = ()) -> tuple[tuple[re.Pattern[str], FailureSignature], ...]:
-    """Return all entries with their compiled patterns, `more` of a site or a run first."""
-    own = map(_entry, _TABLE["entries"])
-    return tuple((re.compile(each.pattern), each) for each in (*more, *own))
+@functools.cache
+def signatures() -> list[tuple[re.Pattern[str], FailureSignature]]:
+    """Return relayrun's own entries with their compiled patterns."""
+    return [(re.compile(each.pattern), each) for each in map(_entry, _TABLE["entries"])]
 
 
 def classify(words: str, more: Sequence[FailureSignature] = ()) -> FailureSignature | None:
-    """Return the entry of a line of words; None if no entry matches."""
-    return next((each for pattern, each in signatures(tuple(more)) if pattern.search(words)), None)
+    """Return the entry of a line of words, `more` of a site or a run first; None if no entry matches."""
+    if found := next((each for each in more if each not in _too_slow and _matches(each, words)), None):
+        return found
+    return next((each for pattern, each in signatures() if pattern.search(words)), None)
+
+
+PATTERN_SECONDS = 1.0
+"""Processor time after which a pattern of a site or a run is too slow for a line, and counts no more."""
+_too_slow: set[FailureSignature] = set()
+
+
+def _matches(each: FailureSignature, words: str) -> bool:
+    try:
+        with time_limited(PATTERN_SECONDS):
+            return re.search(each.pattern, words) is not None
+    except TimeoutError:
+        log.warning("the entry %s of the table of failures counts no more: its pattern is too slow", each.name)
+        _too_slow.add(each)
+        return False
+
+
+@contextlib.contextmanager
+def time_limited(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError inside after this processor time of the process. Only a signal ends a search. Outside the
+    main thread, where Python receives no signals, there is no limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGVTALRM, interrupt)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def entry(name: str, more: Sequence[FailureSignature] = ()) -> FailureSignature:
     """Return the entry of this name; the most general one if there is none."""
-    known = [each for _, each in signatures(tuple(more))]
+    known = [*more, *(each for _, each in signatures())]
     return next((each for each in known if each.name == name), known[-1])
 
 

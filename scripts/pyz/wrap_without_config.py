@@ -16,7 +16,7 @@ from relayrun.config.sections.dataclass_section import read_section
 from relayrun.control import decisions
 from relayrun.control.chain import job_script, jobs
 from relayrun.control.rundir import triggers
-from relayrun.control.rundir.plan import Plan, chain_job_name
+from relayrun.control.rundir.plan import ACTED_ON_NAMES, Plan, chain_job_name
 from relayrun.control.rundir.run import Run, stop_reason, submit_lock
 from relayrun.control.rundir.time_limit import first_grace_period
 from relayrun.control.scheduler.factory import scheduler_for_plan
@@ -25,6 +25,7 @@ from relayrun.files import writable_by_owner_alone, write_atomic
 from relayrun.slurmtime import parse_time
 from relayrun.submit.sbatch_header import JOB_WORDS, Adopted
 from relayrun.submit.wrap import link_checkpoints, newest_in_folder
+from relayrun.trust import refuse_untrusted
 
 
 def submit(options: argparse.Namespace) -> int:
@@ -45,6 +46,7 @@ def submit_without_config(found: Adopted, *, resume: bool) -> tuple[Run, str]:
 
 
 def _queue(found: Adopted, run: Run, *, resume: bool) -> str:
+    refuse_untrusted(run.path, ACTED_ON_NAMES)
     settings = read_section(CommandSection, found.settings["command"], "command")
     if (reason := stop_reason(run)) is not None and not resume:
         raise RunDirError(f"the chain of this run has ended: {reason}", where=run.stop, hint="--resume goes on")

@@ -41,12 +41,17 @@ if not os.path.isdir(root):
     os.makedirs(base, mode=0o755, exist_ok=True)
     unpacked = tempfile.mkdtemp(dir=base)
     os.chmod(unpacked, 0o755)
+    before = os.umask(0o022)
     with zipfile.ZipFile(os.path.dirname(os.path.abspath(__file__))) as archive:
         archive.extractall(unpacked)
+    os.umask(before)
     try:
         os.rename(unpacked, root)
     except OSError:  # another one was faster
         shutil.rmtree(unpacked)
+found = os.lstat(root)
+if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o022:
+    sys.exit(root + ": other users may have written this, so none of it runs; name a folder of yours: RELAYRUN_PYZ_DIR")
 sys.path[0] = root
 from relayrun import cli
 cli.COMMANDS = {name: cli.COMMANDS[name] for name in COMMANDS_HERE}

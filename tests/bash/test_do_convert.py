@@ -82,3 +82,15 @@ def test_a_run_that_there_is_not_is_the_exports_own_error(tmp_path: Path) -> Non
     done = convert(tmp_path, "no/such", PYTHON=sys.executable)
     assert done.returncode == 1
     assert "no/such: there is no such run" in done.stderr
+
+
+def test_no_line_of_another_users_plan_is_executed(tmp_path: Path) -> None:
+    """A run directory that is not this user's is exported with this user's own Python and surroundings."""
+    run = make_history(tmp_path / "run", lines=6, attempts=1)
+    harm = tmp_path / "harm"
+    plan_with(Plan.load(run), setup=[f"touch {harm}"], command_prefix=["touch", str(harm)]).write(run.plan)
+    run.plan.chmod(0o666)
+    done = convert(tmp_path, run, PYTHON=sys.executable)
+    assert done.returncode == 1
+    assert "may write this" in done.stderr
+    assert not harm.exists()

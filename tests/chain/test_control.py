@@ -9,12 +9,12 @@ import shutil
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from relayrun import cli
 from relayrun.cli.run import stop
-from relayrun.control.rundir import triggers
 from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.records import AttemptEnd
 from relayrun.control.rundir.run import Run, stop_reason
@@ -220,10 +220,14 @@ def test_save_on_a_full_disk_is_one_error_with_the_way_out(
 ) -> None:
     run, _ = on_slurm(make_run, tmp_path, monkeypatch)
 
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    opened = os.open
 
-    monkeypatch.setattr(triggers.Path, "touch", refuse)
+    def refuse(path: str, *words: Any, **more: Any) -> int:
+        if path == "save":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return opened(path, *words, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
     assert cli.main(["save", str(run.path)]) == 1
     said = capsys.readouterr().err
     assert f"error: {run.triggers}: the trigger cannot be made: No space left on device" in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -116,3 +117,17 @@ def test_the_place_of_a_traceback_makes_two_failures_the_same() -> None:
     assert one.key == other.key == "KeyError at loop.py:9"
     assert (one.rank, other.rank) == (None, 3)
     assert replace(one, place="").key == "KeyError: #"
+
+
+def test_a_pattern_that_would_search_for_hours_costs_a_second_and_counts_no_more(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A site's own pattern ends no job's `end`, nor a plan of another user a look at his run."""
+    monkeypatch.setattr(failure_signatures, "PATTERN_SECONDS", 0.2)
+    slow = FailureSignature(name="slow", pattern=r"(a+)+$", cause="node", meaning="slow")
+    quick = FailureSignature(name="quick", pattern=r"^a+b", cause="node", meaning="quick")
+    began = time.process_time()
+    found = [failure_signatures.classify("a" * 60 + "b", (slow, quick)) for _ in range(20)]
+    assert time.process_time() - began < 2
+    assert found == [quick] * 20
+    assert caplog.text.count("its pattern is too slow") == 1

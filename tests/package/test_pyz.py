@@ -82,3 +82,21 @@ def test_two_submits_at_once_are_one(pyz: Path, tmp_path: Path) -> None:
         said = call(pyz, "wrap", "--checkpoints={iteration}", "a.sh", cwd=tmp_path)
     assert "another submit of this run is under way" in said.stderr
     assert not Run(tmp_path / "logs/runs/wrapped/a").plan.exists()
+
+
+def test_what_others_can_write_is_neither_executed_nor_written_to(pyz: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.sh").write_text("#!/bin/bash\n#SBATCH --time=1\n")
+    run = Run(tmp_path / "logs/runs/wrapped/a")
+    run.path.mkdir(parents=True)
+    run.path.chmod(0o777)
+    said = call(pyz, "wrap", "--checkpoints={iteration}", "a.sh", cwd=tmp_path)
+    assert "everybody may write this" in said.stderr
+    assert [path.name for path in run.path.iterdir()] == [".submit.lock"]
+    (unpacked,) = (pyz.parent / "unpacked").iterdir()
+    unpacked.chmod(0o777)
+    (unpacked / "argparse.py").write_text(f"open({str(tmp_path / 'harm')!r}, 'w')\n")
+    said = call(pyz, "status", cwd=tmp_path)
+    (unpacked / "argparse.py").unlink()
+    unpacked.chmod(0o755)
+    assert "other users may have written this" in said.stderr
+    assert not (tmp_path / "harm").exists()

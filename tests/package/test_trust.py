@@ -304,6 +304,31 @@ def test_a_lock_is_not_opened_through_a_link_and_truncates_nothing(tmp_path: Pat
     assert mine.read_text() == "words"
 
 
+@pytest.mark.parametrize("theirs", ["birth", "none"])
+@pytest.mark.parametrize("mine", ["birth", "none"])
+@pytest.mark.parametrize("system", ["network", "local"])
+def test_a_host_that_tells_no_birth_of_a_folder_makes_no_copy_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, theirs: str, mine: str, system: str
+) -> None:
+    """One host wrote the plan, another reads it: a client of NFS may tell no birth where another does. On a file system
+    of one machine a plan without a birth is planted."""
+    tell = trust.folder_identity
+    magic = trust._file_system(tmp_path)
+    assert magic not in {0, *trust._NETWORK_FILE_SYSTEMS}
+    monkeypatch.setattr(trust, "_file_system", lambda _: 0x6969 if system == "network" else magic)
+
+    def on(host: str) -> None:
+        monkeypatch.setattr(trust, "folder_identity", tell if host == "birth" else lambda at: [tell(at)[0], None])
+
+    on(theirs)
+    trust.write_owned(tmp_path / "plan.json", {"owner": None})
+    on(mine)
+    planted = (theirs, mine, system) == ("none", "birth", "local")
+    assert trust.read_owned(tmp_path, "plan.json")["owner"] == (None if planted else os.geteuid())
+    copy = Path(shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-copy")))
+    assert trust.read_owned(copy, "plan.json")["owner"] is None
+
+
 def test_each_line_of_the_threat_model_names_a_test() -> None:
     root = Path(__file__).resolve().parents[2]
     table = (root / "SECURITY.md").read_text(encoding="utf-8").partition("## Who can do what to whom")[2]

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from relayrun.cli import main
 from relayrun.control.rundir import mirror as records
 from relayrun.control.rundir.checkpoint_records import resume_point
-from relayrun.errors import InputError, RunDirError
+from relayrun.errors import InputError, RelayrunError, RunDirError
 from relayrun.train.mirror import restore
 from relayrun.train.mirror.destination import CopyFailed
 from tests.mirrored import SIZE, Mirrored, digest, flip
@@ -193,3 +194,33 @@ def test_two_do_not_restore_at_once(mirrored: Mirrored, tmp_path: Path) -> None:
             restore.fetch_copy(str(mirrored.place), None, tmp_path / "back")
     finally:
         os.close(held)
+
+
+@pytest.mark.parametrize("where", ["name", "files", "stray", "pipe"])
+def test_the_records_of_a_strangers_place_lead_nowhere(
+    mirrored: Mirrored,  # noqa: F811
+    tmp_path: Path,
+    where: str,
+) -> None:
+    """Somebody else may have written the place of copies that a person names with --to."""
+    mirrored.sync()
+    mine, target = tmp_path / "mine", tmp_path / "back"
+    mine.mkdir()
+    (mine / "precious").write_text("words of this user")
+    copy = records.copies_newest_first(records.read_copies(mirrored.place))[0]
+    (mirrored.place / copy.name / "more").write_text("of the stranger")
+    names = {"name": "../../mine", "files": f"{tmp_path}/mine/made", "stray": "../../../mine/made"}
+    if where == "name":
+        shutil.copytree(mirrored.place / copy.name, mirrored.place / names["name"], dirs_exist_ok=True)
+        lying = replace(copy, name=names["name"], iteration=99)
+    elif where == "pipe":
+        lying = replace(copy, files=copy.files | {"waits": 15})
+        os.mkfifo(mirrored.place / copy.name / "waits")
+    else:
+        lying = replace(copy, files=copy.files | {names[where]: 15}, iteration=99)
+    lying.append(mirrored.place / "copies.jsonl")
+    before = sorted(mine.rglob("*"))
+    with pytest.raises(RelayrunError, match="Invalid" if where == "pipe" else "a name that leads elsewhere"):
+        restore.fetch_copy(str(mirrored.place), copy.iteration if where == "pipe" else None, target)
+    assert sorted(mine.rglob("*")) == before
+    assert (mine / "precious").read_text() == "words of this user"

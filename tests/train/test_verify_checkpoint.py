@@ -233,3 +233,17 @@ def test_an_attempt_that_fell_back_begins_where_it_says_now(run: Run) -> None:
     assert after is not None
     assert (before.base_iteration, after.base_iteration) == (0, 10)
     assert attempt.read_begin() is after
+
+
+def test_nothing_is_written_through_a_link_of_a_run_that_others_can_write(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("words of this user\n")
+    (run.path / "mirror").mkdir(exist_ok=True)
+    (run.path / "mirror/verified.jsonl").unlink(missing_ok=True)
+    (run.path / "mirror/verified.jsonl").symlink_to(mine)
+    run.path.chmod(0o777)
+    assert main(["checkpoint", "verify", str(run.path)]) == 0
+    assert capsys.readouterr().out.startswith("clean: ")
+    assert mine.read_text() == "words of this user\n"

@@ -14,6 +14,7 @@ from relayrun.control.rundir import checkpoint_records
 from relayrun.control.rundir.checkpoint_records import BrokenCheckpoint, newer_broken_checkpoints
 from relayrun.control.rundir.find_runs import find_run, split_run_and_iteration
 from relayrun.control.rundir.mirror import record_verified
+from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers import checkpoint_hashes
 from relayrun.errors import InputError, RunDirError
@@ -49,7 +50,8 @@ def verify_checkpoint(options: argparse.Namespace) -> int:
         print(f"damaged: {left.path}: {left.why}")
     commit = checkpoint_records.newest_commit_at(folder)
     root = None if commit is None else commit.checksum
-    named = _run_of_checkpoint(folder)
+    run = Run((real := Path(os.path.realpath(folder))).parent.parent)
+    named = run if real.parent == run.checkpoints and run.attempts.is_dir() else None
     recorded = None if named is None or commit is None else checkpoint_hashes.recorded_hashes(named, commit)
     if root is None and recorded is None and not (folder / checksums.CHECKSUM_INDEX).exists():
         words = "this checkpoint was saved without checksums: there is nothing to compare its bytes with"
@@ -68,17 +70,12 @@ def verify_checkpoint(options: argparse.Namespace) -> int:
         print(f"damaged: {folder}", *(f"  {fault}" for fault in faults), sep="\n")
         return 1
     if commit is not None and root is not None and named is not None:
-        with contextlib.suppress(OSError):  # a run of another user
+        with contextlib.suppress(OSError, RunDirError):  # a run of another user, whose links would be followed
+            Plan.load_trusted(named)
             record_verified(named, commit, now=time.time())
     vouched = "" if root is not None or recorded is not None else "; no run vouches for its checksums.json"
     print(f"clean: {folder}: {size:,} bytes in {time.monotonic() - began:.1f} s{vouched}")
     return 1 if torn else 0
-
-
-def _run_of_checkpoint(folder: Path) -> Run | None:
-    real = Path(os.path.realpath(folder))
-    run = Run(real.parent.parent)
-    return run if real.parent == run.checkpoints and run.attempts.is_dir() else None
 
 
 def mirror_checkpoints(options: argparse.Namespace) -> int:

@@ -82,9 +82,9 @@ def request_stop(run: Run, scheduler: Scheduler, *, user: str) -> str:
     plan = Plan.load(run)
     try:
         return _stop_with_files(run, plan, scheduler, user=user)
-    except PermissionError:
-        raise
     except OSError as error:
+        if isinstance(error, PermissionError) or chain_state.is_owned_by_another_user(plan):
+            raise
         return stop_chain_without_files(run, plan, scheduler, error, user=user)
 
 
@@ -97,6 +97,8 @@ def _stop_with_files(run: Run, plan: Plan, scheduler: Scheduler, *, user: str) -
         if at_work is not None:
             return f"job {at_work} saves after the step that is under way, cancels what is queued and leaves"
         try:
+            if chain_state.is_owned_by_another_user(plan):  # its plan may name the jobs of this user
+                raise PermissionError
             supervisor.stop_chain(run, plan, scheduler, ended or ChainEnd("stopped", f"stopped by {user}"), own_job="")
         except PermissionError:
             return "you may not write STOP yourself: the next job of this run finds the trigger and ends the chain"

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from relayrun.control import chain_state
 from relayrun.control.chain import excluded_nodes, requested_options
 from relayrun.control.chain.job_script import FALLBACK_TIME_LIMIT
 from relayrun.control.job_log import log_line
@@ -290,9 +291,11 @@ def cancel_replaced_job(attempt: Attempt, scheduler: Scheduler, *, own: str, job
 
 def cancel_chain(run: Run, scheduler: Scheduler, *, user: str) -> str:
     """End the chain and cancel its jobs, without waiting for a checkpoint; return a sentence about it. Raises
-    RunDirError if this user may not write STOP or this is no run, SchedulerError if a job stays."""
+    RunDirError if this is no run, another user's, or not writable; SchedulerError if a job stays."""
     plan, unwritten = Plan.load(run), ""
     try:
+        if chain_state.is_owned_by_another_user(plan):  # its plan may name the jobs of this user
+            raise PermissionError
         write_stop(run, ChainEnd("stopped", f"cancelled by {user}"))
     except PermissionError:
         hint = "`relayrun stop` asks the job that runs to save and leave"

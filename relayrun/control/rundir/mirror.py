@@ -28,11 +28,12 @@ Standard library only: `relayrun.train.mirror` reads and writes these files.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from relayrun.control.rundir.checkpoint_records import Lineage, checkpoint_fault
+from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.records import CheckpointCommit, Record
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RunDirError
@@ -84,6 +85,14 @@ class CheckpointCopy(Record):
     gone: str | None = None
     """The reason of its withdrawal; None: the copy counts."""
 
+    @classmethod
+    def of(cls, value: Mapping[str, Any]) -> CheckpointCopy:
+        """Also raise TypeError if a name leads out of the place, where anybody may have written it."""
+        copy = super().of(value)
+        if "/" in copy.name or any(each[:1] == "/" or ".." in each.split("/") for each in (copy.name, *copy.files)):
+            raise TypeError("a name that leads elsewhere")
+        return copy
+
     def is_of(self, commit: CheckpointCommit) -> bool:
         """Return whether it holds the bytes of this commit, and not of another commit of the same iteration."""
         known = (self.iteration, self.files, self.checksum)
@@ -102,10 +111,6 @@ class CheckpointCopy(Record):
             files=self.files,
             checksum=self.checksum,
         )
-
-    def fault(self, folder: Path) -> str | None:
-        """Return its fault as far as names and sizes show; None if it is whole. Raises OSError."""
-        return checkpoint_fault(self.as_commit(folder))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,15 +213,11 @@ def iterations_held_by_mirror(run: Run) -> set[int]:
 
 def read_copies(place: Path) -> dict[str, CheckpointCopy]:
     """Return the claimed copies in a second place, by name. Raises OSError, and RunDirError for a damaged record."""
-    return {name: copy for name, copy in _newest_claims(place).items() if copy.gone is None}
+    return {name: copy for name, copy in newest_claims(place).items() if copy.gone is None}
 
 
-def withdrawn_copies(place: Path) -> set[str]:
-    """Return names of withdrawn copies in a second place. Raises like `read_copies`."""
-    return {name for name, copy in _newest_claims(place).items() if copy.gone is not None}
-
-
-def _newest_claims(place: Path) -> dict[str, CheckpointCopy]:
+def newest_claims(place: Path) -> dict[str, CheckpointCopy]:
+    """Return the copies by name, withdrawn ones included. Raises like `read_copies`."""
     found: dict[str, CheckpointCopy] = {}
     for line in read_json_lines(place / "copies.jsonl"):
         try:
@@ -225,22 +226,6 @@ def _newest_claims(place: Path) -> dict[str, CheckpointCopy]:
             raise RunDirError(f"unreadable record: {error}", where=place / "copies.jsonl") from None
         found[copy.name] = copy
     return found
-
-
-def claim_copy(place: Path, copy: CheckpointCopy) -> None:
-    """Record a verified copy that has its name. Raises OSError."""
-    copy.append(place / "copies.jsonl")
-
-
-def withdraw_copy(place: Path, copy: CheckpointCopy, why: str, *, now: float) -> None:
-    """Record that a copy no longer counts, before it is changed. Raises OSError."""
-    replace(copy, time=now, gone=why).append(place / "copies.jsonl")
-
-
-def iterations_to_keep(iterations: Iterable[int], *, keep_last: int, keep_every: int | None) -> set[int]:
-    """Return the iterations that stay: the `keep_last` newest, and multiples of `keep_every`."""
-    rising = sorted(iterations)
-    return set(rising[-keep_last:]) | {each for each in rising if keep_every and each % keep_every == 0}
 
 
 def copies_newest_first(found: Mapping[str, CheckpointCopy]) -> list[CheckpointCopy]:

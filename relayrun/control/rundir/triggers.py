@@ -53,9 +53,17 @@ def create_trigger_folder(run: Run, group: str | None = None) -> None:
 
 
 def touch_trigger(run: Run, name: TriggerName) -> None:
-    """Touch a trigger as this user. Raises RunDirError if the folder is missing or this user may not write."""
+    """Touch a trigger as this user. No link is followed: others may have made it. Raises RunDirError if the folder is
+    missing or this user may not write; OSError."""
     try:
-        (run.triggers / name).touch()
+        opened = os.open(run.triggers, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            os.close(os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666, dir_fd=opened))
+        except FileExistsError:
+            with contextlib.suppress(FileNotFoundError):  # it was obeyed just then
+                os.utime(name, dir_fd=opened, follow_symlinks=False)
+        finally:
+            os.close(opened)
     except FileNotFoundError:
         hint = "submit the run first; that makes it"
         raise RunDirError("this run has no folder for triggers", where=run.triggers, hint=hint) from None

@@ -17,8 +17,6 @@ import json
 import logging
 import os
 import re
-import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from relayrun.control.diagnosis import first_cause
+from relayrun.control.failure_signatures import time_limited
 from relayrun.control.job_log import LOG_PREFIX, LogFollower
 from relayrun.control.trainers.base import ENDED_BY_ITSELF, FoundCheckpoint, ObservedStep, ProgramEnding, finite_number
 from relayrun.control.trainers.checkpoint_cleanup import quarantine_checkpoints
@@ -249,9 +248,9 @@ class LogPattern:
                 continue
             begun = time.thread_time()
             try:
-                with _time_limited(LINE_SECONDS):
+                with time_limited(LINE_SECONDS):
                     found = self._search(_COLOURS.sub("", line))
-            except _PatternTooSlow:
+            except TimeoutError:
                 found = None
                 spent += time.thread_time() - begun
                 self._complain(line)
@@ -308,30 +307,6 @@ def _make_step(values: Mapping[str, Any]) -> ObservedStep | None:
         consumed_samples=None if samples is None else int(samples),
         metrics=numbers,
     )
-
-
-class _PatternTooSlow(Exception):
-    pass
-
-
-@contextlib.contextmanager
-def _time_limited(seconds: float) -> Iterator[None]:
-    """Raise _PatternTooSlow inside after this processor time of the process. Only a signal ends a search. Outside the
-    main thread, where Python receives no signals, there is no limit."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(_number: int, _frame: object) -> None:
-        raise _PatternTooSlow
-
-    before = signal.signal(signal.SIGVTALRM, interrupt)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
 
 
 @dataclass(kw_only=True, eq=False)

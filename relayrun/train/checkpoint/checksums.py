@@ -27,7 +27,7 @@ import xxhash
 
 from relayrun.control.rundir import checkpoint_records
 from relayrun.errors import InputError
-from relayrun.files import file_sizes, write_atomic
+from relayrun.files import file_sizes, open_for_reading, write_atomic
 from relayrun.progress import count
 from relayrun.tokens.stores.direct_io import open_file_checksum
 
@@ -74,7 +74,7 @@ class FolderCheckpointFiles:
         return file_sizes(self.where)
 
     def open(self, name: str) -> BinaryIO:
-        return (self.where / name).open("rb")
+        return open(open_for_reading(self.where / name)[0], "rb")  # a pipe is refused: its reader would wait
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +235,7 @@ def _no_file_is_damage(name: str, folder: Path | str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        missing = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+        missing = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL)
         if not missing and not isinstance(error, FileNotFoundError):  # errors of an object store have no errno
             raise
         raise DamagedCheckpoint(f"{name} is missing", where=folder) from None

@@ -10,7 +10,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -191,10 +191,10 @@ class FolderDestination(MirrorDestination):
         return mirror.read_copies(self.where)
 
     def take_back(self, copy: CheckpointCopy, why: str) -> None:
-        mirror.withdraw_copy(self.where, copy, why, now=time.time())
+        replace(copy, time=time.time(), gone=why).append(self.where / "copies.jsonl")
 
     def fault(self, copy: CheckpointCopy) -> str | None:
-        return copy.fault(self.where)
+        return checkpoint_records.checkpoint_fault(copy.as_commit(self.where))
 
     def files(self, copy: CheckpointCopy) -> MirroredFiles:
         return FolderCheckpointFiles(self.where / copy.name)
@@ -217,7 +217,7 @@ class FolderDestination(MirrorDestination):
             self._put_away(copy.name, ".removing")
         os.rename(staged, final)
         fsync_directory(self.where)
-        mirror.claim_copy(self.where, copy)
+        copy.append(self.where / "copies.jsonl")
         commit_marker(staged).unlink(missing_ok=True)
 
     def set_aside(self, copy: CheckpointCopy) -> None:
@@ -228,7 +228,7 @@ class FolderDestination(MirrorDestination):
         self._put_away(name, ".removing")
 
     def tidy(self, names: set[str], missing: set[str]) -> None:
-        for name in (names | mirror.withdrawn_copies(self.where)) - self.copies().keys() - missing:
+        for name in (names | mirror.newest_claims(self.where).keys()) - self.copies().keys() - missing:
             if os.path.lexists(self.where / name):
                 self._put_away(name, ".removing")
         shutil.rmtree(self.where / ".removing", ignore_errors=True)

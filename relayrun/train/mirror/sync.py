@@ -158,9 +158,8 @@ class _MirrorPass:
         return sorted(found, key=lambda commit: commit.iteration, reverse=True)
 
     def _kept(self, iterations: set[int]) -> set[int]:
-        return mirror.iterations_to_keep(
-            iterations, keep_last=self._policy.keep_last, keep_every=self._policy.keep_every
-        )
+        rising, every = sorted(iterations), self._policy.keep_every
+        return set(rising[-self._policy.keep_last :]) | {each for each in rising if every and each % every == 0}
 
     def _copy(self, commit: CheckpointCommit) -> None:
         """Copy a checkpoint, verify the copy and claim it. Raises CopyFailed, and OSError if the place fails."""
