@@ -14,16 +14,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from relayrun.config.sections.chain import FailureSignature
-from relayrun.control.failure_signatures import (
-    ENDS,
-    GENERAL,
-    UNLISTED,
-    WARNINGS,
-    classify,
-    entry,
-    is_secondary_error,
-    literals,
-)
+from relayrun.control import failure_signatures
+from relayrun.control.failure_signatures import ENDS, GENERAL, UNLISTED, WARNINGS, classify, is_secondary_error
 from relayrun.control.job_log import LOG_PREFIX
 
 SURVIVED = 40
@@ -35,7 +27,7 @@ WORDS_CHARACTERS = 500
 CONTEXT_LINES = 8
 """Lines behind an exception that may belong to its message."""
 
-_TIME = r"\[?(?:\d{4}-\d\d-\d\d[T ])?\d\d:\d\d:\d\d(?:[.,]\d+)?Z?\]?:?"
+_TIME = r"\[?(?:\d{4}-\d\d-\d\d[T ])?\d\d:\d\d:\d\d(?:[.,]\d+)?Z?\]?:?(?: +(?:ERROR|CRITICAL)\b:?)?"
 _LABEL = re.compile(rf"(?:\s*(?:{_TIME}|\[[^\]\s]*\](?:<\w+>)?:?|\d+:)(?=[\s\w\[]))*(?: +[|+](?= ))? ?")
 _RANK = re.compile(r"(?:\[(?:rank|default|\d+,)?|^\s*)(\d+)(?:\]|:)")
 _RAISED = re.compile(r"(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*|gaierror|timeout|error)(?::\s.*|)$", re.S)
@@ -56,7 +48,7 @@ _ASIDE = re.compile(r"\s|$|srun: |slurmstepd|wandb: |=====|-----|frame #|\[relay
 """Lines that programs write when they end, and lines of others: they do not show that training goes on."""
 _IGNORED = "ignored"
 _PROGRESS = re.compile(r"\b(?:iteration|step|iter|epoch)\b\W{0,3}\d", re.I)
-_TROUBLE = ("Traceback", "The above exception", "During handling", *literals())
+_TROUBLE = ("Traceback", "The above exception", "During handling", *failure_signatures.literals())
 """Parts of words of which every line that means something holds one: a fast look before the patterns."""
 _SLURM_ENDED = re.compile(r"DUE TO (?:TIME LIMIT|PREEMPTION|NODE FAIL)|oom[-_]kill event|Node failure on", re.I)
 """Slurm's words for an end: what ranks say of it, before or after, is no cause."""
@@ -115,17 +107,19 @@ def first_cause(log: str, more: Sequence[FailureSignature] = ()) -> Statement | 
     alive = _not_survived(log.splitlines(), found)
     ended = next((each for each in alive if each.signature and _SLURM_ENDED.search(each.words)), None)
     raised = max((each.line for each in alive if (each.place and not each.secondary) or each is ended), default=0)
-    optional = [each for each in alive if each.name in _OPTIONAL and not each.place and each.line < raised]
+    optional = [each for each in alive if not each.place and each.line < raised and _is_optional(each)]
     spoken = [each for each in alive if each.last and not each.secondary and each not in optional]
     sick = [each for each in spoken if each.cause == "node" and each.name not in GENERAL]
     warned = [each for each in found if not each.last and not each.secondary]
     named = [each for each in spoken if each.name not in ENDS and (each.name not in GENERAL or each is spoken[0])]
     owned = [each for each in named if each.cause != "unknown" or each.name in UNLISTED]
     of_node = [each for each in warned if each.cause == "node"]
-    if ended is not None and not any(each.line < ended.line and each.name not in UNLISTED for each in [*sick, *owned]):
+    lost = [each for each in of_node if each in alive]
+    known = [each for each in [*sick, *lost, *owned] if each.name not in UNLISTED]
+    if ended is not None and all(each.line >= ended.line for each in known):
         return ended
     if owned and owned[0].name in UNLISTED:
-        sick += [each for each in of_node if each in alive]
+        sick += lost
     return next(iter([*sick, *owned, *of_node[-1:], *named, *warned[-1:], *spoken]), None)
 
 
@@ -163,8 +157,8 @@ def find_statements(log: str, more: Sequence[FailureSignature] = ()) -> list[Sta
             del frames[rank]
         elif rank in frames and _RAISED.match(text):
             made = _statement(lines, number, text, more, rank=rank, place=frames.pop(rank))
-            earlier = next((each for each in reversed(found) if each.rank == rank), None)
-            if (how := chained.pop(rank, "")) and earlier is not None:
+            how = chained.pop(rank, "")
+            if how and (earlier := next((each for each in reversed(found) if each.rank == rank), None)) is not None:
                 found.remove(earlier)
                 made = replace(earlier, line=made.line) if _explains(earlier, made, how) else made
             found.append(made)
@@ -210,7 +204,7 @@ def _statement(
                 secondary, signature, words = False, better, f"{text} {following[1]}"
                 break
     if _OF_SETTINGS.match(place) and signature is not None and signature.name in UNLISTED:
-        signature = entry("settings", more)
+        signature = failure_signatures.entry("settings", more)
     return Statement(
         line=number,
         words=one_line(words),
@@ -225,9 +219,13 @@ def _statement(
 _OF_SETTINGS = re.compile(r"\w*(?:config|arguments|settings)\w*\.py:", re.I)
 """Places whose exceptions refuse a setting."""
 _OPTIONAL = ("module-missing", "library-missing")
-"""Entries whose words outside a traceback count nothing before an exception: programs do without many a package."""
+"""Entries whose words outside a traceback count nothing before an exception, and Git's: programs do without them."""
 _OPEN = (*GENERAL, "gpu-error", "gpu-library")
 """Entries whose words the next lines may explain."""
+
+
+def _is_optional(said: Statement) -> bool:
+    return said.name in _OPTIONAL or (said.name == "unlisted" and said.words.startswith(("fatal: ", "error: ")))
 
 
 def _explains(one: Statement, other: Statement, chained: str) -> bool:

@@ -186,7 +186,7 @@ class _Facts:
             words = f"nothing is free below {', '.join(around.full)}"
             yield self._by(words, "statvfs", "disk-full", certainty="inferred")
         if said is not None and said.weight < 4:
-            yield replace(self._quoted(said), certainty="unknown" if said.said.name == "unlisted" else "inferred")
+            yield replace(self._quoted(said), certainty="unknown" if said.said.name in UNLISTED else "inferred")
         for task in self.ends:
             if task.signalled and not task.ended and (known := classify(task.what, self.more)) is not None:
                 made = self._by(f"{', '.join(task.nodes)}: {task.what}", "srun", known.name, certainty="inferred")
