@@ -118,8 +118,7 @@ def first_cause(log: str, more: Sequence[FailureSignature] = ()) -> Statement | 
     known = [each for each in [*sick, *lost, *owned] if each.name not in UNLISTED]
     if ended is not None and all(each.line >= ended.line for each in known):
         return ended
-    if owned and owned[0].name in UNLISTED:
-        sick += lost
+    sick += lost if owned and owned[0].name in UNLISTED else []
     return next(iter([*sick, *owned, *of_node[-1:], *named, *warned[-1:], *spoken]), None)
 
 
@@ -235,8 +234,7 @@ def _explains(one: Statement, other: Statement, chained: str) -> bool:
     if chained == "handling":
         lasting = one.cause in ("node", "file system") and (general or other.name == one.name)
         return lasting or other.words.startswith(("UnboundLocalError", "NameError"))
-    named = one.signature is not None and one.name not in ("exception", *UNLISTED)
-    return general and (named or (one.name in UNLISTED and other.name in (*UNLISTED, "")))
+    return general and one.name not in ("", "exception") and (one.name not in UNLISTED or other.name in (*UNLISTED, ""))
 
 
 def _split_label(line: str) -> tuple[int | None, str]:

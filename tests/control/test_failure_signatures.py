@@ -12,8 +12,11 @@ import pytest
 from relayrun.config.sections.chain import ChainSection, FailureSignature
 from relayrun.config.sections.dataclass_section import read_section
 from relayrun.control import diagnosis, failure_signatures
+from relayrun.control.chain import failure_reason
 from relayrun.control.diagnosis import find_statements, first_cause
 from relayrun.control.failure_signatures import classify, signatures
+from relayrun.control.rundir.records import AttemptEnd
+from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.error_lines import blamed_nodes
 
 LOGS = [
@@ -180,3 +183,23 @@ def test_an_exception_that_others_raise_from_it_is_the_cause_with_labels_and_tim
     assert found is not None
     assert (found.name, found.rank) == ("data-damaged", 3)
     assert first_cause("fatal: not a git repository\n" + TRACEBACK + "KeyError: 'x'\n").name == "exception"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("words", "again"), [("RuntimeError: odd", True), ("OSError: [Errno 28]", False)])
+def test_the_same_unknown_error_at_the_same_line_twice_ends_the_chain(tmp_path: Path, words: str, again: bool) -> None:
+    run, said = Run(tmp_path), first_cause(f"{TRACEBACK}{words}\n")
+    assert said is not None
+    run.attempt(1).path.mkdir(parents=True)
+    end = AttemptEnd(
+        attempt=1,
+        cause="failed",
+        reason=words,
+        exit_code=1,
+        durable_iteration=0,
+        progress=False,
+        end_time=1.0,
+        action="retry",
+        failure_key=said.key,
+    )
+    end.write(run.attempt(1).end)
+    assert failure_reason._came_again(run, [1], said) == again
