@@ -1,9 +1,9 @@
 """The first cause of a failure, from the lines of a log.
 
 A log holds warnings, errors that a program survived, the last words of the program that failed first, and the words of
-all others, which only saw it go. A last word that names a defect of a node counts first, then the first last word of
-the newest group; without any, a warning that explains an end. Words after which the program went on count nothing.
-Standard library only.
+all others, which only saw it go. A last word that names a defect of a node counts first, then Slurm's word for an end,
+unless a known cause stands before it, then the first last word of the newest group; without any, a warning that
+explains an end. Words after which the program went on count nothing. Standard library only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from relayrun.config.sections.chain import FailureSignature
-from relayrun.control.failure_signatures import ENDS, GENERAL, WARNINGS, classify, is_secondary_error, literals
+from relayrun.control import failure_signatures
+from relayrun.control.failure_signatures import ENDS, GENERAL, UNLISTED, WARNINGS, classify, is_secondary_error
 from relayrun.control.job_log import LOG_PREFIX
 
 SURVIVED = 40
@@ -26,7 +27,8 @@ WORDS_CHARACTERS = 500
 CONTEXT_LINES = 8
 """Lines behind an exception that may belong to its message."""
 
-_LABEL = re.compile(r"(?:\s*(?:\[[^\]\s]*\](?:<\w+>)?:?|\d+:)(?=[\s\w\[]))*(?: +[|+](?= ))? ?")
+_TIME = r"\[?(?:\d{4}-\d\d-\d\d[T ])?\d\d:\d\d:\d\d(?:[.,]\d+)?Z?\]?:?(?: +(?:ERROR|CRITICAL)\b:?)?"
+_LABEL = re.compile(rf"(?:\s*(?:{_TIME}|\[[^\]\s]*\](?:<\w+>)?:?|\d+:)(?=[\s\w\[]))*(?: +[|+](?= ))? ?")
 _RANK = re.compile(r"(?:\[(?:rank|default|\d+,)?|^\s*)(\d+)(?:\]|:)")
 _RAISED = re.compile(r"(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*|gaierror|timeout|error)(?::\s.*|)$", re.S)
 _FRAME = re.compile(r' *File "([^"]+)", line (\d+)')
@@ -46,8 +48,10 @@ _ASIDE = re.compile(r"\s|$|srun: |slurmstepd|wandb: |=====|-----|frame #|\[relay
 """Lines that programs write when they end, and lines of others: they do not show that training goes on."""
 _IGNORED = "ignored"
 _PROGRESS = re.compile(r"\b(?:iteration|step|iter|epoch)\b\W{0,3}\d", re.I)
-_TROUBLE = ("Traceback", "The above exception", "During handling", *literals())
+_TROUBLE = ("Traceback", "The above exception", "During handling", *failure_signatures.literals())
 """Parts of words of which every line that means something holds one: a fast look before the patterns."""
+_SLURM_ENDED = re.compile(r"DUE TO (?:TIME LIMIT|PREEMPTION|NODE FAIL)|oom[-_]kill event|Node failure on", re.I)
+"""Slurm's words for an end: what ranks say of it, before or after, is no cause."""
 _CONTINUED = re.compile(r"NCCL error|DistBackendError|terminate called|CalledProcessError|CUDA error|:$|Last error")
 
 
@@ -101,14 +105,20 @@ def first_cause(log: str, more: Sequence[FailureSignature] = ()) -> Statement | 
     """Return the words that say why a program ended; None if no line does. `more`: entries of the site and the run."""
     found = find_statements(log, more)
     alive = _not_survived(log.splitlines(), found)
-    raised = max((each.line for each in alive if each.place and not each.secondary), default=0)
-    optional = [each for each in alive if each.name in _OPTIONAL and not each.place and each.line < raised]
+    ended = next((each for each in alive if each.signature and _SLURM_ENDED.search(each.words)), None)
+    raised = max((each.line for each in alive if (each.place and not each.secondary) or each is ended), default=0)
+    optional = [each for each in alive if not each.place and each.line < raised and _is_optional(each)]
     spoken = [each for each in alive if each.last and not each.secondary and each not in optional]
     sick = [each for each in spoken if each.cause == "node" and each.name not in GENERAL]
     warned = [each for each in found if not each.last and not each.secondary]
     named = [each for each in spoken if each.name not in ENDS and (each.name not in GENERAL or each is spoken[0])]
-    owned = [each for each in named if each.cause != "unknown"]
+    owned = [each for each in named if each.cause != "unknown" or each.name in UNLISTED]
     of_node = [each for each in warned if each.cause == "node"]
+    lost = [each for each in of_node if each in alive]
+    known = [each for each in [*sick, *lost, *owned] if each.name not in UNLISTED]
+    if ended is not None and all(each.line >= ended.line for each in known):
+        return ended
+    sick += lost if owned and owned[0].name in UNLISTED else []
     return next(iter([*sick, *owned, *of_node[-1:], *named, *warned[-1:], *spoken]), None)
 
 
@@ -126,17 +136,16 @@ def find_statements(log: str, more: Sequence[FailureSignature] = ()) -> list[Sta
     lines = log.splitlines()
     found: list[Statement] = []
     frames: dict[int | None, str] = {}  # the last frame of the open traceback of each rank
-    chained = ""
+    chained: dict[int | None, str] = {}  # how the next exception of each rank is chained
     for number, line in enumerate(lines):
         if not frames and not more and not any(word in line for word in present):
             continue
         rank, text = _split_label(line)
         if line.startswith(LOG_PREFIX) or not text.strip():
             continue
-        if text.startswith("The above exception was the direct cause"):
-            chained = "cause"
-        elif text.startswith("During handling of the above"):
-            chained = "handling"
+        if text.startswith(("The above exception was the direct cause", "During handling of the above")):
+            chained[rank] = "cause" if text[0] == "T" else "handling"
+            frames[rank] = ""
         elif _TRACEBACK.match(text):
             ignored = number and lines[number - 1].startswith("Exception ignored")  # the program went on
             frames[rank] = _IGNORED if ignored else ""
@@ -147,11 +156,11 @@ def find_statements(log: str, more: Sequence[FailureSignature] = ()) -> list[Sta
             del frames[rank]
         elif rank in frames and _RAISED.match(text):
             made = _statement(lines, number, text, more, rank=rank, place=frames.pop(rank))
-            if chained and found and _explains(found[-1], made, chained):
-                made = replace(found[-1], line=made.line)
-            del found[len(found) - bool(chained) :]
+            how = chained.pop(rank, "")
+            if how and (earlier := next((each for each in reversed(found) if each.rank == rank), None)) is not None:
+                found.remove(earlier)
+                made = replace(earlier, line=made.line) if _explains(earlier, made, how) else made
             found.append(made)
-            chained = ""
         elif (other := _other_statement(lines, number, text, more, rank)) is not None:
             found.append(other)
     return found
@@ -193,6 +202,8 @@ def _statement(
             if better is not None and better.name not in _OPEN:
                 secondary, signature, words = False, better, f"{text} {following[1]}"
                 break
+    if _OF_SETTINGS.match(place) and signature is not None and signature.name in UNLISTED:
+        signature = failure_signatures.entry("settings", more)
     return Statement(
         line=number,
         words=one_line(words),
@@ -204,10 +215,16 @@ def _statement(
     )
 
 
+_OF_SETTINGS = re.compile(r"\w*(?:config|arguments|settings)\w*\.py:", re.I)
+"""Places whose exceptions refuse a setting."""
 _OPTIONAL = ("module-missing", "library-missing")
-"""Entries whose words outside a traceback count nothing before an exception: programs do without many a package."""
-_OPEN = (*GENERAL, "gpu-error")
+"""Entries whose words outside a traceback count nothing before an exception, and Git's: programs do without them."""
+_OPEN = (*GENERAL, "gpu-error", "gpu-library")
 """Entries whose words the next lines may explain."""
+
+
+def _is_optional(said: Statement) -> bool:
+    return said.name in _OPTIONAL or (said.name == "unlisted" and said.words.startswith(("fatal: ", "error: ")))
 
 
 def _explains(one: Statement, other: Statement, chained: str) -> bool:
@@ -217,14 +234,14 @@ def _explains(one: Statement, other: Statement, chained: str) -> bool:
     if chained == "handling":
         lasting = one.cause in ("node", "file system") and (general or other.name == one.name)
         return lasting or other.words.startswith(("UnboundLocalError", "NameError"))
-    return general and one.signature is not None and one.name not in ("exception", "assertion")
+    return general and one.name not in ("", "exception") and (one.name not in UNLISTED or other.name in (*UNLISTED, ""))
 
 
 def _split_label(line: str) -> tuple[int | None, str]:
     """Return the rank in the labels before a line, and the line without them."""
     label = _LABEL.match(line)
     end = 0 if label is None or not label[0].strip() else label.end()
-    rank = _RANK.search(line[:end]) if end else None
+    rank = _RANK.search(re.sub(_TIME, "", line[:end])) if end else None
     return (None if rank is None else int(rank[1])), line[end:]
 
 

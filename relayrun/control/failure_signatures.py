@@ -30,7 +30,11 @@ _SECONDARY = re.compile("|".join(_TABLE["secondary"]), re.I)
 WARNINGS = tuple(each["name"] for each in _TABLE["entries"] if "any_line" in each)
 ENDS = ("abort", "crashed", "killed", "container-start")
 """Entries that say how a program ended: another line may say why."""
-GENERAL = ("exception", "assertion", "shell", *ENDS)
+UNLISTED = ("unlisted", "assertion")
+"""Entries of exceptions whose kind says nothing of the cause."""
+OF_NODE = ("stale-handle",)
+"""Entries that count against a node, if it alone says so, besides those of the cause `node`."""
+GENERAL = ("exception", "shell", *UNLISTED, *ENDS)
 """Entries without a special cause."""
 
 

@@ -17,7 +17,7 @@ from relayrun.config.sections.chain import FailureSignature
 from relayrun.control.chain import failure_reason
 from relayrun.control.chain.surroundings import Surroundings, observe
 from relayrun.control.diagnosis import Statement, find_statements, first_cause, last_line, one_line
-from relayrun.control.failure_signatures import ENDS, GENERAL, classify, entry, is_secondary_error
+from relayrun.control.failure_signatures import ENDS, GENERAL, UNLISTED, classify, entry, is_secondary_error
 from relayrun.control.job_log import job_output_files
 from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.plan import Plan
@@ -112,9 +112,9 @@ class _Found:
         said = self.said
         if said.secondary or said.signature is None:
             return 4
-        if said.cause == "node" and said.name not in GENERAL:
-            return 0
-        return 2 if said.name in ENDS or not said.last else 1
+        if said.name in GENERAL:
+            return 3 if said.name in ENDS else 2 if said.name in UNLISTED else 1
+        return 0 if said.cause == "node" else 1 if said.last or said.cause == "Slurm" else 3
 
 
 def explain(run: Run, number: int | None = None) -> Explanation:
@@ -185,8 +185,8 @@ class _Facts:
         if around is not None and around.full:
             words = f"nothing is free below {', '.join(around.full)}"
             yield self._by(words, "statvfs", "disk-full", certainty="inferred")
-        if said is not None and said.weight < 3:
-            yield replace(self._quoted(said), certainty="inferred")
+        if said is not None and said.weight < 4:
+            yield replace(self._quoted(said), certainty="unknown" if said.said.name in UNLISTED else "inferred")
         for task in self.ends:
             if task.signalled and not task.ended and (known := classify(task.what, self.more)) is not None:
                 made = self._by(f"{', '.join(task.nodes)}: {task.what}", "srun", known.name, certainty="inferred")

@@ -194,10 +194,10 @@ PROGRAMS = {
     "a worker of the data loader is killed": FailingProgram(
         _python(_WORKER), "is killed by signal", ("unknown", "configuration")
     ),
-    "a traceback in a box": FailingProgram(_python(_BOX), "row 17 has 5 columns", ("program",)),
-    "a message of several lines": FailingProgram(_python(_HYDRA), "Key 'warmup' is not in struct", ("program",)),
+    "a traceback in a box": FailingProgram(_python(_BOX), "row 17 has 5 columns", ()),
+    "a message of several lines": FailingProgram(_python(_HYDRA), "Key 'warmup' is not in struct", ("configuration",)),
     "words after the exception": FailingProgram(_python(_LATE), "shard-17.bin", ("node", "file system")),
-    "a group of exceptions": FailingProgram(_python(_GROUP), "shard 2 is shorter", ("program",)),
+    "a group of exceptions": FailingProgram(_python(_GROUP), "shard 2 is shorter", ()),
     "an exception with a note": FailingProgram(_python(_NOTES), "KeyError: 'lr'", ("program",)),
     "a pool's worker raises": FailingProgram(_python(_POOL), "list index out of range", ("program",)),
     "a pool's worker leaves": FailingProgram(_python(_BROKEN_POOL), "BrokenProcessPool", ("program", "unknown")),
@@ -205,7 +205,7 @@ PROGRAMS = {
     "a server limits the rate": FailingProgram(_python(_SERVER.format(code=429)), "HTTP Error 429", ("network",)),
     "a server refuses": FailingProgram(_python(_SERVER.format(code=403)), "HTTP Error 403", ("configuration",)),
     "an exception in a logger": FailingProgram(_python(_LOGGED), "ZeroDivisionError: division by zero", ("program",)),
-    "an exception in loguru": FailingProgram(_python(_LOGURU), "optimizer state of step 12 is empty", ("program",)),
+    "an exception in loguru": FailingProgram(_python(_LOGURU), "optimizer state of step 12 is empty", ()),
     "a mapped file became shorter": FailingProgram(_compiled(_BUS), "Bus error", ("unknown", "program")),
     "memory in C++": FailingProgram(
         _compiled("#include <vector>\nint main() { std::vector<char> rows(1UL << 50); return rows[7]; }\n"),
@@ -232,15 +232,19 @@ PROGRAMS = {
     "the limit of CPU time": FailingProgram(
         "ulimit -St 1; python -c 'while True: pass'\nexit $?\n", "CPU time limit exceeded", ("configuration",)
     ),
-    "an index that is cut": FailingProgram(_python(_TORN), "unpack requires a buffer", ("program", "file system")),
-    "a compressed file that is cut": FailingProgram(_python(_GZIP), "end-of-stream marker", ("program", "file system")),
-    "an archive that is none": FailingProgram(_python(_ZIP), "BadZipFile", ("program", "file system")),
+    "an index that is cut": FailingProgram(
+        _python(_TORN), "unpack requires a buffer", ("configuration", "file system")
+    ),
+    "a compressed file that is cut": FailingProgram(
+        _python(_GZIP), "end-of-stream marker", ("configuration", "file system")
+    ),
+    "an archive that is none": FailingProgram(_python(_ZIP), "BadZipFile", ("configuration", "file system")),
     "warnings of another time": FailingProgram(_python(_RETRIES), "float division by zero", ("program",)),
-    "warnings before the exception": FailingProgram(_python(_EARLIER), "cannot be divided by 7", ("program",)),
+    "warnings before the exception": FailingProgram(_python(_EARLIER), "cannot be divided by 7", ("configuration",)),
     "git has no repository": FailingProgram(
         "export GIT_CEILING_DIRECTORIES=/; cd /; git rev-parse HEAD\n",
         "not a git repository",
-        ("configuration", "program"),
+        (),
     ),
     "words before exit 1": FailingProgram(
         _python('import sys\nsys.exit("the tokenizer has 300 words, the model 256")\n'),

@@ -28,7 +28,7 @@ CASES = {
     "the same exception twice": ([sys.executable, "-c", "{}['layout']"], "exception", ["failed", "failed"]),
     "an exception in a pipe": (
         ["bash", "-c", f"{sys.executable} -c \"raise ValueError('rate')\" 2>&1 | tee /dev/null"],
-        "exception",
+        "unlisted",
         ["failed", "failed"],
     ),
     "nothing done": (["true"], "fatal", ["fatal"]),
@@ -49,7 +49,7 @@ def test_the_cause_decides_and_is_told(make_run: MakeRun, tmp_path: Path, case: 
     assert [end.cause for end in ends(run)] == causes, stop_reason(run)
     assert read_node_failures(run) == []
     found = explain(run)
-    assert (found.name, found.certainty) == (name, "seen")
+    assert (found.name, found.certainty) == (name, "unknown" if name == "unlisted" else "seen")
     assert found.quote.split(" (")[0][:60] in (stop_reason(run) or "")
     assert waits == ([300, 600] if name == "name-resolution" else [30] * (len(causes) - 1))
     status = run_status.read_run_status(run, queue.query_queue(run), now=0.0)

@@ -13,8 +13,12 @@ import pytest
 from relayrun.config.sections.chain import ChainSection, FailureSignature
 from relayrun.config.sections.dataclass_section import read_section
 from relayrun.control import diagnosis, failure_signatures
+from relayrun.control.chain import failure_reason
 from relayrun.control.diagnosis import find_statements, first_cause
 from relayrun.control.failure_signatures import classify, signatures
+from relayrun.control.rundir.records import AttemptEnd
+from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler.error_lines import blamed_nodes
 
 LOGS = [
     part.partition("\n")
@@ -131,3 +135,86 @@ def test_a_pattern_that_would_search_for_hours_costs_a_second_and_counts_no_more
     assert time.process_time() - began < 2
     assert found == [quick] * 20
     assert caplog.text.count("its pattern is too slow") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        ("NameError: name 'x' is not defined", "program"),
+        ("KeyError: 'tokens'", "program"),
+        ("ZeroDivisionError: division by zero", "program"),
+        ("ValueError: odd", "unknown"),
+        ("RuntimeError: odd", "unknown"),
+        ("AssertionError", "unknown"),
+        ("OSError: odd", "unknown"),
+        ("mylib.errors.Odd: odd", "unknown"),
+    ],
+)
+def test_an_exception_is_the_programs_only_if_its_kind_says_so(words: str, cause: str) -> None:
+    found = first_cause(f"{TRACEBACK}{words}\n")
+    assert found is not None
+    assert (found.cause, found.words) == (cause, words)
+
+
+LIMIT = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-27T06:00:18 DUE TO TIME LIMIT ***\n"
+MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+ENDED = [
+    f"{TRACEBACK}EOFError\n",
+    f"{TRACEBACK}RuntimeError: odd\n",
+    f"{TRACEBACK}torch.distributed.elastic.multiprocessing.api.SignalException: Process 8 got signal: 15\n",
+    "[rank3]: RuntimeError: NCCL communicator was aborted on rank 3.\n",
+]
+
+
+@pytest.mark.parametrize("words", ENDED)
+def test_slurms_word_for_an_end_comes_before_what_ranks_say_in_any_order(words: str) -> None:
+    for log in (LIMIT + words, words + LIMIT, LIMIT + TRACEBACK + MEMORY):
+        found = first_cause(log)
+        assert found is not None
+        assert found.name == "time-limit", log
+    for earlier, name in ((MEMORY, "gpu-memory"), ("KeyError: 'x'\n", "exception")):
+        found = first_cause(f"{TRACEBACK}{earlier}{words}{LIMIT}")
+        assert found is not None
+        assert found.name == name
+
+
+def test_a_gpu_that_fell_off_the_bus_before_the_time_limit_is_the_nodes() -> None:
+    found = first_cause(f"NVRM: Xid (PCI:0000:9b:00): 79, GPU has fallen off the bus.\n{LIMIT}")
+    assert found is not None
+    assert found.name == "gpu-lost"
+
+
+def test_an_abort_of_one_task_strikes_no_node_and_a_crash_does() -> None:
+    end = "srun: error: n1: task 1: {}\nsrun: Terminating StepId=7.0\nsrun: error: n0: task 0: Terminated\n"
+    assert blamed_nodes(end.format("Aborted (core dumped)"), [], ntasks=2) == {}
+    assert blamed_nodes(end.format("Segmentation fault"), [], ntasks=2) == {"n1": "Segmentation fault"}
+
+
+def test_an_exception_that_others_raise_from_it_is_the_cause_with_labels_and_times() -> None:
+    label = "3: 2026-11-27 06:00:18 [rank3]: "
+    lines = f"{TRACEBACK}zlib.error: Error -3 while decompressing data\nThe above exception was the direct cause of"
+    log = f"{lines} the following exception:\n{TRACEBACK}mylib.LoaderFailed: no further batch".splitlines()
+    found = first_cause("\n".join(label + line for line in log))
+    assert found is not None
+    assert (found.name, found.rank) == ("data-damaged", 3)
+    assert first_cause("fatal: not a git repository\n" + TRACEBACK + "KeyError: 'x'\n").name == "exception"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("words", "again"), [("RuntimeError: odd", True), ("OSError: [Errno 28]", False)])
+def test_the_same_unknown_error_at_the_same_line_twice_ends_the_chain(tmp_path: Path, words: str, again: bool) -> None:
+    run, said = Run(tmp_path), first_cause(f"{TRACEBACK}{words}\n")
+    assert said is not None
+    run.attempt(1).path.mkdir(parents=True)
+    end = AttemptEnd(
+        attempt=1,
+        cause="failed",
+        reason=words,
+        exit_code=1,
+        durable_iteration=0,
+        progress=False,
+        end_time=1.0,
+        action="retry",
+        failure_key=said.key,
+    )
+    end.write(run.attempt(1).end)
+    assert failure_reason._came_again(run, [1], said) == again

@@ -1,11 +1,15 @@
 """Logs of failures in the words of public issue threads, and what `relayrun why` makes of them.
 
-Both files were written before their author saw the table of failures or a test of it. The first run, on unchanged code:
+The files were written before their authors saw the table of failures or a test of it. The first run, on unchanged code:
 
 | file | right | unknown | wrong |
 |---|---|---|---|
 | blind_failures.txt | 19 | 3 | 8 |
 | blind_failures_after.txt | 7 | 4 | 3 |
+| blind_failures_other_author.txt | 18 | 0 | 12 |
+
+The other author names owners that do not exist here: `environment` is judged as configuration, `data` as configuration,
+file system, or program if the quote names a file. Without that, 15 of that file were right and 15 wrong.
 
 The table was mended by class afterwards. Four expectations were too narrow and are wider now: native-stale-handle and
 lustre-shutdown (a node that alone loses a file system is the node's), srun-cpu-bind and gated-model (other words of the
@@ -26,7 +30,13 @@ from relayrun.control.rundir.run import Run
 from relayrun.watch.why import Explanation, explain
 from tests.history import began, history_plan
 
-FILES = ("blind_failures.txt", "blind_failures_after.txt")
+FILES = ("blind_failures.txt", "blind_failures_after.txt", "blind_failures_other_author.txt")
+OWNERS = {
+    "environment": ["configuration"],
+    "data": ["configuration", "file system"],
+    "slurm": ["Slurm"],
+}
+"""Owners of the other author, in the words of the table."""
 Case = tuple[str, str, str, str]
 """Name, owners that a person would accept, words of which the quote holds one, and the log."""
 
@@ -64,7 +74,10 @@ def judge(case: Case, found: Explanation) -> str:
     """Return whether an explanation is right, unknown or wrong."""
     _, owners, words, _ = case
     quoted = any(each.casefold() in found.quote.casefold() for each in words.split(" / "))
-    if quoted and found.whose in owners.split(", "):
+    accepted = {name for owner in owners.split(", ") for name in OWNERS.get(owner, [owner])}
+    if "data" in owners and re.search(r"/\S+\.\w+", found.quote):
+        accepted.add("program")
+    if quoted and found.whose in accepted:
         return "right"
     return "unknown" if found.whose == "unknown" else "wrong"
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relayrun.control.diagnosis import Statement, find_statements, first_cause, one_line
-from relayrun.control.failure_signatures import ENDS, classify
+from relayrun.control.failure_signatures import ENDS, UNLISTED, classify
 from relayrun.control.job_log import LOG_PREFIX, stdout_beside
 from relayrun.control.rundir import node_health, restarts, time_limit
 from relayrun.control.rundir.attempt import Attempt
@@ -193,7 +193,7 @@ def torchrun_logs(plan: Plan, started: AttemptStart) -> list[Path]:
 
 def _came_again(run: Run, earlier: Sequence[int], said: Statement | None) -> bool:
     """Return whether the attempt before failed at the same place of the program, and not for a node or a network."""
-    if said is None or not said.place or said.cause not in ("program", "configuration"):
+    if said is None or not said.place or not {said.cause, said.name} & {"program", "configuration", "abort", *UNLISTED}:
         return False
     end = next((end for n in reversed(earlier) if (end := run.attempt(n).read_end()) is not None), None)
     return end is not None and not end.progress and end.failure_key == said.key

@@ -12,7 +12,7 @@ from itertools import takewhile
 
 from relayrun.config.sections.chain import FailureSignature
 from relayrun.control.diagnosis import Statement, first_cause
-from relayrun.control.failure_signatures import classify, is_secondary_error
+from relayrun.control.failure_signatures import OF_NODE, UNLISTED, classify, is_secondary_error
 from relayrun.control.rundir.records import RankFailure
 
 TASK_END = re.compile(r"^(?:.*\s)?srun: error: (\S+): tasks? ([\d,\-\[\]]+): (.+)$")
@@ -122,7 +122,7 @@ def blamed_nodes(
     first = first_failure(log, failures)
     if isinstance(first, RankFailure):
         known = classify(first.error, more)
-        if known is None or known.cause != "node":
+        if known is None or (known.cause != "node" and known.name not in OF_NODE):
             return {}
         primary = [failure for failure in failures if not is_secondary_error(failure.error)]
         alike = {failure.node for failure in primary if failure.error == first.error}
@@ -140,8 +140,7 @@ def _is_node_cause(first: TaskEnd, said: Statement | None, more: Sequence[Failur
     """Return whether a task's end is its node's fault: by a signal of its own, by its words, or, without any, because
     only this node could not start the program."""
     if said is not None and (first.ended or not first.signalled):
-        return said.cause == "node"
+        return said.cause == "node" or said.name in OF_NODE
     known = classify(first.what, more)
-    return first.what.endswith(NOT_STARTED_ENDS) or (
-        first.signalled and (known is None or known.cause in ("node", "unknown"))
-    )
+    sent = known is None or (known.cause in ("node", "unknown") and known.name not in ("abort", *UNLISTED))
+    return first.what.endswith(NOT_STARTED_ENDS) or (first.signalled and sent)
