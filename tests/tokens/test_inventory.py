@@ -72,7 +72,7 @@ def test_files_that_every_reader_leaves_out_are_left_out_and_named(
 
 
 REFUSED = [
-    ("a.jsonl", gzip.compress(LINE), "its content is gzip, not text as its name says"),
+    ("a.jsonl", gzip.compress(LINE, mtime=0), "its content is gzip, not text as its name says"),
     ("a.jsonl", ZSTD, "its content is zstd, not text"),
     ("a.jsonl", b"PAR1" + bytes(20), "its content is parquet, not text"),
     ("a.csv", b"BZh91AY&SY" + bytes(20), "its content is bzip2, not text"),
@@ -82,13 +82,13 @@ REFUSED = [
     ("a.jsonl", PAGE, "a page of HTML, often an error's, not text"),
     ("a.parquet", b'<?xml version="1.0"?>\n<Error><Code>AccessDenied</Code>', "a page of HTML"),
     ("a.jsonl.gz", LINE, "its content is JSON, not gzip as its name says"),
-    ("a.json.zst", gzip.compress(LINE), "its content is gzip, not zstd"),
+    ("a.json.zst", gzip.compress(LINE, mtime=0), "its content is gzip, not zstd"),
     ("a.jsonl.gz", b"", "cannot be read, it may be torn: 0 bytes are no gzip"),
     ("a.parquet", b"", "cannot be read, it may be torn: 0 bytes are no parquet"),
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "message"), REFUSED)
+@pytest.mark.parametrize(("name", "content", "message"), REFUSED, ids=range(len(REFUSED)))
 def test_a_file_of_another_content_is_refused_whole_by_prepare_and_by_the_reader(
     tmp_path: Path, name: str, content: bytes, message: str
 ) -> None:
