@@ -27,7 +27,7 @@ from tests.waiting import wait_for
 def test_a_job_near_its_limit_drops_its_open_shard_and_queues_itself_again(tmp_path: Path, how: str) -> None:
     (tmp_path / "data").mkdir()
     write_parquet(tmp_path / "data" / "a.parquet", list(TEXTS))
-    (tmp_path / "data" / "b.jsonl").write_text("")
+    (tmp_path / "data" / "b.jsonl").write_text("\n")
     prepare_dumps(tmp_path / "data", tmp_path / "meta")
     (tmp_path / "data" / "b.jsonl").unlink()
     os.mkfifo(tmp_path / "data" / "b.jsonl")  # its reader waits for ever
