@@ -113,13 +113,14 @@ def first_cause(log: str, more: Sequence[FailureSignature] = ()) -> Statement | 
     warned = [each for each in found if not each.last and not each.secondary]
     named = [each for each in spoken if each.name not in ENDS and (each.name not in GENERAL or each is spoken[0])]
     owned = [each for each in named if each.cause != "unknown" or each.name in UNLISTED]
-    of_node = [each for each in warned if each.cause == "node"]
+    of_node = [each for each in warned if each.cause in ("node", "file system")]
     lost = [each for each in of_node if each in alive]
     known = [each for each in [*sick, *lost, *owned] if each.name not in UNLISTED]
     if ended is not None and all(each.line >= ended.line for each in known):
         return ended
-    sick += lost if owned and owned[0].name in UNLISTED else []
-    return next(iter([*sick, *owned, *of_node[-1:], *named, *warned[-1:], *spoken]), None)
+    said = next(iter([*sick, *owned]), None)
+    before = [each for each in lost if said and said.line > each.line and said.name in _EFFECTS]
+    return next(iter([*before, *sick, *owned, *of_node[-1:], *named, *warned[-1:], *spoken]), None)
 
 
 def last_line(log: str) -> str:
@@ -219,6 +220,8 @@ _OF_SETTINGS = re.compile(r"\w*(?:config|arguments|settings)\w*\.py:", re.I)
 """Places whose exceptions refuse a setting."""
 _OPTIONAL = ("module-missing", "library-missing")
 """Entries whose words outside a traceback count nothing before an exception, and Git's: programs do without them."""
+_EFFECTS = (*UNLISTED, "gpu-error", "file-missing", "data-damaged")
+"""Entries whose words an earlier warning of a node or file system explains."""
 _OPEN = (*GENERAL, "gpu-error", "gpu-library")
 """Entries whose words the next lines may explain."""
 
@@ -233,7 +236,8 @@ def _explains(one: Statement, other: Statement, chained: str) -> bool:
     general = other.name in (*GENERAL, "")
     if chained == "handling":
         lasting = one.cause in ("node", "file system") and (general or other.name == one.name)
-        return lasting or other.words.startswith(("UnboundLocalError", "NameError"))
+        named = one.name not in (*GENERAL, "") and other.name in (*UNLISTED, *ENDS, "")
+        return lasting or named or other.words.startswith(("UnboundLocalError", "NameError"))
     return general and one.name not in ("", "exception") and (one.name not in UNLISTED or other.name in (*UNLISTED, ""))
 
 
