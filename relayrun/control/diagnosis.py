@@ -36,6 +36,7 @@ _TRACEBACK = re.compile(r".*Traceback \(most recent call last\)")
 _LAST_WORDS = re.compile(
     r"[\w.]*(?:Error|Exception|gaierror|Failed)(?::| \()|The (?:IPv4|server socket) |error: |terminate called"
     r"|(?:.*/)?(?:python[\d.]*|(?:ba|da|z|k)?sh|curl|wget|ssh|env|exec|numactl|mpirun|mpiexec)(?:: |\[\d)"
+    r"|(?:tar|gzip|rsync|cp): "
     r"|\S+: .*: Assertion |\S*: (?:\w+ )?\d+ ?: |\S+: (?:fatal )?error: |FATAL|Fatal|fatal: |Lmod has"
     r"|Segmentation fault|Aborted|Killed|Bus error|slurmstepd\S*: error: |srun: (?:error|fatal): |pyxis: "
     r"|\S+: \S.*: (?:No such file|Permission denied)|.*\bMPI_ABORT was| *what\(\)|thread '.*' panicked"
@@ -237,7 +238,8 @@ def _explains(one: Statement, other: Statement, chained: str) -> bool:
     if chained == "handling":
         lasting = one.cause in ("node", "file system") and (general or other.name == one.name)
         named = one.name not in (*GENERAL, "") and other.name in (*UNLISTED, *ENDS, "")
-        return lasting or named or other.words.startswith(("UnboundLocalError", "NameError"))
+        defect = one.words.startswith(("UnboundLocalError", "NameError"))  # which no handler is for
+        return lasting or named or defect or other.words.startswith(("UnboundLocalError", "NameError"))
     return general and one.name not in ("", "exception") and (one.name not in UNLISTED or other.name in (*UNLISTED, ""))
 
 
