@@ -36,6 +36,7 @@ _TRACEBACK = re.compile(r".*Traceback \(most recent call last\)")
 _LAST_WORDS = re.compile(
     r"[\w.]*(?:Error|Exception|gaierror|Failed)(?::| \()|The (?:IPv4|server socket) |error: |terminate called"
     r"|(?:.*/)?(?:python[\d.]*|(?:ba|da|z|k)?sh|curl|wget|ssh|env|exec|numactl|mpirun|mpiexec)(?:: |\[\d)"
+    r"|(?:tar|gzip|rsync|cp): "
     r"|\S+: .*: Assertion |\S*: (?:\w+ )?\d+ ?: |\S+: (?:fatal )?error: |FATAL|Fatal|fatal: |Lmod has"
     r"|Segmentation fault|Aborted|Killed|Bus error|slurmstepd\S*: error: |srun: (?:error|fatal): |pyxis: "
     r"|\S+: \S.*: (?:No such file|Permission denied)|.*\bMPI_ABORT was| *what\(\)|thread '.*' panicked"
@@ -113,13 +114,14 @@ def first_cause(log: str, more: Sequence[FailureSignature] = ()) -> Statement | 
     warned = [each for each in found if not each.last and not each.secondary]
     named = [each for each in spoken if each.name not in ENDS and (each.name not in GENERAL or each is spoken[0])]
     owned = [each for each in named if each.cause != "unknown" or each.name in UNLISTED]
-    of_node = [each for each in warned if each.cause == "node"]
+    of_node = [each for each in warned if each.cause in ("node", "file system")]
     lost = [each for each in of_node if each in alive]
     known = [each for each in [*sick, *lost, *owned] if each.name not in UNLISTED]
     if ended is not None and all(each.line >= ended.line for each in known):
         return ended
-    sick += lost if owned and owned[0].name in UNLISTED else []
-    return next(iter([*sick, *owned, *of_node[-1:], *named, *warned[-1:], *spoken]), None)
+    said = next(iter([*sick, *owned]), None)
+    before = [each for each in lost if said and said.line > each.line and said.name in _EFFECTS]
+    return next(iter([*before, *sick, *owned, *of_node[-1:], *named, *warned[-1:], *spoken]), None)
 
 
 def last_line(log: str) -> str:
@@ -219,6 +221,8 @@ _OF_SETTINGS = re.compile(r"\w*(?:config|arguments|settings)\w*\.py:", re.I)
 """Places whose exceptions refuse a setting."""
 _OPTIONAL = ("module-missing", "library-missing")
 """Entries whose words outside a traceback count nothing before an exception, and Git's: programs do without them."""
+_EFFECTS = (*UNLISTED, "gpu-error", "file-missing", "data-damaged")
+"""Entries whose words an earlier warning of a node or file system explains."""
 _OPEN = (*GENERAL, "gpu-error", "gpu-library")
 """Entries whose words the next lines may explain."""
 
@@ -233,7 +237,9 @@ def _explains(one: Statement, other: Statement, chained: str) -> bool:
     general = other.name in (*GENERAL, "")
     if chained == "handling":
         lasting = one.cause in ("node", "file system") and (general or other.name == one.name)
-        return lasting or other.words.startswith(("UnboundLocalError", "NameError"))
+        named = one.name not in (*GENERAL, "") and other.name in (*UNLISTED, *ENDS, "")
+        defect = one.words.startswith(("UnboundLocalError", "NameError"))  # which no handler is for
+        return lasting or named or defect or other.words.startswith(("UnboundLocalError", "NameError"))
     return general and one.name not in ("", "exception") and (one.name not in UNLISTED or other.name in (*UNLISTED, ""))
 
 
