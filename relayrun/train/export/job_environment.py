@@ -40,6 +40,8 @@ def main(name: str) -> int:
     another user, whose lines would be executed as this one."""
     try:
         run = find_run(name)
+        if not run.plan.exists():
+            return 0
     except RelayrunError:
         return 0
     print("\n".join(environment_lines(Plan.load_trusted(run), run)))
