@@ -20,12 +20,12 @@ _JOINS = {"": SAME, "qkv": QKV, "gate_up": GATE_UP}
 
 def read_mappings(path: Path) -> tuple[ModelMapping, ...]:
     """Return the mappings of a file. Raises ConfigError, TypeError and KeyError."""
-    return tuple(_mapping(name, **values) for name, values in yaml_file.read_yaml(path).values.items())
-
-
-def _mapping(name: str, weights: Mapping[str, Mapping[str, Any]], **others: Any) -> ModelMapping:
-    every = (_weight(key, **values) for key, values in weights.items())
-    return ModelMapping(name=name, weights=tuple(every), **others)
+    families = yaml_file.read_yaml(path).values
+    parts = {part: [_weight(key, **each) for key, each in own.items()] for part, own in families.pop("parts").items()}
+    return tuple(
+        ModelMapping(name=name, weights=tuple(each for part in own.pop("weights") for each in parts[part]), **own)
+        for name, own in families.items()
+    )
 
 
 def _weight(
