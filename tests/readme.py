@@ -53,6 +53,11 @@ def break_code(root: Path) -> None:
         (root / "launchers/lib" / name).write_text("exit 1\n")
 
 
+def path_with_relayrun() -> str:
+    """Return PATH with the programs of the environment that the tests run in."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+
+
 def checkout(folder: Path) -> dict[str, str]:
     """Copy the tracked files, make the data that the README speaks of; return the environment to run in."""
     copy_tracked(folder)
@@ -63,8 +68,7 @@ def checkout(folder: Path) -> dict[str, str]:
             texts = [f"{word} document {part} {number} says {'so ' * (number % 40 + 20)}" for number in range(200)]
             pq.write_table(pa.table({"text": texts}), folder / "data" / dataset / f"part-{part}.parquet")
     train_tokenizer([folder / "data/my-text"], folder / "data/tokenizer", vocabulary_size=300)
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return {"PATH": path, "HOME": str(folder), "PYTHONPATH": str(folder)}
+    return {"PATH": path_with_relayrun(), "HOME": str(folder), "PYTHONPATH": str(folder)}
 
 
 def tokenize(folder: Path, environment: dict[str, str], dataset: str) -> None:

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from relayrun import places
 from relayrun.config.compose import yaml_file
 from relayrun.control.rundir.run import Run
 from tests.campaigns import attempts
-from tests.readme import ROOT
+from tests.readme import ROOT, path_with_relayrun
 from tests.workspace import Workspace, steps
 
 PAGES = {name: (ROOT / f"docs/how-to/{name}.md").read_text(encoding="utf-8") for name in ("sweeps", "stages")}
@@ -47,8 +46,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def environment() -> dict[str, str]:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
+    return os.environ | {"PATH": path_with_relayrun(), "PYTHONPATH": str(ROOT)}
 
 
 def bash(project: Path, text: str) -> subprocess.CompletedProcess[str]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import CommandConfig
 from relayrun.control.rundir.checkpoint_records import resume_point
 from relayrun.control.rundir.run import Run
-from tests.readme import ROOT, copy_tracked
+from tests.readme import ROOT, copy_tracked, path_with_relayrun
 
 PAGE = (ROOT / "docs/how-to/command.md").read_text(encoding="utf-8")
 EXAMPLES = ROOT / "examples/command"
@@ -65,8 +63,7 @@ def test_what_the_page_says_of_the_client_is_there() -> None:
 @pytest.mark.long
 def test_the_commands_of_the_page(tmp_path: Path) -> None:
     copy_tracked(tmp_path)
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {"PATH": path, "HOME": str(tmp_path), "PYTHONPATH": str(tmp_path)}
+    environment = {"PATH": path_with_relayrun(), "HOME": str(tmp_path), "PYTHONPATH": str(tmp_path)}
     (wrap,) = blocks("bash wrap")
     (tmp_path / "train.sbatch").write_text(BATCH_SCRIPT)
     wrap = wrap.replace("relayrun wrap", "relayrun wrap --cluster local")

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.train.mirror.destination import CopyRateLimit
 from relayrun.train.mirror.sync import destination_at
 from tests.checkpoints import assert_same_bytes
-from tests.readme import ROOT
+from tests.readme import ROOT, path_with_relayrun
 from tests.workspace import Workspace, steps
 
 PAGE = (ROOT / "docs/how-to/mirror.md").read_text(encoding="utf-8")
@@ -54,8 +53,7 @@ def test_a_run_that_comes_back_from_its_second_place_goes_on_bit_for_bit(tmp_pat
     run.path.parent.mkdir(parents=True)
     second.mkdir()
     (project / places.PROJECT_MARKER).touch()
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = os.environ | {"PATH": path, "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PATH": path_with_relayrun(), "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
 
     def shell(script: str, *, check: bool = True) -> str:
         done = subprocess.run(

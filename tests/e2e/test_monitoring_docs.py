@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import runpy
 import shlex
@@ -15,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.readme import ROOT, copy_tracked
+from tests.readme import ROOT, copy_tracked, path_with_relayrun
 from tests.waiting import read_line
 from tests.wandb_service import WandBService
 from tests.workspace import Workspace
@@ -41,8 +40,7 @@ def test_training_offline_sending_looking_and_debugging(tmp_path: Path, monkeypa
     (tmp_path / "data").mkdir()
     shutil.move(workspace.folder / "data", tmp_path / "data/my-mixture")
     shutil.move(workspace.folder / "tokenizer.json", tmp_path / "data/tokenizer")
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {"PATH": path, "HOME": str(tmp_path), "PYTHONPATH": str(tmp_path)}
+    environment = {"PATH": path_with_relayrun(), "HOME": str(tmp_path), "PYTHONPATH": str(tmp_path)}
 
     def run(block: str, **more: str) -> str:
         done = subprocess.run(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from relayrun.files import read_json_lines
 from relayrun.tokens.mixture import audit
 from relayrun.tokens.shuffle.reshard import ReshardOptions, reshard
 from tests import genomes, warm
-from tests.readme import ROOT, copy_tracked
+from tests.readme import ROOT, copy_tracked, path_with_relayrun
 from tests.tokens.test_download import FOLDER, DatasetHub
 from tests.workspace import ends, steps
 
@@ -107,8 +106,12 @@ def test_the_commands_of_the_page_lead_to_a_model(tmp_path: Path, monkeypatch: p
         name = f"{FOLDER}/data_metagenomics_{split}_chunk1.jsonl.gz"
         files[name] = genomes.jsonl_gz(genomes.sequences(generator, 300))
     hub = DatasetHub(files)
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {"PATH": path, "HOME": str(tmp_path), "PYTHONPATH": str(tmp_path), "HF_ENDPOINT": hub.url}
+    environment = {
+        "PATH": path_with_relayrun(),
+        "HOME": str(tmp_path),
+        "PYTHONPATH": str(tmp_path),
+        "HF_ENDPOINT": hub.url,
+    }
     script = "set -euo pipefail\n" + "\n".join(blocks("bash"))
     try:
         done = subprocess.run(

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import pytest
 
 from relayrun.config.compose import yaml_file
 from relayrun.config.sections.data import DataSection
-from tests.readme import ROOT
+from tests.readme import ROOT, path_with_relayrun
 from tests.workspace import Workspace, ends
 
 PAGE = (ROOT / "docs/how-to/streams.md").read_text(encoding="utf-8")
@@ -73,8 +72,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def shell(project: Path, script: str) -> str:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = os.environ | {"PATH": path, "HOME": str(project), "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PATH": path_with_relayrun(), "HOME": str(project), "PYTHONPATH": str(ROOT)}
     command = ["bash", "-euo", "pipefail", "-c", script]
     done = subprocess.run(
         command, cwd=project, env=environment, capture_output=True, text=True, check=False, timeout=1000

@@ -3,11 +3,9 @@ run config are some."""
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from relayrun.config.sections.training import TrainingSection
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.files import read_json_lines
-from tests.readme import ROOT, copy_tracked
+from tests.readme import ROOT, copy_tracked, path_with_relayrun
 from tests.workspace import Workspace
 
 NAMES = ("training", "optimizers", "logging")
@@ -72,8 +70,7 @@ def test_ramp_warm_up_evaluations_branch_and_fine_tuning(tmp_path: Path) -> None
     shutil.move(held_out, tmp_path / "data/tokens/my-tokenizer/my-held-out")
     shutil.move(workspace.folder / "data", tmp_path / "data/my-mixture")
     shutil.move(workspace.folder / "tokenizer.json", tmp_path / "data/tokenizer")
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {"PATH": path, "HOME": str(tmp_path), "PYTHONPATH": str(tmp_path)}
+    environment = {"PATH": path_with_relayrun(), "HOME": str(tmp_path), "PYTHONPATH": str(tmp_path)}
     script = "set -euo pipefail\n" + "\n".join(blocks("bash"))
     done = subprocess.run(
         ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=1000
