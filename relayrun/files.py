@@ -189,6 +189,11 @@ def file_identity(path: str | os.PathLike[str]) -> FileIdentity:
     return found.st_ino, found.st_mtime_ns
 
 
+def leads_out(name: str) -> bool:
+    """Return whether a path of a record or a setting can lead out of the folder that it belongs to."""
+    return name.startswith("/") or ".." in name.split("/")
+
+
 def open_for_reading(path: str | os.PathLike[str]) -> tuple[int, os.stat_result]:
     """Return an open descriptor, which the caller closes, and its status. Raises OSError as `open` does, and for a pipe
     or a device, which another user may put into a run directory: a reader would wait or read for ever."""

@@ -8,6 +8,7 @@ from signal import Signals
 from typing import Annotated, Literal
 
 from relayrun.config.sections.dataclass_section import Checked, DataclassSection, OutputPath, Positive, SingleLine
+from relayrun.files import leads_out
 
 UNCATCHABLE_SIGNALS = ("SIGKILL", "SIGSTOP")
 """Signals that a program cannot catch."""
@@ -38,7 +39,7 @@ def _pattern(name: str) -> str:
 
 
 def _below(path: str) -> str:
-    if path.startswith("/") or ".." in path.split("/"):
+    if leads_out(path):
         raise ValueError("this is a path below the folder of checkpoints or the checkpoint, by its path from there")
     return path
 

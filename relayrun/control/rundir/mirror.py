@@ -37,7 +37,7 @@ from relayrun.control.rundir.checkpoint_records import Lineage
 from relayrun.control.rundir.records import CheckpointCommit, Record
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RunDirError
-from relayrun.files import read_json_lines, read_json_lines_backwards
+from relayrun.files import leads_out, read_json_lines, read_json_lines_backwards
 
 MIRROR_POLICY_NAME = "mirror/policy.json"
 
@@ -89,7 +89,7 @@ class CheckpointCopy(Record):
     def of(cls, value: Mapping[str, Any]) -> CheckpointCopy:
         """Also raise TypeError if a name leads out of the place, where anybody may have written it."""
         copy = super().of(value)
-        if "/" in copy.name or any(each[:1] == "/" or ".." in each.split("/") for each in (copy.name, *copy.files)):
+        if "/" in copy.name or any(map(leads_out, (copy.name, *copy.files))):
             raise TypeError("a name that leads elsewhere")
         return copy
 

@@ -20,7 +20,7 @@ from relayrun.control.rundir.attempt import Attempt
 from relayrun.control.rundir.records import AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.control.trainers.base import FoundCheckpoint
-from relayrun.files import fsync_directory, unused_name
+from relayrun.files import fsync_directory, leads_out, unused_name
 from relayrun.leftovers import remove_path
 from relayrun.trust import UntrustedError, refuse_untrusted
 
@@ -107,7 +107,7 @@ class ResumeGuard:
         refuse_untrusted(self.folder, [".kept"], shared=True)
         found = [(unquote(kept.name), kept) for kept in sorted(self.folder.glob(".kept/*"))]
         for name, kept in found:
-            if kept.is_symlink() or name.startswith("/") or ".." in name.split("/"):
+            if kept.is_symlink() or leads_out(name):
                 raise UntrustedError("this is no kept checkpoint", where=kept, hint="look at it and remove it")
         return [(self.folder / name, kept) for name, kept in found]
 
