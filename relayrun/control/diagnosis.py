@@ -114,14 +114,14 @@ def first_cause(log: str, more: Sequence[FailureSignature] = ()) -> Statement | 
     warned = [each for each in found if not each.last and not each.secondary]
     named = [each for each in spoken if each.name not in ENDS and (each.name not in GENERAL or each is spoken[0])]
     owned = [each for each in named if each.cause != "unknown" or each.name in UNLISTED]
-    of_node = [each for each in warned if each.cause in ("node", "file system")]
-    lost = [each for each in of_node if each in alive]
+    of_place = [each for each in warned if each.cause in ("node", "file system")]
+    lost = [each for each in of_place if each in alive]
     known = [each for each in [*sick, *lost, *owned] if each.name not in UNLISTED]
     if ended is not None and all(each.line >= ended.line for each in known):
         return ended
     said = next(iter([*sick, *owned]), None)
     before = [each for each in lost if said and said.line > each.line and said.name in _EFFECTS]
-    return next(iter([*before, *sick, *owned, *of_node[-1:], *named, *warned[-1:], *spoken]), None)
+    return next(iter([*before, *sick, *owned, *of_place[-1:], *named, *warned[-1:], *spoken]), None)
 
 
 def last_line(log: str) -> str:
@@ -223,6 +223,8 @@ _OPTIONAL = ("module-missing", "library-missing")
 """Entries whose words outside a traceback count nothing before an exception, and Git's: programs do without them."""
 _EFFECTS = (*UNLISTED, "gpu-error", "file-missing", "data-damaged")
 """Entries whose words an earlier warning of a node or file system explains."""
+_DEFECTS = ("UnboundLocalError", "NameError")
+"""Exceptions of a program's own mistakes, which no handler is for."""
 _OPEN = (*GENERAL, "gpu-error", "gpu-library")
 """Entries whose words the next lines may explain."""
 
@@ -238,8 +240,7 @@ def _explains(one: Statement, other: Statement, chained: str) -> bool:
     if chained == "handling":
         lasting = one.cause in ("node", "file system") and (general or other.name == one.name)
         named = one.name not in (*GENERAL, "") and other.name in (*UNLISTED, *ENDS, "")
-        defect = one.words.startswith(("UnboundLocalError", "NameError"))  # which no handler is for
-        return lasting or named or defect or other.words.startswith(("UnboundLocalError", "NameError"))
+        return lasting or named or any(each.words.startswith(_DEFECTS) for each in (one, other))
     return general and one.name not in ("", "exception") and (one.name not in UNLISTED or other.name in (*UNLISTED, ""))
 
 

@@ -1,4 +1,4 @@
-"""What a file is, by its first bytes: compressed, columns, an error page, or a pointer in place of the file.
+"""Tells by its first bytes what a file is: compressed, columns, an error page, or a pointer in place of the file.
 
 A name says what a file should be; `content_fault` compares it with `HEAD_BYTES` of the file. Only contents that this
 module knows are faults: unknown bytes are left to the reader. This module does not import Arrow.

@@ -187,7 +187,9 @@ _HEADS_AT_A_TIME = 16
 """Files whose first bytes are read in parallel; the file system dominates the time."""
 
 
-def _why_left_out(path: str, filter_in: Sequence[str], filter_out: Sequence[str]) -> str | None:
+def _why_left_out(
+    path: str, suffixes: tuple[str, ...], filter_in: Sequence[str], filter_out: Sequence[str]
+) -> str | None:
     """Return why a file is left out by its path, or None. Names that begin with `.` or `_`, of a file or of a folder,
     hold no data, as in Spark and pyarrow; `_column=value` is a folder of a partition."""
     if (filter_in and not any(text in path for text in filter_in)) or any(text in path for text in filter_out):
@@ -197,7 +199,7 @@ def _why_left_out(path: str, filter_in: Sequence[str], filter_out: Sequence[str]
         return "hidden or temporary"
     if name in METADATA_FILE_NAMES:
         return "metadata"
-    return None if name.endswith(data_suffixes()) else "ending not read"
+    return None if name.endswith(suffixes) else "ending not read"
 
 
 def find_data_files(
@@ -217,13 +219,13 @@ def take_inventory(
     if given, and none of `filter_out`. Links in a local folder are followed, except to a parent folder. The first bytes
     of local files are compared with their names; below a URL the reader does that. Raises InputError if the folder is
     missing or cannot be listed."""
-    place = urls.absolute_path(folder)
+    place, suffixes = urls.absolute_path(folder), data_suffixes()
     taken: list[DataFile] = []
     left: list[LeftOutFile] = []
     with Progress("finding files", None, "files"):
         for file, why, fault in _list_url_files(place) if urls.is_url(place) else _list_local_files(place):
             count(1)
-            if by_name := _why_left_out(file.path, filter_in, filter_out):
+            if by_name := _why_left_out(file.path, suffixes, filter_in, filter_out):
                 why, fault = by_name, None
             elif not (why or file.size or expected_content(file.path)):
                 why = "empty"

@@ -36,15 +36,14 @@ def environment_lines(plan: Plan, run: Run) -> list[str]:
 
 
 def main(name: str) -> int:
-    """Print the lines; none for a missing run, which the export itself reports. Raises UntrustedError for a run of
+    """Print the lines; none without a plan: the export itself reports a missing run. Raises UntrustedError for a run of
     another user, whose lines would be executed as this one."""
     try:
         run = find_run(name)
-        if not run.plan.exists():
-            return 0
     except RelayrunError:
         return 0
-    print("\n".join(environment_lines(Plan.load_trusted(run), run)))
+    if run.plan.exists():
+        print("\n".join(environment_lines(Plan.load_trusted(run), run)))
     return 0
 
 
