@@ -4,7 +4,7 @@
     libraries                      the reference (`tokenizers`) and the fast engines, behind one interface
     families                       the forms of tokenizers that a fast engine encodes exactly
     engines                        select the engine of a job and prove it
-    routing, partial_vocabulary    texts that the fast engine must not have, and the reference for them
+    routing                        texts that the fast engine must not have, and the reference for them
 
 In: `PackedTexts`. Out: ids and lengths, equal to those of `Tokenizer.encode`.
 """

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from relayrun.errors import InputError
 from relayrun.tokens.readers.texts import PackedTexts
 from relayrun.tokens.tokenize.encode import tokenizer_files
-from relayrun.tokens.tokenize.encode.families import BYTE_LEVEL_FAMILIES, EnginePlan, plan_engine
+from relayrun.tokens.tokenize.encode.families import EnginePlan, plan_engine
 from relayrun.tokens.tokenize.encode.libraries import (
     ENGINE_PACKAGES,
     FAST_ENGINES,
@@ -29,7 +29,6 @@ from relayrun.tokens.tokenize.encode.libraries import (
     change_definition,
     load_normalizer,
 )
-from relayrun.tokens.tokenize.encode.partial_vocabulary import PartialVocabularyEngine
 from relayrun.tokens.tokenize.encode.routing import RoutedEngine, unicode_categories
 from relayrun.tokens.tokenize.options import EngineName
 
@@ -107,10 +106,6 @@ class _Reference:
         self._load = load
         self._tokenizer: Tokenizer | None = None
 
-    @property
-    def ready(self) -> bool:
-        return self._tokenizer is not None
-
     def of(self, definition: str) -> Tokenizer:
         if self._tokenizer is None and self._load is not None:
             self._tokenizer = self._load()
@@ -133,15 +128,9 @@ def _build_engine(selection: EngineSelection, definition: str, reference: _Refer
     if plan is None:
         return HuggingFaceEngine(reference.of(definition))
     fast = FAST_ENGINES[plan.engine](change_definition(definition, plan.changes))
-
-    def whole() -> Engine:
-        return HuggingFaceEngine(reference.of(definition))
-
-    def other() -> Engine:
-        few = plan.family in BYTE_LEVEL_FAMILIES and not reference.ready
-        return PartialVocabularyEngine(definition, plan.plain, whole) if few else whole()
-
-    return RoutedEngine(fast, plan, lambda: load_normalizer(definition), other)
+    return RoutedEngine(
+        fast, plan, lambda: load_normalizer(definition), lambda: HuggingFaceEngine(reference.of(definition))
+    )
 
 
 def select_engine(

@@ -77,8 +77,6 @@ DIGITS_FAMILY = TokenizerFamily(name="StarCoder, Digits", engine="gigatoken", do
 SENTENCEPIECE_FAMILY = TokenizerFamily(name="Llama 2, Mistral, Gemma", engine="gigatoken")
 BYTES_FAMILY = TokenizerFamily(name="a token for each byte", engine="bytes")
 FAMILIES = (*BYTE_LEVEL.values(), DIGITS_FAMILY, SENTENCEPIECE_FAMILY, BYTES_FAMILY)
-BYTE_LEVEL_FAMILIES = frozenset(family.name for family in (*BYTE_LEVEL.values(), DIGITS_FAMILY))
-"""Names of the families that spell words in letters for bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
