@@ -3,8 +3,8 @@ stand-in for the service."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,10 +15,16 @@ from typing import Any
 import pytest
 
 from relayrun.errors import InputError
-from relayrun.train.reporting.wandb_runs import WandbProject, copy_project
 from tests.wandb_service import WandBService
 
 ROOT = Path(__file__).resolve().parents[2]
+_spec = importlib.util.spec_from_file_location("copy_wandb_project", ROOT / "scripts/tools/copy_wandb_project.py")
+assert _spec is not None
+assert _spec.loader is not None
+program = importlib.util.module_from_spec(_spec)
+sys.modules["copy_wandb_project"] = program  # its dataclass looks for its module
+_spec.loader.exec_module(program)
+WandbProject, copy_project = program.WandbProject, program.copy_project
 SOURCE, TARGET = WandbProject("me", "experiments"), WandbProject("team", "paper")
 
 
@@ -192,15 +198,14 @@ def test_the_flags_of_the_earlier_system_and_those_of_earlier_versions_are_taken
 
     asked: dict[str, Any] = {}
 
-    def take(api: object, *projects: WandbProject, **options: Any) -> list[str]:
+    def take(api: object, *projects: Any, **options: Any) -> list[str]:
         asked.update(options, projects=projects)
         return []
 
-    monkeypatch.setattr("relayrun.train.reporting.wandb_runs.copy_project", take)
+    monkeypatch.setattr(program, "copy_project", take)
     monkeypatch.setattr(wandb, "Api", lambda: None)
     monkeypatch.setattr("sys.argv", ["copy_wandb_project.py", *words.split()])
-    with pytest.raises(SystemExit, match=r"^0$"):
-        runpy.run_path(str(ROOT / "scripts/tools/copy_wandb_project.py"), run_name="__main__")
+    program.main()
     assert asked == {
         "projects": (WandbProject("a", "b"), WandbProject("c", "d")),
         "run_ids": ["x", "y"],
