@@ -201,8 +201,8 @@ def test_a_bucket_that_is_larger_than_expected_is_read_in_pieces(tmp_path: Path,
         pq.write_table(pa.table({"text": ["x" * 5000] * 2000, "id": range(2000)}), data / f"{number}.parquet")
     largest: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        load = buckets.DiskBuckets.load
-        patch.setattr(buckets.DiskBuckets, "load", lambda *args: largest.append(len(rows := load(*args))) or rows)
+        load = buckets.Buckets.load
+        patch.setattr(buckets.Buckets, "load", lambda *args: largest.append(len(rows := load(*args))) or rows)
         reshard(data, tmp_path / "small", memory_limit=4_000_000, row_group_size=10)
     assert sum(largest) == 8000
     assert max(largest) * 5000 < 4_000_000 // 2
@@ -336,14 +336,18 @@ def test_a_temp_dir_without_space_or_rights_is_one_error(data: Path, tmp_path: P
         from relayrun.tokens.shuffle import reshard
         reshard._BASE = reshard._THREAD = reshard._PAGES = reshard._GROUP_COPIES = 0
         reshard._LEAST = 4
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        begin = reshard.PASS
+        def limited(*arguments):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+            return begin(*arguments)
+        reshard.PASS = limited
         options = reshard.ReshardOptions(dataset_folder={str(data)!r}, output=Path({str(tmp_path / "out")!r}),
-                                         memory_limit=MEMORY, temp_dir=Path(TEMP))
+                                         memory_limit=50_000, temp_dir=Path(TEMP))
         raise SystemExit(run_main(lambda: reshard.reshard(options)))
     """
 
-    def run(memory: int, temp: Path) -> str:
-        program = code.replace("MEMORY", str(memory)).replace("TEMP", repr(str(temp)))
+    def run(limited: str, temp: Path) -> str:
+        program = code.replace("PASS", limited).replace("TEMP", repr(str(temp)))
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
         assert done.returncode == 1
         assert sorted(tmp_path.iterdir()) == [data, tmp_path / "temp"]
@@ -353,10 +357,12 @@ def test_a_temp_dir_without_space_or_rights_is_one_error(data: Path, tmp_path: P
 
     assert re.fullmatch(
         r"error: .*/temp/.*/part-0\.arrow: cannot be written: File too large\n",
-        run(50_000, tmp_path / "temp"),
+        run("scatter_parts", tmp_path / "temp"),
     )
-    assert re.fullmatch(r"error: .*/out: cannot be written: File too large\n", run(1 << 40, tmp_path / "temp"))
-    assert re.fullmatch(r"error: .*/nowhere: No such file or directory\n", run(50_000, tmp_path / "nowhere"))
+    assert re.fullmatch(
+        r"error: .*/out: cannot be written: File too large\n", run("write_first_file", tmp_path / "temp")
+    )
+    assert re.fullmatch(r"error: .*/nowhere: No such file or directory\n", run("scatter_parts", tmp_path / "nowhere"))
 
 
 @pytest.mark.slow

@@ -91,7 +91,7 @@ def add_shuffle_arguments(parser: argparse.ArgumentParser) -> None:
     add("--compression", choices=("snappy", "zstd", "gzip", "lz4", "none"), default="snappy")
     limit = "of the process, on several nodes of each (default: %(default)s)"
     add("--memory-limit", type=_finite, default=4, metavar="GB", help=limit)
-    add("--temp-dir", type=Path, metavar="T", help="gets as many bytes as the dataset has unpacked")
+    add("--temp-dir", type=Path, metavar="T", help="gets as many bytes as the dataset has unpacked (default: TMPDIR)")
     add("--threads", type=int, default=1, metavar="N", help="at most, as memory allows (default: %(default)s)")
     bad = "skip-line: leave out lines and rows without a text in UTF-8, and count them (default: %(default)s)"
     add("--on-error", choices=("fail", "skip-line"), default=default("on_error"), help=bad)

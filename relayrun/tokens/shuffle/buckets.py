@@ -1,4 +1,4 @@
-"""Rows scattered by their keys to buckets, on disk or in memory, and written to files in the order of the keys.
+"""Rows scattered by their keys to buckets on disk, and written to files in the order of the keys.
 
 The key of a row is a 64-bit hash of the seed, the number of its file, and its number there. A bucket holds a range of
 keys; the rows of bucket 0 in the order of their keys, then of bucket 1 and so on, are the shuffle. A part is a run of
@@ -22,7 +22,6 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -157,48 +156,7 @@ class SortedRows:
         return self._table.take(self._order[start:stop])
 
 
-class Buckets(Protocol):
-    """Source of sorted rows, bucket by bucket."""
-
-    size: int
-    """Bytes of all rows."""
-
-    before: list[npt.NDArray[np.float64]]
-    """Lengths of the texts of every part, in the order of the input."""
-
-    @property
-    def counts(self) -> npt.NDArray[np.int64]:
-        """Rows of every bucket."""
-
-    def load(self, number: int) -> SortedRows: ...
-
-
-def text_bytes(buckets: Buckets) -> int:
-    return sum(int(lengths[:, 1].sum()) for lengths in buckets.before)
-
-
-class MemoryBuckets:
-    """Buckets that fit into memory."""
-
-    def __init__(self, schema: pa.Schema) -> None:
-        self._schema = keyed_schema(schema)
-        self._pieces: list[list[pa.Table]] = []
-        self.counts = np.zeros(0, np.int64)
-        self.size = 0
-        self.before: list[npt.NDArray[np.float64]] = []
-
-    def add_part(self, pieces: Sequence[list[pa.Table]], lengths: LengthProfile) -> None:
-        """Add the rows of the next part of the input, by bucket."""
-        self._pieces = [[*old, *new] for old, new in zip(self._pieces or [[] for _ in pieces], pieces, strict=True)]
-        self.counts = np.array([sum(map(len, tables)) for tables in self._pieces], np.int64)
-        self.size += sum(table.nbytes for tables in pieces for table in tables)
-        self.before.append(lengths.array())
-
-    def load(self, number: int) -> SortedRows:
-        return SortedRows(self._pieces[number], self._schema)
-
-
-class DiskBuckets:
+class Buckets:
     """The buckets of all parts on disk."""
 
     def __init__(self, stems: Sequence[Path], schema: pa.Schema) -> None:
@@ -206,6 +164,7 @@ class DiskBuckets:
         self._schema = keyed_schema(schema)
         segments, bins = [], np.zeros(0, np.int64)
         self.before: list[npt.NDArray[np.float64]] = []
+        """Lengths of the texts of every part, in the order of the input."""
         for part, stem in enumerate(stems):
             with np.load(stem.with_suffix(".npz")) as found:
                 segments.append(np.insert(found["segments"], 0, part, axis=1))
@@ -217,11 +176,13 @@ class DiskBuckets:
         self._bounds = np.searchsorted(found[:, 1], np.arange(self._buckets + 1))
         self._segments = found[:, [0, 2, 3]]
         self.size = int(found[:, 3].sum())
+        """Bytes of all rows."""
         self._largest = int(np.bincount(found[:, 1], found[:, 3], self._buckets).max())
         self._bins, self._pieces = bins, 1
 
     @property
     def counts(self) -> npt.NDArray[np.int64]:
+        """Rows of every bucket."""
         return np.asarray(self._bins.reshape(-1, BINS_PER_BUCKET // self._pieces).sum(axis=1), np.int64)
 
     def split(self, most: int) -> None:
@@ -340,3 +301,7 @@ class ShuffleWriter:
             pieces.append(self._bucket.take(start - begin, min(stop, end) - begin))
             start = min(stop, end)
         return pieces[0] if len(pieces) == 1 else pa.concat_tables(pieces).combine_chunks()
+
+
+def text_bytes(buckets: Buckets) -> int:
+    return sum(int(lengths[:, 1].sum()) for lengths in buckets.before)

@@ -1,11 +1,11 @@
 """Shuffle a whole data set on disk within a memory limit.
 
 The key of a row is a 64-bit hash of the seed, the number of its file in the sorted list, and its number there. The
-output is all rows in the order of their keys, in files of equal numbers of rows. If the data set does not fit into
-memory, pass 1 scatters rows to buckets on disk by the upper bits of the key (buckets.py), and pass 2 sorts one bucket
-after another in memory and writes it. So the same files and seed give the same bytes, whatever the memory, the threads,
-the buckets and the nodes; DuckDB's ORDER BY of a hash does not, with several threads and files. Cost: every row is read
-twice and written twice; memory of a few buckets.
+output is all rows in the order of their keys, in files of equal numbers of rows. Pass 1 scatters rows to buckets on
+disk by the upper bits of the key (buckets.py), and pass 2 sorts one bucket after another in memory and writes it. So
+the same files and seed give the same bytes, whatever the memory, the threads, the buckets and the nodes; DuckDB's ORDER
+BY of a hash does not, with several threads and files. Cost: every row is read twice and written twice; memory of a few
+buckets.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ from relayrun.tokens.readers.inputs import data_endings, find_data_files
 from relayrun.tokens.shuffle.buckets import (
     Buckets,
     BucketSplitter,
-    DiskBuckets,
-    MemoryBuckets,
     OutputFormat,
     ShuffleWriter,
     keyed_rows,
@@ -190,13 +188,9 @@ def reshard(options: ReshardOptions) -> int:
     read = input_files(options, (file.path for file in plan.files))
     with work_folder(options.temp_dir) as work:
         with published_folder(options.output, read=read) as building:
-            size = sum(file.size for file in plan.files)
-            with Progress("reading", size):
-                buckets: Buckets | None = _in_memory(plan)
-            if buckets is None:
-                with Progress("reading", size):
-                    scatter_parts(plan, range(len(plan.parts)), work)
-                buckets = open_buckets(plan, work)
+            with Progress("reading", sum(file.size for file in plan.files)):
+                scatter_parts(plan, range(len(plan.parts)), work)
+            buckets = open_buckets(plan, work)
             with Progress("writing", int(buckets.counts.sum()), "rows"):
                 of_a_file = write_first_file(plan, buckets, building, work)
                 files = count_files(buckets, of_a_file)
@@ -304,44 +298,6 @@ def _keyed_part(plan: ShufflePlan, part: int, lengths: LengthProfile) -> Iterato
         log.warning("left out: %s, the first is %s", describe_bad_lines(faults.counts), faults.examples[0])
 
 
-class _TooLarge(Exception):
-    pass
-
-
-def _in_memory(plan: ShufflePlan) -> MemoryBuckets | None:
-    """Read all rows into memory; None if they do not fit."""
-    readers = plan.readers()
-    # a reading thread holds a buffer and its copy; a writing thread, a bucket and row groups
-    room = readers.threads * (readers.each - 2 * plan.buffer)
-    if sum(file.size for file in plan.files) > room * 9 // 10:
-        return None
-    lengths = [LengthProfile(len(plan.files)) for _ in plan.parts]
-    pieces: list[list[list[pa.Table]]] = [[[] for _ in range(plan.buckets)] for _ in plan.parts]
-    sizes = [0] * len(plan.parts)
-
-    def collect(part: int) -> Iterator[None]:
-        partition = BucketSplitter(plan.buckets, plan.buffer)
-        for table in _keyed_part(plan, part, lengths[part]):
-            sizes[part] += table.nbytes
-            if sum(sizes) > room * 9 // 10:
-                raise _TooLarge
-            for number, piece in partition.add(table):
-                pieces[part][number].append(piece)
-            del table
-            yield
-        for number, piece in partition.rest():
-            pieces[part][number].append(piece)
-
-    try:
-        run_in_threads([collect(part) for part in range(len(plan.parts))], readers.threads)
-    except _TooLarge:
-        return None
-    found = MemoryBuckets(plan.files[0].schema)
-    for part, of_part in enumerate(pieces):
-        found.add_part(of_part, lengths[part])
-    return found
-
-
 def scatter_parts(plan: ShufflePlan, parts: Iterable[int], work: Path) -> None:
     """Run pass 1 for these parts, except finished ones."""
     readers = plan.readers()
@@ -360,9 +316,9 @@ def part_stem(work: Path, part: int) -> Path:
     return work / f"part-{part}"
 
 
-def open_buckets(plan: ShufflePlan, work: Path) -> DiskBuckets:
+def open_buckets(plan: ShufflePlan, work: Path) -> Buckets:
     """Open the result of pass 1."""
-    found = DiskBuckets([part_stem(work, part) for part in range(len(plan.parts))], plan.files[0].schema)
+    found = Buckets([part_stem(work, part) for part in range(len(plan.parts))], plan.files[0].schema)
     found.split(plan.writers(found.size, int(found.counts.sum()), text_bytes(found)).each // 3)
     return found
 
