@@ -312,12 +312,12 @@ import os, sys
 from pathlib import Path
 from relayrun.control.rundir.run import Run
 from relayrun.watch import send_notices
-send = send_notices.notice_channels.send_to_target
+send = send_notices.send_to_target
 def cut(*arguments, **more):
     if {when == "behind"!r}:
         send(*arguments, **more)
     os.kill(os.getpid(), 9)
-send_notices.notice_channels.send_to_target = cut
+send_notices.send_to_target = cut
 send_notices.send_due_notices(Run(Path(sys.argv[1])), job=False, environment={{}})
 """
     killed = subprocess.run([sys.executable, "-c", program, str(run.path)], check=False, timeout=600)

@@ -23,8 +23,8 @@ from relayrun.control.rundir.run import Run, write_stop
 from relayrun.control.scheduler.local import LocalScheduler
 from relayrun.errors import ConfigError, SchedulerError
 from relayrun.submit import policies, submission
-from relayrun.watch import notice_channels, send_notices
-from relayrun.watch.notice_channels import NoticeSendError, expand_variables, remove_secrets
+from relayrun.watch import send_notices
+from relayrun.watch.send_notices import NoticeSendError, expand_variables, remove_secrets
 from tests.receivers import Mailbox, Web, web_server
 from tests.workspace import Workspace
 
@@ -54,7 +54,7 @@ def policy(*targets: NoticeTarget, **changes: Any) -> NoticePolicy:
 
 def send(url: str, *, subject: str = "subject", body: str = "body", **environment: str) -> None:
     target = NoticeTarget(name="t", url=url, events=EVENTS)
-    notice_channels.send_to_target(target, subject, body, event="hang", environment=environment, limit=5.0)
+    send_notices.send_to_target(target, subject, body, event="hang", environment=environment, limit=5.0)
 
 
 # the config
@@ -381,13 +381,13 @@ def test_a_command_reads_the_message_and_has_nothing_in_its_arguments(tmp_path: 
     program.write_text(f'#!/bin/bash\n{{ echo "$RELAYRUN_EVENT $*"; cat; }} >"{tmp_path}/told"\n')
     program.chmod(0o755)
     target = NoticeTarget(name="t", command=[str(program), "--urgent"], events=EVENTS)
-    notice_channels.send_to_target(target, "subject", "body", event="hang", environment={})
+    send_notices.send_to_target(target, "subject", "body", event="hang", environment={})
     assert (tmp_path / "told").read_text() == "hang --urgent\nsubject\n\nbody\n"
 
 
 def test_a_command_that_fails_or_hangs_is_a_reason() -> None:
     def run(*command: str) -> None:
-        notice_channels.send_to_target(
+        send_notices.send_to_target(
             NoticeTarget(name="t", command=list(command)), "s", "b", event="hang", environment={}, limit=0.5
         )
 

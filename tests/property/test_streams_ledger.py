@@ -19,7 +19,7 @@ import pytest
 
 from relayrun.config.sections.data import DocumentWindowSection
 from relayrun.tokens.order.sampler import MixtureSampler
-from relayrun.tokens.streams import blocks
+from relayrun.tokens.streams import text_stream
 from relayrun.tokens.streams.lane_cursor import LaneCursor
 from tests import streaming
 from tests.streaming import numbers_in, sampler, stream, write
@@ -165,7 +165,7 @@ def check(folder: Path, seed: int) -> None:
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "MIN_ROWS_PER_LANE", 2)
+    monkeypatch.setattr(text_stream, "MIN_ROWS_PER_LANE", 2)
 
 
 @pytest.mark.slow

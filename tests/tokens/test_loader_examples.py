@@ -20,7 +20,7 @@ import pytest
 from relayrun.errors import ConfigError
 from relayrun.tokens import streams
 from relayrun.tokens.order.sampler import MixtureSampler
-from relayrun.tokens.streams import blocks
+from relayrun.tokens.streams import text_stream
 from tests import streaming
 from tests.streaming import numbers_in, sampler, stream, write
 
@@ -299,7 +299,7 @@ def test_what_tables_become(data: Path) -> None:
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "MIN_ROWS_PER_LANE", 3)
+    monkeypatch.setattr(text_stream, "MIN_ROWS_PER_LANE", 3)
 
 
 def first_epoch(made: Any, lanes: int) -> list[int]:

@@ -17,7 +17,7 @@ from relayrun.errors import ConfigError, FatalTrainingError, InputError
 from relayrun.tokens.order.prefetcher import Prefetcher
 from relayrun.tokens.order.sampler import MixtureSampler, OpenLanes
 from relayrun.tokens.order.schedule import Interleave, RotatedInterleave, Schedule, integer_weights
-from relayrun.tokens.streams import blocks
+from relayrun.tokens.streams import text_stream
 from relayrun.tokens.streams.fragments import TEXT_COLUMN, group_count
 from relayrun.tokens.streams.lane_cursor import BlockStart, LaneCursor
 from relayrun.tokens.streams.text_stream import TextStream
@@ -27,7 +27,7 @@ from tests.streaming import numbers_in, sampler, stream, write
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "MIN_ROWS_PER_LANE", 3)
+    monkeypatch.setattr(text_stream, "MIN_ROWS_PER_LANE", 3)
 
 
 def texts(made: TextStream, lane: int, count: int) -> list[list[str]]:

@@ -23,7 +23,7 @@ from relayrun.tokens.mixture import audit
 from relayrun.tokens.mixture.build_datasets import training_order
 from relayrun.tokens.order.batches import TrainingProgress
 from relayrun.tokens.shards.manifest import Manifest
-from relayrun.tokens.streams import blocks
+from relayrun.tokens.streams import text_stream
 from relayrun.watch.status import run_status, run_status_text
 from tests.chain.conftest import MakeRun, make_run
 from tests.history import began
@@ -38,7 +38,7 @@ BATCH = 8
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "MIN_ROWS_PER_LANE", 3)
+    monkeypatch.setattr(text_stream, "MIN_ROWS_PER_LANE", 3)
 
 
 WORDS = {row: " ".join(f"w{1 + (row * 7 + place) % 60}" for place in range(5 + row % 30)) for row in range(100)}

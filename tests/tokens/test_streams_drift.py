@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from relayrun.errors import FatalTrainingError
-from relayrun.tokens.streams import blocks
+from relayrun.tokens.streams import text_stream
 from relayrun.tokens.streams.text_stream import TextStream
 from tests.streaming import digest, stream, write
 
@@ -30,10 +30,10 @@ def read(of: TextStream, samples: int) -> tuple[list[str], int]:
     """Samples of both lanes in turn, each with its lane's cursor, and how many blocks were there at the end."""
     lanes = of.open_lanes(dict(enumerate(of.first_cursors())))
     with pytest.MonkeyPatch.context() as patch:
-        known: list[weakref.ref[blocks.RowBlock]] = []
+        known: list[weakref.ref[text_stream.RowBlock]] = []
         make = of.blocks._block
 
-        def made(*given: Any) -> blocks.RowBlock:
+        def made(*given: Any) -> text_stream.RowBlock:
             block = make(*given)
             known.append(weakref.ref(block))
             return block
@@ -51,11 +51,11 @@ def read(of: TextStream, samples: int) -> tuple[list[str], int]:
 def test_lanes_that_drift_apart_keep_few_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: list[str], prefetch: int
 ) -> None:
-    monkeypatch.setattr(blocks, "MIN_ROWS_PER_LANE", 4)
+    monkeypatch.setattr(text_stream, "MIN_ROWS_PER_LANE", 4)
     of = made(tmp_path, texts, nb_prefetch=prefetch)
-    monkeypatch.setattr(blocks, "MAX_WAITING_BLOCKS", 10**9)
+    monkeypatch.setattr(text_stream, "MAX_WAITING_BLOCKS", 10**9)
     expected, kept = read(of, 900)
-    monkeypatch.setattr(blocks, "MAX_WAITING_BLOCKS", 1)
+    monkeypatch.setattr(text_stream, "MAX_WAITING_BLOCKS", 1)
     found, few = read(of, 900)
     assert found == expected
     assert few <= 1 + prefetch + 4
@@ -64,10 +64,10 @@ def test_lanes_that_drift_apart_keep_few_blocks(
 
 def test_a_lane_that_is_behind_ends_with_the_last_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other lane has come to the end before, and every row has come once an epoch."""
-    monkeypatch.setattr(blocks, "MIN_ROWS_PER_LANE", 4)
+    monkeypatch.setattr(text_stream, "MIN_ROWS_PER_LANE", 4)
     ends = []
     for most in (1, 10**9):
-        monkeypatch.setattr(blocks, "MAX_WAITING_BLOCKS", most)
+        monkeypatch.setattr(text_stream, "MAX_WAITING_BLOCKS", most)
         lanes = (of := made(tmp_path, LONG_IN_TURN, nb_epochs=3)).open_lanes(dict(enumerate(of.first_cursors())))
         found: dict[int, list[str]] = {0: [], 1: []}
         for lane in (0, 1):

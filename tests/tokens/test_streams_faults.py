@@ -16,7 +16,7 @@ import pytest
 from relayrun.config.sections import conditions
 from relayrun.errors import ConfigError, InputError, RelayrunError
 from relayrun.tokens.readers import arrow_files, columns
-from relayrun.tokens.streams import blocks
+from relayrun.tokens.streams import text_stream
 from relayrun.tokens.streams.fragments import Fragment
 from relayrun.tokens.streams.lane_cursor import LaneCursor
 from relayrun.tokens.streams.row_filters import ConditionMisfit, arrow_expression, row_fulfils
@@ -39,7 +39,7 @@ BAD = {
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "MIN_ROWS_PER_LANE", 3)
+    monkeypatch.setattr(text_stream, "MIN_ROWS_PER_LANE", 3)
 
 
 def with_bad_lines(folder: Path) -> list[int]:

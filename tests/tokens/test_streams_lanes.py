@@ -10,7 +10,7 @@ import pytest
 
 from relayrun.errors import FatalTrainingError
 from relayrun.tokens.readers.texts import PackedTexts
-from relayrun.tokens.streams import blocks
+from relayrun.tokens.streams import text_stream
 from relayrun.tokens.streams.samples import encode_texts
 from relayrun.tokens.streams.text_stream import TextStream
 from relayrun.tokens.tokenize.encode.libraries import Encoded
@@ -21,7 +21,7 @@ from tests.streaming import numbers_in, stream, write
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "MIN_ROWS_PER_LANE", 3)
+    monkeypatch.setattr(text_stream, "MIN_ROWS_PER_LANE", 3)
 
 
 def watched(made: TextStream) -> list[list[int]]:
@@ -50,7 +50,7 @@ def test_lanes_of_a_block_are_encoded_together_and_alone_alike(tmp_path: Path, m
     made = stream(tmp_path, "parquet", shuffle_buffer=40)
     together_calls = watched(made)
     together = samples(made, [0, 1, 2, 3], 8)
-    monkeypatch.setattr(blocks, "ENCODE_BATCH_BYTES", 1)
+    monkeypatch.setattr(text_stream, "ENCODE_BATCH_BYTES", 1)
     alone_calls = watched(made)
     assert samples(made, [0, 1, 2, 3], 8) == together
     assert len(together_calls) * 4 == len(alone_calls)

@@ -26,7 +26,7 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.scheduler import local
 from relayrun.control.scheduler.factory import local_scheduler
 from relayrun.errors import RelayrunError, RunDirError, describe_owner
-from relayrun.submit import campaign_check, launcher_overrides, submission
+from relayrun.submit import campaign, launcher_overrides, submission
 from relayrun.submit.check import report_text
 from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.submit.check.findings import CheckFinding
@@ -63,11 +63,11 @@ def run_check(options: argparse.Namespace) -> int:
 
 def check_plan(described: CampaignDescription, *, json: bool = False) -> int:
     """Check all runs of a sweep or of stages, and print what was found; return 1 if a submit would refuse."""
-    report = campaign_check.check_campaign(described)
+    report = campaign.check_campaign(described)
     if json:
-        print(json_text(campaign_check.campaign_report_as_json(report)))
+        print(json_text(campaign.campaign_report_as_json(report)))
     else:
-        campaign_check.print_campaign_report(report)
+        campaign.print_campaign_report(report)
     return int(report.refused)
 
 

@@ -1,6 +1,6 @@
 """Fault tests of `relayrun drill`: inject a fault into a running chain, and check how the chain ends.
 
-table, actions       the faults with their expected end, and the functions that cause them
+table                the faults with their expected end, and the functions that cause them
 target, processes    the running chain and cluster: sending signals, ending daemons, wrapping commands
 injection            a hook that causes faults inside ranks
 supervisor_faults    programs in the place of the supervisor

@@ -1,23 +1,271 @@
 """A data set of text that is tokenized while it is read, in place of numbered samples.
 
 files → fragments → blocks of rows, shuffled → lanes → filters → tokens → windows → rows of a lane, in order
+
+The rows of a group's fragments are cut into blocks of equal size; the last block of an epoch is shorter. Filters run
+later, so the position of a block does not depend on them. A permutation shuffles each block, and its rows are dealt to
+the lanes of the group in turn: a cursor needs the position of the block and a sample number inside it. A call of an
+engine costs as much as encoding 50 kB, so texts of several lanes are encoded together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from relayrun.config.sections.data import StreamSection
 from relayrun.config.sections.data import StreamSection as StreamSettings
-from relayrun.errors import FatalTrainingError
+from relayrun.errors import FatalTrainingError, InputError
 from relayrun.tokens.order.datasets import SampleSegment
+from relayrun.tokens.order.permutation import Permutation, permutation_key
+from relayrun.tokens.order.prefetcher import Prefetcher
 from relayrun.tokens.order.sample_rows import SampleRow
 from relayrun.tokens.order.sampler import Cursor
 from relayrun.tokens.shards.manifest import TextFileEntry
-from relayrun.tokens.streams.blocks import LaneBlock, LaneGroup, RowBlocks
-from relayrun.tokens.streams.fragments import FragmentOrder, FragmentReader, group_count
-from relayrun.tokens.streams.lane_cursor import LaneCursor
-from relayrun.tokens.streams.samples import EncodeFunction, SampleShape
+from relayrun.tokens.streams.fragments import Fragment, FragmentOrder, FragmentReader, group_count, integers_to_arrow
+from relayrun.tokens.streams.lane_cursor import BlockStart, LaneCursor
+from relayrun.tokens.streams.samples import ENCODE_BATCH_BYTES, EncodeFunction, LaneSamples, SampleShape, encode_texts
+
+MIN_ROWS_PER_LANE = 256
+"""Minimum rows of a block for each lane, whose last sample is padded, which must stay rare. Part of the order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowBlock:
+    """Consecutive rows of a group, before any filter."""
+
+    position: BlockStart
+    rows: pa.Table
+    """Columns as in `FragmentReader.read`, in the order of the files."""
+    origins: npt.NDArray[np.int64]
+    """File in the manifest, row group (-1: none) and row in it of every row; int64 [rows, 3]."""
+    order: npt.NDArray[np.int64]
+    """The shuffled order of the rows; int64 [rows]."""
+    files_left_out: int
+    """Files that were skipped before this block."""
+
+
+class RowBlocks:
+    """The blocks of all groups of lanes of a stream."""
+
+    def __init__(
+        self, order: FragmentOrder, reader: FragmentReader, stream: StreamSection, *, name: str, seed: int, lanes: int
+    ) -> None:
+        self.groups = order.groups
+        self.lanes_per_group = lanes // order.groups
+        self.rows = self.lanes_per_group * max(MIN_ROWS_PER_LANE, -(-stream.shuffle_buffer // lanes))
+        """Rows of a block."""
+        self._order = order
+        self.reader = reader
+        self._stream = stream
+        self._name, self._seed = name, seed
+
+    def prefetcher(self, group: int, position: BlockStart) -> Prefetcher[RowBlock]:
+        return Prefetcher(self.read(group, position), self._stream.nb_prefetch, name=f"{self._name}-{group}")
+
+    def read(self, group: int, position: BlockStart) -> Iterator[RowBlock]:
+        """Yield the blocks of a group from `position` on, up to the end of the last epoch. Raises InputError like
+        `FragmentReader.read`, and FatalTrainingError for an epoch without rows."""
+        epochs = self._stream.nb_epochs
+        while epochs is None or position.epoch < epochs:
+            some = position.number > 0
+            for block in self._epoch_blocks(group, position):
+                some = some or len(block.rows) > 0
+                yield block
+            if not some:
+                raise FatalTrainingError(
+                    f"data set {self._name!r}: the files of a group of lanes have no row",
+                    hint="leave out empty files, or those that stream.on_error leaves out, or add others",
+                )
+            position = BlockStart(position.epoch + 1, 0, 0, 0)
+
+    def _epoch_blocks(self, group: int, begin: BlockStart) -> Iterator[RowBlock]:
+        parts: list[pa.RecordBatch] = []
+        origins: list[npt.NDArray[np.int64]] = []
+        missing, position, left_out = self.rows, begin, 0
+        fragments = islice(self._order.epoch_fragments(begin.epoch, group), begin.fragment, None)
+        for number, fragment in enumerate(fragments, start=begin.fragment):
+            row = begin.row if number == begin.fragment else 0
+            if self.reader.why_left_out(fragment.file) is not None:
+                left_out += fragment.group in (None, 0)
+                continue
+            for batch in self.reader.read(fragment, row):
+                while len(batch):
+                    part = batch.slice(0, missing)
+                    parts.append(part)
+                    origins.append(_row_origins(fragment, row, len(part)))
+                    row, missing, batch = row + len(part), missing - len(part), batch.slice(len(part))
+                    if not missing:
+                        yield self._block(group, position, parts, origins, left_out)
+                        parts, origins, missing, left_out = [], [], self.rows, 0
+                        position = BlockStart(begin.epoch, position.number + 1, number, row)
+        if parts or left_out:
+            yield self._block(group, position, parts, origins, left_out)
+
+    def _block(
+        self,
+        group: int,
+        position: BlockStart,
+        parts: Sequence[pa.RecordBatch],
+        origins: Sequence[npt.NDArray[np.int64]],
+        files_left_out: int,
+    ) -> RowBlock:
+        rows = _joined_batches(parts, self._name).combine_chunks() if parts else self.reader.no_rows
+        order = np.arange(len(rows))
+        if self._stream.shuffle_buffer:
+            key = permutation_key(self._seed, f"{self._name}/{group}/rows/{position.number}", position.epoch)
+            order = Permutation(len(rows), key).map(order)
+        all_origins = np.concatenate([np.zeros((0, 3), np.int64), *origins])
+        return RowBlock(position=position, rows=rows, origins=all_origins, order=order, files_left_out=files_left_out)
+
+    def group_of(self, lane: int) -> int:
+        return lane % self.groups
+
+
+def _joined_batches(parts: Sequence[pa.RecordBatch], name: str) -> pa.Table:
+    if all(part.schema.equals(parts[0].schema) for part in parts):
+        return pa.Table.from_batches(parts)
+    try:
+        # this call imports pandas
+        return pa.concat_tables([pa.Table.from_batches([part]) for part in parts], promote_options="permissive")
+    except pa.ArrowException as error:
+        raise InputError(
+            f"data set {name!r}: files hold a column of filters or extra_columns in kinds that do not fit together: "
+            f"{str(error).splitlines()[0]}",
+            hint="write the column alike in all files, or give them as two data sets",
+        ) from None
+
+
+def _row_origins(fragment: Fragment, row: int, count: int) -> npt.NDArray[np.int64]:
+    group = -1 if fragment.group is None else fragment.group
+    column = partial(np.full, count, dtype=np.int64)
+    return np.stack([column(fragment.file), column(group), np.arange(row, row + count)], axis=1)
+
+
+MAX_WAITING_BLOCKS = 4
+"""Maximum blocks that wait for a lane. A lane with more reads them again by itself until it has caught up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaneBlock:
+    """The share of one lane in a block."""
+
+    position: BlockStart
+    rows: int
+    """Rows before any filter."""
+    left_out: Counter[str]
+    """Rows without a text or token, by reason."""
+    files_left_out: int
+    """Files that were skipped before the block, counted by the first lane of a group alone."""
+    origins: npt.NDArray[np.int64]
+    """File in the manifest, row group (-1: none) and row in it of every text; int64 [texts, 3]."""
+    samples: LaneSamples
+
+
+class LaneGroup:
+    """The lanes of a group that this process reads."""
+
+    def __init__(
+        self, group: int, lanes: Mapping[int, LaneCursor], blocks: RowBlocks, shape: SampleShape, encode: EncodeFunction
+    ) -> None:
+        self._group = group
+        self._from = {lane: cursor.position for lane, cursor in lanes.items()}
+        self._blocks, self._shape, self._encode = blocks, shape, encode
+        self._ahead: Prefetcher[RowBlock] | None = None
+        self._waiting: dict[int, deque[RowBlock]] = {lane: deque() for lane in lanes}
+        self._made: dict[int, LaneBlock] = {}
+        """Encoded blocks of lanes that have not asked for them yet, by lane."""
+        self._newest: BlockStart | None = None
+        """Position of the newest block that was read for the whole group."""
+        self._catching_up: dict[int, Prefetcher[RowBlock]] = {}
+        """Readers of lanes that are too far behind the others, by lane."""
+
+    def next_block(self, lane: int) -> LaneBlock | None:
+        """Return the next block of a lane; None behind the last epoch. Raises as `RowBlocks.read`."""
+        if lane in self._catching_up:
+            return self._next_catching_up(lane)
+        while not self._waiting[lane]:
+            if self._ahead is None:
+                self._ahead = self._blocks.prefetcher(self._group, min(self._from.values()))
+            block = next(self._ahead, None)
+            if block is None:
+                return None
+            self._newest = block.position
+            for other, waiting in self._waiting.items():
+                # lanes of a group may resume in different blocks
+                if other in self._catching_up or block.position < self._from[other]:
+                    continue
+                waiting.append(block)
+                if len(waiting) > MAX_WAITING_BLOCKS:
+                    self._start_catching_up(other)
+        if lane not in self._made:
+            self._make(lane, self._waiting[lane][0])
+        self._waiting[lane].popleft()
+        return self._made.pop(lane)
+
+    def _start_catching_up(self, lane: int) -> None:
+        """Give a lane a reader of its own for its waiting blocks; its encoded block stays."""
+        waiting = self._waiting[lane]
+        if lane in self._made:
+            waiting.popleft()
+        self._catching_up[lane] = Prefetcher(
+            self._blocks.read(self._group, waiting[0].position), 0, name=f"lane-{lane}"
+        )
+        waiting.clear()
+
+    def _next_catching_up(self, lane: int) -> LaneBlock | None:
+        if lane not in self._made:
+            block = next(self._catching_up[lane], None)
+            if block is None:
+                return None
+            if block.position == self._newest:
+                del self._catching_up[lane]
+            self._make(lane, block)
+        return self._made.pop(lane)
+
+    def close(self) -> None:
+        """Stop the reading thread."""
+        if self._ahead is not None:
+            self._ahead.close()
+
+    def _make(self, lane: int, block: RowBlock) -> None:
+        """Encode the block of a lane, together with other lanes that wait for the same block."""
+        found = {lane: self._texts(block, lane)}
+        size = found[lane][0].nbytes
+        order = [*self._waiting]
+        at = order.index(lane) + 1
+        for other in (*order[at:], *order[: at - 1]):
+            if size >= ENCODE_BATCH_BYTES:
+                break
+            if other in self._made or not self._waiting[other] or self._waiting[other][0] is not block:
+                continue
+            with contextlib.suppress(FatalTrainingError):  # raised again when that lane reaches the block
+                found[other] = self._texts(block, other)
+                size += found[other][0].nbytes
+        ids = encode_texts([texts for texts, _ in found.values()], self._encode)
+        for (other, (_, lane_block)), (tokens, lengths) in zip(found.items(), ids, strict=True):
+            samples = LaneSamples(tokens, lengths, self._shape)
+            self._made[other] = made = lane_block(samples=samples)
+            made.left_out["no token"] = samples.empty
+
+    def _texts(self, block: RowBlock, lane: int) -> tuple[pa.Array, Callable[..., LaneBlock]]:
+        """Return the texts (large_string, without nulls) of a lane, and its LaneBlock as a function of `samples`."""
+        of_lane = block.order[lane // self._blocks.groups :: self._blocks.lanes_per_group]
+        texts, chosen, left_out = self._blocks.reader.texts(block.rows.take(integers_to_arrow(of_lane)))
+        origins = block.origins[of_lane][chosen]
+        files = block.files_left_out if lane == self._group else 0  # counted by the first lane
+        counts: dict[str, Any] = {"rows": len(of_lane), "left_out": left_out, "files_left_out": files}
+        return texts, partial(LaneBlock, position=block.position, origins=origins, **counts)
+
 
 _TAKEN = LaneCursor._fields.index("taken")
 
