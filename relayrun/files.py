@@ -360,6 +360,24 @@ def free_space(path: str | os.PathLike[str]) -> int:
     return found.f_bavail * found.f_frsize
 
 
+def write_error(folder: Path) -> OSError | None:
+    """Return the error of writing a small file into a folder, None if it succeeds: `statvfs` knows no quota."""
+    try:
+        fd, name = tempfile.mkstemp(dir=folder, prefix=temporary_prefix())
+    except OSError as error:
+        return error
+    try:
+        os.write(fd, bytes(4096))
+        os.fsync(fd)
+        return None
+    except OSError as error:
+        return error
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+            os.unlink(name)
+
+
 def unused_name(folder: Path, name: str) -> Path:
     """Return a path in `folder` that does not exist: `name`, or `name` with `-2`, `-3`, ... appended."""
     candidates = (folder / (name if number == 1 else f"{name}-{number}") for number in count(1))

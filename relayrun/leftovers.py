@@ -161,16 +161,21 @@ def _state_and_start(pid: int) -> tuple[str, str]:
         return "", "0"
 
 
-def _is_alive(pid: int, started: str) -> bool:
-    """Return whether the process that began at `started` lives, or another user's process that cannot be examined."""
+def is_process_alive(pid: int) -> bool:
+    """Return whether a process with this id exists."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
         pass
+    return True
+
+
+def _is_alive(pid: int, started: str) -> bool:
+    """Return whether the process that began at `started` lives, or another user's process that cannot be examined."""
     state, start = _state_and_start(pid)
-    return state != "Z" and start in (started, "0")
+    return is_process_alive(pid) and state != "Z" and start in (started, "0")
 
 
 def _changed_lately(path: str | os.PathLike[str]) -> bool:

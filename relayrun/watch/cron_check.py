@@ -32,6 +32,7 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.factory import scheduler_for_plan
 from relayrun.errors import InputError, RelayrunError, RunDirError, SchedulerError, user_name
+from relayrun.files import write_error
 from relayrun.trust import UntrustedError
 from relayrun.watch import unsent_notices
 from relayrun.watch.status import cron_check_record
@@ -45,7 +46,6 @@ from relayrun.watch.symptoms import (
     is_at_work,
     purged_soon,
     running_job,
-    write_error,
 )
 from relayrun.watch.text import format_time
 

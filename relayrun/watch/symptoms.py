@@ -22,9 +22,7 @@ The caller decides how long a symptom must last before it counts. Uses the stand
 
 from __future__ import annotations
 
-import contextlib
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
@@ -44,8 +42,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.storage_limits import DAY_SECONDS, PurgeForecast
 from relayrun.control.scheduler import slurm_states
 from relayrun.control.scheduler.base import Job
-from relayrun.files import read_json_lines_backwards
-from relayrun.leftovers import temporary_prefix
+from relayrun.files import read_json_lines_backwards, write_error
 from relayrun.watch.status.run_status import RunStatus
 from relayrun.watch.status.summary import blocked_jobs
 from relayrun.watch.text import format_seconds
@@ -195,24 +192,6 @@ def _write_errors(run: Run, status: RunStatus) -> list[Symptom]:
     words = f"nothing can be written to {folder}: {os.strerror(error.errno) if error.errno else error}"
     known = classify(words)
     return [Symptom(event="disk", cause="unwritable", reason=words, go_on=known.advice if known else None)]
-
-
-def write_error(folder: Path) -> OSError | None:
-    """Return the error of writing a small file into a folder, None if it succeeds: `statvfs` knows no quota."""
-    try:
-        fd, name = tempfile.mkstemp(dir=folder, prefix=temporary_prefix())
-    except OSError as error:
-        return error
-    try:
-        os.write(fd, bytes(4096))
-        os.fsync(fd)
-        return None
-    except OSError as error:
-        return error
-    finally:
-        with contextlib.suppress(OSError):
-            os.close(fd)
-            os.unlink(name)
 
 
 def _not_started(run: Run, plan: Plan, status: RunStatus, now: float, running_since: float) -> Iterator[Symptom]:

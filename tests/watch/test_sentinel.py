@@ -34,6 +34,7 @@ from relayrun.control.scheduler.base import Job
 from relayrun.control.scheduler.job_history import JobEnd
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import InputError, SchedulerError, user_name
+from relayrun.files import write_error
 from relayrun.trust import UntrustedError
 from relayrun.watch import cron_check, symptoms, unsent_notices
 from relayrun.watch.status import cron_check_record as records
@@ -298,7 +299,7 @@ def test_a_full_quota_is_told(world: World, monkeypatch: pytest.MonkeyPatch) -> 
             raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
         return make(dir=dir, prefix=prefix)
 
-    monkeypatch.setattr(symptoms.tempfile, "mkstemp", full)
+    monkeypatch.setattr(tempfile, "mkstemp", full)
     silent(world)
     assert world.look() == []
     assert world.look() == []
@@ -359,7 +360,7 @@ def test_a_quota_that_fills_is_told_while_jobs_wait(world: World, monkeypatch: p
 
 
 def test_a_folder_that_cannot_be_written_is_found() -> None:
-    assert isinstance(symptoms.write_error(Path("/proc/self")), OSError)
+    assert isinstance(write_error(Path("/proc/self")), OSError)
 
 
 @pytest.mark.parametrize("state", ["COMPLETING", "SUSPENDED", "STOPPED", "CONFIGURING"])
@@ -651,7 +652,7 @@ def test_where_nothing_can_be_kept_it_is_said_at_once_and_hourly(
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    monkeypatch.setattr(symptoms.tempfile, "mkstemp", full)
+    monkeypatch.setattr(tempfile, "mkstemp", full)
     monkeypatch.setattr(records.CronCheckRecord, "write", full)
     said = [world.look(after=HOUR / 6) for _ in range(12)]
     assert [len(lines) for lines in said] == [2, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0]

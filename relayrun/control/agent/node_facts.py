@@ -21,7 +21,6 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,8 +36,7 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.local_srun import die_with_parent
 from relayrun.errors import run_main
-from relayrun.files import free_space
-from relayrun.leftovers import temporary_prefix
+from relayrun.files import free_space, write_error
 
 NodeFacts = dict[str, Any]
 GPU_SECONDS = 10.0
@@ -57,7 +55,9 @@ UNLIMITED = 1 << 60
 def quick_facts(attempt: Path) -> NodeFacts:
     """Return the facts that take milliseconds. `attempt`: the folder of the attempt, which must be writable."""
     tmp = temporary_folder()
-    unwritable = {name: words for name, path in (("run_dir", attempt), ("tmp", tmp)) if (words := write_error(path))}
+    folders = {"run_dir": attempt, "tmp": tmp}
+    errors = {name: error for name, path in folders.items() if (error := write_error(path))}
+    unwritable = {name: f"{folders[name]}: {error.strerror or error}" for name, error in errors.items()}
     room = {name: _free_space(path) for name, path in (("shm", SHARED_MEMORY), ("tmp", tmp))}
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return {
@@ -72,20 +72,6 @@ def temporary_folder() -> Path:
     """Return the folder for temporary files; `tempfile` would choose another one if this one cannot be written."""
     named = os.environ.get("TMPDIR", "")
     return Path(named) if os.path.isdir(named) else Path("/tmp")  # that of a login node may be on no other node
-
-
-def write_error(folder: Path) -> str:
-    """Return why this folder cannot be written; empty if it can."""
-    try:
-        fd, name = tempfile.mkstemp(dir=folder, prefix=temporary_prefix())
-        try:
-            os.write(fd, b"0" * 4096)
-        finally:
-            os.close(fd)
-            os.unlink(name)
-    except OSError as error:
-        return f"{folder}: {error.strerror or error}"
-    return ""
 
 
 def _free_space(folder: Path) -> int | None:

@@ -38,6 +38,7 @@ from relayrun.control.trainers.observer import CurrentRestartObserver
 from relayrun.control.trainers.registry import trainer_of
 from relayrun.errors import RunDirError, SchedulerError
 from relayrun.files import write_atomic
+from relayrun.leftovers import is_process_alive
 
 POLL_SECONDS = 1.0
 LEAVE_SECONDS = 60.0
@@ -348,17 +349,6 @@ def _is_later(one: float | None, other: float | None) -> bool:
 
 def _when(end: float | None) -> str:
     return "without a limit" if end is None else time.strftime("at %Y-%m-%dT%H:%M:%S", time.localtime(end))
-
-
-def is_process_alive(pid: int) -> bool:
-    """Return whether a process with this id exists."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 def other_children(parent: int) -> list[int]:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relayrun.control.rundir.restarts import METRICS_CHUNK, resets_iteration
+from relayrun.files import parse_record
 from relayrun.progress import count
 
 Column = npt.NDArray[np.float64]
@@ -88,7 +89,7 @@ def _block(lines: Sequence[bytes], form: _LineForm | None, names: Sequence[str])
     for number, text in enumerate(between):
         if text:
             for line in text.splitlines():
-                if (record := _parsed(line)) is not None:
+                if (record := parse_record(line)) is not None:
                     records[row] = record
                     row += 1
         if number + 1 < len(between):
@@ -106,17 +107,9 @@ def _block(lines: Sequence[bytes], form: _LineForm | None, names: Sequence[str])
     return MetricsBlock(rows=row, columns=columns, records=records), len(records)
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
-
-
 def _first_line_form(lines: Sequence[bytes], names: Sequence[str]) -> _LineForm | None:
     for line in lines[:10]:
-        record = _parsed(line)
+        record = parse_record(line)
         if record is None or "evaluation_seconds" in record or resets_iteration(record):  # rare, and needed whole
             continue
         if (form := _line_form(line, record, names)) is not None:
