@@ -92,11 +92,8 @@ def measure_quotas(run: Run, plan: Plan, *, now: float) -> None:
         sizes = [sum(commit.files.values()) if each.kind == "bytes" else len(commit.files) for commit in own]
         one, rolling = (sizes[0], sum(sizes[:kept])) if sizes else (0, 0)
         point = QuotaSample(
+            **vars(each),
             time=now,
-            source=each.source,
-            kind=each.kind,
-            used=each.used,
-            limit=each.limit,
             own=sum(sizes),
             rolling=rolling,
             to_come=max(0, kept - len(sizes)) * one,

@@ -141,14 +141,10 @@ class QuotaLimit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuotaSample(Record):
+class QuotaSample(QuotaLimit, Record):
     """One limit at one time (seconds since 1970). Numbers are bytes, or files."""
 
     time: float
-    source: str
-    kind: QuotaKind
-    used: int
-    limit: int
     own: int = 0
     """Usage by checkpoints of this run."""
     rolling: int = 0
@@ -177,13 +173,9 @@ class UsageRecord(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuotaForecast:
+class QuotaForecast(QuotaLimit):
     """Usage of one limit at `time`, of which `own` by checkpoints of this run, and when the limit is reached."""
 
-    source: str
-    kind: QuotaKind
-    used: int
-    limit: int
     own: int
     time: float
     a_day: float | None

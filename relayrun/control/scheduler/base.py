@@ -116,7 +116,7 @@ class Allocation:
     source: str
     """The source of the record: sacct, squeue or the local queue."""
     state: str = ""
-    """State of the job, in the scheduler's word."""
+    """State of the job, in the scheduler's word; empty if it is unknown."""
     resized: Sequence[tuple[float, int]] = ()
     """Time of each loss of nodes and the number of nodes left, oldest first."""
 

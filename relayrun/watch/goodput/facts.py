@@ -65,28 +65,18 @@ class AttemptFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeAllocation:
-    """One allocation of a job of the run, and the attempt in it. Times are seconds since 1970."""
+class NodeAllocation(Allocation):
+    """One allocation of a job of the run, and the attempt in it."""
 
-    job_id: str
-    nodes: int
-    submit: float | None
-    eligible: float | None
-    start: float
     end: float
     ended: bool
     """False: it still has its nodes, and `end` is its newest known time."""
     end_known: bool
     """False: the time of its end was not recorded."""
-    source: str
     facts: AttemptFacts | None
     """None if no attempt began in it."""
-    state: str = ""
-    """Slurm's job state; empty if it is unknown."""
     spare_nodes: int = 0
     """Number of nodes that did not train at first."""
-    resized: Sequence[tuple[float, int]] = ()
-    """(time, nodes from then on) of each removal of nodes by Slurm, oldest first."""
 
     @property
     def cause(self) -> str:
@@ -166,18 +156,10 @@ def join_allocations(
         result.append(_node_allocation(each, entry, following, plan=plan, now=now, stopped=stopped))
     result += [
         NodeAllocation(
-            job_id=entry.job_id,
-            nodes=entry.nodes,
-            submit=entry.submit,
-            eligible=entry.eligible,
-            start=entry.start,
-            end=now if entry.end is None else entry.end,
+            **(vars(entry) | {"end": now if entry.end is None else entry.end}),
             ended=entry.end is not None,
             end_known=True,
-            source=entry.source,
             facts=None,
-            state=entry.state,
-            resized=entry.resized,
         )
         for at, entry in enumerate(known)
         if at not in taken
