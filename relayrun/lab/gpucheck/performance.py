@@ -1,4 +1,4 @@
-"""The parts `environment`, `attention`, `bandwidth`, `speed` and `save`: the device and its speed."""
+"""The parts `environment`, `bandwidth`, `speed` and `save`: the device and its speed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from relayrun.lab.gpucheck.setup import (
     CheckFailed,
     CheckSetup,
     PartFigures,
-    run_and_record_program,
     run_program,
 )
 from relayrun.train.model.size import count_parameters, flops_per_token, memory_bytes, pad_to_multiple, peak_flops
@@ -43,13 +42,6 @@ DISK_SECONDS = 75.0
 LONGEST_KERNELS = 12
 DETERMINISTIC_STEPS = (2, 4)
 """Warm-up iterations and timed iterations of the deterministic run."""
-
-
-def measure_attention(setup: CheckSetup, figures: PartFigures) -> None:
-    """Measure one layer's attention. Raises CheckFailed if whole sequences fail."""
-    found = run_and_record_program(setup, figures, "attention:measure_attention")
-    if "not_measured" in found["whole"]:
-        raise CheckFailed(f"attention of whole sequences: {found['whole']['not_measured']}")
 
 
 def measure_bandwidth(setup: CheckSetup, figures: PartFigures) -> None:
@@ -70,7 +62,7 @@ def measure_environment(setup: CheckSetup, figures: PartFigures) -> None:
     """Record machine and device. Raises CheckFailed if torch sees no GPU, unless the check is tiny."""
     figures.add("machine", describe_machine(setup))
     figures.add("nvml", [asdict(gpu) for gpu in node_gpus()])  # at rest
-    found = run_and_record_program(setup, figures, "device:measure_device")
+    found = run_program(setup, "device:measure_device", record=figures.update)
     if not setup.tiny and not found["gpus"]:
         raise CheckFailed("torch sees no GPU here; --tiny (TINY=1) walks the same way on CPUs")
 

@@ -220,21 +220,15 @@ def _save(figures: FigureMap, result: FigureMap) -> Iterator[CheckRow]:
         yield CheckRow("a load", value)
 
 
-def _attention(figures: FigureMap, result: FigureMap) -> Iterator[CheckRow]:
-    names = {
-        "whole": "whole sequences",
-        "packed": "packed documents",
-        "packed_masked": "packed documents, with a mask",
-        "window": "whole sequences, with a window",
-    }
-    for one, words in ((figures[name], words) for name, words in names.items() if name in figures):
+def _kernels(figures: FigureMap, result: FigureMap) -> Iterator[CheckRow]:
+    for one in figures.get("kernels", {}).values():
         if "not_measured" in one:
-            yield _not_measured(words, one)
-            continue
-        forward = [operation for operation in one["operations"] if "backward" not in operation]
-        ran = ", ".join(each.removeprefix("aten::_").removeprefix("torch_attn::_") for each in forward) or "unknown"
-        kernel = f"; {one['kernels'][0]['name'][:50]}" if one["kernels"] else ""
-        yield CheckRow(words, f"{one['tflops']:,.4g} TFLOP/s, {1000 * one['seconds']:.4g} ms: {ran}{kernel}")
+            yield _not_measured(one["what"], one)
+        else:
+            value = f"failed: {one['failed']}" if "failed" in one else one["words"]
+            yield _promise(one["what"], value, "runs", "failed" not in one)
+    yield from _variants(figures.get("models", {}), result)
+    yield from _export(figures.get("export", {}), result)
 
 
 def _variants(figures: FigureMap, result: FigureMap) -> Iterator[CheckRow]:
@@ -282,10 +276,8 @@ _ROWS_BY_PART: dict[str, Callable[[FigureMap, FigureMap], Iterator[CheckRow]]] =
     "recovery": _recovery,
     "speed": _speed,
     "save": _save,
-    "attention": _attention,
-    "models": _variants,
+    "kernels": _kernels,
     "layouts": _variants,
-    "export": _export,
     "bandwidth": _bandwidth,
 }
 

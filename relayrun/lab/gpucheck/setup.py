@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -66,8 +67,6 @@ class CheckFailed(RelayrunError):
 class CheckSizes:
     """Sizes of models, data and repetitions: full for a GPU, tiny for CPUs."""
 
-    seconds: float
-    """Time limit of the whole check; later parts are skipped."""
     model: Mapping[str, Any]
     """Section `model` of the timed run."""
     vocabulary: int
@@ -186,7 +185,11 @@ class PartFigures:
 
     def add(self, name: str, value: Any) -> None:
         """Record a figure, or an object of figures."""
-        self._found[name] = value
+        self.update({name: value})
+
+    def update(self, found: Mapping[str, Any]) -> None:
+        """Record several figures by their names."""
+        self._found |= found
         write_json(self._path, self._found, durable=False)
 
 
@@ -202,8 +205,17 @@ def rank_command(setup: CheckSetup, program: str, *arguments: str, container: Se
     return ["bash", str(places.shared_file("launchers/lib/rank.sh")), *inside, *measure]
 
 
-def run_program(setup: CheckSetup, program: str, *, ranks: int = 1, **arguments: object) -> Any:
-    """Run MODULE:FUNCTION of `programs`; return its `--output`. Raises CheckFailed with the figures written before."""
+def run_program(
+    setup: CheckSetup,
+    program: str,
+    *,
+    ranks: int = 1,
+    record: Callable[[dict[str, Any]], object] = lambda found: None,
+    **arguments: object,
+) -> Any:
+    """Run MODULE:FUNCTION of `programs`; return its `--output`. Raises CheckFailed with the figures written before.
+
+    `record` gets the figures written so far, every second: a part that is ended keeps them."""
     short = program.rpartition(":")[2]
     setup.parts.mkdir(parents=True, exist_ok=True)
     output, log, given = (setup.parts / f"program-{short}.{end}" for end in ("json", "log", "setup.json"))
@@ -212,32 +224,22 @@ def run_program(setup: CheckSetup, program: str, *, ranks: int = 1, **arguments:
     options = [f"--{key.replace('_', '-')}={value}" for key, value in arguments.items()]
     starter = [sys.executable, "-m", "relayrun.control.scheduler.local_srun", f"--ntasks={ranks}", "--"]
     command = [*starter, *rank_command(setup, program, f"--setup={given}", f"--output={output}", *options)]
-    with log.open("wb") as file:
-        code = subprocess.run(
+    with log.open("ab") as file:
+        process = subprocess.Popen(
             command,
             cwd=places.CODE_ROOT,
             env=setup.environment(),
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
-            check=False,
-        ).returncode
-    found = read_json(output) if output.exists() else {}
+        )
+        code: int | None = None
+        while code is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(1.0)
+            found = read_json(output) if output.exists() else {}
+            record(found)
     if code or not output.exists():
         print(log_tail(log), flush=True)
         raise CheckFailed(f"the program {short} failed: {log_error(log, code)}", found=found)
-    return found
-
-
-def run_and_record_program(setup: CheckSetup, figures: PartFigures, program: str, **arguments: Any) -> dict[str, Any]:
-    """Run MODULE:FUNCTION of `programs`, record its output, also a failed one's, and return it. Raises CheckFailed."""
-    found: dict[str, Any] = {}
-    try:
-        found = run_program(setup, program, **arguments)
-    except CheckFailed as error:
-        found = error.found or {}
-        raise
-    finally:
-        for name, value in found.items():
-            figures.add(name, value)
     return found

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -32,15 +34,17 @@ MAX_MEMORY_SHARE = 0.95
 
 
 def train_every_config() -> None:
-    """Try the variants one after the other, and write each result at once; an error does not affect the others."""
-    program = RankProgram.begin("configs")
+    """Try the variants that `--skip` does not name, and write each result at once; an error does not affect others."""
+    program = RankProgram.begin("skip", "configs")
     cpu_patches.patch_for_cpu()
     folder = Path(program.options.configs)
     found: dict[str, Any] = {}
     ranks: Ranks | None = None
     for path in sorted(folder.glob("*.yaml")):
-        if path.stem.endswith("-exact"):
+        if path.stem.endswith("-exact") or path.stem in program.options.skip.split(","):
             continue
+        program.write(found | {path.stem: {"failed": "the process died in it"}})
+        started = time.perf_counter()
         config, twin = read_config(path), path.with_name(f"{path.stem}-exact.yaml")
         ranks = ranks or distributed.start_process_groups(config)
         try:
@@ -50,8 +54,13 @@ def train_every_config() -> None:
             found[path.stem] = {"not_measured": error.message}
         except Exception as error:  # torch raises many types; try the others
             found[path.stem] = {"failed": f"{type(error).__name__}: {error}"[:400]}
+        found[path.stem]["row_seconds"] = time.perf_counter() - started
         gc.collect()
         program.write(found)
+        try:
+            wait_for(program.device)
+        except RuntimeError:  # no kernel runs in this process any more
+            os.kill(os.getpid(), signal.SIGKILL)
     if ranks is not None:
         distributed.stop_process_groups()
 
