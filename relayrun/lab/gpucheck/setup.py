@@ -224,7 +224,7 @@ def run_program(
     options = [f"--{key.replace('_', '-')}={value}" for key, value in arguments.items()]
     starter = [sys.executable, "-m", "relayrun.control.scheduler.local_srun", f"--ntasks={ranks}", "--"]
     command = [*starter, *rank_command(setup, program, f"--setup={given}", f"--output={output}", *options)]
-    with log.open("ab") as file:
+    with log.open("wb") as file:
         process = subprocess.Popen(
             command,
             cwd=places.CODE_ROOT,
