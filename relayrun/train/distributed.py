@@ -21,6 +21,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -346,6 +347,13 @@ def wait_for_device(ranks: Ranks) -> None:
     """Wait for the work of this thread's stream on the GPU, if there is a GPU. Copies of a save continue."""
     if ranks.device.type == "cuda":
         torch.cuda.current_stream(ranks.device).synchronize()
+
+
+def to_device(values: torch.Tensor | npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Copy values of the host to the device: to a GPU from pinned memory, for which the host does not wait. From other
+    memory it would wait for all kernels in the queue."""
+    values = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def peak_memory(ranks: Ranks) -> int:
