@@ -21,6 +21,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -37,6 +38,11 @@ from relayrun.train.messages import RankObjectCollectives, send_no_pickles
 T = TypeVar("T")
 GROUP_TIMEOUT = timedelta(minutes=30)
 """Time that a rank waits for the others in one collective before it fails."""
+OLD_RECORDER_VARIABLES = {
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "TORCH_FR_BUFFER_SIZE",
+    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "TORCH_FR_DUMP_TEMP_FILE",
+}
+"""Variables of the flight recorder before torch 2.8, which newer versions warn of, with today's names."""
 SAVE_TAG = 1
 """Message tag of the save threads."""
 
@@ -192,6 +198,7 @@ def start_process_groups(config: RunConfig) -> Ranks:
     raise_file_limit(int(os.environ["RANK"]), world_size)
     send_no_pickles()
     bind_to_job_network(os.environ.get("MASTER_ADDR", "localhost"))
+    set_library_variables(config)
     if torch.cuda.is_available():
         config.training.require_precision()
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
@@ -231,6 +238,23 @@ def start_process_groups(config: RunConfig) -> Ranks:
         virtual_stages=config.virtual_stages,
         is_last_stage=parallel_state.is_pipeline_last_stage(),
     )
+
+
+def set_library_variables(config: RunConfig) -> None:
+    """Set variables that CUDA and NCCL read when they start, unless the site sets them.
+
+    With layers split over ranks megatron-core relies on one queue of kernels for its overlap; other layouts lose by it.
+    Torch before 2.8 has other names for the flight recorder's variables, and must be told to free sent tensors early.
+    """
+    values = {}
+    if config.parallel.tensor_model_parallel_size > 1 or config.parallel.context_parallel_size > 1:
+        values["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 8):
+        values["TORCH_NCCL_AVOID_RECORD_STREAMS"] = "1"
+        for old, new in OLD_RECORDER_VARIABLES.items():
+            values |= {old: os.environ[new]} if new in os.environ else {}
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
 
 
 def bind_to_job_network(address: str) -> None:
@@ -346,6 +370,13 @@ def wait_for_device(ranks: Ranks) -> None:
     """Wait for the work of this thread's stream on the GPU, if there is a GPU. Copies of a save continue."""
     if ranks.device.type == "cuda":
         torch.cuda.current_stream(ranks.device).synchronize()
+
+
+def to_device(values: torch.Tensor | npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Copy values of the host to the device: to a GPU from pinned memory, for which the host does not wait. From other
+    memory it would wait for all kernels in the queue."""
+    values = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def peak_memory(ranks: Ranks) -> int:

@@ -19,12 +19,14 @@ SIGUSR1 and SIGUSR2 ignored, so neither can kill it earlier.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import logging
 import math
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,6 +36,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from relayrun.control.agent import requests
 from relayrun.control.rundir import triggers
+from relayrun.control.rundir.node_health import collectives_name
 from relayrun.control.rundir.records import AttemptOutcomeName, AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.triggers import Trigger
@@ -64,7 +67,8 @@ class SignalFlag:
 
 
 def dump_stacks_on_request(path: Path) -> None:
-    """Append the stacks of all threads to `path` at every SIGUSR1, also while the main thread hangs in C.
+    """Append the stacks of all threads to `path` at every SIGUSR1, also while the main thread hangs in C; then write
+    the unfinished collectives of this rank beside it.
 
     If the file cannot be opened, the stacks go to standard error.
     """
@@ -74,7 +78,26 @@ def dump_stacks_on_request(path: Path) -> None:
     except OSError as error:
         log.warning("stacks will go to standard error: %s", error)
         file = sys.stderr
-    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    # the handler in C writes the signal's number to the pipe, also while the main thread runs no Python
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    beside = path.with_name(collectives_name(path))
+    threading.Thread(target=_dump_collectives, args=(reader, beside), name="collectives", daemon=True).start()
+    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True, chain=True)
+
+
+def _dump_collectives(reader: int, path: Path) -> None:
+    """At every SIGUSR1, write the unfinished collectives that torch's flight recorders have, over NCCL and over gloo: a
+    line of JSON each. The dump that torch writes itself, after the timeout of a collective, is a pickle."""
+    while number := os.read(reader, 1):
+        module = sys.modules.get("torch._C._distributed_c10d")
+        if number[0] != signal.SIGUSR1 or module is None:
+            continue
+        dumps = [getattr(module, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json")]
+        with contextlib.suppress(OSError, RuntimeError, TypeError):
+            path.write_bytes(b"".join(dump(True, True) + b"\n" for dump in dumps if dump is not None))
 
 
 @dataclass(frozen=True, kw_only=True)

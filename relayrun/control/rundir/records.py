@@ -278,6 +278,8 @@ class Hang(Record):
     asked: bool = True
     late: dict[str, str] = field(default_factory=dict)
     """Ranks that the others wait for, with the function or the section that each was in."""
+    collectives: dict[str, str] = field(default_factory=dict)
+    """The oldest unfinished collective of each rank, by torch's flight recorder."""
     time: float
 
     @property
@@ -292,6 +294,12 @@ class Hang(Record):
         who = f"ranks {', '.join(map(str, self.silent))} did not answer" if self.silent else "all ranks answered"
         if self.late:
             who += ", others wait for " + ", ".join(f"rank {rank} in {place}" for rank, place in self.late.items())
+        by_words: dict[str, list[str]] = {}
+        for rank, words in self.collectives.items():
+            by_words.setdefault(words, []).append(rank)
+        if by_words:
+            each = (f"ranks {', '.join(ranks)} in {words}" for words, ranks in by_words.items())
+            who += f"; unfinished collectives (stacks/collectives-RANK.json): {'; '.join(each)}"
         what = f"hang: no progress for {self.seconds:.0f} s in {self.phase} after iteration {self.iteration}"
         return f"{what}; {who}" if self.asked else what
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -256,8 +256,7 @@ def all_to_all_heads_to_sequence(out: Tensor) -> Tensor:
     """Exchange [sequence, batch, heads / n, channels] for this rank's [sequence / n, batch, heads, channels]."""
     size = parallel_state.get_context_parallel_world_size()
     sequence, batch, heads, channels = out.shape
-    parts = out.reshape(2 * size, sequence // (2 * size), batch, heads, channels)[_of_ranks(size)]
-    parts = parts.reshape(size, sequence // size, batch, heads, channels)
+    parts = _reordered(out, _of_ranks(size)).reshape(size, sequence // size, batch, heads, channels)
     found = all_to_all(parallel_state.get_context_parallel_group(), parts)  # [n of heads, sequence / n, ...]
     return found.permute(1, 2, 0, 3, 4).reshape(sequence // size, batch, size * heads, channels)  # type: ignore[no-any-return]
 
@@ -266,9 +265,15 @@ def _gathered(part: Tensor, size: int) -> Tensor:
     own, batch, heads, channels = part.shape
     by_rank = part.view(own, batch, size, heads // size, channels).permute(2, 0, 1, 3, 4)
     found = all_to_all(parallel_state.get_context_parallel_group(), by_rank)  # [n of tokens, sequence / n, ...]
-    pieces = found.view(2 * size, own // 2, batch, heads // size, channels)
-    order = torch.tensor(_of_ranks(size)).argsort().tolist()
-    return pieces[order].view(own * size, batch, heads // size, channels)  # type: ignore[no-any-return]
+    order = sorted(range(2 * size), key=_of_ranks(size).__getitem__)
+    return _reordered(found.view(own * size, batch, heads // size, channels), order)
+
+
+def _reordered(tokens: Tensor, order: Sequence[int]) -> Tensor:
+    """Return equal parts of the first axis in this order: slices, since a list as an index is copied to the GPU, for
+    which the host waits, and its gradient sorts the indices."""
+    parts = tokens.chunk(len(order))
+    return torch.cat([parts[place] for place in order])
 
 
 def _of_ranks(size: int) -> list[int]:
