@@ -32,7 +32,7 @@ from relayrun.errors import ConfigError, FatalTrainingError
 from relayrun.tokens.order import sample_rows
 from relayrun.train import distributed, megatron_versions, user_code
 from relayrun.train.distributed import LossSum, Ranks, to_device
-from relayrun.train.model import experts, kernels, layers
+from relayrun.train.model import compiled, experts, kernels, layers
 from relayrun.train.model.experts import AuxiliaryLosses
 from relayrun.train.model.layers import ACTIVATION_FUNCTIONS
 from relayrun.train.model.loss import LossResult, UserLoss, loss_function
@@ -209,6 +209,8 @@ class ModelStage:
         gpt.model_type = ModelType.encoder_or_decoder  # the schedules ask for it
         if config.parallel.defer_embedding_wgrad_compute:
             kernels.defer_output_layer_alone(gpt)
+        if kernels.compiles_loss(config, self.ranks.device):
+            compiled.compile_loss(gpt)
         gpt.to(self.ranks.device)
         return Float16Module(transformer, gpt) if self.dtype is torch.bfloat16 else gpt
 
@@ -413,7 +415,7 @@ def _transformer_config(config: RunConfig, ranks: Ranks, dtype: torch.dtype) -> 
         apply_rope_fusion=fused["apply_rope_fusion"],
         tp_comm_overlap=config.parallel.tp_comm_overlap,
         finalize_model_grads_func=finalize_model_grads,
-        cross_entropy_loss_fusion=config.training.cross_entropy_loss_fusion,
+        cross_entropy_loss_fusion=bool(config.training.cross_entropy_loss_fusion),
         cross_entropy_fusion_impl=config.training.cross_entropy_fusion_impl,
         # deferred weight gradients are added to the buffer where they are computed
         gradient_accumulation_fusion=defers or fused["gradient_accumulation_fusion"],

@@ -29,6 +29,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from relayrun.config.compose.schema import RunConfig
 from relayrun.config.sections.model import TransformerSection
 from relayrun.errors import FatalTrainingError
+from relayrun.train.model import compiled
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +42,32 @@ def choose_fused_kernels(config: RunConfig, device: torch.device) -> dict[str, b
         "gradient_accumulation_fusion": _why_no_gradient_accumulation(device),
     }
     used = {name: _is_used(name, getattr(config.training, name), reason) for name, reason in why_not.items()}
+    compiles = compiles_loss(config, device), compiles_positions(config, device)
+    if compiles[1]:
+        compiled.compile_rotary_positions()
     if device.type == "cuda" and torch.distributed.get_rank() == 0:
         states = [f"{name} on" if used[name] else f"{name} off ({why_not[name] or 'as it is set'})" for name in used]
+        names = [name for name, on in zip(("loss", "rotary positions"), compiles, strict=True) if on]
+        states += [f"compiled by torch: {' and '.join(names)}"] if names else []
         log.info("kernels that join several steps: %s", "; ".join(states))
     return used
+
+
+def compiles_loss(config: RunConfig, device: torch.device) -> bool:
+    """True if torch compiles the loss. A reduction may add in another order in each process, as a compiled one is tuned
+    where it runs: not with training.deterministic."""
+    return (
+        device.type == "cuda"
+        and config.training.cross_entropy_loss_fusion is None
+        and not config.training.deterministic
+    )
+
+
+def compiles_positions(config: RunConfig, device: torch.device) -> bool:
+    """True if torch compiles the rotation of queries and keys, which TransformerEngine's kernel does otherwise."""
+    return (
+        device.type == "cuda" and config.training.apply_rope_fusion is None and _why_no_rope(config, device) is not None
+    )
 
 
 def _is_used(setting: str, wanted: bool | None, why_not: str | None) -> bool:
