@@ -107,7 +107,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         """Attend over whole rows; return [sequence, batch, heads, channels]."""
         packed = documents is not None or self._window is not None
         if packed and not dropout and varlen_usable(query, window=self._window):
-            _log_kernel("varlen_attn")
+            _log_kernel("varlen_attn, for packed rows or a window")
             rows = documents or whole_rows(query.shape[1], query.shape[0], query.device)
             return attend_varlen(query, key, value, rows, scale=self._scale, window=self._window)
         query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
@@ -162,7 +162,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
 @cache
 def _log_kernel(name: str) -> None:
     """Log on rank 0 that attention has used this kernel, once."""
-    if dist.get_rank() == 0:
+    if not dist.is_initialized() or dist.get_rank() == 0:
         log.info("attention: %s", name)
 
 
