@@ -38,11 +38,6 @@ from relayrun.train.messages import RankObjectCollectives, send_no_pickles
 T = TypeVar("T")
 GROUP_TIMEOUT = timedelta(minutes=30)
 """Time that a rank waits for the others in one collective before it fails."""
-OLD_RECORDER_VARIABLES = {
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "TORCH_FR_BUFFER_SIZE",
-    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "TORCH_FR_DUMP_TEMP_FILE",
-}
-"""Variables of the flight recorder before torch 2.8, which newer versions warn of, with today's names."""
 SAVE_TAG = 1
 """Message tag of the save threads."""
 
@@ -111,8 +106,7 @@ class Ranks:
         assert self.messages is None
         tensor = torch.tensor(flags, dtype=torch.int64)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.cpu_group)
-        result: list[int] = tensor.tolist()
-        return result
+        return tensor.tolist()
 
     def gather(self, value: Any) -> list[Any]:
         """Return `value` of every rank, in rank order, on every rank: values of `train.messages`, for rare use."""
@@ -158,8 +152,7 @@ class Ranks:
         if self.pipeline_size > 1:
             last = parallel_state.get_pipeline_model_parallel_last_rank()
             dist.broadcast(total, src=last, group=parallel_state.get_pipeline_model_parallel_group())
-        result: list[float] = total.tolist()
-        return result
+        return total.tolist()
 
     def mean_loss(self, own: LossSum) -> float:
         """Return the mean loss over all replicas, the same on every rank. `own`: the loss of this rank."""
@@ -198,7 +191,9 @@ def start_process_groups(config: RunConfig) -> Ranks:
     raise_file_limit(int(os.environ["RANK"]), world_size)
     send_no_pickles()
     bind_to_job_network(os.environ.get("MASTER_ADDR", "localhost"))
-    set_library_variables(config)
+    if parallel.tensor_model_parallel_size > 1 or parallel.context_parallel_size > 1:
+        # then megatron-core relies on one queue of kernels for its overlap; in other layouts it only costs
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if torch.cuda.is_available():
         config.training.require_precision()
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
@@ -238,23 +233,6 @@ def start_process_groups(config: RunConfig) -> Ranks:
         virtual_stages=config.virtual_stages,
         is_last_stage=parallel_state.is_pipeline_last_stage(),
     )
-
-
-def set_library_variables(config: RunConfig) -> None:
-    """Set variables that CUDA and NCCL read when they start, unless the site sets them.
-
-    With layers split over ranks megatron-core relies on one queue of kernels for its overlap; other layouts lose by it.
-    Torch before 2.8 has other names for the flight recorder's variables, and must be told to free sent tensors early.
-    """
-    values = {}
-    if config.parallel.tensor_model_parallel_size > 1 or config.parallel.context_parallel_size > 1:
-        values["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 8):
-        values["TORCH_NCCL_AVOID_RECORD_STREAMS"] = "1"
-        for old, new in OLD_RECORDER_VARIABLES.items():
-            values |= {old: os.environ[new]} if new in os.environ else {}
-    for name, value in values.items():
-        os.environ.setdefault(name, value)
 
 
 def bind_to_job_network(address: str) -> None:

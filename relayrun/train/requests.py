@@ -36,7 +36,6 @@ from typing import TYPE_CHECKING, TextIO
 
 from relayrun.control.agent import requests
 from relayrun.control.rundir import triggers
-from relayrun.control.rundir.node_health import collectives_name
 from relayrun.control.rundir.records import AttemptOutcomeName, AttemptStart
 from relayrun.control.rundir.run import Run
 from relayrun.control.rundir.triggers import Trigger
@@ -68,10 +67,7 @@ class SignalFlag:
 
 def dump_stacks_on_request(path: Path) -> None:
     """Append the stacks of all threads to `path` at every SIGUSR1, also while the main thread hangs in C; then write
-    the unfinished collectives of this rank beside it.
-
-    If the file cannot be opened, the stacks go to standard error.
-    """
+    the unfinished collectives of this rank beside it. If `path` cannot be opened, stacks go to standard error."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file: TextIO = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the process lives
@@ -83,7 +79,7 @@ def dump_stacks_on_request(path: Path) -> None:
     # the handler in C writes the signal's number to the pipe, also while the main thread runs no Python
     signal.signal(signal.SIGUSR1, lambda *_: None)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    beside = path.with_name(collectives_name(path))
+    beside = path.with_name(f"collectives-{path.stem.removeprefix('rank-')}.json")
     threading.Thread(target=_dump_collectives, args=(reader, beside), name="collectives", daemon=True).start()
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True, chain=True)
 
@@ -122,10 +118,7 @@ class RequestPoller:
     def __init__(
         self, run: Run, begin: AttemptStart, ranks: Ranks, flag: SignalFlag, *, agent: Path | None = None
     ) -> None:
-        self._run = run
-        self._attempt = run.attempt(begin.attempt)
-        self._ranks = ranks
-        self._flag = flag
+        self._run, self._attempt, self._ranks, self._flag = run, run.attempt(begin.attempt), ranks, flag
         self._begin, self._job_end = begin, begin.job_end_time
         self.grace_period = begin.grace_period
         """Grace period in seconds: the attempt leaves so long before the end of the job. It may change at any time."""

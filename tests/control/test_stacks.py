@@ -71,7 +71,7 @@ def test_the_oldest_unfinished_collective_is_named(
     tmp_path: Path, recorders: list[list[dict[str, Any]]], words: str | None
 ) -> None:
     text = "".join(json.dumps({"entries": entries, "version": "2.10"}) + "\n" for entries in recorders)
-    (tmp_path / of_ranks.collectives_name(tmp_path / "rank-0012.txt")).write_text(text)
+    (tmp_path / "collectives-0012.json").write_text(text)
     assert of_ranks.unfinished_collectives(tmp_path) == ({} if words is None else {"12": words})
 
 

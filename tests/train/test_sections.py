@@ -99,9 +99,7 @@ def test_the_collectives_that_ranks_wait_in_are_named_with_the_file(tmp_path: Pa
     hang = hang_record(found, tmp_path)
     hang.write(tmp_path / "hang.json")
     assert Hang.read(tmp_path / "hang.json") == hang
-    assert hang.words.endswith(
-        "; unfinished collectives (stacks/collectives-RANK.json): ranks 0, 2 in all_reduce 57 of TP"
-    )
+    assert hang.words.endswith("; by stacks/collectives-RANK.json ranks 0, 2 wait in all_reduce 57 of TP")
 
 
 def test_ranks_that_do_not_answer_are_named(tmp_path: Path) -> None:

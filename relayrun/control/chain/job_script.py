@@ -242,14 +242,6 @@ def attempt_environment(
     )
 
 
-OTHER_NAMES = {
-    "PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF": "PYTORCH_ALLOC_CONF",
-    "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
-}
-"""Names of the same setting in other versions of torch: a site that sets one gets no default for the other."""
-
-
 def rank_defaults(cpus_per_task: str, *, trainer: str, site: Mapping[str, str]) -> dict[str, str]:
     """Return the default variables of every rank of a trainer; those of the site override them."""
     found = {
@@ -259,11 +251,12 @@ def rank_defaults(cpus_per_task: str, *, trainer: str, site: Mapping[str, str]) 
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_BUFFER_SIZE": "2000",  # collectives that the flight recorder keeps
     }
-    if trainer == "native":  # shapes change with documents and experts. Torch before 2.9 reads the second name alone.
-        found |= dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True")
+    allocator = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch before 2.9 reads the second alone
+    if trainer == "native" and not any(name in site for name in allocator):  # documents and experts change shapes
+        found |= dict.fromkeys(allocator, "expandable_segments:True")
     if trainer == "megatron-lm":  # it refuses to split layers without; the native trainer looks at its layout
         found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    return {name: value for name, value in found.items() if OTHER_NAMES.get(name) not in site}
+    return found
 
 
 def export_lines(variables: Mapping[str, str]) -> list[str]:

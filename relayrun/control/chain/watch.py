@@ -352,14 +352,8 @@ def _when(end: float | None) -> str:
 
 
 def is_process_alive(pid: int) -> bool:
-    """Return whether a process with this id exists."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
+    """Return whether a process of this user with this id exists."""
+    return Path(f"/proc/{pid}").exists()
 
 
 def other_children(parent: int) -> list[int]:

@@ -137,11 +137,6 @@ def late_ranks(stacks: Path) -> dict[int, str]:
     }
 
 
-def collectives_name(stacks: Path) -> str:
-    """Return the name of the file with the unfinished collectives of a rank, beside its stacks."""
-    return f"collectives-{stacks.stem.removeprefix('rank-')}.json"
-
-
 def unfinished_collectives(stacks: Path) -> dict[str, str]:
     """Return the oldest unfinished collective by rank, as torch's flight recorder has it, with its number in its group:
     `all_reduce 57 of TENSOR_MODEL_PARALLEL_GROUP`."""

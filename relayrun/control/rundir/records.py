@@ -294,12 +294,9 @@ class Hang(Record):
         who = f"ranks {', '.join(map(str, self.silent))} did not answer" if self.silent else "all ranks answered"
         if self.late:
             who += ", others wait for " + ", ".join(f"rank {rank} in {place}" for rank, place in self.late.items())
-        by_words: dict[str, list[str]] = {}
-        for rank, words in self.collectives.items():
-            by_words.setdefault(words, []).append(rank)
-        if by_words:
-            each = (f"ranks {', '.join(ranks)} in {words}" for words, ranks in by_words.items())
-            who += f"; unfinished collectives (stacks/collectives-RANK.json): {'; '.join(each)}"
+        for number, words in enumerate(dict.fromkeys(self.collectives.values())):
+            ranks = ", ".join(rank for rank, own in self.collectives.items() if own == words)
+            who += f"; {'' if number else 'by stacks/collectives-RANK.json '}ranks {ranks} wait in {words}"
         what = f"hang: no progress for {self.seconds:.0f} s in {self.phase} after iteration {self.iteration}"
         return f"{what}; {who}" if self.asked else what
 

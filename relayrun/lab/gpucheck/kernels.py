@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,27 +26,21 @@ EXPORT_STEPS = 3
 
 
 def measure_kernels(setup: CheckSetup, figures: PartFigures) -> None:
-    """Try every kernel, every variant and an export, of which each leaves its rows. Raises CheckFailed if one could not
-    begin."""
-    run = runs.start_run(setup, "export", export_sections(setup))  # trains while kernels are tried
-    failures = []
-    for measure in (try_kernels, try_models, partial(measure_export, chain=run)):
+    """Try every kernel and every variant, and beside them an export. Raises CheckFailed if one could not begin."""
+    run = runs.start_run(setup, "export", export_sections(setup))
+    with ThreadPoolExecutor(1) as pool:
+        exported = pool.submit(measure_export, setup, run)
+        failures = []
         try:
-            measure(setup, figures)
+            try_variants(setup, MODEL_VARIANTS, lambda found: figures.add("kernels", found), ranks=1)
+        except CheckFailed as error:
+            failures.append(str(error))
+        try:
+            figures.add("export", exported.result())
         except CheckFailed as error:
             failures.append(str(error))
     if failures:
         raise CheckFailed("; ".join(failures))
-
-
-def try_kernels(setup: CheckSetup, figures: PartFigures) -> None:
-    """Try the rows of `programs.kernels`."""
-    try_rows(setup, "kernels:try_every_kernel", lambda found: figures.add("kernels", found))
-
-
-def try_models(setup: CheckSetup, figures: PartFigures) -> None:
-    """Try every variant on one rank."""
-    try_variants(setup, MODEL_VARIANTS, lambda found: figures.add("models", found), ranks=1)
 
 
 def export_sections(setup: CheckSetup) -> Sections:
@@ -62,13 +57,14 @@ def export_sections(setup: CheckSetup) -> Sections:
     }
 
 
-def measure_export(setup: CheckSetup, figures: PartFigures, chain: runs.LocalChain) -> None:
+def measure_export(setup: CheckSetup, chain: runs.LocalChain) -> dict[str, Any]:
     """Export what the run has trained, and compare logits. Raises CheckFailed."""
     run, folder = chain.wait(EXPORT_STEPS), setup.path / "exported"
     shutil.rmtree(folder, ignore_errors=True)
-    figures.add("export", run_program(setup, "models:export_and_compare", run_dir=run.path, folder=folder))
+    found: dict[str, Any] = run_program(setup, "models:export_and_compare", run_dir=run.path, folder=folder)
     runs.remove_checkpoints(run)
     shutil.rmtree(folder, ignore_errors=True)
+    return found
 
 
 def try_rows(
@@ -124,6 +120,10 @@ def measure_layouts(setup: CheckSetup, figures: PartFigures) -> None:
             figures.add(name, {"what": variant.what, "failed": error.message})
 
 
+def _about(variants: Mapping[str, ModelVariant], name: str) -> dict[str, str]:
+    return {"what": variants[name].what} if name in variants else {}
+
+
 def _record_more(record: Callable[[dict[str, Any]], object], done: dict[str, Any], made: dict[str, Any]) -> None:
     record(done | made)
 
@@ -151,8 +151,8 @@ def try_variants(
     if any(folder.iterdir()):
         try_rows(
             setup,
-            "models:train_every_config",
-            lambda found: record(refused | {name: {"what": variants[name].what} | one for name, one in found.items()}),
+            "kernels:try_every_kernel",
+            lambda found: record(refused | {name: _about(variants, name) | one for name, one in found.items()}),
             ranks=ranks,
             configs=folder,
         )

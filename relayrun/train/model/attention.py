@@ -18,6 +18,7 @@ of their rank: of 2 n equal parts of a sequence, rank r of n has the parts r and
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -40,9 +41,11 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.backends import cuda
 from torch.backends.cuda import SDPAParams
+from torch.nn.attention import SDPBackend
 
 from relayrun.train.model.packed_documents import PackedDocuments, whole_rows
 
+log = logging.getLogger(__name__)
 SHORTEST_BLOCK = 128
 """Least tokens of a block of a sequence with a window."""
 
@@ -62,6 +65,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         self._dropout = config.attention_dropout
         self._forked = config.sequence_parallel
         self._context_size = config.context_parallel_size
+        self._logged = False
 
     def forward(
         self,
@@ -103,6 +107,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         """Attend over whole rows; return [sequence, batch, heads, channels]."""
         packed = documents is not None or self._window is not None
         if packed and not dropout and varlen_usable(query, window=self._window):
+            _log_kernel("varlen_attn, for packed rows or a window")
             rows = documents or whole_rows(query.shape[1], query.shape[0], query.device)
             return attend_varlen(query, key, value, rows, scale=self._scale, window=self._window)
         query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
@@ -138,6 +143,10 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         shared = repeat > 1 and _kernel_takes_groups(query, key, value, dropout, mask)
         if repeat > 1 and not shared:
             key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
+        if query.is_cuda and not self._logged:
+            kernel = torch._fused_sdp_choice(query, key, value, mask, dropout, mask is None, enable_gqa=shared)
+            _log_kernel(f"{SDPBackend(kernel).name} of scaled_dot_product_attention")
+            self._logged = True
         return functional.scaled_dot_product_attention(
             query,
             key,
@@ -148,6 +157,13 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
             scale=self._scale,
             enable_gqa=shared,
         )
+
+
+@cache
+def _log_kernel(name: str) -> None:
+    """Log on rank 0 that attention has used this kernel, once."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        log.info("attention: %s", name)
 
 
 def _within(window: int, before: int, length: int, *, device: torch.device) -> Tensor:
@@ -193,8 +209,7 @@ def varlen_function() -> Callable[..., Any] | None:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    found: Callable[..., Any] = varlen_attn
-    return found
+    return varlen_attn
 
 
 def attend_varlen(

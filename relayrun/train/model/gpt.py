@@ -156,6 +156,7 @@ class ModelStage:
             transformer.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
             if config.parallel.defer_embedding_wgrad_compute and ranks.is_last_stage:
                 transformer.finalize_model_grads_func = kernels.reduce_output_layer_last(self.chunks[-1])
+        kernels.log_gpu_state(ranks)
         self._positions = torch.arange(self.seq_length, device=ranks.device)
         self._by_token = transformer.calculate_per_token_loss
         self.routers = experts.RouterUpdates(self.chunks, config.model.transformer, by_token=self._by_token)
@@ -379,6 +380,7 @@ def _transformer_config(config: RunConfig, ranks: Ranks, dtype: torch.dtype) -> 
     if defers:
         kernels.install_gradient_kernels(say=ranks.rank == 0)
     on_gpu = ranks.device.type == "cuda"
+    kernels.check_compiler(config, ranks)
     recompute, some_layers = config.training.recompute_granularity, config.training.recompute_num_layers
     kind = MLATransformerConfig if model.transformer.multi_latent_attention else TransformerConfig
     return kind(

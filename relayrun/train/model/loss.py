@@ -37,8 +37,7 @@ def loss_function(
     nats.
 
     `mask`: 1 if a token counts, [batch, sequence]; None: all count. `weights`: of the samples, in the report only,
-    [batch]; None: 1. The report is float64 [2]: total and count of a
-    `distributed.LossSum`.
+    [batch]; None: 1. The report is float64 [2]: total and count of a `distributed.LossSum`.
     """
 
     def over_context(values: torch.Tensor) -> torch.Tensor:

@@ -1,13 +1,15 @@
 """Each kernel of training once: `python -m relayrun.lab.gpucheck.programs.kernels try_every_kernel`.
 
-A row calls one kernel as training does, and compares the result with the same computed otherwise. A defect of one row
-does not reach the others: an error of CUDA, after which no kernel runs in this process, ends it with a line in its log,
-and the part starts the program again for the rows that are left.
+A row calls one kernel as training does, and compares the result with the same computed otherwise, or trains a small
+model. A defect of one row does not reach the others: an error of CUDA, after which no kernel runs in this process, ends
+it, and the part starts the program again for the rows that are left.
 """
 
 from __future__ import annotations
 
+import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,10 +20,15 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-from relayrun.lab.gpucheck.programs import attention
-from relayrun.lab.gpucheck.programs.common import RankProgram, run_measurement, wait_for
+from relayrun.control.agent.memory_copies import MemorySlot, make_memory_folder
+from relayrun.errors import RelayrunError
+from relayrun.lab.gpucheck.programs import attention, models
+from relayrun.lab.gpucheck.programs.common import RankProgram, median_seconds, run_measurement, wait_for
 from relayrun.train.checkpoint.async_writer import HostCopy
+from relayrun.train.checkpoint.memory_replication import write_copy
+from relayrun.train.model import compiled, cpu_patches
 
 Kernel = Callable[[RankProgram], dict[str, Any]]
 """Returns the figures of a row: `words` says what was seen. Raises any error if the kernel is wrong."""
@@ -89,6 +96,35 @@ def pinned_copy(program: RankProgram) -> dict[str, Any]:
     return {"words": words, "bytes_per_second": size / seconds, "pin_seconds": reserved - started}
 
 
+def compiled_loss(program: RankProgram) -> dict[str, Any]:
+    """Compute loss and gradient of logits in bf16 by the compiled kernels, and by megatron-core's single operations."""
+    require_cuda(program)
+    models.join_ranks(next(iter(models.config_files(program).values())))
+    sizes = program.setup.sizes
+    logits = 4 * torch.randn(sizes.seq_length, 1, sizes.vocabulary, device=program.device)
+    labels = torch.randint(0, sizes.vocabulary, (1, sizes.seq_length), device=program.device)
+    found: list[torch.Tensor] = []
+    for own in (True, False):
+        given = logits.bfloat16().requires_grad_()
+        if own:
+            losses = compiled.language_model_loss(labels, given, compiled=True)
+        else:
+            losses = vocab_parallel_cross_entropy(given, labels.T.contiguous()).T
+        losses.sum().backward()  # type: ignore[no-untyped-call]
+        assert given.grad is not None
+        found += [losses.detach(), given.grad]
+    torch.testing.assert_close(found[0], found[2], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[1], found[3], rtol=2e-2, atol=1e-4)
+
+    def both() -> None:
+        given.grad = None
+        compiled.language_model_loss(labels, given, compiled=True).sum().backward()  # type: ignore[no-untyped-call]
+
+    seconds = median_seconds(both, program.device, repeats=sizes.repeats)
+    speed = 4 * 2 * logits.numel() / seconds  # read twice forward, read and written backward
+    return {"words": f"equal but for rounding; {speed / 1e9:,.4g} GB/s", "bytes_per_second": speed}
+
+
 FORKED = """if True:
     import os
     from relayrun.train import fork_server
@@ -102,52 +138,92 @@ FORKED = """if True:
 """
 
 
-def fork_server(program: RankProgram) -> dict[str, Any]:
-    """Import the training program, fork, and use CUDA in the fork."""
-    started = time.perf_counter()
-    command = [sys.executable, "-W", "ignore", "-c", FORKED]
+def memory_copy(program: RankProgram) -> dict[str, Any]:
+    """Copy a state into the node's memory, as for restarts inside a job; compare bytes."""
+    size = program.setup.sizes.copied_at_most // 2
+    source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=program.device)
+    folder = make_memory_folder()
+    try:
+        slot = MemorySlot(folder, 0, 0)
+        slot.reserve(size)
+        seconds = []
+        for iteration in (1, 2):
+            wait_for(program.device)
+            started = time.perf_counter()
+            made = write_copy(slot, [source], rank=0, ranks=1, iteration=iteration, size=size, plain=0, layout="")
+            seconds.append(time.perf_counter() - started)
+        if not torch.equal(torch.from_numpy(made.body), source.cpu()):
+            raise ValueError("the copy has other bytes")
+    finally:
+        shutil.rmtree(folder)
+    words = f"{size / 1e9 / seconds[1]:.3g} GB/s with its hash, the first one {size / 1e9 / seconds[0]:.3g} GB/s"
+    return {"words": words, "bytes_per_second": size / seconds[1]}
+
+
+def fork_and_use_cuda() -> subprocess.Popen[str]:
+    """Start a process that imports the training program, forks, and uses CUDA in the fork."""
     environment = os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=False)
-    if done.returncode:
-        raise RuntimeError((done.stderr.strip() or f"the fork ended with {done.returncode}").splitlines()[-1])
-    return {"words": f"a fork used the device; {time.perf_counter() - started:.1f} s with the imports"}
+    command = [sys.executable, "-W", "ignore", "-c", FORKED]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def ended_fork(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """Wait for it. Raises RuntimeError if the fork could not."""
+    _, error = process.communicate(timeout=120)
+    if process.returncode:
+        raise RuntimeError((error.strip() or f"the fork ended with {process.returncode}").splitlines()[-1])
+    return {"words": "a fork used the device"}
 
 
 KERNELS: dict[str, tuple[str, Kernel]] = {
     "compiler": ("a kernel by torch.compile (C compiler, Python.h)", compiled_kernel),
     "adam": ("AdamW in one kernel", fused_adam),
-    **{name: (words, partial(attention.measure_way, name=name)) for name, words in attention.WAYS.items()},
+    "loss": ("the compiled loss", compiled_loss),
+    **{
+        f"attention_{name}": (words, partial(attention.measure_way, name=name))
+        for name, words in attention.WAYS.items()
+    },
     "pinned": ("a save's copy to pinned memory", pinned_copy),
-    "fork": ("CUDA in a fork of the fork server", fork_server),
+    "memory": ("a copy into the memory of the node", memory_copy),
 }
 """Description and function by name of the row, in their order."""
 
 
 def try_every_kernel() -> None:
-    """Try the rows that `--skip` does not name; write each result at once."""
-    program = RankProgram.begin("skip")
-    skipped = set(program.options.skip.split(","))
+    """Try the rows that `--skip` does not name, and train the configs in `--configs`; write each result at once."""
+    program = RankProgram.begin("skip", "configs")
+    cpu_patches.patch_for_cpu()
+    skipped, forked = set(program.options.skip.split(",")), None
+    rows: dict[str, tuple[str, Kernel]] = {}
+    if int(os.environ["WORLD_SIZE"]) == 1:
+        rows |= KERNELS
+        if "fork" not in skipped:
+            forked = fork_and_use_cuda()
+    rows |= {name: ("", partial(models.train_config, path=path)) for name, path in models.config_files(program).items()}
+    if forked is not None:
+        rows["fork"] = "CUDA in a fork of the fork server", lambda program: ended_fork(forked)
     found: dict[str, Any] = {}
-    for name, (what, kernel) in KERNELS.items():
+    for name, (what, kernel) in rows.items():
         if name in skipped:
             continue
-        program.write(found | {name: {"what": what, "failed": "the process died in it"}})
+        about = {"what": what} if what else {}
+        program.write(found | {name: about | {"failed": "the process died in it"}})
         started = time.perf_counter()
         try:
             made = kernel(program)
-        except NeedsGpu as error:
-            made = {"not_measured": str(error)}
+        except (NeedsGpu, RelayrunError) as error:  # needs a GPU, or a package that is missing
+            made = {"not_measured": getattr(error, "message", str(error))}
         except Exception as error:  # torch raises many types; try the others
             lines = str(error).strip().splitlines() or [""]
             made = {"failed": f"{type(error).__name__}: {lines[0]}"[:400]}
-        found[name] = {"what": what, **made, "row_seconds": time.perf_counter() - started}
+        found[name] = about | made | {"row_seconds": time.perf_counter() - started}
+        gc.collect()
         program.write(found)
         try:
             wait_for(program.device)
-        except RuntimeError as error:
-            found[name]["failed"] = f"{str(error).splitlines()[0]}"[:400]
-            program.write(found)
+        except RuntimeError:  # no kernel runs in this process any more
             os.kill(os.getpid(), signal.SIGKILL)
+    models.stop_ranks()
 
 
 if __name__ == "__main__":
