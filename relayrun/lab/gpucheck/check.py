@@ -65,12 +65,12 @@ def _part(module: str, name: str, seconds: float, what: str, *, gpus: int = 1) -
 
 
 PARTS: tuple[CheckPart, ...] = (
-    _part("performance", "environment", 20, "versions, device, what it can do"),
-    _part("kernels", "kernels", 100, "every kernel once: compiler, Adam, attention, models, copies, a fork, an export"),
-    _part("resume", "resume", 55, "runs that are cut and resumed"),
-    _part("performance", "save", 45, "what a save holds up, and a load"),
-    _part("performance", "speed", 55, "a 1B model: batch, MFU, memory, time by part, one trace"),
-    _part("resume", "recovery", 25, "ranks that die, and go on inside their job"),
+    _part("performance", "environment", 10, "versions, device, what it can do"),
+    _part("kernels", "kernels", 70, "every kernel once: compiler, Adam, attention, models, copies, a fork, an export"),
+    _part("resume", "resume", 85, "runs that are cut and resumed, and ranks that die and go on inside their job"),
+    _part("performance", "save", 40, "what a save holds up, and a load"),
+    _part("performance", "speed", 75, "a 1B model: batch, MFU, memory, time by part, one trace"),
+    _part("performance", "determinism", 20, "what training.deterministic costs"),
     _part("kernels", "layouts", 180, "two ranks, in every way that a model is split", gpus=2),
     _part("performance", "bandwidth", 30, "all-reduce between GPUs", gpus=2),
 )

@@ -111,10 +111,10 @@ def cut_hook(cuts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def recorded_run_sections(
-    setup: CheckSetup, *, cuts: Sequence[Mapping[str, Any]], deterministic: bool, ranks: int | None = None
+    setup: CheckSetup, *, cuts: Sequence[Mapping[str, Any]], ranks: int | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Return the sections of a small run that records digests of every iteration, and interrupts itself. `cuts`: see
-    `programs.hooks.SignalSelfHook`. `ranks`: default one per GPU."""
+    """Return the sections of a small deterministic run that records digests of every iteration, and interrupts itself.
+    `cuts`: see `programs.hooks.SignalSelfHook`. `ranks`: default one per GPU."""
     sizes, ranks = setup.sizes, ranks or setup.ranks
     return {
         "model": dict(sizes.resumed_model),
@@ -124,7 +124,7 @@ def recorded_run_sections(
             "micro_batch_size": sizes.resumed_batch,
             "global_batch_size": 2 * sizes.resumed_batch * ranks,
             "seq_length": sizes.resumed_seq_length,
-            "deterministic": deterministic,
+            "deterministic": True,
             "hooks": [f"{HOOKS_MODULE}:DigestHook", cut_hook(cuts)],
         },
         "checkpoint": {"interval": sizes.interval, "keep_last": 1},
