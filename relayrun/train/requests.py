@@ -89,8 +89,7 @@ def _dump_collectives(reader: int, path: Path) -> None:
     """At every SIGUSR1, write the unfinished collectives that torch's flight recorders have, over NCCL and over gloo.
     The dump that torch writes itself, after the timeout of a collective, is a pickle."""
     while number := os.read(reader, 1):
-        module = sys.modules.get("torch._C._distributed_c10d")
-        if number[0] != signal.SIGUSR1 or module is None:
+        if number[0] != signal.SIGUSR1 or (module := sys.modules.get("torch._C._distributed_c10d")) is None:
             continue
         dumps = [getattr(module, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json")]
         with contextlib.suppress(OSError, RuntimeError, TypeError, ValueError, LookupError):
@@ -112,10 +111,7 @@ class AgreedRequests:
 
 
 class RequestPoller:
-    """Looks for requests to save or to leave.
-
-    `agent`: the memory folder of the node's agent; None without an agent.
-    """
+    """Looks for requests to save or to leave. `agent`: the memory folder of the node's agent; None without an agent."""
 
     def __init__(
         self, run: Run, begin: AttemptStart, ranks: Ranks, flag: SignalFlag, *, agent: Path | None = None
