@@ -21,7 +21,6 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -350,10 +349,9 @@ def wait_for_device(ranks: Ranks) -> None:
         torch.cuda.current_stream(ranks.device).synchronize()
 
 
-def to_device(values: torch.Tensor | npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy values of the host to the device: to a GPU from pinned memory, for which the host does not wait. From other
     memory it would wait for all kernels in the queue."""
-    values = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import json
 import logging
 import math
 import os
@@ -85,15 +86,15 @@ def dump_stacks_on_request(path: Path) -> None:
 
 
 def _dump_collectives(reader: int, path: Path) -> None:
-    """At every SIGUSR1, write the unfinished collectives that torch's flight recorders have, over NCCL and over gloo: a
-    line of JSON each. The dump that torch writes itself, after the timeout of a collective, is a pickle."""
+    """At every SIGUSR1, write the unfinished collectives that torch's flight recorders have, over NCCL and over gloo.
+    The dump that torch writes itself, after the timeout of a collective, is a pickle."""
     while number := os.read(reader, 1):
-        module = sys.modules.get("torch._C._distributed_c10d")
-        if number[0] != signal.SIGUSR1 or module is None:
+        if number[0] != signal.SIGUSR1 or (module := sys.modules.get("torch._C._distributed_c10d")) is None:
             continue
         dumps = [getattr(module, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json")]
-        with contextlib.suppress(OSError, RuntimeError, TypeError):
-            path.write_bytes(b"".join(dump(True, True) + b"\n" for dump in dumps if dump is not None))
+        with contextlib.suppress(OSError, RuntimeError, TypeError, ValueError, LookupError):
+            known = [entry for dump in dumps if dump is not None for entry in json.loads(dump())["entries"]]
+            path.write_text(json.dumps([one for one in known if not one["retired"] and one["state"] != "completed"]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,10 +111,7 @@ class AgreedRequests:
 
 
 class RequestPoller:
-    """Looks for requests to save or to leave.
-
-    `agent`: the memory folder of the node's agent; None without an agent.
-    """
+    """Looks for requests to save or to leave. `agent`: the memory folder of the node's agent; None without an agent."""
 
     def __init__(
         self, run: Run, begin: AttemptStart, ranks: Ranks, flag: SignalFlag, *, agent: Path | None = None

@@ -44,7 +44,7 @@ def test_values_of_a_micro_batch_are_copied_once_from_pinned_memory(copies: list
         _data=SimpleNamespace(reset_position_ids=True),
         _eod=3,
     )
-    to_device(tokens, GPU)
+    to_device(torch.from_numpy(tokens), GPU)
     positions = gpt.ModelStage._position_ids(stage, gpt.MicroBatch(tokens=tokens))
     assert positions.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
     bounds = PackedDocuments(lengths=[[1, 3], [4]], device=GPU).bounds
@@ -54,7 +54,7 @@ def test_values_of_a_micro_batch_are_copied_once_from_pinned_memory(copies: list
 
 def test_on_a_cpu_nothing_is_copied(copies: list[str]) -> None:
     tokens = np.arange(10).reshape(2, 5)
-    assert to_device(tokens, torch.device("cpu")).data_ptr() == tokens.__array_interface__["data"][0]
+    assert to_device(torch.from_numpy(tokens), torch.device("cpu")).data_ptr() == tokens.__array_interface__["data"][0]
     assert copies == ["cpu waits"]
 
 

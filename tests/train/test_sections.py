@@ -93,9 +93,9 @@ def test_the_collectives_that_ranks_wait_in_are_named_with_the_file(tmp_path: Pa
     found = [stands(rank) for rank in range(3)]
     for rank in range(3):
         (tmp_path / f"rank-{rank:04}.txt").write_text("answered")
-        last = {"profiling_name": "nccl:all_reduce", "collective_seq_id": 57, "is_p2p": False, "retired": rank == 1}
-        entries = [last | {"process_group": ["3", "TP"], "state": "started"}]
-        (tmp_path / f"collectives-{rank:04}.json").write_text(json.dumps({"entries": entries}))
+        entry = {"profiling_name": "nccl:all_reduce", "collective_seq_id": 57, "is_p2p": False}
+        entries = [] if rank == 1 else [entry | {"process_group": ["3", "TP"]}]
+        (tmp_path / f"collectives-{rank:04}.json").write_text(json.dumps(entries))
     hang = hang_record(found, tmp_path)
     hang.write(tmp_path / "hang.json")
     assert Hang.read(tmp_path / "hang.json") == hang

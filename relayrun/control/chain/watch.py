@@ -352,8 +352,14 @@ def _when(end: float | None) -> str:
 
 
 def is_process_alive(pid: int) -> bool:
-    """Return whether a process of this user with this id exists."""
-    return Path(f"/proc/{pid}").exists()
+    """Return whether a process with this id exists."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def other_children(parent: int) -> list[int]:

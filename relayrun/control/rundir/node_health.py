@@ -143,11 +143,10 @@ def unfinished_collectives(stacks: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     for path in sorted(stacks.glob("collectives-*.json")):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # torn, or another torch
-            entries = [entry for line in path.read_text().splitlines() for entry in json.loads(line)["entries"]]
-            for entry in [one for one in entries if not one["retired"] and one["state"] != "completed"][:1]:
-                number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
-                words = f"{entry['profiling_name'].partition(':')[2]} {number} of {entry['process_group'][1]}"
-                found[str(int(path.stem.removeprefix("collectives-")))] = words[:200]
+            entry = json.loads(path.read_text())[0]
+            number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
+            words = f"{entry['profiling_name'].partition(':')[2]} {number} of {entry['process_group'][1]}"
+            found[str(int(path.stem.removeprefix("collectives-")))] = words[:200]
     return found
 
 

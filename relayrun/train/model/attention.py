@@ -64,8 +64,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         self._scale = softmax_scale
         self._dropout = config.attention_dropout
         self._forked = config.sequence_parallel
-        self._context_size = config.context_parallel_size
-        self._logged = False
+        self._context_size, self._logged = config.context_parallel_size, False
 
     def forward(
         self,

@@ -303,15 +303,15 @@ class ModelStage:
         self._progress()
         batch = next(batches)
         device = self.ranks.device
-        tokens = to_device(batch.tokens, device)
-        weights = None if batch.weights is None else to_device(batch.weights, device)
+        tokens = to_device(torch.from_numpy(batch.tokens), device)
+        weights = None if batch.weights is None else to_device(torch.from_numpy(batch.weights), device)
         parts: dict[str, Any] = {
             "input_ids": tokens[:, :-1].contiguous(),
             "position_ids": self._position_ids(batch),
             "labels": tokens[:, 1:].contiguous(),
         }
         if (counts := self._counts(batch)) is not None:
-            parts["loss_mask"] = to_device(counts, device)
+            parts["loss_mask"] = to_device(torch.from_numpy(counts), device)
         if self.ranks.context_size > 1:  # two parts of the sequence per rank balance the work of attention
             parts = megatron_versions.batch_of_context_rank(parts)
         mask = parts.pop("loss_mask", None)
@@ -345,7 +345,7 @@ class ModelStage:
             return self._positions.expand(len(batch.tokens), -1)
         eod = self._eod if self._data.reset_position_ids else -1
         found = sample_rows.document_positions(batch.tokens[:, :-1], eod, batch.lengths)
-        return to_device(found, self.ranks.device)
+        return to_device(torch.from_numpy(found), self.ranks.device)
 
     def _documents(self, batch: MicroBatch) -> PackedDocuments | None:
         """Return the documents that attention is restricted to; None for plain causal attention."""
