@@ -60,7 +60,12 @@ def check_run_values(setup: CheckSetup, name: str, sections: Sections) -> dict[s
         "parallel": {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
         "chain": {"auto_requeue": True, "max_failed_attempts": 1},
         "debug": {"memory_interval": 0},
-        "job": {"time": "01:00:00", "ntasks_per_node": setup.ranks, "gpus_per_node": setup.gpus},
+        "job": {
+            "time": "01:00:00",
+            "ntasks_per_node": setup.ranks,
+            "gpus_per_node": setup.gpus,
+            "cpus_per_task": setup.cpus_per_rank,
+        },
         "cluster": {"name": "gpu-check", **setup.cluster, "scheduler": "local"},
     }
     if not setup.gpus:

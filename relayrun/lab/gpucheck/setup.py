@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from relayrun import places
 from relayrun.config.compose import yaml_file
+from relayrun.control.chain.job_script import rank_defaults
 from relayrun.errors import RelayrunError
 from relayrun.files import last_lines, read_json, write_json
 
@@ -162,11 +163,17 @@ class CheckSetup:
         """Python of the ranks."""
         return str(self.cluster.get("python") or sys.executable)
 
+    @property
+    def cpus_per_rank(self) -> int:
+        """Processors of a rank: a share of this machine's, with a GPU."""
+        return max(1, (os.cpu_count() or 1) // self.ranks) if self.gpus else 1
+
     def environment(self) -> dict[str, str]:
         """Return the environment of programs on the ranks, the same as a training run's."""
         path = os.pathsep.join(filter(None, [str(places.CODE_ROOT), os.environ.get("PYTHONPATH")]))
-        own = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-        return os.environ | own | {name: str(value) for name, value in self.cluster.get("environment", {}).items()}
+        site = {name: str(value) for name, value in self.cluster.get("environment", {}).items()}
+        own = rank_defaults(str(self.cpus_per_rank), trainer="native", site=site)
+        return os.environ | own | {"PYTHONPATH": path} | site
 
     def write(self, path: Path) -> None:
         write_json(path, asdict(self), durable=False)
