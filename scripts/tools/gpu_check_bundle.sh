@@ -8,13 +8,17 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-(($#)) || { sed -n '2,/^set/p' "${BASH_SOURCE[0]}" | sed '/^set/d; s/^# \{0,1\}//'; exit 2; }
+(($#)) || {
+  sed -n '2,/^set/p' "${BASH_SOURCE[0]}" | sed '/^set/d; s/^# \{0,1\}//'
+  exit 2
+}
 target=$(realpath "$1")
 python_version=${2:-3.12}
 shift $(($# < 2 ? $# : 2))
 
 # what training imports beside torch, numpy, transformers, tokenizers and safetensors
-megatron=$(python3 - "${python_version}" <<'PYTHON'
+megatron=$(
+  python3 - "${python_version}" <<'PYTHON'
 import re, sys, tomllib
 train = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["train"]
 new = tuple(map(int, sys.argv[1].split("."))) >= (3, 12)
@@ -41,8 +45,10 @@ cat >"${folder}/gpu-check/run.sh" <<'RUN'
 #!/bin/bash
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
+unset PYTHONDONTWRITEBYTECODE # each of the many processes would compile all modules
 if [[ ! -d site ]]; then
   python3 -m pip install -q --no-index --no-deps --no-compile --target site wheels/*.whl
+  python3 -m compileall -q -j 0 site relayrun || true
 fi
 export PYTHONPATH="${PWD}/site${PYTHONPATH:+:${PYTHONPATH}}"
 exec python3 -m relayrun.cli gpu-check "$@"
