@@ -105,8 +105,7 @@ class Ranks:
         assert self.messages is None
         tensor = torch.tensor(flags, dtype=torch.int64)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.cpu_group)
-        result: list[int] = tensor.tolist()
-        return result
+        return tensor.tolist()
 
     def gather(self, value: Any) -> list[Any]:
         """Return `value` of every rank, in rank order, on every rank: values of `train.messages`, for rare use."""
@@ -152,8 +151,7 @@ class Ranks:
         if self.pipeline_size > 1:
             last = parallel_state.get_pipeline_model_parallel_last_rank()
             dist.broadcast(total, src=last, group=parallel_state.get_pipeline_model_parallel_group())
-        result: list[float] = total.tolist()
-        return result
+        return total.tolist()
 
     def mean_loss(self, own: LossSum) -> float:
         """Return the mean loss over all replicas, the same on every rank. `own`: the loss of this rank."""
@@ -192,6 +190,9 @@ def start_process_groups(config: RunConfig) -> Ranks:
     raise_file_limit(int(os.environ["RANK"]), world_size)
     send_no_pickles()
     bind_to_job_network(os.environ.get("MASTER_ADDR", "localhost"))
+    if parallel.tensor_model_parallel_size > 1 or parallel.context_parallel_size > 1:
+        # then megatron-core relies on one queue of kernels for its overlap; in other layouts it only costs
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if torch.cuda.is_available():
         config.training.require_precision()
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
@@ -346,6 +347,12 @@ def wait_for_device(ranks: Ranks) -> None:
     """Wait for the work of this thread's stream on the GPU, if there is a GPU. Copies of a save continue."""
     if ranks.device.type == "cuda":
         torch.cuda.current_stream(ranks.device).synchronize()
+
+
+def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy values of the host to the device: to a GPU from pinned memory, for which the host does not wait. From other
+    memory it would wait for all kernels in the queue."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def peak_memory(ranks: Ranks) -> int:

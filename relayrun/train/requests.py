@@ -19,12 +19,15 @@ SIGUSR1 and SIGUSR2 ignored, so neither can kill it earlier.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import json
 import logging
 import math
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,17 +67,34 @@ class SignalFlag:
 
 
 def dump_stacks_on_request(path: Path) -> None:
-    """Append the stacks of all threads to `path` at every SIGUSR1, also while the main thread hangs in C.
-
-    If the file cannot be opened, the stacks go to standard error.
-    """
+    """Append the stacks of all threads to `path` at every SIGUSR1, also while the main thread hangs in C; then write
+    the unfinished collectives of this rank beside it. If `path` cannot be opened, stacks go to standard error."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file: TextIO = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the process lives
     except OSError as error:
         log.warning("stacks will go to standard error: %s", error)
         file = sys.stderr
-    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    # the handler in C writes the signal's number to the pipe, also while the main thread runs no Python
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    beside = path.with_name(f"collectives-{path.stem.removeprefix('rank-')}.json")
+    threading.Thread(target=_dump_collectives, args=(reader, beside), name="collectives", daemon=True).start()
+    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True, chain=True)
+
+
+def _dump_collectives(reader: int, path: Path) -> None:
+    """At every SIGUSR1, write the unfinished collectives that torch's flight recorders have, over NCCL and over gloo.
+    The dump that torch writes itself, after the timeout of a collective, is a pickle."""
+    while number := os.read(reader, 1):
+        if number[0] != signal.SIGUSR1 or (module := sys.modules.get("torch._C._distributed_c10d")) is None:
+            continue
+        dumps = [getattr(module, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json")]
+        with contextlib.suppress(OSError, RuntimeError, TypeError, ValueError, LookupError):
+            known = [entry for dump in dumps if dump is not None for entry in json.loads(dump())["entries"]]
+            path.write_text(json.dumps([one for one in known if not one["retired"] and one["state"] != "completed"]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,18 +111,12 @@ class AgreedRequests:
 
 
 class RequestPoller:
-    """Looks for requests to save or to leave.
-
-    `agent`: the memory folder of the node's agent; None without an agent.
-    """
+    """Looks for requests to save or to leave. `agent`: the memory folder of the node's agent; None without an agent."""
 
     def __init__(
         self, run: Run, begin: AttemptStart, ranks: Ranks, flag: SignalFlag, *, agent: Path | None = None
     ) -> None:
-        self._run = run
-        self._attempt = run.attempt(begin.attempt)
-        self._ranks = ranks
-        self._flag = flag
+        self._run, self._attempt, self._ranks, self._flag = run, run.attempt(begin.attempt), ranks, flag
         self._begin, self._job_end = begin, begin.job_end_time
         self.grace_period = begin.grace_period
         """Grace period in seconds: the attempt leaves so long before the end of the job. It may change at any time."""

@@ -122,3 +122,4 @@ def test_a_rank_that_reads_for_ever_is_a_hang_of_its_section(tmp_path: Path) -> 
         "in data after iteration 29; all ranks answered, others wait for rank 1 in stalled (stalls.py:"
         in found[0].words
     )
+    assert "; by stacks/collectives-RANK.json ranks 0 wait in " in found[0].words

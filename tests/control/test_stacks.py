@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,3 +39,31 @@ def test_the_rank_that_others_wait_for_is_named_by_its_stack(
     for rank, text in enumerate(stacks):
         (tmp_path / f"rank-{rank:04}.txt").write_text(text)
     assert of_ranks.late_ranks(tmp_path) == late
+
+
+def entry(name: str, number: int, group: str) -> dict[str, Any]:
+    """Return what torch's flight recorder has of a collective."""
+    numbers = {"collective_seq_id": number, "p2p_seq_id": number + 100, "is_p2p": name.endswith("send")}
+    return {"profiling_name": name, "process_group": ["3", group], **numbers}
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ([entry("nccl:all_reduce", 57, "TP"), entry("nccl:send", 2, "PP")], "all_reduce 57 of TP"),
+        ([entry("nccl:send", 2, "PP"), entry("gloo:all_gather", 9, "")], "send 102 of PP"),
+        ([entry("gloo:all_gather", 9, "")], "all_gather 9 of "),
+        ([], None),
+    ],
+)
+def test_the_oldest_unfinished_collective_is_named(
+    tmp_path: Path, entries: list[dict[str, Any]], words: str | None
+) -> None:
+    (tmp_path / "collectives-0012.json").write_text(json.dumps(entries))
+    assert of_ranks.unfinished_collectives(tmp_path) == ({} if words is None else {"12": words})
+
+
+@pytest.mark.parametrize("text", ["", "[{", "{}", "[{}]", "[3]", "3", "\xff", '[{"is_p2p": false}]'])
+def test_a_dump_that_is_none_is_left_out(tmp_path: Path, text: str) -> None:
+    (tmp_path / "collectives-0001.json").write_bytes(text.encode("latin-1"))
+    assert of_ranks.unfinished_collectives(tmp_path) == {}

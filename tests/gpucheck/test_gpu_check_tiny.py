@@ -13,7 +13,7 @@ import pytest
 from relayrun.config.compose import yaml_file
 from relayrun.lab.gpucheck import report
 from relayrun.lab.gpucheck.check import PARTS
-from relayrun.lab.gpucheck.models import LAYOUT_VARIANTS, MODEL_VARIANTS
+from relayrun.lab.gpucheck.kernels import LAYOUT_VARIANTS, MODEL_VARIANTS
 from tests import warm
 
 pytestmark = pytest.mark.slow

@@ -263,10 +263,27 @@ def test_a_token_costs_six_flops_per_parameter_and_the_causal_half_of_attention(
     assert flops_per_token(tied, VOCABULARY, 0) == 6 * (1_235_814_400 - 33 * 2048)
 
 
-def test_the_peak_of_a_gpu_is_known_by_its_name() -> None:
-    assert peak_flops("NVIDIA GH200 120GB") == peak_flops("NVIDIA H200") == 989.4e12
-    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
-    assert peak_flops("CPU") is None
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989.4e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835.5e12),
+        ("NVIDIA H200", 989.4e12),
+        ("NVIDIA H200 NVL", 835.5e12),
+        ("NVIDIA GH200 120GB", 989.4e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA GB200", 2500e12),
+        ("AMD Instinct MI250X", 383e12 / 2),
+        ("AMD Instinct MI300X", 1307.4e12),
+        ("AMD Instinct MI325X", 1307.4e12),
+        ("NVIDIA H20", None),
+        ("CPU", None),
+    ],
+)
+def test_the_peak_of_a_gpu_is_known_by_the_name_that_torch_gives(name: str, peak: float | None) -> None:
+    assert peak_flops(name) == peak
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 
 from relayrun.control.agent import hang_detection as pages
 from relayrun.control.agent.hang_detection import ActivityPage, HangDetector, RankActivity, hang_record
+from relayrun.control.rundir.records import Hang
 from relayrun.train.reporting import liveness
 from relayrun.train.reporting.liveness import RankTimings, SectionReporter
 from tests.train.test_training_timings import begin
@@ -86,6 +87,19 @@ def test_the_late_rank_is_named(tmp_path: Path, found: list[RankActivity], culpr
     hang = hang_record(found, tmp_path)
     assert hang.culprit == culprit
     assert words in hang.words
+
+
+def test_the_collectives_that_ranks_wait_in_are_named_with_the_file(tmp_path: Path) -> None:
+    found = [stands(rank) for rank in range(3)]
+    for rank in range(3):
+        (tmp_path / f"rank-{rank:04}.txt").write_text("answered")
+        entry = {"profiling_name": "nccl:all_reduce", "collective_seq_id": 57, "is_p2p": False}
+        entries = [] if rank == 1 else [entry | {"process_group": ["3", "TP"]}]
+        (tmp_path / f"collectives-{rank:04}.json").write_text(json.dumps(entries))
+    hang = hang_record(found, tmp_path)
+    hang.write(tmp_path / "hang.json")
+    assert Hang.read(tmp_path / "hang.json") == hang
+    assert hang.words.endswith("; by stacks/collectives-RANK.json ranks 0, 2 wait in all_reduce 57 of TP")
 
 
 def test_ranks_that_do_not_answer_are_named(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from relayrun.control.rundir.node_health import unfinished_collectives
 from relayrun.control.rundir.records import AttemptStart, Heartbeat, RankFailure
 from relayrun.control.rundir.run import Run
 from relayrun.train.__main__ import record_failure
@@ -229,6 +230,45 @@ the_main_thread_waits()
     assert "a_thread_that_waits" in stacks.read_text()
     process.communicate(timeout=300)
     assert process.returncode == 0
+
+
+@pytest.mark.slow
+def test_sigusr1_dumps_the_collective_in_which_a_rank_hangs(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    program = f"""
+import pathlib, sys, time
+from relayrun.train.requests import dump_stacks_on_request
+rank = int(sys.argv[1])
+dump_stacks_on_request(pathlib.Path({str(tmp_path)!r}) / f"rank-{{rank:04}}.txt")
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=rank, world_size=2)
+tensor = torch.ones(3)
+group = dist.new_group(group_desc="PAIR")
+for _ in range(3):
+    dist.all_reduce(tensor, group=group)
+print("ready", flush=True)
+if rank:
+    sys.stdin.read()
+dist.all_reduce(tensor, group=group)
+"""
+    command, environment = [sys.executable, "-c", program], os.environ | {"TORCH_FR_BUFFER_SIZE": "2000"}
+    ranks = [
+        subprocess.Popen([*command, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        for rank in range(2)
+    ]
+    for process in ranks:
+        read_line(process)
+
+    def dumped() -> bool:
+        for process in ranks:
+            process.send_signal(signal.SIGUSR1)
+        return unfinished_collectives(tmp_path) == {"0": "all_reduce 4 of PAIR"}
+
+    wait_for(dumped, step=0.1)
+    assert "all_reduce" in (tmp_path / "rank-0000.txt").read_text()
+    for process in reversed(ranks):  # both go on
+        process.communicate(timeout=300)
+        assert process.returncode == 0
 
 
 def test_a_failure_names_rank_node_and_error(tmp_path: Path) -> None:

@@ -269,3 +269,48 @@ def test_transformer_engine_gets_documents_in_its_own_format() -> None:
     for given in (None, packed):
         out = attend.forward(*parts, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=given)
         assert torch.equal(out, parts[0].flatten(2))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_tokens_of_context_parallel_ranks_are_reordered_as_by_an_index(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """Bits forward and backward; no index, since a list of them is copied to the GPU while the host waits."""
+    from megatron.core import parallel_state
+
+    from relayrun.train.model import attention as module
+
+    monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: size)
+    monkeypatch.setattr(parallel_state, "get_context_parallel_group", lambda: None)
+    monkeypatch.setattr(module, "all_to_all", lambda _, part: part.contiguous())
+    sequence, heads = 8 * size, 2 * size
+    order = [part for rank in range(size) for part in (rank, 2 * size - 1 - rank)]
+    generator = torch.Generator().manual_seed(size)
+
+    def gathered(part: torch.Tensor) -> torch.Tensor:
+        own = part.shape[0]
+        by_rank = part.view(own, 2, size, heads // size, CHANNELS).permute(2, 0, 1, 3, 4).contiguous()
+        pieces = by_rank.view(2 * size, own // 2, 2, heads // size, CHANNELS)
+        return pieces[torch.tensor(order).argsort().tolist()].view(own * size, 2, heads // size, CHANNELS)
+
+    def back(out: torch.Tensor) -> torch.Tensor:
+        parts = out.reshape(2 * size, sequence // (2 * size), 2, heads // size, CHANNELS)[order]
+        found = parts.reshape(size, sequence // size, 2, heads // size, CHANNELS)
+        return found.permute(1, 2, 0, 3, 4).reshape(sequence // size, 2, heads, CHANNELS)
+
+    part = torch.randn(sequence // size, 2, heads, CHANNELS, generator=generator, requires_grad=True)
+    out = torch.randn(2, sequence, heads // size, CHANNELS, generator=generator, requires_grad=True)
+    cases = [
+        (lambda given: module.gather_sequence(given, given, given)[0], gathered, part),
+        (
+            lambda given: module.all_to_all_heads_to_sequence(given.transpose(0, 1)),
+            lambda x: back(x.transpose(0, 1)),
+            out,
+        ),
+    ]
+    for new, old, given in cases:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            found = with_gradients(new, [given])
+        for one, other in zip(found, with_gradients(old, [given]), strict=True):
+            assert torch.equal(one, other)
+        assert not [event.name for event in profile.events() if "index" in event.name]

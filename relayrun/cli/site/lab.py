@@ -180,6 +180,8 @@ def add_gpu_check_arguments(parser: argparse.ArgumentParser) -> None:
     parts = ", ".join(part.name for part in PARTS)
     parser.add_argument("--tiny", action="store_true", help="walk the same way on CPUs, with a tiny model")
     parser.add_argument("--only", nargs="+", default=[], metavar="PART", help=f"of: {parts}")
+    words = "of one GPU's parts, which are cut to their share of it (default: %(default)s)"
+    parser.add_argument("--minutes", type=float, default=check.MINUTES, metavar="N", help=words)
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: benchmarks/results/gpu-NAME.json")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="where it works; default: logs/gpu-check/DATE")
     words = "a file of configs/clusters/, or a path (default: %(default)s)"
@@ -221,7 +223,7 @@ def run_gpu_check(options: argparse.Namespace) -> int:
         print(f"job {number}: {script}\nresult {result}, folder {folder}")
         return 0
     say = partial(print, flush=True)
-    path, table = check.run_check(setup, only=options.only, output=options.output, say=say)
+    path, table = check.run_check(setup, only=options.only, output=options.output, minutes=options.minutes, say=say)
     check.print_result(path, table)
     return report.check_exit_code(table)
 
@@ -230,7 +232,7 @@ def command_inside_job(options: argparse.Namespace, folder: Path) -> list[str]:
     """Return the same command, to be run by Python inside the job."""
     words = ["-m", "relayrun.cli", "gpu-check", "--inside", f"--cluster={options.cluster}"]
     words += [f"--folder={folder.absolute()}", f"--nodes={options.nodes}"]
-    words += ["--tiny"] if options.tiny else []
+    words += [f"--minutes={options.minutes}", *(["--tiny"] if options.tiny else [])]
     words += [f"--output={options.output.absolute()}"] if options.output else []
     words += [f"--set={text}" for text in options.overrides] + [f"--hook={text}" for text in options.hooks]
     return words + (["--only", *options.only] if options.only else [])

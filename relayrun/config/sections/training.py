@@ -227,9 +227,11 @@ class TrainingSection(Section):
     gradient_accumulation_fusion: bool | None = None
     """Add the gradients of weights to their sum where they are computed, by Apex's fused_weight_gradient_mlp_cuda.
     None: if available, as in Megatron; otherwise a line of the log says so. true: refuse an attempt without it."""
-    cross_entropy_loss_fusion: bool = False
-    """Compute the loss from the logits in a few compiled kernels. With precision bf16 alone: the gradient of the logits
-    leaves them in bf16. On CPUs the same kernels run uncompiled."""
+    cross_entropy_loss_fusion: bool | None = None
+    """Compute the loss from the logits in a few compiled kernels. None: on GPUs relayrun's own, which make no copy of
+    the logits in fp32, unless training.deterministic is set; on CPUs single operations. true: megatron-core's, with
+    precision bf16 alone, since the gradient of the logits leaves them in bf16; on CPUs uncompiled. false: single
+    operations."""
     cross_entropy_fusion_impl: Literal["native", "te"] = "native"
     """Kernels for cross_entropy_loss_fusion: megatron-core's, or TransformerEngine's."""
     recompute_granularity: Literal["full", "selective"] | None = None

@@ -194,5 +194,6 @@ def hang_record(found: Sequence[RankActivity], stacks: Path) -> Hang:
         seconds=min(one.seconds for one in found),
         silent=sorted({one.rank for one in found} - of_ranks.ranks_with_stacks(stacks)),
         late={str(rank): place for rank, place in late.items()},
+        collectives=of_ranks.unfinished_collectives(stacks),
         time=time.time(),
     )

@@ -242,15 +242,21 @@ def attempt_environment(
     )
 
 
-def rank_defaults(cpus_per_task: str) -> dict[str, str]:
-    """Return the default variables of every rank of any trainer; the site's variables override them."""
-    return {
+def rank_defaults(cpus_per_task: str, *, trainer: str, site: Mapping[str, str]) -> dict[str, str]:
+    """Return the default variables of every rank of a trainer; those of the site override them."""
+    found = {
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": cpus_per_task,
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # megatron-core's overlap relies on the order of kernel launches
-        "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_BUFFER_SIZE": "2000",  # collectives that the flight recorder keeps
     }
+    allocator = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch before 2.9 reads the second alone
+    if trainer == "native" and not any(name in site for name in allocator):  # documents and experts change shapes
+        found |= dict.fromkeys(allocator, "expandable_segments:True")
+    if trainer == "megatron-lm":  # it refuses to split layers without; the native trainer looks at its layout
+        found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    return found
 
 
 def export_lines(variables: Mapping[str, str]) -> list[str]:

@@ -490,7 +490,10 @@ def _environment(
     own = trainer.environment(begin)
     path = [*filter(None, own.get("PYTHONPATH", "").split(":")), *job_script.python_path(plan)]
     environment = {
-        **job_script.rank_defaults(job.options.get("cpus-per-task", str(plan.cpus_per_task))),
+        **job_script.rank_defaults(
+            job.options.get("cpus-per-task", str(plan.cpus_per_task)), trainer=plan.trainer, site=plan.environment
+        ),
+        "TORCH_FR_DUMP_TEMP_FILE": str(run.stacks(attempt.number) / "nccl-trace-"),  # torch appends the rank
         **launch.environment,
         **own,
         **plan.environment,

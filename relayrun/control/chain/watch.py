@@ -27,7 +27,7 @@ from relayrun.control.chain.quota import QuotaMonitor
 from relayrun.control.chain_state import longest_heartbeat_interval
 from relayrun.control.job_log import log_line, log_size
 from relayrun.control.rundir.merged_metrics import MergedViews
-from relayrun.control.rundir.node_health import late_ranks, ranks_with_stacks
+from relayrun.control.rundir.node_health import late_ranks, ranks_with_stacks, unfinished_collectives
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import ChangedJobEnd, Hang, Heartbeat
 from relayrun.control.rundir.run import Run
@@ -236,6 +236,7 @@ class Watch:
                 silent=sorted(set(range(ranks)) - ranks_with_stacks(stacks)) if asked else [],
                 asked=asked,
                 late={str(rank): place for rank, place in late_ranks(stacks).items()} if asked else {},
+                collectives=unfinished_collectives(stacks) if asked else {},
                 time=time.time(),
             )
             log_line(f"{hang.words}; {f'Python stacks in {stacks}; ' if asked else ''}ending the ranks")

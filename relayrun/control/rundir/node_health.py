@@ -7,6 +7,8 @@ metrics.jsonl, `straggler`        the rank that is slower than its peers
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 import statistics
 from collections.abc import Iterable, Sequence
@@ -133,6 +135,19 @@ def late_ranks(stacks: Path) -> dict[int, str]:
         for rank, frames in sorted(places.items())
         if rank not in waiting
     }
+
+
+def unfinished_collectives(stacks: Path) -> dict[str, str]:
+    """Return the oldest unfinished collective by rank, as torch's flight recorder has it, with its number in its group:
+    `all_reduce 57 of TENSOR_MODEL_PARALLEL_GROUP`."""
+    found: dict[str, str] = {}
+    for path in sorted(stacks.glob("collectives-*.json")):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # torn, or another torch
+            entry = json.loads(path.read_text())[0]
+            number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
+            words = f"{entry['profiling_name'].partition(':')[2]} {number} of {entry['process_group'][1]}"
+            found[str(int(path.stem.removeprefix("collectives-")))] = words[:200]
+    return found
 
 
 STRAGGLER_WINDOW = 20

@@ -278,6 +278,8 @@ class Hang(Record):
     asked: bool = True
     late: dict[str, str] = field(default_factory=dict)
     """Ranks that the others wait for, with the function or the section that each was in."""
+    collectives: dict[str, str] = field(default_factory=dict)
+    """The oldest unfinished collective of each rank, by torch's flight recorder."""
     time: float
 
     @property
@@ -292,6 +294,9 @@ class Hang(Record):
         who = f"ranks {', '.join(map(str, self.silent))} did not answer" if self.silent else "all ranks answered"
         if self.late:
             who += ", others wait for " + ", ".join(f"rank {rank} in {place}" for rank, place in self.late.items())
+        for number, words in enumerate(dict.fromkeys(self.collectives.values())):
+            ranks = ", ".join(rank for rank, own in self.collectives.items() if own == words)
+            who += f"; {'' if number else 'by stacks/collectives-RANK.json '}ranks {ranks} wait in {words}"
         what = f"hang: no progress for {self.seconds:.0f} s in {self.phase} after iteration {self.iteration}"
         return f"{what}; {who}" if self.asked else what
 

@@ -253,7 +253,7 @@ def _move_failed_restart_files(run: Run, attempt: Attempt, number: int) -> None:
     stacks = run.stacks(attempt.number)
     for top, found in (
         (attempt.failures, [*attempt.failures.glob("rank-*.json"), *attempt.path.glob(attempt.hang.name)]),
-        (stacks, stacks.glob("rank-*.txt")),
+        (stacks, [path for path in stacks.glob("*-*") if not path.is_dir()]),
     ):
         folder = failed_restart_folder(top, number)
         for path in sorted(found):

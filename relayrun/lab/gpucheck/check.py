@@ -54,28 +54,28 @@ class CheckPart:
     function: str
     """MODULE:FUNCTION, called with a `CheckSetup` and a `PartFigures`."""
     seconds: float
-    """Time limit on a GPU."""
-    least: float
-    """The part is skipped if less of the whole check's time is left."""
+    """Its time on a GPU. A part may also use what the parts before it left of theirs."""
+    gpus: int = 1
+    """Skipped with fewer GPUs."""
 
 
-def _part(module: str, name: str, seconds: float, least: float, what: str) -> CheckPart:
+def _part(module: str, name: str, seconds: float, what: str, *, gpus: int = 1) -> CheckPart:
     function = f"relayrun.lab.gpucheck.{module}:measure_{name}"
-    return CheckPart(name=name, what=what, function=function, seconds=seconds, least=least)
+    return CheckPart(name=name, what=what, function=function, seconds=seconds, gpus=gpus)
 
 
 PARTS: tuple[CheckPart, ...] = (
-    _part("performance", "environment", 90, 0, "versions, device, what it can do"),
-    _part("resume", "resume", 200, 40, "runs that are cut and resumed"),
-    _part("resume", "recovery", 120, 40, "ranks that die, and go on inside their job"),
-    _part("performance", "speed", 200, 60, "a 1B model: batch, MFU, memory, time by part, one trace"),
-    _part("performance", "save", 180, 60, "what a save holds up, and a load"),
-    _part("performance", "attention", 60, 15, "which kernel, and how fast"),
-    _part("models", "models", 150, 40, "other models, optimizers and types"),
-    _part("models", "layouts", 180, 60, "two ranks, in every way that a model is split"),
-    _part("models", "export", 90, 30, "logits of the exported model"),
-    _part("performance", "bandwidth", 60, 15, "all-reduce between GPUs"),
+    _part("performance", "environment", 10, "versions, device, what it can do"),
+    _part("kernels", "kernels", 80, "every kernel once: compiler, Adam, attention, models, copies, a fork, an export"),
+    _part("resume", "resume", 85, "runs that are cut and resumed, and ranks that die and go on inside their job"),
+    _part("performance", "save", 45, "what a save holds up, and a load"),
+    _part("performance", "speed", 65, "a 1B model: batch, MFU, memory, time by part, one trace"),
+    _part("performance", "determinism", 15, "what training.deterministic costs"),
+    _part("kernels", "layouts", 180, "two ranks, in every way that a model is split", gpus=2),
+    _part("performance", "bandwidth", 30, "all-reduce between GPUs", gpus=2),
 )
+MINUTES = 5
+"""Time of all parts with one GPU."""
 
 
 def run_check(
@@ -83,6 +83,7 @@ def run_check(
     *,
     only: Sequence[str] = (),
     output: Path | None = None,
+    minutes: float = MINUTES,
     say: Callable[[str], None] = lambda text: None,
     parts: Sequence[CheckPart] = PARTS,
 ) -> tuple[Path, list[CheckRow]]:
@@ -91,10 +92,10 @@ def run_check(
     began = time.monotonic()
     chosen = select_parts(only, parts)
     prepare_folder(setup)
-    stretch = TINY_TIME_FACTOR if setup.tiny else 1.0
+    stretch = (TINY_TIME_FACTOR if setup.tiny else 1.0) * minutes / MINUTES
     found = run_parts(setup, chosen[:1], say, began=began, stretch=stretch)
     setup = with_device(setup, found[0])
-    found += run_parts(setup, chosen[1:], say, began=began, stretch=stretch)
+    found += run_parts(setup, chosen[1:], say, began=began, stretch=stretch, given=chosen[0].seconds)
     result = result_record(setup, found, seconds=time.monotonic() - began)
     path = output or result_path(setup, partial=bool(only))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -145,23 +146,41 @@ class PartOutcome:
 
 
 def run_parts(
-    setup: CheckSetup, parts: Sequence[CheckPart], say: Callable[[str], None], *, began: float, stretch: float = 1.0
+    setup: CheckSetup,
+    parts: Sequence[CheckPart],
+    say: Callable[[str], None],
+    *,
+    began: float,
+    stretch: float = 1.0,
+    given: float = 0.0,
 ) -> list[PartOutcome]:
-    """Measure the parts in this order. `began`: start of the check on the monotonic clock. `stretch`: factor on the
-    time limits of parts."""
-    found = []
-    for part in parts:
-        left = setup.sizes.seconds - (time.monotonic() - began)
-        if left < part.least or left <= 0:
-            over = f"the {setup.sizes.seconds:.0f} s of the whole check are over"
-            found.append(PartOutcome(name=part.name, status="skipped", words=over))
-        else:
+    """Measure the parts in this order; after SIGINT or SIGTERM the others are skipped, and this returns.
+
+    `began`: start of the check on the monotonic clock. `stretch`: factor on the times of parts. `given`: seconds of the
+    parts before these. A part ends when the times of all parts up to it are over."""
+    found: list[PartOutcome] = []
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        for part in parts:
+            if part.gpus > 1 and setup.gpus == 1:
+                found.append(PartOutcome(name=part.name, status="skipped", words="this machine has one GPU"))
+                continue
+            given += part.seconds
             say(f"{part.name}: {part.what}")
-            found.append(run_part(setup, part, seconds=min(left, part.seconds * stretch)))
-        if found[-1].status in ("failed", "timeout"):
-            say(log_tail(setup.parts / f"{part.name}.log", 80))
-        words = f": {found[-1].words}" if found[-1].words else ""
-        say(f"{part.name}: {found[-1].status} in {found[-1].seconds:.0f} s{words}")
+            found.append(run_part(setup, part, seconds=given * stretch - (time.monotonic() - began)))
+            if found[-1].status in ("failed", "timeout"):
+                say(log_tail(setup.parts / f"{part.name}.log", 80))
+            words = f": {found[-1].words}" if found[-1].words else ""
+            say(f"{part.name}: {found[-1].status} in {found[-1].seconds:.0f} s{words}")
+    except KeyboardInterrupt:
+        done = {outcome.name for outcome in found}
+        for part in parts:
+            if part.name not in done:
+                figures = _read_figures(setup.parts / f"{part.name}.json")
+                words = "the check was interrupted"
+                found.append(PartOutcome(name=part.name, status="skipped", words=words, figures=figures))
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return found
 
 

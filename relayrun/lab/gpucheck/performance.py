@@ -1,4 +1,4 @@
-"""The parts `environment`, `attention`, `bandwidth`, `speed` and `save`: the device and its speed."""
+"""The parts `environment`, `bandwidth`, `speed` and `save`: the device and its speed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from relayrun.lab.gpucheck.setup import (
     CheckFailed,
     CheckSetup,
     PartFigures,
-    run_and_record_program,
     run_program,
 )
 from relayrun.train.model.size import count_parameters, flops_per_token, memory_bytes, pad_to_multiple, peak_flops
@@ -38,18 +37,9 @@ BANDWIDTH_PROGRAM = "device:measure_all_reduce"
 NODES_BANDWIDTH_FILE = "bandwidth-of-nodes.json"
 """Figures that the ranks of all nodes measured before the check began; see `cluster.py`."""
 PROBE_BYTES = 1 << 28
-DISK_SECONDS = 75.0
+DISK_SECONDS = 15.0
 """Time limit for all saves and the load, by the speed of the disk; a slow disk gets a model with fewer layers."""
 LONGEST_KERNELS = 12
-DETERMINISTIC_STEPS = (2, 4)
-"""Warm-up iterations and timed iterations of the deterministic run."""
-
-
-def measure_attention(setup: CheckSetup, figures: PartFigures) -> None:
-    """Measure one layer's attention. Raises CheckFailed if whole sequences fail."""
-    found = run_and_record_program(setup, figures, "attention:measure_attention")
-    if "not_measured" in found["whole"]:
-        raise CheckFailed(f"attention of whole sequences: {found['whole']['not_measured']}")
 
 
 def measure_bandwidth(setup: CheckSetup, figures: PartFigures) -> None:
@@ -70,7 +60,7 @@ def measure_environment(setup: CheckSetup, figures: PartFigures) -> None:
     """Record machine and device. Raises CheckFailed if torch sees no GPU, unless the check is tiny."""
     figures.add("machine", describe_machine(setup))
     figures.add("nvml", [asdict(gpu) for gpu in node_gpus()])  # at rest
-    found = run_and_record_program(setup, figures, "device:measure_device")
+    found = run_program(setup, "device:measure_device", record=figures.update)
     if not setup.tiny and not found["gpus"]:
         raise CheckFailed("torch sees no GPU here; --tiny (TINY=1) walks the same way on CPUs")
 
@@ -217,7 +207,8 @@ def disk_speed(folder: Path) -> float:
 
 def summarize_trace(path: Path) -> dict[str, Any]:
     """Return the longest kernels of a Chrome trace with their seconds; on a CPU its operations. `busy_seconds`: time in
-    which at least one ran. `seconds`: from the first begin to the last end."""
+    which at least one ran. `seconds`: from the first begin to the last end. `waits`: seconds of each wait of the host
+    for the GPU."""
     events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     kind = "kernel" if any(event.get("cat") == "kernel" for event in events) else "cpu_op"
     chosen = [event for event in events if event.get("cat") == kind and event.get("ph") == "X"]
@@ -232,8 +223,10 @@ def summarize_trace(path: Path) -> dict[str, Any]:
     for begin, finish in spans:
         busy += max(0.0, finish - max(begin, end))
         end = max(end, finish)
+    runtime = [event for event in events if event.get("cat") == "cuda_runtime"]
     return {
         "kind": kind,
+        "waits": [float(event.get("dur", 0)) / 1e6 for event in runtime if "Synchronize" in event["name"]],
         "events": len(chosen),
         "seconds": (end - spans[0][0]) / 1e6 if spans else 0.0,
         "busy_seconds": busy / 1e6,
@@ -245,13 +238,9 @@ def measure_speed(setup: CheckSetup, figures: PartFigures) -> None:
     """Find the micro-batch, train, and record the figures. Raises CheckFailed."""
     sizes = setup.sizes
     memory = setup.memory_bytes or None
-    searched = large_run_sections(setup, micro_batch=1, steps=1) | {
-        "parallel": {"overlap_grad_reduce": False, "overlap_param_gather": False},
-        "job": {"ntasks_per_node": 1},
-    }
-    config = runs.checked_config(setup, "search", searched)
+    config = searched_config(setup, deterministic=False)
     first = first_micro_batch(config, sizes.vocabulary, memory, sizes.largest_batch)
-    found = run_batch_search(setup, config, first)
+    found = run_batch_search(setup, config, first, largest=sizes.largest_batch)
     figures.add("search", found)
     fitting = [entry for entry in found["tries"] if entry["fits"]]
     if not fitting:
@@ -290,16 +279,26 @@ def measure_speed(setup: CheckSetup, figures: PartFigures) -> None:
     figures.add("by_part", seconds_by_part(runs.read_notes(run, "parts")))
     figures.add("trace", keep_trace(setup, run))
 
-    warm_up, measured = DETERMINISTIC_STEPS
-    again = large_run_sections(setup, micro_batch=micro_batch, steps=warm_up + measured)
-    again["training"]["deterministic"] = True
-    try:
-        run = runs.train_until(setup, "speed-deterministic", again, steps=warm_up + measured)
-    except CheckFailed as error:  # may need more memory; the part `resume` tests the switch itself
-        figures.add("deterministic", {"not_measured": error.message})
-    else:
-        config = runs.checked_config(setup, "speed-deterministic", again)
-        figures.add("deterministic", training_speed(setup, config, runs.iteration_lines(run, 1), warm_up, measured))
+
+def measure_determinism(setup: CheckSetup, figures: PartFigures) -> None:
+    """Time the micro-batch of the part `speed` with training.deterministic."""
+    tries = read_json(setup.parts / "speed.json").get("search", {}).get("tries", [])
+    if not (fitting := [entry for entry in tries if entry["fits"]]):
+        raise CheckFailed("the part speed found no micro-batch")
+    best = max(fitting, key=lambda entry: entry["tokens_per_second"])
+    found = run_batch_search(setup, searched_config(setup, deterministic=True), best["micro_batch"], largest=1)
+    figures.add("default", best)
+    figures.add("deterministic", found["tries"][0])
+
+
+def searched_config(setup: CheckSetup, *, deterministic: bool) -> RunConfig:
+    """Return the config of the large model whose micro-batch is searched."""
+    sections = large_run_sections(setup, micro_batch=1, steps=1) | {
+        "parallel": {"overlap_grad_reduce": False, "overlap_param_gather": False},
+        "job": {"ntasks_per_node": 1},
+    }
+    sections["training"]["deterministic"] = deterministic
+    return runs.checked_config(setup, "search", sections)
 
 
 def large_run_sections(setup: CheckSetup, *, micro_batch: int, steps: int) -> dict[str, dict[str, Any]]:
@@ -329,13 +328,13 @@ def first_micro_batch(config: RunConfig, vocabulary: int, memory: int | None, la
     return max(1, fits // 2)
 
 
-def run_batch_search(setup: CheckSetup, config: RunConfig, first: int) -> dict[str, Any]:
+def run_batch_search(setup: CheckSetup, config: RunConfig, first: int, *, largest: int) -> dict[str, Any]:
     """Try micro-batches; tries before a crash of the program count if one of them fits."""
     file = setup.parts / "search-resolved.yaml"
     file.write_text(resolve.dump_run_config(config), encoding="utf-8")
     found: dict[str, Any]
     try:
-        found = run_program(setup, "models:search_largest_batch", config=file, first=first)
+        found = run_program(setup, "models:search_largest_batch", config=file, first=first, largest=largest)
     except CheckFailed as error:
         if not any(entry["fits"] for entry in (error.found or {}).get("tries", [])):
             raise

@@ -103,22 +103,16 @@ def _environment(figures: FigureMap, result: FigureMap) -> Iterator[CheckRow]:
 
 
 def _resume(figures: FigureMap, result: FigureMap) -> Iterator[CheckRow]:
-    for mode, words in (("deterministic", "with training.deterministic"), ("default", "without")):
-        promised = mode == "deterministic"
-        about = figures.get(mode) or {}
-        for cut in ("SIGUSR2", "SIGKILL", "asynchronous save"):
-            one = about.get(cut)
-            value = about.get("failed", "") if one is None else _equality(one)
-            if one is not None and one["differed_before"]:
-                value += f" (and before the cut: {one['differed_before']})"
-            what = f"resume after {cut}, {words}"
-            if promised:
-                yield _promise(what, value, "bit for bit", None if one is None else one["equal"])
-            else:
-                yield CheckRow(what, value if one is not None else "")
+    for cut in ("SIGUSR2", "SIGKILL", "asynchronous save"):
+        one = figures.get("resumed", {}).get(cut)
+        value = "" if one is None else _equality(one)
+        if one is not None and one["differed_before"]:
+            value += f" (and before the cut: {one['differed_before']})"
+        yield _promise(f"resume after {cut}", value, "bit for bit", None if one is None else one["equal"])
+    yield from _recovery(figures)
 
 
-def _recovery(figures: FigureMap, result: FigureMap) -> Iterator[CheckRow]:
+def _recovery(figures: FigureMap) -> Iterator[CheckRow]:
     job, bits = figures.get("job"), figures.get("bits")
     failed = [] if job is None else job["restarts"]
     value = ""
@@ -168,12 +162,6 @@ def _speed(figures: FigureMap, result: FigureMap) -> Iterator[CheckRow]:
     if training is not None:
         value = f"{training['tokens_per_second_per_gpu']:,.0f}"
         yield CheckRow("tokens/s of a GPU" if result["gpus"] else "tokens/s", value)
-    again, what = figures.get("deterministic"), "time of an iteration with training.deterministic"
-    if again is not None and "not_measured" in again:
-        yield _not_measured(what, again)
-    elif training is not None and again is not None:
-        more = again["step_seconds"] / training["step_seconds"] - 1
-        yield CheckRow(what, f"{more:+.1%} ({again['tokens_per_second_per_gpu']:,.0f} tokens/s)")
     if memory := figures.get("memory"):
         what = "memory at its peak" if memory["device_bytes"] else "memory of the process (no GPU), and the estimate"
         value = f"{memory['peak_bytes'] / 1e9:,.4g} GB, estimated {memory['estimate_bytes'] / 1e9:,.4g} GB"
@@ -184,10 +172,21 @@ def _speed(figures: FigureMap, result: FigureMap) -> Iterator[CheckRow]:
         yield CheckRow(f"parts of an iteration of {whole:.4g} s", ", ".join(shares))
     if trace := figures.get("trace"):
         share = trace["busy_seconds"] / trace["seconds"] if trace["seconds"] else 0.0
-        value = f"busy {share:.1%} of {trace['seconds']:.4g} s"
+        value = f"busy {share:.1%} of {trace['seconds']:.4g} s; the host waits {len(trace['waits'])} times"
         for longest in trace["longest"][:1]:
             value += f"; longest: {longest['name'][:60]}, {longest['seconds']:.4g} s"
         yield CheckRow(f"trace of an iteration ({trace['file']})", value)
+
+
+def _determinism(figures: FigureMap, result: FigureMap) -> Iterator[CheckRow]:
+    if (without := figures.get("default")) and (found := figures.get("deterministic")):
+        size = f"{without['micro_batch']} x its sequence"
+        if found["fits"]:
+            share = found["tokens_per_second"] / without["tokens_per_second"]
+            value = f"{share:.1%} of the speed ({found['tokens_per_second']:,.0f} tokens/s, {size})"
+        else:
+            value = f"{size} does not fit"
+        yield CheckRow("training.deterministic", value)
 
 
 def _save(figures: FigureMap, result: FigureMap) -> Iterator[CheckRow]:
@@ -220,21 +219,13 @@ def _save(figures: FigureMap, result: FigureMap) -> Iterator[CheckRow]:
         yield CheckRow("a load", value)
 
 
-def _attention(figures: FigureMap, result: FigureMap) -> Iterator[CheckRow]:
-    names = {
-        "whole": "whole sequences",
-        "packed": "packed documents",
-        "packed_masked": "packed documents, with a mask",
-        "window": "whole sequences, with a window",
-    }
-    for one, words in ((figures[name], words) for name, words in names.items() if name in figures):
-        if "not_measured" in one:
-            yield _not_measured(words, one)
-            continue
-        forward = [operation for operation in one["operations"] if "backward" not in operation]
-        ran = ", ".join(each.removeprefix("aten::_").removeprefix("torch_attn::_") for each in forward) or "unknown"
-        kernel = f"; {one['kernels'][0]['name'][:50]}" if one["kernels"] else ""
-        yield CheckRow(words, f"{one['tflops']:,.4g} TFLOP/s, {1000 * one['seconds']:.4g} ms: {ran}{kernel}")
+def _kernels(figures: FigureMap, result: FigureMap) -> Iterator[CheckRow]:
+    for name, one in figures.get("kernels", {}).items():
+        if "words" not in one:
+            yield from _variants({name: one}, result)
+        else:
+            yield _promise(one["what"], one["words"], "runs", True)
+    yield from _export(figures.get("export", {}), result)
 
 
 def _variants(figures: FigureMap, result: FigureMap) -> Iterator[CheckRow]:
@@ -279,13 +270,11 @@ def _bandwidth(figures: FigureMap, result: FigureMap) -> Iterator[CheckRow]:
 _ROWS_BY_PART: dict[str, Callable[[FigureMap, FigureMap], Iterator[CheckRow]]] = {
     "environment": _environment,
     "resume": _resume,
-    "recovery": _recovery,
     "speed": _speed,
+    "determinism": _determinism,
     "save": _save,
-    "attention": _attention,
-    "models": _variants,
+    "kernels": _kernels,
     "layouts": _variants,
-    "export": _export,
     "bandwidth": _bandwidth,
 }
 

@@ -1,16 +1,17 @@
-"""The parts `resume` and `recovery`: interrupted runs compared with an undisturbed run, to the last bit.
+"""The part `resume`: interrupted runs compared with undisturbed ones, to the last bit. All are deterministic.
 
-| part | run | interruption |
-|---|---|---|
-| resume | sync | SIGUSR2 between two saves; SIGKILL after a save |
-| resume | async | SIGKILL after an asynchronous save |
-| recovery | node | two deaths of ranks inside the job; `chain.recovery` is `node` |
+| run | interruption |
+|---|---|
+| sync | SIGUSR2 between two saves; SIGKILL after a save |
+| async | SIGKILL after an asynchronous save |
+| recovered | two deaths of ranks inside the job; `chain.recovery` is `node` |
 
 The hook `programs.hooks.DigestHook` records the hashes of every attempt, and `compare_runs` compares them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from relayrun.control.rundir import restarts
@@ -21,37 +22,55 @@ from relayrun.lab.gpucheck.setup import CheckFailed, CheckSetup, PartFigures
 from relayrun.lab.small_run import merge_sections
 
 NODE_RECOVERY: dict[str, dict[str, Any]] = {"chain": {"recovery": "node"}, "checkpoint": {"memory_interval": 1}}
-RESUME_MODES = {"deterministic": True, "default": False}
 RECORDED_FIELDS = ("words", "iteration", "again", "source", "next_iteration", "steps_lost", "seconds")
 """Fields of a failed restart in the result; others name hosts."""
 CUT_NAMES = ("SIGUSR2", "SIGKILL", "asynchronous save")
 
 
 def measure_resume(setup: CheckSetup, figures: PartFigures) -> None:
-    """Run both modes; a mode that fails leaves the other. Raises CheckFailed at the end if one failed."""
-    started: dict[str, dict[str, runs.LocalChain]] = {}
+    """Run all at once, and compare; a run that fails leaves the others. Raises CheckFailed at the end if one failed."""
+    ranks = setup.gpus or setup.sizes.cpu_ranks
+    cuts = deaths_by_restart(setup, ranks)
     runs.data_with_tokenizer(setup)
-    for mode in RESUME_MODES:
-        started[mode] = {
-            name: runs.start_run(setup, f"{mode}-{name}", changes) for name, changes in resume_run_sections(setup, mode)
-        }
+    chains = {name: runs.start_run(setup, name, sections) for name, sections in resume_run_sections(setup)}
+    if ranks != setup.ranks:  # on CPUs the recovered run has two
+        plain = runs.recorded_run_sections(setup, cuts=[], ranks=ranks)
+        chains["recovery-whole"] = runs.start_run(setup, "recovery-whole", plain)
+    sections = merge_sections(runs.recorded_run_sections(setup, cuts=cuts, ranks=ranks), NODE_RECOVERY)
+    chains["recovered"] = runs.start_run(setup, "recovered", sections)
+
+    def done(name: str) -> Run:
+        return chains[name].wait(setup.sizes.steps)
+
     failures = []
-    for mode, chains in started.items():
+    measures: dict[str, Callable[[], dict[str, Any]]] = {
+        "resumed": lambda: compare_resumed_runs(done("whole"), done("sync"), done("async")),
+        "job": lambda: recorded_attempts(ended(chains["recovered"])) | {"ranks": ranks, "kills": len(cuts)},
+        "bits": lambda: compare_recovered_run(done("recovered"), undisturbed_values(done(whole_of(chains)))),
+    }
+    for name, measure in measures.items():
         try:
-            done = {name: chain.wait(setup.sizes.steps) for name, chain in chains.items()}
-            figures.add(mode, compare_resumed_runs(done["whole"], done["sync"], done["async"]))
+            figures.add(name, measure())
         except CheckFailed as error:
-            failures.append(str(error))
-            figures.add(mode, {"failed": error.message})
-        for chain in chains.values():
-            chain.process.wait()
-            runs.remove_checkpoints(chain.run)
+            failures.append(error.message)
+    for chain in chains.values():
+        runs.remove_checkpoints(ended(chain))
     if failures:
         raise CheckFailed("; ".join(failures))
 
 
-def resume_run_sections(setup: CheckSetup, mode: str) -> list[tuple[str, dict[str, dict[str, Any]]]]:
-    """Return names and sections of the runs of a mode."""
+def ended(chain: runs.LocalChain) -> Run:
+    """Wait for the end of a chain, whatever it is."""
+    chain.process.wait()
+    return chain.run
+
+
+def whole_of(chains: Mapping[str, runs.LocalChain]) -> str:
+    return "recovery-whole" if "recovery-whole" in chains else "whole"
+
+
+def resume_run_sections(setup: CheckSetup) -> list[tuple[str, dict[str, dict[str, Any]]]]:
+    """Return names and sections of the runs that are resumed, and of the undisturbed one."""
     sizes = setup.sizes
     # between two saves, and after one
     early, late = sizes.interval // 2, sizes.interval + sizes.interval // 2
@@ -60,11 +79,10 @@ def resume_run_sections(setup: CheckSetup, mode: str) -> list[tuple[str, dict[st
         "sync": (False, [{"signal": "SIGUSR2", "iteration": early}, {"signal": "SIGKILL", "iteration": late}]),
         "async": (True, [{"signal": "SIGKILL", "saves": 1}]),
     }
-    found = []
-    for name, (beside, cuts) in plans.items():
-        sections = runs.recorded_run_sections(setup, cuts=cuts, deterministic=RESUME_MODES[mode])
-        found.append((name, merge_sections(sections, {"checkpoint": {"async_save": beside}})))
-    return found
+    return [
+        (name, merge_sections(runs.recorded_run_sections(setup, cuts=cuts), {"checkpoint": {"async_save": beside}}))
+        for name, (beside, cuts) in plans.items()
+    ]
 
 
 def compare_resumed_runs(whole: Run, sync: Run, beside: Run) -> dict[str, Any]:
@@ -90,24 +108,6 @@ def compare_resumed_runs(whole: Run, sync: Run, beside: Run) -> dict[str, Any]:
             "difference": different,
         }
     return found
-
-
-def measure_recovery(setup: CheckSetup, figures: PartFigures) -> None:
-    """Run both, and compare. Raises CheckFailed if a run does not finish, or has no digests."""
-    ranks = setup.gpus or setup.sizes.cpu_ranks
-    cuts = deaths_by_restart(setup, ranks)
-    plain, cut = (runs.recorded_run_sections(setup, cuts=each, deterministic=True, ranks=ranks) for each in ([], cuts))
-    whole = runs.start_run(setup, "recovery-whole", plain)
-    disturbed = runs.start_run(setup, "recovery-restarts", merge_sections(cut, NODE_RECOVERY))
-    try:
-        disturbed.process.wait()
-        figures.add("job", recorded_attempts(disturbed.run) | {"ranks": ranks, "kills": len(cuts)})
-        expected = undisturbed_values(whole.wait(setup.sizes.steps))
-        figures.add("bits", compare_recovered_run(disturbed.wait(setup.sizes.steps), expected))
-    finally:
-        for chain in (whole, disturbed):
-            chain.process.wait()
-            runs.remove_checkpoints(chain.run)
 
 
 def deaths_by_restart(setup: CheckSetup, ranks: int) -> list[dict[str, Any]]:

@@ -60,7 +60,12 @@ def check_run_values(setup: CheckSetup, name: str, sections: Sections) -> dict[s
         "parallel": {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
         "chain": {"auto_requeue": True, "max_failed_attempts": 1},
         "debug": {"memory_interval": 0},
-        "job": {"time": "01:00:00", "ntasks_per_node": setup.ranks, "gpus_per_node": setup.gpus},
+        "job": {
+            "time": "01:00:00",
+            "ntasks_per_node": setup.ranks,
+            "gpus_per_node": setup.gpus,
+            "cpus_per_task": setup.cpus_per_rank,
+        },
         "cluster": {"name": "gpu-check", **setup.cluster, "scheduler": "local"},
     }
     if not setup.gpus:
@@ -111,10 +116,10 @@ def cut_hook(cuts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def recorded_run_sections(
-    setup: CheckSetup, *, cuts: Sequence[Mapping[str, Any]], deterministic: bool, ranks: int | None = None
+    setup: CheckSetup, *, cuts: Sequence[Mapping[str, Any]], ranks: int | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Return the sections of a small run that records digests of every iteration, and interrupts itself. `cuts`: see
-    `programs.hooks.SignalSelfHook`. `ranks`: default one per GPU."""
+    """Return the sections of a small deterministic run that records digests of every iteration, and interrupts itself.
+    `cuts`: see `programs.hooks.SignalSelfHook`. `ranks`: default one per GPU."""
     sizes, ranks = setup.sizes, ranks or setup.ranks
     return {
         "model": dict(sizes.resumed_model),
@@ -124,7 +129,7 @@ def recorded_run_sections(
             "micro_batch_size": sizes.resumed_batch,
             "global_batch_size": 2 * sizes.resumed_batch * ranks,
             "seq_length": sizes.resumed_seq_length,
-            "deterministic": deterministic,
+            "deterministic": True,
             "hooks": [f"{HOOKS_MODULE}:DigestHook", cut_hook(cuts)],
         },
         "checkpoint": {"interval": sizes.interval, "keep_last": 1},

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 from relayrun import places
 from relayrun.config.compose import yaml_file
+from relayrun.control.chain.job_script import rank_defaults
 from relayrun.errors import RelayrunError
 from relayrun.files import last_lines, read_json, write_json
 
@@ -66,8 +68,6 @@ class CheckFailed(RelayrunError):
 class CheckSizes:
     """Sizes of models, data and repetitions: full for a GPU, tiny for CPUs."""
 
-    seconds: float
-    """Time limit of the whole check; later parts are skipped."""
     model: Mapping[str, Any]
     """Section `model` of the timed run."""
     vocabulary: int
@@ -163,11 +163,17 @@ class CheckSetup:
         """Python of the ranks."""
         return str(self.cluster.get("python") or sys.executable)
 
+    @property
+    def cpus_per_rank(self) -> int:
+        """Processors of a rank: a share of this machine's, with a GPU."""
+        return max(1, (os.cpu_count() or 1) // self.ranks) if self.gpus else 1
+
     def environment(self) -> dict[str, str]:
         """Return the environment of programs on the ranks, the same as a training run's."""
         path = os.pathsep.join(filter(None, [str(places.CODE_ROOT), os.environ.get("PYTHONPATH")]))
-        own = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-        return os.environ | own | {name: str(value) for name, value in self.cluster.get("environment", {}).items()}
+        site = {name: str(value) for name, value in self.cluster.get("environment", {}).items()}
+        own = rank_defaults(str(self.cpus_per_rank), trainer="native", site=site)
+        return os.environ | own | {"PYTHONPATH": path} | site
 
     def write(self, path: Path) -> None:
         write_json(path, asdict(self), durable=False)
@@ -186,7 +192,11 @@ class PartFigures:
 
     def add(self, name: str, value: Any) -> None:
         """Record a figure, or an object of figures."""
-        self._found[name] = value
+        self.update({name: value})
+
+    def update(self, found: Mapping[str, Any]) -> None:
+        """Record several figures by their names."""
+        self._found |= found
         write_json(self._path, self._found, durable=False)
 
 
@@ -202,8 +212,17 @@ def rank_command(setup: CheckSetup, program: str, *arguments: str, container: Se
     return ["bash", str(places.shared_file("launchers/lib/rank.sh")), *inside, *measure]
 
 
-def run_program(setup: CheckSetup, program: str, *, ranks: int = 1, **arguments: object) -> Any:
-    """Run MODULE:FUNCTION of `programs`; return its `--output`. Raises CheckFailed with the figures written before."""
+def run_program(
+    setup: CheckSetup,
+    program: str,
+    *,
+    ranks: int = 1,
+    record: Callable[[dict[str, Any]], object] = lambda found: None,
+    **arguments: object,
+) -> Any:
+    """Run MODULE:FUNCTION of `programs`; return its `--output`. Raises CheckFailed with the figures written before.
+
+    `record` gets the figures written so far, every second: a part that is ended keeps them."""
     short = program.rpartition(":")[2]
     setup.parts.mkdir(parents=True, exist_ok=True)
     output, log, given = (setup.parts / f"program-{short}.{end}" for end in ("json", "log", "setup.json"))
@@ -213,31 +232,21 @@ def run_program(setup: CheckSetup, program: str, *, ranks: int = 1, **arguments:
     starter = [sys.executable, "-m", "relayrun.control.scheduler.local_srun", f"--ntasks={ranks}", "--"]
     command = [*starter, *rank_command(setup, program, f"--setup={given}", f"--output={output}", *options)]
     with log.open("wb") as file:
-        code = subprocess.run(
+        process = subprocess.Popen(
             command,
             cwd=places.CODE_ROOT,
             env=setup.environment(),
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
-            check=False,
-        ).returncode
-    found = read_json(output) if output.exists() else {}
+        )
+        code: int | None = None
+        while code is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(1.0)
+            found = read_json(output) if output.exists() else {}
+            record(found)
     if code or not output.exists():
         print(log_tail(log), flush=True)
         raise CheckFailed(f"the program {short} failed: {log_error(log, code)}", found=found)
-    return found
-
-
-def run_and_record_program(setup: CheckSetup, figures: PartFigures, program: str, **arguments: Any) -> dict[str, Any]:
-    """Run MODULE:FUNCTION of `programs`, record its output, also a failed one's, and return it. Raises CheckFailed."""
-    found: dict[str, Any] = {}
-    try:
-        found = run_program(setup, program, **arguments)
-    except CheckFailed as error:
-        found = error.found or {}
-        raise
-    finally:
-        for name, value in found.items():
-            figures.add(name, value)
     return found

@@ -39,8 +39,9 @@ LAUNCHER_FINDING = "megatron_lm.launcher"
 
 ATTEMPT_VARIABLES = re.compile(
     r"MASTER_(ADDR|PORT)|WORLD_SIZE|(LOCAL_|NODE_)?RANK|(PYTHON|LD_LIBRARY_|LIBRARY_|C)?PATH"
+    r"|TORCH_NCCL_AVOID_RECORD_STREAMS"
 )
-"""Variables that an attempt sets, or that are put together from several."""
+"""Variables that an attempt sets, or that are put together from several; and one that torch ignores since 2.8."""
 
 
 def check_launcher_file(
@@ -90,7 +91,8 @@ def _check_constants(config: MegatronConfig, plan: Plan, run: Run, file: Path, f
             runs[name] = " ".join(found.values) or "true"
     if config.data is not None and config.data.mixture:
         settings.pop("MIXTURE")  # a file, whose data sets are in the config by now
-    ranks = dict(os.environ) | job_script.rank_defaults(str(plan.cpus_per_task)) | plan.environment
+    site = plan.environment
+    ranks = os.environ | job_script.rank_defaults(str(plan.cpus_per_task), trainer=plan.trainer, site=site) | site
     launcher = config_launcher(config, run)
     folders = {name for name in variables if name.endswith("_DIR")} - set(settings)
     for name, value in launcher.variables.items():
@@ -222,7 +224,9 @@ def _check_flags(config: MegatronConfig, line: CommandLine, findings: Findings, 
         python=config.cluster.rank_python,
         in_container=contained,
         program=program,
-        environment=job_script.rank_defaults(str(config.job.cpus_per_task))
+        environment=job_script.rank_defaults(
+            str(config.job.cpus_per_task), trainer=config.trainer, site=config.cluster.environment
+        )
         | config.cluster.environment
         | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(config.world_size)},
     )

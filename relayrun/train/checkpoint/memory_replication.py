@@ -4,21 +4,24 @@ A rank sends its copies to the rank with the same local rank on the next node, b
 the node before. The messages use the group of all ranks with a tag of their own (`train.messages`): no port is opened,
 and no other process can send. A copy counts when its last byte has arrived and the hash of the sender matches.
 
-The hash, XXH3-128, covers the bytes and the fields of the header: rank, iteration, layout. So neither a changed byte
-nor a changed header passes as a copy. A message to another node also carries HMAC-SHA256 under the attempt's secret,
-which covers the restart and the number of the transfer: the header before memory is taken for its bytes, and these
-before the copy counts.
+The hash, XXH3-128 of the hashes of pieces, covers the bytes and the fields of the header: rank, iteration, layout. So
+neither a changed byte nor a changed header passes as a copy. A message to another node also carries HMAC-SHA256 under
+the attempt's secret, which covers the restart and the number of the transfer: the header before memory is taken for its
+bytes, and these before the copy counts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import logging
+import mmap
 import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +47,8 @@ COPY_TAG = 2
 CHUNK_BYTES = 1 << 22
 """Bytes of a message: other messages to that rank wait for one at most."""
 HMAC_BYTES = 32
+HASH_BYTES, HASH_THREADS = 1 << 26, 8
+"""Bytes of a piece that one thread hashes, and most threads: one hashes 8 GB/s."""
 SPARE_BYTES = 1 << 20
 """Spare room of a slot, so that a slightly larger next copy fits."""
 
@@ -129,15 +134,14 @@ class NeighbourReplica:
         size = int(coming["size"])
         slot = min(slots, key=lambda slot: (slot.header() or {"iteration": -1})["iteration"])
         into = self._room(slots, slot, size) if size else None
-        content, going = xxhash.xxh3_128(), copy.body if copy is not None and to is not None else words[:0]
+        going = copy.body if copy is not None and to is not None else words[:0]
         for at in range(0, max(len(going), size), CHUNK_BYTES):
             until = min(at + CHUNK_BYTES, size)
             part = np.empty(max(0, until - at), dtype=np.uint8) if into is None else into[at:until]
             self._pass(to, going[at : at + CHUNK_BYTES], mine, source, part, seal)
-            content.update(part.data)
         if into is None:
             return False
-        if coming.get("rank") != of or copy_hash(content, coming) != coming["hash"]:
+        if coming.get("rank") != of or copy_hash(into[:size], coming) != coming["hash"]:
             self._complain(f"the copy of rank {of} did not arrive as it was sent")
             return False
         slot.commit(**coming)
@@ -205,7 +209,9 @@ class MemoryCopy:
 def write_copy(slot: MemorySlot, pieces: Sequence[torch.Tensor | bytes], **header: Any) -> MemoryCopy:
     """Write the pieces one after the other into a slot with enough room, and commit it."""
     slot.void()
-    target, found, at = copy_body(slot, header["size"]), xxhash.xxh3_128(), 0
+    target, at = copy_body(slot, header["size"]), 0
+    devices = {piece.device for piece in pieces if isinstance(piece, torch.Tensor) and piece.device.type == "cuda"}
+    pinned = bool(devices) and pin_slot(slot)
     for piece in pieces:
         if isinstance(piece, bytes):
             part = target[at : at + len(piece)]
@@ -213,12 +219,33 @@ def write_copy(slot: MemorySlot, pieces: Sequence[torch.Tensor | bytes], **heade
         else:
             part = target[at : at + piece.nbytes]
             if len(part):
-                torch.from_numpy(part).copy_(piece.contiguous().reshape(-1).view(torch.uint8))
-        found.update(part.data)
+                source = piece.contiguous().reshape(-1).view(torch.uint8)
+                torch.from_numpy(part).copy_(source, non_blocking=pinned)
         at += len(part)
-    header["hash"] = copy_hash(found, header)
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()
+    header["hash"] = copy_hash(target, header)
     slot.commit(**header)
     return MemoryCopy(header, target)
+
+
+_PINNED: dict[int, tuple[mmap.mmap, bool]] = {}
+"""Mappings of slots by address, and whether CUDA accepted them: kept, since an unmapped range must not stay pinned."""
+
+
+def pin_slot(slot: MemorySlot) -> bool:
+    """Let the GPU write into a slot without a copy by the host: 55 GB/s on an H200 instead of 16. Returns False where
+    CUDA refuses."""
+    content = slot.open()
+    address = int(np.frombuffer(content, dtype=np.uint8).ctypes.data)
+    if address not in _PINNED:
+        error = torch.cuda.cudart().cudaHostRegister(address, len(content), 0)  # type: ignore[no-untyped-call]
+        _PINNED[address] = content, int(error) == 0
+        if int(error):
+            log.warning("copies in memory are not pinned, and take longer: cudaHostRegister: %s", error)
+            with contextlib.suppress(RuntimeError):  # else the next kernel would report it
+                torch.zeros(1, device="cuda")
+    return _PINNED[address][1]
 
 
 def whole_copy(slot: MemorySlot, *, rank: int, ranks: int, iteration: int) -> MemoryCopy | None:
@@ -228,7 +255,7 @@ def whole_copy(slot: MemorySlot, *, rank: int, ranks: int, iteration: int) -> Me
         return None
     try:
         body = copy_body(slot, int(header["size"]))
-        if len(body) == header["size"] and copy_hash(xxhash.xxh3_128(body.data), header) == header["hash"]:
+        if len(body) == header["size"] and copy_hash(body, header) == header["hash"]:
             return MemoryCopy(header, body)
     except (OSError, KeyError, TypeError, ValueError):
         pass
@@ -240,7 +267,10 @@ def copy_body(slot: MemorySlot, size: int) -> ByteArray:
     return np.frombuffer(slot.open(), dtype=np.uint8)[HEADER_BYTES : HEADER_BYTES + size]
 
 
-def copy_hash(content: xxhash.xxh3_128, header: Mapping[str, Any]) -> str:
-    """Return the hash of a copy, whose bytes `content` has consumed."""
-    content.update(json.dumps([header.get(name) for name in COPY_FIELDS]).encode())
-    return content.hexdigest()
+def copy_hash(body: ByteArray, header: Mapping[str, Any]) -> str:
+    """Return the hash of a copy: of the hashes of its pieces, which threads compute, and of its header's fields."""
+    pieces = [body[at : at + HASH_BYTES].data for at in range(0, len(body), HASH_BYTES)]
+    with ThreadPoolExecutor(max(1, min(HASH_THREADS, torch.get_num_threads(), len(pieces)))) as pool:
+        found = xxhash.xxh3_128(b"".join(pool.map(xxhash.xxh3_128_digest, pieces)))
+    found.update(json.dumps([header.get(name) for name in COPY_FIELDS]).encode())
+    return found.hexdigest()

@@ -18,8 +18,9 @@ of their rank: of 2 n equal parts of a sequence, rank r of n has the parts r and
 from __future__ import annotations
 
 import inspect
+import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -40,9 +41,11 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.backends import cuda
 from torch.backends.cuda import SDPAParams
+from torch.nn.attention import SDPBackend
 
 from relayrun.train.model.packed_documents import PackedDocuments, whole_rows
 
+log = logging.getLogger(__name__)
 SHORTEST_BLOCK = 128
 """Least tokens of a block of a sequence with a window."""
 
@@ -61,7 +64,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         self._scale = softmax_scale
         self._dropout = config.attention_dropout
         self._forked = config.sequence_parallel
-        self._context_size = config.context_parallel_size
+        self._context_size, self._logged = config.context_parallel_size, False
 
     def forward(
         self,
@@ -103,6 +106,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         """Attend over whole rows; return [sequence, batch, heads, channels]."""
         packed = documents is not None or self._window is not None
         if packed and not dropout and varlen_usable(query, window=self._window):
+            _log_kernel("varlen_attn, for packed rows or a window")
             rows = documents or whole_rows(query.shape[1], query.shape[0], query.device)
             return attend_varlen(query, key, value, rows, scale=self._scale, window=self._window)
         query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
@@ -138,6 +142,10 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         shared = repeat > 1 and _kernel_takes_groups(query, key, value, dropout, mask)
         if repeat > 1 and not shared:
             key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
+        if query.is_cuda and not self._logged:
+            kernel = torch._fused_sdp_choice(query, key, value, mask, dropout, mask is None, enable_gqa=shared)
+            _log_kernel(f"{SDPBackend(kernel).name} of scaled_dot_product_attention")
+            self._logged = True
         return functional.scaled_dot_product_attention(
             query,
             key,
@@ -148,6 +156,13 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
             scale=self._scale,
             enable_gqa=shared,
         )
+
+
+@cache
+def _log_kernel(name: str) -> None:
+    """Log on rank 0 that attention has used this kernel, once."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        log.info("attention: %s", name)
 
 
 def _within(window: int, before: int, length: int, *, device: torch.device) -> Tensor:
@@ -193,8 +208,7 @@ def varlen_function() -> Callable[..., Any] | None:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    found: Callable[..., Any] = varlen_attn
-    return found
+    return varlen_attn
 
 
 def attend_varlen(
@@ -256,8 +270,7 @@ def all_to_all_heads_to_sequence(out: Tensor) -> Tensor:
     """Exchange [sequence, batch, heads / n, channels] for this rank's [sequence / n, batch, heads, channels]."""
     size = parallel_state.get_context_parallel_world_size()
     sequence, batch, heads, channels = out.shape
-    parts = out.reshape(2 * size, sequence // (2 * size), batch, heads, channels)[_of_ranks(size)]
-    parts = parts.reshape(size, sequence // size, batch, heads, channels)
+    parts = _reordered(out, _of_ranks(size)).reshape(size, sequence // size, batch, heads, channels)
     found = all_to_all(parallel_state.get_context_parallel_group(), parts)  # [n of heads, sequence / n, ...]
     return found.permute(1, 2, 0, 3, 4).reshape(sequence // size, batch, size * heads, channels)  # type: ignore[no-any-return]
 
@@ -266,9 +279,15 @@ def _gathered(part: Tensor, size: int) -> Tensor:
     own, batch, heads, channels = part.shape
     by_rank = part.view(own, batch, size, heads // size, channels).permute(2, 0, 1, 3, 4)
     found = all_to_all(parallel_state.get_context_parallel_group(), by_rank)  # [n of tokens, sequence / n, ...]
-    pieces = found.view(2 * size, own // 2, batch, heads // size, channels)
-    order = torch.tensor(_of_ranks(size)).argsort().tolist()
-    return pieces[order].view(own * size, batch, heads // size, channels)  # type: ignore[no-any-return]
+    order = sorted(range(2 * size), key=_of_ranks(size).__getitem__)
+    return _reordered(found.view(own * size, batch, heads // size, channels), order)
+
+
+def _reordered(tokens: Tensor, order: Sequence[int]) -> Tensor:
+    """Return equal parts of the first axis in this order: slices, since a list as an index is copied to the GPU, for
+    which the host waits, and its gradient sorts the indices."""
+    parts = tokens.chunk(len(order))
+    return torch.cat([parts[place] for place in order])
 
 
 def _of_ranks(size: int) -> list[int]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+_replace = setattr
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full")
 
 
@@ -26,7 +27,7 @@ def patch_for_cpu() -> None:
         _type_names()
         _streams()
         _splits()
-        _compiled()
+        torch.compiler.set_stance("force_eager")  # a compiler may be missing, and takes longer than runs on CPUs
 
 
 def _devices() -> None:
@@ -135,16 +136,6 @@ def _splits() -> None:
     _replace(token_dispatcher, "maybe_move_tensor_to_cpu", to_host)
 
 
-def _compiled() -> None:
-    """Run the parts of the fused loss uncompiled: a compiler may be missing, and takes longer than runs on CPUs.
-    fusions/fused_cross_entropy.py lets torch compile them on first use."""
-    from megatron.core.fusions import fused_cross_entropy
-
-    for name, function in vars(fused_cross_entropy).copy().items():
-        if original := getattr(function, "_torchdynamo_orig_callable", None):
-            _replace(fused_cross_entropy, name, original)
-
-
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
         if kwargs.get("device") == "cuda":
@@ -153,7 +144,3 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
         return factory(*args, **kwargs)
 
     return make
-
-
-def _replace(owner: object, name: str, value: object) -> None:
-    setattr(owner, name, value)

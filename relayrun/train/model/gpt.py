@@ -31,8 +31,8 @@ from relayrun.config.sections.model import LLAMA_DEFAULTS, LatentAttentionFields
 from relayrun.errors import ConfigError, FatalTrainingError
 from relayrun.tokens.order import sample_rows
 from relayrun.train import distributed, megatron_versions, user_code
-from relayrun.train.distributed import LossSum, Ranks
-from relayrun.train.model import experts, kernels, layers
+from relayrun.train.distributed import LossSum, Ranks, to_device
+from relayrun.train.model import compiled, experts, kernels, layers
 from relayrun.train.model.experts import AuxiliaryLosses
 from relayrun.train.model.layers import ACTIVATION_FUNCTIONS
 from relayrun.train.model.loss import LossResult, UserLoss, loss_function
@@ -156,6 +156,7 @@ class ModelStage:
             transformer.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
             if config.parallel.defer_embedding_wgrad_compute and ranks.is_last_stage:
                 transformer.finalize_model_grads_func = kernels.reduce_output_layer_last(self.chunks[-1])
+        kernels.log_gpu_state(ranks)
         self._positions = torch.arange(self.seq_length, device=ranks.device)
         self._by_token = transformer.calculate_per_token_loss
         self.routers = experts.RouterUpdates(self.chunks, config.model.transformer, by_token=self._by_token)
@@ -209,6 +210,8 @@ class ModelStage:
         gpt.model_type = ModelType.encoder_or_decoder  # the schedules ask for it
         if config.parallel.defer_embedding_wgrad_compute:
             kernels.defer_output_layer_alone(gpt)
+        if kernels.compiles_loss(config, self.ranks.device):
+            compiled.compile_loss(gpt)
         gpt.to(self.ranks.device)
         return Float16Module(transformer, gpt) if self.dtype is torch.bfloat16 else gpt
 
@@ -300,15 +303,15 @@ class ModelStage:
         self._progress()
         batch = next(batches)
         device = self.ranks.device
-        tokens = torch.from_numpy(batch.tokens).to(device, non_blocking=True)
-        weights = None if batch.weights is None else torch.from_numpy(batch.weights).to(device)
+        tokens = to_device(torch.from_numpy(batch.tokens), device)
+        weights = None if batch.weights is None else to_device(torch.from_numpy(batch.weights), device)
         parts: dict[str, Any] = {
             "input_ids": tokens[:, :-1].contiguous(),
             "position_ids": self._position_ids(batch),
             "labels": tokens[:, 1:].contiguous(),
         }
         if (counts := self._counts(batch)) is not None:
-            parts["loss_mask"] = torch.from_numpy(counts).to(device)
+            parts["loss_mask"] = to_device(torch.from_numpy(counts), device)
         if self.ranks.context_size > 1:  # two parts of the sequence per rank balance the work of attention
             parts = megatron_versions.batch_of_context_rank(parts)
         mask = parts.pop("loss_mask", None)
@@ -342,7 +345,7 @@ class ModelStage:
             return self._positions.expand(len(batch.tokens), -1)
         eod = self._eod if self._data.reset_position_ids else -1
         found = sample_rows.document_positions(batch.tokens[:, :-1], eod, batch.lengths)
-        return torch.from_numpy(found).to(self.ranks.device)
+        return to_device(torch.from_numpy(found), self.ranks.device)
 
     def _documents(self, batch: MicroBatch) -> PackedDocuments | None:
         """Return the documents that attention is restricted to; None for plain causal attention."""
@@ -377,6 +380,7 @@ def _transformer_config(config: RunConfig, ranks: Ranks, dtype: torch.dtype) -> 
     if defers:
         kernels.install_gradient_kernels(say=ranks.rank == 0)
     on_gpu = ranks.device.type == "cuda"
+    kernels.check_compiler(config, ranks)
     recompute, some_layers = config.training.recompute_granularity, config.training.recompute_num_layers
     kind = MLATransformerConfig if model.transformer.multi_latent_attention else TransformerConfig
     return kind(
@@ -413,7 +417,7 @@ def _transformer_config(config: RunConfig, ranks: Ranks, dtype: torch.dtype) -> 
         apply_rope_fusion=fused["apply_rope_fusion"],
         tp_comm_overlap=config.parallel.tp_comm_overlap,
         finalize_model_grads_func=finalize_model_grads,
-        cross_entropy_loss_fusion=config.training.cross_entropy_loss_fusion,
+        cross_entropy_loss_fusion=bool(config.training.cross_entropy_loss_fusion),
         cross_entropy_fusion_impl=config.training.cross_entropy_fusion_impl,
         # deferred weight gradients are added to the buffer where they are computed
         gradient_accumulation_fusion=defers or fused["gradient_accumulation_fusion"],

@@ -13,12 +13,17 @@ import copy
 import importlib.util
 import inspect
 import logging
+import os
+import shutil
 import sys
+import sysconfig
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import fp8_utils
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.models.common.embeddings import rope_utils
@@ -29,6 +34,8 @@ from megatron.core.utils import get_attr_wrapped_model
 from relayrun.config.compose.schema import RunConfig
 from relayrun.config.sections.model import TransformerSection
 from relayrun.errors import FatalTrainingError
+from relayrun.train.distributed import Ranks
+from relayrun.train.model import compiled
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +48,32 @@ def choose_fused_kernels(config: RunConfig, device: torch.device) -> dict[str, b
         "gradient_accumulation_fusion": _why_no_gradient_accumulation(device),
     }
     used = {name: _is_used(name, getattr(config.training, name), reason) for name, reason in why_not.items()}
-    if device.type == "cuda" and torch.distributed.get_rank() == 0:
+    compiles = compiles_loss(config, device), compiles_positions(config, device)
+    if compiles[1]:
+        compiled.compile_rotary_positions()
+    if device.type == "cuda" and dist.get_rank() == 0:
         states = [f"{name} on" if used[name] else f"{name} off ({why_not[name] or 'as it is set'})" for name in used]
+        names = [name for name, on in zip(("loss", "rotary positions"), compiles, strict=True) if on]
+        states += [f"compiled by torch: {' and '.join(names)}"] if names else []
         log.info("kernels that join several steps: %s", "; ".join(states))
     return used
+
+
+def compiles_loss(config: RunConfig, device: torch.device) -> bool:
+    """True if torch compiles the loss. A reduction may add in another order in each process, as a compiled one is tuned
+    where it runs: not with training.deterministic."""
+    return (
+        device.type == "cuda"
+        and config.training.cross_entropy_loss_fusion is None
+        and not config.training.deterministic
+    )
+
+
+def compiles_positions(config: RunConfig, device: torch.device) -> bool:
+    """True if torch compiles the rotation of queries and keys, which TransformerEngine's kernel does otherwise."""
+    return (
+        device.type == "cuda" and config.training.apply_rope_fusion is None and _why_no_rope(config, device) is not None
+    )
 
 
 def _is_used(setting: str, wanted: bool | None, why_not: str | None) -> bool:
@@ -74,6 +103,42 @@ def _why_no_gradient_accumulation(device: torch.device) -> str | None:
     if not layers._grad_accum_fusion_available:
         return "Apex's fused_weight_gradient_mlp_cuda is not installed where the ranks run"
     return None
+
+
+def check_compiler(config: RunConfig, ranks: Ranks) -> None:
+    """On GPUs, let all ranks run uncompiled what megatron-core compiles on first use (fused bias, dropout, activation,
+    parts of experts), if a rank lacks a compiler. Raises FatalTrainingError if a setting asks for a compiled kernel."""
+    missing = ranks.gather(_missing_compiler()) if ranks.device.type == "cuda" else []
+    found = [f"rank {rank} finds {words}" for rank, words in enumerate(missing) if words]
+    if not found:
+        return
+    if config.training.cross_entropy_loss_fusion or config.model.transformer.moe_permute_fusion:
+        raise FatalTrainingError(
+            f"training.cross_entropy_loss_fusion or moe_permute_fusion is set and cannot be had: {found[0]}",
+            hint="install gcc and Python's header files on the nodes or in the container, or leave the setting out",
+        )
+    torch.compiler.set_stance("force_eager")
+    if ranks.rank == 0:
+        log.warning("torch.compile is off, and steps are slower: %s", found[0])
+
+
+def _missing_compiler() -> str | None:
+    """Return what triton needs for a compiled kernel and does not find; it looks in the same places."""
+    given, scheme = os.environ.get("CC"), sysconfig.get_default_scheme()
+    if not (shutil.which(given) if given is not None else shutil.which("gcc") or shutil.which("clang")):
+        return "no C compiler (CC, gcc or clang)"
+    folder = sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"]
+    return None if Path(folder, "Python.h").is_file() else f"no Python.h in {folder}"
+
+
+def log_gpu_state(ranks: Ranks) -> None:
+    """On rank 0, log how GPU memory is allocated and how communicators are made."""
+    if ranks.device.type == "cuda" and ranks.rank == 0:
+        expandable = any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot())  # type: ignore[no-untyped-call]
+        groups = sum(dist.get_backend(group) == "nccl" for group in dist.distributed_c10d._world.pg_map)
+        eager = getattr(dist.group.WORLD, "bound_device_id", None) is not None
+        words = ("expandable" if expandable else "fixed", groups, "at the start" if eager else "at first use")
+        log.info("GPU memory is in %s segments; this rank has %s NCCL groups, whose communicators are made %s", *words)
 
 
 FP8_AVAILABLE = {

@@ -37,8 +37,7 @@ def loss_function(
     nats.
 
     `mask`: 1 if a token counts, [batch, sequence]; None: all count. `weights`: of the samples, in the report only,
-    [batch]; None: 1. The report is float64 [2]: total and count of a
-    `distributed.LossSum`.
+    [batch]; None: 1. The report is float64 [2]: total and count of a `distributed.LossSum`.
     """
 
     def over_context(values: torch.Tensor) -> torch.Tensor:
@@ -54,7 +53,7 @@ def loss_function(
         else:
             samples = (losses.float() * mask).sum(dim=1) / over_context(mask.sum(dim=1)).clamp(min=1)
         total = over_context((samples.sum() if weights is None else (samples * weights).sum()).detach().double())
-        count = total.new_tensor(float(len(samples))) if weights is None else weights.double().sum()
+        count = torch.full_like(total, len(samples)) if weights is None else weights.double().sum()
         # megatron-core multiplies by the context size and takes the mean over micro-batches
         return samples.mean(), torch.stack([total, count])
 

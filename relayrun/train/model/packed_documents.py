@@ -17,6 +17,8 @@ from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
+from relayrun.train.distributed import to_device
+
 
 @dataclass
 class PackedDocuments(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no types
@@ -40,7 +42,7 @@ class PackedDocuments(PackedSeqParams):  # type: ignore[misc]  # megatron-core h
     def bounds(self) -> torch.Tensor:
         """Starts of the documents, and the end of the last, in concatenated rows; int32 [documents + 1]."""
         flat = torch.tensor([0, *(length for row in self.lengths for length in row)], dtype=torch.int32)
-        return flat.cumsum(0, dtype=torch.int32).to(self.device, non_blocking=True)
+        return to_device(flat.cumsum(0, dtype=torch.int32), self.device)
 
 
 @lru_cache(maxsize=8)

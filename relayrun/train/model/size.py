@@ -230,8 +230,21 @@ def _kept_of_feed_forward(model: ModelSection) -> float:
     return (1 - share) * matrices * model.ffn_hidden_size + share * with_experts
 
 
-PEAK_FLOPS = {"A100": 312e12, "H100": 989.4e12, "H200": 989.4e12, "GH200": 989.4e12}
-"""FLOP/s of dense bf16 products from the vendor's data sheets (SXM modules), by part of the device name."""
+PEAK_FLOPS = {
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835.5e12,
+    "H100": 989.4e12,
+    "H200 NVL": 835.5e12,
+    "H200": 989.4e12,  # the GPU of a GH200 too
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "MI250X": 191.5e12,  # torch's device is one of the module's two dies
+    "MI300X": 1307.4e12,
+    "MI325X": 1307.4e12,
+}
+"""FLOP/s of dense bf16 products by part of the device name, of which the first counts. From NVIDIA's and AMD's data
+sheets; where NVIDIA's has the figure with sparsity alone, half of it."""
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as functional
 from megatron.core.transformer import TransformerConfig
 
-from relayrun.lab.gpucheck.programs.common import RankProgram, median_seconds, run_measurement, wait_for
+from relayrun.lab.gpucheck.programs.common import RankProgram, median_seconds, wait_for
 from relayrun.train.model.attention import CausalAttention
 from relayrun.train.model.packed_documents import PackedDocuments
 
@@ -148,32 +148,29 @@ def masked_attention(shape: AttentionTensors) -> PreparedCall:
     return forward, inputs
 
 
-def measure_attention() -> None:
-    """Measure the variants one after the other; a failed one records its error."""
-    program = RankProgram.begin()
-    shape, repeats = AttentionTensors(program), program.setup.sizes.repeats
-    attend, windowed = attention_module(shape), attention_module(shape, shape.window)
-    figures: dict[str, Any] = {"shape": dict(program.setup.sizes.attention), "type": str(shape.dtype)}
-    whole = torch.full((shape.batch,), shape.sequence)
-
-    def through_module(attend: CausalAttention, documents: PackedDocuments | None = None) -> PreparedCall:
-        inputs = shape.inputs()
-        return lambda: attend(*inputs, packed_seq_params=documents), inputs
-
-    ways: dict[str, tuple[Callable[[], PreparedCall], float]] = {
-        "whole": (lambda: through_module(attend), shape.pairs(whole)),
-        "packed": (lambda: through_module(attend, shape.documents()), shape.pairs(shape.lengths)),
-        "packed_masked": (lambda: masked_attention(shape), shape.pairs(shape.lengths)),
-        "window": (lambda: through_module(windowed), shape.pairs_with_window()),
-    }
-    for name, (make, pairs) in ways.items():
-        try:
-            forward, inputs = make()
-            figures[name] = measure_call(shape, forward, inputs, pairs, repeats)
-        except Exception as error:  # torch raises many types; measure the others
-            figures[name] = {"not_measured": f"{error}"[:400] or type(error).__name__}
-        program.write(figures)
+WAYS = {
+    "whole": "attention of whole sequences",
+    "packed": "attention of packed documents",
+    "packed_masked": "attention of packed documents, with a mask",
+    "window": "attention of whole sequences, with a window",
+}
+"""Descriptions by name."""
 
 
-if __name__ == "__main__":
-    run_measurement(measure_attention)
+def measure_way(program: RankProgram, name: str) -> dict[str, Any]:
+    """Return speed and kernels of attention in one of the `WAYS`."""
+    shape = AttentionTensors(program)
+    pairs = {"whole": shape.pairs(torch.full((shape.batch,), shape.sequence)), "window": shape.pairs_with_window()}
+    if name == "packed_masked":
+        forward, inputs = masked_attention(shape)
+    else:
+        attend = attention_module(shape, shape.window if name == "window" else None)
+        documents, inputs = shape.documents() if name == "packed" else None, shape.inputs()
+        forward = lambda: attend(*inputs, packed_seq_params=documents)  # noqa: E731
+    made = measure_call(
+        shape, forward, inputs, pairs.get(name, shape.pairs(shape.lengths)), program.setup.sizes.repeats
+    )
+    kernels = [each for each in made["operations"] if "backward" not in each]
+    ran = ", ".join(each.removeprefix("aten::_").removeprefix("torch_attn::_") for each in kernels) or "unknown"
+    longest = f"; {made['kernels'][0]['name'][:50]}" if made["kernels"] else ""
+    return made | {"words": f"{made['tflops']:,.4g} TFLOP/s, {1000 * made['seconds']:.4g} ms: {ran}{longest}"}

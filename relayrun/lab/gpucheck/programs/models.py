@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import torch
 from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.run import Run
-from relayrun.errors import RelayrunError
 from relayrun.lab.gpucheck.programs.common import RankProgram, run_measurement, wait_for
 from relayrun.lab.gpucheck.programs.search import MicroBatchTry, is_out_of_memory, search_micro_batch
 from relayrun.train import distributed
@@ -31,28 +31,31 @@ MAX_MEMORY_SHARE = 0.95
 """Share of a GPU's memory that torch may reserve: the rest is left for CUDA, NCCL and temporary buffers."""
 
 
-def train_every_config() -> None:
-    """Try the variants one after the other, and write each result at once; an error does not affect the others."""
-    program = RankProgram.begin("configs")
-    cpu_patches.patch_for_cpu()
-    folder = Path(program.options.configs)
-    found: dict[str, Any] = {}
-    ranks: Ranks | None = None
-    for path in sorted(folder.glob("*.yaml")):
-        if path.stem.endswith("-exact"):
-            continue
-        config, twin = read_config(path), path.with_name(f"{path.stem}-exact.yaml")
-        ranks = ranks or distributed.start_process_groups(config)
-        try:
-            exact = read_config(twin) if twin.exists() else None
-            found[path.stem] = train_variant(config, exact, ranks, program.setup.sizes.resumed_vocabulary)
-        except RelayrunError as error:  # needs a package or GPU that is missing
-            found[path.stem] = {"not_measured": error.message}
-        except Exception as error:  # torch raises many types; try the others
-            found[path.stem] = {"failed": f"{type(error).__name__}: {error}"[:400]}
-        gc.collect()
-        program.write(found)
-    if ranks is not None:
+def config_files(program: RankProgram) -> dict[str, Path]:
+    """Return the configs in the folder `--configs` by their names, without those of exact twins."""
+    files = sorted(Path(program.options.configs).glob("*.yaml"))
+    return {path.stem: path for path in files if not path.stem.endswith("-exact")}
+
+
+def train_config(program: RankProgram, path: Path) -> dict[str, Any]:
+    """Train a variant, and compute its loss by its exact twin. Raises any error of torch."""
+    config, twin = read_config(path), path.with_name(f"{path.stem}-exact.yaml")
+    exact = read_config(twin) if twin.exists() else None
+    return train_variant(config, exact, join_ranks(path), program.setup.sizes.resumed_vocabulary)
+
+
+@cache
+def _ranks(path: Path) -> Ranks:
+    return distributed.start_process_groups(read_config(path))
+
+
+def join_ranks(path: Path) -> Ranks:
+    """Return the ranks, which all configs of a folder share."""
+    return _ranks(min(path.parent.glob("*.yaml")))
+
+
+def stop_ranks() -> None:
+    if torch.distributed.is_initialized():
         distributed.stop_process_groups()
 
 
@@ -120,7 +123,9 @@ def copy_weights(model: ModelStage, other: ModelStage) -> ModelStage:
 
 def search_largest_batch() -> None:
     """Search, and write every try as soon as it is done."""
-    program = RankProgram.begin("config", "first")
+    program = RankProgram.begin("config", "first", "largest")
+    config = read_config(Path(program.options.config))
+    distributed.enable_determinism(config)
     cpu_patches.patch_for_cpu()
     trainer = MicroBatchTrainer(program)
     tries: list[MicroBatchTry] = []
@@ -130,7 +135,7 @@ def search_largest_batch() -> None:
         program.write({"tries": tries})
         return tries[-1]
 
-    search_micro_batch(int(program.options.first), program.setup.sizes.largest_batch, attempt)
+    search_micro_batch(int(program.options.first), int(program.options.largest), attempt)
     distributed.stop_process_groups()
 
 
@@ -221,4 +226,4 @@ def export_and_compare() -> None:
 
 
 if __name__ == "__main__":
-    run_measurement(train_every_config, search_largest_batch, export_and_compare)
+    run_measurement(search_largest_batch, export_and_compare)

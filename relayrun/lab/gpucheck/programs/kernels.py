@@ -1,0 +1,230 @@
+"""Each kernel of training once: `python -m relayrun.lab.gpucheck.programs.kernels try_every_kernel`.
+
+A row calls one kernel as training does, and compares the result with the same computed otherwise, or trains a small
+model. A defect of one row does not reach the others: an error of CUDA, after which no kernel runs in this process, ends
+it, and the part starts the program again for the rows that are left.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+from relayrun.control.agent.memory_copies import MemorySlot, make_memory_folder
+from relayrun.errors import RelayrunError
+from relayrun.lab.gpucheck.programs import attention, models
+from relayrun.lab.gpucheck.programs.common import RankProgram, median_seconds, run_measurement, wait_for
+from relayrun.train.checkpoint.async_writer import HostCopy
+from relayrun.train.checkpoint.memory_replication import write_copy
+from relayrun.train.model import compiled, cpu_patches
+
+Kernel = Callable[[RankProgram], dict[str, Any]]
+"""Returns the figures of a row: `words` says what was seen. Raises any error if the kernel is wrong."""
+
+
+class NeedsGpu(Exception):
+    """The row says nothing without a GPU."""
+
+
+def require_cuda(program: RankProgram) -> None:
+    if program.device.type != "cuda":
+        raise NeedsGpu("needs a GPU")
+
+
+def compiled_kernel(program: RankProgram) -> dict[str, Any]:
+    """Call a function that torch.compile fuses, as megatron-core's bias, dropout and activation."""
+    require_cuda(program)
+
+    def gated(gate: torch.Tensor, value: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu(gate) * value + residual
+
+    parts = [torch.randn(512, 1024, device=program.device) for _ in range(3)]
+    started = time.perf_counter()
+    found = torch.compile(gated)(*parts)
+    wait_for(program.device)
+    seconds = time.perf_counter() - started
+    torch.testing.assert_close(found, gated(*parts))
+    return {"words": f"compiled in {seconds:.1f} s"}
+
+
+def fused_adam(program: RankProgram) -> dict[str, Any]:
+    """Update by AdamW in one kernel; compare with the same on the host."""
+    require_cuda(program)
+    generator = torch.Generator().manual_seed(28)
+    start, gradient = (torch.randn(4096, generator=generator) for _ in range(2))
+    found = []
+    for device in (program.device, torch.device("cpu")):
+        weight = torch.nn.Parameter(start.to(device))
+        weight.grad = gradient.to(device)
+        adam = torch.optim.AdamW([weight], lr=1e-2, weight_decay=0.1, fused=device.type == "cuda")
+        for _ in range(3):
+            adam.step()
+        found.append(weight.detach().cpu())
+    torch.testing.assert_close(*found)
+    return {"words": "equal to the host's but for rounding"}
+
+
+def pinned_copy(program: RankProgram) -> dict[str, Any]:
+    """Copy a state into pinned memory as a save does; compare bytes."""
+    size = program.setup.sizes.copied_at_most // 4
+    source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=program.device)
+    copy = HostCopy(program.device)
+    shards = [
+        ShardedTensor.from_rank_offsets(f"part{n}", piece) for n, piece in enumerate(torch.split(source, size // 4))
+    ]
+    started = time.perf_counter()
+    copy.reserve(shards)
+    reserved = time.perf_counter()
+    stream = copy.new_stream()
+    copy.fill(shards, stream)
+    seconds = time.perf_counter() - reserved
+    if not torch.equal(torch.cat([shard.data for shard in shards]), source.cpu()):
+        raise ValueError("the copy in host memory has other bytes")
+    words = f"{size / 1e9 / seconds:.3g} GB/s, after {reserved - started:.2g} s of pinning {size / 1e9:.3g} GB"
+    return {"words": words, "bytes_per_second": size / seconds, "pin_seconds": reserved - started}
+
+
+def compiled_loss(program: RankProgram) -> dict[str, Any]:
+    """Compute loss and gradient of logits in bf16 by the compiled kernels, and by megatron-core's single operations."""
+    require_cuda(program)
+    models.join_ranks(next(iter(models.config_files(program).values())))
+    sizes = program.setup.sizes
+    logits = 4 * torch.randn(sizes.seq_length, 1, sizes.vocabulary, device=program.device)
+    labels = torch.randint(0, sizes.vocabulary, (1, sizes.seq_length), device=program.device)
+    found: list[torch.Tensor] = []
+    for own in (True, False):
+        given = logits.bfloat16().requires_grad_()
+        if own:
+            losses = compiled.language_model_loss(labels, given, compiled=True)
+        else:
+            losses = vocab_parallel_cross_entropy(given, labels.T.contiguous()).T
+        losses.sum().backward()  # type: ignore[no-untyped-call]
+        assert given.grad is not None
+        found += [losses.detach(), given.grad]
+    torch.testing.assert_close(found[0], found[2], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[1], found[3], rtol=2e-2, atol=1e-4)
+
+    def both() -> None:
+        given.grad = None
+        compiled.language_model_loss(labels, given, compiled=True).sum().backward()  # type: ignore[no-untyped-call]
+
+    seconds = median_seconds(both, program.device, repeats=sizes.repeats)
+    speed = 4 * 2 * logits.numel() / seconds  # read twice forward, read and written backward
+    return {"words": f"equal but for rounding; {speed / 1e9:,.4g} GB/s", "bytes_per_second": speed}
+
+
+FORKED = """if True:
+    import os
+    from relayrun.train import fork_server
+    fork_server.import_program()
+    pid = os.fork()
+    if not pid:
+        import torch
+        total = float((torch.ones(1000, device="cuda") * 2).sum()) if torch.cuda.is_available() else 2000.0
+        os._exit(int(total != 2000.0))
+    raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def memory_copy(program: RankProgram) -> dict[str, Any]:
+    """Copy a state into the node's memory, as for restarts inside a job; compare bytes."""
+    size = program.setup.sizes.copied_at_most // 2
+    source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=program.device)
+    folder = make_memory_folder()
+    try:
+        slot = MemorySlot(folder, 0, 0)
+        slot.reserve(size)
+        seconds = []
+        for iteration in (1, 2):
+            wait_for(program.device)
+            started = time.perf_counter()
+            made = write_copy(slot, [source], rank=0, ranks=1, iteration=iteration, size=size, plain=0, layout="")
+            seconds.append(time.perf_counter() - started)
+        if not torch.equal(torch.from_numpy(made.body), source.cpu()):
+            raise ValueError("the copy has other bytes")
+    finally:
+        shutil.rmtree(folder)
+    words = f"{size / 1e9 / seconds[1]:.3g} GB/s with its hash, the first one {size / 1e9 / seconds[0]:.3g} GB/s"
+    return {"words": words, "bytes_per_second": size / seconds[1]}
+
+
+def fork_and_use_cuda() -> subprocess.Popen[str]:
+    """Start a process that imports the training program, forks, and uses CUDA in the fork."""
+    environment = os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", FORKED]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def ended_fork(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """Wait for it. Raises RuntimeError if the fork could not."""
+    _, error = process.communicate(timeout=120)
+    if process.returncode:
+        raise RuntimeError((error.strip() or f"the fork ended with {process.returncode}").splitlines()[-1])
+    return {"words": "a fork used the device"}
+
+
+KERNELS: dict[str, tuple[str, Kernel]] = {
+    "compiler": ("a kernel by torch.compile (C compiler, Python.h)", compiled_kernel),
+    "adam": ("AdamW in one kernel", fused_adam),
+    "loss": ("the compiled loss", compiled_loss),
+    **{
+        f"attention_{name}": (words, partial(attention.measure_way, name=name))
+        for name, words in attention.WAYS.items()
+    },
+    "pinned": ("a save's copy to pinned memory", pinned_copy),
+    "memory": ("a copy into the memory of the node", memory_copy),
+}
+"""Description and function by name of the row, in their order."""
+
+
+def try_every_kernel() -> None:
+    """Try the rows that `--skip` does not name, and train the configs in `--configs`; write each result at once."""
+    program = RankProgram.begin("skip", "configs")
+    cpu_patches.patch_for_cpu()
+    skipped, forked = set(program.options.skip.split(",")), None
+    rows: dict[str, tuple[str, Kernel]] = {}
+    if int(os.environ["WORLD_SIZE"]) == 1:
+        rows |= KERNELS
+        if "fork" not in skipped:
+            forked = fork_and_use_cuda()
+    rows |= {name: ("", partial(models.train_config, path=path)) for name, path in models.config_files(program).items()}
+    if forked is not None:
+        rows["fork"] = "CUDA in a fork of the fork server", lambda program: ended_fork(forked)
+    found: dict[str, Any] = {}
+    for name, (what, kernel) in rows.items():
+        if name in skipped:
+            continue
+        about = {"what": what} if what else {}
+        program.write(found | {name: about | {"failed": "the process died in it"}})
+        started = time.perf_counter()
+        try:
+            made = kernel(program)
+        except (NeedsGpu, RelayrunError) as error:  # needs a GPU, or a package that is missing
+            made = {"not_measured": getattr(error, "message", str(error))}
+        except Exception as error:  # torch raises many types; try the others
+            lines = str(error).strip().splitlines() or [""]
+            made = {"failed": f"{type(error).__name__}: {lines[0]}"[:400]}
+        found[name] = about | made | {"row_seconds": time.perf_counter() - started}
+        gc.collect()
+        program.write(found)
+        try:
+            wait_for(program.device)
+        except RuntimeError:  # no kernel runs in this process any more
+            os.kill(os.getpid(), signal.SIGKILL)
+    models.stop_ranks()
+
+
+if __name__ == "__main__":
+    run_measurement(try_every_kernel)
