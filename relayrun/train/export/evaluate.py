@@ -1,9 +1,9 @@
 """`python -m relayrun.train.export.evaluate`: the job that evaluates one checkpoint, or records why it failed.
 
 It exports the checkpoint, releases it, and runs lm-evaluation-harness on the named tasks, a user's command, or, without
-both, the mean loss on the run's validation sets. A command converts a checkpoint of another trainer. A second process is
-refused meanwhile; after a kill the next one goes on with what was exported. torch is imported late: foreign programs may
-run without it.
+both, the mean loss on the run's validation sets. A command converts a checkpoint of another trainer. Meanwhile a second
+process is refused; after a kill the next one goes on with what was exported. torch is imported late: foreign programs
+may run without it.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.local_srun import die_with_parent
 from relayrun.control.trainers.tools import wandb_mode
 from relayrun.errors import ENDING_SIGNALS, InputError, RelayrunError, run_command
+from relayrun.leftovers import remove_leftovers
 from relayrun.publishing import output_lock
 from relayrun.train.reporting.wandb_runs import send_evaluations
 
@@ -159,6 +160,7 @@ def evaluate_checkpoint(run: Run, iteration: int, attempt: int) -> EvaluationRes
     process evaluates the checkpoint."""
     folder = evaluations.evaluation_dir(run, iteration, attempt)
     with output_lock(folder.result, lambda: "no result is on record; the same command goes on"):
+        remove_leftovers(run.path)
         result = EvaluationResult.read(folder.result)
         if result is None:
             result = _evaluated(run, folder)
