@@ -139,7 +139,9 @@ def published_folder(final: Path, *, replaces: Check | None = None, read: InputF
 @contextlib.contextmanager
 def published_file(final: Path) -> Iterator[Path]:
     """Yield a name for a file to write; after an exit without error it is synced and becomes, or replaces, `final`.
-    Raises InputError if `final` changes meanwhile, or another process makes it."""
+    Raises InputError if `final` is no file or changes meanwhile, or another process makes it."""
+    if os.path.exists(final) and not os.path.isfile(final):
+        raise InputError("this is no file", where=final, hint="choose another output")
     before = None
     with contextlib.suppress(FileNotFoundError):
         before = files.file_identity(final)

@@ -130,6 +130,27 @@ class HubServer:
     refuse: set[str] = field(default_factory=set)
     """SHA-256 of the large files that it does not take."""
 
+    def empty(self) -> None:
+        """Forget all that was sent."""
+        for held in (self.repositories, self.branches, self.objects, self.commits, self.sent):
+            held.clear()
+
+    def head(self, name: str, branch: str) -> dict[str, bytes]:
+        """The files of a branch: each commit changes some."""
+        found: dict[str, bytes] = {}
+        for repository, where, files in self.commits:
+            found |= files if (repository, where) == (name, branch) else {}
+        return found
+
+    def tree(self) -> dict[str, str]:
+        """What it holds, as `Place.tree` has files: hashes by paths below `hub`."""
+        found = {f"hub/objects/{oid}": oid for oid in self.objects} | {f"hub/{name}": "" for name in self.repositories}
+        for name, branch, files in self.commits:
+            place = f"hub/{name}/{branch}"
+            found[place] = found.get(place, "") + "a commit;"
+            found |= {f"{place}/{each}": hashlib.sha256(data).hexdigest() for each, data in files.items()}
+        return found
+
 
 @contextmanager
 def hub_server(token: str) -> Iterator[HubServer]:
@@ -138,7 +159,7 @@ def hub_server(token: str) -> Iterator[HubServer]:
 
     class Handler(BaseHTTPRequestHandler):
         def answer(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            body = self.whole(int(self.headers.get("Content-Length") or 0))
             if self.headers.get("Transfer-Encoding") == "chunked":
                 body = b"".join(iter(self.chunk, b""))
             path = self.path.partition("?")[0]
@@ -167,9 +188,17 @@ def hub_server(token: str) -> Iterator[HubServer]:
         do_GET = do_POST = do_PUT = answer
 
         def chunk(self) -> bytes:
-            size = int(self.rfile.readline(), 16)
+            if not (line := self.rfile.readline()):
+                raise ConnectionResetError
+            data = self.whole(int(line, 16))
+            self.whole(2)
+            return data
+
+        def whole(self, size: int) -> bytes:
+            """The next bytes of a request; a client that was killed sends fewer, and the request does not count."""
             data = self.rfile.read(size)
-            self.rfile.readline()
+            if len(data) != size:
+                raise ConnectionResetError
             return data
 
         def action(self, oid: str, size: int) -> dict[str, object]:
@@ -185,20 +214,21 @@ def hub_server(token: str) -> Iterator[HubServer]:
             hub.objects[oid] = body
             return self.say(200, {})
 
+        def mode(self, path: str, held: bytes | None) -> dict[str, object]:
+            """How a file is sent, and the hash of the one that the branch has."""
+            large, oid = path.endswith(".safetensors"), None
+            if held is not None:
+                blob = b"blob %d\0" % len(held) + held
+                oid = hashlib.sha256(held).hexdigest() if large else hashlib.sha1(blob).hexdigest()
+            return {"path": path, "uploadMode": "lfs" if large else "regular", "shouldIgnore": False, "oid": oid}
+
         def model(self, name: str, what: str, branch: str, body: bytes) -> None:
             if what == "branch":
                 hub.branches.add(branch)
                 return self.say(201, {})
             if what == "preupload":
-                files = [
-                    {
-                        "path": each["path"],
-                        "uploadMode": "lfs" if each["path"].endswith(".safetensors") else "regular",
-                        "shouldIgnore": False,
-                    }
-                    for each in json.loads(body)["files"]
-                ]
-                return self.say(200, {"files": files})
+                asked = [each["path"] for each in json.loads(body)["files"]]
+                return self.say(200, {"files": [self.mode(path, hub.head(name, branch).get(path)) for path in asked]})
             if what == "commit":
                 found = {}
                 for line in map(json.loads, body.splitlines()):
@@ -210,6 +240,8 @@ def hub_server(token: str) -> Iterator[HubServer]:
                 hub.commits.append((name, branch, found))
                 oid = f"{len(hub.commits):040x}"
                 return self.say(200, {"commitUrl": f"{hub.url}/{name}/commit/{oid}", "commitOid": oid})
+            if what == "revision":
+                return self.say(200, {"id": name, "sha": f"{len(hub.commits):040x}", "siblings": []})
             return self.say(404, {"error": f"no {what}"})
 
         def say(self, code: int, answer: dict[str, object]) -> None:

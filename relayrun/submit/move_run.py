@@ -28,7 +28,7 @@ from relayrun.control.rundir.plan import Plan, chain_job_name
 from relayrun.control.rundir.run import PLAN_NAME, Run
 from relayrun.errors import InputError, RunDirError, on_interrupt
 from relayrun.files import append_line, free_space, fsync_directory, read_json, read_json_lines, write_json
-from relayrun.leftovers import open_lock, rename_no_replace
+from relayrun.leftovers import open_lock, remove_leftovers, rename_no_replace
 from relayrun.progress import Progress, count
 from relayrun.tokens.stores.direct_io import HashingFile, file_checksum
 from relayrun.trust import write_owned
@@ -150,6 +150,7 @@ def _move(source: Path, target: Path) -> None:
                         raise
             _copy(source, target, staging, found)
         if (target / PLAN_NAME).is_file():
+            remove_leftovers(target)  # of a call that was killed in the next line
             write_owned(target / PLAN_NAME, read_json(target / PLAN_NAME))
         try:
             _unchanged(source, _proven(staging))

@@ -22,7 +22,7 @@ from relayrun.control.chain.evaluation_jobs import submit_due_evaluations as att
 from relayrun.control.chain.evaluation_jobs import submit_stage_evaluation
 from relayrun.control.rundir import campaign, evaluations
 from relayrun.control.rundir.campaign import Campaign, CampaignMember, CampaignMembership, MemberStarted
-from relayrun.control.rundir.evaluations import EvaluationPolicy, EvaluationResult, SubmittedEvaluation
+from relayrun.control.rundir.evaluations import EvaluationClaim, EvaluationPolicy, EvaluationResult, SubmittedEvaluation
 from relayrun.control.rundir.plan import Plan, chain_job_name
 from relayrun.control.rundir.records import ChainEnd, CheckpointCommit
 from relayrun.control.rundir.run import Run, stop_reason, write_stop
@@ -389,7 +389,8 @@ def test_an_evaluation_whose_job_dies_is_tried_again_and_not_for_ever(make: Make
         assert start_due_in_campaign(folder) == CampaignPassResult()
         found = evaluation_jobs(stable, slurm)
         assert len(found) == number
-        evaluations.claim_evaluation(evaluations.evaluation_dir(stable, 20, 1), found[-1], "n1")
+        claim = EvaluationClaim(job_id=found[-1], node="n1", time=0.0)
+        claim.write(evaluations.evaluation_dir(stable, 20, 1).claim)
         slurm.set(found[-1], state="NODE_FAIL")
     for _ in range(3):
         look = start_due_in_campaign(folder)

@@ -16,7 +16,7 @@ import pytest
 from relayrun.control.chain import evaluation_jobs as chain
 from relayrun.control.notify import events
 from relayrun.control.rundir import evaluations
-from relayrun.control.rundir.evaluations import EvaluationPolicy, EvaluationResult
+from relayrun.control.rundir.evaluations import EvaluationClaim, EvaluationPolicy, EvaluationResult
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.records import ChainEnd, CheckpointCommit
 from relayrun.control.rundir.run import Run, write_stop
@@ -202,7 +202,8 @@ def test_a_job_that_went_without_a_word_is_a_failed_evaluation(
     queue = Queue()
     attend(prepared, queue)
     if claimed:
-        assert evaluations.claim_evaluation(evaluations.evaluation_dir(run, 4, 1), "100", "n1")
+        claim = EvaluationClaim(job_id="100", node="n1", time=0.0)
+        claim.write(evaluations.evaluation_dir(run, 4, 1).claim)
     if state is None:
         del queue.states["100"]
     else:
@@ -211,13 +212,6 @@ def test_a_job_that_went_without_a_word_is_a_failed_evaluation(
     assert len(attend(prepared, queue)) == 1, "it is not tried again"
     (line,) = [json.loads(text) for text in run.evaluations_view.read_text().splitlines()]
     assert (line["iteration"], line["status"], line["error"]) == (4, "failed", words)
-
-
-def test_only_the_first_of_two_jobs_gets_the_claim(prepared: tuple[Run, Plan]) -> None:
-    folder = evaluations.evaluation_dir(prepared[0], 4, 1)
-    assert evaluations.claim_evaluation(folder, "1", "n1")
-    assert not evaluations.claim_evaluation(folder, "2", "n2")
-    assert json.loads(folder.claim.read_text())["job_id"] == "1"
 
 
 def test_an_older_view_that_is_written_last_is_mended(

@@ -86,6 +86,7 @@ def hostile_project(top: Path) -> Path:
         (folder / name).write_text(f"open({str(harm / name)!r}, 'w')\n")
     (folder / ".relayrun").write_text(f"python={command[0]}\n")
     (folder / "launcher.sh").write_text(LAUNCHER.format(program=command[0], top=top))
+    make_wrapped(folder, command)
     for name in ("python3", "nvidia-smi"):
         harmful_program(harm, folder / "tools" / name)
     for at, names, files in os.walk(folder):
@@ -106,6 +107,29 @@ echo words > {top}/harm/written
 srun python3 megatron/pretrain_gpt.py --num-layers 2 --exit-interval $((a[$({program} counted)]))
 """
 """Each way in which a launcher starts and writes something."""
+
+
+def make_wrapped(folder: Path, command: list[str]) -> None:
+    """Make a script for sbatch, a site that the project has for it, and a run of it with links to words of others."""
+    script = LAUNCHER.format(program=command[0], top=folder.parent).replace("--nodes=1", "--nodes=1 --time=10")
+    (folder / "theirs.sbatch").write_text(script)
+    site = {"scheduler": "slurm", "python": command[0], "host_python": command[0], "quota_command": command}
+    site |= {"name": "theirs", "command_prefix": command, "modules": ["theirs"]}
+    (folder / "configs/clusters").mkdir(parents=True)
+    (folder / "configs/clusters/generic.yaml").write_text(dump_yaml(site))
+    run = make_history(folder / "logs/runs/theirs/wrapped", lines=40, attempts=2)
+    plan = Plan.load(run)
+    replace(plan, trainer="command", owner=None, quota_command=command, program=command).write(run.plan)
+    Path(plan.log_folder, f"{plan.job_name}-1.err").write_text("words of a job\n")
+    for checkpoints in (folder / "out", run.checkpoints):
+        shutil.rmtree(checkpoints, ignore_errors=True)
+    (folder / "out").mkdir()
+    (folder / "out/step=7.ckpt").symlink_to(folder.parent / "mine")
+    run.checkpoints.symlink_to(folder / "out")
+    values = {"project": "theirs", "name": "wrapped", "trainer": "command", "cluster": "generic", "job": {"time": "5"}}
+    own = {"run": command, "checkpoint": {"folder": f"{folder}/out/", "pattern": "step={iteration}.ckpt"}}
+    run.config.mkdir(exist_ok=True)
+    run.config_revision(1).write_text(dump_yaml(values | {"run_dir": str(run.path), "command": own}))
 
 
 def harmful_program(harm: Path, path: Path) -> None:
@@ -152,6 +176,12 @@ LOOKS = {
     "why of a live run": ["why", "logs/runs/theirs/live"],
     "why --json": ["why", "--json", "--attempt", "1", "logs/runs/theirs/waiting"],
     "adopt": ["adopt", "launcher.sh", "--output", "/nowhere/run.yaml"],
+    "submit --dry-run": ["submit", "--dry-run", "theirs.yaml"],
+    "wrap --dry-run": ["wrap", "--dry-run", "--checkpoints", "out/step={iteration}.ckpt", "theirs.sbatch"],
+    "status of a wrapped run": ["status", "logs/runs/theirs/wrapped"],
+    "logs of a wrapped run": ["logs", "logs/runs/theirs/wrapped"],
+    "report of a wrapped run": ["report", "--text", "logs/runs/theirs/wrapped"],
+    "why of a wrapped run": ["why", "logs/runs/theirs/wrapped"],
     "goodput": ["goodput", "logs/runs/theirs/live"],
     "runs list": ["runs", "list"],
     "explain": ["explain", "job.setup"],

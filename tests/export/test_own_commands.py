@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -204,6 +206,61 @@ def test_a_checkpoint_that_is_such_a_folder_itself_stays_to_the_end(tmp_path: Pa
     )
     assert evaluated(run)["results"] == {"own": {"acc": 0.5}}
     assert (checkpoint / "weights").exists()
+
+
+def by_hand(run: Run) -> subprocess.Popen[str]:
+    """Start the evaluation outside a job."""
+    command = [sys.executable, "-m", "relayrun.train.export.evaluate", f"--run-dir={run.path}"]
+    outside = {name: value for name, value in os.environ.items() if "JOB_ID" not in name}
+    return subprocess.Popen(
+        [*command, "--iteration=7", "--attempt=1"],
+        env=outside | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("released", [False, True], ids=["the checkpoint is there", "the checkpoint is gone"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
+def test_an_evaluation_by_hand_that_ended_is_gone_on_with(
+    tmp_path: Path, number: signal.Signals, released: bool
+) -> None:
+    run = command_run(tmp_path, **words(tmp_path))
+    whole = (tmp_path / "score.py").read_text()
+    (tmp_path / "score.py").write_text(
+        "import os, pathlib, sys, time\n"
+        "ready = pathlib.Path(sys.argv[2] + '.pid')\n"
+        "ready.with_suffix('.new').write_text(str(os.getpid()))\n"
+        "ready.with_suffix('.new').rename(ready)\n"
+        "time.sleep(600)\n"
+    )
+    first = by_hand(run)
+    ready = evaluations.evaluation_dir(run, 7, 1).path / "scores.json.pid"
+    wait_for(ready.exists)
+    second = by_hand(run)
+    said = second.communicate(timeout=600)[0]
+    assert second.returncode == 1, said
+    assert f"another process makes this: 'evaluate.py', process {first.pid} on " in said
+    first.send_signal(number)
+    said = first.communicate(timeout=600)[0]
+    if number == signal.SIGTERM:
+        assert first.returncode == 128 + number
+        assert said.splitlines()[-1] == ("interrupted by SIGTERM: no result is on record; the same command goes on")
+    child = int(ready.read_text())
+    wait_for(lambda: not runs(child), words="the end of the command that scores")
+    (tmp_path / "score.py").write_text(whole)
+    if released:
+        (run.checkpoints / "step-7").unlink()
+    for _ in range(2):
+        again = by_hand(run)
+        said = again.communicate(timeout=600)[0]
+        assert again.returncode == 0, said
+        assert said == "iteration 7  own  acc 0.25\n" if _ else "iteration 7  own  acc 0.25\n" in said
+        (line,) = read_json_lines(run.evaluations_view)
+        assert (line["status"], line["results"]) == ("done", {"own": {"acc": 0.25}})
+    left = sorted(path.name for path in ready.parent.iterdir())
+    assert left == ["claim.json", "exported", "result.json", "scores.json", "scores.json.pid"]
 
 
 @pytest.mark.parametrize("number", ENDING_SIGNALS)

@@ -18,6 +18,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -74,11 +75,12 @@ def _run(request: dict[str, Any]) -> int:
     if request.get("terminal"):
         progress.has_terminal, progress._INTERVAL = lambda: True, 0.0
     time.time = lambda: NOW
+    _tell_of_network()
     _set_apart(request["below"])
     from relayrun.cli import main as relayrun
 
     try:
-        code = relayrun()
+        code = _run_module() if request["argv"][0] == "-m" else relayrun()
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException:
@@ -100,6 +102,28 @@ def _run(request: dict[str, Any]) -> int:
     return code
 
 
+def _run_module() -> int:
+    """Run `main` of a module as `python -m` does."""
+    from relayrun.errors import run_command
+
+    module = importlib.import_module(sys.argv[2])
+    sys.argv = [str(module.__file__), *sys.argv[3:]]
+    return run_command(module.main)
+
+
+def _tell_of_network() -> None:
+    """Let what a command sends and receives be audit events."""
+    for name in ("send", "recv"):
+        plain = getattr(socket.socket, name)
+
+        def told(own: socket.socket, *given: Any, name: str = name, plain: Any = plain) -> Any:
+            if own.family == socket.AF_INET:
+                sys.audit("tests.network", name)
+            return plain(own, *given)
+
+        setattr(socket.socket, name, told)
+
+
 def _set_apart(below: str) -> None:
     """Let a rename into this folder fail as between two file systems."""
     rename, without_replacing = os.rename, leftovers._rename
@@ -114,6 +138,8 @@ def _set_apart(below: str) -> None:
 
 def _changes(event: str, arguments: tuple[Any, ...], below: str) -> bool:
     """Whether an audit event is a change of a file in the folder of the outputs, or a call of renameat2."""
+    if event == "tests.network":
+        return True
     if event == "ctypes.dlsym":
         return "renameat2" in str(arguments[1])
     if event == "open":

@@ -20,12 +20,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from relayrun.cli import main as relayrun
+from relayrun.config.compose.yaml_file import dump_yaml
+from relayrun.control.rundir.evaluations import EvaluationPolicy
+from relayrun.control.rundir.records import CheckpointCommit
+from relayrun.control.rundir.run import Run
 from relayrun.tokens.shards.shard import ShardWriter
 from relayrun.tokens.tokenize.processes import ONE_THREAD_ENVIRONMENT
 from relayrun.trust import write_owned
 from tests.chain.conftest import make_relay
-from tests.history import make_history
+from tests.config.test_trainer_configs import COMMAND, COMMON
+from tests.history import began, make_history
 from tests.mirrored import Mirrored
+from tests.receivers import HubServer, hub_server
 from tests.waiting import wait_for
 
 SERVER_MODULES = {
@@ -47,10 +53,17 @@ SERVER_MODULES = {
         "relayrun.cli.watch.runs",
         "relayrun.watch.report.page",
         "relayrun.watch.report.report_data",
+        "relayrun.train.export.evaluate",
     ),
-    "models": ("relayrun.cli.model.convert", "relayrun.train.export.megatron", "relayrun.train.export.huggingface"),
+    "models": (
+        "relayrun.cli.model.convert",
+        "relayrun.train.export.megatron",
+        "relayrun.train.export.huggingface",
+        "huggingface_hub.hf_api",
+    ),
 }
 """Modules that a server imports before it forks, by the kind of the commands' inputs."""
+TOKEN = "hf_" + "abcdefghijklmnopqrstuvwxyz0123456789"
 CHANGING = re.compile(rb'"(time|since)": [0-9.]+|"directory": \[[^]]*\]|"inputs": "\w+"')
 """Parts of records that no two calls write the same."""
 
@@ -82,10 +95,15 @@ class Command:
     """All that lies at the output is its own: nobody else puts anything there."""
     inside: bool = True
     """It writes nothing but its output."""
+    begins: str = ""
+    """An input that lies at the output before, under its own name."""
+    hub: bool = False
+    """Its output is on a hub of models, and its file operations are what it sends there."""
 
 
 SHUFFLE = "dumps shuffle --dataset-folder IN/text --output-folder OUT/s --temp-dir OUT --file-size 0.002"
 MIXTURE = "mixture create --folders IN/one IN/two --output OUT/mix --weights"
+EVALUATION = "-m relayrun.train.export.evaluate --run-dir=OUT/evaluated"
 TOKENIZER = "dumps tokenizer --dataset-folder IN/text --output-folder OUT/t --vocabulary-size"
 COMMANDS = {
     "merge": Command(
@@ -149,6 +167,16 @@ COMMANDS = {
         keeps=r"\.relayrun-moving-m(/.*)?|m/\.submit\.lock",
         inside=False,
     ),
+    "evaluation": Command(
+        f"{EVALUATION} --iteration=7 --attempt=1",
+        f"{EVALUATION} --iteration=7 --attempt=1",
+        "evaluated/evaluations/iter_0000007-0001/result.json",
+        "",
+        owned=True,
+        inside=False,
+        terminal=False,
+        begins="evaluated",
+    ),
     "init": Command("init OUT/p --cluster local", "", "p", "", terminal=False, fills=True),
     "export hf": Command(
         "export hf IN/run --output OUT/e",
@@ -178,6 +206,15 @@ COMMANDS = {
         "hf/model.safetensors",
         inputs="models",
     ),
+    "upload": Command(
+        "upload IN/hf my-lab/my-model",
+        "upload IN/hf my-lab/my-model --public",
+        "hub/my-lab/my-model/main",
+        "",
+        inputs="models",
+        fills=True,
+        hub=True,
+    ),
     "import megatron": Command(
         "import megatron IN/megatron --output OUT/c",
         "import megatron IN/megatron --output OUT/c --weights-only",
@@ -191,7 +228,8 @@ COMMANDS = {
 class Place:
     """Inputs and outputs of commands, and the server that runs them."""
 
-    def __init__(self, folder: Path, server: subprocess.Popen[str], lacking: str) -> None:
+    def __init__(self, folder: Path, server: subprocess.Popen[str], lacking: str, hub: HubServer) -> None:
+        self.hub = hub
         self.no_faults = lacking
         """Why no disk can be made to fail; empty: it can."""
         self.folder, self.inputs, self.out, self._server = folder, folder / "in", folder / "out", server
@@ -207,6 +245,9 @@ class Place:
             shutil.rmtree(path, ignore_errors=True)
         self.out.mkdir(parents=True)
         shutil.copytree(self.folder / "original", self.inputs, symlinks=True)
+        if command.begins:
+            shutil.move(self.inputs / command.begins, self.out)
+        self.hub.empty()
         for plan in self.inputs.rglob("plan.json"):  # a copy of a run belongs to nobody
             write_owned(plan, json.loads(plan.read_bytes()))
         if command.over:
@@ -224,7 +265,7 @@ class Place:
         self._number += 1
         said = self.folder / f"said-{self._number}"
         words = [word.replace("IN", str(self.inputs)).replace("OUT", str(self.out)) for word in arguments.split()]
-        return self._ask({"argv": words, "output": str(said), "below": str(self.out)} | more), said
+        return self._ask({"argv": words, "output": str(said), "below": str(self.out), "hub": self.hub.url} | more), said
 
     def end(self, started: tuple[int, Path]) -> tuple[int, str]:
         """Wait for a command; return its exit code and what it says."""
@@ -272,7 +313,7 @@ class Place:
                 found[name] = hashlib.sha256(CHANGING.sub(b"", path.read_bytes())).hexdigest()
             else:
                 found[name] = "folder"
-        return found
+        return found if top else found | self.hub.tree()
 
     def left(self, name: str) -> set[str]:
         """Return the paths that a command which was cut should have removed."""
@@ -318,6 +359,8 @@ def make_texts(folder: Path) -> None:
         make_mirrored(folder / name, place)
     (folder.parent / "out").mkdir()
     assert relayrun(["checkpoint", "mirror", str(folder / "copied")]) == 0
+    make_evaluated(folder.parent / "out/evaluated")
+    shutil.move(folder.parent / "out/evaluated", folder)
 
 
 def make_mirrored(folder: Path, place: Path) -> None:
@@ -327,6 +370,30 @@ def make_mirrored(folder: Path, place: Path) -> None:
     made.policy(keep_last=1 if folder.name == "mirrored" else 2)
     for iteration in (20, 30):
         made.save(iteration)
+
+
+CONVERT = "import pathlib, sys; m = pathlib.Path(sys.argv[1]); m.mkdir(); (m / 'config.json').write_text('{}')"
+SCORE = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text('{\"own\": 0.25}')"
+
+
+def make_evaluated(folder: Path) -> None:
+    """Make a run of a program of somebody, with a checkpoint that is to be evaluated by two commands."""
+    run = Run(folder)
+    run.config.mkdir(parents=True)
+    evaluation = {
+        "interval": 7,
+        "convert": ["{python}", "-c", CONVERT, "{model}"],
+        "command": ["{python}", "-c", SCORE, "{results}"],
+    }
+    values = COMMON | COMMAND | {"run_dir": str(folder), "evaluation": evaluation}
+    run.config_revision(1).write_text(dump_yaml(values))
+    began(run, 1, start_time=0.0)
+    run.checkpoints.mkdir()
+    (run.checkpoints / "step-7").write_text("weights")
+    commit = CheckpointCommit(iteration=7, path=str(run.checkpoints / "step-7"), consumed_samples=-1, time=1, seconds=1)
+    run.attempt(1).append_commit(commit)
+    run.evaluations.mkdir()
+    EvaluationPolicy(interval=7, total_steps=0, hold=3, time_limit=60).write(run.evaluation_policy)
 
 
 def make_models(folder: Path) -> None:
@@ -364,8 +431,18 @@ def serve(folder: Path, kind: str) -> Iterator[Place]:
     program = [sys.executable, str(Path(__file__).with_name("command_server.py")), *SERVER_MODULES[kind]]
     root = str(Path(__file__).resolve().parents[2])
     faults, lacking = faulty_disk(folder)
-    environment = os.environ | ONE_THREAD_ENVIRONMENT | {"PYTHONPATH": root} | faults
-    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as server:
-        yield Place(folder, server, lacking)
+    environment = os.environ | ONE_THREAD_ENVIRONMENT | {"PYTHONPATH": root, "HF_HUB_DISABLE_XET": "1"} | faults
+    environment |= {"HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
+    with (
+        hub_server(TOKEN) as hub,
+        subprocess.Popen(
+            program,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment | {"HF_ENDPOINT": hub.url},
+        ) as server,
+    ):
+        yield Place(folder, server, lacking, hub)
         assert server.stdin is not None
         server.stdin.close()

@@ -20,6 +20,8 @@ from typing import Any
 
 import pytest
 
+from relayrun.errors import InputError
+from relayrun.publishing import published_file
 from tests.publish.commands import COMMANDS, Command, Place, faulty_disk, serve
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL)
@@ -89,8 +91,8 @@ def interrupt(place: Place, name: str, number: signal.Signals, at: int) -> None:
         assert code in (128 + number, 0), words
         assert code == 0 or re.match(r"interrupted( by SIG\w+)?: \S", words.splitlines()[-1]), words
         assert not place.left(name)
-    if os.path.lexists(place.out / made):  # whole: of this command, or what was there before
-        now = {key: value for key, value in place.tree().items() if key == made or key.startswith(f"{made}/")}
+    now = {key: value for key, value in place.tree().items() if key == made or key.startswith(f"{made}/")}
+    if now:  # whole: of this command, or what was there before
         if COMMANDS[name].fills:
             now = {key: value for key, value in now.items() if ".tmp-" not in key}
         wanted = {key: expected.get(key) for key in now if "lengths.png" not in key}
@@ -272,3 +274,45 @@ def test_an_output_folder_that_vanishes_is_named(place: Place, name: str) -> Non
     assert ".tmp-" not in words
     place.fresh(COMMANDS[name])
     again(place, name)
+
+
+@pytest.mark.parametrize("leads_to", ["nothing", "an empty folder", "a thesis"])
+@each_command(lambda command: not command.fills and not command.owned and not command.over)
+def test_a_link_at_the_output_stays_and_nothing_behind_it_is_lost(place: Place, name: str, leads_to: str) -> None:
+    """It is refused, or followed to its end."""
+    expected, output = place.expected(name), COMMANDS[name].appears or COMMANDS[name].made
+    place.fresh(COMMANDS[name])
+    top = output.partition("/")[0]
+    aim = place.out / "aim" / top
+    aim.parent.mkdir()
+    if leads_to != "nothing":
+        aim.mkdir()
+    if leads_to == "a thesis":
+        (aim / "thesis.txt").write_text("two weeks of work")
+    (place.out / top).symlink_to(aim)
+    before = place.tree()
+    code, words = place.run(COMMANDS[name].arguments)
+    assert "Traceback" not in words
+    now = place.tree()
+    assert now.items() >= before.items(), words
+    if code:
+        assert str(place.out / top) in words
+        assert now.keys() - before.keys() <= {f"aim/{top}/.lock"}
+    else:
+        wanted = {path: value for path, value in expected.items() if path.partition("/")[0] == top}
+        assert now.items() >= {f"aim/{path}": value for path, value in wanted.items()}.items()
+
+
+@pytest.mark.parametrize("what", ["folder", "pipe"])
+def test_a_file_takes_the_place_of_a_file_alone(tmp_path: Path, what: str) -> None:
+    final = tmp_path / "page.html"
+    if what == "folder":
+        final.mkdir()
+        (final / "thesis.txt").write_text("two weeks of work")
+    else:
+        os.mkfifo(final)
+    before = final.stat()
+    with pytest.raises(InputError, match="this is no file"), published_file(final) as made:
+        made.write_text("words")
+    assert final.stat() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]

@@ -29,7 +29,7 @@ from relayrun.errors import RelayrunError, RunDirError, describe_owner
 from relayrun.submit import campaign, launcher_overrides, submission
 from relayrun.submit.check import report_text
 from relayrun.submit.check.existing_run import SubmitIntent
-from relayrun.submit.check.findings import CheckFinding
+from relayrun.submit.check.findings import CheckFinding, Findings
 from relayrun.submit.check.report import CheckReport, settings_findings
 from relayrun.submit.launcher_overrides import quote_yaml
 from relayrun.trust import refuse_untrusted
@@ -54,15 +54,15 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
 def run_check(options: argparse.Namespace) -> int:
     """Print findings and plan; return 1 if a submit would refuse. Raises RelayrunError."""
     given = resolve.read_settings(options.config, options.overrides)
-    if (stranger := _file_of_another_user(given)) is not None:
-        return _check_passively(given, stranger, json=options.json)
     if (kind := campaign_kind(given)) is not None:
-        return check_plan(describe_campaign(options.config, options.overrides, kind=kind), json=options.json)
+        return check_plan(describe_campaign(options.config, options.overrides, kind=kind), given, json=options.json)
     return check_settings(given, _intent(options, resume=options.resume), json=options.json)
 
 
-def check_plan(described: CampaignDescription, *, json: bool = False) -> int:
+def check_plan(described: CampaignDescription, given: LocatedSettings, *, json: bool = False) -> int:
     """Check all runs of a sweep or of stages, and print what was found; return 1 if a submit would refuse."""
+    if (findings := _passive_findings(given)) is not None:
+        return _print_passive(findings, json=json)
     report = campaign.check_campaign(described)
     if json:
         print(json_text(campaign.campaign_report_as_json(report)))
@@ -72,17 +72,25 @@ def check_plan(described: CampaignDescription, *, json: bool = False) -> int:
 
 
 def _file_of_another_user(given: LocatedSettings) -> Path | None:
-    """Return a file of these settings that is neither this user's nor root's."""
+    """Return a file of these settings that is neither this user's, nor root's, nor of the owner of this code."""
+    known = (os.geteuid(), 0, os.stat(__file__).st_uid)
     files = {Path(place.rpartition(":")[0]) for place in given.places.values()}
-    return next((file for file in files if file.is_file() and file.stat().st_uid not in (os.geteuid(), 0)), None)
+    return next((file for file in files if file.is_file() and file.stat().st_uid not in known), None)
 
 
-def _check_passively(given: LocatedSettings, stranger: Path, *, json: bool) -> int:
-    """Check the settings alone: no program that they name is started, no address asked, no folder written to."""
+def _passive_findings(given: LocatedSettings) -> Findings | None:
+    """Check the settings alone if another user can have written them: no program that they name is started, no address
+    asked, no folder written to. None if all are this user's or root's."""
+    if (stranger := _file_of_another_user(given)) is None:
+        return None
     findings = settings_findings(resolve.validate_settings(given), given)
     words = f"{describe_owner(stranger)}: programs, data, folders and the job, which it names, were not looked at"
     remedy = "read it, and check a copy of your own; a submit starts what it names as you"
     findings.warn("settings.owner", words, where=stranger, remedy=remedy)
+    return findings
+
+
+def _print_passive(findings: Findings, *, json: bool) -> int:
     if json:
         _print_without_plan(findings.all)
     else:
@@ -108,6 +116,8 @@ def check_settings(
 
     `launcher`: the Bash script that the user passes to sbatch, if the job is not one of relayrun's own.
     """
+    if (passive := _passive_findings(given)) is not None:
+        return _print_passive(passive, json=json)
     name = "settings.schema"
     try:
         config = resolve.validate_settings(given)
@@ -134,10 +144,11 @@ def print_dry_run(given: LocatedSettings, intent: SubmitIntent) -> int:
     """
     config = resolve.validate_settings(given)
     print(submission.dry_run(config), end="", flush=True)
-    report = submission.check_submission(config, given=given, intent=intent)
-    if not isinstance(config, RunConfig):
-        print(*report_text.command_as_comment(report), sep="\n", flush=True)
-    findings = report.findings
+    if (findings := _passive_findings(given)) is None:
+        report = submission.check_submission(config, given=given, intent=intent)
+        if not isinstance(config, RunConfig):
+            print(*report_text.command_as_comment(report), sep="\n", flush=True)
+        findings = report.findings
     for finding in findings.warnings:
         log.warning("%s", finding.line)
     findings.raise_errors()

@@ -14,6 +14,7 @@ from relayrun.cli import add_set_option
 from relayrun.cli.run import stop as run_stop
 from relayrun.cli.run.submit import check_plan
 from relayrun.config.compose import campaign as config
+from relayrun.config.compose import resolve
 from relayrun.config.sections.batch_systems import batch_system
 from relayrun.control.chain import campaign as supervisor
 from relayrun.control.chain import jobs
@@ -63,7 +64,7 @@ def submit(options: argparse.Namespace) -> int:
         for member in submission.make_campaign(described).members:
             words = ", ".join(filter(None, [config.settings_in_words(member.settings), view.start_condition(member)]))
             print(f"{member.name}  {member.run_dir}  {words}", flush=True)
-        return check_plan(described)
+        return check_plan(described, resolve.read_settings(options.config, options.overrides))
     new = submission.submit_campaign(described)
     folder = described.folder
     print(f"{len(described.runs)} runs, directory {folder}" + ("" if new else " (submitted before)"), flush=True)

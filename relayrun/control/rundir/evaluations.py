@@ -6,7 +6,8 @@ evaluations/iter_0000100-0003/   of iteration 100 as attempt 3 committed it: mad
     wanted                         a stage waits for it, whatever the policy says
     not_queued.json                why it has no job yet, by the supervisor
     submitted.json                 its job, by the supervisor
-    claim.json                     by the job, which ends if another job has written it (O_EXCL)
+    .result.json.lock              names the process that evaluates the checkpoint, any other one is refused meanwhile
+    claim.json                     the job that began last
     exported                       the checkpoint is not needed any more
     model/                         the exported folder, as long as it is needed or kept
     scores.json                    the output of the user's command (`evaluation.command`)
@@ -21,7 +22,6 @@ import contextlib
 import hashlib
 import json
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
@@ -33,7 +33,7 @@ from relayrun.control.rundir.attempt import PathIn
 from relayrun.control.rundir.records import CheckpointCommit, Record
 from relayrun.control.rundir.run import Run
 from relayrun.errors import RunDirError
-from relayrun.files import fsync_directory, write_atomic
+from relayrun.files import write_atomic
 
 MAX_TRIES = 3
 """Maximum number of jobs of an evaluation that a stage waits for, if each dies."""
@@ -96,7 +96,7 @@ class UnqueuedEvaluation(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationClaim(Record):
-    """`claim.json`: the job that evaluates the checkpoint; any other job that finds it ends."""
+    """`claim.json`: the job that began to evaluate the checkpoint last; it may have died."""
 
     job_id: str | None
     """None for an evaluation by hand."""
@@ -257,21 +257,6 @@ def iterations_held_by_evaluations(run: Run) -> set[int]:
     folders = [evaluation_dir(run, commit.iteration, attempt) for attempt, commit in unsettled_checkpoints(run)]
     waiting = [folder.iteration for folder in folders if not (folder.exported.exists() or folder.result.exists())]
     return set(waiting[-policy.hold :])
-
-
-def claim_evaluation(folder: EvaluationDir, job_id: str | None, node: str) -> bool:
-    """Claim the evaluation for this process; return False if it is already claimed."""
-    folder.path.mkdir(parents=True, exist_ok=True)
-    try:
-        file = open(folder.claim, "x", encoding="utf-8")  # noqa: SIM115 - closed by the `with`
-    except FileExistsError:
-        return False
-    with file:
-        json.dump(asdict(EvaluationClaim(job_id=job_id, node=node, time=time.time())), file)
-        file.flush()
-        os.fsync(file.fileno())
-    fsync_directory(folder.path)
-    return True
 
 
 def all_evaluations(run: Run) -> list[EvaluationDir]:

@@ -111,7 +111,7 @@ def listening_addresses(pids: Iterable[int]) -> set[tuple[str, int]]:
     sockets = set()
     for pid in pids:
         with suppress(OSError):  # it has ended
-            sockets |= {os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")}
+            sockets |= {os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")}
     found = set()
     for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:

@@ -1,8 +1,9 @@
 """`python -m relayrun.train.export.evaluate`: the job that evaluates one checkpoint, or records why it failed.
 
 It exports the checkpoint, releases it, and runs lm-evaluation-harness on the named tasks, a user's command, or, without
-both, the mean loss on the run's validation sets. A command converts a checkpoint of another trainer. The job ends at
-once if another job has claimed the checkpoint. torch is imported late: foreign programs may run without it.
+both, the mean loss on the run's validation sets. A command converts a checkpoint of another trainer. Meanwhile a second
+process is refused; after a kill the next one goes on with what was exported. torch is imported late: foreign programs
+may run without it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,11 +31,14 @@ from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import CommonConfig, EvaluationSection, RunConfig
 from relayrun.control.chain import background, campaign
 from relayrun.control.rundir import evaluations
-from relayrun.control.rundir.evaluations import EvaluationDir, EvaluationResult, EvaluationScores
+from relayrun.control.rundir.evaluations import EvaluationClaim, EvaluationDir, EvaluationResult, EvaluationScores
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
+from relayrun.control.scheduler.local_srun import die_with_parent
 from relayrun.control.trainers.tools import wandb_mode
-from relayrun.errors import ENDING_SIGNALS, InputError, RelayrunError, run_main
+from relayrun.errors import ENDING_SIGNALS, InputError, RelayrunError, run_command
+from relayrun.leftovers import remove_leftovers
+from relayrun.publishing import output_lock
 from relayrun.train.reporting.wandb_runs import send_evaluations
 
 COMMAND_END_SECONDS = 10.0
@@ -111,8 +116,9 @@ def read_scores(path: Path) -> EvaluationScores:
 def _run_command(words: Sequence[str], *, setting: str) -> None:
     """Run a command to its end, in a process group that ends with this program. Raises InputError if it fails."""
     print(f"{setting}: {shlex.join(words)}", flush=True)
+    die = partial(die_with_parent, signal.SIGKILL)
     try:
-        program = subprocess.Popen(words, stdin=subprocess.DEVNULL, process_group=0)
+        program = subprocess.Popen(words, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=die)
     except OSError as error:
         raise InputError(f"{words[0]} cannot be started: {error.strerror}", where=setting) from None
     try:
@@ -149,18 +155,36 @@ class EndedByScheduler(BaseException):
     """The scheduler ends this job."""
 
 
-def evaluate_checkpoint(run: Run, iteration: int, attempt: int) -> EvaluationResult | None:
-    """Evaluate one checkpoint, record the result and return it; None if another job has claimed the checkpoint."""
-    job_id = os.environ.get("SLURM_JOB_ID") or os.environ.get("RELAYRUN_LOCAL_JOB_ID")
+def evaluate_checkpoint(run: Run, iteration: int, attempt: int) -> EvaluationResult:
+    """Evaluate one checkpoint, unless it has a result; record the result and return it. Raises InputError if another
+    process evaluates the checkpoint."""
     folder = evaluations.evaluation_dir(run, iteration, attempt)
-    if not evaluations.claim_evaluation(folder, job_id, socket.gethostname()):
-        return None
+    with output_lock(folder.result, lambda: "no result is on record; the same command goes on"):
+        remove_leftovers(run.path)
+        result = EvaluationResult.read(folder.result)
+        if result is None:
+            result = _evaluated(run, folder)
+            result.write(folder.result)
+        evaluations.write_evaluations_view(run)
+        if result.model is None:
+            shutil.rmtree(folder.model, ignore_errors=True)
+    if run.plan.exists():
+        background.send_notices(run, Plan.load_in_job(run), at_work=False)
+        campaign.start_due_members_of(run)  # a run may have waited for this result
+    report_to_wandb(run)
+    return result
+
+
+def _evaluated(run: Run, folder: EvaluationDir) -> EvaluationResult:
+    """Evaluate one checkpoint; an error or the end of the job is a result, too."""
     started = time.time()
-    about: dict[str, Any] = {"iteration": iteration, "attempt": attempt, "job_id": job_id}
+    claim = EvaluationClaim(job_id=_job_id(), node=socket.gethostname(), time=started)
+    claim.write(folder.claim)
+    about: dict[str, Any] = {"iteration": folder.iteration, "attempt": folder.attempt, "job_id": claim.job_id}
     keep = False
     try:
         due = {(number, commit.iteration): commit for number, commit in evaluations.due_checkpoints(run)}
-        commit = due.get((attempt, iteration))
+        commit = due.get((folder.attempt, folder.iteration))
         if commit is None:
             raise InputError("this checkpoint does not count any more, or is not to be evaluated", where=folder.path)
         config = resolve.read_resolved_config(run.config_revision(run.revisions()[-1]))
@@ -175,19 +199,14 @@ def evaluate_checkpoint(run: Run, iteration: int, attempt: int) -> EvaluationRes
             str(error) if isinstance(error, (RelayrunError, EndedByScheduler)) else f"{type(error).__name__}: {error}"
         )
         about |= {"status": "failed", "error": text}
-    finally:
-        for number in ENDING_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)  # the rest takes no time
-        if not keep:
-            shutil.rmtree(folder.model, ignore_errors=True)
+    for number in ENDING_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # the rest takes no time
     about |= {"model": str(folder.model) if keep and folder.model.exists() else None}
-    result = EvaluationResult(**about, time=time.time(), seconds=time.time() - started)
-    evaluations.record_result(run, result)
-    if run.plan.exists():
-        background.send_notices(run, Plan.load_in_job(run), at_work=False)
-        campaign.start_due_members_of(run)  # a run may have waited for this result
-    report_to_wandb(run)
-    return result
+    return EvaluationResult(**about, time=time.time(), seconds=time.time() - started)
+
+
+def _job_id() -> str | None:
+    return os.environ.get("SLURM_JOB_ID") or os.environ.get("RELAYRUN_LOCAL_JOB_ID")
 
 
 def _scored(
@@ -195,17 +214,21 @@ def _scored(
 ) -> tuple[EvaluationScores, dict[str, Any]]:
     """Make a folder of transformers; return its scores and their description."""
     own = EvaluationCommands(run, config, folder, checkpoint)
+    exported = folder.exported.exists() and folder.model.exists()  # by a process that was killed
+    if not exported:
+        shutil.rmtree(folder.model, ignore_errors=True)
     if isinstance(config, RunConfig):
         from relayrun.train.export import scores
         from relayrun.train.export.source_and_target import find_checkpoint
 
-        source, model = find_checkpoint(run, folder.iteration), folder.model
-        scores.export_model(source, model)
+        source, model = find_checkpoint(run, folder.iteration, whole=not exported), folder.model
+        if not exported:
+            scores.export_model(source, model)
         if not settings.tasks and not settings.command:
             folder.exported.touch()
             return scores.held_out_loss(source, model, settings)
     else:
-        model = own.convert()
+        model = folder.model if exported else own.convert()
     if model != checkpoint:  # else the checkpoint is needed to the end
         folder.exported.touch()
     if settings.command:
@@ -230,11 +253,8 @@ def _leave_on_signal(number: int, _frame: FrameType | None) -> None:
     raise EndedByScheduler(f"{signal.Signals(number).name}: the time limit was reached, or the job was cancelled")
 
 
-def print_result(folder: EvaluationDir, result: EvaluationResult | None) -> int:
+def print_result(result: EvaluationResult) -> int:
     """Print the result of an evaluation; return the exit code."""
-    if result is None:
-        print(f"iteration {folder.iteration} is evaluated by another job: {folder.claim}")
-        return 0
     if result.status == "failed":
         print(f"error: {result.error}", file=sys.stderr)
         return 1
@@ -252,12 +272,11 @@ def main() -> int:
     parser.add_argument("--iteration", type=int, required=True)
     parser.add_argument("--attempt", type=int, required=True, help="that committed it")
     options = parser.parse_args()
-    for number in ENDING_SIGNALS:
-        signal.signal(number, _leave_on_signal)
-    run = Run(options.run_dir.absolute())
-    folder = evaluations.evaluation_dir(run, options.iteration, options.attempt)
-    return print_result(folder, evaluate_checkpoint(run, options.iteration, options.attempt))
+    if _job_id() is not None:  # the end of a job is a result; what a person interrupts goes on later
+        for number in ENDING_SIGNALS:
+            signal.signal(number, _leave_on_signal)
+    return print_result(evaluate_checkpoint(Run(options.run_dir.absolute()), options.iteration, options.attempt))
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    sys.exit(run_command(main))

@@ -51,8 +51,9 @@ class CheckpointSource:
         return found
 
 
-def find_checkpoint(run: Run, iteration: int | None = None) -> CheckpointSource:
-    """Return the checkpoint of an iteration; None: the newest whole one. Raises InputError or RunDirError."""
+def find_checkpoint(run: Run, iteration: int | None = None, *, whole: bool = True) -> CheckpointSource:
+    """Return the checkpoint of an iteration; None: the newest whole one. `whole`: refuse a torn or removed one. Raises
+    InputError or RunDirError."""
     folder: Path | None
     if iteration is None:
         newest = checkpoint_records.resume_point(run)
@@ -60,7 +61,7 @@ def find_checkpoint(run: Run, iteration: int | None = None) -> CheckpointSource:
         if folder is None:
             raise InputError("this run has no checkpoint yet", where=run.path)
     else:
-        folder = _folder(run, iteration)
+        folder = _folder(run, iteration, whole=whole)
     config = resolve.require_native(committed_config(run, iteration))
     return CheckpointSource(
         run=run, iteration=iteration, folder=folder, config=config, manifest=Manifest.read(run.manifest)
@@ -75,11 +76,11 @@ def committed_config(run: Run, iteration: int) -> CommonConfig:
     return resolve.read_resolved_config(run.config_revision(_revision(run, iteration) or numbers[-1]))
 
 
-def _folder(run: Run, iteration: int) -> Path:
+def _folder(run: Run, iteration: int, *, whole: bool) -> Path:
     line = checkpoint_records.Lineage(run).line()
     for commit in line:
         if commit.iteration == iteration:
-            if (fault := checkpoint_records.checkpoint_fault(commit)) is not None:
+            if whole and (fault := checkpoint_records.checkpoint_fault(commit)) is not None:
                 raise InputError(f"this checkpoint is torn or removed: {fault}", where=commit.path, hint=_have(line))
             return Path(commit.path)
     raise InputError(f"this run has no checkpoint of iteration {iteration}", where=run.checkpoints, hint=_have(line))
