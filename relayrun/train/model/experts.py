@@ -148,53 +148,45 @@ def reduce_over_own_replicas(model: torch.nn.Module) -> None:
                 parameter.allreduce = False  # megatron-core's word for it
 
 
-class RouterUpdates:
-    """Routers of this rank, with corrections of what megatron-core does to them in a step.
+class RouterLosses:
+    """Factors of the routers' losses, with corrections of megatron-core.
 
     Fault: if gradients are divided by the counted tokens (`calculate_per_token_loss`), megatron-core 0.16.1 multiplies
     a router's losses by the tokens that this rank routes (transformer/moe/router.py). With tensor and context
     parallelism these are a part, with `seq_aux_loss` those of one sequence, and with a mask more than count. 0.19
     corrects the first two. Here the factor cancels the division, for every version.
 
-    `finalize_model_grads` moves the biases that balance experts (`moe_router_enable_expert_bias`) before the update is
-    decided, and while a save may still read them. So each step moves copies of them.
+    Fault: `global_aux_loss` is the part of a replica in the loss over all replicas, and gradients are the mean over
+    replicas: megatron-core (0.16.1 to 0.19.2) divides it by their number once too often.
     """
 
-    def __init__(self, chunks: Iterable[torch.nn.Module], settings: TransformerSection, *, by_token: bool) -> None:
-        self._settings = settings
-        self._all = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
-        self._biases: list[torch.Tensor] = []
-        for router in self._all if by_token else ():
-            router.calculate_per_token_loss = False
+    def __init__(
+        self, chunks: Iterable[torch.nn.Module], settings: TransformerSection, ranks: Ranks, *, by_token: bool
+    ) -> None:
+        self.aux: float | list[float] = settings.moe_aux_loss_coeff
+        """Factors as in `model.transformer`; the next step reads them."""
+        self.z: float | None = settings.moe_z_loss_coeff
+        self._kinds = settings.moe_router_load_balancing_type
+        self._replicas = ranks.data_parallel_size
+        self._routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
+        for router in self._routers:
+            if by_token:
+                router.calculate_per_token_loss = False
+            for buffer in router.buffers(recurse=False):  # in bf16 a sum of tokens stops to grow
+                buffer.data = buffer.data.float()
 
-    def scale_losses(self, factor: float) -> None:
+    def scale(self, factor: float) -> None:
         """Multiply the losses of the next step; reported losses do not change."""
-        aux, z = self._settings.moe_aux_loss_coeff, self._settings.moe_z_loss_coeff
-        for router in self._all:
+        for router in self._routers:
             router.config.moe_aux_loss_coeff = (
-                [factor * each for each in aux] if isinstance(aux, list) else factor * aux
+                [self._scaled(*pair, factor) for pair in zip(self._kinds, self.aux, strict=True)]
+                if isinstance(self.aux, list)
+                else self._scaled(str(self._kinds), self.aux, factor)
             )
-            router.config.moe_z_loss_coeff = None if z is None else factor * z
+            router.config.moe_z_loss_coeff = None if self.z is None else factor * self.z
 
-    def begin_step(self) -> None:
-        """Let the next step move copies of the biases; discard the moves of an unfinished step."""
-        self.end_step(moved=False)
-        for router in self._balanced():
-            bias = router.expert_bias
-            bias.data = bias.data.float()  # as the router does before its first read
-            self._biases.append(bias)
-            router.expert_bias = bias.clone()
-
-    def end_step(self, *, moved: bool) -> None:
-        """Put the biases back, with or without the moves of the step."""
-        for router, bias in zip(self._balanced(), self._biases, strict=False):
-            if moved:
-                bias.copy_(router.expert_bias)
-            router.expert_bias = bias
-        self._biases = []
-
-    def _balanced(self) -> list[Any]:
-        return [router for router in self._all if getattr(router, "expert_bias", None) is not None]
+    def _scaled(self, kind: str, coefficient: float, factor: float) -> float:
+        return coefficient * factor * (self._replicas if kind == "global_aux_loss" else 1)
 
 
 def local_experts(config: TransformerConfig) -> Any:

@@ -33,7 +33,7 @@ from relayrun.tokens.order import sample_rows
 from relayrun.train import distributed, megatron_versions, user_code
 from relayrun.train.distributed import LossSum, Ranks
 from relayrun.train.model import experts, kernels, layers
-from relayrun.train.model.experts import AuxiliaryLosses
+from relayrun.train.model.experts import AuxiliaryLosses, RouterLosses
 from relayrun.train.model.layers import ACTIVATION_FUNCTIONS
 from relayrun.train.model.loss import LossResult, UserLoss, loss_function
 from relayrun.train.model.packed_documents import PackedDocuments, RowwiseRotaryEmbedding, positions_for
@@ -81,6 +81,43 @@ class MicroBatch:
     """Tokens of each document, for samples that know them (`relayrun.tokens.order.sample_rows.SampleRow`)."""
     loss_mask: npt.NDArray[np.float32] | None = None
     """1 if a token's loss counts, of shape [micro_batch_size, seq_length]; None: all count."""
+
+
+class StepBuffers:
+    """Buffers of the model during a step, for example the biases that balance experts.
+
+    The forward pass and `finalize_model_grads` change them before the update is decided, and while a save may still
+    read them. So each step changes copies.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
+        self._chunks = chunks
+        self._kept: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
+        """Of each buffer the dictionary and the name that it has in its module."""
+
+    def begin_step(self) -> None:
+        """Let the next step change copies; discard the changes of an unfinished step."""
+        self.end_step(moved=False)
+        copies: dict[int, torch.Tensor] = {}  # modules may share a buffer
+        for buffers in (module._buffers for chunk in self._chunks for module in chunk.modules()):
+            for name, buffer in buffers.items():
+                if buffer is not None:
+                    if id(buffer) not in copies:
+                        copies[id(buffer)] = buffer.clone()
+                    self._kept.append((buffers, name, buffer))
+                    buffers[name] = copies[id(buffer)]
+
+    @torch.no_grad()
+    def end_step(self, *, moved: bool) -> None:
+        """Put the buffers back, with or without the changes of the step."""
+        for buffers, name, buffer in self._kept:
+            copy = buffers[name]
+            if moved and copy is not None and (copy.shape, copy.dtype) == (buffer.shape, buffer.dtype):
+                buffer.copy_(copy)
+            elif moved:  # the module has put another tensor there
+                continue
+            buffers[name] = buffer
+        self._kept = []
 
 
 class ModelStage:
@@ -158,7 +195,8 @@ class ModelStage:
                 transformer.finalize_model_grads_func = kernels.reduce_output_layer_last(self.chunks[-1])
         self._positions = torch.arange(self.seq_length, device=ranks.device)
         self._by_token = transformer.calculate_per_token_loss
-        self.routers = experts.RouterUpdates(self.chunks, config.model.transformer, by_token=self._by_token)
+        self.router_losses = RouterLosses(self.chunks, config.model.transformer, ranks, by_token=self._by_token)
+        self.step_buffers = StepBuffers(self.chunks)
         self.auxiliary_losses = AuxiliaryLosses(
             experts.auxiliary_loss_names(config.model.transformer), layers=sum(expert_layers(config.model)), ranks=ranks
         )
@@ -241,7 +279,7 @@ class ModelStage:
 
     def load(self, state: dict[str, Any]) -> None:
         """Load the result of a load into `sharded_state_dict`."""
-        self.routers.end_step(moved=False)
+        self.step_buffers.end_step(moved=False)
         for number, chunk in enumerate(self.chunks):
             chunk.module.load_state_dict(state[str(number)], strict=True)
 
@@ -274,11 +312,9 @@ class ModelStage:
         reduced over the data-parallel ranks, and left in the gradient buffers.
         """
         if train:
-            self.routers.begin_step()
-            if self._by_token and self.auxiliary_losses:  # their gradients are means over micro-batches
-                tokens = sum(float(counts.sum()) for batch in batches if (counts := self._counts(batch)) is not None)
-                (every,) = self.ranks.sum_over_samples([tokens])
-                self.routers.scale_losses(max(every, 1.0) / (len(batches) * self.ranks.data_parallel_size))
+            self.step_buffers.begin_step()
+            if self.auxiliary_losses:
+                self.router_losses.scale(self._tokens_per_micro_batch(batches) if self._by_token else 1.0)
         # forward passes never wait for their last message, which gloo then does not send (megatron-core 0.16.1)
         self.transformer.overlap_p2p_comm_warmup_flush = self._warmup_flush and train
         iterators = [iter(batches) for _ in self.chunks]
@@ -293,6 +329,12 @@ class ModelStage:
         )
         reports: list[tuple[float, float]] = torch.stack(losses).tolist() if losses else []
         return LossSum(total=sum(total for total, _ in reports), count=sum(count for _, count in reports))
+
+    def _tokens_per_micro_batch(self, batches: Sequence[MicroBatch]) -> float:
+        """Return the mean number of tokens that count, over the micro-batches of all replicas."""
+        tokens = sum(float(counts.sum()) for batch in batches if (counts := self._counts(batch)) is not None)
+        (every,) = self.ranks.sum_over_samples([tokens])
+        return max(every, 1.0) / (len(batches) * self.ranks.data_parallel_size)
 
     def _forward(
         self, batches: Iterator[MicroBatch], ddp: torch.nn.Module
