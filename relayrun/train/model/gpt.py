@@ -149,7 +149,8 @@ class ModelStage:
         self._restarts_positions = config.data.restarts_positions
         self._attends_documents = config.data.attends_documents
         self._loss_mean = config.training.resolved_loss_mean
-        self._own_loss = _user_loss(config.training.loss, ranks)
+        self.own_loss: Any = _user_loss(config.training.loss, ranks)
+        """The user's loss of the tokens; None: cross-entropy."""
         self._eod = _eod(config.data, eod)
         self._counted: npt.NDArray[np.bool_] | None = None
         if counted is not None:
@@ -356,7 +357,7 @@ class ModelStage:
         mask = parts.pop("loss_mask", None)
         for positions in self._restarted:
             positions.set_positions(parts["position_ids"])
-        labels, own = parts["labels"], self._own_loss
+        labels, own = parts["labels"], self.own_loss
         if own is not None and own.wants_logits:
             parts["labels"] = None
         output = ddp(**parts, attention_mask=None, packed_seq_params=self._documents(batch))
