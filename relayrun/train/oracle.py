@@ -227,7 +227,7 @@ def difference(term: str, paths: Sequence[Path], reference: Path) -> tuple[float
     norms = {name: float(np.linalg.norm(each)) for name, each in wanted.items()}
     floor = FLOOR * max((norm for name, norm in norms.items() if name != "value"), default=0.0)
     if len(norms) > 1 and not floor and term != SPEC:
-        return float("inf"), "there is no gradient"
+        return 1.0, "there is no gradient"
     found, seen = (0.0, "value"), {name: np.zeros(each.shape, bool) for name, each in wanted.items()}
     for rank, path in enumerate(paths):
         for name, each in _read(path, term).items():
@@ -236,7 +236,7 @@ def difference(term: str, paths: Sequence[Path], reference: Path) -> tuple[float
             apart = float(np.linalg.norm((each - wanted[name])[here])) / max(norms[name], floor, 1e-12)
             found = max(found, (apart, f"{name}, rank {rank}" if len(paths) > 1 else name))
     missing = [name for name, each in seen.items() if not each.all()]
-    return (float("inf"), f"{missing[0]}: NaN, or a part on no rank") if missing else found
+    return (1.0, f"{missing[0]}: NaN, or a part on no rank") if missing else found
 
 
 def compare(request: Mapping[str, Any]) -> dict[str, dict[str, tuple[float, str]]]:

@@ -93,13 +93,14 @@ def ask_oracle(config: RunConfig) -> OracleReport:
     try:
         return OracleReport(shrunk=shrunk, rows=json.loads(done.stdout))
     except ValueError:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        said = [line for line in done.stderr.splitlines() if line[:1].strip()]  # without hints, which are indented
+        last = said[-1] if said else f"exit code {done.returncode}"
         return OracleReport(shrunk=shrunk, failure=f"{python}: {last}")
 
 
 def shrink(config: RunConfig) -> tuple[RunConfig, RunConfig]:
     """Return a small config with the same switches in its layout, and the same on one rank."""
-    sizes = {name: min(value, 2) for name, value in _parallel_sizes(config).items()}
+    sizes = _parallel_sizes(config)
     replicas = min(config.data_parallel_size, 2)
     parallel = config.parallel.model_dump() | sizes
     # these need a GPU's kernels
@@ -143,15 +144,12 @@ def shrink(config: RunConfig) -> tuple[RunConfig, RunConfig]:
 
 
 def _parallel_sizes(config: RunConfig) -> dict[str, int]:
-    parallel = config.parallel
-    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    found = {name: getattr(parallel, name) for name in (*names, "expert_model_parallel_size")}
-    if parallel.expert_tensor_parallel_size is not None:
-        found["expert_tensor_parallel_size"] = parallel.expert_tensor_parallel_size
-    replicas = config.data_parallel_size * parallel.context_parallel_size
-    instances = parallel.num_distributed_optimizer_instances
-    # two replicas cannot have two instances and two parts
-    return found | {"num_distributed_optimizer_instances": instances if replicas >= instances else 1}
+    names = ["tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"]
+    names += ["expert_model_parallel_size", "expert_tensor_parallel_size", "num_distributed_optimizer_instances"]
+    found = {name: min(size, 2) for name in names if (size := getattr(config.parallel, name)) is not None}
+    if config.parallel.separates_experts:  # two replicas: an expert has one
+        found["num_distributed_optimizer_instances"] = 1
+    return found
 
 
 def _small_model(config: RunConfig, tensor: int, context: int, parts: int) -> dict[str, Any]:
