@@ -2,10 +2,10 @@
 
     python -m relayrun.train.oracle < request > answer
 
-The request is JSON, `{"config": ..., "reference": ...}`: a small run config in the asked layout, and the same for one
-rank. The answer is JSON, see `compare`. All begin with the same weights and take the same global batch. A term is
-measured alone: the factors of the others are 0. Gradients are compared as a checkpoint holds them, by the name and the
-position in the whole tensor; a piece that several ranks hold must be equal on all of them.
+The request is JSON, two small run configs: one in the asked layout, and the same for one rank; for the answer see
+`compare`. All begin with the same weights and take the same global batch. A term is measured alone, with the others'
+factors 0. Gradients are compared by name and position in the whole tensor, as a checkpoint holds them; a piece that
+several ranks hold must be equal on all of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,40 +40,29 @@ from relayrun.train.validation import Validation
 
 Array = npt.NDArray[Any]
 VOCABULARY, EOD = 96, 5
+TOKENS, VALIDATION, SPEC = "tokens", "validation sets", "losses inside model.spec"
 NOISE = 0.05
 """Standard deviation of the noise on initial weights; constants among them would hide faults."""
-TOKENS, VALIDATION, SPEC = "tokens", "validation sets", "losses inside model.spec"
 FLOOR = 1e-3
-"""Smallest norm of a gradient, as a share of the largest norm; differences are divided by at least this."""
+"""Smallest norm that a difference is divided by, as a share of the largest norm of a gradient."""
+Cases = dict[str, tuple[RunConfig, Sequence[str]]]
+"""By name the config and the terms to measure with it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class OracleCase:
-    """A config and the terms to measure with it. `rows`: the case is compared with `layout`, under its name."""
-
-    name: str
-    config: RunConfig
-    terms: Sequence[str]
-    rows: bool = True
-
-
-def reference_cases(config: RunConfig, reference: RunConfig) -> list[OracleCase]:
+def reference_cases(config: RunConfig, reference: RunConfig) -> Cases:
     """Return the cases of one rank: `layout` with the micro-batches of the layout, and other ways to the same terms."""
     settings, size = config.model.transformer, config.training.micro_batch_size
-    kinds, factors = settings.moe_router_load_balancing_type, settings.moe_aux_loss_coeff
-    pairs = zip(kinds, factors, strict=True) if isinstance(factors, list) else [(str(kinds), factors)]
-    routers = [str(kind) for kind, factor in pairs if factor] + (["z_loss"] if settings.moe_z_loss_coeff else [])
-    own = [SPEC] if config.model.spec is not None else []
-    found = [OracleCase(name="layout", config=reference, terms=[TOKENS, *own, *routers, VALIDATION])]
+    routers = list(settings.router_losses)
+    terms = [TOKENS, *([] if config.model.spec is None else [SPEC]), *routers, VALIDATION]
+    found: Cases = {"layout": (reference, terms)}
 
-    def add(name: str, terms: Sequence[str], *, rows: bool = True, **sections: Mapping[str, Any]) -> None:
+    def add(name: str, terms: Sequence[str], **sections: Mapping[str, Any]) -> None:
         values = reference.model_dump(mode="json")
         values |= {section: values[section] | fields for section, fields in sections.items()}
-        found.append(OracleCase(name=name, config=RunConfig.model_validate(values), terms=terms, rows=rows))
+        found[name] = RunConfig.model_validate(values), terms
 
     if "global_aux_loss" in routers:  # a running mean: it depends on the number of micro-batches
-        whole = size * config.data_parallel_size
-        add("whole", ["global_aux_loss"], rows=False, training={"micro_batch_size": whole})
+        add("whole", ["global_aux_loss"], training={"micro_batch_size": size * config.data_parallel_size})
     if size > 1 and settings.moe_expert_capacity_factor is None:
         depends = config.data.masks_loss and config.training.resolved_loss_mean == "micro_batch"
         same = ([] if depends else [TOKENS]) + [each for each in routers if each in ("seq_aux_loss", "z_loss")]
@@ -97,9 +85,6 @@ class _Samples:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def read(self, epoch: int, i: int) -> Array:
-        return np.asarray(self.tokens[i])
-
     def row(self, epoch: int, i: int) -> SampleRow:
         return SampleRow(tokens=self.tokens[i], loss_mask=None if self.mask is None else self.mask[i])
 
@@ -115,7 +100,6 @@ class TermMeasurement:
         """`weights`: the whole tensors by name; the first case of one rank writes them."""
         self.config, self.ranks = config, ranks
         self.model = ModelStage(config, ranks, VOCABULARY, eod=EOD)
-        self._own_loss = self.model.own_loss
         self._held: dict[torch.nn.Parameter, range] = {}
         if config.parallel.use_distributed_optimizer:
             for each in ScheduledOptimizer(config, self.model).inner.chained_optimizers:
@@ -156,22 +140,16 @@ class TermMeasurement:
 
     def measure(self, term: str) -> dict[str, Array]:
         """Return the reported value of a term and its gradients, by name of the tensor."""
-        training, settings, losses = self.config.training, self.config.model.transformer, self.model.router_losses
-        self.model.own_loss = self._own_loss
+        training = self.config.training
         if term == VALIDATION:  # the last micro-batch is not full
+            self.model.with_token_loss = True
             samples = _Samples(self.config, 2 * training.global_batch_size - 1)
-            orders = {term: ValidationSet(name=term, dataset=samples)}
+            orders = {term: ValidationSet(name=term, dataset=samples)}  # type: ignore[arg-type]
             found = Validation(orders=orders, training=training, ranks=self.ranks, vocabulary_size=VOCABULARY)
             return {"value": np.array(found.run(self.model)[term])}
-        if term != TOKENS:
-            self.model.own_loss = _NoLoss(self._own_loss)
-        kinds, aux = settings.moe_router_load_balancing_type, settings.moe_aux_loss_coeff
-        losses.aux = (
-            [factor * (kind == term) for kind, factor in zip(kinds, aux, strict=True)]
-            if isinstance(aux, list)
-            else aux * (kinds == term)
-        )
-        losses.z = settings.moe_z_loss_coeff if term == "z_loss" else None
+        self.model.with_token_loss = term == TOKENS
+        factors = self.config.model.transformer.router_losses
+        self.model.router_losses.factors = {term: factors[term]} if term in factors else {}
         samples, size = _Samples(self.config, training.global_batch_size), training.micro_batch_size
         firsts = range(self.ranks.data_parallel_rank * size, len(samples), self.ranks.data_parallel_size * size)
         self.model.train_mode(True)
@@ -183,54 +161,37 @@ class TermMeasurement:
         return {"value": value} | self._assembled(lambda each: each.main_grad, held=True)
 
 
-class _NoLoss:
-    """The loss of the tokens times 0: gradients of the other terms remain."""
-
-    def __init__(self, own: Any) -> None:
-        self._own = own
-        self.wants_logits = own is not None and own.wants_logits
-
-    def __call__(self, output: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        return 0.0 * (output if self._own is None else self._own(output, labels, mask))
-
-
-def _measure(rank: int, cases: list[OracleCase], folder: Path, port: int) -> None:
+def _measure(rank: int, cases: Cases, folder: Path, port: int) -> None:
     """Measure the cases on a forked rank, and write NAME.RANK.npz for each."""
     die_with_parent(signal.SIGKILL)
-    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": cases[0].config.world_size, "MASTER_PORT": port}
+    layout = next(iter(cases.values()))[0]
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": layout.world_size, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in own.items()}, MASTER_ADDR="127.0.0.1")
     torch.set_num_threads(1)
-    ranks = distributed.start_process_groups(cases[0].config)
-    for case in cases:
-        measured = TermMeasurement(case.config, ranks, folder / "weights.npz")
-        found = {f"{term}/{name}": each for term in case.terms for name, each in measured.measure(term).items()}
-        np.savez(folder / f"{case.name}.{rank}.npz", **found)  # type: ignore[arg-type]
+    ranks = distributed.start_process_groups(layout)
+    for case, (config, terms) in cases.items():
+        measured = TermMeasurement(config, ranks, folder / "weights.npz")
+        found = {f"{term}/{name}": each for term in terms for name, each in measured.measure(term).items()}
+        np.savez(folder / f"{case}.{rank}.npz", **found)  # type: ignore[arg-type]
     distributed.stop_process_groups()
-
-
-def _run(cases: list[OracleCase], folder: Path) -> None:
-    """Fork the ranks of the cases, which have the same layout. Raises an error of torch's with a rank's traceback."""
-    start_processes(  # type: ignore[no-untyped-call]
-        _measure, (cases, folder, free_port()), cases[0].config.world_size, start_method="fork"
-    )
-
-
-def _read(path: Path, term: str) -> dict[str, Array]:
-    with np.load(path) as arrays:
-        return {name.partition("/")[2]: arrays[name] for name in arrays.files if name.startswith(f"{term}/")}
 
 
 def difference(term: str, paths: Sequence[Path], reference: Path) -> tuple[float, str]:
     """Return the largest relative difference of a term between the files of all ranks and the file of one rank, and the
     tensor that has it, or `value`."""
-    wanted = _read(reference, term)
+
+    def read(path: Path) -> dict[str, Array]:
+        with np.load(path) as arrays:
+            return {name.partition("/")[2]: arrays[name] for name in arrays.files if name.startswith(f"{term}/")}
+
+    wanted = read(reference)
     norms = {name: float(np.linalg.norm(each)) for name, each in wanted.items()}
     floor = FLOOR * max((norm for name, norm in norms.items() if name != "value"), default=0.0)
     if len(norms) > 1 and not floor and term != SPEC:
         return 1.0, "there is no gradient"
     found, seen = (0.0, "value"), {name: np.zeros(each.shape, bool) for name, each in wanted.items()}
     for rank, path in enumerate(paths):
-        for name, each in _read(path, term).items():
+        for name, each in read(path).items():
             here = ~np.isnan(each)
             seen[name] |= here
             apart = float(np.linalg.norm((each - wanted[name])[here])) / max(norms[name], floor, 1e-12)
@@ -239,23 +200,24 @@ def difference(term: str, paths: Sequence[Path], reference: Path) -> tuple[float
     return (1.0, f"{missing[0]}: NaN, or a part on no rank") if missing else found
 
 
-def compare(request: Mapping[str, Any]) -> dict[str, dict[str, tuple[float, str]]]:
+def compare(config: RunConfig, reference: RunConfig) -> dict[str, dict[str, tuple[float, str]]]:
     """Return for each term and each way to compute it the largest relative difference and the tensor that has it."""
-    config, reference = (RunConfig.model_validate(request[name]) for name in ("config", "reference"))
     cases, count = reference_cases(config, reference), config.world_size
-    rows: dict[str, dict[str, tuple[float, str]]] = {term: {} for term in cases[0].terms}
+    terms = cases["layout"][1]
+    rows: dict[str, dict[str, tuple[float, str]]] = {term: {} for term in terms}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        _run(cases, path)
-        if count > 1:
-            _run([OracleCase(name="asked", config=config, terms=cases[0].terms)], path)
+        launches = [(1, cases), (count, {"asked": (config, terms)})]
+        for ranks, each in launches if count > 1 else launches[:1]:
+            start_processes(_measure, (each, path, free_port()), ranks, start_method="fork")  # type: ignore[no-untyped-call]
         for term, row in rows.items():
             if count > 1:
                 of_one = "whole" if term == "global_aux_loss" else "layout"
                 asked = [path / f"asked.{rank}.npz" for rank in range(count)]
                 row[f"{count} ranks"] = difference(term, asked, path / f"{of_one}.0.npz")
-            for case in (case for case in cases[1:] if case.rows and term in case.terms):
-                row[case.name] = difference(term, [path / f"{case.name}.0.npz"], path / "layout.0.npz")
+            for name, (_, measured) in cases.items():
+                if name not in ("layout", "whole") and term in measured:
+                    row[name] = difference(term, [path / f"{name}.0.npz"], path / "layout.0.npz")
     return rows
 
 
@@ -264,7 +226,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     cpu_patches.patch_for_cpu()
-    print(json.dumps(compare(json.load(sys.stdin))), file=answers, flush=True)
+    print(json.dumps(compare(*map(RunConfig.model_validate, json.load(sys.stdin)))), file=answers, flush=True)
 
 
 if __name__ == "__main__":

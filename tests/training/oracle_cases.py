@@ -45,11 +45,13 @@ def config(ranks: int, sections: dict[str, dict[str, Any]]) -> RunConfig:
 
 def break_routers(fault: str) -> None:
     """Undo a correction of the routers' losses."""
-    if fault == "replicas":
-        experts.RouterLosses._scaled = lambda self, kind, coefficient, factor: coefficient * factor  # type: ignore[method-assign]
-    elif fault == "tokens":
-        scale = experts.RouterLosses.scale
-        experts.RouterLosses.scale = lambda self, factor: scale(self, 1.0)  # type: ignore[method-assign]
+    scale = experts.RouterLosses.scale
+
+    def broken(self: experts.RouterLosses, factor: float) -> None:
+        self._replicas = 1 if fault == "replicas" else self._replicas
+        scale(self, 1.0 if fault == "tokens" else factor)
+
+    experts.RouterLosses.scale = broken  # type: ignore[method-assign]
 
 
 def main() -> None:
@@ -58,8 +60,7 @@ def main() -> None:
     break_routers(fault)
     answers = []
     for ranks, sections in cases:
-        small, reference = shrinking.shrink(config(ranks, sections))
-        answers.append(oracle.compare({"config": small.model_dump(), "reference": reference.model_dump()}))
+        answers.append(oracle.compare(*shrinking.shrink(config(ranks, sections))))
     with open(f"{folder}/answers.json", "w") as file:
         json.dump(answers, file)
 

@@ -70,11 +70,10 @@ def run_check(options: argparse.Namespace) -> int:
 def run_oracle(given: LocatedSettings, stranger: Path | None, *, json: bool) -> int:
     """Compare the terms of the loss, and print them; return 1 if one differs. Raises RelayrunError."""
     if stranger is not None:
-        words = f"{describe_owner(stranger)}: the oracle runs code that its settings name"
-        raise RelayrunError(words, where=stranger, hint="read it, and give a copy of your own")
+        raise RelayrunError(f"{describe_owner(stranger)}: --oracle runs code that it names", where=stranger)
     config = None if campaign_kind(given) is not None else resolve.validate_settings(given)
     if not isinstance(config, RunConfig):
-        raise RelayrunError("--oracle is for a run config of the trainer native", hint="leave out --oracle")
+        raise RelayrunError("--oracle is for a run config of the trainer native")
     report = oracle.ask_oracle(config)
     if json:
         print(json_text(asdict(report) | {"differing": report.differing}))

@@ -27,34 +27,21 @@ from relayrun.config.sections.model import TransformerSection
 from relayrun.train import megatron_versions
 from relayrun.train.distributed import Ranks
 
-AUXILIARY_LOSSES = {
+LOSS_NAMES = {
     "aux_loss": "load_balancing_loss",
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": "global_load_balancing_loss",
+    "z_loss": "z_loss",
 }
-"""Name in megatron-core of the loss of each `moe_router_load_balancing_type`."""
-
-
-def auxiliary_loss_names(transformer: TransformerSection) -> list[str]:
-    """Return the losses of a model, in equal order on all ranks; a stage without experts contributes nothing."""
-    if transformer.num_moe_experts is None:
-        return []
-    kinds, factors = transformer.moe_router_load_balancing_type, transformer.moe_aux_loss_coeff
-    pairs: Iterable[tuple[str, float]] = (
-        zip(kinds, factors, strict=True)
-        if isinstance(kinds, list) and isinstance(factors, list)
-        else [(str(kinds), float(factors))]  # type: ignore[arg-type]
-    )
-    found = [AUXILIARY_LOSSES[kind] for kind, factor in pairs if kind in AUXILIARY_LOSSES and factor]
-    return found + (["z_loss"] if transformer.moe_z_loss_coeff else [])
+"""Name in megatron-core of each of `TransformerSection.router_losses`."""
 
 
 class AuxiliaryLosses:
     """Collects the losses over layers and ranks, once per iteration."""
 
-    def __init__(self, wanted: list[str], *, layers: int, ranks: Ranks) -> None:
-        """`layers`: number of layers with experts in the whole model."""
-        self._names = wanted
+    def __init__(self, settings: TransformerSection, *, layers: int, ranks: Ranks) -> None:
+        """`layers`: number of layers with experts in the whole model; a stage without experts contributes nothing."""
+        self._names = [LOSS_NAMES[kind] for kind in settings.router_losses]
         self._layers = layers
         self._ranks = ranks
 
@@ -78,12 +65,9 @@ class AuxiliaryLosses:
 
     def _measured_by(self, name: str) -> int:
         """Return how many ranks measured a loss of the same layer, and not a part of it."""
-        replicas = self._ranks.data_parallel_size
-        if name == "global_load_balancing_loss":  # each rank has a part of the mean over all replicas
-            return 1
-        if name == "z_loss":  # each rank's own tokens
-            return replicas * self._ranks.tensor_size * self._ranks.context_size
-        return replicas
+        replicas, parts = self._ranks.data_parallel_size, self._ranks.tensor_size * self._ranks.context_size
+        # each rank has a part of the global loss, and the z_loss of its own tokens
+        return {"global_load_balancing_loss": 1, "z_loss": replicas * parts}.get(name, replicas)
 
 
 class LocalExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no types
@@ -163,9 +147,8 @@ class RouterLosses:
     def __init__(
         self, chunks: Iterable[torch.nn.Module], settings: TransformerSection, ranks: Ranks, *, by_token: bool
     ) -> None:
-        self.aux: float | list[float] = settings.moe_aux_loss_coeff
-        """Factors as in `model.transformer`; the next step reads them."""
-        self.z: float | None = settings.moe_z_loss_coeff
+        self.factors = settings.router_losses
+        """Factors of the losses; the next step reads them."""
         self._kinds = settings.moe_router_load_balancing_type
         self._replicas = ranks.data_parallel_size
         self._routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
@@ -177,16 +160,12 @@ class RouterLosses:
 
     def scale(self, factor: float) -> None:
         """Multiply the losses of the next step; reported losses do not change."""
+        found = {kind: own * factor for kind, own in self.factors.items()}
+        found["global_aux_loss"] = found.get("global_aux_loss", 0.0) * self._replicas
         for router in self._routers:
-            router.config.moe_aux_loss_coeff = (
-                [self._scaled(*pair, factor) for pair in zip(self._kinds, self.aux, strict=True)]
-                if isinstance(self.aux, list)
-                else self._scaled(str(self._kinds), self.aux, factor)
-            )
-            router.config.moe_z_loss_coeff = None if self.z is None else factor * self.z
-
-    def _scaled(self, kind: str, coefficient: float, factor: float) -> float:
-        return coefficient * factor * (self._replicas if kind == "global_aux_loss" else 1)
+            aux = [found.get(kind, 0.0) for kind in ([self._kinds] if isinstance(self._kinds, str) else self._kinds)]
+            router.config.moe_aux_loss_coeff = aux[0] if isinstance(self._kinds, str) else aux
+            router.config.moe_z_loss_coeff = found.get("z_loss")
 
 
 def local_experts(config: TransformerConfig) -> Any:

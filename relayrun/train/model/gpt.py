@@ -91,32 +91,28 @@ class StepBuffers:
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
-        self._chunks = chunks
+        self._modules = [module for chunk in chunks for module in chunk.modules()]
         self._kept: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
-        """Of each buffer the dictionary and the name that it has in its module."""
+        """Each buffer with the dictionary of its module and its name there."""
 
     def begin_step(self) -> None:
         """Let the next step change copies; discard the changes of an unfinished step."""
         self.end_step(moved=False)
-        copies: dict[int, torch.Tensor] = {}  # modules may share a buffer
-        for buffers in (module._buffers for chunk in self._chunks for module in chunk.modules()):
-            for name, buffer in buffers.items():
-                if buffer is not None:
-                    if id(buffer) not in copies:
-                        copies[id(buffer)] = buffer.clone()
-                    self._kept.append((buffers, name, buffer))
-                    buffers[name] = copies[id(buffer)]
+        found = [(module._buffers, name, each) for module in self._modules for name, each in module._buffers.items()]
+        self._kept = [(buffers, name, buffer) for buffers, name, buffer in found if buffer is not None]
+        copies = {id(buffer): buffer.clone() for _, _, buffer in self._kept}  # modules may share a buffer
+        for buffers, name, buffer in self._kept:
+            buffers[name] = copies[id(buffer)]
 
     @torch.no_grad()
     def end_step(self, *, moved: bool) -> None:
         """Put the buffers back, with or without the changes of the step."""
         for buffers, name, buffer in self._kept:
             copy = buffers[name]
-            if moved and copy is not None and (copy.shape, copy.dtype) == (buffer.shape, buffer.dtype):
-                buffer.copy_(copy)
-            elif moved:  # the module has put another tensor there
-                continue
-            buffers[name] = buffer
+            if not moved:
+                buffers[name] = buffer
+            elif copy is not None and (copy.shape, copy.dtype) == (buffer.shape, buffer.dtype):
+                buffers[name] = buffer.copy_(copy)
         self._kept = []
 
 
@@ -149,8 +145,9 @@ class ModelStage:
         self._restarts_positions = config.data.restarts_positions
         self._attends_documents = config.data.attends_documents
         self._loss_mean = config.training.resolved_loss_mean
-        self.own_loss: Any = _user_loss(config.training.loss, ranks)
-        """The user's loss of the tokens; None: cross-entropy."""
+        self._own_loss = _user_loss(config.training.loss, ranks)
+        self.with_token_loss = True
+        """False leaves the gradients of the other losses alone."""
         self._eod = _eod(config.data, eod)
         self._counted: npt.NDArray[np.bool_] | None = None
         if counted is not None:
@@ -198,9 +195,8 @@ class ModelStage:
         self._by_token = transformer.calculate_per_token_loss
         self.router_losses = RouterLosses(self.chunks, config.model.transformer, ranks, by_token=self._by_token)
         self.step_buffers = StepBuffers(self.chunks)
-        self.auxiliary_losses = AuxiliaryLosses(
-            experts.auxiliary_loss_names(config.model.transformer), layers=sum(expert_layers(config.model)), ranks=ranks
-        )
+        layers_with_experts = sum(expert_layers(config.model))
+        self.auxiliary_losses = AuxiliaryLosses(config.model.transformer, layers=layers_with_experts, ranks=ranks)
         """Reported losses of expert routers."""
 
     def _build(self, config: RunConfig, transformer: TransformerConfig, stage: int) -> torch.nn.Module:
@@ -314,8 +310,12 @@ class ModelStage:
         """
         if train:
             self.step_buffers.begin_step()
-            if self.auxiliary_losses:
-                self.router_losses.scale(self._tokens_per_micro_batch(batches) if self._by_token else 1.0)
+            if self.auxiliary_losses:  # gradients are divided by the counted tokens, or by the micro-batches
+                every = len(batches) * self.ranks.data_parallel_size
+                counts = [self._counts(batch) for batch in batches] if self._by_token else []
+                tokens = sum(float(each.sum()) for each in counts if each is not None)
+                (counted,) = self.ranks.sum_over_samples([tokens]) if self._by_token else (every,)
+                self.router_losses.scale(max(counted, 1.0) / every)
         # forward passes never wait for their last message, which gloo then does not send (megatron-core 0.16.1)
         self.transformer.overlap_p2p_comm_warmup_flush = self._warmup_flush and train
         iterators = [iter(batches) for _ in self.chunks]
@@ -330,12 +330,6 @@ class ModelStage:
         )
         reports: list[tuple[float, float]] = torch.stack(losses).tolist() if losses else []
         return LossSum(total=sum(total for total, _ in reports), count=sum(count for _, count in reports))
-
-    def _tokens_per_micro_batch(self, batches: Sequence[MicroBatch]) -> float:
-        """Return the mean number of tokens that count, over the micro-batches of all replicas."""
-        tokens = sum(float(counts.sum()) for batch in batches if (counts := self._counts(batch)) is not None)
-        (every,) = self.ranks.sum_over_samples([tokens])
-        return max(every, 1.0) / (len(batches) * self.ranks.data_parallel_size)
 
     def _forward(
         self, batches: Iterator[MicroBatch], ddp: torch.nn.Module
@@ -357,13 +351,14 @@ class ModelStage:
         mask = parts.pop("loss_mask", None)
         for positions in self._restarted:
             positions.set_positions(parts["position_ids"])
-        labels, own = parts["labels"], self.own_loss
+        labels, own = parts["labels"], self._own_loss
         if own is not None and own.wants_logits:
             parts["labels"] = None
         output = ddp(**parts, attention_mask=None, packed_seq_params=self._documents(batch))
         context = self.ranks.context_size
         mean = loss_function(self._loss_mean, mask=mask, weights=weights, context_size=context)
-        return output, mean if own is None else lambda output: mean(own(output, labels, mask))
+        loss = mean if own is None else lambda output: mean(own(output, labels, mask))
+        return output, loss if self.with_token_loss else lambda output: loss(0.0 * output)
 
     def _counts(self, batch: MicroBatch) -> npt.NDArray[np.float32] | None:
         """Return 1 for each token that counts in the loss, [micro_batch_size, seq_length]; None: all count."""
