@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.readme import path_with_relayrun
 from tests.training import own_ranks
 from tests.training.oracle_cases import BALANCED
 
@@ -130,6 +132,23 @@ def test_check_names_the_term_that_differs(tmp_path: Path) -> None:
     fails = check(tmp_path / "fails.yaml", training={"loss": "tests.training.user_code:no_such_loss"})
     assert fails.returncode == 1
     assert "no_such_loss" in fails.stdout.splitlines()[-1]
+
+
+def test_the_command_of_the_page(tmp_path: Path) -> None:
+    page = (ROOT / "docs/how-to/check.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^```bash oracle\n(.*?)^```$", page, re.M | re.S)
+    shown = re.findall(r"^small, on CPUs.*?^every term.*?$", page, re.M | re.S)[0].splitlines()
+    environment = {"PATH": path_with_relayrun(), "HOME": str(tmp_path)}
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    def plain(lines: list[str]) -> list[str]:
+        """Without numbers of rounding, and where they are."""
+        return [re.sub(r" *\d\.\de.*", "", line) for line in lines]
+
+    assert set(plain(shown)) <= set(plain(done.stdout.splitlines()))
 
 
 def test_the_oracle_is_for_the_native_trainer(tmp_path: Path) -> None:
