@@ -1,7 +1,7 @@
 """Each term of the loss has the same gradient on one rank and in each layout, micro-batch size and mask; and the oracle
 of `relayrun check --oracle`, which compares them, finds a term that has not.
 
-megatron-core's multi-token prediction is no setting of `model.transformer`; a model of `model.spec` may have it.
+megatron-core's multi-token prediction is no setting of `model.transformer`; a model of `model.spec` has it here.
 """
 
 from __future__ import annotations
@@ -93,6 +93,26 @@ def test_a_loss_of_the_users_own_is_the_same_in_each_layout(tmp_path: Path) -> N
     cases = [case(name, data=MASKED, experts={}, loss=OWN) for name in LAYOUTS if name != "EP2"]
     for found in answers(tmp_path, cases):
         assert_equal(found)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_multi_token_prediction_is_the_same_but_for_a_mean_over_a_part_of_a_sample(tmp_path: Path) -> None:
+    """With context parallelism megatron-core (0.16.1, 0.19.2) divides by the tokens of a rank, which has more or less of
+    them than the others; sums, as with `loss_mean: token` and a mask, are exact."""
+    cases = [
+        case("DP2", data={}, experts={}),
+        case("DP2", data=MASKED, experts={}, loss_mean="token"),
+        case("CP2", data=MASKED, experts={}, loss_mean="token"),
+        case("CP2", data={}, experts={}),
+    ]
+    for _, sections in cases:
+        sections["model"]["spec"] = "tests.training.user_code:multi_token_model"
+    *same, other = answers(tmp_path, cases)
+    for found in same:
+        assert list(found) == ["tokens", "losses inside model.spec", "validation sets"]
+        assert_equal(found)
+    assert 0.01 < other["losses inside model.spec"]["2 ranks"][0] < 0.1
 
 
 @pytest.mark.parametrize(("fault", "terms"), [("replicas", {"global_aux_loss"}), ("tokens", set(ROUTERS))])

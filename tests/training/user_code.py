@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
@@ -103,7 +103,12 @@ def same_block(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
 
 
 def own_model(
-    config: TransformerConfig, vocab_size: int, max_sequence_length: int, pre_process: bool, post_process: bool
+    config: TransformerConfig,
+    vocab_size: int,
+    max_sequence_length: int,
+    pre_process: bool,
+    post_process: bool,
+    mtp_block_spec: ModuleSpec | None = None,
 ) -> GPTModel:
     return GPTModel(
         config,
@@ -115,7 +120,18 @@ def own_model(
         position_embedding_type="rope",
         rotary_base=500_000,
         share_embeddings_and_output_weights=False,
+        mtp_block_spec=mtp_block_spec,
     )
+
+
+def multi_token_model(
+    config: TransformerConfig, vocab_size: int, max_sequence_length: int, pre_process: bool, post_process: bool
+) -> GPTModel:
+    """Predicts a second token with megatron-core's module, whose loss is added inside the model."""
+    config.mtp_num_layers = 1
+    block = get_gpt_mtp_block_spec(config, same_block(config, None), use_transformer_engine=False)
+    model = own_model(config, vocab_size, max_sequence_length, pre_process, post_process, mtp_block_spec=block)
+    return model
 
 
 def no_model(config: TransformerConfig) -> str:
