@@ -63,7 +63,7 @@ def reference_cases(config: RunConfig, reference: RunConfig) -> Cases:
 
     if "global_aux_loss" in routers:  # a running mean: it depends on the number of micro-batches
         add("whole", ["global_aux_loss"], training={"micro_batch_size": size * config.data_parallel_size})
-    if size > 1 and settings.moe_expert_capacity_factor is None:
+    if size > 1 and not (settings.moe_expert_capacity_factor or settings.moe_router_load_balancing_type == "sinkhorn"):
         depends = config.data.masks_loss and config.training.resolved_loss_mean == "micro_batch"
         same = ([] if depends else [TOKENS]) + [each for each in routers if each in ("seq_aux_loss", "z_loss")]
         add("micro-batches of 1", same, training={"micro_batch_size": 1})
@@ -157,8 +157,8 @@ class TermMeasurement:
         loss = self.ranks.mean_loss(self.model.run([samples.batch(at, size) for at in firsts], train=True))
         reported = sum(self.model.auxiliary_losses.take(len(firsts)).values())
         self.model.step_buffers.end_step(moved=False)
-        value = np.array(loss if term in (TOKENS, SPEC) else reported)
-        return {"value": value} | self._assembled(lambda each: each.main_grad, held=True)
+        value = loss if term in (TOKENS, SPEC) else reported
+        return {"value": np.array(value)} | self._assembled(lambda each: each.main_grad, held=True)
 
 
 def _measure(rank: int, cases: Cases, folder: Path, port: int) -> None:

@@ -130,8 +130,7 @@ def multi_token_model(
     """Predicts a second token with megatron-core's module, whose loss is added inside the model."""
     config.mtp_num_layers = 1
     block = get_gpt_mtp_block_spec(config, same_block(config, None), use_transformer_engine=False)
-    model = own_model(config, vocab_size, max_sequence_length, pre_process, post_process, mtp_block_spec=block)
-    return model
+    return own_model(config, vocab_size, max_sequence_length, pre_process, post_process, mtp_block_spec=block)
 
 
 def no_model(config: TransformerConfig) -> str:

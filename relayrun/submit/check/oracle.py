@@ -39,7 +39,6 @@ class OracleReport:
     """What was shrunk and what came out."""
 
     shrunk: list[str] = field(default_factory=list)
-    """Settings as `section.name: before -> after`."""
     rows: dict[str, dict[str, tuple[float, str]]] = field(default_factory=dict)
     """For each term and each way to compute it the largest relative difference, and the tensor that has it."""
     failure: str | None = None  # why nothing was compared

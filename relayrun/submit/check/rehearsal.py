@@ -78,11 +78,10 @@ def ask_json(
     if done is None or isinstance(done, str):
         return done
     try:
-        answer: dict[str, Any] = json.loads(done.stdout)
+        return json.loads(done.stdout)  # type: ignore[no-any-return]
     except ValueError:
         said = [line for line in done.stderr.splitlines() if line[:1].strip()]  # hints are indented
         return said[-1] if said else f"exit code {done.returncode}"
-    return answer
 
 
 def ask_ranks(

@@ -31,9 +31,8 @@ LOSS_NAMES = {
     "aux_loss": "load_balancing_loss",
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": "global_load_balancing_loss",
-    "z_loss": "z_loss",
 }
-"""Name in megatron-core of each of `TransformerSection.router_losses`."""
+"""Name in megatron-core of the loss of each `moe_router_load_balancing_type`."""
 
 
 class AuxiliaryLosses:
@@ -41,7 +40,7 @@ class AuxiliaryLosses:
 
     def __init__(self, settings: TransformerSection, *, layers: int, ranks: Ranks) -> None:
         """`layers`: number of layers with experts in the whole model; a stage without experts contributes nothing."""
-        self._names = [LOSS_NAMES[kind] for kind in settings.router_losses]
+        self._names = [LOSS_NAMES.get(kind, kind) for kind in settings.router_losses]
         self._layers = layers
         self._ranks = ranks
 

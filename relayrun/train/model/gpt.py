@@ -93,7 +93,6 @@ class StepBuffers:
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
         self._modules = [module for chunk in chunks for module in chunk.modules()]
         self._kept: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
-        """Each buffer with the dictionary of its module and its name there."""
 
     def begin_step(self) -> None:
         """Let the next step change copies; discard the changes of an unfinished step."""
