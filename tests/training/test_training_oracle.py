@@ -98,8 +98,8 @@ def test_a_loss_of_the_users_own_is_the_same_in_each_layout(tmp_path: Path) -> N
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_multi_token_prediction_is_the_same_but_for_a_mean_over_a_part_of_a_sample(tmp_path: Path) -> None:
-    """With context parallelism megatron-core 0.16.1 divides by the tokens of a rank, and ranks have more or less of them;
-    sums, as with `loss_mean: token` and a mask, are exact."""
+    """With context parallelism megatron-core 0.16.1 divides by the tokens of a rank, and ranks have more or less of
+    them; sums, as with `loss_mean: token` and a mask, are exact."""
     cases = [
         case("DP2", data={}, experts={}),
         case("DP2", data=MASKED, experts={}, loss_mean="token"),

@@ -48,8 +48,7 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="take it that the chain may have ended")
     parser.add_argument("--accept-data-change", action="store_true", help="take it that the data may have changed")
     parser.add_argument("--take-over", action="store_true", help="take it that the run may be another user's")
-    words = "compare each term of the loss in this layout with one rank instead, small and on CPUs; at most 120 s"
-    parser.add_argument("--oracle", action="store_true", help=words)
+    parser.add_argument("--oracle", action="store_true", help="compare each term of the loss with one rank, on CPUs")
     parser.add_argument("--json", action="store_true", help="print what was found as JSON")
     parser.set_defaults(run=run_check)
 
