@@ -10,8 +10,7 @@ from typing import Any
 warnings.simplefilter("ignore")
 
 from relayrun.config.compose.schema import RunConfig  # noqa: E402
-from relayrun.submit.check import oracle as shrinking  # noqa: E402
-from relayrun.train import oracle  # noqa: E402
+from relayrun.lab import loss_oracle, loss_terms  # noqa: E402
 from relayrun.train.model import cpu_patches, experts  # noqa: E402
 
 BALANCED = {
@@ -60,7 +59,7 @@ def main() -> None:
     break_routers(fault)
     answers = []
     for ranks, sections in cases:
-        answers.append(oracle.compare(*shrinking.shrink(config(ranks, sections))))
+        answers.append(loss_terms.compare(*loss_oracle.shrink(config(ranks, sections))))
     with open(f"{folder}/answers.json", "w") as file:
         json.dump(answers, file)
 

@@ -27,8 +27,9 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.scheduler import local
 from relayrun.control.scheduler.factory import local_scheduler
 from relayrun.errors import RelayrunError, RunDirError, describe_owner
+from relayrun.lab import loss_oracle
 from relayrun.submit import campaign_check, launcher_overrides, submission
-from relayrun.submit.check import oracle, report_text
+from relayrun.submit.check import report_text
 from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.submit.check.findings import CheckFinding
 from relayrun.submit.check.report import CheckReport, settings_findings
@@ -73,7 +74,7 @@ def run_oracle(given: LocatedSettings, stranger: Path | None, *, json: bool) -> 
     config = None if campaign_kind(given) is not None else resolve.validate_settings(given)
     if not isinstance(config, RunConfig):
         raise RelayrunError("--oracle is for a run config of the trainer native")
-    report = oracle.ask_oracle(config)
+    report = loss_oracle.ask_oracle(config)
     if json:
         print(json_text(asdict(report) | {"differing": report.differing}))
     else:

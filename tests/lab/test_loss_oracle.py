@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import RunConfig
-from relayrun.submit.check import oracle
+from relayrun.lab import loss_oracle
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = ["aux_loss", "seq_aux_loss", "global_aux_loss"]
@@ -66,7 +66,7 @@ def test_a_config_that_is_taken_can_be_shrunk() -> None:
         except ValidationError:
             continue
         taken += 1
-        small, one = oracle.shrink(config)
+        small, one = loss_oracle.shrink(config)
         assert (small.world_size <= 16, one.world_size) == (True, 1)
         assert small.world_size > 1 or config.world_size == 1
         assert small.model.hidden_size <= 256
@@ -74,11 +74,11 @@ def test_a_config_that_is_taken_can_be_shrunk() -> None:
         for name in SWITCHES:
             assert getattr(small.model.transformer, name) == getattr(config.model.transformer, name)
         assert small.model.transformer.router_losses == config.model.transformer.router_losses
-        assert "model.hidden_dropout: 0.1 -> 0.0" in list(oracle._changes(config, small))
+        assert "model.hidden_dropout: 0.1 -> 0.0" in list(loss_oracle._changes(config, small))
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("configs/runs/*.yaml")), ids=lambda path: path.stem)
 def test_a_config_that_ships_can_be_shrunk(path: Path) -> None:
     config = resolve.load_run_config(path)
     if isinstance(config, RunConfig):
-        oracle.shrink(config)
+        loss_oracle.shrink(config)

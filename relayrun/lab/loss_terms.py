@@ -1,6 +1,6 @@
 """Compares losses and gradients of a layout with those of one rank, on CPUs, for each term of the loss by itself.
 
-    python -m relayrun.train.oracle < request > answer
+    python -m relayrun.lab.loss_terms < request > answer
 
 The request is JSON, two small run configs: one in the asked layout, and the same for one rank; for the answer see
 `compare`. All begin with the same weights and take the same global batch. A term is measured alone, with the others'
@@ -44,9 +44,8 @@ TOKENS, VALIDATION, SPEC = "tokens", "validation sets", "losses inside model.spe
 NOISE = 0.05
 """Standard deviation of the noise on initial weights; constants among them would hide faults."""
 FLOOR = 1e-3
-"""Smallest norm that a difference is divided by, as a share of the largest norm of a gradient."""
-Cases = dict[str, tuple[RunConfig, Sequence[str]]]
-"""By name the config and the terms to measure with it."""
+"""Smallest norm that a difference is divided by, as a share of the largest norm."""
+Cases = dict[str, tuple[RunConfig, Sequence[str]]]  # by name the config and the terms to measure with it
 
 
 def reference_cases(config: RunConfig, reference: RunConfig) -> Cases:

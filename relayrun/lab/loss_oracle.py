@@ -1,7 +1,6 @@
 """`relayrun check --oracle`: each term of the loss of a config in its layout against one rank, on this machine's CPUs.
 
-The model shrinks and keeps every switch; each parallel size above 1 becomes 2. The ranks' Python computes it, see
-`relayrun.train.oracle`.
+The model shrinks and keeps every switch; each parallel size above 1 becomes 2. `lab.loss_terms` computes it.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def ask_oracle(config: RunConfig) -> OracleReport:
     except ValidationError as error:
         return OracleReport(failure=f"this config cannot be shrunk: {error.errors()[0]['msg']}")
     request, shrunk = [each.model_dump(mode="json") for each in (small, reference)], list(_changes(config, small))
-    answer = ask_ranks(config, "relayrun.train.oracle", request, limit=SECONDS, variables=_ENVIRONMENT)
+    answer = ask_ranks(config, "relayrun.lab.loss_terms", request, limit=SECONDS, variables=_ENVIRONMENT)
     if isinstance(answer, str):
         return OracleReport(shrunk=shrunk, failure=answer)
     rows = {term: row for term, row in answer.items() if row}
