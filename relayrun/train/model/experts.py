@@ -154,7 +154,7 @@ class RouterLosses:
         for router in self._routers:
             if by_token:
                 router.calculate_per_token_loss = False
-            for buffer in router.buffers(recurse=False):  # in bf16 a sum of tokens stops to grow
+            for buffer in router.buffers(recurse=False):  # in bf16 a sum of tokens stops growing
                 buffer.data = buffer.data.float()
 
     def scale(self, factor: float) -> None:
