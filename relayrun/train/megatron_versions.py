@@ -86,12 +86,13 @@ def quiet_megatron() -> None:
 def batch_of_context_rank(parts: dict[str, Any]) -> dict[str, Any]:
     """Return this context-parallel rank's part of a batch: tensors [batch, sequence], two parts of each sequence.
 
-    Since 0.18 the function must be told that the groups are not hybrid.
+    Since 0.18 the function must be told that the groups are not hybrid, and without a group it takes all ranks.
     """
+    from megatron.core.parallel_state import get_context_parallel_group
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     named = {"is_hybrid_cp": False} if "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters else {}
-    found: dict[str, Any] = get_batch_on_this_cp_rank(parts, **named)
+    found: dict[str, Any] = get_batch_on_this_cp_rank(parts, cp_group=get_context_parallel_group(), **named)
     return found
 
 

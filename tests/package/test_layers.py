@@ -27,6 +27,7 @@ HEAVY = ("train",)
 """Rooms that may import torch and megatron-core; and so may:"""
 HEAVY_MODULES = (
     PACKAGE / "tokens" / "order" / "megatron.py",
+    PACKAGE / "lab" / "loss_terms.py",
     *(PACKAGE / "lab" / "gpucheck" / "programs").glob("*.py"),
     *(PACKAGE / "submit" / "megatron_lm" / "programs").glob("*.py"),
 )

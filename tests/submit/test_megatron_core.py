@@ -123,10 +123,10 @@ def test_the_norms_gradients_have_another_name_since_0_19() -> None:
 
 def test_a_batch_is_divided_with_a_word_on_hybrid_groups_since_0_18(monkeypatch: pytest.MonkeyPatch) -> None:
     def before(batch: Any, cp_group: Any = None) -> Any:
-        return batch | {"by": "before"}
+        return batch | {"by": "before", "over": cp_group}
 
     def since(batch: Any, is_hybrid_cp: bool, cp_group: Any = None) -> Any:
-        return batch | {"by": is_hybrid_cp}
+        return batch | {"by": is_hybrid_cp, "over": cp_group}
 
     for function, by in ((before, "before"), (since, False)):
         module = ModuleType("megatron.core.utils")
@@ -134,7 +134,11 @@ def test_a_batch_is_divided_with_a_word_on_hybrid_groups_since_0_18(monkeypatch:
         for name in ("megatron", "megatron.core"):
             monkeypatch.setitem(sys.modules, name, ModuleType(name))
         monkeypatch.setitem(sys.modules, "megatron.core.utils", module)
-        assert megatron_versions.batch_of_context_rank({"labels": 1}) == {"labels": 1, "by": by}
+        state = ModuleType("megatron.core.parallel_state")
+        state.get_context_parallel_group = lambda: "context"  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
+        found = megatron_versions.batch_of_context_rank({"labels": 1})
+        assert found == {"labels": 1, "by": by, "over": "context"}  # 0.19 divides over all ranks without a group
 
 
 @dataclass

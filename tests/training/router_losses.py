@@ -124,6 +124,12 @@ def biases(ranks: distributed.Ranks, precision: str) -> dict[str, Any]:
     optimizer = ScheduledOptimizer(made, model)
     model.train_mode(True)
     batches = [MicroBatch(tokens=samples(0.0)[:4])]
+    model.chunks[0].module.register_buffer("forwards", torch.zeros(()))  # as a layer of a user's own may have
+
+    def count(module: torch.nn.Module, *_: Any) -> None:
+        module.get_buffer("forwards").add_(1)
+
+    model.chunks[0].module.register_forward_hook(count)
 
     def buffers() -> list[tuple[str, torch.Tensor]]:
         return [each for chunk in model.chunks for each in chunk.module.named_buffers()]
@@ -149,16 +155,34 @@ def biases(ranks: distributed.Ranks, precision: str) -> dict[str, Any]:
     return result
 
 
+def counted_tokens(ranks: distributed.Ranks, precision: str) -> list[float]:
+    """The tokens that each router has counted in a step of sixteen micro-batches, summed over its experts."""
+    model = ModelStage(config("micro_batch", 4, BIASED, precision), ranks, VOCABULARY, eod=EOD)
+    model.train_mode(True)
+    finalize, found = model.transformer.finalize_model_grads_func, []
+
+    def look(*arguments: Any, **named: Any) -> None:
+        routers = [module for module in model.chunks[0].modules() if hasattr(module, "local_tokens_per_expert")]
+        found.extend(float(router.local_tokens_per_expert.double().sum()) for router in routers)
+        finalize(*arguments, **named)
+
+    model.transformer.finalize_model_grads_func = look
+    model.run([MicroBatch(tokens=samples(0.0)[:4])] * 16, train=True)
+    return found
+
+
 def main() -> None:
     torch.set_num_threads(1)
     ranks = distributed.start_process_groups(config("token", 1, LOSSES["aux"]))
-    found = {}
+    found: dict[str, Any] = {}
     for name, *case in CASES:
         for key, value in router_gradients(ranks, *case).items():
             found[f"{name}/{key}"] = value
     np.savez(f"{FOLDER}/{rank}.npz", **found)
     if not CASES:
-        print(json.dumps({precision: biases(ranks, precision) for precision in ("fp32", "bf16")}))
+        precisions = ("fp32", "bf16")
+        found = {each: biases(ranks, each) | {"counted": counted_tokens(ranks, each)} for each in precisions}
+        print(json.dumps(found))
     distributed.stop_process_groups()
 
 

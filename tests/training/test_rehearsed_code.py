@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,14 +89,11 @@ def test_the_rate_of_the_next_step(workspace: Workspace) -> None:
 def asked_here(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a check asks the ranks' Python is answered in this process, which has imported torch."""
 
-    def answer(
-        command: Sequence[str], environment: dict[str, str], *, text: str = "", limit: float = 0
-    ) -> subprocess.CompletedProcess[str]:
-        assert [*command[1:]] == ["-m", "relayrun.train.rehearsal"]
-        answered = json.dumps(rehearsal.rehearse(json.loads(text)))
-        return subprocess.CompletedProcess([*command], 0, stdout=answered, stderr="")
+    def answer(config: RunConfig, module: str, request: Any, *, limit: float) -> dict[str, Any]:
+        assert module == "relayrun.train.rehearsal"
+        return rehearsal.rehearse(json.loads(json.dumps(request)))
 
-    monkeypatch.setattr(asked, "run_python", answer)
+    monkeypatch.setattr(asked, "ask_ranks", answer)
     monkeypatch.setattr(submission, "log_folder", lambda _: workspace.folder / "logs")
 
 

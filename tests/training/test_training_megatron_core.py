@@ -13,6 +13,7 @@ and MEGATRON_CORE_NEWER=FOLDER in the environment give these tests both versions
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -25,6 +26,7 @@ import pytest
 
 from tests.checkpoints import assert_same_bytes
 from tests.export.models import write_tokenizer
+from tests.training.test_training_oracle import assert_equal, case
 
 Make = Callable[..., Any]
 
@@ -86,9 +88,20 @@ def test_all_that_is_used_of_megatron_core_is_there(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.slow
 def test_all_that_is_used_is_there_in_the_newer_version() -> None:
-    version = "import relayrun.train.megatron_versions as m; m.check(); print(*m.installed()[:2])"
+    version = "import relayrun.train.megatron_versions as m; m.check_version(); print(*m.installed_version()[:2])"
     assert run("-c", version, search=NEWER) == "0 19\n"
     assert re.fullmatch(r"\d+ imported names\n", run(SURFACE, search=NEWER))
+
+
+@needs_newer
+@pytest.mark.long
+@pytest.mark.slow
+def test_each_term_of_the_loss_is_the_same_in_each_layout_with_the_newer_version(tmp_path: Path) -> None:
+    layouts = (["TP2+SP", "CP2"], ["PP2", "EP2"], ["DP2", "CP2"])
+    cases = [case(*names, data={"eod_mask_loss": True}, loss_mean="token") for names in layouts]
+    run("-m", "tests.training.oracle_cases", "0", "1", "0", json.dumps([str(tmp_path), cases, ""]), search=NEWER)
+    for found in json.loads((tmp_path / "answers.json").read_text()):
+        assert_equal(found)
 
 
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_z_loss_coeff": 1e-3}

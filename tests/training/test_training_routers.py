@@ -51,6 +51,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
         for loss in (*LOSSES, "global")
         for share in (0.0, 0.9)
     ]
+    cases += [["whole batch", "token", 8, "global", 0.5]]
     cases += [[f"token sequence of {size}", "token", size, "sequence", 0.5] for size in (1, 4)]
     return run(tmp_path_factory.mktemp("one"), "one", cases)
 
@@ -81,10 +82,21 @@ def test_nor_does_the_layout(tmp_path: Path, one_rank: dict[str, np.ndarray], la
         assert distance(found, name, one_rank, name) < 1e-3, name
 
 
+@pytest.mark.parametrize("layout", ["DP2", pytest.param("CP2", marks=pytest.mark.long)])
+def test_a_loss_of_the_global_batch_does_not_shrink_with_the_replicas(
+    tmp_path: Path, one_rank: dict[str, np.ndarray], layout: str
+) -> None:
+    size = 4 if layout == "DP2" else 8  # the same number of micro-batches: the loss is a running mean over them
+    found = run(tmp_path, layout, [["whole batch", "token", size, "global", 0.5]])
+    assert distance(found, "whole batch", one_rank, "whole batch") < 1e-3
+
+
 def test_a_skipped_update_moves_no_bias_of_experts(tmp_path: Path) -> None:
     own_ranks.run("tests.training.router_losses", tmp_path, 1, json.dumps([str(tmp_path), {}, []]))
     for found in json.loads((tmp_path / "0.log").read_text().splitlines()[-1]).values():
         assert found["skipped"] == found["skipped again"] == []
         assert [name for name in found["updated"] if name.endswith("expert_bias")] != []
+        assert "forwards" in found["updated"]
+        assert found["counted"] == [16 * 4 * 32 * 2] * 2
         assert found["untouched"]
         assert found["moved"] == pytest.approx(1e-3, rel=1e-3)  # by one rate: the step that was left counts for nothing

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
@@ -84,6 +84,11 @@ def mean_of_all(losses: torch.Tensor) -> torch.Tensor:
     return losses.mean()
 
 
+def relative_to_the_mean(losses: torch.Tensor) -> torch.Tensor:
+    """Depends on which tokens a rank has."""
+    return losses / losses.detach().mean()
+
+
 def same_layers(config: TransformerConfig) -> ModuleSpec:
     """relayrun's own layers."""
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
@@ -98,7 +103,12 @@ def same_block(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
 
 
 def own_model(
-    config: TransformerConfig, vocab_size: int, max_sequence_length: int, pre_process: bool, post_process: bool
+    config: TransformerConfig,
+    vocab_size: int,
+    max_sequence_length: int,
+    pre_process: bool,
+    post_process: bool,
+    mtp_block_spec: ModuleSpec | None = None,
 ) -> GPTModel:
     return GPTModel(
         config,
@@ -110,7 +120,17 @@ def own_model(
         position_embedding_type="rope",
         rotary_base=500_000,
         share_embeddings_and_output_weights=False,
+        mtp_block_spec=mtp_block_spec,
     )
+
+
+def multi_token_model(
+    config: TransformerConfig, vocab_size: int, max_sequence_length: int, pre_process: bool, post_process: bool
+) -> GPTModel:
+    """Predicts a second token with megatron-core's module, whose loss is added inside the model."""
+    config.mtp_num_layers = 1
+    block = get_gpt_mtp_block_spec(config, same_block(config, None), use_transformer_engine=False)
+    return own_model(config, vocab_size, max_sequence_length, pre_process, post_process, mtp_block_spec=block)
 
 
 def no_model(config: TransformerConfig) -> str:

@@ -10,6 +10,7 @@ import argparse
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.scheduler import local
 from relayrun.control.scheduler.factory import local_scheduler
 from relayrun.errors import RelayrunError, RunDirError, describe_owner
+from relayrun.lab import loss_oracle
 from relayrun.submit import campaign, launcher_overrides, submission
 from relayrun.submit.check import report_text
 from relayrun.submit.check.existing_run import SubmitIntent
@@ -47,6 +49,7 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="take it that the chain may have ended")
     parser.add_argument("--accept-data-change", action="store_true", help="take it that the data may have changed")
     parser.add_argument("--take-over", action="store_true", help="take it that the run may be another user's")
+    parser.add_argument("--oracle", action="store_true", help="compare each term of the loss with one rank, on CPUs")
     parser.add_argument("--json", action="store_true", help="print what was found as JSON")
     parser.set_defaults(run=run_check)
 
@@ -54,9 +57,26 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
 def run_check(options: argparse.Namespace) -> int:
     """Print findings and plan; return 1 if a submit would refuse. Raises RelayrunError."""
     given = resolve.read_settings(options.config, options.overrides)
+    if options.oracle:
+        return run_oracle(given, json=options.json)
     if (kind := campaign_kind(given)) is not None:
         return check_plan(describe_campaign(options.config, options.overrides, kind=kind), given, json=options.json)
     return check_settings(given, _intent(options, resume=options.resume), json=options.json)
+
+
+def run_oracle(given: LocatedSettings, *, json: bool) -> int:
+    """Compare the terms of the loss, and print them; return 1 if one differs. Raises RelayrunError."""
+    if (stranger := _file_of_another_user(given)) is not None:
+        raise RelayrunError(f"{describe_owner(stranger)}: --oracle runs code that it names", where=stranger)
+    config = None if campaign_kind(given) is not None else resolve.validate_settings(given)
+    if not isinstance(config, RunConfig):
+        raise RelayrunError("--oracle is for a run config of the trainer native")
+    report = loss_oracle.ask_oracle(config)
+    if json:
+        print(json_text(asdict(report) | {"differing": report.differing}))
+    else:
+        report.print()
+    return int(report.failure is not None or bool(report.differing))
 
 
 def check_plan(described: CampaignDescription, given: LocatedSettings, *, json: bool = False) -> int:

@@ -76,6 +76,14 @@ class ExpertFields(Section):
     moe_apply_probs_on_input: bool = False
     """Weigh the input of an expert instead of its output; with moe_router_topk 1."""
 
+    @property
+    def router_losses(self) -> dict[str, float]:
+        """Factor of each loss of the routers that is on: a moe_router_load_balancing_type, or z_loss."""
+        kinds, factors = self.moe_router_load_balancing_type, self.moe_aux_loss_coeff
+        pairs = zip(kinds, factors, strict=True) if isinstance(factors, list) else [(kinds, factors)]
+        found = {str(kind): factor for kind, factor in pairs if kind != "none"} | {"z_loss": self.moe_z_loss_coeff}
+        return {kind: factor for kind, factor in found.items() if factor and self.num_moe_experts}
+
 
 FP8_RECIPES_OF_FIELD: dict[str, tuple[str, ...]] = {
     "fp8_margin": ("delayed",),

@@ -9,7 +9,6 @@ import ast
 import difflib
 import functools
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -294,14 +293,8 @@ def _is_here(name: str) -> bool:
 @functools.lru_cache(maxsize=16)
 def _ask_python(python: str, names: tuple[str, ...], search_path: str) -> dict[str, Any] | str | None:
     """The version of a Python and what it lacks; in words why it does not say; None if it takes too long."""
-    done = run_python([python, "-c", _PACKAGES_PROGRAM, *names], {"PYTHONPATH": search_path}, limit=ANSWER_SECONDS)
-    if done is None or isinstance(done, str):
-        return done
-    try:
-        answer: dict[str, Any] = json.loads(done.stdout)
-    except ValueError:
-        return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    return answer
+    program = [python, "-c", _PACKAGES_PROGRAM, *names]
+    return rehearsal.ask_json(program, {"PYTHONPATH": search_path}, limit=ANSWER_SECONDS)
 
 
 def _check_host_python(config: CommonConfig, findings: Findings) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +70,32 @@ def run_python(
         return error.strerror or str(error)
 
 
+def ask_json(
+    command: Sequence[str], environment: dict[str, str], *, limit: float, text: str = ""
+) -> dict[str, Any] | str | None:
+    """Return the JSON that a program answers `text` with; in words why it does not; None if it takes too long."""
+    done = run_python(command, environment, text=text, limit=limit)
+    if done is None or isinstance(done, str):
+        return done
+    try:
+        return json.loads(done.stdout)  # type: ignore[no-any-return]
+    except ValueError:
+        said = [line for line in done.stderr.splitlines() if line[:1].strip()]  # hints are indented
+        return said[-1] if said else f"exit code {done.returncode}"
+
+
+def ask_ranks(
+    config: RunConfig, module: str, request: Any, *, limit: float, variables: Mapping[str, str] | None = None
+) -> dict[str, Any] | str:
+    """Return the answer of a module of the ranks' Python to a request; in words why it does not answer."""
+    if runs_in_container(config):
+        return "the ranks run in a container, which is not started here"
+    environment = {**config.cluster.environment, **(variables or {}), "PYTHONPATH": search_path(config)}
+    python = config.cluster.rank_python
+    answer = ask_json([python, "-m", module], environment, text=json.dumps(request), limit=limit)
+    return answer if isinstance(answer, dict) else f"{python}: {answer or f'no answer within {limit:.0f} s'}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
     """The answer of `relayrun.train.rehearsal`."""
@@ -86,23 +112,13 @@ def rehearse(
     config: RunConfig, *, configs: Sequence[RunConfig] = (), steps: Sequence[tuple[RunConfig, TrainingProgress]] = ()
 ) -> Rehearsal:
     """Ask the ranks' Python of `config` to import the user code of `configs`, and for the rate of each next step."""
-    if runs_in_container(config):
-        return Rehearsal(silent="the ranks run in a container, which is not started here")
     request = {
         "configs": [each.model_dump(mode="json") for each in configs],
         "steps": [(each.model_dump(mode="json"), progress.state()) for each, progress in steps],
     }
-    environment = config.cluster.environment | {"PYTHONPATH": search_path(config)}
-    python = config.cluster.rank_python
-    command, text = [python, "-m", "relayrun.train.rehearsal"], json.dumps(request)
-    done = run_python(command, environment, text=text, limit=REHEARSAL_SECONDS)
-    if done is None or isinstance(done, str):
-        return Rehearsal(silent=f"{python} {done or f'gave no answer within {REHEARSAL_SECONDS:.0f} s'}")
-    try:
-        answer: dict[str, Any] = json.loads(done.stdout)
-    except ValueError:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return Rehearsal(silent=f"{python}: {last}")
+    answer = ask_ranks(config, "relayrun.train.rehearsal", request, limit=REHEARSAL_SECONDS)
+    if isinstance(answer, str):
+        return Rehearsal(silent=answer)
     return Rehearsal(faults=[(setting, words) for setting, words in answer["faults"]], rates=answer["rates"])
 
 

@@ -27,7 +27,7 @@ from relayrun.config.sections.model import TransformerSection
 from relayrun.train import megatron_versions
 from relayrun.train.distributed import Ranks
 
-AUXILIARY_LOSSES = {
+LOSS_NAMES = {
     "aux_loss": "load_balancing_loss",
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": "global_load_balancing_loss",
@@ -35,26 +35,12 @@ AUXILIARY_LOSSES = {
 """Name in megatron-core of the loss of each `moe_router_load_balancing_type`."""
 
 
-def auxiliary_loss_names(transformer: TransformerSection) -> list[str]:
-    """Return the losses of a model, in equal order on all ranks; a stage without experts contributes nothing."""
-    if transformer.num_moe_experts is None:
-        return []
-    kinds, factors = transformer.moe_router_load_balancing_type, transformer.moe_aux_loss_coeff
-    pairs: Iterable[tuple[str, float]] = (
-        zip(kinds, factors, strict=True)
-        if isinstance(kinds, list) and isinstance(factors, list)
-        else [(str(kinds), float(factors))]  # type: ignore[arg-type]
-    )
-    found = [AUXILIARY_LOSSES[kind] for kind, factor in pairs if kind in AUXILIARY_LOSSES and factor]
-    return found + (["z_loss"] if transformer.moe_z_loss_coeff else [])
-
-
 class AuxiliaryLosses:
     """Collects the losses over layers and ranks, once per iteration."""
 
-    def __init__(self, wanted: list[str], *, layers: int, ranks: Ranks) -> None:
-        """`layers`: number of layers with experts in the whole model."""
-        self._names = wanted
+    def __init__(self, settings: TransformerSection, *, layers: int, ranks: Ranks) -> None:
+        """`layers`: number of layers with experts in the whole model; a stage without experts contributes nothing."""
+        self._names = [LOSS_NAMES.get(kind, kind) for kind in settings.router_losses]
         self._layers = layers
         self._ranks = ranks
 
@@ -78,12 +64,9 @@ class AuxiliaryLosses:
 
     def _measured_by(self, name: str) -> int:
         """Return how many ranks measured a loss of the same layer, and not a part of it."""
-        replicas = self._ranks.data_parallel_size
-        if name == "global_load_balancing_loss":  # each rank has a part of the mean over all replicas
-            return 1
-        if name == "z_loss":  # each rank's own tokens
-            return replicas * self._ranks.tensor_size * self._ranks.context_size
-        return replicas
+        replicas, parts = self._ranks.data_parallel_size, self._ranks.tensor_size * self._ranks.context_size
+        # each rank has a part of the global loss, and the z_loss of its own tokens
+        return {"global_load_balancing_loss": 1, "z_loss": replicas * parts}.get(name, replicas)
 
 
 class LocalExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no types
@@ -148,53 +131,40 @@ def reduce_over_own_replicas(model: torch.nn.Module) -> None:
                 parameter.allreduce = False  # megatron-core's word for it
 
 
-class RouterUpdates:
-    """Routers of this rank, with corrections of what megatron-core does to them in a step.
+class RouterLosses:
+    """Factors of the routers' losses, with corrections of megatron-core.
 
     Fault: if gradients are divided by the counted tokens (`calculate_per_token_loss`), megatron-core 0.16.1 multiplies
     a router's losses by the tokens that this rank routes (transformer/moe/router.py). With tensor and context
     parallelism these are a part, with `seq_aux_loss` those of one sequence, and with a mask more than count. 0.19
     corrects the first two. Here the factor cancels the division, for every version.
 
-    `finalize_model_grads` moves the biases that balance experts (`moe_router_enable_expert_bias`) before the update is
-    decided, and while a save may still read them. So each step moves copies of them.
+    Fault: `global_aux_loss` is the part of a replica in the loss over all replicas, and gradients are the mean over
+    replicas: megatron-core (0.16.1 to 0.19.2) divides it by their number once too often.
     """
 
-    def __init__(self, chunks: Iterable[torch.nn.Module], settings: TransformerSection, *, by_token: bool) -> None:
-        self._settings = settings
-        self._all = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
-        self._biases: list[torch.Tensor] = []
-        for router in self._all if by_token else ():
-            router.calculate_per_token_loss = False
+    def __init__(
+        self, chunks: Iterable[torch.nn.Module], settings: TransformerSection, ranks: Ranks, *, by_token: bool
+    ) -> None:
+        self.factors = settings.router_losses
+        """Factors of the losses; the next step reads them."""
+        self._kinds = settings.moe_router_load_balancing_type
+        self._replicas = ranks.data_parallel_size
+        self._routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
+        for router in self._routers:
+            if by_token:
+                router.calculate_per_token_loss = False
+            for buffer in router.buffers(recurse=False):  # in bf16 a sum of tokens stops growing
+                buffer.data = buffer.data.float()
 
-    def scale_losses(self, factor: float) -> None:
+    def scale(self, factor: float) -> None:
         """Multiply the losses of the next step; reported losses do not change."""
-        aux, z = self._settings.moe_aux_loss_coeff, self._settings.moe_z_loss_coeff
-        for router in self._all:
-            router.config.moe_aux_loss_coeff = (
-                [factor * each for each in aux] if isinstance(aux, list) else factor * aux
-            )
-            router.config.moe_z_loss_coeff = None if z is None else factor * z
-
-    def begin_step(self) -> None:
-        """Let the next step move copies of the biases; discard the moves of an unfinished step."""
-        self.end_step(moved=False)
-        for router in self._balanced():
-            bias = router.expert_bias
-            bias.data = bias.data.float()  # as the router does before its first read
-            self._biases.append(bias)
-            router.expert_bias = bias.clone()
-
-    def end_step(self, *, moved: bool) -> None:
-        """Put the biases back, with or without the moves of the step."""
-        for router, bias in zip(self._balanced(), self._biases, strict=False):
-            if moved:
-                bias.copy_(router.expert_bias)
-            router.expert_bias = bias
-        self._biases = []
-
-    def _balanced(self) -> list[Any]:
-        return [router for router in self._all if getattr(router, "expert_bias", None) is not None]
+        found = {kind: own * factor for kind, own in self.factors.items()}
+        found["global_aux_loss"] = found.get("global_aux_loss", 0.0) * self._replicas
+        for router in self._routers:
+            aux = [found.get(kind, 0.0) for kind in ([self._kinds] if isinstance(self._kinds, str) else self._kinds)]
+            router.config.moe_aux_loss_coeff = aux[0] if isinstance(self._kinds, str) else aux
+            router.config.moe_z_loss_coeff = found.get("z_loss")
 
 
 def local_experts(config: TransformerConfig) -> Any:

@@ -33,7 +33,7 @@ from relayrun.tokens.order import sample_rows
 from relayrun.train import distributed, megatron_versions, user_code
 from relayrun.train.distributed import LossSum, Ranks, to_device
 from relayrun.train.model import compiled, experts, kernels, layers
-from relayrun.train.model.experts import AuxiliaryLosses
+from relayrun.train.model.experts import AuxiliaryLosses, RouterLosses
 from relayrun.train.model.layers import ACTIVATION_FUNCTIONS
 from relayrun.train.model.loss import LossResult, UserLoss, loss_function
 from relayrun.train.model.packed_documents import PackedDocuments, RowwiseRotaryEmbedding, positions_for
@@ -83,6 +83,38 @@ class MicroBatch:
     """1 if a token's loss counts, of shape [micro_batch_size, seq_length]; None: all count."""
 
 
+class StepBuffers:
+    """Buffers of the model during a step, for example the biases that balance experts.
+
+    The forward pass and `finalize_model_grads` change them before the update is decided, and while a save may still
+    read them. So each step changes copies.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
+        self._modules = [module for chunk in chunks for module in chunk.modules()]
+        self._kept: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
+
+    def begin_step(self) -> None:
+        """Let the next step change copies; discard the changes of an unfinished step."""
+        self.end_step(moved=False)
+        found = [(module._buffers, name, each) for module in self._modules for name, each in module._buffers.items()]
+        self._kept = [(buffers, name, buffer) for buffers, name, buffer in found if buffer is not None]
+        copies = {id(buffer): buffer.clone() for _, _, buffer in self._kept}  # modules may share a buffer
+        for buffers, name, buffer in self._kept:
+            buffers[name] = copies[id(buffer)]
+
+    @torch.no_grad()
+    def end_step(self, *, moved: bool) -> None:
+        """Put the buffers back, with or without the changes of the step."""
+        for buffers, name, buffer in self._kept:
+            copy = buffers[name]
+            if not moved:
+                buffers[name] = buffer
+            elif copy is not None and (copy.shape, copy.dtype) == (buffer.shape, buffer.dtype):
+                buffers[name] = buffer.copy_(copy)
+        self._kept = []
+
+
 class ModelStage:
     """Model chunks of this rank's pipeline stage, with megatron-core's gradient buffers."""
 
@@ -113,6 +145,8 @@ class ModelStage:
         self._attends_documents = config.data.attends_documents
         self._loss_mean = config.training.resolved_loss_mean
         self._own_loss = _user_loss(config.training.loss, ranks)
+        self.with_token_loss = True
+        """False leaves the gradients of the other losses alone."""
         self._eod = _eod(config.data, eod)
         self._counted: npt.NDArray[np.bool_] | None = None
         if counted is not None:
@@ -159,10 +193,10 @@ class ModelStage:
         kernels.log_gpu_state(ranks)
         self._positions = torch.arange(self.seq_length, device=ranks.device)
         self._by_token = transformer.calculate_per_token_loss
-        self.routers = experts.RouterUpdates(self.chunks, config.model.transformer, by_token=self._by_token)
-        self.auxiliary_losses = AuxiliaryLosses(
-            experts.auxiliary_loss_names(config.model.transformer), layers=sum(expert_layers(config.model)), ranks=ranks
-        )
+        self.router_losses = RouterLosses(self.chunks, config.model.transformer, ranks, by_token=self._by_token)
+        self.step_buffers = StepBuffers(self.chunks)
+        layers_with_experts = sum(expert_layers(config.model))
+        self.auxiliary_losses = AuxiliaryLosses(config.model.transformer, layers=layers_with_experts, ranks=ranks)
         """Reported losses of expert routers."""
 
     def _build(self, config: RunConfig, transformer: TransformerConfig, stage: int) -> torch.nn.Module:
@@ -244,7 +278,7 @@ class ModelStage:
 
     def load(self, state: dict[str, Any]) -> None:
         """Load the result of a load into `sharded_state_dict`."""
-        self.routers.end_step(moved=False)
+        self.step_buffers.end_step(moved=False)
         for number, chunk in enumerate(self.chunks):
             chunk.module.load_state_dict(state[str(number)], strict=True)
 
@@ -277,11 +311,13 @@ class ModelStage:
         reduced over the data-parallel ranks, and left in the gradient buffers.
         """
         if train:
-            self.routers.begin_step()
-            if self._by_token and self.auxiliary_losses:  # their gradients are means over micro-batches
-                tokens = sum(float(counts.sum()) for batch in batches if (counts := self._counts(batch)) is not None)
-                (every,) = self.ranks.sum_over_samples([tokens])
-                self.routers.scale_losses(max(every, 1.0) / (len(batches) * self.ranks.data_parallel_size))
+            self.step_buffers.begin_step()
+            if self.auxiliary_losses:  # gradients are divided by the counted tokens, or by the micro-batches
+                every = len(batches) * self.ranks.data_parallel_size
+                counts = [self._counts(batch) for batch in batches] if self._by_token else []
+                tokens = sum(float(each.sum()) for each in counts if each is not None)
+                (counted,) = self.ranks.sum_over_samples([tokens]) if self._by_token else (every,)
+                self.router_losses.scale(max(counted, 1.0) / every)
         # forward passes never wait for their last message, which gloo then does not send (megatron-core 0.16.1)
         self.transformer.overlap_p2p_comm_warmup_flush = self._warmup_flush and train
         iterators = [iter(batches) for _ in self.chunks]
@@ -323,7 +359,8 @@ class ModelStage:
         output = ddp(**parts, attention_mask=None, packed_seq_params=self._documents(batch))
         context = self.ranks.context_size
         mean = loss_function(self._loss_mean, mask=mask, weights=weights, context_size=context)
-        return output, mean if own is None else lambda output: mean(own(output, labels, mask))
+        loss = mean if own is None else lambda output: mean(own(output, labels, mask))
+        return output, loss if self.with_token_loss else lambda output: loss(0.0 * output)
 
     def _counts(self, batch: MicroBatch) -> npt.NDArray[np.float32] | None:
         """Return 1 for each token that counts in the loss, [micro_batch_size, seq_length]; None: all count."""

@@ -108,7 +108,7 @@ class ScheduledOptimizer:
         if norm is not None:
             clip_gradients(self.inner, maximum=self._clip, norm=norm)
             self.inner.step_with_ready_grads()
-        self._model.routers.end_step(moved=norm is not None)
+        self._model.step_buffers.end_step(moved=norm is not None)
         self.schedule.step(increment=1)
 
     def load(self, state: dict[str, Any], position: TrainingProgress) -> None:
