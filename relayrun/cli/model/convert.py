@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from relayrun.config.compose.writable import check_outputs
@@ -44,6 +45,10 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     hf.add_argument("--readme", action="store_true", help="write a model card from the run's records")
     words = "import path of a mapping of your own (default: model.mapping of the run, or the built-in that fits)"
     hf.add_argument("--mapping", metavar="MODULE:NAME", help=words)
+    words = (
+        "Hugging Face folder that the training began with, whose settings are kept (default: that of the run's import)"
+    )
+    hf.add_argument("--original", type=Path, metavar="DIR", help=words)
     words = "then upload it to this repository of the Hugging Face hub, as `relayrun upload` does, with a model card"
     hf.add_argument("--push-to", metavar="OWNER/NAME", help=words)
     hf.add_argument("--public", action="store_true", help="with --push-to: a repository that is made is open to all")
@@ -65,13 +70,17 @@ def export_hf(options: argparse.Namespace) -> int:
     elif options.public:
         raise InputError("--public belongs to --push-to", where="--public", hint="leave it out")
     source = _checked_source(options)
+    if options.original is not None:
+        if not (options.original / "config.json").is_file():
+            raise InputError("this is no Hugging Face folder: it has no config.json", where=options.original)
+        source = replace(source, original=options.original)
     if hub is not None:
         hub.check()
     if (read := _new_output(options, source.folder)) is None:
         if hub is not None:
             print(upload.upload_to_hub(hub, Path(options.output), public=options.public))
         return 0
-    from relayrun.train.export import huggingface, model_card  # torch: seconds
+    from relayrun.train.export import huggingface, model_card, opened  # torch: seconds
     from relayrun.train.export.torch_dist import new_folder
 
     compared = ""
@@ -79,12 +88,13 @@ def export_hf(options: argparse.Namespace) -> int:
         made = huggingface.write_huggingface(
             source, folder, dtype=options.dtype, max_shard_size=limit, mapping=options.mapping
         )
+        notes = [*made.notes, *opened.check_opens(source, folder)]
         if options.readme or (hub is not None and source.run is not None):
             (folder / "README.md").write_text(model_card.model_card_text(source, made), encoding="utf-8")
         if options.test_logits:
             from relayrun.train.export import compare_logits
 
-            found = compare_logits.check_logits(source, folder)
+            found = compare_logits.check_logits(source, folder, made.rounded)
             compared = (
                 f"logits of megatron-core and transformers on {found.tokens} tokens differ by at most "
                 f"{found.difference:.2g} (largest logit {found.largest:.3g})"
@@ -94,6 +104,8 @@ def export_hf(options: argparse.Namespace) -> int:
         f"iteration {source.iteration}: {made.parameters:,} parameters, {made.bytes:,} bytes in {files}: "
         f"{Path(options.output).absolute()}"
     )
+    for note in notes:
+        print(f"note: {note}")
     if compared:
         print(compared)
     if hub is not None:
@@ -228,6 +240,8 @@ def import_hf(options: argparse.Namespace) -> int:
         f"{made.vocabulary} tokens, padded to {made.padded_vocabulary}: {output}\n"
         f"the model section for a run config: {output / 'model.yaml'}"
     )
+    for note in made.notes:
+        print(f"note: {note}")
     return 0
 
 

@@ -9,7 +9,6 @@ import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,6 +16,7 @@ from relayrun.config.compose.schema import DataSection, ParallelSection, RunConf
 from relayrun.config.sections.model import NEEDS_TRANSFORMER_ENGINE
 from relayrun.control.scheduler.local_srun import free_port
 from relayrun.errors import InputError
+from relayrun.train.export.opened import load_model
 from relayrun.train.export.source_and_target import CheckpointSource
 
 TOLERANCE = 1e-5
@@ -39,21 +39,22 @@ class LogitComparison:
         return self.difference <= TOLERANCE * max(1.0, self.largest)
 
 
-def compare_logits(source: CheckpointSource, folder: Path) -> LogitComparison:
-    """Compare an export with its checkpoint; call it once per process."""
+def compare_logits(source: CheckpointSource, folder: Path, rounded: torch.dtype | None = None) -> LogitComparison:
+    """Compare an export with its checkpoint; call it once per process. `rounded`: type of the checkpoint's weights, if
+    the exported ones are the fp32 weights that these were rounded from."""
     generator = torch.Generator().manual_seed(0)
     length = min(LENGTH, source.config.training.seq_length)
     tokens = torch.randint(source.manifest.vocabulary_size, (BATCH, length), generator=generator)
-    theirs = _transformers(folder, tokens)
+    theirs = _transformers(folder, tokens, rounded)
     with warnings.catch_warnings():  # for the authors of torch and megatron-core
         warnings.simplefilter("ignore")
-        ours = _megatron(source, tokens)[..., : source.manifest.vocabulary_size]
+        ours = _megatron(source, tokens)[..., : theirs.shape[-1]]
     return LogitComparison(float((ours - theirs).abs().max()), float(ours.abs().max()), tokens.numel())
 
 
-def check_logits(source: CheckpointSource, folder: Path) -> LogitComparison:
+def check_logits(source: CheckpointSource, folder: Path, rounded: torch.dtype | None = None) -> LogitComparison:
     """Compare like `compare_logits`. Raises InputError if the logits differ."""
-    found = compare_logits(source, folder)
+    found = compare_logits(source, folder, rounded)
     if not found.equal:
         raise InputError(
             f"the export is not the checkpoint: logits differ by {found.difference:.3g} (largest logit "
@@ -64,22 +65,15 @@ def check_logits(source: CheckpointSource, folder: Path) -> LogitComparison:
     return found
 
 
-def _transformers(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
-    from transformers import AutoModelForCausalLM
+def _transformers(folder: Path, tokens: torch.Tensor, rounded: torch.dtype | None) -> torch.Tensor:
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
     disable_progress_bar()
-    set_verbosity_error()  # among others, that it computes xIELU without a kernel; a missing weight is an error below
-    model: Any
-    model, found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    for what in ("missing", "unexpected", "mismatched"):
-        if names := sorted(map(str, found[f"{what}_keys"])):
-            raise InputError(
-                f"the class {type(model).__name__} of transformers has other weights: {names[0]} is {what}",
-                where=folder,
-                hint="give each weight the name that the class has, in the mapping",
-            )
+    set_verbosity_error()  # among others, that it computes xIELU without a kernel; a missing weight is an error
+    model = load_model(folder, dtype=torch.float32)
     with torch.no_grad():
+        for parameter in model.parameters() if rounded is not None else ():
+            parameter.copy_(parameter.to(rounded))
         logits: torch.Tensor = model.eval()(tokens).logits
     return logits
 

@@ -13,7 +13,9 @@ The last two belong to Megatron's distributed optimizer, the last one to megatro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,23 +177,71 @@ def find_adam_state(reader: CheckpointReader, state: Mapping[str, Any]) -> AdamS
 
 
 def _copy(reader: CheckpointReader, contents: TorchDistSavePlan, key: str, name: str, size: tuple[int, ...]) -> None:
-    found = reader.size(key)
-    if found == size:
+    if reader.size(key) == size:
         contents.copy_tensor(reader, key, name)
         return
-    grid, flat = found[:-1], found[-1]  # a grid of parts of the weight, each of them flat
-    if len(grid) != len(size) or any(a % b for a, b in zip(size, grid, strict=False)):
-        raise InputError(f"{key} has the shape {list(found)}, not {list(size)}", where=reader.folder)
-    part = tuple(a // b for a, b in zip(size, grid, strict=True))
-    if torch.Size(part).numel() != flat:
-        raise InputError(f"{key} has the shape {list(found)}, not {list(size)}", where=reader.folder)
-    dtype = reader.dtype_of(key)
-    for number in range(torch.Size(grid).numel()):
-        at = torch.unravel_index(torch.tensor(number), grid)
-        cell = [int(each) for each in at]
+    part, cells = _flat_cells(reader, key, size)
+    for start, make in cells:
+        contents.add_tensor(name, size=size, start=start, part=part, dtype=reader.dtype_of(key), make=make)
 
-        def make(cell: list[int] = cell) -> torch.Tensor:
+
+Cells = list[tuple[list[int], Callable[[], torch.Tensor]]]
+
+
+def _flat_cells(reader: CheckpointReader, key: str, size: tuple[int, ...]) -> tuple[tuple[int, ...], Cells]:
+    """Return the shape of the parts of a weight of which each is flat, and start and tensor of each part."""
+    grid, flat = reader.size(key)[:-1], reader.size(key)[-1]
+    part = tuple(a // b for a, b in zip(size, grid, strict=False))
+    if len(grid) != len(size) or any(a % b for a, b in zip(size, grid, strict=True)) or math.prod(part) != flat:
+        raise InputError(f"{key} has the shape {[*grid, flat]}, not {list(size)}", where=reader.folder)
+    dtype, found = reader.dtype_of(key), []
+    for cell in itertools.product(*map(range, grid)):
+
+        def make(cell: tuple[int, ...] = cell) -> torch.Tensor:
             return reader.read(key, start=[*cell, 0], shape=[1] * len(grid) + [flat], dtype=dtype).reshape(part)
 
-        start = [index * length for index, length in zip(cell, part, strict=True)]
-        contents.add_tensor(name, size=size, start=start, part=part, dtype=dtype, make=make)
+        found.append(([index * length for index, length in zip(cell, part, strict=True)], make))
+    return part, found
+
+
+@dataclass(frozen=True)
+class Fp32Weights:
+    """The fp32 weights in the state of an optimizer, read like the weights of `reader`."""
+
+    reader: CheckpointReader
+    prefix: str
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return self.reader.shapes
+
+    def read(self, key: str, *, start: Sequence[int], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Read a part, as `CheckpointReader.read` does."""
+        size, name = self.shapes[key], self.prefix + key
+        if self.reader.size(name) == size:
+            return self.reader.read(name, start=start, shape=shape, dtype=dtype)
+        found = torch.empty(list(shape), dtype=dtype)
+        part, cells = _flat_cells(self.reader, name, size)
+        for at, make in cells:
+            low = [max(a, b) for a, b in zip(at, start, strict=True)]
+            high = [min(a + n, b + m) for a, n, b, m in zip(at, part, start, shape, strict=True)]
+            if all(a < b for a, b in zip(low, high, strict=True)):
+                target = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))
+                found[target] = make()[tuple(slice(a - s, b - s) for a, b, s in zip(low, high, at, strict=True))]
+        return found
+
+
+def weights_as(
+    dtype: torch.dtype, reader: CheckpointReader, keys: Sequence[str], notes: list[str]
+) -> tuple[CheckpointReader | Fp32Weights, torch.dtype | None]:
+    """Return the reader of the weights `keys` for an export in `dtype`: of the optimizer's fp32 weights for fp32, where
+    there are, with the type of the rounded weights. A note says that there are none."""
+    if dtype is not torch.float32 or reader.dtype is dtype:
+        return reader, None
+    for name in ("param", "fp32_param"):
+        prefix = f"{OPTIMIZER_PREFIX}{name}."
+        if all(prefix + key in reader.tensors for key in keys):
+            return Fp32Weights(reader, prefix), reader.dtype
+    words = str(reader.dtype).removeprefix("torch.")
+    notes.append(f"float32 holds no more than {words} here: the checkpoint has no fp32 weights of an optimizer")
+    return reader, None

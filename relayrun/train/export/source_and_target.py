@@ -15,9 +15,11 @@ from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError, InputError, RunDirError
 from relayrun.tokens.shards.manifest import Manifest
+from relayrun.tokens.shards.shard import Shard
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentTokenizer, ids_fingerprint, load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.train.checkpoint import checksums
+from relayrun.train.export.original import original_of_run
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class CheckpointSource:
     config: RunConfig
     """Config of the attempt that made the checkpoint."""
     manifest: Manifest
+    original: Path | None = None
+    """Hugging Face folder that the training began with (`original`)."""
 
     @cached_property
     def checksum(self) -> str | None:
@@ -50,6 +54,34 @@ class CheckpointSource:
             )
         return found
 
+    def begins_with(self, bos: int) -> bool | None:
+        """Return whether every document that the run reads begins with this token, or none does; None if some do, or if
+        the data are not there."""
+        found = set()
+        for name, dataset in self.manifest.datasets.items():
+            cut = self.config.data.cut_by_document.get(name)
+            if cut is not None and cut.bos is not None:
+                found.add(cut.bos == bos)
+                continue
+            found.update(_first_tokens_are(entry.prefix, bos) for entry in dataset.shards[:_SHARDS_READ])
+            found |= {False} if dataset.files else set()
+        return found.pop() if len(found) == 1 else None
+
+
+_SHARDS_READ, _DOCUMENTS_READ = 4, 64
+"""Shards of a data set, and documents of a shard, whose first token is read."""
+
+
+def _first_tokens_are(prefix: str, token: int) -> bool | None:
+    try:
+        shard = Shard.open(prefix)
+        starts = shard.bounds()[: min(_DOCUMENTS_READ, shard.documents)]
+        offsets = shard.offsets()[starts[starts < shard.sequences]]
+        same = {bool(each) for each in shard.ids()[offsets // shard.dtype.itemsize] == token}
+    except (InputError, OSError, ValueError, IndexError):
+        return None
+    return same.pop() if len(same) == 1 else None
+
 
 def find_checkpoint(run: Run, iteration: int | None = None) -> CheckpointSource:
     """Return the checkpoint of an iteration; None: the newest whole one. Raises InputError or RunDirError."""
@@ -63,7 +95,12 @@ def find_checkpoint(run: Run, iteration: int | None = None) -> CheckpointSource:
         folder = _folder(run, iteration)
     config = resolve.require_native(committed_config(run, iteration))
     return CheckpointSource(
-        run=run, iteration=iteration, folder=folder, config=config, manifest=Manifest.read(run.manifest)
+        run=run,
+        iteration=iteration,
+        folder=folder,
+        config=config,
+        manifest=Manifest.read(run.manifest),
+        original=original_of_run(run),
     )
 
 

@@ -1,0 +1,98 @@
+"""An exported folder, opened as transformers and lm-evaluation-harness open it, before the export is done.
+
+The model is made on torch's device `meta`: names, shapes and tied weights are compared, no weight is read into memory.
+Code that lies in the folder is not run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from relayrun.errors import InputError
+from relayrun.files import read_json
+from relayrun.train.export.source_and_target import CheckpointSource
+
+_IDS_COMPARED = 64
+
+
+def check_opens(source: CheckpointSource, folder: Path) -> list[str]:
+    """Open an export; return what its user will notice, one line each. Raises InputError if transformers does not open
+    it, or lm_eval, where it is installed, does not."""
+    if find_spec("accelerate") is None:
+        return ["not opened: transformers needs accelerate for it, which is not installed here"]
+    try:
+        with _quiet():
+            return _open(source, folder)
+    except InputError:
+        raise
+    except Exception as error:  # each version of the libraries has others
+        if any("auto_map" in read_json(folder / name) for name in ("config.json", "tokenizer_config.json")):
+            return ["not opened: it has code of its own (auto_map), which is not run here"]
+        said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        hint = "see its config.json and tokenizer_config.json, and whether a newer transformers has the class"
+        raise InputError(f"cannot be opened: {type(error).__name__}: {said}", where=folder, hint=hint) from None
+
+
+def _open(source: CheckpointSource, folder: Path) -> list[str]:
+    from transformers import AutoConfig, AutoTokenizer
+
+    config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    model = load_model(folder, device_map="meta", dtype="auto", trust_remote_code=False)
+    if len(tokenizer) > config.vocab_size:
+        words = f"its tokenizer has {len(tokenizer)} entries, its embeddings {config.vocab_size} rows"
+        raise InputError(words, where=folder, hint="give the tokenizer that the model was trained with")
+    own = source.tokenizer.tokenizer
+    text = own.decode(list(range(min(_IDS_COMPARED, config.vocab_size))))
+    notes = []
+    if tokenizer.encode(text, add_special_tokens=False) != own.encode(text, add_special_tokens=False).ids:
+        kind = type(tokenizer).__name__
+        notes.append(f"transformers opens the tokenizer as {kind}, which gives other ids than the run's tokenizer")
+    if find_spec("lm_eval") is not None:
+        from lm_eval.models.huggingface import HFLM
+
+        if HFLM(pretrained=model, tokenizer=tokenizer).prefix_token_id is None:
+            notes.append("lm_eval finds no token that begins or ends a text: some of its tasks need one")
+    return notes
+
+
+def load_model(folder: Path, **options: Any) -> Any:
+    """Load the model of a folder. Raises InputError unless its weights are those of the class."""
+    from transformers import AutoModelForCausalLM
+
+    model, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+    for what in ("missing", "unexpected", "mismatched"):
+        if names := sorted(map(str, found[f"{what}_keys"])):
+            raise InputError(
+                f"the class {type(model).__name__} of transformers has other weights: {names[0]} is {what}",
+                where=folder,
+                hint="give each weight the name that the class has, in the mapping",
+            )
+    return model
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide progress bars and warnings of transformers and lm_eval, which are for their callers."""
+    from transformers.utils import logging as library
+
+    bars, level = library.is_progress_bar_enabled(), library.get_verbosity()
+    library.disable_progress_bar()
+    library.set_verbosity_error()  # among others, that it computes xIELU without a kernel
+    harness = logging.getLogger("lm_eval")
+    before, harness.level = harness.level, logging.ERROR
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        harness.level = before
+        library.set_verbosity(level)
+        if bars:
+            library.enable_progress_bar()

@@ -1,0 +1,199 @@
+"""The original of a model: the Hugging Face folder that its training began with, without the weights.
+
+    CKPT/original/    of `relayrun import`     RUN/original/    a copy, of the run's first submit
+
+It has config.json, generation_config.json and the files of the tokenizer. An export takes over what training does not
+change, and lists the rest. No code in such a folder is run.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from relayrun.control.rundir.run import Run
+from relayrun.errors import InputError
+from relayrun.files import leads_out, read_json
+
+ORIGINAL_NAME = "original"
+CONFIG_NAMES = ("config.json", "generation_config.json")
+_PATTERNS = (
+    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "chat_template.*", "tekken.json"),
+    *("additional_chat_templates/*.jinja", "vocab.*", "merges.txt", "*.tiktoken", "tokenizer.model", "tiktoken.model"),
+    *("spiece.model", "sentencepiece*.model"),
+)
+"""Files of tokenizers of transformers."""
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+_QUOTED = re.compile(r"""["'](?:[\w./-]+--)?([\w./-]+)["']""")
+_IMPORTED = re.compile(r"^\s*(?:from\s+\.(\w+)\s+import|from\s+\.\s+import\s+(\w+))", re.M)
+
+
+def carried_files(folder: Path, *, links: bool = True) -> list[str]:
+    """Return the files of the tokenizer in a folder of Hugging Face, and of its code, by relative name: files with
+    usual names, and files that its configs or its code name (`auto_map`, file names, relative imports). `links`: follow
+    symbolic links, which a cache of the hub consists of."""
+
+    def is_there(name: str) -> bool:
+        path = folder / name
+        return not leads_out(name) and path.is_file() and (links or not path.is_symlink())
+
+    found = {str(path.relative_to(folder)) for pattern in _PATTERNS for path in folder.glob(pattern)}
+    todo = [name for name in ("tokenizer_config.json", *CONFIG_NAMES) if is_there(name)]
+    while todo:
+        text = (folder / todo.pop()).read_text(encoding="utf-8", errors="replace")
+        named = {each for pair in _IMPORTED.findall(text) for each in pair if each}
+        named |= {each.partition(".")[0] for each in _QUOTED.findall(text)}
+        names = {*_QUOTED.findall(text), *(f"{each}.py" for each in named)}
+        new = {name for name in names - found if is_there(name) and not name.endswith(_WEIGHTS)}
+        todo += [name for name in new if name.endswith(".py")]
+        found |= new
+    return sorted(name for name in found if name not in CONFIG_NAMES and not name.endswith(_WEIGHTS) and is_there(name))
+
+
+def copy_files(folder: Path, names: list[str], target: Path) -> None:
+    """Copy files of a folder by relative name."""
+    for name in names:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder / name, target / name)
+
+
+def keep_original(folder: Path, target: Path, *, links: bool = True) -> None:
+    """Copy config and tokenizer of a Hugging Face folder into the new folder `target`."""
+    there = [name for name in CONFIG_NAMES if (folder / name).is_file() and (links or not (folder / name).is_symlink())]
+    copy_files(folder, [*there, *carried_files(folder, links=links)], target)
+
+
+def original_of_run(run: Run) -> Path | None:
+    """Return the folder of a run's original; None if it began with random weights, or its original is unknown."""
+    seen: set[Path] = set()
+    while run.path not in seen:
+        seen.add(run.path)
+        if (own := run.path / ORIGINAL_NAME).is_dir():
+            return own
+        begins = (run.attempt(number).read_begin() for number in run.attempt_numbers())
+        begin = next((each for each in begins if each is not None), None)
+        if begin is None or begin.base_path is None:
+            return None
+        if (own := Path(begin.base_path) / ORIGINAL_NAME).is_dir():
+            return own
+        run = Run(Path(begin.base_path).parent.parent)
+    return None
+
+
+def keep_original_of(base: str | None, run: Run) -> None:
+    """Copy the original of the checkpoint `base`, which a run begins with, into the run's directory."""
+    target = run.path / ORIGINAL_NAME
+    if base is None or target.exists():
+        return
+    own, other = Path(base) / ORIGINAL_NAME, Run(Path(base).parent.parent)
+    if (found := own if own.is_dir() else original_of_run(other)) is not None:
+        keep_original(found, target, links=False)
+
+
+_TRANSFORMERS_ONLY = frozenset({"_name_or_path", "transformers_version", "_from_model_config"})
+_COMPARED_APART = frozenset({"torch_dtype", "dtype", "rope_theta", "rope_scaling", "rope_parameters"})
+_SHAPES = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+_OF_THE_ORIGINAL = frozenset({"use_cache", "attention_dropout"})
+"""Entries of config.json that no run decides."""
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+@dataclass
+class Original:
+    """Values of an original, and the differences of an export from it."""
+
+    config: dict[str, Any] = field(default_factory=dict)
+    generation: dict[str, Any] = field(default_factory=dict)
+    folder: Path | None = None
+    same_tokenizer: bool = True
+    eod: int | None = None
+    """Id that ends the run's documents."""
+    vocab_size: int = 0
+    """Rows of the exported embeddings."""
+    differences: list[str] = field(default_factory=list)
+    """One line each."""
+
+    @classmethod
+    def read(cls, folder: Path | None, made: Mapping[str, Any]) -> Original:
+        """Read an original for an export with the config.json `made`. The original of another model is no original."""
+        if folder is None:
+            return cls()
+        config, generation = (_read_object(folder / name) for name in CONFIG_NAMES)
+        for name in _SHAPES:
+            if name in config and config[name] != made[name]:
+                words = f"nothing of the original is kept: its {name} is {config[name]!r}, and here {made[name]!r}"
+                return cls(differences=[words])
+        return cls(config=config, generation=generation, folder=folder)
+
+    def rows(self, vocabulary: int, padded: int) -> int:
+        """Return the rows of embeddings to export: as many as the original, if the checkpoint has them."""
+        rows = self.config.get("vocab_size")
+        return rows if isinstance(rows, int) and vocabulary <= rows <= padded else vocabulary
+
+    def complete_config(self, made: dict[str, Any], *, dtype_asked: bool) -> dict[str, Any]:
+        """Return config.json with the original's values that training does not change."""
+        old = {name: value for name, value in self.config.items() if name not in _TRANSFORMERS_ONLY}
+        kept = {name: value for name, value in old.items() if name not in made or name in _OF_THE_ORIGINAL}
+        kept = {name: value for name, value in kept.items() if name not in {*_COMPARED_APART, *TOKENS}}
+        result = made | kept | self._tokens(old)
+        if old and _rope(old) == _rope(made):
+            result["max_position_embeddings"] = max(made["max_position_embeddings"], _context(old))
+        elif old:
+            self.differences.append(f"config.json: rotary positions are {_rope(made)}, not {_rope(old)}")
+        self._compare("config.json", result, {name: old[name] for name in old if name not in _COMPARED_APART})
+        dtype = old.get("dtype") or old.get("torch_dtype")
+        if dtype not in (None, result["torch_dtype"]) and not dtype_asked:
+            self.differences.append(f"config.json: dtype is {result['torch_dtype']}, not {dtype}")
+        return result
+
+    def complete_generation(self, made: dict[str, Any]) -> dict[str, Any]:
+        """Return generation_config.json in the same way."""
+        old = {name: value for name, value in self.generation.items() if name not in _TRANSFORMERS_ONLY}
+        kept = {name: value for name, value in old.items() if not name.endswith("_token_id") or self.same_tokenizer}
+        result = {name: value for name, value in (made | kept | self._tokens(old)).items() if value is not None}
+        self._compare("generation_config.json", result, old)
+        return result
+
+    def _tokens(self, old: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the original's special ids that are rows of the embeddings, with the run's end of document among those
+        that end a text."""
+        found = {}
+        for name in TOKENS if self.same_tokenizer else ():
+            ids = old.get(name) if isinstance(old.get(name), list) else [old.get(name)]
+            if all(isinstance(each, int) and 0 <= each < self.vocab_size for each in ids):
+                ends = name == "eos_token_id" and self.eod is not None and self.eod not in ids
+                found[name] = [self.eod, *ids] if ends else old[name]
+        return found
+
+    def _compare(self, file: str, result: Mapping[str, Any], old: Mapping[str, Any]) -> None:
+        for name, value in old.items():
+            if value is not None and name not in _TRANSFORMERS_ONLY and result.get(name) != value:
+                self.differences.append(f"{file}: {name} is {result.get(name)!r}, not {value!r}")
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        found = read_json(path)
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise InputError(f"is no JSON: {error}", where=path) from None
+    return found if isinstance(found, dict) else {}
+
+
+def _context(config: Mapping[str, Any]) -> int:
+    found = config.get("max_position_embeddings")
+    return found if isinstance(found, int) else 0
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rotary positions of a config.json of transformers 4 or 5, in one form."""
+    found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    kind = found.pop("rope_type", None) or found.pop("type", None) or "default"
+    found.pop("type", None)
+    base = found.pop("rope_theta", None) or config.get("rope_theta") or 10_000
+    return {"rope_type": kind, "rope_theta": float(base)} | found

@@ -1,0 +1,166 @@
+"""An export keeps what the folder said that its model was imported from, or names each difference."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relayrun.cli.__main__ import main
+from relayrun.control.rundir.run import Run
+from relayrun.files import read_json
+from relayrun.train.export import huggingface, original
+from relayrun.train.export.source_and_target import find_checkpoint
+from relayrun.train.export.torch_dist import new_folder
+from tests.export.models import Imported, make_hf, make_run, write_tokenizer
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+CODE = """from transformers import PreTrainedTokenizerFast
+from .words import LIST
+class Own(PreTrainedTokenizerFast): ...
+"""
+
+
+def rich_folder(folder: Path, **changes: Any) -> Path:
+    """A published model: more rows than tokens, several ends, settings of sampling, templates, code."""
+    ids = {"eos_token_id": [0, 5, 7], "bos_token_id": 200, "pad_token_id": 201}
+    hf = make_hf(folder, vocabulary=384, max_position_embeddings=4096, **ids | changes)
+    write_tokenizer(hf / "tokenizer.json", 300)
+    config = {"eos_token": "</s>", "bos_token": "w200", "pad_token": "w201", "tokenizer_class": "PreTrainedTokenizerFast"}
+    config |= {"auto_map": {"AutoTokenizer": [None, "own_tokens.Own"]}, "model_max_length": 512, "rules": "rules.txt"}
+    (hf / "tokenizer_config.json").write_text(json.dumps(config))
+    generation = {**ids, "temperature": 0.6, "top_p": 0.9, "do_sample": True}
+    (hf / "generation_config.json").write_text(json.dumps(generation))
+    (hf / "own_tokens.py").write_text(CODE)
+    (hf / "words.py").write_text("LIST = open('words.txt')\n")
+    (hf / "words.txt").write_text("w1\n")
+    (hf / "rules.txt").write_text("none\n")
+    (hf / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    (hf / "additional_chat_templates").mkdir()
+    (hf / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
+    (hf / "README.md").write_text("of the original\n")
+    return hf
+
+
+CARRIED = [
+    "additional_chat_templates/tools.jinja",
+    *("chat_template.jinja", "own_tokens.py", "rules.txt"),
+    *("tokenizer.json", "tokenizer_config.json", "words.py", "words.txt"),
+]
+
+
+def began_with(folder: Path, hf: Path, **sections: Any) -> Imported:
+    """A run that began with an import of the folder, which is gone since, as the import is."""
+    start = folder / "start"
+    divisible = huggingface.import_huggingface(hf, start).model.make_vocab_size_divisible_by
+    made = make_run(folder / "run", hf, divisible_by=divisible, **sections)
+    original.keep_original_of(str(start), made.run)
+    shutil.rmtree(start)
+    return made
+
+
+def exported(run: Run, folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:
+    """Export a run; return the notes."""
+    assert main(["export", "hf", str(run.path), "--output", str(folder), *options]) == 0
+    return [line.removeprefix("note: ") for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+
+
+def test_files_of_a_tokenizer_are_those_that_it_names(tmp_path: Path) -> None:
+    assert original.carried_files(rich_folder(tmp_path / "hf")) == CARRIED
+
+
+def test_what_the_original_said_is_in_the_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hf, out = rich_folder(tmp_path / "hf"), tmp_path / "out"
+    made = began_with(tmp_path, hf)
+    assert exported(made.run, out, capsys) == []
+    was, now = read_json(hf / "config.json"), read_json(out / "config.json")
+    for name in was.keys() - {"transformers_version", "dtype", "rope_parameters"}:
+        assert now[name] == was[name], name
+    assert now["vocab_size"] == 384
+    assert now["max_position_embeddings"] == 4096
+    assert read_json(out / "generation_config.json") == read_json(hf / "generation_config.json")
+    for name in CARRIED:
+        assert (out / name).read_bytes() == (hf / name).read_bytes(), name
+    assert not (out / "README.md").exists()
+    there, here = huggingface.HuggingFaceWeights(hf), huggingface.HuggingFaceWeights(out)
+    assert here.shapes == there.shapes
+    assert all(here.read(name).equal(there.read(name)) for name in here.shapes)
+
+
+def test_the_files_come_back_where_the_tokenizer_of_the_run_is_one_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf, alone = rich_folder(tmp_path / "hf"), write_tokenizer(tmp_path / "alone" / "words.json", 300)
+    made = began_with(tmp_path, hf)
+    revise(made, tokenizer=str(alone))
+    assert exported(made.run, tmp_path / "out", capsys) == []
+    assert original.carried_files(tmp_path / "out") == CARRIED
+
+
+def test_another_end_of_document_joins_the_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = began_with(tmp_path, rich_folder(tmp_path / "hf", eos_token_id=[5, 7]))
+    notes = exported(made.run, tmp_path / "out", capsys)
+    assert notes == ["config.json: eos_token_id is [0, 5, 7], not [5, 7]"]
+
+
+def test_a_difference_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hf = rich_folder(tmp_path / "hf")
+    made = began_with(tmp_path, hf)
+    other = write_tokenizer(tmp_path / "other" / "tokenizer.json", 290)
+    revise(made, tokenizer=str(other), vocabulary=290)
+    notes = exported(made.run, tmp_path / "out", capsys)
+    assert "config.json: pad_token_id is None, not 201" in notes
+    assert any(line.startswith("the tokenizer is another one; not kept: ") for line in notes)
+    assert read_json(tmp_path / "out" / "generation_config.json")["temperature"] == 0.6
+
+
+def test_an_original_can_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hf = rich_folder(tmp_path / "hf")
+    made = began_with(tmp_path, hf)
+    shutil.rmtree(made.run.path / "original")
+    exported(made.run, tmp_path / "without", capsys)
+    assert read_json(tmp_path / "without" / "config.json")["vocab_size"] == 300
+    exported(made.run, tmp_path / "out", capsys, "--original", str(hf))
+    assert read_json(tmp_path / "out" / "config.json")["vocab_size"] == 384
+
+
+def test_rows_that_the_tokenizer_does_not_use_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hf = make_hf(tmp_path / "hf", vocabulary=700)
+    write_tokenizer(hf / "tokenizer.json", 300)
+    made = began_with(tmp_path, hf)
+    exported(made.run, tmp_path / "out", capsys, "--test-logits")
+    there, here = huggingface.HuggingFaceWeights(hf), huggingface.HuggingFaceWeights(tmp_path / "out")
+    assert here.read("lm_head.weight").equal(there.read("lm_head.weight"))
+
+
+def revise(made: Imported, *, tokenizer: str, vocabulary: int = 300) -> None:
+    """Let the run have another tokenizer."""
+    path = made.run.config_revision(1)
+    old = str(made.hf / "tokenizer.json")
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, tokenizer))
+    manifest = read_json(made.run.manifest)
+    changed = manifest | {"tokenizer": tokenizer, "vocabulary_size": vocabulary, "tokenizer_fingerprint": ""}
+    made.run.manifest.write_text(json.dumps(changed))
+
+
+def test_the_code_of_another_users_run_is_not_reached_through_links(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("x")
+    folder = tmp_path / "original"
+    folder.mkdir()
+    (folder / "tokenizer_config.json").write_text('{"a": "b.txt", "up": "../secret", "whole": "/etc/hostname"}')
+    (folder / "b.txt").symlink_to(tmp_path / "secret")
+    assert original.carried_files(folder) == ["b.txt", "tokenizer_config.json"]
+    assert original.carried_files(folder, links=False) == ["tokenizer_config.json"]
+
+
+def test_the_source_of_a_checkpoint_knows_its_original(tmp_path: Path) -> None:
+    made = began_with(tmp_path, rich_folder(tmp_path / "hf"))
+    source = find_checkpoint(made.run)
+    assert source.original == made.run.path / "original"
+    with new_folder(tmp_path / "out") as folder:
+        huggingface.write_huggingface(source, folder, dtype="auto", max_shard_size=10**9)
