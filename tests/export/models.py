@@ -80,7 +80,7 @@ def make_hf(folder: Path, kind: str = "Llama", *, seed: int = 0, vocabulary: int
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder)
+    model.to(config.dtype or torch.float32).save_pretrained(folder)
     write_tokenizer(folder / "tokenizer.json", vocabulary)
     return folder
 

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
 
-from relayrun.cli.__main__ import main
+from relayrun.cli import main
 from relayrun.control.rundir.run import Run
-from relayrun.files import read_json
-from relayrun.train.export import huggingface, original
+from relayrun.files import append_line, file_sizes, read_json
+from relayrun.train.export import huggingface, original, scores
 from relayrun.train.export.source_and_target import find_checkpoint
-from relayrun.train.export.torch_dist import new_folder
+from relayrun.train.export.torch_dist import CheckpointReader, TorchDistSavePlan, new_folder
 from tests.export.models import Imported, make_hf, make_run, write_tokenizer
+from tests.export.trained import make_trained
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -27,10 +38,15 @@ class Own(PreTrainedTokenizerFast): ...
 
 def rich_folder(folder: Path, **changes: Any) -> Path:
     """A published model: more rows than tokens, several ends, settings of sampling, templates, code."""
-    ids = {"eos_token_id": [0, 5, 7], "bos_token_id": 200, "pad_token_id": 201}
+    ids: dict[str, Any] = {"eos_token_id": [0, 5, 7], "bos_token_id": 200, "pad_token_id": 201}
     hf = make_hf(folder, vocabulary=384, max_position_embeddings=4096, **ids | changes)
     write_tokenizer(hf / "tokenizer.json", 300)
-    config = {"eos_token": "</s>", "bos_token": "w200", "pad_token": "w201", "tokenizer_class": "PreTrainedTokenizerFast"}
+    config: dict[str, Any] = {
+        "eos_token": "</s>",
+        "bos_token": "w200",
+        "pad_token": "w201",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
     config |= {"auto_map": {"AutoTokenizer": [None, "own_tokens.Own"]}, "model_max_length": 512, "rules": "rules.txt"}
     (hf / "tokenizer_config.json").write_text(json.dumps(config))
     generation = {**ids, "temperature": 0.6, "top_p": 0.9, "do_sample": True}
@@ -65,8 +81,15 @@ def began_with(folder: Path, hf: Path, **sections: Any) -> Imported:
 
 def exported(run: Run, folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:
     """Export a run; return the notes."""
-    assert main(["export", "hf", str(run.path), "--output", str(folder), *options]) == 0
-    return [line.removeprefix("note: ") for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    words = ["export", "hf", str(run.path), "--output", str(folder), *options]
+    if "--test-logits" in options:  # once per process
+        done = subprocess.run([sys.executable, "-m", "relayrun", *words], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        said = done.stdout
+    else:
+        assert main(words) == 0
+        said = capsys.readouterr().out
+    return [line.removeprefix("note: ") for line in said.splitlines() if line.startswith("note: ")]
 
 
 def test_files_of_a_tokenizer_are_those_that_it_names(tmp_path: Path) -> None:
@@ -164,3 +187,98 @@ def test_the_source_of_a_checkpoint_knows_its_original(tmp_path: Path) -> None:
     assert source.original == made.run.path / "original"
     with new_folder(tmp_path / "out") as folder:
         huggingface.write_huggingface(source, folder, dtype="auto", max_shard_size=10**9)
+
+
+@pytest.mark.parametrize("form", ["plain", "distributed", "flat"])
+def test_float32_takes_the_weights_of_the_optimizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    made = make_trained(tmp_path / "run", make_hf(tmp_path / "hf"), distributed=form == "distributed", precision="bf16")
+    if form == "flat":
+        flatten(made)
+    assert exported(made.run, tmp_path / "out", capsys, "--dtype", "float32", "--test-logits") == []
+    there, here = (huggingface.HuggingFaceWeights(folder) for folder in (made.hf, tmp_path / "out"))
+    for name in here.shapes:
+        assert here.read(name).dtype == torch.float32
+        assert here.read(name).equal(there.read(name)), name
+    assert main(["export", "torch", str(made.run.path), "--output", str(tmp_path / "pt"), "--dtype", "float32"]) == 0
+    plain = torch.load(next((tmp_path / "pt").rglob("*.pt")), weights_only=False)["model"]
+    assert plain["decoder.final_layernorm.weight"].equal(there.read("model.norm.weight"))
+
+
+def test_float32_says_where_there_are_no_such_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = make_run(tmp_path / "run", make_hf(tmp_path / "hf", dtype=torch.bfloat16))
+    notes = exported(made.run, tmp_path / "out", capsys, "--dtype", "float32")
+    assert notes == ["float32 holds no more than bfloat16 here: the checkpoint has no fp32 weights of an optimizer"]
+
+
+def test_an_import_says_what_it_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hf = make_hf(tmp_path / "hf", dtype=torch.bfloat16)
+    tensors = load_file(hf / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
+    save_file(tensors, hf / "model.safetensors", metadata={"format": "pt"})
+    assert main(["import", "hf", str(hf), "--output", str(tmp_path / "start")]) == 0
+    assert "note: 1 of 30 tensors are float32 there: rounded; --dtype float32 keeps them" in capsys.readouterr().out
+
+
+def flatten(made: Imported) -> None:
+    """Write the fp32 weights as megatron-core before 0.14 does: flat parts of each half of the rows."""
+    reader, contents = CheckpointReader(made.checkpoint), TorchDistSavePlan()
+    prefix = "optimizer.state.fp32_param."
+    for key in reader.tensors:
+        if not key.startswith(prefix):
+            contents.copy_tensor(reader, key, key)
+            continue
+        size = reader.size(key)
+        whole = reader.read(key, start=[0] * len(size), shape=size, dtype=torch.float32)
+        inner = key.startswith(f"{prefix}decoder.layers.")
+        grid = (size[0] if inner else 2, *(2 if at == 0 and inner else 1 for at in range(len(size) - 1)))
+        part = [a // b for a, b in zip(size, grid, strict=True)]
+        flat = whole.new_empty(*grid, math.prod(part))
+        for cell in itertools.product(*map(range, grid)):
+            flat[cell] = whole[tuple(slice(a * n, (a + 1) * n) for a, n in zip(cell, part, strict=True))].flatten()
+        contents.add_tensor(
+            key, size=flat.shape, start=[0] * flat.dim(), part=flat.shape, dtype=flat.dtype, make=partial(flat.clone)
+        )
+    new = made.checkpoint.with_name("new")
+    new.mkdir()
+    contents.write(new, reader.common()).add_checksums(7)
+    shutil.rmtree(made.checkpoint)
+    new.rename(made.checkpoint)
+    (commit,) = made.run.attempt(1).read_commits()
+    made.run.attempt(1).commits.unlink()
+    append_line(made.run.attempt(1).commits, asdict(commit) | {"files": file_sizes(made.checkpoint)})
+
+
+def begin_with_bos(made: Imported, bos: int | None) -> None:
+    """Let every document of the run's only shard begin with a token, or none."""
+    prefix = made.run.path / "data" / "shard"
+    lengths = np.full(50, 300)
+    ids = 1 + np.arange(lengths.sum()) % 100
+    if bos is not None:
+        ids[::300] = bos
+    prefix.with_suffix(".bin").write_bytes(ids.astype(np.uint16).tobytes())
+
+
+def test_texts_begin_as_documents_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = began_with(tmp_path, rich_folder(tmp_path / "hf"))
+    begin_with_bos(made, 200)
+    exported(made.run, tmp_path / "out", capsys)
+    assert read_json(tmp_path / "out" / "tokenizer_config.json")["add_bos_token"] is True
+    opened = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert opened.encode("w5 w6") == [200, 5, 6]
+    assert opened.encode("w5 w6", add_special_tokens=False) == [5, 6]
+    assert scores.model_arguments(tmp_path / "out", find_checkpoint(made.run), gpus=0)["add_bos_token"] is True
+
+
+def test_a_tokenizer_that_begins_texts_otherwise_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hf = rich_folder(tmp_path / "hf")
+    made = began_with(tmp_path, hf)
+    begin_with_bos(made, 200)
+    exported(made.run, tmp_path / "first", capsys)
+    shutil.copy(tmp_path / "first" / "tokenizer.json", hf / "tokenizer.json")
+    revise(made, tokenizer=str(hf / "tokenizer.json"))
+    begin_with_bos(made, None)
+    notes = exported(made.run, tmp_path / "out", capsys)
+    assert "the tokenizer begins a text with w200; no document of the run begins so" in notes
+    assert scores.model_arguments(tmp_path / "out", find_checkpoint(made.run), gpus=0)["add_bos_token"] is False

@@ -194,7 +194,7 @@ def _scored(
     run: Run, config: CommonConfig, settings: EvaluationSection, folder: EvaluationDir, checkpoint: Path
 ) -> tuple[EvaluationScores, dict[str, Any]]:
     """Make a folder of transformers; return its scores and their description."""
-    own = EvaluationCommands(run, config, folder, checkpoint)
+    own, source = EvaluationCommands(run, config, folder, checkpoint), None
     if isinstance(config, RunConfig):
         from relayrun.train.export import scores
         from relayrun.train.export.source_and_target import find_checkpoint
@@ -203,7 +203,8 @@ def _scored(
         scores.export_model(source, model)
         if not settings.tasks and not settings.command:
             folder.exported.touch()
-            return scores.held_out_loss(source, model, settings)
+            gpus = scores.visible_gpus(settings, config.job.gpus_per_node)
+            return scores.held_out_loss(source, model, settings, gpus=gpus)
     else:
         model = own.convert()
     if model != checkpoint:  # else the checkpoint is needed to the end
@@ -212,7 +213,7 @@ def _scored(
         return own.score(model)
     from relayrun.train.export import scores
 
-    return scores.run_tasks(model, settings)
+    return scores.run_tasks(model, settings, source, gpus=scores.visible_gpus(settings, config.job.gpus_per_node))
 
 
 def report_to_wandb(run: Run) -> None:

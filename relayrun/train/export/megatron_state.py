@@ -194,7 +194,8 @@ def _flat_cells(reader: CheckpointReader, key: str, size: tuple[int, ...]) -> tu
     part = tuple(a // b for a, b in zip(size, grid, strict=False))
     if len(grid) != len(size) or any(a % b for a, b in zip(size, grid, strict=True)) or math.prod(part) != flat:
         raise InputError(f"{key} has the shape {[*grid, flat]}, not {list(size)}", where=reader.folder)
-    dtype, found = reader.dtype_of(key), []
+    dtype = reader.dtype_of(key)
+    found: Cells = []
     for cell in itertools.product(*map(range, grid)):
 
         def make(cell: tuple[int, ...] = cell) -> torch.Tensor:

@@ -46,15 +46,14 @@ def _open(source: CheckpointSource, folder: Path) -> list[str]:
     config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     model = load_model(folder, device_map="meta", dtype="auto", trust_remote_code=False)
-    if len(tokenizer) > config.vocab_size:
-        words = f"its tokenizer has {len(tokenizer)} entries, its embeddings {config.vocab_size} rows"
-        raise InputError(words, where=folder, hint="give the tokenizer that the model was trained with")
     own = source.tokenizer.tokenizer
     text = own.decode(list(range(min(_IDS_COMPARED, config.vocab_size))))
     notes = []
+    opens = f"transformers opens the tokenizer as {type(tokenizer).__name__}, "
     if tokenizer.encode(text, add_special_tokens=False) != own.encode(text, add_special_tokens=False).ids:
-        kind = type(tokenizer).__name__
-        notes.append(f"transformers opens the tokenizer as {kind}, which gives other ids than the run's tokenizer")
+        notes.append(f"{opens}which gives other ids than the run's tokenizer")
+    if len(tokenizer) > config.vocab_size:
+        notes.append(f"{opens}with {len(tokenizer)} entries for {config.vocab_size} rows of embeddings")
     if find_spec("lm_eval") is not None:
         from lm_eval.models.huggingface import HFLM
 

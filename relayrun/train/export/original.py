@@ -163,10 +163,11 @@ class Original:
         that end a text."""
         found = {}
         for name in TOKENS if self.same_tokenizer else ():
-            ids = old.get(name) if isinstance(old.get(name), list) else [old.get(name)]
+            value = old.get(name)
+            ids: list[Any] = value if isinstance(value, list) else [value]
             if all(isinstance(each, int) and 0 <= each < self.vocab_size for each in ids):
                 ends = name == "eos_token_id" and self.eod is not None and self.eod not in ids
-                found[name] = [self.eod, *ids] if ends else old[name]
+                found[name] = [self.eod, *ids] if ends else value
         return found
 
     def _compare(self, file: str, result: Mapping[str, Any], old: Mapping[str, Any]) -> None:

@@ -57,14 +57,14 @@ class CheckpointSource:
     def begins_with(self, bos: int) -> bool | None:
         """Return whether every document that the run reads begins with this token, or none does; None if some do, or if
         the data are not there."""
-        found = set()
+        found: set[bool | None] = set()
         for name, dataset in self.manifest.datasets.items():
             cut = self.config.data.cut_by_document.get(name)
             if cut is not None and cut.bos is not None:
                 found.add(cut.bos == bos)
                 continue
             found.update(_first_tokens_are(entry.prefix, bos) for entry in dataset.shards[:_SHARDS_READ])
-            found |= {False} if dataset.files else set()
+            found.update([False] if dataset.files else [])
         return found.pop() if len(found) == 1 else None
 
 
