@@ -21,11 +21,13 @@ from safetensors.torch import load_file, save_file
 
 from relayrun.cli import main
 from relayrun.control.rundir.run import Run
+from relayrun.errors import InputError
 from relayrun.files import append_line, file_sizes, read_json
-from relayrun.train.export import huggingface, original, scores
+from relayrun.train.export import huggingface, opened, original, scores
 from relayrun.train.export.source_and_target import find_checkpoint
 from relayrun.train.export.torch_dist import CheckpointReader, TorchDistSavePlan, new_folder
 from tests.export.models import Imported, make_hf, make_run, write_tokenizer
+from tests.export.test_megatron import changed
 from tests.export.trained import make_trained
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -158,6 +160,57 @@ def test_rows_that_the_tokenizer_does_not_use_are_kept(tmp_path: Path, capsys: p
     exported(made.run, tmp_path / "out", capsys, "--test-logits")
     there, here = huggingface.HuggingFaceWeights(hf), huggingface.HuggingFaceWeights(tmp_path / "out")
     assert here.read("lm_head.weight").equal(there.read("lm_head.weight"))
+
+
+def test_a_checkpoint_of_megatron_lm_has_the_original_that_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf = rich_folder(tmp_path / "hf")
+    run = make_trained(tmp_path / "run", hf).run
+    assert main(["export", "megatron", str(run.path), "--output", str(tmp_path / "megatron")]) == 0
+    folder = changed(tmp_path / "megatron", tmp_path / "changed", max_position_embeddings=256)
+    words = ["export", "hf", str(folder), "--tokenizer", str(hf), "--output"]
+    assert main([*words, str(tmp_path / "without")]) == 0
+    assert read_json(tmp_path / "without" / "config.json")["max_position_embeddings"] == 256
+    assert main([*words, str(tmp_path / "out"), "--original", str(hf)]) == 0
+    now, was = (read_json(each / "config.json") for each in (tmp_path / "out", hf))
+    for name in ("vocab_size", "eos_token_id", "pad_token_id", "max_position_embeddings"):
+        assert now[name] == was[name], name
+    assert original.carried_files(tmp_path / "out") == CARRIED
+    assert main([*words, str(tmp_path / "other"), "--original", str(make_hf(tmp_path / "qwen", "Qwen3"))]) == 0
+    assert (
+        "note: nothing of the original is kept: its model_type is 'qwen3', and here 'llama'" in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "says"),
+    [
+        ("config.json", {"pad_token_id": 900}, "cannot be opened"),
+        ("config.json", {"num_hidden_layers": 4}, "other weights: model.layers.3"),
+        ("config.json", {"model_type": "no-such"}, "cannot be opened"),
+    ],
+)
+def test_what_transformers_does_not_open_is_no_export(
+    tmp_path: Path, name: str, values: dict[str, Any], says: str
+) -> None:
+    source = find_checkpoint(began_with(tmp_path, rich_folder(tmp_path / "hf")).run)
+    with new_folder(tmp_path / "out") as folder:
+        huggingface.write_huggingface(source, folder, dtype="auto", max_shard_size=10**9)
+    assert opened.check_opens(source, tmp_path / "out") == []
+    path = tmp_path / "out" / name
+    path.write_text(json.dumps(read_json(path) | values))
+    with pytest.raises(InputError, match=says):
+        opened.check_opens(source, tmp_path / "out")
+
+
+def test_a_tokenizer_that_transformers_reads_otherwise_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf = make_hf(tmp_path / "hf")
+    (hf / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>"}')
+    notes = exported(make_run(tmp_path / "run", hf).run, tmp_path / "out", capsys)
+    assert "transformers opens the tokenizer as LlamaTokenizer, which gives other ids than the run's tokenizer" in notes
 
 
 def revise(made: Imported, *, tokenizer: str, vocabulary: int = 300) -> None:

@@ -44,10 +44,10 @@ def to_huggingface_config(mapping: ModelMapping, source: CheckpointSource, *, dt
     """Return the values of config.json, for every version of transformers that has the class."""
     model, seq_length = source.config.model, source.config.training.seq_length
     own, base = model.transformer, float(model.rotary_base)
-    scaling, context = None, seq_length
+    scaling, context = None, max(seq_length, source.context)
     if model.rope_scaling_factor is not None:
         scaling = {"rope_type": "llama3", "factor": float(model.rope_scaling_factor), **_SCALING}
-        context = max(seq_length, int(ROPE_CONTEXT * model.rope_scaling_factor))
+        context = max(context, int(ROPE_CONTEXT * model.rope_scaling_factor))
     return {
         "architectures": [mapping.architecture],
         "model_type": mapping.model_type,

@@ -25,27 +25,41 @@ _IDS_COMPARED = 64
 def check_opens(source: CheckpointSource, folder: Path) -> list[str]:
     """Open an export; return what its user will notice, one line each. Raises InputError if transformers does not open
     it, or lm_eval, where it is installed, does not."""
-    if find_spec("accelerate") is None:
-        return ["not opened: transformers needs accelerate for it, which is not installed here"]
+    if missing := [name for name in ("transformers", "accelerate") if find_spec(name) is None]:
+        return [f"not opened: {missing[0]} is not installed here"]
     try:
         with _quiet():
             return _open(source, folder)
+    except _OwnCodeError as error:
+        return [f"not opened: {error} names code of its own (auto_map), which is not run here"]
+
+
+class _OwnCodeError(Exception):
+    """A file needs code that comes with the folder."""
+
+
+@contextmanager
+def _refusing(folder: Path, name: str) -> Iterator[None]:
+    try:
+        yield
     except InputError:
         raise
     except Exception as error:  # each version of the libraries has others
-        if any("auto_map" in read_json(folder / name) for name in ("config.json", "tokenizer_config.json")):
-            return ["not opened: it has code of its own (auto_map), which is not run here"]
+        if "auto_map" in read_json(folder / name):
+            raise _OwnCodeError(name) from None
         said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-        hint = "see its config.json and tokenizer_config.json, and whether a newer transformers has the class"
+        hint = f"see {name}, and whether a newer transformers has the class"
         raise InputError(f"cannot be opened: {type(error).__name__}: {said}", where=folder, hint=hint) from None
 
 
 def _open(source: CheckpointSource, folder: Path) -> list[str]:
-    from transformers import AutoConfig, AutoTokenizer
+    with _refusing(folder, "config.json"):
+        from transformers import AutoConfig, AutoTokenizer
 
-    config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    model = load_model(folder, device_map="meta", dtype="auto", trust_remote_code=False)
+        config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        model = load_model(folder, device_map="meta", dtype="auto", trust_remote_code=False)
+    with _refusing(folder, "tokenizer_config.json"):
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     own = source.tokenizer.tokenizer
     text = own.decode(list(range(min(_IDS_COMPARED, config.vocab_size))))
     notes = []
@@ -55,9 +69,11 @@ def _open(source: CheckpointSource, folder: Path) -> list[str]:
     if len(tokenizer) > config.vocab_size:
         notes.append(f"{opens}with {len(tokenizer)} entries for {config.vocab_size} rows of embeddings")
     if find_spec("lm_eval") is not None:
-        from lm_eval.models.huggingface import HFLM
+        with _refusing(folder, "tokenizer_config.json"):
+            from lm_eval.models.huggingface import HFLM
 
-        if HFLM(pretrained=model, tokenizer=tokenizer).prefix_token_id is None:
+            prefix = HFLM(pretrained=model, tokenizer=tokenizer).prefix_token_id
+        if prefix is None:
             notes.append("lm_eval finds no token that begins or ends a text: some of its tasks need one")
     return notes
 

@@ -35,6 +35,8 @@ class CheckpointSource:
     manifest: Manifest
     original: Path | None = None
     """Hugging Face folder that the training began with (`original`)."""
+    context: int = 0
+    """Longest context that the model is made for, as far as known beside training.seq_length."""
 
     @cached_property
     def checksum(self) -> str | None:
