@@ -66,10 +66,6 @@ def check_logits(source: CheckpointSource, folder: Path, rounded: torch.dtype | 
 
 
 def _transformers(folder: Path, tokens: torch.Tensor, rounded: torch.dtype | None) -> torch.Tensor:
-    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
-
-    disable_progress_bar()
-    set_verbosity_error()  # among others, that it computes xIELU without a kernel; a missing weight is an error
     model = load_model(folder, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters() if rounded is not None else ():

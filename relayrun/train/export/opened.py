@@ -1,7 +1,7 @@
 """An exported folder, opened as transformers and lm-evaluation-harness open it, before the export is done.
 
-The model is made on torch's device `meta`: names, shapes and tied weights are compared, no weight is read into memory.
-Code that lies in the folder is not run.
+The model is made on torch's device `meta`: names and shapes are compared, no weight is read into memory. Code that lies
+in the folder is not run.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,53 +25,38 @@ def check_opens(source: CheckpointSource, folder: Path) -> list[str]:
     it, or lm_eval, where it is installed, does not."""
     if missing := [name for name in ("transformers", "accelerate") if find_spec(name) is None]:
         return [f"not opened: {missing[0]} is not installed here"]
+    name = "config.json"
     try:
-        with _quiet():
-            return _open(source, folder)
-    except _OwnCodeError as error:
-        return [f"not opened: {error} names code of its own (auto_map), which is not run here"]
-
-
-class _OwnCodeError(Exception):
-    """A file needs code that comes with the folder."""
-
-
-@contextmanager
-def _refusing(folder: Path, name: str) -> Iterator[None]:
-    try:
-        yield
+        with contextlib.redirect_stderr(io.StringIO()):  # warnings of libraries for their callers
+            model = load_model(folder, device_map="meta", dtype="auto", trust_remote_code=False)
+            name = "tokenizer_config.json"
+            return _check_tokenizer(source, folder, model)
     except InputError:
         raise
     except Exception as error:  # each version of the libraries has others
         if "auto_map" in read_json(folder / name):
-            raise _OwnCodeError(name) from None
+            return [f"not opened: {name} names code of its own (auto_map), which is not run here"]
         said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
         hint = f"see {name}, and whether a newer transformers has the class"
         raise InputError(f"cannot be opened: {type(error).__name__}: {said}", where=folder, hint=hint) from None
 
 
-def _open(source: CheckpointSource, folder: Path) -> list[str]:
-    with _refusing(folder, "config.json"):
-        from transformers import AutoConfig, AutoTokenizer
+def _check_tokenizer(source: CheckpointSource, folder: Path, model: Any) -> list[str]:
+    from transformers import AutoTokenizer
 
-        config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        model = load_model(folder, device_map="meta", dtype="auto", trust_remote_code=False)
-    with _refusing(folder, "tokenizer_config.json"):
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    own = source.tokenizer.tokenizer
-    text = own.decode(list(range(min(_IDS_COMPARED, config.vocab_size))))
-    notes = []
-    opens = f"transformers opens the tokenizer as {type(tokenizer).__name__}, "
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    own, rows = source.tokenizer.tokenizer, model.config.vocab_size
+    text = own.decode(list(range(min(_IDS_COMPARED, rows))))
+    notes, opens = [], f"transformers opens the tokenizer as {type(tokenizer).__name__}, "
     if tokenizer.encode(text, add_special_tokens=False) != own.encode(text, add_special_tokens=False).ids:
         notes.append(f"{opens}which gives other ids than the run's tokenizer")
-    if len(tokenizer) > config.vocab_size:
-        notes.append(f"{opens}with {len(tokenizer)} entries for {config.vocab_size} rows of embeddings")
+    if len(tokenizer) > rows:
+        notes.append(f"{opens}with {len(tokenizer)} entries for {rows} rows of embeddings")
     if find_spec("lm_eval") is not None:
-        with _refusing(folder, "tokenizer_config.json"):
-            from lm_eval.models.huggingface import HFLM
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+        from lm_eval.models.huggingface import HFLM
 
-            prefix = HFLM(pretrained=model, tokenizer=tokenizer).prefix_token_id
-        if prefix is None:
+        if HFLM(pretrained=model, tokenizer=tokenizer).prefix_token_id is None:
             notes.append("lm_eval finds no token that begins or ends a text: some of its tasks need one")
     return notes
 
@@ -81,7 +64,10 @@ def _open(source: CheckpointSource, folder: Path) -> list[str]:
 def load_model(folder: Path, **options: Any) -> Any:
     """Load the model of a folder. Raises InputError unless its weights are those of the class."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
+    disable_progress_bar()
+    set_verbosity_error()  # among others, that it computes xIELU without a kernel; a missing weight is an error below
     model, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
     for what in ("missing", "unexpected", "mismatched"):
         if names := sorted(map(str, found[f"{what}_keys"])):
@@ -91,23 +77,3 @@ def load_model(folder: Path, **options: Any) -> Any:
                 hint="give each weight the name that the class has, in the mapping",
             )
     return model
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide progress bars and warnings of transformers and lm_eval, which are for their callers."""
-    from transformers.utils import logging as library
-
-    bars, level = library.is_progress_bar_enabled(), library.get_verbosity()
-    library.disable_progress_bar()
-    library.set_verbosity_error()  # among others, that it computes xIELU without a kernel
-    harness = logging.getLogger("lm_eval")
-    before, harness.level = harness.level, logging.ERROR
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        harness.level = before
-        library.set_verbosity(level)
-        if bars:
-            library.enable_progress_bar()

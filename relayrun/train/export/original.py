@@ -67,39 +67,33 @@ def keep_original(folder: Path, target: Path, *, links: bool = True) -> None:
     copy_files(folder, [*there, *carried_files(folder, links=links)], target)
 
 
-def original_of_run(run: Run) -> Path | None:
+def original_of_run(run: Run, generations: int = 16) -> Path | None:
     """Return the folder of a run's original; None if it began with random weights, or its original is unknown."""
-    seen: set[Path] = set()
-    while run.path not in seen:
-        seen.add(run.path)
-        if (own := run.path / ORIGINAL_NAME).is_dir():
-            return own
-        begins = (run.attempt(number).read_begin() for number in run.attempt_numbers())
-        begin = next((each for each in begins if each is not None), None)
-        if begin is None or begin.base_path is None:
-            return None
-        if (own := Path(begin.base_path) / ORIGINAL_NAME).is_dir():
-            return own
-        run = Run(Path(begin.base_path).parent.parent)
-    return None
+    if (own := run.path / ORIGINAL_NAME).is_dir():
+        return own
+    begins = (run.attempt(number).read_begin() for number in run.attempt_numbers())
+    begin = next((each for each in begins if each is not None), None)
+    return None if begin is None or not generations else _original_of_checkpoint(begin.base_path, generations - 1)
 
 
-def keep_original_of(base: str | None, run: Run) -> None:
-    """Copy the original of the checkpoint `base`, which a run begins with, into the run's directory."""
+def _original_of_checkpoint(folder: str | None, generations: int = 16) -> Path | None:
+    if folder is None or (own := Path(folder) / ORIGINAL_NAME).is_dir():
+        return None if folder is None else own
+    return original_of_run(Run(Path(folder).parent.parent), generations)
+
+
+def keep_original_of(checkpoint: str | None, run: Run) -> None:
+    """Copy the original of the checkpoint that a run begins with into the run's directory."""
     target = run.path / ORIGINAL_NAME
-    if base is None or target.exists():
-        return
-    own, other = Path(base) / ORIGINAL_NAME, Run(Path(base).parent.parent)
-    if (found := own if own.is_dir() else original_of_run(other)) is not None:
+    if not target.exists() and (found := _original_of_checkpoint(checkpoint)) is not None:
         keep_original(found, target, links=False)
 
 
-_TRANSFORMERS_ONLY = frozenset({"_name_or_path", "transformers_version", "_from_model_config"})
-_COMPARED_APART = frozenset({"torch_dtype", "dtype", "rope_theta", "rope_scaling", "rope_parameters"})
 _SHAPES = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-_OF_THE_ORIGINAL = frozenset({"use_cache", "attention_dropout"})
-"""Entries of config.json that no run decides."""
-TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_LEFT_OUT = frozenset({"_name_or_path", "transformers_version", "_from_model_config"})
+_COMPARED_APART = frozenset({"torch_dtype", "dtype", "rope_theta", "rope_scaling", "rope_parameters"})
+_NO_RUN_DECIDES = frozenset({"use_cache", "attention_dropout"})
 
 
 @dataclass
@@ -122,12 +116,19 @@ class Original:
         """Read an original for an export with the config.json `made`. The original of another model is no original."""
         if folder is None:
             return cls()
-        config, generation = (_read_object(folder / name) for name in CONFIG_NAMES)
+        values: list[dict[str, Any]] = []
+        for name in CONFIG_NAMES:
+            try:
+                found = read_json(folder / name) if (folder / name).is_file() else {}
+            except ValueError as error:
+                raise InputError(f"is no JSON: {error}", where=folder / name) from None
+            values.append({name: value for name, value in found.items() if name not in _LEFT_OUT})
         for name in _SHAPES:
-            if name in config and config[name] != made[name]:
-                words = f"nothing of the original is kept: its {name} is {config[name]!r}, and here {made[name]!r}"
-                return cls(differences=[words])
-        return cls(config=config, generation=generation, folder=folder)
+            if (there := values[0].get(name, made[name])) != made[name]:
+                return cls(
+                    differences=[f"nothing of the original is kept: its {name} is {there!r}, not {made[name]!r}"]
+                )
+        return cls(config=values[0], generation=values[1], folder=folder)
 
     def rows(self, vocabulary: int, padded: int) -> int:
         """Return the rows of embeddings to export: as many as the original, if the checkpoint has them."""
@@ -136,65 +137,40 @@ class Original:
 
     def complete_config(self, made: dict[str, Any], *, dtype_asked: bool) -> dict[str, Any]:
         """Return config.json with the original's values that training does not change."""
-        old = {name: value for name, value in self.config.items() if name not in _TRANSFORMERS_ONLY}
-        kept = {name: value for name, value in old.items() if name not in made or name in _OF_THE_ORIGINAL}
-        kept = {name: value for name, value in kept.items() if name not in {*_COMPARED_APART, *TOKENS}}
-        result = made | kept | self._tokens(old)
-        if old and _rope(old) == _rope(made):
-            result["max_position_embeddings"] = max(made["max_position_embeddings"], _context(old))
+        old, rope, decided = self.config, _rope(made), made.keys() - _NO_RUN_DECIDES
+        kept = {name: old[name] for name in old.keys() - decided - _COMPARED_APART - {*_TOKENS}}
+        if old and _rope(old) == rope:
+            kept["max_position_embeddings"] = max(made["max_position_embeddings"], old["max_position_embeddings"])
         elif old:
-            self.differences.append(f"config.json: rotary positions are {_rope(made)}, not {_rope(old)}")
-        self._compare("config.json", result, {name: old[name] for name in old if name not in _COMPARED_APART})
+            self.differences.append(f"config.json: rotary positions are {rope}, not {_rope(old)}")
         dtype = old.get("dtype") or old.get("torch_dtype")
-        if dtype not in (None, result["torch_dtype"]) and not dtype_asked:
-            self.differences.append(f"config.json: dtype is {result['torch_dtype']}, not {dtype}")
-        return result
+        if dtype not in (None, made["torch_dtype"]) and not dtype_asked:
+            self.differences.append(f"config.json: dtype is {made['torch_dtype']}, not {dtype}")
+        return self._completed("config.json", made | kept, {name: old[name] for name in old.keys() - _COMPARED_APART})
 
     def complete_generation(self, made: dict[str, Any]) -> dict[str, Any]:
         """Return generation_config.json in the same way."""
-        old = {name: value for name, value in self.generation.items() if name not in _TRANSFORMERS_ONLY}
-        kept = {name: value for name, value in old.items() if not name.endswith("_token_id") or self.same_tokenizer}
-        result = {name: value for name, value in (made | kept | self._tokens(old)).items() if value is not None}
-        self._compare("generation_config.json", result, old)
-        return result
+        kept = {name: value for name, value in self.generation.items() if not name.endswith("_token_id")}
+        found = self._completed("generation_config.json", made | kept, self.generation)
+        return {name: value for name, value in found.items() if value is not None}
 
-    def _tokens(self, old: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the original's special ids that are rows of the embeddings, with the run's end of document among those
-        that end a text."""
-        found = {}
-        for name in TOKENS if self.same_tokenizer else ():
-            value = old.get(name)
-            ids: list[Any] = value if isinstance(value, list) else [value]
-            if all(isinstance(each, int) and 0 <= each < self.vocab_size for each in ids):
+    def _completed(self, file: str, made: dict[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values with the original's special ids that are rows of the embeddings; the run's end of document
+        is among the ids that end a text. Add the differences."""
+        for name in [name for name in old if name.endswith("_token_id")] if self.same_tokenizer else ():
+            ids: list[Any] = old[name] if isinstance(old[name], list) else [old[name]]
+            known = all(isinstance(each, int) and 0 <= each < self.vocab_size for each in ids)
+            if known and not (name == "bos_token_id" and made.get(name) is not None):
                 ends = name == "eos_token_id" and self.eod is not None and self.eod not in ids
-                found[name] = [self.eod, *ids] if ends else value
-        return found
-
-    def _compare(self, file: str, result: Mapping[str, Any], old: Mapping[str, Any]) -> None:
-        for name, value in old.items():
-            if value is not None and name not in _TRANSFORMERS_ONLY and result.get(name) != value:
-                self.differences.append(f"{file}: {name} is {result.get(name)!r}, not {value!r}")
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        found = read_json(path)
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise InputError(f"is no JSON: {error}", where=path) from None
-    return found if isinstance(found, dict) else {}
-
-
-def _context(config: Mapping[str, Any]) -> int:
-    found = config.get("max_position_embeddings")
-    return found if isinstance(found, int) else 0
+                made[name] = [self.eod, *ids] if ends else old[name]
+        changed = {name: value for name, value in sorted(old.items()) if value not in (None, made.get(name))}
+        self.differences += [f"{file}: {name} is {made.get(name)!r}, not {value!r}" for name, value in changed.items()]
+        return made
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rotary positions of a config.json of transformers 4 or 5, in one form."""
     found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    kind = found.pop("rope_type", None) or found.pop("type", None) or "default"
-    found.pop("type", None)
+    kinds = found.pop("rope_type", None), found.pop("type", None), "default"
     base = found.pop("rope_theta", None) or config.get("rope_theta") or 10_000
-    return {"rope_type": kind, "rope_theta": float(base)} | found
+    return {"rope_type": next(filter(None, kinds)), "rope_theta": float(base)} | found
