@@ -139,7 +139,7 @@ def test_a_difference_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[
     revise(made, tokenizer=str(other), vocabulary=290)
     notes = exported(made.run, tmp_path / "out", capsys)
     assert "config.json: pad_token_id is None, not 201" in notes
-    assert any(line.startswith("the tokenizer is another one; not kept: ") for line in notes)
+    assert any(line.startswith("the tokenizer is another one, not as in the original: ") for line in notes)
     assert read_json(tmp_path / "out" / "generation_config.json")["temperature"] == 0.6
 
 

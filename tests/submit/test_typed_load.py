@@ -43,4 +43,4 @@ def test_two_of_one_name_are_both_named(project: Path, tmp_path: Path, place: st
 def test_in_the_project_both_are_one(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (project / "start").mkdir(parents=True)
     monkeypatch.chdir(project)
-    assert _typed_load("start", project) == "start"
+    assert _typed_load("start", project) == f"{project}/start"

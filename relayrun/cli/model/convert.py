@@ -62,7 +62,6 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 def export_hf(options: argparse.Namespace) -> int:
     """Write a Hugging Face folder. Raises RelayrunError."""
-    check_outputs({"--output": options.output})
     limit = parse_size(options.max_shard_size)
     hub = None
     if options.push_to is not None:
@@ -70,52 +69,40 @@ def export_hf(options: argparse.Namespace) -> int:
     elif options.public:
         raise InputError("--public belongs to --push-to", where="--public", hint="leave it out")
     source = _checked_source(options)
-    if options.original is not None:
-        if not (options.original / "config.json").is_file():
-            raise InputError("this is no Hugging Face folder: it has no config.json", where=options.original)
-        source = replace(source, original=options.original)
+    source = source if options.original is None else replace(source, original=options.original)
     if hub is not None:
         hub.check()
-    if (read := _new_output(options, source.folder)) is None:
-        if hub is not None:
-            print(upload.upload_to_hub(hub, Path(options.output), public=options.public))
-        return 0
-    from relayrun.train.export import huggingface, model_card, opened  # torch: seconds
-    from relayrun.train.export.torch_dist import new_folder
-
-    compared = ""
-    with new_folder(options.output, read) as folder:
-        made = huggingface.write_huggingface(
-            source, folder, dtype=options.dtype, max_shard_size=limit, mapping=options.mapping
-        )
-        notes = [*made.notes, *opened.check_opens(source, folder)]
-        if options.readme or (hub is not None and source.run is not None):
-            (folder / "README.md").write_text(model_card.model_card_text(source, made), encoding="utf-8")
-        if options.test_logits:
-            from relayrun.train.export import compare_logits
-
-            found = compare_logits.check_logits(source, folder, made.rounded)
-            compared = (
-                f"logits of megatron-core and transformers on {found.tokens} tokens differ by at most "
-                f"{found.difference:.2g} (largest logit {found.largest:.3g})"
-            )
-    files = "1 file" if made.files == 1 else f"{made.files} files"
-    print(
-        f"iteration {source.iteration}: {made.parameters:,} parameters, {made.bytes:,} bytes in {files}: "
-        f"{Path(options.output).absolute()}"
-    )
-    for note in notes:
-        print(f"note: {note}")
-    if compared:
-        print(compared)
+    if (read := _new_output(options, source.folder)) is not None:
+        print("\n".join(_write_hf(options, source, read, limit)))
     if hub is not None:
         print(upload.upload_to_hub(hub, Path(options.output), public=options.public))
     return 0
 
 
+def _write_hf(options: argparse.Namespace, source: CheckpointSource, read: InputFiles, limit: int) -> list[str]:
+    from relayrun.train.export import compare_logits, huggingface, model_card, opened  # torch: seconds
+    from relayrun.train.export.torch_dist import new_folder
+
+    with new_folder(options.output, read) as folder:
+        made = huggingface.write_huggingface(
+            source, folder, dtype=options.dtype, max_shard_size=limit, mapping=options.mapping
+        )
+        notes = [f"note: {note}" for note in [*made.notes, *opened.check_opens(source, folder)]]
+        if options.readme or (options.push_to is not None and source.run is not None):
+            (folder / "README.md").write_text(model_card.model_card_text(source, made), encoding="utf-8")
+        if options.test_logits:
+            found = compare_logits.check_logits(source, folder, made.rounded)
+            notes.append(
+                f"logits of megatron-core and transformers on {found.tokens} tokens differ by at most "
+                f"{found.difference:.2g} (largest logit {found.largest:.3g})"
+            )
+    files = "1 file" if made.files == 1 else f"{made.files} files"
+    size = f"{made.parameters:,} parameters, {made.bytes:,} bytes in {files}"
+    return [f"iteration {source.iteration}: {size}: {Path(options.output).absolute()}", *notes]
+
+
 def export_torch(options: argparse.Namespace) -> int:
     """Write a checkpoint in Megatron's plain torch format. Raises RelayrunError."""
-    check_outputs({"--output": options.output})
     source = _checked_source(options)
     if (read := _new_output(options, source.folder)) is None:
         return 0
@@ -136,7 +123,6 @@ def export_torch(options: argparse.Namespace) -> int:
 
 def export_megatron(options: argparse.Namespace) -> int:
     """Write a folder that Megatron-LM loads. Raises RelayrunError."""
-    check_outputs({"--output": options.output})
     name, iteration = split_run_and_iteration(options.name)
     source = find_checkpoint(find_run(name), options.iteration if iteration is None else iteration)
     if (read := _new_output(options, source.folder)) is None:
@@ -156,6 +142,7 @@ def export_megatron(options: argparse.Namespace) -> int:
 def _new_output(options: argparse.Namespace, folder: Path) -> InputFiles | None:
     """Return the files of a checkpoint that is read; None, after a line, if this command has made the output of them.
     Raises InputError if anything else is there."""
+    check_outputs({"--output": options.output})
     chosen = {name: value for name, value in vars(options).items() if name not in ("run", "output")}
     read = InputFiles((path for path in folder.rglob("*") if path.is_file()), chosen)
     if read.was_made(options.output):
@@ -220,7 +207,6 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
 def import_hf(options: argparse.Namespace) -> int:
     """Write a checkpoint from a Hugging Face folder. Raises RelayrunError."""
     output: Path = options.output.absolute()
-    check_outputs({"--output": options.output})
     if (read := _new_output(options, options.folder)) is None:
         return 0
     if not (options.folder / "config.json").is_file():
@@ -238,17 +224,16 @@ def import_hf(options: argparse.Namespace) -> int:
     )
     print(
         f"{made.vocabulary} tokens, padded to {made.padded_vocabulary}: {output}\n"
-        f"the model section for a run config: {output / 'model.yaml'}"
+        f"the model section for a run config: {output / 'model.yaml'}",
+        *(f"\nnote: {note}" for note in made.notes),
+        sep="",
     )
-    for note in made.notes:
-        print(f"note: {note}")
     return 0
 
 
 def import_megatron(options: argparse.Namespace) -> int:
     """Write a checkpoint from a folder of Megatron-LM. Raises RelayrunError."""
     output: Path = options.output.absolute()
-    check_outputs({"--output": options.output})
     name, iteration = split_run_and_iteration(options.folder)
     folder = Path(name).expanduser()
     found = megatron_folder.find_megatron_checkpoint(folder, iteration)

@@ -222,17 +222,15 @@ def run_submit(options: argparse.Namespace) -> int:
 
 
 def _typed_load(load: str, project: Path) -> str:
-    """Return `--load` for the config, whose relative paths begin at the project: a folder in the working directory, a
-    run's too, by its whole path. Raises InputError if there is another one of its name in the project."""
+    """Return `--load` for a config, whose relative paths begin at the project. Raises InputError if a folder here and
+    another one in the project have this name."""
     name, _ = split_run_and_iteration(load)
     here = Path(name).expanduser().absolute()
-    there = [path for path in (project / name, project / "logs" / "runs" / name) if path.exists()]
-    if not here.exists() or any(path.resolve() == here.resolve() for path in there):
-        return load
-    if there:
-        words = f"{name} is {here} here, and {there[0]} in the project"
+    there = next((path for path in (project / name, project / "logs" / "runs" / name) if path.exists()), here)
+    if here.exists() and there.resolve() != here.resolve():
+        words = f"{name} is {here} here, and {there} in the project"
         raise InputError(words, where="--load", hint="give the whole path of one of them")
-    return f"{here}{load[len(name) :]}"
+    return f"{here}{load[len(name) :]}" if here.exists() else load
 
 
 def _submit_or_print(options: argparse.Namespace, given: LocatedSettings, config: CommonConfig, *, resume: bool) -> int:

@@ -201,10 +201,6 @@ def _scored(
 
         source, model = find_checkpoint(run, folder.iteration), folder.model
         scores.export_model(source, model)
-        if not settings.tasks and not settings.command:
-            folder.exported.touch()
-            gpus = scores.visible_gpus(settings, config.job.gpus_per_node)
-            return scores.held_out_loss(source, model, settings, gpus=gpus)
     else:
         model = own.convert()
     if model != checkpoint:  # else the checkpoint is needed to the end
@@ -213,7 +209,10 @@ def _scored(
         return own.score(model)
     from relayrun.train.export import scores
 
-    return scores.run_tasks(model, settings, source, gpus=scores.visible_gpus(settings, config.job.gpus_per_node))
+    gpus = scores.visible_gpus(settings, config.job.gpus_per_node)
+    if source is not None and not settings.tasks:
+        return scores.held_out_loss(source, model, settings, gpus=gpus)
+    return scores.run_tasks(source, model, settings, gpus=gpus)
 
 
 def report_to_wandb(run: Run) -> None:

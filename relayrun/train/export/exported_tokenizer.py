@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from filecmp import cmp
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -18,9 +19,9 @@ from relayrun.train.export.source_and_target import CheckpointSource
 def write_tokenizer(source: CheckpointSource, folder: Path, original: Original) -> int | None:
     """Write the run's tokenizer for transformers. Return the token that begins a text, None without one."""
     given = Path(source.config.data.tokenizer)
-    if given.is_dir() or (given.is_file() and given.name == "tokenizer.json"):
-        given = given if given.is_dir() else given.parent
-        copy_files(given, carried_files(given), folder)
+    beside = given.parent if given.is_file() and given.name == "tokenizer.json" else given
+    if beside.is_dir():
+        copy_files(beside, carried_files(beside), folder)
     elif given.is_file():
         copy_files(given.parent, [given.name], folder)
         (folder / given.name).rename(folder / "tokenizer.json")
@@ -52,21 +53,22 @@ def _add_files_of_original(source: CheckpointSource, folder: Path, original: Ori
     except InputError:
         original.same_tokenizer = False
     names = carried_files(original.folder, links=False)
+    changed = [
+        name
+        for name in names
+        if (folder / name).exists() and not cmp(folder / name, original.folder / name, shallow=False)
+    ]
     if original.same_tokenizer:
         copy_files(original.folder, [name for name in names if not (folder / name).exists()], folder)
-    elif names:
-        original.differences.append(f"the tokenizer is another one; not kept: {', '.join(names)}")
-    pairs = [(name, folder / name, original.folder / name) for name in names if (folder / name).exists()]
-    changed = [name for name, own, other in pairs if own.read_bytes() != other.read_bytes()]
-    if original.same_tokenizer and changed:
-        original.differences.append(f"as in data.tokenizer, not as in the original: {', '.join(changed)}")
+    if changed or not original.same_tokenizer:
+        why = "as in data.tokenizer" if original.same_tokenizer else "the tokenizer is another one"
+        original.differences.append(f"{why}, not as in the original: {', '.join(changed or names)}")
 
 
 def _frame_texts(source: CheckpointSource, folder: Path, original: Original) -> int | None:
     """Let the tokenizer begin a text as the run's documents begin. Return the token that begins a text."""
     try:
-        options = TokenizeOptions(tokenizer=str(folder), append_eod="no", bos=True)
-        bos = load_tokenizer(options).bos_id
+        bos = load_tokenizer(TokenizeOptions(tokenizer=str(folder), append_eod="no", bos=True)).bos_id
     except InputError:  # it has no such token
         bos = None
     cuts = {cut.bos for cut in source.config.data.cut_by_document.values() if cut.bos is not None}
@@ -79,11 +81,9 @@ def _frame_texts(source: CheckpointSource, folder: Path, original: Original) -> 
         return None
     added = definition.encode("").tokens[:1] == [token]
     if begins and not added:
-        template = TemplateProcessing(
-            single=f"{token}:0 $A:0", pair=f"{token}:0 $A:0 {token}:1 $B:1", special_tokens=[(token, bos)]
-        )
-        first = definition.post_processor
-        definition.post_processor = template if first is None else Sequence([first, template])
+        single, pair = f"{token}:0 $A:0", f"{token}:0 $A:0 {token}:1 $B:1"
+        parts = [definition.post_processor, TemplateProcessing(single, pair, [(token, bos)])]
+        definition.post_processor = Sequence([part for part in parts if part is not None])
         definition.save(str(folder / "tokenizer.json"))
     if begins:
         write_json(path, read_json(path) | {"bos_token": token, "add_bos_token": True})

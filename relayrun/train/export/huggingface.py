@@ -28,7 +28,7 @@ from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.train.export import megatron_state, model_families
 from relayrun.train.export.exported_tokenizer import write_tokenizer
 from relayrun.train.export.model_mapping import MappedTensor, ModelMapping
-from relayrun.train.export.original import ORIGINAL_NAME, Original, keep_original
+from relayrun.train.export.original import ORIGINAL_NAME, Original, keep_original, read_huggingface_config
 from relayrun.train.export.source_and_target import CheckpointSource
 from relayrun.train.export.torch_dist import CheckpointReader, TorchDistSavePlan, new_folder
 from relayrun.train.model.size import pad_to_multiple
@@ -52,18 +52,12 @@ def to_huggingface_config(mapping: ModelMapping, source: CheckpointSource, *, dt
         "architectures": [mapping.architecture],
         "model_type": mapping.model_type,
         "vocab_size": source.manifest.vocabulary_size,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.ffn_hidden_size,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.num_query_groups,
+        **{name: getattr(model, setting) for name, setting in model_families.CONFIG_NAMES.items()},
         "head_dim": model.head_channels,
         "max_position_embeddings": context,
         "rope_parameters": (scaling or {"rope_type": "default"}) | {"rope_theta": base},  # of transformers 5
         "rope_theta": base,
         "rope_scaling": scaling,
-        "rms_norm_eps": model.norm_epsilon,
-        "initializer_range": model.init_method_std,
         "attention_dropout": 0.0,
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         "bos_token_id": None,
@@ -86,6 +80,7 @@ def from_huggingface_config(
             f"does not describe {mapping.with_article}: hidden_size {hidden!r}, num_attention_heads {heads!r}",
             where=where,
         )
+    config.setdefault("num_key_value_heads", heads)
     rope = config.get("rope_parameters") or (config.get("rope_scaling") or {})
     # without an entry or a default transformers uses False or None
     missing = {name: False if isinstance(value, bool) else None for name, value in mapping.config.items()}
@@ -112,15 +107,9 @@ def from_huggingface_config(
         del transformer["kv_channels"]
     try:
         return ModelSection(
-            num_layers=config["num_hidden_layers"],
-            hidden_size=hidden,
-            ffn_hidden_size=config["intermediate_size"],
-            num_attention_heads=heads,
-            num_query_groups=config.get("num_key_value_heads") or heads,
+            **{setting: config[name] for name, setting in model_families.CONFIG_NAMES.items()},
             rotary_base=int(base),
             rope_scaling_factor=float(rope["factor"]) if kind == "llama3" else None,
-            norm_epsilon=float(config["rms_norm_eps"]),
-            init_method_std=float(config["initializer_range"]),
             untie_embeddings_and_output_weights=not config.get("tie_word_embeddings", False),
             make_vocab_size_divisible_by=divisible_by,
             transformer=TransformerSection.model_validate(transformer),
@@ -165,12 +154,10 @@ def write_huggingface(
     of = reader.dtype if dtype == "auto" else DTYPES[dtype]
     name = next(name for name, value in DTYPES.items() if value is of)
     made = to_huggingface_config(chosen, source, dtype=name)
-    original = Original.read(source.original, made)
-    made["vocab_size"] = original.vocab_size = original.rows(vocabulary, padded)
-    original.eod = source.manifest.eod
-    made["bos_token_id"] = bos = write_tokenizer(source, folder, original)
+    original = Original.read(source.original, made, padded)
+    made |= {"vocab_size": original.vocab_size, "bos_token_id": write_tokenizer(source, folder, original)}
+    generation = {name: made[name] for name in ("bos_token_id", "eos_token_id")}
     write_json(folder / "config.json", original.complete_config(made, dtype_asked=dtype != "auto"))
-    generation = {"bos_token_id": bos, "eos_token_id": source.manifest.eod}
     write_json(folder / "generation_config.json", original.complete_generation(generation))
     keys = chosen.keys(model, reader.shapes)
     weights, rounded = megatron_state.weights_as(of, reader, [*keys.values()], original.differences)
@@ -349,19 +336,6 @@ def import_huggingface(
         (f"{wider} of {len(wanted)} tensors are float32 there: rounded; --dtype float32 keeps them",) if wider else ()
     )
     return HuggingFaceImport(model=model, vocabulary=rows, padded_vocabulary=size, notes=notes)
-
-
-def read_huggingface_config(folder: Path) -> dict[str, Any]:
-    """Read the config.json of a Hugging Face folder. Raises InputError."""
-    try:
-        config = read_json(folder / "config.json")
-    except (FileNotFoundError, NotADirectoryError):
-        raise InputError("this is no Hugging Face folder: it has no config.json", where=folder) from None
-    except ValueError as error:
-        raise InputError(f"is no JSON: {error}", where=folder / "config.json") from None
-    if not isinstance(config, dict):
-        raise InputError("is no JSON object", where=folder / "config.json")
-    return config
 
 
 def _add_piece(

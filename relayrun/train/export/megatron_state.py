@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,29 +180,25 @@ def _copy(reader: CheckpointReader, contents: TorchDistSavePlan, key: str, name:
     if reader.size(key) == size:
         contents.copy_tensor(reader, key, name)
         return
-    part, cells = _flat_cells(reader, key, size)
-    for start, make in cells:
+    for start, part, make in _flat_parts(reader, key, size):
         contents.add_tensor(name, size=size, start=start, part=part, dtype=reader.dtype_of(key), make=make)
 
 
-Cells = list[tuple[list[int], Callable[[], torch.Tensor]]]
-
-
-def _flat_cells(reader: CheckpointReader, key: str, size: tuple[int, ...]) -> tuple[tuple[int, ...], Cells]:
-    """Return the shape of the parts of a weight of which each is flat, and start and tensor of each part."""
+def _flat_parts(
+    reader: CheckpointReader, key: str, size: tuple[int, ...]
+) -> Iterator[tuple[list[int], tuple[int, ...], Callable[[], torch.Tensor]]]:
+    """Yield start, shape and tensor of the parts of a weight of this size, each of which is flat in the checkpoint."""
     grid, flat = reader.size(key)[:-1], reader.size(key)[-1]
     part = tuple(a // b for a, b in zip(size, grid, strict=False))
     if len(grid) != len(size) or any(a % b for a, b in zip(size, grid, strict=True)) or math.prod(part) != flat:
         raise InputError(f"{key} has the shape {[*grid, flat]}, not {list(size)}", where=reader.folder)
-    dtype = reader.dtype_of(key)
-    found: Cells = []
     for cell in itertools.product(*map(range, grid)):
 
         def make(cell: tuple[int, ...] = cell) -> torch.Tensor:
-            return reader.read(key, start=[*cell, 0], shape=[1] * len(grid) + [flat], dtype=dtype).reshape(part)
+            shape = [1] * len(grid) + [flat]
+            return reader.read(key, start=[*cell, 0], shape=shape, dtype=reader.dtype_of(key)).reshape(part)
 
-        found.append(([index * length for index, length in zip(cell, part, strict=True)], make))
-    return part, found
+        yield [index * length for index, length in zip(cell, part, strict=True)], part, make
 
 
 @dataclass(frozen=True)
@@ -222,21 +218,21 @@ class Fp32Weights:
         if self.reader.size(name) == size:
             return self.reader.read(name, start=start, shape=shape, dtype=dtype)
         found = torch.empty(list(shape), dtype=dtype)
-        part, cells = _flat_cells(self.reader, name, size)
-        for at, make in cells:
-            low = [max(a, b) for a, b in zip(at, start, strict=True)]
-            high = [min(a + n, b + m) for a, n, b, m in zip(at, part, start, shape, strict=True)]
-            if all(a < b for a, b in zip(low, high, strict=True)):
-                target = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))
-                found[target] = make()[tuple(slice(a - s, b - s) for a, b, s in zip(low, high, at, strict=True))]
+        for at, part, make in _flat_parts(self.reader, name, size):
+            spans = [(max(a, s), min(a + n, s + m)) for a, n, s, m in zip(at, part, start, shape, strict=True)]
+            if all(low < high for low, high in spans):
+                inside = tuple(slice(low - a, high - a) for (low, high), a in zip(spans, at, strict=True))
+                found[tuple(slice(low - s, high - s) for (low, high), s in zip(spans, start, strict=True))] = make()[
+                    inside
+                ]
         return found
 
 
 def weights_as(
     dtype: torch.dtype, reader: CheckpointReader, keys: Sequence[str], notes: list[str]
 ) -> tuple[CheckpointReader | Fp32Weights, torch.dtype | None]:
-    """Return the reader of the weights `keys` for an export in `dtype`: of the optimizer's fp32 weights for fp32, where
-    there are, with the type of the rounded weights. A note says that there are none."""
+    """Return the reader of the weights `keys` for an export in `dtype`. For fp32 it reads the optimizer's fp32 weights,
+    if the checkpoint has them, and the type is that of the weights rounded from them; else a note says so."""
     if dtype is not torch.float32 or reader.dtype is dtype:
         return reader, None
     for name in ("param", "fp32_param"):

@@ -15,19 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from relayrun.config.compose import yaml_file
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError
 from relayrun.files import leads_out, read_json
 
 ORIGINAL_NAME = "original"
 CONFIG_NAMES = ("config.json", "generation_config.json")
-_PATTERNS = (
-    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "chat_template.*", "tekken.json"),
-    *("additional_chat_templates/*.jinja", "vocab.*", "merges.txt", "*.tiktoken", "tokenizer.model", "tiktoken.model"),
-    *("spiece.model", "sentencepiece*.model"),
-)
-"""Files of tokenizers of transformers."""
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+_TABLES: Mapping[str, list[str]] = yaml_file.read_yaml(Path(__file__).with_suffix(".yaml")).values
 _QUOTED = re.compile(r"""["'](?:[\w./-]+--)?([\w./-]+)["']""")
 _IMPORTED = re.compile(r"^\s*(?:from\s+\.(\w+)\s+import|from\s+\.\s+import\s+(\w+))", re.M)
 
@@ -39,19 +34,20 @@ def carried_files(folder: Path, *, links: bool = True) -> list[str]:
 
     def is_there(name: str) -> bool:
         path = folder / name
-        return not leads_out(name) and path.is_file() and (links or not path.is_symlink())
+        weights = name.endswith(tuple(_TABLES["weights"]))
+        return not (leads_out(name) or weights) and path.is_file() and (links or not path.is_symlink())
 
-    found = {str(path.relative_to(folder)) for pattern in _PATTERNS for path in folder.glob(pattern)}
+    found = {str(path.relative_to(folder)) for pattern in _TABLES["tokenizer"] for path in folder.glob(pattern)}
     todo = [name for name in ("tokenizer_config.json", *CONFIG_NAMES) if is_there(name)]
     while todo:
         text = (folder / todo.pop()).read_text(encoding="utf-8", errors="replace")
         named = {each for pair in _IMPORTED.findall(text) for each in pair if each}
         named |= {each.partition(".")[0] for each in _QUOTED.findall(text)}
         names = {*_QUOTED.findall(text), *(f"{each}.py" for each in named)}
-        new = {name for name in names - found if is_there(name) and not name.endswith(_WEIGHTS)}
+        new = {name for name in names - found if is_there(name)}
         todo += [name for name in new if name.endswith(".py")]
         found |= new
-    return sorted(name for name in found if name not in CONFIG_NAMES and not name.endswith(_WEIGHTS) and is_there(name))
+    return sorted(name for name in found if name not in CONFIG_NAMES and is_there(name))
 
 
 def copy_files(folder: Path, names: list[str], target: Path) -> None:
@@ -89,13 +85,6 @@ def keep_original_of(checkpoint: str | None, run: Run) -> None:
         keep_original(found, target, links=False)
 
 
-_SHAPES = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_LEFT_OUT = frozenset({"_name_or_path", "transformers_version", "_from_model_config"})
-_COMPARED_APART = frozenset({"torch_dtype", "dtype", "rope_theta", "rope_scaling", "rope_parameters"})
-_NO_RUN_DECIDES = frozenset({"use_cache", "attention_dropout"})
-
-
 @dataclass
 class Original:
     """Values of an original, and the differences of an export from it."""
@@ -112,60 +101,68 @@ class Original:
     """One line each."""
 
     @classmethod
-    def read(cls, folder: Path | None, made: Mapping[str, Any]) -> Original:
-        """Read an original for an export with the config.json `made`. The original of another model is no original."""
+    def read(cls, folder: Path | None, made: Mapping[str, Any], padded: int) -> Original:
+        """Read an original for an export with the config.json `made`, whose checkpoint has `padded` rows of embeddings.
+        All rows of the original are exported, if the checkpoint has them."""
+        rows, eod = made["vocab_size"], made["eos_token_id"]
         if folder is None:
-            return cls()
-        values: list[dict[str, Any]] = []
-        for name in CONFIG_NAMES:
-            try:
-                found = read_json(folder / name) if (folder / name).is_file() else {}
-            except ValueError as error:
-                raise InputError(f"is no JSON: {error}", where=folder / name) from None
-            values.append({name: value for name, value in found.items() if name not in _LEFT_OUT})
-        for name in _SHAPES:
-            if (there := values[0].get(name, made[name])) != made[name]:
-                return cls(
-                    differences=[f"nothing of the original is kept: its {name} is {there!r}, not {made[name]!r}"]
-                )
-        return cls(config=values[0], generation=values[1], folder=folder)
-
-    def rows(self, vocabulary: int, padded: int) -> int:
-        """Return the rows of embeddings to export: as many as the original, if the checkpoint has them."""
-        rows = self.config.get("vocab_size")
-        return rows if isinstance(rows, int) and vocabulary <= rows <= padded else vocabulary
+            return cls(vocab_size=rows, eod=eod)
+        config, generation = read_huggingface_config(folder), {}
+        if (folder / CONFIG_NAMES[1]).is_file():
+            generation = read_huggingface_config(folder, CONFIG_NAMES[1])
+        for name in _TABLES["shapes"]:
+            if (there := config.get(name, made[name])) != made[name]:
+                words = f"nothing of the original is kept: its {name} is {there!r}, not {made[name]!r}"
+                return cls(vocab_size=rows, eod=eod, differences=[words])
+        rows = there if rows <= (there := config.get("vocab_size", 0)) <= padded else rows
+        return cls(config, generation, folder, vocab_size=rows, eod=eod)
 
     def complete_config(self, made: dict[str, Any], *, dtype_asked: bool) -> dict[str, Any]:
         """Return config.json with the original's values that training does not change."""
-        old, rope, decided = self.config, _rope(made), made.keys() - _NO_RUN_DECIDES
-        kept = {name: old[name] for name in old.keys() - decided - _COMPARED_APART - {*_TOKENS}}
+        old, rope = self.config, _rope(made)
+        kept = {name: old[name] for name in old.keys() - (made.keys() - {*_TABLES["undecided"]}) - {*_TABLES["apart"]}}
         if old and _rope(old) == rope:
-            kept["max_position_embeddings"] = max(made["max_position_embeddings"], old["max_position_embeddings"])
+            context = "max_position_embeddings"
+            kept[context] = max(made[context], old.get(context, 0))
         elif old:
             self.differences.append(f"config.json: rotary positions are {rope}, not {_rope(old)}")
         dtype = old.get("dtype") or old.get("torch_dtype")
         if dtype not in (None, made["torch_dtype"]) and not dtype_asked:
             self.differences.append(f"config.json: dtype is {made['torch_dtype']}, not {dtype}")
-        return self._completed("config.json", made | kept, {name: old[name] for name in old.keys() - _COMPARED_APART})
+        return self._completed("config.json", made | kept, old)
 
     def complete_generation(self, made: dict[str, Any]) -> dict[str, Any]:
         """Return generation_config.json in the same way."""
-        kept = {name: value for name, value in self.generation.items() if not name.endswith("_token_id")}
-        found = self._completed("generation_config.json", made | kept, self.generation)
+        found = self._completed("generation_config.json", made | self.generation | made, self.generation)
         return {name: value for name, value in found.items() if value is not None}
 
     def _completed(self, file: str, made: dict[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values with the original's special ids that are rows of the embeddings; the run's end of document
-        is among the ids that end a text. Add the differences."""
-        for name in [name for name in old if name.endswith("_token_id")] if self.same_tokenizer else ():
+        """Return the values with the original's special ids, if they are rows of the embeddings; the run's end of
+        document is among the ids that end a text. Add the differences."""
+        for name in [name for name in old if name.endswith("_token_id")]:
             ids: list[Any] = old[name] if isinstance(old[name], list) else [old[name]]
-            known = all(isinstance(each, int) and 0 <= each < self.vocab_size for each in ids)
-            if known and not (name == "bos_token_id" and made.get(name) is not None):
+            if not self.same_tokenizer or not all(isinstance(each, int) and each < self.vocab_size for each in ids):
+                made = {key: value for key, value in made.items() if key != name or value != old[name]}
+            elif name != "bos_token_id" or made.get(name) is None:
                 ends = name == "eos_token_id" and self.eod is not None and self.eod not in ids
                 made[name] = [self.eod, *ids] if ends else old[name]
-        changed = {name: value for name, value in sorted(old.items()) if value not in (None, made.get(name))}
-        self.differences += [f"{file}: {name} is {made.get(name)!r}, not {value!r}" for name, value in changed.items()]
-        return made
+        for name in sorted(old.keys() - {*_TABLES["apart"], *_TABLES["left_out"]}):
+            if old[name] not in (None, made.get(name)):
+                self.differences.append(f"{file}: {name} is {made.get(name)!r}, not {old[name]!r}")
+        return {name: value for name, value in made.items() if name not in _TABLES["left_out"]}
+
+
+def read_huggingface_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    """Read a config of a Hugging Face folder. Raises InputError."""
+    try:
+        config = read_json(folder / name)
+    except (FileNotFoundError, NotADirectoryError):
+        raise InputError(f"this is no Hugging Face folder: it has no {name}", where=folder) from None
+    except ValueError as error:
+        raise InputError(f"is no JSON: {error}", where=folder / name) from None
+    if not isinstance(config, dict):
+        raise InputError("is no JSON object", where=folder / name)
+    return config
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:

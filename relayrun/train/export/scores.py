@@ -27,8 +27,7 @@ def export_model(checkpoint: CheckpointSource, model: Path) -> None:
 
 
 def visible_gpus(settings: EvaluationSection, of_run: int) -> int:
-    """Return the GPUs of this job. `of_run`: GPUs of a node of the run's jobs. Raises InputError if the job asks for
-    GPUs and torch sees none."""
+    """Return the GPUs of this job. Raises InputError if the job asks for some and torch sees none."""
     found, wanted = torch.cuda.device_count(), settings.job.gpus(of_run)
     if wanted and not found:
         words = f"the job asks for {wanted} GPUs, and torch {torch.__version__} sees none"
@@ -37,8 +36,7 @@ def visible_gpus(settings: EvaluationSection, of_run: int) -> int:
 
 
 def model_arguments(model: Path, source: CheckpointSource | None, *, gpus: int) -> dict[str, Any]:
-    """Return the arguments of lm_eval's model. `source`: the checkpoint, whose documents say how a text
-    begins; None for a folder alone."""
+    """Return the arguments of lm_eval's model. `source`: None for a folder alone."""
     found = {"pretrained": str(model), "tokenizer": str(model), "dtype": "auto", "parallelize": gpus > 1}
     bos = read_json(model / "config.json").get("bos_token_id")
     if source is not None and isinstance(bos, int) and (begins := source.begins_with(bos)) is not None:
@@ -47,7 +45,7 @@ def model_arguments(model: Path, source: CheckpointSource | None, *, gpus: int) 
 
 
 def run_tasks(
-    model: Path, settings: EvaluationSection, source: CheckpointSource | None, *, gpus: int
+    source: CheckpointSource | None, model: Path, settings: EvaluationSection, *, gpus: int
 ) -> tuple[EvaluationScores, dict[str, Any]]:
     """Run lm-evaluation-harness on the named tasks. Raises InputError if it is not installed."""
     try:
@@ -81,14 +79,18 @@ def run_tasks(
 def held_out_loss(
     checkpoint: CheckpointSource, model: Path, settings: EvaluationSection, *, gpus: int
 ) -> tuple[EvaluationScores, dict[str, Any]]:
-    """Return mean loss in nats per token, and its exponential, on the windows of the run's own evaluations. Documents
-    are separate in rows of `order: document-window` only; `eod_mask_loss` and `mask_tokens_except` mask nothing. Raises
-    InputError without a validation set."""
+    """Return mean loss in nats per token, and its exponential, on the windows of the run's own evaluations, on GPUs in
+    the type of the weights, else in fp32. Documents are separate in rows of `order: document-window` only;
+    `eod_mask_loss` and `mask_tokens_except` mask nothing. Raises InputError without a validation set."""
+    from transformers import AutoModelForCausalLM
+
     training = checkpoint.config.training
     orders = validation_sets(checkpoint.config, checkpoint.manifest)
     if not orders:
         raise InputError("there is nothing to evaluate on: neither evaluation.tasks nor a validation set", where="data")
-    scored, dtype = load_for_scoring(model, gpus=gpus)
+    spread = {"device_map": "auto"} if gpus > 1 else {}
+    scored: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto" if gpus else torch.float32, **spread).eval()
+    scored = scored.to("cuda") if gpus == 1 else scored
     found: EvaluationScores = {}
     for name, order in orders.items():
         windows = min(settings.limit or training.eval_steps * training.global_batch_size, len(order))
@@ -98,20 +100,8 @@ def held_out_loss(
         else:
             loss = sum(total for total, _ in sums) / max(1.0, sum(count for _, count in sums))
         found[name] = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf, "windows": windows}
-    said = {"program": "held-out loss", "seq_length": training.seq_length, "dtype": dtype, "gpus": gpus}
-    return found, said
-
-
-def load_for_scoring(model: Path, *, gpus: int) -> tuple[Any, str]:
-    """Load a model to score it, and return its type: on GPUs in the type of its weights, spread over all of them; on
-    CPUs in fp32."""
-    from transformers import AutoModelForCausalLM
-
-    if not gpus:
-        return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), "float32"
-    spread = {"device_map": "auto"} if gpus > 1 else {}
-    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto", **spread).eval()
-    return loaded if spread else loaded.to("cuda"), str(loaded.dtype).removeprefix("torch.")
+    dtype = str(scored.dtype).removeprefix("torch.")
+    return found, {"program": "held-out loss", "seq_length": training.seq_length, "dtype": dtype, "gpus": gpus}
 
 
 @torch.no_grad()

@@ -57,32 +57,27 @@ class CheckpointSource:
         return found
 
     def begins_with(self, bos: int) -> bool | None:
-        """Return whether every document that the run reads begins with this token, or none does; None if some do, or if
-        the data are not there."""
+        """Return whether every document that the run reads begins with this token, or none does, as far as the first
+        documents of some shards tell; None if some do, or if the data are not there."""
         found: set[bool | None] = set()
         for name, dataset in self.manifest.datasets.items():
             cut = self.config.data.cut_by_document.get(name)
             if cut is not None and cut.bos is not None:
                 found.add(cut.bos == bos)
-                continue
-            found.update(_first_tokens_are(entry.prefix, bos) for entry in dataset.shards[:_SHARDS_READ])
-            found.update([False] if dataset.files else [])
+            else:
+                found.update(each for entry in dataset.shards[:4] for each in _begin_with(entry.prefix, bos))
+                found.update([False] if dataset.files else [])
         return found.pop() if len(found) == 1 else None
 
 
-_SHARDS_READ, _DOCUMENTS_READ = 4, 64
-"""Shards of a data set, and documents of a shard, whose first token is read."""
-
-
-def _first_tokens_are(prefix: str, token: int) -> bool | None:
+def _begin_with(prefix: str, token: int, documents: int = 64) -> set[bool | None]:
     try:
         shard = Shard.open(prefix)
-        starts = shard.bounds()[: min(_DOCUMENTS_READ, shard.documents)]
-        offsets = shard.offsets()[starts[starts < shard.sequences]]
-        same = {bool(each) for each in shard.ids()[offsets // shard.dtype.itemsize] == token}
+        starts = shard.bounds()[: min(documents, shard.documents)]
+        places = shard.offsets()[starts[starts < shard.sequences]] // shard.dtype.itemsize
+        return {bool(each) for each in shard.ids()[places] == token}
     except (InputError, OSError, ValueError, IndexError):
-        return None
-    return same.pop() if len(same) == 1 else None
+        return {None}
 
 
 def find_checkpoint(run: Run, iteration: int | None = None) -> CheckpointSource:
