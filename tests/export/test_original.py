@@ -20,6 +20,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from relayrun.cli import main
+from relayrun.config.sections.job import EvaluationJob, EvaluationSection
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError
 from relayrun.files import append_line, file_sizes, read_json
@@ -333,3 +334,33 @@ def test_a_tokenizer_that_begins_texts_otherwise_is_named(tmp_path: Path, capsys
     notes = exported(made.run, tmp_path / "out", capsys)
     assert "the tokenizer begins a text with w200; no document of the run begins so" in notes
     assert scores.model_arguments(tmp_path / "out", find_checkpoint(made.run), gpus=0)["add_bos_token"] is False
+
+
+def test_a_large_model_is_spread_over_the_gpus_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make_run(tmp_path / "run", make_hf(tmp_path / "hf", dtype=torch.bfloat16))
+    source, out = find_checkpoint(made.run), tmp_path / "out"
+    scores.export_model(source, out)
+    folder = {"pretrained": str(out), "tokenizer": str(out)}
+    assert scores.model_arguments(out, source, gpus=1) == {**folder, "dtype": "auto", "parallelize": False}
+    assert scores.model_arguments(out, None, gpus=4)["parallelize"] is True
+    some = EvaluationSection(interval=7)
+    assert scores.visible_gpus(some, 0) == 0
+    four = some.model_copy(update={"job": EvaluationJob(gpus_per_node=4)})
+    for settings, of_run, words in ((some, 8, "asks for 1 GPUs"), (four, 0, "asks for 4 GPUs")):
+        with pytest.raises(InputError, match=words):
+            scores.visible_gpus(settings, of_run)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert scores.visible_gpus(four, 0) == 4
+
+
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_the_held_out_loss_is_computed_in_the_type_of_the_weights_on_gpus(tmp_path: Path, gpus: int) -> None:
+    """`device_map` takes the CPU where there is no GPU."""
+    made = make_run(tmp_path / "run", make_hf(tmp_path / "hf", dtype=torch.bfloat16))
+    manifest = read_json(made.run.manifest)
+    made.run.manifest.write_text(json.dumps(manifest | {"validation": {"held-out": manifest["datasets"]["train"]}}))
+    source, out = find_checkpoint(made.run), tmp_path / "out"
+    scores.export_model(source, out)
+    found, said = scores.held_out_loss(source, out, EvaluationSection(interval=7, limit=2), gpus=gpus)
+    assert (said["dtype"], said["gpus"]) == ("bfloat16" if gpus else "float32", gpus)
+    assert found["held-out"]["loss"] == pytest.approx(5.9, abs=0.5)
