@@ -24,7 +24,7 @@ from relayrun.config.sections.job import EvaluationJob, EvaluationSection
 from relayrun.control.rundir.run import Run
 from relayrun.errors import InputError
 from relayrun.files import append_line, file_sizes, read_json
-from relayrun.train.export import huggingface, opened, original, scores
+from relayrun.train.export import compare_logits, huggingface, original, scores
 from relayrun.train.export.source_and_target import find_checkpoint
 from relayrun.train.export.torch_dist import CheckpointReader, TorchDistSavePlan, new_folder
 from tests.export.models import Imported, make_hf, make_run, write_tokenizer
@@ -196,11 +196,11 @@ def test_what_transformers_does_not_open_is_no_export(
     source = find_checkpoint(began_with(tmp_path, rich_folder(tmp_path / "hf")).run)
     with new_folder(tmp_path / "out") as folder:
         huggingface.write_huggingface(source, folder, dtype="auto", max_shard_size=10**9)
-    assert opened.check_opens(source, tmp_path / "out") == []
+    assert compare_logits.check_opens(source, tmp_path / "out") == []
     path = tmp_path / "out" / name
     path.write_text(json.dumps(read_json(path) | values))
     with pytest.raises(InputError, match=says):
-        opened.check_opens(source, tmp_path / "out")
+        compare_logits.check_opens(source, tmp_path / "out")
 
 
 def test_a_tokenizer_that_transformers_reads_otherwise_is_named(

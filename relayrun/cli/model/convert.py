@@ -80,14 +80,14 @@ def export_hf(options: argparse.Namespace) -> int:
 
 
 def _write_hf(options: argparse.Namespace, source: CheckpointSource, read: InputFiles, limit: int) -> list[str]:
-    from relayrun.train.export import compare_logits, huggingface, model_card, opened  # torch: seconds
+    from relayrun.train.export import compare_logits, huggingface, model_card  # torch: seconds
     from relayrun.train.export.torch_dist import new_folder
 
     with new_folder(options.output, read) as folder:
         made = huggingface.write_huggingface(
             source, folder, dtype=options.dtype, max_shard_size=limit, mapping=options.mapping
         )
-        notes = [f"note: {note}" for note in [*made.notes, *opened.check_opens(source, folder)]]
+        notes = [f"note: {note}" for note in [*made.notes, *compare_logits.check_opens(source, folder)]]
         if options.readme or (options.push_to is not None and source.run is not None):
             (folder / "README.md").write_text(model_card.model_card_text(source, made), encoding="utf-8")
         if options.test_logits:
