@@ -27,7 +27,7 @@ from relayrun.files import append_line, file_sizes, read_json
 from relayrun.train.export import compare_logits, huggingface, original, scores
 from relayrun.train.export.source_and_target import find_checkpoint
 from relayrun.train.export.torch_dist import CheckpointReader, TorchDistSavePlan, new_folder
-from tests.export.models import Imported, make_hf, make_run, write_tokenizer
+from tests.export.models import LLAMA3, Imported, make_hf, make_run, write_tokenizer
 from tests.export.test_megatron import changed
 from tests.export.trained import make_trained
 
@@ -115,6 +115,24 @@ def test_what_the_original_said_is_in_the_export(tmp_path: Path, capsys: pytest.
     there, here = huggingface.HuggingFaceWeights(hf), huggingface.HuggingFaceWeights(out)
     assert here.shapes == there.shapes
     assert all(here.read(name).equal(there.read(name)) for name in here.shapes)
+
+
+@pytest.mark.parametrize("tokenizer", [True, False])
+def test_the_context_and_the_ids_are_those_of_the_original(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tokenizer: bool
+) -> None:
+    """Llama 3.2 has half of the context that its scaling allows; a folder may have no tokenizer."""
+    rope = LLAMA3 | {"rope_theta": 500000.0}
+    hf = make_hf(tmp_path / "hf", max_position_embeddings=131072, rope_parameters=rope, pad_token_id=3, eos_token_id=0)
+    made = make_run(tmp_path / "run", hf)
+    start = tmp_path / "start"
+    shutil.copytree(made.checkpoint, start)
+    if not tokenizer:
+        (start / "original" / "tokenizer.json").unlink()
+    original.keep_original_of(str(start), made.run)
+    assert exported(made.run, tmp_path / "out", capsys) == []
+    config = read_json(tmp_path / "out" / "config.json")
+    assert (config["max_position_embeddings"], config["pad_token_id"]) == (131072, 3)
 
 
 def test_the_files_come_back_where_the_tokenizer_of_the_run_is_one_file(

@@ -45,14 +45,14 @@ def write_tokenizer(source: CheckpointSource, folder: Path, original: Original) 
 
 
 def _add_files_of_original(source: CheckpointSource, folder: Path, original: Original) -> None:
-    if original.folder is None:
+    names = [] if original.folder is None else carried_files(original.folder, links=False)
+    if original.folder is None or not names:
         return
     try:
         options = TokenizeOptions(tokenizer=str(original.folder), append_eod="no")
         original.same_tokenizer = load_tokenizer(options).ids_fingerprint == source.tokenizer.ids_fingerprint
     except InputError:
         original.same_tokenizer = False
-    names = carried_files(original.folder, links=False)
     changed = [
         name
         for name in names

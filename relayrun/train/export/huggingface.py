@@ -157,7 +157,8 @@ def write_huggingface(
     original = Original.read(source.original, made, padded)
     made |= {"vocab_size": original.vocab_size, "bos_token_id": write_tokenizer(source, folder, original)}
     generation = {name: made[name] for name in ("bos_token_id", "eos_token_id")}
-    write_json(folder / "config.json", original.complete_config(made, dtype_asked=dtype != "auto"))
+    seq_length = source.config.training.seq_length
+    write_json(folder / "config.json", original.complete_config(made, seq_length, dtype_asked=dtype != "auto"))
     write_json(folder / "generation_config.json", original.complete_generation(generation))
     keys = chosen.keys(model, reader.shapes)
     weights, rounded = megatron_state.weights_as(of, reader, [*keys.values()], original.differences)

@@ -117,13 +117,12 @@ class Original:
         rows = there if rows <= (there := config.get("vocab_size", 0)) <= padded else rows
         return cls(config, generation, folder, vocab_size=rows, eod=eod)
 
-    def complete_config(self, made: dict[str, Any], *, dtype_asked: bool) -> dict[str, Any]:
+    def complete_config(self, made: dict[str, Any], seq_length: int, *, dtype_asked: bool) -> dict[str, Any]:
         """Return config.json with the original's values that training does not change."""
         old, rope = self.config, _rope(made)
         kept = {name: old[name] for name in old.keys() - (made.keys() - {*_TABLES["undecided"]}) - {*_TABLES["apart"]}}
         if old and _rope(old) == rope:
-            context = "max_position_embeddings"
-            kept[context] = max(made[context], old.get(context, 0))
+            kept["max_position_embeddings"] = max(seq_length, old.get("max_position_embeddings", 0))
         elif old:
             self.differences.append(f"config.json: rotary positions are {rope}, not {_rope(old)}")
         dtype = old.get("dtype") or old.get("torch_dtype")
