@@ -73,7 +73,7 @@ def _find_native(config: RunConfig, run: Run, manifest: Manifest | None, tell: C
     elif (folder / "metadata.json").is_file():
         found = _find_in_folder(folder, config, wanted)
     else:
-        found = _find_in_run(name, config, wanted)
+        found = _find_in_run(name, folder, config, wanted)
     if megatron is None:
         _refuse_other_values(found, config, manifest, own=False)
     iteration = 0 if settings.finetune else found.iteration
@@ -171,13 +171,13 @@ def _read_model(path: Path) -> tuple[ModelSection, int | None]:
         ) from None
 
 
-def _find_in_run(name: str, config: RunConfig, wanted: int | None) -> ResumePoint:
+def _find_in_run(name: str, folder: Path, config: RunConfig, wanted: int | None) -> ResumePoint:
     try:
-        found = find_checkpoint(find_run(name), wanted)
+        found = find_checkpoint(find_run(str(folder) if (folder / "plan.json").is_file() else name), wanted)
     except RelayrunError as error:
-        raise InputError(
-            f"checkpoint.load={config.checkpoint.load}: {error.message}", where=error.where, hint=error.hint
-        ) from None
+        words = f"checkpoint.load={config.checkpoint.load}: {error.message}"
+        words += "" if folder.exists() else f", and no folder {folder}"
+        raise InputError(words, where=error.where, hint=error.hint) from None
     refuse_other_model(found.config.model, config, found.folder)
     return ResumePoint(iteration=found.iteration, path=str(found.folder))
 

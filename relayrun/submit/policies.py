@@ -53,7 +53,7 @@ def evaluation_script(config: CommonConfig, plan: Plan, run: Run) -> str:
     options: dict[str, str | None] = {"time": format_time(parse_time(own.time)), "cpus-per-task": cpus}
     # without the run's memory, which is meant for all its ranks of a node
     options |= {name: value for name, value in job.placement.items() if name != "mem"} | own.placement
-    gpus = min(1, job.gpus_per_node) if own.gpus_per_node is None else own.gpus_per_node
+    gpus = own.gpus(job.gpus_per_node)
     further = sbatch_script_options(job.sbatch | own.sbatch)
     if "gres" in job.sbatch and "gres" not in own.sbatch:  # meant for all ranks of a node
         further["gres"] = slurm_commands.gres_with_gpus(str(job.sbatch["gres"]), str(gpus))

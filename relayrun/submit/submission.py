@@ -42,6 +42,7 @@ from relayrun.submit.run_plan import log_folder, make_plan
 from relayrun.submit.wrap import link_checkpoints
 from relayrun.tokens.mixture.data_change import integer_mixture_weights
 from relayrun.tokens.shards.manifest import Manifest
+from relayrun.train.export.original import ORIGINAL_NAME, keep_original_of
 from relayrun.trust import refuse_untrusted
 
 log = logging.getLogger(__name__)
@@ -163,6 +164,7 @@ def prepared_run(
         base = former.base if former is not None and base == BEGINNING and not run.revisions() else base
         if isinstance(config, RunConfig) and not awaited:
             _tell_consequences(config, run, resume_point(run) if base.path is None else base)
+        keep_original_of(base.path, run)
         root = code_snapshot.snapshot_code(run, places.CODE_ROOT) if _takes_snapshot(config) else places.CODE_ROOT
         revision = _add_revision(run, config)
         plan = make_plan(_with_checkout_snapshot(run, config), run, root, revision=revision, base=base)
@@ -229,7 +231,7 @@ def _undone_on_error(run: Run, made: Sequence[Path]) -> Iterator[None]:
     policies = run.evaluation_policy, notices.notice_policy_path(run), mirror.mirror_policy_path(run), mirrored / "id"
     paths = (run.plan, *scripts, run.manifest, *policies, run.stop, run.owners, campaign.membership_path(run))
     before = {path: path.read_bytes() if path.exists() else None for path in paths}
-    folders = (run.config, run.code, run.evaluations, run.triggers, told, mirrored)
+    folders = (run.config, run.code, run.path / ORIGINAL_NAME, run.evaluations, run.triggers, told, mirrored)
     kept = {*run.config.glob("*"), *run.code.glob("*"), *(folder for folder in folders if folder.exists())}
     try:
         yield

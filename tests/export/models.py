@@ -15,6 +15,7 @@ from relayrun.config.compose import resolve, yaml_file
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
+from relayrun.files import file_sizes
 from relayrun.tokens.shards.manifest import Manifest
 from relayrun.tokens.shards.shard import ShardWriter
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
@@ -79,7 +80,7 @@ def make_hf(folder: Path, kind: str = "Llama", *, seed: int = 0, vocabulary: int
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder)
+    model.to(config.dtype or torch.float32).save_pretrained(folder)
     write_tokenizer(folder / "tokenizer.json", vocabulary)
     return folder
 
@@ -136,7 +137,7 @@ def make_run(
         tokenizer_fingerprint=tokenizer.fingerprint,
     ).write(run.manifest)
     began(run, 1, start_time=0.0)
-    files = {path.name: path.stat().st_size for path in checkpoint.iterdir()}
+    files = file_sizes(checkpoint)
     attempt.append_commit(
         CheckpointCommit(
             iteration=iteration,

@@ -20,7 +20,8 @@ from safetensors.torch import load_file
 from relayrun.cli import main
 from relayrun.errors import InputError
 from relayrun.train.checkpoint import checksums
-from relayrun.train.export import huggingface
+from relayrun.train.export.exported_tokenizer import write_tokenizer as write_tokenizer_folder
+from relayrun.train.export.original import Original
 from relayrun.train.export.torch_dist import CheckpointReader, new_folder
 from tests.export.models import LLAMA3, Imported, make_hf, make_run, write_tokenizer
 
@@ -121,6 +122,8 @@ import torch, safetensors.torch
 from relayrun.cli import main
 from relayrun.cli.model import convert
 from relayrun.train.export import huggingface
+from lm_eval.models.huggingface import HFLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 def peak():
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
@@ -355,9 +358,9 @@ def test_a_tokenizer_leaves_without_the_dropout_that_training_did_without(tmp_pa
     definition = json.loads(file.read_text())
     definition["model"]["dropout"] = 0.5
     file.write_text(json.dumps(definition))
-    data, output = SimpleNamespace(tokenizer=str(tmp_path / name)), tmp_path / "out"
+    data, output = SimpleNamespace(tokenizer=str(tmp_path / name), cut_by_document={}), tmp_path / "out"
     output.mkdir()
     source: Any = SimpleNamespace(config=SimpleNamespace(data=data), tokenizer=None, manifest=SimpleNamespace(eod=None))
-    huggingface.write_tokenizer(source, output)
+    write_tokenizer_folder(source, output, Original())
     definition["model"]["dropout"] = None
     assert json.loads((output / "tokenizer.json").read_text()) == definition

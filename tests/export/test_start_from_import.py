@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from relayrun.config.compose import yaml_file
-from relayrun.files import read_json_lines
+from relayrun.files import read_json, read_json_lines
 from relayrun.tokens.mixture import audit
 from tests.export.models import make_hf
 from tests.workspace import VOCABULARY, Workspace
@@ -34,7 +34,10 @@ def test_the_first_loss_of_an_imported_model_is_that_of_transformers(tmp_path: P
     from transformers import AutoModelForCausalLM
 
     Workspace.make(tmp_path)
-    hf = make_hf(tmp_path / "hf", vocabulary=VOCABULARY, tie_word_embeddings=True)
+    ends = {"eos_token_id": [0, 5], "pad_token_id": 2}
+    hf = make_hf(tmp_path / "hf", vocabulary=VOCABULARY, tie_word_embeddings=True, **ends)
+    (hf / "chat_template.jinja").write_text("{{ messages }}")
+    (hf / "generation_config.json").write_text('{"temperature": 0.5, "do_sample": true}')
     start = tmp_path / "it's a start"
     run_python("-m", "relayrun.cli", "import", "hf", hf, "--output", start, "--make-vocab-size-divisible-by", "100")
     config = Workspace(tmp_path).config(
@@ -55,6 +58,11 @@ def test_the_first_loss_of_an_imported_model_is_that_of_transformers(tmp_path: P
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
     assert first["iteration"] == 1
     assert abs(first["loss"] - expected) < 1e-5
+    shutil.rmtree(start)
     said = run_python("-m", "relayrun.cli", "export", "hf", run.path, "--output", tmp_path / "out")
     assert said.startswith("iteration 4: ")
-    assert json.loads((tmp_path / "out/config.json").read_text())["num_hidden_layers"] == 3
+    config_json = read_json(tmp_path / "out/config.json")
+    assert config_json["num_hidden_layers"] == 3
+    assert {name: config_json[name] for name in ends} == ends
+    assert read_json(tmp_path / "out/generation_config.json")["temperature"] == 0.5
+    assert (run.path / "original" / "chat_template.jinja").is_file()

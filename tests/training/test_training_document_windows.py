@@ -110,7 +110,7 @@ from relayrun.train.export.source_and_target import find_checkpoint
 from relayrun.control.rundir.run import Run
 source, model = find_checkpoint(Run(Path(sys.argv[1]))), Path(sys.argv[2])
 scores.export_model(source, model)
-print(json.dumps(scores.held_out_loss(source, model, EvaluationSection(interval=4))[0]))
+print(json.dumps(scores.held_out_loss(source, model, EvaluationSection(interval=4), gpus=0)[0]))
 """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from relayrun.config.compose.writable import check_outputs
@@ -44,6 +45,10 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     hf.add_argument("--readme", action="store_true", help="write a model card from the run's records")
     words = "import path of a mapping of your own (default: model.mapping of the run, or the built-in that fits)"
     hf.add_argument("--mapping", metavar="MODULE:NAME", help=words)
+    words = (
+        "Hugging Face folder that the training began with, whose settings are kept (default: that of the run's import)"
+    )
+    hf.add_argument("--original", type=Path, metavar="DIR", help=words)
     words = "then upload it to this repository of the Hugging Face hub, as `relayrun upload` does, with a model card"
     hf.add_argument("--push-to", metavar="OWNER/NAME", help=words)
     hf.add_argument("--public", action="store_true", help="with --push-to: a repository that is made is open to all")
@@ -57,7 +62,6 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 def export_hf(options: argparse.Namespace) -> int:
     """Write a Hugging Face folder. Raises RelayrunError."""
-    check_outputs({"--output": options.output})
     limit = parse_size(options.max_shard_size)
     hub = None
     if options.push_to is not None:
@@ -65,45 +69,40 @@ def export_hf(options: argparse.Namespace) -> int:
     elif options.public:
         raise InputError("--public belongs to --push-to", where="--public", hint="leave it out")
     source = _checked_source(options)
+    source = source if options.original is None else replace(source, original=options.original)
     if hub is not None:
         hub.check()
-    if (read := _new_output(options, source.folder)) is None:
-        if hub is not None:
-            print(upload.upload_to_hub(hub, Path(options.output), public=options.public))
-        return 0
-    from relayrun.train.export import huggingface, model_card  # torch: seconds
-    from relayrun.train.export.torch_dist import new_folder
-
-    compared = ""
-    with new_folder(options.output, read) as folder:
-        made = huggingface.write_huggingface(
-            source, folder, dtype=options.dtype, max_shard_size=limit, mapping=options.mapping
-        )
-        if options.readme or (hub is not None and source.run is not None):
-            (folder / "README.md").write_text(model_card.model_card_text(source, made), encoding="utf-8")
-        if options.test_logits:
-            from relayrun.train.export import compare_logits
-
-            found = compare_logits.check_logits(source, folder)
-            compared = (
-                f"logits of megatron-core and transformers on {found.tokens} tokens differ by at most "
-                f"{found.difference:.2g} (largest logit {found.largest:.3g})"
-            )
-    files = "1 file" if made.files == 1 else f"{made.files} files"
-    print(
-        f"iteration {source.iteration}: {made.parameters:,} parameters, {made.bytes:,} bytes in {files}: "
-        f"{Path(options.output).absolute()}"
-    )
-    if compared:
-        print(compared)
+    if (read := _new_output(options, source.folder)) is not None:
+        print("\n".join(_write_hf(options, source, read, limit)))
     if hub is not None:
         print(upload.upload_to_hub(hub, Path(options.output), public=options.public))
     return 0
 
 
+def _write_hf(options: argparse.Namespace, source: CheckpointSource, read: InputFiles, limit: int) -> list[str]:
+    from relayrun.train.export import compare_logits, huggingface, model_card  # torch: seconds
+    from relayrun.train.export.torch_dist import new_folder
+
+    with new_folder(options.output, read) as folder:
+        made = huggingface.write_huggingface(
+            source, folder, dtype=options.dtype, max_shard_size=limit, mapping=options.mapping
+        )
+        notes = [f"note: {note}" for note in [*made.notes, *compare_logits.check_opens(source, folder)]]
+        if options.readme or (options.push_to is not None and source.run is not None):
+            (folder / "README.md").write_text(model_card.model_card_text(source, made), encoding="utf-8")
+        if options.test_logits:
+            found = compare_logits.check_logits(source, folder, made.rounded)
+            notes.append(
+                f"logits of megatron-core and transformers on {found.tokens} tokens differ by at most "
+                f"{found.difference:.2g} (largest logit {found.largest:.3g})"
+            )
+    files = "1 file" if made.files == 1 else f"{made.files} files"
+    size = f"{made.parameters:,} parameters, {made.bytes:,} bytes in {files}"
+    return [f"iteration {source.iteration}: {size}: {Path(options.output).absolute()}", *notes]
+
+
 def export_torch(options: argparse.Namespace) -> int:
     """Write a checkpoint in Megatron's plain torch format. Raises RelayrunError."""
-    check_outputs({"--output": options.output})
     source = _checked_source(options)
     if (read := _new_output(options, source.folder)) is None:
         return 0
@@ -124,7 +123,6 @@ def export_torch(options: argparse.Namespace) -> int:
 
 def export_megatron(options: argparse.Namespace) -> int:
     """Write a folder that Megatron-LM loads. Raises RelayrunError."""
-    check_outputs({"--output": options.output})
     name, iteration = split_run_and_iteration(options.name)
     source = find_checkpoint(find_run(name), options.iteration if iteration is None else iteration)
     if (read := _new_output(options, source.folder)) is None:
@@ -144,6 +142,7 @@ def export_megatron(options: argparse.Namespace) -> int:
 def _new_output(options: argparse.Namespace, folder: Path) -> InputFiles | None:
     """Return the files of a checkpoint that is read; None, after a line, if this command has made the output of them.
     Raises InputError if anything else is there."""
+    check_outputs({"--output": options.output})
     chosen = {name: value for name, value in vars(options).items() if name not in ("run", "output")}
     read = InputFiles((path for path in folder.rglob("*") if path.is_file()), chosen)
     if read.was_made(options.output):
@@ -208,7 +207,6 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
 def import_hf(options: argparse.Namespace) -> int:
     """Write a checkpoint from a Hugging Face folder. Raises RelayrunError."""
     output: Path = options.output.absolute()
-    check_outputs({"--output": options.output})
     if (read := _new_output(options, options.folder)) is None:
         return 0
     if not (options.folder / "config.json").is_file():
@@ -226,7 +224,9 @@ def import_hf(options: argparse.Namespace) -> int:
     )
     print(
         f"{made.vocabulary} tokens, padded to {made.padded_vocabulary}: {output}\n"
-        f"the model section for a run config: {output / 'model.yaml'}"
+        f"the model section for a run config: {output / 'model.yaml'}",
+        *(f"\nnote: {note}" for note in made.notes),
+        sep="",
     )
     return 0
 
@@ -234,7 +234,6 @@ def import_hf(options: argparse.Namespace) -> int:
 def import_megatron(options: argparse.Namespace) -> int:
     """Write a checkpoint from a folder of Megatron-LM. Raises RelayrunError."""
     output: Path = options.output.absolute()
-    check_outputs({"--output": options.output})
     name, iteration = split_run_and_iteration(options.folder)
     folder = Path(name).expanduser()
     found = megatron_folder.find_megatron_checkpoint(folder, iteration)

@@ -22,11 +22,11 @@ from relayrun.config.compose.resolve import config_differences
 from relayrun.config.compose.schema import CommonConfig, RunConfig
 from relayrun.config.compose.yaml_file import LocatedSettings
 from relayrun.config.sections.batch_systems import batch_system
-from relayrun.control.rundir.find_runs import find_run
+from relayrun.control.rundir.find_runs import find_run, split_run_and_iteration
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.scheduler import local
 from relayrun.control.scheduler.factory import local_scheduler
-from relayrun.errors import RelayrunError, RunDirError, describe_owner
+from relayrun.errors import InputError, RelayrunError, RunDirError, describe_owner
 from relayrun.lab import loss_oracle
 from relayrun.submit import campaign, launcher_overrides, submission
 from relayrun.submit.check import report_text
@@ -245,9 +245,23 @@ def add_change_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_submit(options: argparse.Namespace) -> int:
     """Submit one run or, with --dry-run, print the job of a submit."""
-    load = [] if options.load is None else [f"checkpoint.load={quote_yaml(options.load)}"]
+    load = []
+    if options.load is not None:
+        load = [f"checkpoint.load={quote_yaml(_typed_load(options.load, places.project_folder(options.config)))}"]
     given = resolve.read_settings(options.config, [*options.overrides, *load])
     return _submit_or_print(options, given, resolve.validate_settings(given), resume=options.resume)
+
+
+def _typed_load(load: str, project: Path) -> str:
+    """Return `--load` for a config, whose relative paths begin at the project. Raises InputError if a folder here and
+    another one in the project have this name."""
+    name, _ = split_run_and_iteration(load)
+    here = Path(name).expanduser().absolute()
+    there = next((path for path in (project / name, project / "logs" / "runs" / name) if path.exists()), here)
+    if here.exists() and there.resolve() != here.resolve():
+        words = f"{name} is {here} here, and {there} in the project"
+        raise InputError(words, where="--load", hint="give the whole path of one of them")
+    return f"{here}{load[len(name) :]}" if here.exists() else load
 
 
 def _submit_or_print(options: argparse.Namespace, given: LocatedSettings, config: CommonConfig, *, resume: bool) -> int:

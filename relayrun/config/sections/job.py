@@ -144,7 +144,11 @@ class EvaluationJob(JobPlacement):
     cpus_per_task: Positive | None = None
     """Processors of the evaluation; default: as many as a rank."""
     gpus_per_node: NonNegative | None = None
-    """GPUs of the evaluation's job; default: one if the run's jobs have GPUs."""
+    """GPUs of the evaluation's job, over which the model is spread; default: one if the run's jobs have GPUs."""
+
+    def gpus(self, of_run: int) -> int:
+        """Return the GPUs of the job. `of_run`: GPUs of a node of the run's jobs."""
+        return min(1, of_run) if self.gpus_per_node is None else self.gpus_per_node
 
 
 EVALUATION_PLACEHOLDERS = ("model", "results", "checkpoint", "iteration", "checkpoints", "run_dir", "python")

@@ -213,7 +213,7 @@ def _scored(
     run: Run, config: CommonConfig, settings: EvaluationSection, folder: EvaluationDir, checkpoint: Path
 ) -> tuple[EvaluationScores, dict[str, Any]]:
     """Make a folder of transformers; return its scores and their description."""
-    own = EvaluationCommands(run, config, folder, checkpoint)
+    own, source = EvaluationCommands(run, config, folder, checkpoint), None
     exported = folder.exported.exists() and folder.model.exists()  # by a process that was killed
     if not exported:
         shutil.rmtree(folder.model, ignore_errors=True)
@@ -224,9 +224,6 @@ def _scored(
         source, model = find_checkpoint(run, folder.iteration, whole=not exported), folder.model
         if not exported:
             scores.export_model(source, model)
-        if not settings.tasks and not settings.command:
-            folder.exported.touch()
-            return scores.held_out_loss(source, model, settings)
     else:
         model = folder.model if exported else own.convert()
     if model != checkpoint:  # else the checkpoint is needed to the end
@@ -235,7 +232,10 @@ def _scored(
         return own.score(model)
     from relayrun.train.export import scores
 
-    return scores.run_tasks(model, settings)
+    gpus = scores.visible_gpus(settings, config.job.gpus_per_node)
+    if source is not None and not settings.tasks:
+        return scores.held_out_loss(source, model, settings, gpus=gpus)
+    return scores.run_tasks(source, model, settings, gpus=gpus)
 
 
 def report_to_wandb(run: Run) -> None:

@@ -7,7 +7,6 @@ and layout. An import copies one tensor at a time, and adds `model.yaml`, the `m
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,8 +25,10 @@ from relayrun.progress import Progress, count
 from relayrun.publishing import InputFiles
 from relayrun.tokens.tokenize.encode.tokenizer import load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
-from relayrun.train.export import model_families
+from relayrun.train.export import megatron_state, model_families
+from relayrun.train.export.exported_tokenizer import write_tokenizer
 from relayrun.train.export.model_mapping import MappedTensor, ModelMapping
+from relayrun.train.export.original import ORIGINAL_NAME, Original, keep_original, read_huggingface_config
 from relayrun.train.export.source_and_target import CheckpointSource
 from relayrun.train.export.torch_dist import CheckpointReader, TorchDistSavePlan, new_folder
 from relayrun.train.model.size import pad_to_multiple
@@ -39,35 +40,27 @@ _DEFAULTS: Mapping[str, Any] = {"rms_norm_eps": 1e-6, "initializer_range": 0.02,
 """Defaults of transformers for a config.json, unless a mapping has others."""
 
 
-def to_huggingface_config(
-    mapping: ModelMapping, source: CheckpointSource, *, dtype: str, bos: int | None
-) -> dict[str, Any]:
+def to_huggingface_config(mapping: ModelMapping, source: CheckpointSource, *, dtype: str) -> dict[str, Any]:
     """Return the values of config.json, for every version of transformers that has the class."""
     model, seq_length = source.config.model, source.config.training.seq_length
     own, base = model.transformer, float(model.rotary_base)
-    scaling, context = None, seq_length
+    scaling, context = None, max(seq_length, source.context)
     if model.rope_scaling_factor is not None:
         scaling = {"rope_type": "llama3", "factor": float(model.rope_scaling_factor), **_SCALING}
-        context = max(seq_length, int(ROPE_CONTEXT * model.rope_scaling_factor))
+        context = max(context, int(ROPE_CONTEXT * model.rope_scaling_factor))
     return {
         "architectures": [mapping.architecture],
         "model_type": mapping.model_type,
         "vocab_size": source.manifest.vocabulary_size,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.ffn_hidden_size,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.num_query_groups,
+        **{name: getattr(model, setting) for name, setting in model_families.CONFIG_NAMES.items()},
         "head_dim": model.head_channels,
         "max_position_embeddings": context,
         "rope_parameters": (scaling or {"rope_type": "default"}) | {"rope_theta": base},  # of transformers 5
         "rope_theta": base,
         "rope_scaling": scaling,
-        "rms_norm_eps": model.norm_epsilon,
-        "initializer_range": model.init_method_std,
         "attention_dropout": 0.0,
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
-        "bos_token_id": bos,
+        "bos_token_id": None,
         "eos_token_id": source.manifest.eod,
         "torch_dtype": dtype,
         "use_cache": True,
@@ -87,6 +80,7 @@ def from_huggingface_config(
             f"does not describe {mapping.with_article}: hidden_size {hidden!r}, num_attention_heads {heads!r}",
             where=where,
         )
+    config.setdefault("num_key_value_heads", heads)
     rope = config.get("rope_parameters") or (config.get("rope_scaling") or {})
     # without an entry or a default transformers uses False or None
     missing = {name: False if isinstance(value, bool) else None for name, value in mapping.config.items()}
@@ -113,15 +107,9 @@ def from_huggingface_config(
         del transformer["kv_channels"]
     try:
         return ModelSection(
-            num_layers=config["num_hidden_layers"],
-            hidden_size=hidden,
-            ffn_hidden_size=config["intermediate_size"],
-            num_attention_heads=heads,
-            num_query_groups=config.get("num_key_value_heads") or heads,
+            **{setting: config[name] for name, setting in model_families.CONFIG_NAMES.items()},
             rotary_base=int(base),
             rope_scaling_factor=float(rope["factor"]) if kind == "llama3" else None,
-            norm_epsilon=float(config["rms_norm_eps"]),
-            init_method_std=float(config["initializer_range"]),
             untie_embeddings_and_output_weights=not config.get("tie_word_embeddings", False),
             make_vocab_size_divisible_by=divisible_by,
             transformer=TransformerSection.model_validate(transformer),
@@ -134,17 +122,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 SHARD_SIZE = 5_000_000_000
 """Largest bytes of a safetensors file, as in transformers; a larger tensor has its own file."""
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-)
-
 
 @dataclass(frozen=True)
 class HuggingFaceExport:
@@ -156,6 +133,10 @@ class HuggingFaceExport:
     """Bytes of the weights in the folder."""
     dtype: str
     files: int
+    notes: tuple[str, ...] = ()
+    """Differences from the original, and from the type that was asked for, one line each."""
+    rounded: torch.dtype | None = None
+    """Type of the checkpoint's weights, if the exported ones are the optimizer's fp32 weights."""
 
 
 def write_huggingface(
@@ -168,25 +149,29 @@ def write_huggingface(
     model, vocabulary = source.config.model, source.manifest.vocabulary_size
     chosen = model_families.mapping_for_model(model, mapping)
     reader = CheckpointReader(source.folder, source.checksum)
-    chosen.check(reader.shapes, model, pad_to_multiple(vocabulary, model.make_vocab_size_divisible_by), source.folder)
+    padded = pad_to_multiple(vocabulary, model.make_vocab_size_divisible_by)
+    chosen.check(reader.shapes, model, padded, source.folder)
     of = reader.dtype if dtype == "auto" else DTYPES[dtype]
     name = next(name for name, value in DTYPES.items() if value is of)
-    write_tokenizer(source, folder)
-    bos, eos = _bos(folder), source.manifest.eod
-    write_json(folder / "config.json", to_huggingface_config(chosen, source, dtype=name, bos=bos))
-    generation = {"bos_token_id": bos, "eos_token_id": eos}
-    write_json(
-        folder / "generation_config.json", {key: value for key, value in generation.items() if value is not None}
-    )
+    made = to_huggingface_config(chosen, source, dtype=name)
+    original = Original.read(source.original, made, padded)
+    made |= {"vocab_size": original.vocab_size, "bos_token_id": write_tokenizer(source, folder, original)}
+    generation = {name: made[name] for name in ("bos_token_id", "eos_token_id")}
+    seq_length = source.config.training.seq_length
+    write_json(folder / "config.json", original.complete_config(made, seq_length, dtype_asked=dtype != "auto"))
+    write_json(folder / "generation_config.json", original.complete_generation(generation))
     keys = chosen.keys(model, reader.shapes)
-    pieces = [replace(piece, key=keys[piece.key]) for piece in chosen.pieces(model, vocabulary)]
+    weights, rounded = megatron_state.weights_as(of, reader, [*keys.values()], original.differences)
+    pieces = [replace(piece, key=keys[piece.key]) for piece in chosen.pieces(model, made["vocab_size"])]
     constants = {key: torch.tensor(value) for key, value in chosen.constants_of(model.num_layers).items()}
-    files, parameters = _write_weights(reader, pieces, constants, folder, name, max_shard_size)
-    return HuggingFaceExport(chosen, parameters, parameters * of.itemsize, name, files)
+    files, parameters = _write_weights(weights, pieces, constants, folder, name, max_shard_size)
+    return HuggingFaceExport(
+        chosen, parameters, parameters * of.itemsize, name, files, tuple(original.differences), rounded
+    )
 
 
 def _write_weights(
-    reader: CheckpointReader,
+    reader: CheckpointReader | megatron_state.Fp32Weights,
     pieces: Sequence[MappedTensor],
     constants: Mapping[str, torch.Tensor],
     folder: Path,
@@ -214,7 +199,9 @@ def _write_weights(
     return len(files), parameters
 
 
-def read_mapped_tensor(reader: CheckpointReader, piece: MappedTensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def read_mapped_tensor(
+    reader: CheckpointReader | megatron_state.Fp32Weights, piece: MappedTensor, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
     """Return one piece of the model under Hugging Face's names."""
     outer, shape = len(piece.index), reader.shapes[piece.key]
     inner = shape[outer:] if piece.rows is None else (piece.rows, *shape[outer + 1 :])
@@ -238,41 +225,6 @@ def _files(pieces: Sequence[MappedTensor], itemsize: int, limit: int) -> list[li
     return files
 
 
-def write_tokenizer(source: CheckpointSource, folder: Path) -> None:
-    """Write the run's tokenizer as files for transformers."""
-    given, tokenizer = Path(source.config.data.tokenizer), source.tokenizer
-    if given.is_dir():
-        for name in TOKENIZER_FILES:
-            if (given / name).is_file():
-                shutil.copyfile(given / name, folder / name)
-    elif given.is_file():
-        shutil.copyfile(given, folder / "tokenizer.json")
-    else:
-        from transformers import AutoTokenizer
-
-        AutoTokenizer.from_pretrained(source.config.data.tokenizer).save_pretrained(folder)
-    file = folder / "tokenizer.json"
-    if file.exists() and (definition := read_json(file)).get("model", {}).get("dropout"):  # no training text had it
-        definition["model"]["dropout"] = None
-        write_json(file, definition)
-    if not (folder / "tokenizer_config.json").exists():
-        eod = source.manifest.eod
-        settings = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "clean_up_tokenization_spaces": False,
-            "eos_token": None if eod is None else tokenizer.tokenizer.id_to_token(eod),
-        }
-        write_json(folder / "tokenizer_config.json", settings)
-
-
-def _bos(folder: Path) -> int | None:
-    """Return the token for the beginning of a text in the exported tokenizer's configuration, if any."""
-    try:
-        return load_tokenizer(TokenizeOptions(tokenizer=str(folder), append_eod="no", bos=True)).bos_id
-    except InputError:  # it has no such token
-        return None
-
-
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceImport:
     """Checkpoint of an import, and its values in a run config."""
@@ -281,6 +233,8 @@ class HuggingFaceImport:
     vocabulary: int
     """Rows of the embeddings from the folder; the padding after them is zero."""
     padded_vocabulary: int
+    notes: tuple[str, ...] = ()
+    """Losses of the import, one line each."""
 
 
 class HuggingFaceWeights:
@@ -297,9 +251,12 @@ class HuggingFaceWeights:
                 with safe_open(folder / "model.safetensors", "pt") as file:
                     self._files = dict.fromkeys(file.keys(), "model.safetensors")
             self.shapes: dict[str, tuple[int, ...]] = {}
+            self.types: dict[str, str] = {}
             for name in sorted(set(self._files.values())):
                 with safe_open(folder / name, "pt") as file:
-                    self.shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+                    parts = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+                    self.shapes |= {key: tuple(part.get_shape()) for key, part in parts.items()}
+                    self.types |= {key: part.get_dtype() for key, part in parts.items()}
         except FileNotFoundError as error:
             raise InputError(
                 f"has no weights in safetensors: {error}",
@@ -358,10 +315,13 @@ def import_huggingface(
         if not torch.equal(found, value.to(found.dtype)):
             raise InputError(f"{name} is {float(found)}; only {float(value)} can be imported", where=folder)
     size = pad_to_multiple(vocabulary or rows, divisible_by)
-    rows = min(rows, size)
+    if size < rows:  # the tokenizer does not use all rows: they are kept as part of the padding
+        size = divisible_by = pad_to_multiple(rows, divisible_by)
+        model = model.model_copy(update={"make_vocab_size_divisible_by": size})
     shapes = chosen.megatron_shapes(model, size)
     first = next(iter(wanted))
     of = weights.read(first).dtype if dtype == "auto" else DTYPES[dtype]
+    wider = sum(weights.types[name] == "F32" for name in wanted) if of.itemsize < 4 else 0
     with new_folder(output, read) as made:
         contents = TorchDistSavePlan()
         for piece in chosen.pieces(model, rows):
@@ -371,21 +331,12 @@ def import_huggingface(
         (made / "model.yaml").write_text(
             f"# the model of {folder.absolute()}\n" + yaml_file.dump_yaml({"model": model.model_dump(mode="json")})
         )
+        keep_original(folder, made / ORIGINAL_NAME)
         written.add_checksums(0)
-    return HuggingFaceImport(model=model, vocabulary=rows, padded_vocabulary=size)
-
-
-def read_huggingface_config(folder: Path) -> dict[str, Any]:
-    """Read the config.json of a Hugging Face folder. Raises InputError."""
-    try:
-        config = read_json(folder / "config.json")
-    except (FileNotFoundError, NotADirectoryError):
-        raise InputError("this is no Hugging Face folder: it has no config.json", where=folder) from None
-    except ValueError as error:
-        raise InputError(f"is no JSON: {error}", where=folder / "config.json") from None
-    if not isinstance(config, dict):
-        raise InputError("is no JSON object", where=folder / "config.json")
-    return config
+    notes = (
+        (f"{wider} of {len(wanted)} tensors are float32 there: rounded; --dtype float32 keeps them",) if wider else ()
+    )
+    return HuggingFaceImport(model=model, vocabulary=rows, padded_vocabulary=size, notes=notes)
 
 
 def _add_piece(

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import random
 from argparse import Namespace
 from collections.abc import Callable
@@ -46,6 +47,8 @@ from relayrun.train.export.model_mapping import EMBEDDING, FINAL_NORM, OUTPUT
 from relayrun.train.export.source_and_target import CheckpointSource
 from relayrun.train.export.torch_dist import CheckpointReader, TorchDistSavePlan, new_folder
 from relayrun.train.model.size import flops_per_token, pad_to_multiple
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,13 +258,17 @@ def write_torch_format(
     vocabulary = pad_to_multiple(source.manifest.vocabulary_size, model.make_vocab_size_divisible_by)
     require_llama(model, source.folder).check(reader.shapes, model, vocabulary, source.folder)
     of = reader.dtype if dtype == "auto" else DTYPES[dtype]
+    notes: list[str] = []
+    exact, _ = megatron_state.weights_as(of, reader, [*reader.shapes], notes)
+    for note in notes:
+        log.warning("%s", note)
     names: dict[str, str] = MEGATRON_TABLES["local_names"] if transformer_impl == "local" else {}
 
     def read(key: str, layer: int | None, dtype: torch.dtype, prefix: str = "") -> torch.Tensor:
         shape = reader.shapes[key]
         start = [layer or 0] + [0] * (len(shape) - 1)
         part = shape if layer is None else (1, *shape[1:])
-        tensor = reader.read(prefix + key, start=start, shape=part, dtype=dtype)
+        tensor = (reader if prefix else exact).read(prefix + key, start=start, shape=part, dtype=dtype)
         count(tensor.numel())
         return tensor if layer is None else tensor[0]
 

@@ -192,7 +192,12 @@ def megatron_source(checkpoint: MegatronCheckpoint, tokenizer: str | None) -> Ch
         tokenizer_fingerprint=found.fingerprint,
     )
     return CheckpointSource(
-        run=None, iteration=checkpoint.iteration, folder=checkpoint.folder, config=config, manifest=manifest
+        run=None,
+        iteration=checkpoint.iteration,
+        folder=checkpoint.folder,
+        config=config,
+        manifest=manifest,
+        context=checkpoint.args.get("max_position_embeddings") or 0,
     )
 
 

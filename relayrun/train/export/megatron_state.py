@@ -13,7 +13,9 @@ The last two belong to Megatron's distributed optimizer, the last one to megatro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,23 +177,68 @@ def find_adam_state(reader: CheckpointReader, state: Mapping[str, Any]) -> AdamS
 
 
 def _copy(reader: CheckpointReader, contents: TorchDistSavePlan, key: str, name: str, size: tuple[int, ...]) -> None:
-    found = reader.size(key)
-    if found == size:
+    if reader.size(key) == size:
         contents.copy_tensor(reader, key, name)
         return
-    grid, flat = found[:-1], found[-1]  # a grid of parts of the weight, each of them flat
-    if len(grid) != len(size) or any(a % b for a, b in zip(size, grid, strict=False)):
-        raise InputError(f"{key} has the shape {list(found)}, not {list(size)}", where=reader.folder)
-    part = tuple(a // b for a, b in zip(size, grid, strict=True))
-    if torch.Size(part).numel() != flat:
-        raise InputError(f"{key} has the shape {list(found)}, not {list(size)}", where=reader.folder)
-    dtype = reader.dtype_of(key)
-    for number in range(torch.Size(grid).numel()):
-        at = torch.unravel_index(torch.tensor(number), grid)
-        cell = [int(each) for each in at]
+    for start, part, make in _flat_parts(reader, key, size):
+        contents.add_tensor(name, size=size, start=start, part=part, dtype=reader.dtype_of(key), make=make)
 
-        def make(cell: list[int] = cell) -> torch.Tensor:
-            return reader.read(key, start=[*cell, 0], shape=[1] * len(grid) + [flat], dtype=dtype).reshape(part)
 
-        start = [index * length for index, length in zip(cell, part, strict=True)]
-        contents.add_tensor(name, size=size, start=start, part=part, dtype=dtype, make=make)
+def _flat_parts(
+    reader: CheckpointReader, key: str, size: tuple[int, ...]
+) -> Iterator[tuple[list[int], tuple[int, ...], Callable[[], torch.Tensor]]]:
+    """Yield start, shape and tensor of the parts of a weight of this size, each of which is flat in the checkpoint."""
+    grid, flat = reader.size(key)[:-1], reader.size(key)[-1]
+    part = tuple(a // b for a, b in zip(size, grid, strict=False))
+    if len(grid) != len(size) or any(a % b for a, b in zip(size, grid, strict=True)) or math.prod(part) != flat:
+        raise InputError(f"{key} has the shape {[*grid, flat]}, not {list(size)}", where=reader.folder)
+    for cell in itertools.product(*map(range, grid)):
+
+        def make(cell: tuple[int, ...] = cell) -> torch.Tensor:
+            shape = [1] * len(grid) + [flat]
+            return reader.read(key, start=[*cell, 0], shape=shape, dtype=reader.dtype_of(key)).reshape(part)
+
+        yield [index * length for index, length in zip(cell, part, strict=True)], part, make
+
+
+@dataclass(frozen=True)
+class Fp32Weights:
+    """The fp32 weights in the state of an optimizer, read like the weights of `reader`."""
+
+    reader: CheckpointReader
+    prefix: str
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return self.reader.shapes
+
+    def read(self, key: str, *, start: Sequence[int], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Read a part, as `CheckpointReader.read` does."""
+        size, name = self.shapes[key], self.prefix + key
+        if self.reader.size(name) == size:
+            return self.reader.read(name, start=start, shape=shape, dtype=dtype)
+        found = torch.empty(list(shape), dtype=dtype)
+        for at, part, make in _flat_parts(self.reader, name, size):
+            spans = [(max(a, s), min(a + n, s + m)) for a, n, s, m in zip(at, part, start, shape, strict=True)]
+            if all(low < high for low, high in spans):
+                inside = tuple(slice(low - a, high - a) for (low, high), a in zip(spans, at, strict=True))
+                found[tuple(slice(low - s, high - s) for (low, high), s in zip(spans, start, strict=True))] = make()[
+                    inside
+                ]
+        return found
+
+
+def weights_as(
+    dtype: torch.dtype, reader: CheckpointReader, keys: Sequence[str], notes: list[str]
+) -> tuple[CheckpointReader | Fp32Weights, torch.dtype | None]:
+    """Return the reader of the weights `keys` for an export in `dtype`. For fp32 it reads the optimizer's fp32 weights,
+    if the checkpoint has them, and the type is that of the weights rounded from them; else a note says so."""
+    if dtype is not torch.float32 or reader.dtype is dtype:
+        return reader, None
+    for name in ("param", "fp32_param"):
+        prefix = f"{OPTIMIZER_PREFIX}{name}."
+        if all(prefix + key in reader.tensors for key in keys):
+            return Fp32Weights(reader, prefix), reader.dtype
+    words = str(reader.dtype).removeprefix("torch.")
+    notes.append(f"float32 holds no more than {words} here: the checkpoint has no fp32 weights of an optimizer")
+    return reader, None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,48 +16,25 @@ from relayrun.train.export.model_mapping import GATE_UP, QKV, SAME, ModelMapping
 LAYER_PREFIX, ATTENTION_PREFIX = "model.layers.{layer}.", "decoder.layers.self_attention."
 """Beginnings of names, for mappings of one's own."""
 _JOINS = {"": SAME, "qkv": QKV, "gate_up": GATE_UP}
-
-
-def read_mappings(path: Path) -> tuple[ModelMapping, ...]:
-    """Return the mappings of a file. Raises ConfigError, TypeError and KeyError."""
-    families = yaml_file.read_yaml(path).values
-    parts = {part: [_weight(key, **each) for key, each in own.items()] for part, own in families.pop("parts").items()}
-    return tuple(
-        ModelMapping(name=name, weights=tuple(each for part in own.pop("weights") for each in parts[part]), **own)
-        for name, own in families.items()
-    )
-
-
-def _weight(
-    key: str, shape: Sequence[str | int], names: Sequence[str], join: str = "", also: str | None = None
-) -> Weight:
-    return Weight(key, tuple(shape), tuple(names), _JOINS[join], also)
-
-
-BUILT_IN_MAPPINGS = LLAMA, QWEN3, MIXTRAL, APERTUS = read_mappings(Path(__file__).with_suffix(".yaml"))
+_TABLES = yaml_file.read_yaml(Path(__file__).with_suffix(".yaml")).values
+_PARTS = {
+    part: [
+        Weight(key, tuple(each["shape"]), tuple(each["names"]), _JOINS[each.get("join", "")], each.get("also"))
+        for key, each in own.items()
+    ]
+    for part, own in _TABLES["parts"].items()
+}
+CONFIG_NAMES: Mapping[str, str] = _TABLES["names"]
+"""Settings of `model` by their names in config.json."""
+BUILT_IN_MAPPINGS = LLAMA, QWEN3, MIXTRAL, APERTUS = tuple(
+    ModelMapping(name=name, **own | {"weights": tuple(each for part in own["weights"] for each in _PARTS[part])})
+    for name, own in _TABLES["families"].items()
+)
 
 _HOW_IT_IS_COMPUTED = frozenset({"moe_grouped_gemm", "moe_router_dtype"})
 """Settings of `model.transformer` that change the results of a model by rounding only."""
 
-_KNOWN = frozenset(
-    {
-        "num_layers",
-        "hidden_size",
-        "ffn_hidden_size",
-        "num_attention_heads",
-        "num_query_groups",
-        "rotary_base",
-        "rope_scaling_factor",
-        "norm_epsilon",
-        "init_method_std",
-        "hidden_dropout",
-        "attention_dropout",
-        "untie_embeddings_and_output_weights",
-        "make_vocab_size_divisible_by",
-        "mapping",
-        "transformer",
-    }
-)
+_KNOWN = frozenset({*CONFIG_NAMES.values(), *_TABLES["known"]})
 """Settings of the section `model` that config.json has, or that concern training only; others refuse the export."""
 
 

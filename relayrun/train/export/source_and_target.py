@@ -15,9 +15,11 @@ from relayrun.control.rundir.records import CheckpointCommit
 from relayrun.control.rundir.run import Run
 from relayrun.errors import ConfigError, InputError, RunDirError
 from relayrun.tokens.shards.manifest import Manifest
+from relayrun.tokens.shards.shard import Shard
 from relayrun.tokens.tokenize.encode.tokenizer import DocumentTokenizer, ids_fingerprint, load_tokenizer
 from relayrun.tokens.tokenize.options import TokenizeOptions
 from relayrun.train.checkpoint import checksums
+from relayrun.train.export.original import original_of_run
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,10 @@ class CheckpointSource:
     config: RunConfig
     """Config of the attempt that made the checkpoint."""
     manifest: Manifest
+    original: Path | None = None
+    """Hugging Face folder that the training began with (`original`)."""
+    context: int = 0
+    """Longest context that the model is made for, as far as known beside training.seq_length."""
 
     @cached_property
     def checksum(self) -> str | None:
@@ -50,6 +56,29 @@ class CheckpointSource:
             )
         return found
 
+    def begins_with(self, bos: int) -> bool | None:
+        """Return whether every document that the run reads begins with this token, or none does, as far as the first
+        documents of some shards tell; None if some do, or if the data are not there."""
+        found: set[bool | None] = set()
+        for name, dataset in self.manifest.datasets.items():
+            cut = self.config.data.cut_by_document.get(name)
+            if cut is not None and cut.bos is not None:
+                found.add(cut.bos == bos)
+            else:
+                found.update(each for entry in dataset.shards[:4] for each in _begin_with(entry.prefix, bos))
+                found.update([False] if dataset.files else [])
+        return found.pop() if len(found) == 1 else None
+
+
+def _begin_with(prefix: str, token: int, documents: int = 64) -> set[bool | None]:
+    try:
+        shard = Shard.open(prefix)
+        starts = shard.bounds()[: min(documents, shard.documents)]
+        places = shard.offsets()[starts[starts < shard.sequences]] // shard.dtype.itemsize
+        return {bool(each) for each in shard.ids()[places] == token}
+    except (InputError, OSError, ValueError, IndexError):
+        return {None}
+
 
 def find_checkpoint(run: Run, iteration: int | None = None, *, whole: bool = True) -> CheckpointSource:
     """Return the checkpoint of an iteration; None: the newest whole one. `whole`: refuse a torn or removed one. Raises
@@ -64,7 +93,12 @@ def find_checkpoint(run: Run, iteration: int | None = None, *, whole: bool = Tru
         folder = _folder(run, iteration, whole=whole)
     config = resolve.require_native(committed_config(run, iteration))
     return CheckpointSource(
-        run=run, iteration=iteration, folder=folder, config=config, manifest=Manifest.read(run.manifest)
+        run=run,
+        iteration=iteration,
+        folder=folder,
+        config=config,
+        manifest=Manifest.read(run.manifest),
+        original=original_of_run(run),
     )
 
 
