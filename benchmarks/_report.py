@@ -435,13 +435,12 @@ def gpus() -> list[str]:
     if not files:
         return [*parts, "", "Not run on a GPU yet. [The check of a GPU](../how-to/gpu-check.md) says what it measures."]
     parts += ["", "[The check of a GPU](../how-to/gpu-check.md) says what is measured, and which target is a promise."]
-    for file in files:
-        result = json.loads(file.read_text())
+    for result in sorted((json.loads(file.read_text()) for file in files), key=lambda found: found["date"]):
         where = f"{result['gpus']} x {result['device']}" + (f", {result['nodes']} nodes" if result["nodes"] > 1 else "")
         parts += [
             "",
             f"### {where}",
-            f"{result['date'][:10]}, {result['seconds']:.0f} s.",
+            f"{result['date'][:10]}, {result['seconds']:.0f} s. {result.get('note', '')}".rstrip(),
             "",
             "| part | what | measured | wanted | reached |",
             "|---|---|---|---|---|",

@@ -207,7 +207,7 @@ def try_every_kernel() -> None:
         if name in skipped:
             continue
         about = {"what": what} if what else {}
-        program.write(found | {name: about | {"failed": "the process died in it"}})
+        program.write(found | {name: about | {"failed": "it did not end"}})
         started = time.perf_counter()
         try:
             made = kernel(program)
