@@ -23,6 +23,7 @@ from relayrun.lab.gpucheck.check import PARTS, CheckPart
 from relayrun.lab.gpucheck.performance import affordable_sizes
 from relayrun.lab.gpucheck.resume import attempt_values
 from relayrun.lab.gpucheck.setup import NOTES_FOLDER, CheckFailed, CheckSetup
+from tests.waiting import wait_for
 
 PLANTED = "tests.gpucheck.planted"
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,10 +96,7 @@ def test_an_interrupted_check_has_the_rows_that_were_measured(tmp_path: Path) ->
         print(json.dumps([[each.name, each.status, sorted(each.figures)] for each in found]))
     """
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "parts" / "hangs.json").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for((tmp_path / "parts" / "hangs.json").exists)
     process.terminate()
     said = process.communicate(timeout=60)[0].splitlines()
     assert process.returncode == 0

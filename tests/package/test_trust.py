@@ -170,8 +170,9 @@ def program(main: Callable[[], int]) -> Callable[[Run], None]:
     ids=["watch", "guard", "end", "fallback", "facts of a node", "agent", "rank"],
 )
 def test_processes_of_a_job_refuse_a_plan_that_others_can_write_since_its_begin(
-    tmp_path: Path, process: Callable[[Run], object]
+    tmp_path: Path, process: Callable[[Run], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(training, "dump_stacks_on_request", lambda path: None)  # one handler for each process
     run = make_history(tmp_path / "run", lines=10, attempts=1)
     run.plan.chmod(0o664)
     with pytest.raises(UntrustedError, match="its group may write this"):

@@ -123,6 +123,7 @@ def export_torch(options: argparse.Namespace) -> int:
 
 def export_megatron(options: argparse.Namespace) -> int:
     """Write a folder that Megatron-LM loads. Raises RelayrunError."""
+    check_outputs({"--output": options.output})
     name, iteration = split_run_and_iteration(options.name)
     source = find_checkpoint(find_run(name), options.iteration if iteration is None else iteration)
     if (read := _new_output(options, source.folder)) is None:
@@ -155,6 +156,7 @@ def _new_output(options: argparse.Namespace, folder: Path) -> InputFiles | None:
 
 def _checked_source(options: argparse.Namespace) -> CheckpointSource:
     """The checkpoint, after run, iteration and tokenizer were checked. Raises RelayrunError."""
+    check_outputs({"--output": options.output})
     folder = Path(options.name).expanduser()
     if (found := megatron_folder.find_megatron_checkpoint(folder, options.iteration)) is not None:
         return megatron_settings.megatron_source(found, options.tokenizer)
@@ -234,6 +236,7 @@ def import_hf(options: argparse.Namespace) -> int:
 def import_megatron(options: argparse.Namespace) -> int:
     """Write a checkpoint from a folder of Megatron-LM. Raises RelayrunError."""
     output: Path = options.output.absolute()
+    check_outputs({"--output": options.output})
     name, iteration = split_run_and_iteration(options.folder)
     folder = Path(name).expanduser()
     found = megatron_folder.find_megatron_checkpoint(folder, iteration)

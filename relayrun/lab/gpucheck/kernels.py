@@ -44,6 +44,7 @@ def measure_kernels(setup: CheckSetup, figures: PartFigures) -> None:
 
 
 def export_sections(setup: CheckSetup) -> Sections:
+    """Return the sections of the run that is exported."""
     sizes = setup.sizes
     return {
         "model": dict(sizes.resumed_model),
