@@ -18,7 +18,7 @@ RowVerdict = Literal["met", "missed", "not measured", ""]
 """`""`: without a target."""
 
 MFU_TARGET, MFU_AIM = 0.50, 0.55
-STALL_TARGET = 2.0
+STALL_TARGET = 1.5
 ROUNDING = 1e-4
 """Largest difference between logits in fp32, relative to the largest if that is above 1.
 
