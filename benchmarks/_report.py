@@ -437,7 +437,7 @@ def gpus() -> list[str]:
     parts += ["", "[The check of a GPU](../how-to/gpu-check.md) says what is measured, and which target is a promise."]
     for file in files:
         result = json.loads(file.read_text())
-        where = f"{result['gpus']} x {result['device']}" + (f", {result['nodes']} nodes" if result["nodes"] > 1 else "")
+        where = f"{result['gpus']} x {result['device']}"
         parts += [
             "",
             f"### {where}",
