@@ -5,10 +5,10 @@
     python benchmarks/tokenizer_families.py --megabytes 2 --rounds 1 "Llama 3" GPT-2
 
 150 MB of text in many languages and of code, two workers on each side, default flags: a program's start with the proof
-of the engine, and the routing, are part of what is measured. Beside both runs the bare loop of the engine, where it takes
-the tokenizer's file as it is: it reads, encodes and throws the ids away, and each of its workers loads the engine. The
-tokenizers are those of `tests/published.py`. Each one's row is kept when it is done, so a run that was ended goes on
-behind it (`--again` begins anew); the result is written when all are there.
+of the engine, and the routing, are part of what is measured. Beside both runs the bare loop of the engine, where it
+takes the tokenizer's file as it is: it reads, encodes and drops the ids, and each of its workers loads the engine.
+The tokenizers are those of `tests/published.py`. Each one's row is kept when it is done, so a run that was ended goes
+on behind it (`--again` begins anew); the result is written when all are there.
 """
 
 from __future__ import annotations
