@@ -17,11 +17,12 @@ from relayrun.control.scheduler.slurm import Slurm
 from relayrun.control.trainers import megatron_lm_log
 from relayrun.control.trainers.megatron_lm_log import MegatronDialect
 from relayrun.lab.faults import experiment
-from relayrun.lab.faults.table import FAULTS_BY_NAME, Fault
-from relayrun.lab.faults.target import ClusterUnderTest, LocalSignalSender, wrapper_marker, write_wrappers
+from relayrun.lab.faults.table import Fault
+from relayrun.lab.faults.target import wrapper_marker, write_wrappers
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.chain.test_local_chain import run_chain
 from tests.checkouts import ENVIRONMENT, as_one_attempt, checkout_of, plan
+from tests.faults.cluster_faults import FAULTS_BY_NAME, ControlledTarget, LocalSignalSender
 from tests.slurm.conftest import MakeCluster
 from tests.slurm.test_chain import SLURM, logs
 from tests.slurm.test_megatron_slurm import ranks
@@ -133,7 +134,7 @@ def test_a_chain_survives_or_stops_with_a_reason(
     try:
         for variable in ("SLURM_CONF", "PATH"):  # of Slurm's commands that the stage runs
             monkeypatch.setenv(variable, cluster.env[variable])
-        stage = ClusterUnderTest(
+        stage = ControlledTarget(
             run=run, commands=tmp_path, slurm=Slurm(), signals=MegatronReach(), control=cluster, patience=4
         )
         if name == "latest-torn":  # its folder is there before its files are

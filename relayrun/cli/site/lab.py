@@ -21,7 +21,7 @@ from relayrun.lab import trial
 from relayrun.lab.faults import session
 from relayrun.lab.faults.experiment import FaultSite, FaultTools
 from relayrun.lab.faults.session import FaultSession
-from relayrun.lab.faults.target import LocalSignalSender, StepSignalSender, TestClusterControl
+from relayrun.lab.faults.target import StepSignalSender
 from relayrun.lab.gpucheck import check, report
 from relayrun.lab.gpucheck.check import PARTS
 from relayrun.lab.gpucheck.cluster import cluster_inside_job, read_cluster
@@ -82,7 +82,7 @@ def add_drill_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--faults", default=DEFAULT_FAULTS, metavar="NAME,...", help="or all (default: %(default)s)")
     parser.add_argument("--nodes", type=int, default=2, metavar="N", help="nodes of a job (default: %(default)s)")
     parser.add_argument("--directory", type=Path, metavar="DIR", help="that all nodes see; default: logs/drill/CLUSTER")
-    parser.add_argument("--list", action="store_true", help="the faults, and which are left out here; nothing is done")
+    parser.add_argument("--list", action="store_true", help="the faults; nothing is done")
     parser.add_argument("--yes", action="store_true", help="do not ask before jobs are queued")
     parser.add_argument("--again", action="store_true", help="do rows again that are done")
     parser.add_argument("--json", action="store_true", help="print the result for programs")
@@ -90,8 +90,6 @@ def add_drill_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--queue", type=float, default=60, metavar="MINUTES", help="how long a job may wait (default: %(default)s)"
     )
-    words = "the folder of scripts/tools/test_cluster.sh: its daemons may be ended, too"
-    parser.add_argument("--test-cluster", type=Path, metavar="DIR", help=words)
     parser.set_defaults(run=run_drill)
 
 
@@ -101,22 +99,18 @@ def run_drill(options: argparse.Namespace) -> int:
     cluster = read_cluster(options.cluster)
     if not batch_system(cluster["scheduler"]).slurm:
         raise ConfigError(f"cluster {cluster['name']} has no Slurm, whose jobs the drill disturbs", where="--cluster")
-    control = None if options.test_cluster is None else TestClusterControl(options.test_cluster)
-    skipped = session.skipped_faults(faults, test_cluster=control is not None)
     if options.list:
         for fault in faults:
-            reason = f" (left out: {skipped[fault.name]})" if fault.name in skipped else ""
-            print(f"{fault.name}: {fault.what}{reason}")
+            print(f"{fault.name}: {fault.what}")
         return 0
     tools = FaultTools(
         site=_drill_site(options, cluster),
         slurm=slurm_scheduler(patience=120),
-        signals=StepSignalSender(slurm_scheduler(patience=30)) if control is None else LocalSignalSender(),
-        control=control,
+        signals=StepSignalSender(slurm_scheduler(patience=30)),
         queue_seconds=60 * options.queue,
         tell=lambda words: print(words, file=sys.stderr if options.json else sys.stdout, flush=True),
     )
-    drill = FaultSession(tools, faults, skipped=skipped)
+    drill = FaultSession(tools, faults)
     with drill.locked():
         return _run_session(drill, options)
 
@@ -133,8 +127,6 @@ def _drill_site(options: argparse.Namespace, cluster: dict[str, Any]) -> FaultSi
 
 def _run_session(drill: FaultSession, options: argparse.Namespace) -> int:
     tell = drill.tools.tell
-    for name, reason in drill.skipped.items():
-        tell(f"{name} is left out: {reason}")
     if options.again:
         drill.forget_results()
     stopped = False
