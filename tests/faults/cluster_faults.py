@@ -12,18 +12,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from relayrun.control.rundir import triggers
 from relayrun.control.rundir.run import Run
-from relayrun.errors import SchedulerError
+from relayrun.errors import InputError, SchedulerError
 from relayrun.lab.faults import experiment, processes, table
 from relayrun.lab.faults.experiment import FaultResult, FaultTools
-from relayrun.lab.faults.table import Fault, kill_batch_script, read_faults, signal_save_and_exit
-from relayrun.lab.faults.target import ClusterUnderTest, wrapper_marker, write_wrapper
+from relayrun.lab.faults.table import Fault, kill_batch_script, read_faults, signal_save_and_exit, stop_rank
+from relayrun.lab.faults.target import ClusterUnderTest
 from tests.slurm.cluster import TestCluster
 
 HERE = Path(__file__).parent
@@ -55,11 +56,45 @@ def step_daemons(pids: list[int]) -> list[int]:
     return sorted(found - {0, 1})
 
 
+def write_wrappers(commands: Mapping[str, str], folder: Path, *, search: str, real: Mapping[str, str]) -> None:
+    """Write the wrappers of a fault.
+
+    A wrapper acts only if its parent process belongs to a job: the supervisor or the batch script. `search`: a PATH for
+    the commands; `real`: other names to look up, by command. Raises InputError if a command is missing.
+    """
+    for name, text in commands.items():
+        found = shutil.which(real.get(name, name), path=search)
+        if found is None:
+            raise InputError(f"{real.get(name, name)} is not on PATH")
+        names = f'real="{found}" provoked="{wrapper_marker(folder)}"'
+        inside = f"if grep -qz '^SLURM_JOB_ID=' /proc/${{PPID}}/environ; then\n{text.strip()}\nfi"
+        write_wrapper(folder, name, f'{names}\n{inside}\nexec "${{real}}" "$@"')
+
+
+def write_wrapper(folder: Path, name: str, text: str) -> Path:
+    """Write a Bash script `folder/bin/NAME`, and return its path."""
+    path = folder / "bin" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{text}\n", encoding="utf-8")
+    path.chmod(0o755)
+    return path
+
+
+def wrapper_marker(folder: Path) -> Path:
+    """Return the file that a wrapper creates when it does harm."""
+    return folder / "provoked"
+
+
 @dataclass(frozen=True)
 class ClusterFault(Fault):
     """A row of `cluster_faults.yaml`."""
 
     _: KW_ONLY
+    commands: Mapping[str, str] = field(default_factory=dict)
+    """Bash by name of a scheduler's command or the supervisor's `python3`, run before it, inside jobs alone.
+
+    `${real}` is the command; Bash that does harm creates the file `${provoked}`.
+    """
     before_begin: bool = False
     """Call `act` right after the submit: it keeps the first attempt from beginning."""
     small_disk: str = ""
@@ -71,6 +106,8 @@ class ControlledTarget(ClusterUnderTest):
     """A chain on a test cluster whose daemons may be ended."""
 
     control: TestCluster
+    commands: Path
+    """Folder with the wrappers of `ClusterFault.commands` and their marker."""
     before_begin: bool = False
     lost_nodes: list[str] = field(default_factory=list)
     """Nodes whose daemons the fault has stopped."""
@@ -148,25 +185,35 @@ class ControlledTarget(ClusterUnderTest):
 
 def run_fault(tools: FaultTools, cluster: TestCluster, fault: Fault) -> FaultResult:
     """Do one test on a test cluster, and start its lost nodes again."""
+    if not isinstance(fault, ClusterFault):
+        return experiment.run_fault(tools, fault)
+    folder, search = tools.site.folder / "commands" / fault.name, tools.environment["PATH"]
+    write_wrappers(fault.commands, folder, search=search, real={})
     targets: list[ControlledTarget] = []
+    before_begin = fault.before_begin
 
-    def target(**values: object) -> ControlledTarget:
-        before_begin = isinstance(fault, ClusterFault) and fault.before_begin
-        targets.append(ControlledTarget(control=cluster, before_begin=before_begin, **values))  # type: ignore[arg-type]
+    def target(**values: Any) -> ControlledTarget:
+        targets.append(ControlledTarget(control=cluster, commands=folder, before_begin=before_begin, **values))
         return targets[-1]
 
+    if "python3" in fault.commands:  # the wrapper is found by name on PATH
+        fault = replace(fault, config={**fault.config, "cluster": {"host_python": "python3"}})
+    path = tools.environment | {"PATH": f"{folder / 'bin'}:{search}"}
     with small_file_system(tools.site.run(fault.name), fault):
         try:
-            return experiment.run_fault(replace(tools, target=target), fault)
+            result = experiment.run_fault(replace(tools, target=target, environment=path), fault)
         finally:
             for each in targets:
                 each.bring_back_nodes()
+    if fault.commands and not wrapper_marker(folder).exists():
+        result.wrong.append("the command that does harm was not called: the fault did not happen")
+    return replace(result, passed=not result.wrong)
 
 
 @contextmanager
-def small_file_system(run: Run, fault: Fault) -> Iterator[None]:
+def small_file_system(run: Run, fault: ClusterFault) -> Iterator[None]:
     """Mount a file system of 40 MB at the folder of a disk fault inside the block; keep its files afterwards."""
-    if not isinstance(fault, ClusterFault) or not fault.small_disk:
+    if not fault.small_disk:
         yield
         return
     folder = run.path / fault.small_disk
@@ -318,13 +365,46 @@ def kill_begin(target: ControlledTarget) -> None:
     target.start_successor_now()
 
 
-def _cluster_fault(fault: Fault) -> Fault:
-    commands = {name: text.replace("FOLDER", str(HERE)) for name, text in fault.commands.items()}
-    return replace(fault, commands=commands)
+def disable_watch(target: ControlledTarget) -> None:
+    """Put a directory where the watch writes the metrics, damage a heartbeat, and stop a rank."""
+    target.wait_iteration(15)
+    first, view = target.run.attempt(1), target.run.metrics_view
+    (first.heartbeats / "torn.json").write_text('{"node": ')
+    aside = view.rename(view.with_name("metrics.aside"))
+    view.mkdir()
+    stop_rank(target)
+    target.wait(first.hang.exists)
+    view.rmdir()
+    aside.rename(view)
 
 
-FAULTS = (
-    *table.FAULTS,
-    *map(_cluster_fault, read_faults(HERE / "cluster_faults.yaml", vars(table) | globals(), kind=ClusterFault)),
-)
+def kill_batch_script_at_begin(target: ControlledTarget) -> None:
+    """Ask the first job to exit; `Fault.commands` kills the next batch script, and another job follows."""
+    signal_save_and_exit(target)
+    target.wait(wrapper_marker(target.commands).exists)
+    killed = wrapper_marker(target.commands).read_text().strip()
+    target.wait(lambda: [job for job in target.waiting_jobs() if job != killed])
+    target.start_successor_now()
+
+
+def block_metrics_view(target: ControlledTarget) -> None:
+    """Put a directory where the merged metrics are, ask the attempt to exit, and remove it in the next attempt."""
+    target.wait_iteration(15)
+    view = target.run.metrics_view
+    aside = view.rename(view.with_name("metrics.aside"))
+    view.mkdir()
+    signal_save_and_exit(target)
+    target.wait_iteration(20, attempt=2)
+    view.rmdir()
+    aside.rename(view)
+
+
+def _cluster_faults() -> Iterator[ClusterFault]:
+    for fault in read_faults(HERE / "cluster_faults.yaml", vars(table) | globals(), kind=ClusterFault):
+        assert isinstance(fault, ClusterFault)
+        commands = {name: text.replace("FOLDER", str(HERE)) for name, text in fault.commands.items()}
+        yield replace(fault, commands=commands)
+
+
+FAULTS: tuple[Fault, ...] = (*table.FAULTS, *_cluster_faults())
 FAULTS_BY_NAME = {fault.name: fault for fault in FAULTS}

@@ -25,9 +25,10 @@ from relayrun.lab.faults import session
 from relayrun.lab.faults.experiment import FaultResult, FaultSite, FaultTools
 from relayrun.lab.faults.session import FaultSession
 from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME, UNDISTURBED
-from relayrun.lab.faults.target import StepSignalSender, wrapper_marker, write_wrappers
+from relayrun.lab.faults.target import StepSignalSender
 from relayrun.lab.gpucheck.cluster import read_cluster
 from relayrun.train.checkpoint import checksums
+from tests.faults.cluster_faults import wrapper_marker, write_wrappers
 from tests.readme import ROOT
 
 CLUSTERS = sorted(path.stem for path in (ROOT / "configs/clusters").glob("*.yaml") if path.stem != "local")

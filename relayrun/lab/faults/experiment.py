@@ -25,8 +25,6 @@ from relayrun.lab.faults.target import (
     ClusterUnderTest,
     FaultNotInjected,
     SignalSender,
-    wrapper_marker,
-    write_wrappers,
 )
 from relayrun.lab.small_run import random_data, run_config_values, run_in, start_submit, write_config
 from relayrun.submit.run_plan import log_folder
@@ -51,7 +49,7 @@ class FaultSite:
     """A cluster, and a folder on a file system of all its nodes."""
 
     folder: Path
-    """Contains `runs`, `configs`, `commands` and `data`."""
+    """Contains `runs`, `configs` and `data`."""
     cluster: Mapping[str, Any]
     """Section `cluster` of the run configs: the site's file."""
     nodes: int = 2
@@ -70,9 +68,6 @@ class FaultSite:
     def run(self, name: str) -> Run:
         return run_in(self.folder, name)
 
-    def commands(self, name: str) -> Path:
-        return self.folder / "commands" / name
-
     def write_config(self, name: str, fault: Fault | None) -> Path:
         """Write the run config of a test, or of the undisturbed run (None); return its path."""
         inject = ",".join(filter(None, [f"step-delay={self.step_seconds}", fault.inject if fault else ""]))
@@ -89,8 +84,6 @@ class FaultSite:
             "cluster": dict(self.cluster),
         }
         changes = [self.changes, fault.config if fault else {}]
-        if fault and "python3" in fault.commands:  # the wrapper is found by name on PATH
-            changes.append({"cluster": {"host_python": "python3"}})
         return write_config(
             self.folder, run_config_values(self.folder, "drill", name, COMMON_SETTINGS, common, *changes)
         )
@@ -146,16 +139,10 @@ class FaultResult(Record):
 def run_fault(tools: FaultTools, fault: Fault) -> FaultResult:
     """Do one test. If anything ends it early, also Ctrl-C, its jobs are cancelled by their ids."""
     site, begin = tools.site, time.time()
-    run, commands = site.run(fault.name), site.commands(fault.name)
-    commands.mkdir(parents=True, exist_ok=True)
-    search = tools.environment.get("PATH", os.defpath)
-    write_wrappers(
-        fault.commands, commands, search=search, real={"python3": str(site.cluster.get("host_python", "python3"))}
-    )
+    run = site.run(fault.name)
     config = site.write_config(fault.name, fault)
     target = tools.target(
         run=run,
-        commands=commands,
         slurm=tools.slurm,
         signals=tools.signals,
         patience=tools.patience,
@@ -163,7 +150,7 @@ def run_fault(tools: FaultTools, fault: Fault) -> FaultResult:
     )
     failed = ""
     try:
-        submit_run_config(config, tools.environment | {"PATH": f"{commands / 'bin'}:{search}"})
+        submit_run_config(config, tools.environment)
         target.wait_begin()
         fault.act(target)
         wait_for_end(target)
@@ -217,8 +204,6 @@ def _fault_result(tools: FaultTools, run: Run, fault: Fault, begin: float, faile
     wrong, same = [failed] if failed else [], None
     if run.plan.exists():
         wrong += _table_differences(run, fault, causes, said)
-        if fault.commands and not wrapper_marker(tools.site.commands(fault.name)).exists():
-            wrong.append("the command that does harm was not called: the fault did not happen")
         if fault.expect == "resumed":
             reference = tools.site.run(UNDISTURBED.name)
             different = loss_differences(run, reference, RUN_STEPS)

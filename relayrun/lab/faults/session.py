@@ -162,7 +162,6 @@ class FaultSession:
                 said = cancel_chain(run, self.tools.slurm, user="the drill")
                 self.tools.tell(f"{name}: left by a drill that was stopped: {said}")
             _rename_aside(run.path, "stopped")
-        _rename_aside(self.site.commands(name), "stopped")
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from relayrun.config.compose import yaml_file
-from relayrun.lab.faults.target import ClusterUnderTest, wrapper_marker
+from relayrun.lab.faults.target import ClusterUnderTest
 
 
 def do_nothing(_target: ClusterUnderTest) -> None:
@@ -104,28 +104,6 @@ def kill_watch(target: ClusterUnderTest) -> None:
     stop_rank(target)
 
 
-def disable_watch(target: ClusterUnderTest) -> None:
-    """Put a directory where the watch writes the metrics, damage a heartbeat, and stop a rank."""
-    target.wait_iteration(15)
-    first, view = target.run.attempt(1), target.run.metrics_view
-    (first.heartbeats / "torn.json").write_text('{"node": ')
-    aside = view.rename(view.with_name("metrics.aside"))
-    view.mkdir()
-    stop_rank(target)
-    target.wait(first.hang.exists)
-    view.rmdir()
-    aside.rename(view)
-
-
-def kill_batch_script_at_begin(target: ClusterUnderTest) -> None:
-    """Ask the first job to exit; `Fault.commands` kills the next batch script, and another job follows."""
-    signal_save_and_exit(target)
-    target.wait(wrapper_marker(target.commands).exists)
-    killed = wrapper_marker(target.commands).read_text().strip()
-    target.wait(lambda: [job for job in target.waiting_jobs() if job != killed])
-    target.start_successor_now()
-
-
 def cancel_successor(target: ClusterUnderTest) -> None:
     """Cancel the waiting job, then ask the running job to exit."""
     target.wait(target.run.attempt(1).successor.exists)
@@ -143,18 +121,6 @@ def hold_successor(target: ClusterUnderTest) -> None:
     target.require("Reason=JobHeld" in target.ask("scontrol", "show", "job", waiting), "the waiting job is not held")
     target.order("scontrol", "release", waiting)
     target.start_successor_now()
-
-
-def block_metrics_view(target: ClusterUnderTest) -> None:
-    """Put a directory where the merged metrics are, ask the attempt to exit, and remove it in the next attempt."""
-    target.wait_iteration(15)
-    view = target.run.metrics_view
-    aside = view.rename(view.with_name("metrics.aside"))
-    view.mkdir()
-    signal_save_and_exit(target)
-    target.wait_iteration(20, attempt=2)
-    view.rmdir()
-    aside.rename(view)
 
 
 @dataclass(frozen=True)
@@ -176,11 +142,6 @@ class Fault:
     """Required text in STOP, or in the reasons of the attempts' ends."""
     logged: str = ""
     """Required text in the jobs' logs."""
-    commands: Mapping[str, str] = field(default_factory=dict)
-    """Bash by name of a scheduler's command or the supervisor's `python3`, run before it, inside jobs alone.
-
-    `${real}` is the command; Bash that does harm creates the file `${provoked}`.
-    """
     long: bool = True
     """The test waits for Slurm's own timers."""
 

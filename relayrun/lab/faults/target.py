@@ -1,11 +1,10 @@
-"""The target of a fault: a running chain and its cluster, signals to its processes, and wrappers of its commands."""
+"""The target of a fault: a running chain and its cluster, signals to its processes."""
 
 from __future__ import annotations
 
-import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -14,7 +13,7 @@ from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.base import Job
 from relayrun.control.scheduler.slurm import Slurm
-from relayrun.errors import InputError, RelayrunError, SchedulerError
+from relayrun.errors import RelayrunError, SchedulerError
 from relayrun.files import read_json_lines
 from relayrun.lab.faults import processes
 
@@ -33,8 +32,6 @@ class ClusterUnderTest:
     """A running chain and its cluster, as far as a fault can reach them."""
 
     run: Run
-    commands: Path
-    """Folder with the wrappers of `Fault.commands` and their marker."""
     slurm: Slurm
     signals: SignalSender
     patience: float = 1.0
@@ -171,32 +168,3 @@ class StepSignalSender:
         arguments = [str(run.path), job_id, role, number.name, *map(str, only)]
         said = self._slurm.run_beside(job_id, [*program, *arguments], nodes=1 if role != "rank" else job.num_nodes)
         return [line.rpartition(" ")[0] for line in said.splitlines()]
-
-
-def write_wrappers(commands: Mapping[str, str], folder: Path, *, search: str, real: Mapping[str, str]) -> None:
-    """Write the wrappers of a fault.
-
-    A wrapper acts only if its parent process belongs to a job: the supervisor or the batch script. `search`: a PATH for
-    the commands; `real`: other names to look up, by command. Raises InputError if a command is missing.
-    """
-    for name, text in commands.items():
-        found = shutil.which(real.get(name, name), path=search)
-        if found is None:
-            raise InputError(f"{real.get(name, name)} is not on PATH")
-        names = f'real="{found}" provoked="{wrapper_marker(folder)}"'
-        inside = f"if grep -qz '^SLURM_JOB_ID=' /proc/${{PPID}}/environ; then\n{text.strip()}\nfi"
-        write_wrapper(folder, name, f'{names}\n{inside}\nexec "${{real}}" "$@"')
-
-
-def write_wrapper(folder: Path, name: str, text: str) -> Path:
-    """Write a Bash script `folder/bin/NAME`, and return its path."""
-    path = folder / "bin" / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/bash\n{text}\n", encoding="utf-8")
-    path.chmod(0o755)
-    return path
-
-
-def wrapper_marker(folder: Path) -> Path:
-    """Return the file that a wrapper creates when it does harm."""
-    return folder / "provoked"
