@@ -131,12 +131,11 @@ browser:
 cluster-up: setup slurm ## a real four-node Slurm on this machine, in .test-cluster/
 	scripts/tools/test_cluster.sh up
 
-# The cluster is the drill's own: it ends daemons of it.
 drill: setup slurm ## faults on purpose, on a four-node Slurm of this machine; FAULTS=rank-killed,... or all
 	status=0; \
 	scripts/tools/test_cluster.sh up .drill-cluster --node-timeout 30; \
 	SLURM_CONF=$(CURDIR)/.drill-cluster/etc/slurm.conf $(BIN)/python -m relayrun.cli drill --cluster test --yes \
-	  --test-cluster .drill-cluster $(if $(FAULTS),--faults "$(FAULTS)") $(DRILL) || status=$$?; \
+	  $(if $(FAULTS),--faults "$(FAULTS)") $(DRILL) || status=$$?; \
 	scripts/tools/test_cluster.sh down .drill-cluster; \
 	exit $$status
 

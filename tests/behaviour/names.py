@@ -59,7 +59,6 @@ PROGRAMS = {
     "relayrun.config.compose.writable": "check of outputs, for scripts",
     "relayrun.tokens.mixture.stream_worker": "worker of a stream",
     "relayrun.lab.faults.processes": "signals to parts of a job",
-    "relayrun.lab.faults.supervisor_faults": "supervisor with a fault",
     "relayrun.train.export.evaluate": "evaluation job",
     "relayrun.train.export.job_environment": "surroundings of an export job",
     "relayrun.lab.gpucheck.check": "part of a GPU check",

@@ -236,38 +236,6 @@ def test_an_older_view_that_is_written_last_is_mended(
     assert [json.loads(line)["iteration"] for line in run.evaluations_view.read_text().splitlines()] == [4, 8]
 
 
-def test_what_has_results_is_not_looked_at_again_but_for_another_policy_or_line(prepared: tuple[Run, Plan]) -> None:
-    run, _ = prepared
-    queue = Queue()
-
-    def waiting() -> list[int]:
-        return [commit.iteration for _, commit in evaluations.unsettled_checkpoints(run)]
-
-    def give_result(iteration: int, number: int) -> None:
-        evaluations.record_result(run, EvaluationResult(iteration=iteration, attempt=number, status="done", time=0.0))
-
-    attempt(run, 1, iterations=[4, 8, 12, 16])
-    attend(prepared, queue)
-    assert waiting() == [4, 8, 12, 16]
-    for iteration in (4, 8, 16):
-        give_result(iteration, 1)
-    attend(prepared, queue)
-    assert waiting() == [12, 16], "12 has none yet"
-    give_result(12, 1)
-    attend(prepared, queue)
-    assert waiting() == []
-    attempt(run, 2, base=16, iterations=[20])
-    assert waiting() == [20]
-    attempt(run, 3, base=4, iterations=[8])  # somebody went back to iteration 4
-    assert waiting() == [4, 8]
-    policy = EvaluationPolicy.read(run.evaluation_policy)
-    assert policy is not None
-    replace(policy, interval=2).write(run.evaluation_policy)
-    assert waiting() == [4, 8]
-    (run.evaluations / "settled.json").write_text("{")
-    assert waiting() == [4, 8]
-
-
 def test_an_evaluation_whose_folder_was_removed_is_tried_again(prepared: tuple[Run, Plan]) -> None:
     run, _ = prepared
     queue = Queue()
@@ -276,7 +244,6 @@ def test_an_evaluation_whose_folder_was_removed_is_tried_again(prepared: tuple[R
     for iteration in (4, 8):
         evaluations.record_result(run, EvaluationResult(iteration=iteration, attempt=1, status="failed", time=0.0))
     attend(prepared, queue)
-    assert evaluations.unsettled_checkpoints(run) == []
     shutil.rmtree(evaluations.evaluation_dir(run, 4, 1).path)
     del queue.states["100"]
     assert attend(prepared, queue)[2:] == ["--iteration=4 --attempt=1"]

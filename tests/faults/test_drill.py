@@ -1,4 +1,4 @@
-"""Every fault of the drill's table on a real Slurm, with the real training program on two nodes."""
+"""Every fault of the drill and of a test cluster on a real Slurm, with the real training program on two nodes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from relayrun.control.rundir import restarts
 from relayrun.control.rundir.plan import Plan
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.slurm import Slurm
-from relayrun.lab.faults import experiment
 from relayrun.lab.faults.experiment import RUN_STEPS, FaultSite, FaultTools, job_output_files
-from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME, UNDISTURBED, Fault
-from relayrun.lab.faults.target import LocalSignalSender
+from relayrun.lab.faults.table import UNDISTURBED, Fault
 from relayrun.watch.goodput.account import account_for_run
 from relayrun.watch.goodput.attribution import MICROSECONDS_PER_SECOND
 from tests import warm
 from tests.checkpoints import assert_same_bytes
+from tests.faults.cluster_faults import FAULTS, FAULTS_BY_NAME, LocalSignalSender, run_fault
 from tests.slurm.cluster import TestCluster
 from tests.slurm.conftest import MakeCluster
 
@@ -40,7 +39,6 @@ def drill_tools(cluster: TestCluster, folder: Path, *, fault: Fault | None = Non
         site=site,
         slurm=Slurm(),
         signals=LocalSignalSender(),
-        control=cluster,
         patience=4,
         environment=cluster.env,
     )
@@ -68,7 +66,7 @@ def reference(slurm: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
                     patch.setenv(name, os.environ.get(name, ""))
                 cluster.up()
                 try:
-                    result = experiment.run_fault(drill_tools(cluster, folder), UNDISTURBED)
+                    result = run_fault(drill_tools(cluster, folder), cluster, UNDISTURBED)
                 finally:
                     cluster.down()
             assert result.passed, result.wrong
@@ -151,7 +149,7 @@ def drill(
     run.path.parent.mkdir()
     (run.path.parent / UNDISTURBED.name).symlink_to(reference.path)
     try:
-        result = experiment.run_fault(tools, fault)
+        result = run_fault(tools, cluster, fault)
         if accounting:
             assert_closed(cluster, run)
     finally:

@@ -17,11 +17,18 @@ from relayrun.control.scheduler.slurm import Slurm
 from relayrun.control.trainers import megatron_lm_log
 from relayrun.control.trainers.megatron_lm_log import MegatronDialect
 from relayrun.lab.faults import experiment
-from relayrun.lab.faults.table import FAULTS_BY_NAME, Fault
-from relayrun.lab.faults.target import ClusterUnderTest, LocalSignalSender, wrapper_marker, write_wrappers
+from relayrun.lab.faults.table import Fault
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.chain.test_local_chain import run_chain
 from tests.checkouts import ENVIRONMENT, as_one_attempt, checkout_of, plan
+from tests.faults.cluster_faults import (
+    FAULTS_BY_NAME,
+    ClusterFault,
+    ControlledTarget,
+    LocalSignalSender,
+    wrapper_marker,
+    write_wrappers,
+)
 from tests.slurm.conftest import MakeCluster
 from tests.slurm.test_chain import SLURM, logs
 from tests.slurm.test_megatron_slurm import ranks
@@ -114,26 +121,27 @@ def test_a_chain_survives_or_stops_with_a_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fault, checkout = FAULTS_BY_NAME[name], checkout_of(dialect)
+    commands = fault.commands if isinstance(fault, ClusterFault) else {}
     whole = reference(dialect, make_run) if fault.expect == "resumed" else None
     cluster = make_cluster(grace=60, node_timeout=10 if name.startswith("node-lost") else 120)
     environment = {"MASTER_ADDR": "127.0.0.1"} | ({"MEGATRON_ON_CPU_FAIL": FAILS[name]} if name in FAILS else {})
-    if fault.commands:  # the checkout's own PATH would hide them from what runs behind the attempt's environment
+    if commands:  # the checkout's own PATH would hide them from what runs behind the attempt's environment
         environment["PATH"] = f"{tmp_path / 'bin'}:{ENVIRONMENT['PATH']}"
     on_slurm = {key: SLURM[key] for key in ("scheduler", "nodes", "ntasks_per_node")}
     settings = on_slurm | {"fallback_job": True, "auto_requeue": True} | changes(fault)
-    if "python3" in fault.commands:
+    if "python3" in commands:
         settings["host_python"] = "python3"
     slow = "12:1.5" if name.startswith("node-lost") else "12:0.5"
     values = plan(checkout, tmp_path, steps=STEPS, interval=10, slow=slow, environment=environment, **settings)
     run, _ = make_run(**values)
-    write_wrappers(fault.commands, tmp_path, search=cluster.env["PATH"], real={})
+    write_wrappers(commands, tmp_path, search=cluster.env["PATH"], real={})
     (tmp_path / "logs").mkdir(exist_ok=True)
-    paths = f"{tmp_path / 'bin'}:{cluster.env['PATH']}" if fault.commands else cluster.env["PATH"]
+    paths = f"{tmp_path / 'bin'}:{cluster.env['PATH']}" if commands else cluster.env["PATH"]
     cluster.sbatch([run.job_script], env={"PATH": paths})
     try:
         for variable in ("SLURM_CONF", "PATH"):  # of Slurm's commands that the stage runs
             monkeypatch.setenv(variable, cluster.env[variable])
-        stage = ClusterUnderTest(
+        stage = ControlledTarget(
             run=run, commands=tmp_path, slurm=Slurm(), signals=MegatronReach(), control=cluster, patience=4
         )
         if name == "latest-torn":  # its folder is there before its files are
@@ -150,7 +158,7 @@ def test_a_chain_survives_or_stops_with_a_reason(
     assert all(cause in wanted.split("|") for cause, wanted in zip(causes, expected, strict=True)), said + logs(run)
     assert SAYS.get(fault.says, fault.says) in said
     assert fault.logged in logs(run)
-    if fault.commands:
+    if commands:
         assert wrapper_marker(tmp_path).exists()
     if whole is None:
         assert run.stop.exists()

@@ -25,9 +25,10 @@ from relayrun.lab.faults import session
 from relayrun.lab.faults.experiment import FaultResult, FaultSite, FaultTools
 from relayrun.lab.faults.session import FaultSession
 from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME, UNDISTURBED
-from relayrun.lab.faults.target import StepSignalSender, wrapper_marker, write_wrappers
+from relayrun.lab.faults.target import StepSignalSender
 from relayrun.lab.gpucheck.cluster import read_cluster
 from relayrun.train.checkpoint import checksums
+from tests.faults.cluster_faults import wrapper_marker, write_wrappers
 from tests.readme import ROOT
 
 CLUSTERS = sorted(path.stem for path in (ROOT / "configs/clusters").glob("*.yaml") if path.stem != "local")
@@ -37,7 +38,7 @@ def drill(folder: Path, names: str = "rank-killed,cancelled", **values: Any) -> 
     site = FaultSite(folder=folder, cluster=read_cluster("test"), nodes=2, **values)
     tools = FaultTools(site=site, slurm=Slurm(patience=0), signals=StepSignalSender(Slurm(patience=0)))
     faults = session.select_faults(names)
-    return FaultSession(tools, faults, skipped=session.skipped_faults(faults, test_cluster=False))
+    return FaultSession(tools, faults)
 
 
 def done(name: str, **values: Any) -> FaultResult:
@@ -58,7 +59,6 @@ def put(found: FaultSession, *results: FaultResult) -> None:
         (["--cluster", "nowhere"], "error: --cluster: unknown cluster 'nowhere'"),
         (["--cluster", "local"], "error: --cluster: cluster local has no Slurm"),
         (["--cluster", "test", "--nodes", "0"], "error: --nodes: 0 is less than 1"),
-        (["--cluster", "test", "--test-cluster", "/nowhere"], "error: /nowhere: no test cluster was started here"),
     ],
 )
 def test_bad_input_is_one_error(words: list[str], said: str, tmp_path: Path) -> None:
@@ -80,7 +80,6 @@ def test_the_page_lists_the_faults(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(shlex.split(look)[1:]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines] == list(FAULTS_BY_NAME)
-    assert sum("(left out: " in line for line in lines) == 10
 
 
 def test_the_page_asks_before_it_queues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,19 +92,10 @@ def test_the_page_asks_before_it_queues(tmp_path: Path, monkeypatch: pytest.Monk
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_default_faults_need_no_rights() -> None:
+def test_the_default_faults_are_six_of_the_table() -> None:
     faults = session.select_faults(DEFAULT)
     assert len(faults) == 6
-    assert not session.skipped_faults(faults, test_cluster=False)
     assert session.select_faults("all") == list(FAULTS)
-
-
-def test_what_needs_rights_is_left_out_with_the_reason() -> None:
-    reasons = session.skipped_faults(FAULTS, test_cluster=False)
-    assert {"node-lost", "controller-down-at-exit", "preempted", "disk-full", "overtaken"} <= reasons.keys()
-    assert all("only on a test cluster" in reason for reason in reasons.values())
-    assert "rank-killed" not in reasons
-    assert len(reasons) == 10
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
@@ -122,9 +112,9 @@ def test_few_nodes_and_one_rank_are_refused(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("relayrun.control.scheduler.slurm.SlurmNodes.all_nodes", lambda self: {"n0", "n1"})
     found = drill(tmp_path)
     with pytest.raises(ConfigError, match="--nodes: the cluster has 2 nodes, and the drill needs 3"):
-        FaultSession(replace(found.tools, site=replace(found.site, nodes=3)), [], skipped={}).check()
+        FaultSession(replace(found.tools, site=replace(found.site, nodes=3)), []).check()
     with pytest.raises(ConfigError, match="--nodes: a drill needs two ranks"):
-        FaultSession(replace(found.tools, site=replace(found.site, nodes=1)), [], skipped={}).check()
+        FaultSession(replace(found.tools, site=replace(found.site, nodes=1)), []).check()
 
 
 def test_a_folder_of_another_drill_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +126,7 @@ def test_a_folder_of_another_drill_is_refused(tmp_path: Path, monkeypatch: pytes
     found.check()
     found.check()
     with pytest.raises(InputError, match="another cluster or other nodes"):
-        FaultSession(replace(found.tools, site=replace(found.site, nodes=3)), [], skipped={}).check()
+        FaultSession(replace(found.tools, site=replace(found.site, nodes=3)), []).check()
 
 
 class Quiet:
@@ -147,7 +137,7 @@ class Quiet:
 
 
 def test_rows_that_are_done_are_kept_and_the_reference_comes_first(tmp_path: Path) -> None:
-    found = drill(tmp_path, "rank-killed,cancelled,node-lost")
+    found = drill(tmp_path, "rank-killed,cancelled")
     assert found.pending_tests() == [UNDISTURBED.name, "rank-killed", "cancelled"]
     assert found.cost(found.pending_tests()).jobs == 1 + 2 + 1
     assert found.cost(found.pending_tests()).most_node_minutes == 4 * 2 * 10
@@ -163,8 +153,8 @@ def test_rows_that_are_done_are_kept_and_the_reference_comes_first(tmp_path: Pat
     assert found.pending_tests()[0] == UNDISTURBED.name
 
 
-def test_the_page_says_what_failed_and_what_is_left_out(tmp_path: Path) -> None:
-    found = drill(tmp_path, "rank-killed,cancelled,node-lost")
+def test_the_page_says_what_failed_and_what_is_not_done(tmp_path: Path) -> None:
+    found = drill(tmp_path, "rank-killed,cancelled")
     bad = done("rank-killed", passed=False, wrong=["a | <b>worse</b> end"], bit_for_bit=False, steps_lost=5)
     put(found, done(UNDISTURBED.name), bad)
     text, html = session.markdown_report(found), session.html_report(found)
@@ -174,10 +164,9 @@ def test_the_page_says_what_failed_and_what_is_left_out(tmp_path: Path) -> None:
     assert "Not done yet: cancelled." in text
     assert "<b>worse" not in html
     assert "default-src &#x27;none&#x27;" in html
-    assert "only on a test cluster" in html
     values = session.session_as_json(found)
     assert json.loads(json.dumps(values)) == values
-    assert (values["passed"], values["not_done"], list(values["left_out"])) == (False, ["cancelled"], ["node-lost"])
+    assert (values["passed"], values["not_done"]) == (False, ["cancelled"])
     assert values["rows"][1] == asdict(bad)
 
 

@@ -172,26 +172,3 @@ def test_words_are_grouped_by_their_flags() -> None:
         ["--b=2"],
         ["--c", "-1", "x"],
     ]
-
-
-def test_a_clean_answer_is_kept_until_checkout_flags_or_variables_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RELAYRUN_CACHE", str(tmp_path / "cache"))
-    asked = tmp_path / "asked"
-    stand_in(tmp_path / "c", imports=f"open({str(asked)!r}, 'a').write('x')")
-    arguments = tmp_path / "c/megatron/training/arguments.py"
-    arguments.write_text(arguments.read_text().replace("    raise SystemExit(", "    return args\n    (") + VALIDATION)
-
-    def times(*flags: Flag, ranks: int = 2) -> int:
-        asked.write_text("")
-        assert ask(tmp_path / "c", *flags, ranks=ranks).certain
-        return len(asked.read_text())
-
-    assert [times(GOOD), times(GOOD)] == [1, 0]
-    assert [times(GOOD, ranks=4), times(GOOD, ranks=4)] == [1, 0]
-    assert [times(UNKNOWN), times(UNKNOWN)] == [1, 1]  # a refusal is asked for again
-    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
-    assert times(GOOD) == 1
-    (tmp_path / "c/megatron/other.py").write_text("")  # not even in the commit
-    assert [times(GOOD), times(GOOD)] == [1, 0]

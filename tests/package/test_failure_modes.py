@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from relayrun.lab.faults.table import FAULTS
+from tests.faults.cluster_faults import FAULTS
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs/reference/failure-modes.md").read_text(encoding="utf-8")
 

@@ -14,8 +14,9 @@ import pytest
 from relayrun.control.rundir.records import RefusedConnections
 from relayrun.control.rundir.restarts import read_failed_restarts
 from relayrun.control.rundir.run import Run
-from relayrun.lab.faults.processes import STRANGERS_WORDS, job_processes, listening_addresses
+from relayrun.lab.faults.processes import job_processes
 from tests.chain.test_local_recovery import assert_same_run
+from tests.faults.cluster_faults import STRANGERS_WORDS, listening_addresses
 from tests.workspace import Workspace, ends
 
 from .cluster import TestCluster

@@ -21,9 +21,6 @@ from relayrun.control.chain import job_script
 from relayrun.control.rundir.run import Run
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import ConfigError, SchedulerError
-from relayrun.lab.gpucheck import cluster as gpu_job
-from relayrun.lab.gpucheck import cluster as gpucheck_cluster
-from relayrun.lab.gpucheck.setup import CheckSetup
 from relayrun.submit import policies, run_plan
 from relayrun.tokens.shards.shard import ShardWriter
 from relayrun.tokens.tokenize import dump_jobs
@@ -281,35 +278,3 @@ def test_the_jobs_of_bash_scripts_run_in_the_site_of_cluster(place: Path, script
     assert " prefix=it's numactl setup=yes " in told[0]
     assert len(told) == 2 * {"merge": 1, "reshard": 5}[script]
     assert told[1].startswith(f"arguments {ROOT}/scripts/")
-
-
-@pytest.mark.parametrize("runtime", ["pyxis", "edf", "apptainer"])
-def test_the_check_of_gpus_runs_in_the_container_on_one_node_and_on_all(place: Path, runtime: str) -> None:
-    cluster = {
-        "name": "here",
-        "scheduler": "slurm",
-        "container": container(place, runtime),
-        "command_prefix": ["env", "PREFIX=numactl"],
-        "python": str(place / "python"),
-        "job": {"setup": ["export FROM_SETUP=yes"], "sbatch": {"mail-type": "END"}},
-    }
-    within = gpucheck_cluster.cluster_inside_job(cluster, tiny=True)
-    setup = CheckSetup(folder=str(place / "run"), tiny=True, nodes=2, cluster=within)
-    assert "container" not in within
-    text = gpu_job.job_script(setup, gpu_job.job_config(setup, cluster), ["-m", "check"], time="5")
-    assert "#SBATCH --mail-type=END" in text.splitlines()
-    (place / "check.sh").write_text(text)
-    srun = (
-        (place / "bin/srun")
-        .read_text()
-        .replace("--export=ALL |", "--export=ALL | --kill* | --ntasks-per* | --time=* |")
-    )
-    (place / "bin/srun").write_text(srun)
-    done = subprocess.run(["bash", place / "check.sh"], capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done
-    told = done.stdout.splitlines()
-    assert len(told) == 4
-    for line in told[::2]:
-        assert line.startswith(f"container={container(place, runtime)['image']} ")
-        assert " setup=yes " in line
-    assert [" prefix=numactl " in line for line in told[::2]] == [True, False]  # the check starts its runs behind it

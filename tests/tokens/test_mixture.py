@@ -15,7 +15,7 @@ import pytest
 
 from relayrun.errors import ConfigError, InputError
 from relayrun.tokens.mixture.create_mixture import create_mixture, distinct_names
-from relayrun.tokens.mixture.shard_selection import normalise_weights, select_whole_shards, shuffled_order
+from relayrun.tokens.mixture.shard_selection import normalise_weights, shuffled_order
 from relayrun.tokens.shards.prefixes import SUMMARY_JSON, SUMMARY_TEXT, find_prefixes
 from relayrun.tokens.shards.shard import Shard, ShardWriter
 
@@ -240,13 +240,6 @@ def test_the_order_depends_on_seed_and_names_only() -> None:
     reversed_order = shuffled_order(names[::-1], seed=0, dataset=0)
     assert [names[i] for i in order] == [names[::-1][i] for i in reversed_order]
     assert [names[i] for i in order[:4]] == ["dump/99", "dump/95", "dump/32", "dump/22"]  # for ever the same
-
-
-def test_the_draw_by_hand() -> None:
-    # 6:2 and 4-token shards: A takes (tie), then B is behind, then A until B is behind again; A ends.
-    assert select_whole_shards([[4, 4, 4], [4, 4, 4]], [0.75, 0.25]) == [3, 1]
-    assert select_whole_shards([[10]], [1.0]) == [1]
-    assert select_whole_shards([[1000], [1, 1, 1]], [0.5, 0.5]) == [1, 3]
 
 
 def test_distinct_names() -> None:

@@ -38,7 +38,6 @@ def add_create_mixture_arguments(parser: argparse.ArgumentParser) -> None:
     switch("--allow-repeats", help="end where the last dataset is used up, not the first: others are repeated")
     repeats = "how often a dataset may be read before the mixture is refused (default: %(default)s)"
     add("--most-repeats", type=int, default=MAX_REPEATS, metavar="N", help=repeats)
-    switch("--whole-shards", help="cut none: weights hold to one shard (for readers that take all of a .bin)")
     others = "take shards of different tokenizers, with a warning: for one to which tokens were added"
     switch("--allow-other-tokenizer", help=others)
     switch("--dry-run", help="print the table; write nothing")
@@ -56,7 +55,6 @@ def run_create_mixture(arguments: argparse.Namespace) -> int:
         tokens=parse_token_count(arguments.tokens) if arguments.tokens is not None else None,
         allow_repeats=arguments.allow_repeats,
         most_repeats=arguments.most_repeats,
-        whole_shards=arguments.whole_shards,
         allow_other_tokenizer=arguments.allow_other_tokenizer,
         dry_run=arguments.dry_run,
         report=lambda line: print(line, file=sys.stderr),

@@ -21,11 +21,12 @@ from relayrun.lab import trial
 from relayrun.lab.faults import session
 from relayrun.lab.faults.experiment import FaultSite, FaultTools
 from relayrun.lab.faults.session import FaultSession
-from relayrun.lab.faults.target import LocalSignalSender, StepSignalSender, TestClusterControl
+from relayrun.lab.faults.target import StepSignalSender
 from relayrun.lab.gpucheck import check, report
-from relayrun.lab.gpucheck import cluster as gpucheck_cluster
 from relayrun.lab.gpucheck.check import PARTS
-from relayrun.lab.gpucheck.cluster import read_cluster
+from relayrun.lab.gpucheck.cluster import cluster_inside_job, read_cluster
+from relayrun.lab.gpucheck.performance import large_run_sections
+from relayrun.lab.gpucheck.runs import checked_config
 from relayrun.lab.gpucheck.setup import CheckSetup
 from relayrun.lab.site_probe import SiteProbe, write_facts
 from relayrun.watch.text import json_text, print_table
@@ -81,7 +82,7 @@ def add_drill_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--faults", default=DEFAULT_FAULTS, metavar="NAME,...", help="or all (default: %(default)s)")
     parser.add_argument("--nodes", type=int, default=2, metavar="N", help="nodes of a job (default: %(default)s)")
     parser.add_argument("--directory", type=Path, metavar="DIR", help="that all nodes see; default: logs/drill/CLUSTER")
-    parser.add_argument("--list", action="store_true", help="the faults, and which are left out here; nothing is done")
+    parser.add_argument("--list", action="store_true", help="the faults; nothing is done")
     parser.add_argument("--yes", action="store_true", help="do not ask before jobs are queued")
     parser.add_argument("--again", action="store_true", help="do rows again that are done")
     parser.add_argument("--json", action="store_true", help="print the result for programs")
@@ -89,8 +90,6 @@ def add_drill_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--queue", type=float, default=60, metavar="MINUTES", help="how long a job may wait (default: %(default)s)"
     )
-    words = "the folder of scripts/tools/test_cluster.sh: its daemons may be ended, too"
-    parser.add_argument("--test-cluster", type=Path, metavar="DIR", help=words)
     parser.set_defaults(run=run_drill)
 
 
@@ -100,22 +99,18 @@ def run_drill(options: argparse.Namespace) -> int:
     cluster = read_cluster(options.cluster)
     if not batch_system(cluster["scheduler"]).slurm:
         raise ConfigError(f"cluster {cluster['name']} has no Slurm, whose jobs the drill disturbs", where="--cluster")
-    control = None if options.test_cluster is None else TestClusterControl(options.test_cluster)
-    skipped = session.skipped_faults(faults, test_cluster=control is not None)
     if options.list:
         for fault in faults:
-            reason = f" (left out: {skipped[fault.name]})" if fault.name in skipped else ""
-            print(f"{fault.name}: {fault.what}{reason}")
+            print(f"{fault.name}: {fault.what}")
         return 0
     tools = FaultTools(
         site=_drill_site(options, cluster),
         slurm=slurm_scheduler(patience=120),
-        signals=StepSignalSender(slurm_scheduler(patience=30)) if control is None else LocalSignalSender(),
-        control=control,
+        signals=StepSignalSender(slurm_scheduler(patience=30)),
         queue_seconds=60 * options.queue,
         tell=lambda words: print(words, file=sys.stderr if options.json else sys.stdout, flush=True),
     )
-    drill = FaultSession(tools, faults, skipped=skipped)
+    drill = FaultSession(tools, faults)
     with drill.locked():
         return _run_session(drill, options)
 
@@ -132,8 +127,6 @@ def _drill_site(options: argparse.Namespace, cluster: dict[str, Any]) -> FaultSi
 
 def _run_session(drill: FaultSession, options: argparse.Namespace) -> int:
     tell = drill.tools.tell
-    for name, reason in drill.skipped.items():
-        tell(f"{name} is left out: {reason}")
     if options.again:
         drill.forget_results()
     stopped = False
@@ -186,53 +179,29 @@ def add_gpu_check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", type=Path, metavar="DIR", help="where it works; default: logs/gpu-check/DATE")
     words = "a file of configs/clusters/, or a path (default: %(default)s)"
     parser.add_argument("--cluster", default="local", metavar="NAME", help=words)
-    parser.add_argument(
-        "--nodes", type=int, default=1, metavar="N", help="nodes of the job, where the cluster has Slurm"
-    )
-    parser.add_argument("--time", default="15", metavar="LIMIT", help="of the job (default: %(default)s minutes)")
     add_set_option(parser, "a setting of all training runs of the check: --set training.transformer_impl=local")
     parser.add_argument(
         "--hook", dest="hooks", action="append", default=[], metavar="MODULE:CLASS", help="a hook of your own in them"
     )
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)  # set in the job
     parser.set_defaults(run=run_gpu_check)
 
 
 def run_gpu_check(options: argparse.Namespace) -> int:
-    """Check this machine, or submit the job that checks; return 1 if a target is missed."""
-    cluster = gpucheck_cluster.read_cluster(options.cluster)
+    """Check this machine; return 1 if a target is missed. Raises RelayrunError."""
+    cluster = read_cluster(options.cluster)
     folder = options.folder or places.project_folder() / "logs" / "gpu-check" / time.strftime("%Y%m%d-%H%M%S")
     outputs, read_only = {"--folder": folder, "--output": options.output}, cluster.get("read_only_paths", [])
     check_writable(outputs, cluster=cluster["name"], read_only_paths=read_only)
     setup = CheckSetup(
         folder=str(folder.absolute()),
         tiny=options.tiny,
-        cluster=gpucheck_cluster.cluster_inside_job(cluster, tiny=options.tiny),
+        cluster=cluster_inside_job(cluster, tiny=options.tiny),
         overrides=options.overrides,
         hooks=options.hooks,
-        nodes=options.nodes,
     )
     check.select_parts(options.only, PARTS)
-    slurm = batch_system(cluster["scheduler"]).slurm
-    gpucheck_cluster.check_arguments(setup, slurm=slurm)
-    if slurm and not options.inside:
-        check.prepare_folder(setup)
-        program = command_inside_job(options, folder)
-        number, script = gpucheck_cluster.submit_check_job(setup, cluster, program, time=options.time)
-        result = options.output or f"below {check.RESULTS_FOLDER}"
-        print(f"job {number}: {script}\nresult {result}, folder {folder}")
-        return 0
+    checked_config(setup, "check", large_run_sections(setup, micro_batch=1, steps=1))
     say = partial(print, flush=True)
     path, table = check.run_check(setup, only=options.only, output=options.output, minutes=options.minutes, say=say)
     check.print_result(path, table)
     return report.check_exit_code(table)
-
-
-def command_inside_job(options: argparse.Namespace, folder: Path) -> list[str]:
-    """Return the same command, to be run by Python inside the job."""
-    words = ["-m", "relayrun.cli", "gpu-check", "--inside", f"--cluster={options.cluster}"]
-    words += [f"--folder={folder.absolute()}", f"--nodes={options.nodes}"]
-    words += [f"--minutes={options.minutes}", *(["--tiny"] if options.tiny else [])]
-    words += [f"--output={options.output.absolute()}"] if options.output else []
-    words += [f"--set={text}" for text in options.overrides] + [f"--hook={text}" for text in options.hooks]
-    return words + (["--only", *options.only] if options.only else [])

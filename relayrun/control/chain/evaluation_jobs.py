@@ -78,12 +78,10 @@ def _evaluation_lock(run: Run, *, patience: float) -> Iterator[bool]:
 
 def _attend_all(run: Run, plan: Plan, scheduler: Scheduler) -> None:
     try:
-        waiting = evaluations.unsettled_checkpoints(run)
-        for attempt, commit in waiting:
+        for attempt, commit in evaluations.due_checkpoints(run):
             folder = evaluations.evaluation_dir(run, commit.iteration, attempt)
             if not folder.result.exists():
                 _attend(run, plan, scheduler, folder)
-        evaluations.record_settled(run, waiting)
     except (RelayrunError, OSError) as error:
         log_line(f"evaluations are left for later: {getattr(error, 'message', error)}")
 

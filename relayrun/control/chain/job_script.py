@@ -128,12 +128,11 @@ def program_script(
     environment: Mapping[str, str],
     command: Sequence[str],
     fallback: Path,
-    before: Sequence[Sequence[str]] = (),
 ) -> str:
-    """Return the sbatch script of a job outside the chain that runs one program: an evaluation, a check.
+    """Return the sbatch script of a job outside the chain that runs one program, an evaluation.
 
-    The job's arguments are appended to `command`. `before`: commands that run first; their errors are ignored. The job
-    opens its log itself, in `fallback` if the plan's folder is away.
+    The job's arguments are appended to `command`. The job opens its log itself, in `fallback` if the plan's folder is
+    away.
     """
     every: dict[str, str | None] = {
         "job-name": f"{plan.job_name}-{name}",
@@ -156,7 +155,6 @@ def program_script(
         # the submitter's PYTHONPATH comes last
         f'export PYTHONPATH={shlex.quote(":".join(python_path(plan)))}"${{PYTHONPATH:+:${{PYTHONPATH}}}}"',
         *setup_lines(plan.setup, modules=plan.modules),
-        *(f"{shlex.join(words)} || true" for words in before),
         f'exec {shlex.join(command)} "$@"',
     )
 

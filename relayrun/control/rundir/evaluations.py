@@ -1,7 +1,6 @@
 """Evaluations of a run's checkpoints: which are due, the state of each, and the merged view. Standard library only.
 
 evaluations/policy.json          which checkpoints are due, by the newest submit
-evaluations/settled.json         the commit up to which all have a result, by the supervisor
 evaluations/iter_0000100-0003/   of iteration 100 as attempt 3 committed it: made by the submitter of the job (mkdir)
     wanted                         a stage waits for it, whatever the policy says
     not_queued.json                why it has no job yet, by the supervisor
@@ -18,13 +17,10 @@ evaluations.jsonl                one line per result
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,7 +28,6 @@ from relayrun.control.rundir import checkpoint_records
 from relayrun.control.rundir.attempt import PathIn
 from relayrun.control.rundir.records import CheckpointCommit, Record
 from relayrun.control.rundir.run import Run
-from relayrun.errors import RunDirError
 from relayrun.files import write_atomic
 
 MAX_TRIES = 3
@@ -64,18 +59,6 @@ class EvaluationPolicy(Record):
     hold: int
     """Maximum number of checkpoints that must stay until they are exported."""
     time_limit: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluatedUpTo(Record):
-    """`settled.json`: this commit, and all before it that were due under this policy, have results."""
-
-    attempt: int
-    iteration: int
-    interval: int
-    total_steps: int
-    folders: str
-    """SHA-256 of the names of all evaluations up to this iteration: a removed folder is evaluated again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,68 +138,26 @@ def evaluation_dir(run: Run, iteration: int, attempt: int) -> EvaluationDir:
 
 def due_checkpoints(run: Run) -> list[tuple[int, CheckpointCommit]]:
     """Return (attempt, commit) of every due checkpoint that counts, by rising iteration; empty without a policy."""
-    return list(_due_checkpoints_backwards(run))[::-1]
-
-
-def _due_checkpoints_backwards(run: Run) -> Iterator[tuple[int, CheckpointCommit]]:
     policy = EvaluationPolicy.read(run.evaluation_policy)
     if policy is None:
-        return
+        return []
     wanted = {(folder.iteration, folder.attempt) for folder in all_evaluations(run) if folder.wanted.exists()}
+    found = []
     for counted in checkpoint_records.Lineage(run).backwards():
         iteration = counted.commit.iteration
         due = iteration % policy.interval == 0 or iteration == policy.total_steps
         if counted.published and (due or (iteration, counted.attempt) in wanted):
-            yield counted.attempt, counted.commit
-
-
-def unsettled_checkpoints(run: Run) -> list[tuple[int, CheckpointCommit]]:
-    """Return (attempt, commit) of due checkpoints that may lack a result, rising, from settled.json's commit on."""
-    mark = settled = None
-    with contextlib.suppress(RunDirError):  # the mark only saves time
-        mark = EvaluatedUpTo.read(_settled_path(run))
-    if mark is not None and mark == _settled_mark(run, mark.attempt, mark.iteration):
-        settled = mark.attempt, mark.iteration
-    found = takewhile(lambda entry: (entry[0], entry[1].iteration) != settled, _due_checkpoints_backwards(run))
-    return list(found)[::-1]
+            found.append((counted.attempt, counted.commit))
+    return found[::-1]
 
 
 def unqueued_iterations(run: Run) -> dict[int, str]:
     """Return the due iterations without job or result, with the scheduler's refusal; empty text: not refused so far."""
-    folders = [evaluation_dir(run, commit.iteration, attempt) for attempt, commit in unsettled_checkpoints(run)]
+    folders = [evaluation_dir(run, commit.iteration, attempt) for attempt, commit in due_checkpoints(run)]
     waiting = [each for each in folders if not (each.result.exists() or each.submitted.exists())]
     return {
         each.iteration: known.error if (known := UnqueuedEvaluation.read(each.not_queued)) else "" for each in waiting
     }
-
-
-def record_settled(run: Run, waiting: Sequence[tuple[int, CheckpointCommit]]) -> None:
-    """Record the last commit up to which all of `waiting`, in its order, have results."""
-    done = list(takewhile(lambda entry: evaluation_dir(run, entry[1].iteration, entry[0]).result.exists(), waiting))
-    if done:
-        attempt, commit = done[-1]
-        mark = _settled_mark(run, attempt, commit.iteration)
-        if mark is not None:
-            mark.write(_settled_path(run))
-
-
-def _settled_mark(run: Run, attempt: int, iteration: int) -> EvaluatedUpTo | None:
-    """Return the mark at a commit under the present policy and folders; None without a policy."""
-    policy = EvaluationPolicy.read(run.evaluation_policy)
-    if policy is None:
-        return None
-    names = "\n".join(folder.path.name for folder in all_evaluations(run) if folder.iteration <= iteration)
-    return EvaluatedUpTo(
-        attempt=attempt,
-        iteration=iteration,
-        interval=policy.interval,
-        total_steps=policy.total_steps,
-        folders=hashlib.sha256(names.encode()).hexdigest(),
-    )
-
-
-def _settled_path(run: Run) -> Path:
-    return run.evaluations / "settled.json"
 
 
 def evaluation_of_checkpoint(run: Run, path: str) -> EvaluationDir | None:
@@ -228,11 +169,9 @@ def evaluation_of_checkpoint(run: Run, path: str) -> EvaluationDir | None:
 
 
 def request_evaluation(run: Run, folder: EvaluationDir) -> None:
-    """Have a checkpoint evaluated, whatever the policy and settled.json say."""
-    if not folder.wanted.exists():
-        folder.path.mkdir(parents=True, exist_ok=True)
-        _settled_path(run).unlink(missing_ok=True)
-        folder.wanted.touch()
+    """Have a checkpoint evaluated, whatever the policy says."""
+    folder.path.mkdir(parents=True, exist_ok=True)
+    folder.wanted.touch()
 
 
 def may_retry(folder: EvaluationDir, result: EvaluationResult) -> bool:
@@ -254,7 +193,7 @@ def iterations_held_by_evaluations(run: Run) -> set[int]:
     policy = EvaluationPolicy.read(run.evaluation_policy)
     if policy is None or not policy.hold:
         return set()
-    folders = [evaluation_dir(run, commit.iteration, attempt) for attempt, commit in unsettled_checkpoints(run)]
+    folders = [evaluation_dir(run, commit.iteration, attempt) for attempt, commit in due_checkpoints(run)]
     waiting = [folder.iteration for folder in folders if not (folder.exported.exists() or folder.result.exists())]
     return set(waiting[-policy.hold :])
 

@@ -1,9 +1,8 @@
 """Fault tests of `relayrun drill`: inject a fault into a running chain, and check how the chain ends.
 
 table                the faults with their expected end, and the functions that cause them
-target, processes    the running chain and cluster: sending signals, ending daemons, wrapping commands
+target, processes    the running chain and cluster: sending signals
 injection            a hook that causes faults inside ranks
-supervisor_faults    programs in the place of the supervisor
 experiment           one test: submit, inject, wait for the end, compare with the undisturbed run
 session              a list of tests in a folder, and its report
 

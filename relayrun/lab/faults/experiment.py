@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,6 @@ from relayrun.lab.faults.target import (
     ClusterUnderTest,
     FaultNotInjected,
     SignalSender,
-    TestClusterControl,
-    wrapper_marker,
-    write_wrappers,
 )
 from relayrun.lab.small_run import random_data, run_config_values, run_in, start_submit, write_config
 from relayrun.submit.run_plan import log_folder
@@ -53,7 +49,7 @@ class FaultSite:
     """A cluster, and a folder on a file system of all its nodes."""
 
     folder: Path
-    """Contains `runs`, `configs`, `commands` and `data`."""
+    """Contains `runs`, `configs` and `data`."""
     cluster: Mapping[str, Any]
     """Section `cluster` of the run configs: the site's file."""
     nodes: int = 2
@@ -72,9 +68,6 @@ class FaultSite:
     def run(self, name: str) -> Run:
         return run_in(self.folder, name)
 
-    def commands(self, name: str) -> Path:
-        return self.folder / "commands" / name
-
     def write_config(self, name: str, fault: Fault | None) -> Path:
         """Write the run config of a test, or of the undisturbed run (None); return its path."""
         inject = ",".join(filter(None, [f"step-delay={self.step_seconds}", fault.inject if fault else ""]))
@@ -91,8 +84,6 @@ class FaultSite:
             "cluster": dict(self.cluster),
         }
         changes = [self.changes, fault.config if fault else {}]
-        if fault and "python3" in fault.commands:  # the wrapper is found by name on PATH
-            changes.append({"cluster": {"host_python": "python3"}})
         return write_config(
             self.folder, run_config_values(self.folder, "drill", name, COMMON_SETTINGS, common, *changes)
         )
@@ -105,7 +96,7 @@ class FaultTools:
     site: FaultSite
     slurm: Slurm
     signals: SignalSender
-    control: TestClusterControl | None = None
+    target: Callable[..., ClusterUnderTest] = ClusterUnderTest
     queue_seconds: float = 3600.0
     patience: float = WAIT_FACTOR
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -148,37 +139,27 @@ class FaultResult(Record):
 def run_fault(tools: FaultTools, fault: Fault) -> FaultResult:
     """Do one test. If anything ends it early, also Ctrl-C, its jobs are cancelled by their ids."""
     site, begin = tools.site, time.time()
-    run, commands = site.run(fault.name), site.commands(fault.name)
-    commands.mkdir(parents=True, exist_ok=True)
-    search = tools.environment.get("PATH", os.defpath)
-    write_wrappers(
-        fault.commands, commands, search=search, real={"python3": str(site.cluster.get("host_python", "python3"))}
-    )
+    run = site.run(fault.name)
     config = site.write_config(fault.name, fault)
-    target = ClusterUnderTest(
+    target = tools.target(
         run=run,
-        commands=commands,
         slurm=tools.slurm,
         signals=tools.signals,
-        control=tools.control,
         patience=tools.patience,
         queue_seconds=tools.queue_seconds,
     )
     failed = ""
-    with _small_file_system(run, fault):
-        try:
-            submit_run_config(config, tools.environment | {"PATH": f"{commands / 'bin'}:{search}"})
-            if not fault.before_begin:
-                wait_for_begin(target)
-            fault.act(target)
-            wait_for_end(target)
-        except (RelayrunError, OSError) as error:
-            failed = str(error)
-        finally:
-            if run.plan.exists() and may_still_run(target):
-                tools.tell(f"{fault.name}: {cancel_jobs(target)}")
-            target.bring_back_nodes()
-        return _fault_result(tools, run, fault, begin, failed)
+    try:
+        submit_run_config(config, tools.environment)
+        target.wait_begin()
+        fault.act(target)
+        wait_for_end(target)
+    except (RelayrunError, OSError) as error:
+        failed = str(error)
+    finally:
+        if run.plan.exists() and may_still_run(target):
+            tools.tell(f"{fault.name}: {cancel_chain(run, tools.slurm, user='the drill')}")
+    return _fault_result(tools, run, fault, begin, failed)
 
 
 def submit_run_config(config: Path, environment: dict[str, str]) -> None:
@@ -189,12 +170,6 @@ def submit_run_config(config: Path, environment: dict[str, str]) -> None:
         raise ConfigError(f"the submit was refused: {error.strip()}", where=config)
 
 
-def wait_for_begin(target: ClusterUnderTest) -> None:
-    """Wait until the first attempt has begun, or the chain has ended before. Raises FaultNotInjected."""
-    begin = target.run.attempt(1).begin
-    target.wait(lambda: begin.exists() or chain_has_ended(target), what="the first attempt's begin")
-
-
 def wait_for_end(target: ClusterUnderTest) -> None:
     """Wait until the chain has no job. Raises FaultNotInjected; RunDirError if two jobs wait."""
     answered = time.monotonic()
@@ -203,7 +178,7 @@ def wait_for_end(target: ClusterUnderTest) -> None:
         try:
             if len(waiting := target.waiting_jobs()) > 1:
                 raise RunDirError(f"more than one job of the chain waits: {', '.join(waiting)}", where=target.run.path)
-            if chain_has_ended(target):
+            if target.chain_has_ended():
                 return
             answered = time.monotonic()
         except SchedulerError as error:
@@ -213,45 +188,11 @@ def wait_for_end(target: ClusterUnderTest) -> None:
     raise FaultNotInjected("the chain does not end", where=target.run.path)
 
 
-def chain_has_ended(target: ClusterUnderTest) -> bool:
-    """True if the chain has no pending or running job, fallback jobs included."""
-    if target.jobs():
-        return False
-    return not target.slurm.fallback_jobs.live(Plan.load(target.run).fallback_job_name) and not target.jobs()
-
-
 def may_still_run(target: ClusterUnderTest) -> bool:
-    """True if a job that the test queued may be pending or running."""
+    """True if a job of the chain may be pending or running."""
     with contextlib.suppress(RelayrunError):
-        own = [target.slurm.query(job) for job in target.own_jobs]
-        return not chain_has_ended(target) or any(job.live for job in own if job is not None)
+        return not target.chain_has_ended()
     return True
-
-
-def cancel_jobs(target: ClusterUnderTest) -> str:
-    """End the chain, cancel the test's jobs by their ids, and return a sentence. Raises SchedulerError if one stays."""
-    for job in target.own_jobs:
-        target.slurm.cancel(job)
-    return cancel_chain(target.run, target.slurm, user="the drill")
-
-
-@contextlib.contextmanager
-def _small_file_system(run: Run, fault: Fault) -> Iterator[None]:
-    """Mount a file system of 40 MB at the folder of a disk fault inside the block; keep its files afterwards."""
-    if not fault.small_disk:
-        yield
-        return
-    folder = run.path / fault.small_disk
-    folder.mkdir(parents=True, exist_ok=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(folder)], check=True)
-    kept = folder.with_name(f"{folder.name}.kept")
-    try:
-        yield
-        shutil.copytree(folder, kept, symlinks=True)
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
-    folder.rmdir()
-    kept.rename(folder)
 
 
 def _fault_result(tools: FaultTools, run: Run, fault: Fault, begin: float, failed: str) -> FaultResult:
@@ -263,8 +204,6 @@ def _fault_result(tools: FaultTools, run: Run, fault: Fault, begin: float, faile
     wrong, same = [failed] if failed else [], None
     if run.plan.exists():
         wrong += _table_differences(run, fault, causes, said)
-        if fault.commands and not wrapper_marker(tools.site.commands(fault.name)).exists():
-            wrong.append("the command that does harm was not called: the fault did not happen")
         if fault.expect == "resumed":
             reference = tools.site.run(UNDISTURBED.name)
             different = loss_differences(run, reference, RUN_STEPS)

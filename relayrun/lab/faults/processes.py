@@ -1,21 +1,18 @@
-"""The processes of a run on one node, by role, and signals for them; and a stranger at all their ports.
+"""The processes of a run on one node, by role, and signals for them.
 
 The drill starts this file on the nodes of a job, as a step of that job beside its ranks, with the Python of the batch
 script. It uses the standard library alone, and reaches no process of another job.
 
     python3 processes.py RUN_DIR JOB_ID ROLE SIGNAL [RANK ...]
-    python3 processes.py RUN_DIR JOB_ID stranger SECONDS
 
-It prints a line for each signalled process: its role or rank, and its process id; or a line for each port.
+It prints a line for each signalled process: its role or rank, and its process id.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -28,10 +25,6 @@ NamedProcess = tuple[str, int]
 def main(arguments: list[str]) -> int:
     """Signal the requested processes. ROLE is `rank`, or a role of `role_processes`."""
     run_dir, job_id, role, number, *only = arguments
-    if role == "stranger":
-        for (host, port), count in try_ports(job_id, float(number)).items():
-            print("port", port, "at", host, count, "connections")
-        return 0
     if role == "rank":
         named = named_ranks(rank_processes(run_dir, job_id), set(map(int, only)))
     else:
@@ -77,62 +70,6 @@ def role_processes(role: str, run_dir: str, job_id: str) -> list[NamedProcess]:
         "watch": lambda words: watch <= set(words),
     }[role]
     return [(role, pid) for pid, words, _ in job_processes(job_id) if has_role(words)]
-
-
-STRANGERS_WORDS = (
-    b"",
-    b'{"kind": "hello", "job": "%s", "attempt": 1, "node": 0, "name": "n", "port": 1, "probe_port": 2}\n',
-    b'{"kind": "answer", "node": 1, "nonce": "%s", "proof": "0"}\n{"kind": "leave", "code": 1}\n',
-    b'{"kind": "health", "facts": {"ranks_memory": "%s"}}\n',
-    b"GET /%s HTTP/1.1\r\n\r\n",
-    b"\0" * 40,
-)
-"""Words of a process that knows the job and not the secret of its attempt."""
-
-
-def try_ports(job_id: str, seconds: float) -> dict[tuple[str, int], int]:
-    """Connect to every port on which processes of the job listen on this node, again and again, and say
-    `STRANGERS_WORDS`; return the number of connections to each."""
-    tried: dict[tuple[str, int], int] = {}
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        for address in listening_addresses(pid for pid, _, _ in job_processes(job_id)):
-            for words in STRANGERS_WORDS:
-                with suppress(OSError), socket.create_connection(address, timeout=1) as connection:
-                    tried[address] = tried.get(address, 0) + 1
-                    connection.sendall(words.replace(b"%s", job_id.encode()))
-                    connection.settimeout(0.05)
-                    connection.recv(1 << 16)
-    return tried
-
-
-def listening_addresses(pids: Iterable[int]) -> set[tuple[str, int]]:
-    """Return the addresses on which these processes listen."""
-    sockets = set()
-    for pid in pids:
-        with suppress(OSError):  # it has ended
-            sockets |= {os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")}
-    found = set()
-    for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:  # it listens
-                address, _, port = fields[1].partition(":")
-                words = [int(address[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(address), 8)]
-                host = socket.inet_ntop(family, b"".join(words))
-                found.add(({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), int(port, 16)))
-    return found
-
-
-def step_daemons(pids: list[int]) -> list[int]:
-    """Return the slurmstepd above each of these processes; needs root."""
-    found = set()
-    for pid in pids:
-        with suppress(OSError):  # the process has ended
-            while pid > 1 and program_name(pid) != "slurmstepd":
-                pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-            found.add(pid)
-    return sorted(found - {0, 1})
 
 
 def job_processes(job_id: str) -> Iterator[tuple[int, list[bytes], Environment]]:

@@ -8,9 +8,8 @@ FOLDER/runs/NAME           the run directory of a test
 from __future__ import annotations
 
 import os
-import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from fcntl import LOCK_EX, LOCK_NB, flock
@@ -24,7 +23,7 @@ from relayrun.control.chain.jobs import cancel_chain
 from relayrun.errors import ConfigError, InputError, RelayrunError, did_you_mean
 from relayrun.files import read_json, unused_name, write_json
 from relayrun.lab.faults.experiment import FaultResult, FaultTools, run_fault
-from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME, UNDISTURBED, Fault, RequiredPrivilege
+from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME, UNDISTURBED, Fault
 from relayrun.submit import submission
 from relayrun.submit.check.existing_run import SubmitIntent
 from relayrun.watch.report.html import render_page
@@ -75,27 +74,14 @@ def select_faults(names: str) -> list[Fault]:
     return [FAULTS_BY_NAME[name] for name in wanted]
 
 
-def skipped_faults(faults: Sequence[Fault], *, test_cluster: bool) -> dict[str, str]:
-    """Return the faults that cannot be injected here, with the reason."""
-    reasons = {}
-    for fault in faults:
-        if fault.needs is not None and not test_cluster:
-            reasons[fault.name] = fault.needs.value
-        elif fault.needs is RequiredPrivilege.ROOT and os.geteuid() != 0:
-            reasons[fault.name] = "it needs root's rights"
-    return reasons
-
-
 class FaultSession:
     """A drill in a folder."""
 
-    def __init__(self, tools: FaultTools, faults: Sequence[Fault], *, skipped: Mapping[str, str]) -> None:
-        """`skipped`: faults that are left out, with the reason."""
+    def __init__(self, tools: FaultTools, faults: Sequence[Fault]) -> None:
         self.tools = tools
         self.site = tools.site
         self.folder = tools.site.folder
         self.faults = list(faults)
-        self.skipped = dict(skipped)
 
     def result(self, name: str) -> FaultResult | None:
         """Return the result of a test, None if it is not done. Raises RunDirError if the record is damaged."""
@@ -110,7 +96,7 @@ class FaultSession:
 
     def pending_tests(self) -> list[str]:
         """Return the names of requested tests without a result, the undisturbed run first."""
-        names = [each.name for each in self.faults if each.name not in self.skipped and self.result(each.name) is None]
+        names = [each.name for each in self.faults if self.result(each.name) is None]
         reference = self.result(UNDISTURBED.name)
         return [UNDISTURBED.name, *names] if names and (reference is None or not reference.passed) else names
 
@@ -170,15 +156,12 @@ class FaultSession:
 
     def clear(self, name: str) -> None:
         """Clean up a test of a killed drill: cancel its jobs, rename its run directory."""
-        run, disk = self.site.run(name), TESTS[name].small_disk
-        if disk and os.path.ismount(mounted := run.path / disk):
-            subprocess.run(["umount", str(mounted)], check=True)
+        run = self.site.run(name)
         if run.plan.exists():
             if not run.stop.exists():
                 said = cancel_chain(run, self.tools.slurm, user="the drill")
                 self.tools.tell(f"{name}: left by a drill that was stopped: {said}")
             _rename_aside(run.path, "stopped")
-        _rename_aside(self.site.commands(name), "stopped")
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -211,7 +194,6 @@ def session_as_json(session: FaultSession) -> dict[str, Any]:
         "directory": str(session.folder),
         "passed": not session.failed_results(),
         "rows": [asdict(result) for result in session.results()],
-        "left_out": session.skipped,
         "not_done": session.pending_tests(),
     }
 
@@ -267,8 +249,7 @@ def session_facts(session: FaultSession) -> list[str]:
 
 def table_rows(session: FaultSession) -> list[list[str]]:
     """Return the cells of the table."""
-    left_out = [[name, reason, "–", "–", "–", "–", "left out"] for name, reason in session.skipped.items()]
-    return [_result_cells(result) for result in session.results()] + left_out
+    return [_result_cells(result) for result in session.results()]
 
 
 def _result_cells(result: FaultResult) -> list[str]:

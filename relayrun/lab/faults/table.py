@@ -8,21 +8,14 @@ ends, states the reason in STOP, and leaves no job in the queue. Tests and `rela
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
 from relayrun.config.compose import yaml_file
-from relayrun.control.rundir import triggers
-from relayrun.control.rundir.plan import Plan
-from relayrun.lab.faults import processes
-from relayrun.lab.faults.target import ClusterUnderTest, wrapper_marker
-
-STRANGER_SECONDS = 6.0
+from relayrun.lab.faults.target import ClusterUnderTest
 
 
 def do_nothing(_target: ClusterUnderTest) -> None:
@@ -46,15 +39,6 @@ def kill_batch_script_under_guard(target: ClusterUnderTest) -> None:
     guard = target.run.attempt(1).guard_log
     target.wait(lambda: guard.exists() and guard.stat().st_size)
     kill_batch_script(target)
-
-
-def let_stranger_try(target: ClusterUnderTest) -> None:
-    """Let a process without the attempt's secret try all ports on the job's first node, for some seconds."""
-    target.wait_iteration(5)
-    program = [Plan.load(target.run).host_python, str(Path(processes.__file__).resolve())]
-    arguments = [str(target.run.path), target.job_id(), "stranger", str(STRANGER_SECONDS)]
-    said = target.slurm.run_beside(target.job_id(), [*program, *arguments], nodes=1)
-    target.require("port" in said, "no process of the job listens")
 
 
 def stop_rank(target: ClusterUnderTest) -> None:
@@ -102,49 +86,6 @@ def lose_tracker(target: ClusterUnderTest) -> None:
     target.signal("rank", signal.SIGKILL, 0)
 
 
-def revive_replaced_attempt(target: ClusterUnderTest) -> None:
-    """Stop the first attempt inside its save, out of Slurm's reach; continue it beside its successor."""
-    staged = target.run.staging(1) / "iter_0000020"
-    target.wait(lambda: (staged / "metadata.json").exists())
-    with target.frozen():
-        target.signal("batch", signal.SIGKILL)
-        target.wait_iteration(15, attempt=2)
-
-
-def fill_disk(target: ClusterUnderTest) -> None:
-    """Fill the disk before the save of iteration 10; free the space before the end."""
-    filler = target.run.checkpoints / "filler"
-    free = shutil.disk_usage(target.run.checkpoints).free
-    filler.write_bytes(b"\0" * max(0, free - 4096))
-    target.wait_iteration(25)
-    filler.unlink()
-
-
-def kill_node(target: ClusterUnderTest) -> None:
-    """Kill the slurmd of a node after iteration 15, as a crash of the node does."""
-    target.wait_iteration(15)
-    target.kill_node()
-
-
-def controller_down_at_submission(target: ClusterUnderTest) -> None:
-    """Stop the controller for 60 s, from before the first successor is queued."""
-    target.stop_controller(60)
-
-
-def controller_down_at_exit(target: ClusterUnderTest) -> None:
-    """Ask the job to save and exit after iteration 15, and stop the controller for 60 s meanwhile."""
-    target.wait_iteration(15)
-    target.order("scancel", "--signal=USR2", "--batch", target.job_id())
-    target.stop_controller(60)
-
-
-def preempt(target: ClusterUnderTest) -> None:
-    """Submit a job to a partition of higher priority that needs all nodes; return when the second attempt has begun."""
-    target.wait_iteration(15)
-    target.queue_job("--partition=high", "--nodes=4", "--exclusive", "--wrap=sleep 5", "--output=/dev/null")
-    target.wait(target.run.attempt(2).begin.exists)
-
-
 def signal_save_and_exit(target: ClusterUnderTest) -> None:
     """Ask the job to save and exit after iteration 15, as Slurm does before the time limit."""
     target.wait_iteration(15)
@@ -156,75 +97,11 @@ def start_next_job_now(target: ClusterUnderTest) -> None:
     target.start_successor_now()
 
 
-def hold_job_in_completing(target: ClusterUnderTest) -> None:
-    """Keep the first job COMPLETING while its successor runs, and kill the successor's batch script."""
-    with target.slow_epilogs():
-        signal_save_and_exit(target)
-        target.wait_iteration(20, attempt=2)
-        target.require("COMPLETING" in target.jobs().values(), "the first job does not stay COMPLETING")
-        target.signal("batch", signal.SIGKILL)
-
-
-def read_only_between_jobs(target: ClusterUnderTest) -> None:
-    """Make the run directory read-only when the second job begins, and writable for its second try."""
-    target.wait(target.run.attempt(1).successor.exists)
-    waiting = target.waiting_job()
-    target.order("scontrol", "update", f"JobId={waiting}", "StartTime=now+600")
-    signal_save_and_exit(target)
-    target.wait(lambda: list(target.jobs()) == [waiting])
-    target.remount("ro")
-    target.start_successor_now()
-    target.wait(lambda: "begin-failed=1" in target.ask("scontrol", "show", "job", waiting))
-    target.remount("rw")
-    target.start_successor_now()
-
-
-def lose_node_before_begin(target: ClusterUnderTest) -> None:
-    """Lose the node of the batch script while `begin` runs, before anything is queued."""
-    target.wait(wrapper_marker(target.commands).exists)
-    target.lose_node()
-
-
 def kill_watch(target: ClusterUnderTest) -> None:
     """Kill the watch, and stop a rank."""
     target.wait_iteration(15)
     target.signal("watch", signal.SIGKILL)
     stop_rank(target)
-
-
-def disable_watch(target: ClusterUnderTest) -> None:
-    """Put a directory where the watch writes the metrics, damage a heartbeat, and stop a rank."""
-    target.wait_iteration(15)
-    first, view = target.run.attempt(1), target.run.metrics_view
-    (first.heartbeats / "torn.json").write_text('{"node": ')
-    aside = view.rename(view.with_name("metrics.aside"))
-    view.mkdir()
-    stop_rank(target)
-    target.wait(first.hang.exists)
-    view.rmdir()
-    aside.rename(view)
-
-
-def ask_to_exit(target: ClusterUnderTest) -> None:
-    """Touch the exit trigger after iteration 15."""
-    target.wait_iteration(15)
-    triggers.touch_trigger(target.run, "exit")
-
-
-def kill_begin(target: ClusterUnderTest) -> None:
-    """Kill the batch script, and the next job's `begin` (by `Fault.commands`)."""
-    kill_batch_script(target)
-    target.wait(wrapper_marker(target.commands).exists)
-    target.start_successor_now()
-
-
-def kill_batch_script_at_begin(target: ClusterUnderTest) -> None:
-    """Ask the first job to exit; `Fault.commands` kills the next batch script, and another job follows."""
-    signal_save_and_exit(target)
-    target.wait(wrapper_marker(target.commands).exists)
-    killed = wrapper_marker(target.commands).read_text().strip()
-    target.wait(lambda: [job for job in target.waiting_jobs() if job != killed])
-    target.start_successor_now()
 
 
 def cancel_successor(target: ClusterUnderTest) -> None:
@@ -246,26 +123,6 @@ def hold_successor(target: ClusterUnderTest) -> None:
     target.start_successor_now()
 
 
-def block_metrics_view(target: ClusterUnderTest) -> None:
-    """Put a directory where the merged metrics are, ask the attempt to exit, and remove it in the next attempt."""
-    target.wait_iteration(15)
-    view = target.run.metrics_view
-    aside = view.rename(view.with_name("metrics.aside"))
-    view.mkdir()
-    signal_save_and_exit(target)
-    target.wait_iteration(20, attempt=2)
-    view.rmdir()
-    aside.rename(view)
-
-
-class RequiredPrivilege(Enum):
-    """Rights that a fault needs beyond a user's; the value explains why it is left out without them."""
-
-    CONTROL = "it ends daemons of Slurm or changes slurm.conf: only on a test cluster"
-    PARTITIONS = "it needs two partitions, of which one takes the nodes of the other: only on a test cluster"
-    ROOT = "it needs root's rights, for a small file system or to stop slurmstepd: only on a test cluster, by root"
-
-
 @dataclass(frozen=True)
 class Fault:
     """A row of the table."""
@@ -277,8 +134,6 @@ class Fault:
     act: Callable[[ClusterUnderTest], None] = do_nothing
     """Called when the first attempt has begun."""
     _: KW_ONLY
-    before_begin: bool = False
-    """Call `act` right after the submit: it keeps the first attempt from beginning."""
     inject: str = ""
     """Faults for `relayrun.lab.faults.injection.FaultInjectionHook`, in every rank."""
     config: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
@@ -287,15 +142,6 @@ class Fault:
     """Required text in STOP, or in the reasons of the attempts' ends."""
     logged: str = ""
     """Required text in the jobs' logs."""
-    commands: Mapping[str, str] = field(default_factory=dict)
-    """Bash by name of a scheduler's command or the supervisor's `python3`, run before it, inside jobs alone.
-
-    `${real}` is the command; Bash that does harm creates the file `${provoked}`.
-    """
-    small_disk: str = ""
-    """Folder of the run directory that becomes a small file system of its own; `.` is all of it."""
-    needs: RequiredPrivilege | None = None
-    """None: any user who may submit jobs can inject it."""
     long: bool = True
     """The test waits for Slurm's own timers."""
 
@@ -310,15 +156,14 @@ UNDISTURBED = Fault("undisturbed", "nothing: what the others are compared with",
 """The run without a fault."""
 
 
-def read_faults(path: Path) -> tuple[Fault, ...]:
-    """Return the faults of a table. Raises ConfigError, AttributeError for an unknown action."""
-    return tuple(_fault(name, **values) for name, values in yaml_file.read_yaml(path).values.items())
+def read_faults(path: Path, actions: Mapping[str, Any], *, kind: type[Fault] = Fault) -> tuple[Fault, ...]:
+    """Return the faults of a table, whose `act` names one of `actions`. Raises ConfigError, KeyError."""
+
+    def fault(name: str, what: str, causes: Sequence[str], *, act: str = "do_nothing", **others: Any) -> Fault:
+        return kind(name, what, tuple(causes), actions[act], **others)
+
+    return tuple(fault(name, **values) for name, values in yaml_file.read_yaml(path).values.items())
 
 
-def _fault(name: str, what: str, causes: Sequence[str], *, act: str = "", needs: str = "", **others: Any) -> Fault:
-    action = globals()[act or "do_nothing"]
-    return Fault(name, what, tuple(causes), action, needs=RequiredPrivilege[needs] if needs else None, **others)
-
-
-FAULTS = read_faults(TABLE)
+FAULTS = read_faults(TABLE, globals())
 FAULTS_BY_NAME = {fault.name: fault for fault in FAULTS}

@@ -255,7 +255,6 @@ def result_record(setup: CheckSetup, found: Sequence[PartOutcome], *, seconds: f
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": setup.device,
         "gpus": setup.gpus,
-        "nodes": setup.nodes,
         "tiny": setup.tiny,
         "seconds": seconds,
         "overrides": setup.overrides,

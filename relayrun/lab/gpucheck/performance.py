@@ -33,9 +33,6 @@ from relayrun.lab.gpucheck.setup import (
 from relayrun.train.model.size import count_parameters, flops_per_token, memory_bytes, pad_to_multiple, peak_flops
 from relayrun.train.reporting.environment import code_version, node_gpus
 
-BANDWIDTH_PROGRAM = "device:measure_all_reduce"
-NODES_BANDWIDTH_FILE = "bandwidth-of-nodes.json"
-"""Figures that the ranks of all nodes measured before the check began; see `cluster.py`."""
 PROBE_BYTES = 1 << 28
 DISK_SECONDS = 15.0
 """Time limit for all saves and the load, by the speed of the disk; a slow disk gets a model with fewer layers."""
@@ -44,16 +41,11 @@ LONGEST_KERNELS = 12
 
 def measure_bandwidth(setup: CheckSetup, figures: PartFigures) -> None:
     """Measure the bandwidth between several GPUs, or record that there is one."""
-    nodes = setup.path / NODES_BANDWIDTH_FILE
-    if nodes.exists():
-        figures.add("nodes", read_json(nodes))
-    elif setup.nodes > 1:
-        figures.add("nodes", {"not_measured": f"the ranks of the {setup.nodes} nodes left nothing; see the job's log"})
     ranks = setup.gpus or setup.sizes.cpu_ranks
     if ranks < 2:
         figures.add("machine", {"not_measured": "this machine has one GPU"})
     else:
-        figures.add("machine", run_program(setup, BANDWIDTH_PROGRAM, ranks=ranks))
+        figures.add("machine", run_program(setup, "device:measure_all_reduce", ranks=ranks))
 
 
 def measure_environment(setup: CheckSetup, figures: PartFigures) -> None:

@@ -255,16 +255,15 @@ def _export(figures: FigureMap, result: FigureMap) -> Iterator[CheckRow]:
 
 
 def _bandwidth(figures: FigureMap, result: FigureMap) -> Iterator[CheckRow]:
-    for name, words in (("machine", "all-reduce in this machine"), ("nodes", "all-reduce over all nodes")):
-        one = figures.get(name, {})
-        if "not_measured" in one:
-            yield _not_measured(words, one)
-        elif one:
-            speeds = ", ".join(
-                f"{entry['bus_bytes_per_second'] / 1e9:,.3g} GB/s at {entry['bytes'] / (1 << 20):,.3g} MiB"
-                for entry in one["all_reduce"]
-            )
-            yield CheckRow(f"{words}, {one['ranks']} ranks, {one['backend']}, bus bandwidth", speeds)
+    one = figures.get("machine", {})
+    if "not_measured" in one:
+        yield _not_measured("all-reduce", one)
+    elif one:
+        speeds = ", ".join(
+            f"{entry['bus_bytes_per_second'] / 1e9:,.3g} GB/s at {entry['bytes'] / (1 << 20):,.3g} MiB"
+            for entry in one["all_reduce"]
+        )
+        yield CheckRow(f"all-reduce, {one['ranks']} ranks, {one['backend']}, bus bandwidth", speeds)
 
 
 _ROWS_BY_PART: dict[str, Callable[[FigureMap, FigureMap], Iterator[CheckRow]]] = {

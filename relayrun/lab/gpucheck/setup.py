@@ -132,8 +132,6 @@ class CheckSetup:
     """Settings of the training runs, as for `relayrun submit --set`."""
     hooks: list[str] = field(default_factory=list)
     """Hooks of the training runs, before the check's own."""
-    nodes: int = 1
-    """Nodes of the check's job."""
 
     @property
     def sizes(self) -> CheckSizes:
@@ -200,18 +198,6 @@ class PartFigures:
         write_json(self._path, self._found, durable=False)
 
 
-def rank_command(setup: CheckSetup, program: str, *arguments: str, container: Sequence[str] = ()) -> list[str]:
-    """Return the command of one rank, to be put after a command that starts every rank.
-
-    `program`: MODULE:FUNCTION in `programs`. `container`: the command that enters a container; inside the check's job
-    the ranks are in it already.
-    """
-    module, _, function = program.partition(":")
-    inside = [*container, *setup.cluster.get("command_prefix", []), setup.python]
-    measure = ["-m", f"relayrun.lab.gpucheck.programs.{module}", function, *arguments]
-    return ["bash", str(places.shared_file("launchers/lib/rank.sh")), *inside, *measure]
-
-
 def run_program(
     setup: CheckSetup,
     program: str,
@@ -223,14 +209,16 @@ def run_program(
     """Run MODULE:FUNCTION of `programs`; return its `--output`. Raises CheckFailed with the figures written before.
 
     `record` gets the figures written so far, every second: a part that is ended keeps them."""
-    short = program.rpartition(":")[2]
+    module, _, short = program.partition(":")
     setup.parts.mkdir(parents=True, exist_ok=True)
     output, log, given = (setup.parts / f"program-{short}.{end}" for end in ("json", "log", "setup.json"))
     output.unlink(missing_ok=True)
     setup.write(given)
     options = [f"--{key.replace('_', '-')}={value}" for key, value in arguments.items()]
     starter = [sys.executable, "-m", "relayrun.control.scheduler.local_srun", f"--ntasks={ranks}", "--"]
-    command = [*starter, *rank_command(setup, program, f"--setup={given}", f"--output={output}", *options)]
+    rank = ["bash", str(places.shared_file("launchers/lib/rank.sh")), *setup.cluster.get("command_prefix", [])]
+    measure = ["-m", f"relayrun.lab.gpucheck.programs.{module}", short, f"--setup={given}", f"--output={output}"]
+    command = [*starter, *rank, setup.python, *measure, *options]
     with log.open("wb") as file:
         process = subprocess.Popen(
             command,

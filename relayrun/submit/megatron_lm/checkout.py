@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import itertools
 import json
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +26,6 @@ from relayrun.control.trainers.megatron_lm_log import MegatronDialect, megatron_
 from relayrun.errors import ConfigError, did_you_mean
 from relayrun.submit.megatron_lm.flags import Flag
 from relayrun.submit.megatron_lm.programs import parse_flags
-from relayrun.tokens.tokenize.encode.tokenizer_files import cache_key, read_cache, write_cache
 
 ARGUMENTS_FILE = Path("megatron", "training", "arguments.py")
 
@@ -214,7 +211,7 @@ def ask_parser(
     try:
         if in_container:
             raise _ParserUnavailable("the ranks' Python lies in a container")
-        answer = _known_answer(checkout, flags, python, environment)
+        answer = _run_parser(checkout, flags, python, environment)
         own = frozenset(checkout.declared(checkout.folder / program))
         refusals, unjudged = _refused_flags(checkout, flags, answer, own), answer.get("unjudged", [None])[0]
         return ParserAnswer(refusals=refusals, certain=True, unjudged=unjudged)
@@ -226,31 +223,6 @@ def ask_parser(
         certain=False,
         unavailable=why,
     )
-
-
-def _known_answer(
-    checkout: Checkout, flags: Sequence[Flag], python: str, variables: Mapping[str, str]
-) -> dict[str, list[str]]:
-    """The answer of the checkout's parser, kept on this machine if it takes all flags. Raises _ParserUnavailable."""
-    found = {**os.environ, **variables}
-    chosen = {name: found[name] for name in sorted(found) if name in variables or _ASKED_BY_PROGRAMS.match(name)}
-    packages = Path(shutil.which(python) or python).parent.parent.glob("lib*/python3*/*-packages")
-    installed = [(str(folder), folder.stat().st_mtime_ns) for folder in sorted(packages)]
-    words = json.dumps([str(checkout.folder), [flag.words for flag in flags], python, chosen, installed])
-    files = sorted(checkout.folder.rglob("*.py"))
-    code = (f"{file}\n".encode() + file.read_bytes() for file in (Path(parse_flags.__file__), *files))
-    name = cache_key("megatron-lm", itertools.chain([words.encode()], code), ())
-    if (kept := read_cache(name)) is not None:
-        known: dict[str, list[str]] = json.loads(kept)
-        return known
-    answer = _run_parser(checkout, flags, python, variables)
-    if not any(answer.get(kind) for kind in ("unknown", "errors", "invalid", "unjudged")):
-        write_cache(name, json.dumps(answer).encode())
-    return answer
-
-
-_ASKED_BY_PROGRAMS = re.compile(r"PYTHONPATH$|NVTE_|CUDA_|NCCL_|TORCH|MEGATRON|WANDB_|HF_")
-"""Variables of this process that a checkout may read."""
 
 
 def _run_parser(

@@ -138,7 +138,6 @@ def create_mixture(
     tokens: int | None = None,
     allow_repeats: bool = False,
     most_repeats: int = MAX_REPEATS,
-    whole_shards: bool = False,
     allow_other_tokenizer: bool = False,
     dry_run: bool = False,
     report: Callable[[str], None] = lambda line: None,
@@ -147,16 +146,13 @@ def create_mixture(
 
     The folder appears atomically and replaces a former mixture; any other content is refused. `tokens`: total; default:
     until the first dataset is used up, or, with `allow_repeats`, the last. `most_repeats`: maximum passes over a
-    dataset. `whole_shards`: cut no shard. `allow_other_tokenizer`: warn about different tokenizers. `dry_run`: write
+    dataset. `allow_other_tokenizer`: warn about different tokenizers. `dry_run`: write
     nothing. `report` receives lines of progress. Raises ConfigError for wrong weights or options, InputError for wrong
     folders, torn shards, or two tokenizers.
     """
     if len(folders) != len(weights):
         hint = "give one weight a folder, in the same order"
         raise ConfigError(f"{len(folders)} folders but {len(weights)} weights", where="--weights", hint=hint)
-    if whole_shards and (tokens is not None or allow_repeats):
-        words = "a number of tokens and repeats are for shards that may be cut"
-        raise ConfigError(words, where="--whole-shards", hint="leave out one of the options")
     shares = shard_selection.normalise_weights(weights)
     check_mixture_output(output, folders)
     if not dry_run:
@@ -166,18 +162,12 @@ def create_mixture(
     pairs = [pair for dataset in datasets for pair in zip(dataset.shards, dataset.bin_paths, strict=True)]
     read = InputFiles(path for shard, real in pairs for path in (real, shard.prefix + ".idx"))
     refuse_two_tokenizers(datasets, allow=allow_other_tokenizer)
-    if whole_shards:
-        taken = shard_selection.select_whole_shards(
-            [[shard.tokens for shard in dataset.shards] for dataset in datasets], shares
-        )
-        datasets = [replace(dataset, taken=count) for dataset, count in zip(datasets, taken, strict=True)]
-    else:
-        targets = shard_selection.tokens_per_dataset(
-            [d.available for d in datasets], shares, tokens=tokens, repeat=allow_repeats
-        )
-        refuse_repeats(datasets, targets, most=most_repeats)
-        datasets = [_take_tokens(dataset, target) for dataset, target in zip(datasets, targets, strict=True)]
-        refuse_empty_datasets(datasets, targets, tokens=tokens, repeat=allow_repeats, most=most_repeats)
+    targets = shard_selection.tokens_per_dataset(
+        [d.available for d in datasets], shares, tokens=tokens, repeat=allow_repeats
+    )
+    refuse_repeats(datasets, targets, most=most_repeats)
+    datasets = [_take_tokens(dataset, target) for dataset, target in zip(datasets, targets, strict=True)]
+    refuse_empty_datasets(datasets, targets, tokens=tokens, repeat=allow_repeats, most=most_repeats)
     links = sum(dataset.prefixes for dataset in datasets)
     if links > MAX_LINKS:
         words = f"{links:,} shards would be linked, because a small dataset is repeated often"
@@ -310,7 +300,7 @@ def _take_tokens(dataset: MixtureDataset, target: int) -> MixtureDataset:
 def _cut_shard(shard: Shard, tokens: int) -> CutShard:
     if shard.first_gap() is not None:
         words = "this shard cannot be cut: its sequences do not lie one behind the other"
-        raise InputError(words, where=shard.prefix + ".idx", hint="write it again, or use --whole-shards")
+        raise InputError(words, where=shard.prefix + ".idx", hint="write it again, as `relayrun dumps merge` does")
     ends = shard.document_ends()
     documents = shard_selection.nearest_end(ends, tokens)
     return CutShard(documents=documents, tokens=int(ends[documents]), of=shard)

@@ -1,10 +1,7 @@
 """Selects the shards of each data set for a mixture, and summarises the mixture.
 
-`select_shards`: every data set gives weight x total tokens, to the document: whole shards in a seeded order, and the
-last shard is cut. `select_whole_shards`: no shard is cut; the data set furthest behind its weight (weight x total - own
-tokens is largest) takes its next shard until a data set that should take has none left. A shard that would leave any
-data set more than one shard away from its weight waits, so the reached weights are within one shard. Each pass over a
-data set has its own folder, because file names must be unique.
+Every data set gives weight x total tokens, to the document: whole shards in a seeded order, and the last shard is cut.
+Each pass over a data set has its own folder, because file names must be unique.
 """
 
 from __future__ import annotations
@@ -102,41 +99,6 @@ def nearest_end(ends: npt.NDArray[np.int64], tokens: int) -> int:
     before = max(after - 1, 0)
     found = before if tokens - int(ends[before]) <= int(ends[after]) - tokens else after
     return int(np.searchsorted(ends, ends[found], side="right")) - 1
-
-
-def select_whole_shards(sizes: Sequence[Sequence[int]], weights: Sequence[float]) -> list[int]:
-    """Return the number of shards that each dataset gives, from the front of its list, without cuts (rule: see above).
-    `sizes[d]` are the tokens of dataset d's shards in their shuffled order, `weights` sum to 1. For the result, |tokens
-    of d - weights[d] x total| is at most the largest shard chosen, for every d. With two or three datasets one is
-    always used up. With four or more the selection can rarely reach states where every step breaks the bound: it then
-    goes on by the plain rule, and returns the last state within the bound."""
-    share = np.asarray(weights, dtype=np.float64)
-    tokens = np.zeros(len(sizes), dtype=np.int64)
-    taken = [0] * len(sizes)
-    within = list(taken)
-    largest = 0
-    while True:
-        behind = share * int(tokens.sum()) - tokens
-        line = np.argsort(-behind, kind="stable").tolist()
-        pick = line[0]
-        bounded = False
-        for d in line:
-            if behind[d] < 0 and d != line[0]:  # the rest are ahead
-                break
-            if taken[d] == len(sizes[d]):
-                return within
-            size = sizes[d][taken[d]]
-            after = behind + share * size
-            after[d] -= size
-            if float(np.abs(after).max()) <= max(largest, size):
-                pick, bounded = d, True
-                break
-        size = sizes[pick][taken[pick]]
-        largest = max(largest, size)
-        tokens[pick] += size
-        taken[pick] += 1
-        if bounded:
-            within = list(taken)
 
 
 @dataclass(frozen=True, kw_only=True)
