@@ -182,11 +182,15 @@ def _published(final: Path, replaces: Check | None) -> Iterator[Path]:
 @contextlib.contextmanager
 def work_folder(place: str | os.PathLike[str] | None = None) -> Iterator[Path]:
     """Yield a temporary folder in `place` (default: TMPDIR), which is removed at the end, as are those of killed
-    commands at the beginning. Raises OSError."""
+    commands at the beginning. Raises OSError. An error that names a file in it names `place` instead."""
     leftovers.remove_leftovers(place or tempfile.gettempdir(), shared=True)
     folder = Path(tempfile.mkdtemp(dir=place, prefix=f"{leftovers.temporary_prefix()}work-"))
     try:
         yield folder
+    except RelayrunError as error:
+        if error.where is None or not error.where.startswith(str(folder)):
+            raise
+        raise RelayrunError(f"a temporary file {error.message}", where=folder.parent, hint=error.hint) from None
     finally:
         leftovers.surely_remove(folder)
 

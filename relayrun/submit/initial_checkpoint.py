@@ -176,7 +176,7 @@ def _find_in_run(name: str, folder: Path, config: RunConfig, wanted: int | None)
         found = find_checkpoint(find_run(str(folder) if (folder / "plan.json").is_file() else name), wanted)
     except RelayrunError as error:
         words = f"checkpoint.load={config.checkpoint.load}: {error.message}"
-        words += "" if folder.exists() else f", and no folder {folder}"
+        words += "" if folder.exists() or Path(name).is_absolute() else f", and no folder {folder}"
         raise InputError(words, where=error.where, hint=error.hint) from None
     refuse_other_model(found.config.model, config, found.folder)
     return ResumePoint(iteration=found.iteration, path=str(found.folder))
