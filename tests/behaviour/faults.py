@@ -361,7 +361,7 @@ FAULTS = (
         function="normalise_weights",
         old="weight / largest / total for",
         new="weight / largest for",
-        tests=("test_up_to_three_datasets_are_within_one_shard_and_one_is_used_up",),
+        tests=("test_weights_sum_to_one",),
     ),
     Fault(
         name="rows of all files have the same keys",
