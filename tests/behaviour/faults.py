@@ -361,7 +361,7 @@ FAULTS = (
         function="normalise_weights",
         old="weight / largest / total for",
         new="weight / largest for",
-        tests=("test_every_weight_holds_to_a_document",),
+        tests=("test_weights_sum_to_one",),
     ),
     Fault(
         name="rows of all files have the same keys",

@@ -218,7 +218,7 @@ def small_file_system(run: Run, fault: ClusterFault) -> Iterator[None]:
         return
     folder = run.path / fault.small_disk
     folder.mkdir(parents=True, exist_ok=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(folder)], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m,mode=700", "tmpfs", str(folder)], check=True)
     kept = folder.with_name(f"{folder.name}.kept")
     try:
         yield

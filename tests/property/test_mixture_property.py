@@ -20,6 +20,11 @@ def shares(count: int) -> st.SearchStrategy[list[float]]:
     return st.lists(st.floats(0.01, 100), min_size=count, max_size=count).map(normalise_weights)
 
 
+@given(shares(5))
+def test_weights_sum_to_one(weights: list[float]) -> None:
+    assert sum(weights) == pytest.approx(1.0)
+
+
 Sizes = list[list[int]]
 
 
