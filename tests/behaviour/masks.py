@@ -70,4 +70,6 @@ def write_text(path: Path, text: str) -> None:
 def environment(**changes: str) -> dict[str, str]:
     """Return a small environment for programs of this tree."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
-    return kept | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": ""} | changes
+    return (
+        kept | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "RELAYRUN_CACHE": "", "CUDA_VISIBLE_DEVICES": ""} | changes
+    )

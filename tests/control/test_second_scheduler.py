@@ -96,7 +96,7 @@ def relayrun(folder: Path, *words: str, code: int = 0) -> str:
     done = subprocess.run(
         [sys.executable, "-c", COMMAND, str(folder), *words],
         cwd=folder,
-        env={"PATH": f"{folder}/bin:/usr/bin:/bin", "HOME": str(folder)},
+        env={"PATH": f"{folder}/bin:/usr/bin:/bin", "HOME": str(folder), "RELAYRUN_CACHE": ""},
         capture_output=True,
         text=True,
         timeout=120,

@@ -10,7 +10,7 @@ import torch
 from relayrun import places
 from relayrun.config.compose import resolve
 from relayrun.lab.gpucheck.performance import first_micro_batch
-from relayrun.lab.gpucheck.programs.search import is_out_of_memory, search_micro_batch
+from relayrun.lab.gpucheck.programs.common import is_out_of_memory, search_micro_batch
 from relayrun.lab.gpucheck.setup import check_sizes
 from relayrun.train.model.size import memory_bytes
 

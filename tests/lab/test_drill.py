@@ -17,6 +17,7 @@ import pytest
 
 from relayrun.cli import main, parse
 from relayrun.cli.site.lab import DEFAULT_FAULTS as DEFAULT
+from relayrun.cli.site.lab import read_cluster
 from relayrun.config.compose import resolve
 from relayrun.control.scheduler.slurm import Slurm
 from relayrun.errors import ConfigError, InputError
@@ -26,7 +27,6 @@ from relayrun.lab.faults.experiment import FaultResult, FaultSite, FaultTools
 from relayrun.lab.faults.session import FaultSession
 from relayrun.lab.faults.table import FAULTS, FAULTS_BY_NAME, UNDISTURBED
 from relayrun.lab.faults.target import StepSignalSender
-from relayrun.lab.gpucheck.cluster import read_cluster
 from relayrun.train.checkpoint import checksums
 from tests.faults.cluster_faults import wrapper_marker, write_wrappers
 from tests.readme import ROOT

@@ -126,7 +126,8 @@ def test_a_tokenizer_that_is_almost_one_of_bytes_gets_no_table(options: dict[str
 
 
 @pytest.mark.slow
-def test_the_table_proves_itself_and_is_taken(tmp_path: Path) -> None:
+def test_the_table_proves_itself_and_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RELAYRUN_CACHE", "")
     loaded = load_tokenizer(TokenizeOptions(tokenizer=str(write_byte_tokenizer(tmp_path / "t"))))
     said: list[str] = []
     for wanted in ("auto", "bytes"):

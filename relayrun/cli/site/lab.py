@@ -10,8 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from relayrun import places
 from relayrun.cli import add_set_option
+from relayrun.config.compose import yaml_file
+from relayrun.config.compose.schema import ClusterSection
 from relayrun.config.compose.writable import check_writable
 from relayrun.config.sections.batch_systems import batch_system
 from relayrun.control.scheduler.factory import slurm_scheduler
@@ -24,7 +28,6 @@ from relayrun.lab.faults.session import FaultSession
 from relayrun.lab.faults.target import StepSignalSender
 from relayrun.lab.gpucheck import check, report
 from relayrun.lab.gpucheck.check import PARTS
-from relayrun.lab.gpucheck.cluster import cluster_inside_job, read_cluster
 from relayrun.lab.gpucheck.performance import large_run_sections
 from relayrun.lab.gpucheck.runs import checked_config
 from relayrun.lab.gpucheck.setup import CheckSetup
@@ -205,3 +208,31 @@ def run_gpu_check(options: argparse.Namespace) -> int:
     path, table = check.run_check(setup, only=options.only, output=options.output, minutes=options.minutes, say=say)
     check.print_result(path, table)
     return report.check_exit_code(table)
+
+
+def read_cluster(name: str) -> dict[str, Any]:
+    """Read a cluster's file by its name in configs/clusters/ or its path. Raises ConfigError."""
+    folder = places.shared_file("configs/clusters")
+    path = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
+    if not path.is_file():
+        known = ", ".join(sorted(entry.stem for entry in folder.glob("*.yaml")))
+        words = f"unknown cluster {name!r}; there are: {known}; or give the path of a file"
+        raise ConfigError(words, where="--cluster")
+    values = yaml_file.read_yaml(path).values
+    try:
+        ClusterSection.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{place}: {first['msg'].removeprefix('Value error, ')}", where=path) from None
+    return values
+
+
+def cluster_inside_job(cluster: dict[str, Any], *, tiny: bool) -> dict[str, Any]:
+    """Return section `cluster` of the training runs: the job has loaded modules and entered the container already."""
+    names = ("name", "python", "command_prefix", "transformer_engine")
+    threads = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # many runs start at once, each with few kernels to compile
+    environment = threads | cluster.get("environment", {}) | {"WANDB_MODE": "disabled"}
+    environment |= {"CUDA_VISIBLE_DEVICES": ""} if tiny else {}
+    kept = {name: cluster[name] for name in names if name in cluster}
+    return {**kept, "scheduler": "local", "environment": environment}

@@ -2,8 +2,7 @@
 
 check, report                    runs the parts, each in its own process; the table with targets
 setup, runs                      input of the parts; programs and training runs on this machine
-performance, resume, models      the parts
-cluster                          the file of a site
+kernels, resume, performance     the parts
 programs                         the programs and hooks that run on ranks (they import torch)
 
 Input: a device. Output: a JSON file and a table; see `relayrun help gpu-check`.

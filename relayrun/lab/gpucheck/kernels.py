@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +75,10 @@ def try_rows(
     found: dict[str, Any] = {}
     while True:
         died: CheckFailed | None = None
-        done, skip = dict(found), ",".join(["", *found])
+        skip = ",".join(["", *found])
         try:
             made = run_program(
-                setup, program, ranks=ranks, record=partial(_record_more, record, done), skip=skip, **arguments
+                setup, program, ranks=ranks, record=lambda made: record(found | made), skip=skip, **arguments
             )
         except CheckFailed as error:
             died, made = error, error.found or {}
@@ -87,7 +86,7 @@ def try_rows(
                 raise
             last = made[list(made)[-1]]
             last["failed"] = f"{last.get('failed', '')}: {error.message}"
-        found |= made
+        found.update(made)
         record(found)
         if died is None:
             return
@@ -121,14 +120,6 @@ def measure_layouts(setup: CheckSetup, figures: PartFigures) -> None:
             figures.add(name, {"what": variant.what, "failed": error.message})
 
 
-def _about(variants: Mapping[str, ModelVariant], name: str) -> dict[str, str]:
-    return {"what": variants[name].what} if name in variants else {}
-
-
-def _record_more(record: Callable[[dict[str, Any]], object], done: dict[str, Any], made: dict[str, Any]) -> None:
-    record(done | made)
-
-
 def try_variants(
     setup: CheckSetup, variants: Mapping[str, ModelVariant], record: Callable[[dict[str, Any]], object], *, ranks: int
 ) -> None:
@@ -136,6 +127,7 @@ def try_variants(
     folder = setup.path / "models"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    about = {name: {"what": variant.what} for name, variant in variants.items()}
     refused: dict[str, Any] = {}
     for name, variant in variants.items():
         try:
@@ -147,13 +139,13 @@ def try_variants(
                 write_atomic(folder / f"{name}-exact.yaml", text)
         except RelayrunError as error:
             (folder / f"{name}.yaml").unlink(missing_ok=True)
-            refused[name] = {"what": variant.what, "not_measured": error.message}
+            refused[name] = about[name] | {"not_measured": error.message}
     record(refused)
     if any(folder.iterdir()):
         try_rows(
             setup,
             "kernels:try_every_kernel",
-            lambda found: record(refused | {name: _about(variants, name) | one for name, one in found.items()}),
+            lambda found: record(refused | {name: about.get(name, {}) | one for name, one in found.items()}),
             ranks=ranks,
             configs=folder,
         )

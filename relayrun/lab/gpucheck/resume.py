@@ -11,7 +11,7 @@ The hook `programs.hooks.DigestHook` records the hashes of every attempt, and `c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from relayrun.control.rundir import restarts
@@ -33,9 +33,11 @@ def measure_resume(setup: CheckSetup, figures: PartFigures) -> None:
     cuts = deaths_by_restart(setup, ranks)
     runs.data_with_tokenizer(setup)
     chains = {name: runs.start_run(setup, name, sections) for name, sections in resume_run_sections(setup)}
+    whole = "whole"
     if ranks != setup.ranks:  # on CPUs the recovered run has two
+        whole = "recovery-whole"
         plain = runs.recorded_run_sections(setup, cuts=[], ranks=ranks)
-        chains["recovery-whole"] = runs.start_run(setup, "recovery-whole", plain)
+        chains[whole] = runs.start_run(setup, whole, plain)
     sections = merge_sections(runs.recorded_run_sections(setup, cuts=cuts, ranks=ranks), NODE_RECOVERY)
     chains["recovered"] = runs.start_run(setup, "recovered", sections)
 
@@ -46,7 +48,7 @@ def measure_resume(setup: CheckSetup, figures: PartFigures) -> None:
     measures: dict[str, Callable[[], dict[str, Any]]] = {
         "resumed": lambda: compare_resumed_runs(done("whole"), done("sync"), done("async")),
         "job": lambda: recorded_attempts(ended(chains["recovered"])) | {"ranks": ranks, "kills": len(cuts)},
-        "bits": lambda: compare_recovered_run(done("recovered"), undisturbed_values(done(whole_of(chains)))),
+        "bits": lambda: compare_recovered_run(done("recovered"), undisturbed_values(done(whole))),
     }
     for name, measure in measures.items():
         try:
@@ -63,10 +65,6 @@ def ended(chain: runs.LocalChain) -> Run:
     """Wait for the end of a chain, whatever it is."""
     chain.process.wait()
     return chain.run
-
-
-def whole_of(chains: Mapping[str, runs.LocalChain]) -> str:
-    return "recovery-whole" if "recovery-whole" in chains else "whole"
 
 
 def resume_run_sections(setup: CheckSetup) -> list[tuple[str, dict[str, dict[str, Any]]]]:

@@ -14,8 +14,14 @@ import torch
 from relayrun.config.compose import resolve
 from relayrun.config.compose.schema import RunConfig
 from relayrun.control.rundir.run import Run
-from relayrun.lab.gpucheck.programs.common import RankProgram, run_measurement, wait_for
-from relayrun.lab.gpucheck.programs.search import MicroBatchTry, is_out_of_memory, search_micro_batch
+from relayrun.lab.gpucheck.programs.common import (
+    MicroBatchTry,
+    RankProgram,
+    is_out_of_memory,
+    run_measurement,
+    search_micro_batch,
+    wait_for,
+)
 from relayrun.train import distributed
 from relayrun.train.distributed import Ranks
 from relayrun.train.model import cpu_patches

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from relayrun.errors import InputError
 from relayrun.tokens.readers.texts import PackedTexts
+from relayrun.tokens.tokenize.encode import tokenizer_files
 from relayrun.tokens.tokenize.encode.families import EnginePlan, plan_engine
 from relayrun.tokens.tokenize.encode.libraries import (
     ENGINE_PACKAGES,
@@ -143,7 +144,8 @@ def select_engine(
     """Return the fastest engine that is known and proven to be exact, or `wanted` if it is; `report` gets fall-backs.
 
     `tokenizer` has `encode_special_tokens` on, truncation and padding off; `definition` is its `to_str()`, if the
-    caller has it. Raises InputError for an unknown name.
+    caller has it. Proofs are cached on this machine (`tokenizer_files`): a repeated proof does not even load the
+    tokenizer. Raises InputError for an unknown name.
     """
     if wanted not in ENGINES:
         raise InputError(f"unknown engine {wanted!r}; there are: {', '.join(ENGINES)}")
@@ -170,7 +172,9 @@ def _prove_engine(
         return None
     try:
         selection = EngineSelection(engine=plan.engine, version=_package_version(plan.engine), plan=plan)
-        wrong = _first_wrong_text(_build_engine(selection, definition, reference), reference, sample, definition)
+        wrong = _first_wrong_text(
+            selection, _build_engine(selection, definition, reference), reference, sample, definition
+        )
     except ImportError:
         package = ENGINE_PACKAGES[plan.engine]
         report(f"{plan.engine} is not installed: huggingface encodes, which is slower; pip install {package}")
@@ -187,12 +191,25 @@ def _prove_engine(
     return None
 
 
-def _first_wrong_text(engine: Engine, reference: _Reference, sample: PackedTexts, definition: str) -> str | None:
-    exact = reference.of(definition)
-    for texts in (PackedTexts.of(edge_cases(exact)), sample):
-        right = HuggingFaceEngine(exact).encode(texts)
-        if (text := _first_difference(engine.encode(texts), right, texts)) is not None:
-            return text
+def _first_wrong_text(
+    selection: EngineSelection, engine: Engine, reference: _Reference, sample: PackedTexts, definition: str
+) -> str | None:
+    packages = (ENGINE_PACKAGES["huggingface"], ENGINE_PACKAGES[selection.engine])
+    both = (definition.encode(), repr(selection).encode())
+    of_sample = (sample.used.tobytes(), (sample.offsets - sample.offsets[0]).tobytes())
+    proofs: dict[str, Callable[[], PackedTexts]] = {
+        tokenizer_files.cache_key("edge cases", both, packages): lambda: PackedTexts.of(
+            edge_cases(reference.of(definition))
+        ),
+        tokenizer_files.cache_key("sample", (*both, *of_sample), packages): lambda: sample,
+    }
+    for name, make in proofs.items():
+        if tokenizer_files.read_cache(name) is None:
+            texts = make()
+            right = HuggingFaceEngine(reference.of(definition)).encode(texts)
+            if (text := _first_difference(engine.encode(texts), right, texts)) is not None:
+                return text
+            tokenizer_files.write_cache(name, b"proven")
     return None
 
 

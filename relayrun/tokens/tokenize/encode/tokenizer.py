@@ -153,8 +153,14 @@ def load_tokenizer(options: TokenizeOptions) -> DocumentTokenizer:
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         return _prepare(_convert_or_fetch(path, file, options), options)
+    data = file.read_bytes()
     eos, bos = (_read_configured_token(file.parent, name) for name in ("eos_token", "bos_token"))
-    return _prepare(_FoundTokenizer(_from_file(file), eos, bos), options)
+    asked = (options.eos_token, options.append_eod, options.bos, options.special_text, eos, bos)
+    key = tokenizer_files.cache_key("tokenizer", (data, repr(asked).encode()), ("tokenizers",))
+    if (known := tokenizer_files.read_cache(key)) is not None:
+        first, _, definition = known.decode().partition("\n")
+        return DocumentTokenizer(definition=definition, **json.loads(first))
+    return _prepare(_FoundTokenizer(_from_file(file, data), eos, bos), options, key)
 
 
 @dataclass(frozen=True)
@@ -181,8 +187,8 @@ def _convert_or_fetch(path: Path, file: Path, options: TokenizeOptions) -> _Foun
     return _from_transformers(name, options.cache_dir, only_here=here)
 
 
-def _prepare(found: _FoundTokenizer, options: TokenizeOptions) -> DocumentTokenizer:
-    """Apply the options. Raises InputError if the tokenizer lacks a token that they ask for."""
+def _prepare(found: _FoundTokenizer, options: TokenizeOptions, key: str | None = None) -> DocumentTokenizer:
+    """Apply the options, and cache the result as `key` unless a warning has to be repeated at each start."""
     where, tokenizer = options.tokenizer, found.tokenizer
     eos_token = _find_eos(tokenizer, options.eos_token or found.eos, options.append_eod, where)
     eos_id = tokenizer.token_to_id(eos_token) if eos_token is not None else None
@@ -193,7 +199,7 @@ def _prepare(found: _FoundTokenizer, options: TokenizeOptions) -> DocumentTokeni
     if options.bos and bos_id is None:
         hint = "leave --bos out, or put a bos_token into its tokenizer_config.json"
         raise InputError("the tokenizer names no token to begin documents with", where=where, hint=hint)
-    _switch_off_dropout(tokenizer, where)
+    random = _switch_off_dropout(tokenizer, where)
     if options.special_text:
         tokenizer = _without_special_tokens(tokenizer)
     tokenizer.encode_special_tokens = True
@@ -201,25 +207,29 @@ def _prepare(found: _FoundTokenizer, options: TokenizeOptions) -> DocumentTokeni
     tokenizer.no_padding()
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     definition = str(tokenizer.to_str())
-    loaded = DocumentTokenizer(
-        definition=definition,
-        fingerprint=hashlib.sha256(definition.encode()).hexdigest(),
-        ids_fingerprint=ids_fingerprint(definition),
-        eos_token=eos_token,
-        eos_id=eos_id,
-        bos_id=bos_id,
-        size=max(found.size, len(vocabulary), max(vocabulary.values()) + 1),
-    )
+    facts: dict[str, Any] = {
+        "fingerprint": hashlib.sha256(definition.encode()).hexdigest(),
+        "ids_fingerprint": ids_fingerprint(definition),
+        "eos_token": eos_token,
+        "eos_id": eos_id,
+        "bos_id": bos_id,
+        "size": max(found.size, len(vocabulary), max(vocabulary.values()) + 1),
+    }
+    warned = random or (eos_token is None and options.append_eod != "no")
+    if key is not None and not warned:
+        tokenizer_files.write_cache(key, f"{json.dumps(facts)}\n{definition}".encode())
+    loaded = DocumentTokenizer(definition=definition, **facts)
     loaded.__dict__["tokenizer"] = tokenizer  # saves loading it again
     return loaded
 
 
-def _switch_off_dropout(tokenizer: Tokenizer, where: str) -> None:
+def _switch_off_dropout(tokenizer: Tokenizer, where: str) -> bool:
     dropout = isinstance(tokenizer.model, BPE) and tokenizer.model.dropout
     if dropout:
         why = "merges left out at random would give a text other ids each time"
         log.warning("%s: its dropout %g is switched off: %s", where, dropout, why)
         tokenizer.model.dropout = None
+    return bool(dropout)
 
 
 def _without_special_tokens(tokenizer: Tokenizer) -> Tokenizer:
@@ -244,9 +254,9 @@ def _find_eos(tokenizer: Tokenizer, named: str | None, append_eod: AppendEod, wh
         return None
 
 
-def _from_file(file: Path) -> Tokenizer:
+def _from_file(file: Path, data: bytes) -> Tokenizer:
     try:
-        return Tokenizer.from_file(str(file))
+        return Tokenizer.from_buffer(data)
     except Exception as error:  # the library raises Exception itself
         refuse_unconvertible(file)
         hint = "fetch it again, or save it again with the library that made it"

@@ -1,7 +1,12 @@
-"""Files of tokenizers: found on the hub, converted, and written for bytes.
+"""Files of tokenizers: found on the hub, converted, written for bytes, and cached on this machine.
 
 The hub is asked once and with a short limit, before transformers is imported: transformers retries for a minute if the
 hub does not answer, even for a name that is a mistyped path.
+
+The cache keeps facts about tokenizers and proofs of engines. The cache key is a hash of everything that the value
+depends on: its input, this package's code, the installed libraries, Python's Unicode tables, and the processor. A file
+begins with the hash of the rest: a damaged file is ignored. `RELAYRUN_CACHE` names the folder (default: `relayrun` in
+the user's cache folder); if it is empty, or not writable, nothing is kept. Values unused for a month are removed.
 
 The byte tokenizer needs no training: every byte of a text is a token, whose id is the byte. Its ids are those of genome
 models (ASCII, with EOS 0, PAD 1, BOS 2 and UNK 3). Bytes 0 to 3 become UNK; text does not hold them.
@@ -10,16 +15,21 @@ models (ASCII, with EOS 0, PAD 1, BOS 2 and UNK 3). Bytes 0 to 3 become UNK; tex
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import http.client
 import importlib.metadata
 import importlib.util
 import logging
 import os
+import platform
 import re
 import ssl
+import time
+import unicodedata
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +37,7 @@ from relayrun.errors import InputError, did_you_mean_path, refuse_urls
 from relayrun.files import write_atomic, write_json
 from relayrun.leftovers import rename_no_replace
 from relayrun.publishing import MADE_RECORD, InputFiles, output_lock, published_folder, refuse_existing, work_folder
+from relayrun.trust import UntrustedError, read_trusted
 
 log = logging.getLogger(__name__)
 
@@ -209,3 +220,68 @@ def _not_on_hub_error(name: str, why: str) -> InputError:
     usual = "give a tokenizer.json, a folder that holds one, or a name on the Hugging Face hub"
     hint = "; ".join(filter(None, [did_you_mean_path(name), usual]))
     return InputError(f"no such tokenizer: there is no such file or folder, and {why}", where=name, hint=hint)
+
+
+_MAX_AGE_SECONDS = 30 * 24 * 3600
+_CODE_FOLDER = Path(__file__).resolve().parents[2]
+
+
+def cache_key(what: str, parts: Iterable[bytes], packages: Iterable[str]) -> str:
+    """Return the key of a value that depends on `parts` and on these packages, besides this code and this machine."""
+    known = hashlib.sha256()
+    for part in (what.encode(), _code_and_machine(), *map(_package_record, sorted(packages)), *parts):
+        known.update(len(part).to_bytes(8, "little") + part)
+    return known.hexdigest()
+
+
+def read_cache(name: str) -> bytes | None:
+    """Return the value of this key; None if it is missing, damaged, or somebody else can have written it."""
+    with contextlib.suppress(OSError, RuntimeError, UntrustedError):
+        if (folder := _cache_folder()) is not None:
+            known, _, value = read_trusted(folder, name).partition(b"\n")
+            if hashlib.sha256(value).hexdigest().encode() == known:
+                os.utime(folder / name)
+                return value
+    return None
+
+
+def write_cache(name: str, value: bytes) -> None:
+    """Keep a value, if the cache is writable."""
+    with contextlib.suppress(OSError, RuntimeError):
+        if (folder := _cache_folder()) is not None:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            head = hashlib.sha256(value).hexdigest().encode() + b"\n"
+            write_atomic(folder / name, head + value, mode=0o600, durable=False)
+            for file in folder.iterdir():
+                if file.stat().st_mtime < time.time() - _MAX_AGE_SECONDS:
+                    file.unlink()
+
+
+def _cache_folder() -> Path | None:
+    named = os.environ.get("RELAYRUN_CACHE")
+    if named is None:
+        named = os.path.join(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "relayrun")
+    return Path(named, "tokenizers") if named else None
+
+
+@functools.cache
+def _code_and_machine() -> bytes:
+    """Return a hash of the code of tokenization, Python's tables and the processor."""
+    known = hashlib.sha256()
+    for file in sorted(_CODE_FOLDER.rglob("*.py")):
+        known.update(file.relative_to(_CODE_FOLDER).as_posix().encode() + b"\0" + file.read_bytes())
+    processor = f"{unicodedata.unidata_version} {platform.machine()} {platform.python_version()}"
+    with contextlib.suppress(OSError):  # Linux only
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n", 1)[0].splitlines()
+        processor += "".join(line for line in lines if line.split("\t")[0] in ("model name", "flags", "Features"))
+    return known.digest() + processor.encode()
+
+
+@functools.cache
+def _package_record(package: str) -> bytes:
+    """Return the installed version, and the hashes of its files as its record lists them."""
+    try:
+        found = importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        return b"none"
+    return f"{found.version} {found.read_text('RECORD')}".encode()
